@@ -166,8 +166,8 @@ Their grouped experts have no float64.
 ## With recurrent or convolutional state
 
 Of the types above these keep a state, as target and as draft. A recurrence waits at an anchor ([how it
-works](../how-it-works/proofs.md), section 3.1); inputs of convolutions alone (LFM2, LFM3) have places, as keys have. Most of them
-compute it in float32, whatever the type of the model.
+works](../how-it-works/proofs.md), section 3.1); inputs of convolutions alone (LFM2, LFM3) have places, as keys have.
+Most of them compute it in float32, whatever the type of the model.
 
 {states}
 

@@ -3,7 +3,7 @@
     python -m venv A && A/bin/pip install openai-agents langchain-openai pydantic-ai-slim[openai]
     python -m venv B && B/bin/pip install litellm mcp    # these three want other versions of openai
     python -m venv C && C/bin/pip install llm
-    python -m venv D && D/bin/pip install instructor
+    python -m venv D && D/bin/pip install instructor anthropic
     npm install --prefix NODE openai
     python benchmarks/clients.py {A,B,C,D}/bin/python --node NODE
 
@@ -101,6 +101,32 @@ def responses(url: str) -> None:
     history += [call, {"type": "function_call_output", "call_id": call.call_id, "output": "Sun"}]
     answer = client.responses.create(**body | {"tool_choice": "none"}, max_output_tokens=20)
     assert answer.status in ("completed", "incomplete")
+
+
+def anthropic(url: str) -> None:
+    """anthropic: a call of a tool, plain and streamed, its result, an answer; an unknown model."""
+    import anthropic as library
+
+    client = library.Anthropic(base_url=url.removesuffix("/v1"), api_key="none", max_retries=0)
+    history: Any = [{"role": "user", "content": ASK}]
+    body: Any = {"model": "toy", "messages": history, "max_tokens": 300}
+    body["tools"] = [{"name": "weather", "description": "Tells the weather.", "input_schema": SCHEMA}]
+    forced: Any = {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    with client.messages.stream(**body, **forced) as stream:
+        message = stream.get_final_message()
+    (call,) = message.content
+    assert call.type == "tool_use" and call.input["city"] in ("Rome", "Oslo") and message.stop_reason == "tool_use"
+    (whole,) = client.messages.create(**body, **forced).content
+    assert whole.type == "tool_use" and whole.input["city"] in ("Rome", "Oslo")
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "Sun"}
+    history += [{"role": "assistant", "content": message.content}, {"role": "user", "content": [result]}]
+    answer = client.messages.create(**body | {"max_tokens": 20}, system="Be brief.", tool_choice={"type": "none"})
+    assert answer.stop_reason in ("end_turn", "max_tokens") and answer.usage.output_tokens <= 20
+    try:
+        client.messages.create(model="none", max_tokens=1, messages=[{"role": "user", "content": ASK}])
+        raise AssertionError("it is there")
+    except library.NotFoundError:
+        pass
 
 
 def agents(url: str) -> None:
@@ -212,6 +238,7 @@ def llm(url: str) -> None:
 CLIENTS: dict[str, tuple[str, Callable[[str], None]]] = {
     "openai, chat": ("openai", chat),
     "openai, responses": ("openai", responses),
+    "anthropic": ("anthropic", anthropic),
     "OpenAI Agents SDK": ("openai-agents", agents),
     "LangChain": ("langchain-openai", langchain),
     "Pydantic AI": ("pydantic-ai-slim", pydantic_ai),

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -277,7 +278,8 @@ async def _until_idle(url: str, lost: list[str]) -> None:
     async with httpx.AsyncClient(base_url=url, timeout=_LIMIT_S) as http:
         for _ in range(300):
             found = (await http.get("/metrics")).text
-            if "outrider:num_requests_running 0.0" in found and "outrider:num_requests_waiting 0.0" in found:
+            values = dict(re.findall(r"^outrider:(num_\w+)\{[^}]*\} (\S+)$", found, re.MULTILINE))
+            if values["num_requests_running"] == values["num_requests_waiting"] == "0.0":
                 return
             await asyncio.sleep(0.1)
     lost.append("slots are not free after the attacks")

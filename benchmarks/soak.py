@@ -24,6 +24,7 @@ import asyncio
 import contextlib
 import json
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -212,7 +213,8 @@ async def _soak(url: str, process: subprocess.Popen[bytes], arguments: argparse.
         is_idle = False
         for _ in range(100):  # those that were left leave before the next round
             found = (await http.get("/metrics")).text
-            is_idle = "outrider:num_free_slots 8.0" in found and "outrider:num_requests_waiting 0.0" in found
+            values = dict(re.findall(r"^outrider:(num_\w+)\{[^}]*\} (\S+)$", found, re.MULTILINE))
+            is_idle = values["num_free_slots"] == "8.0" and values["num_requests_waiting"] == "0.0"
             if is_idle:
                 break
             await asyncio.sleep(0.1)

@@ -8,9 +8,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from pages import DOCS, PAGES, ROOT
-
 from outrider import errors
+from pages import DOCS, PAGES, ROOT
 
 SRC = ROOT / "src" / "outrider"
 ARCHITECTURE = DOCS / "internals" / "architecture.md"

@@ -22,6 +22,12 @@ from commands import Outrider
         (["--host", "a..b", "--api-key", "x"], "choose another address or port"),
         (["-k", "1,2"], "this command takes one number, or auto"),
         (["--draft", "ngram", "--draft", "none"], "this command takes one draft"),
+        (["--add-model", "fable"], "write NAME=TARGET or NAME=TARGET,draft=DRAFT"),
+        (["--add-model", "=fable"], "write NAME=TARGET"),
+        (["--add-model", "other=fable,draft="], "write NAME=TARGET"),
+        (["--add-model", "fable=fable"], "the name fable is taken"),
+        (["--add-model", "a=fable", "--add-model", "a=fable"], "the name a is taken"),
+        (["--add-model", "a=fabel"], "did you mean 'fable'"),
     ],
 )
 def test_bad_options(outrider: Outrider, arguments: list[object], message: str) -> None:

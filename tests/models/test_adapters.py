@@ -1,6 +1,5 @@
 """Adapters of PEFT: the merged model says what PEFT's own says."""
 
-import copy
 import json
 import re
 from pathlib import Path
@@ -20,8 +19,8 @@ from outrider.models.loading import load_checkpoint
 from outrider.models.placement import Placement
 from outrider.models.registry import resolve
 from pairs import NUM_WORDS, random_llama, save, word_tokenizer
+from peft_adapters import WIDE, adapted
 
-WIDE = {"target_modules": "all-linear", "r": 4, "lora_alpha": 8, "init_lora_weights": False}
 CONFIGS = {
     "LoRA": peft.LoraConfig(**WIDE, bias="lora_only"),
     "rsLoRA": peft.LoraConfig(**WIDE, use_rslora=True, modules_to_save=["lm_head"]),
@@ -32,23 +31,6 @@ CONFIGS = {
 # PEFT asks models for a name that Transformers is about to rename.
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 IDS = torch.tensor([[1, 2, 3, 5, 8, 13]])
-
-
-def adapted(path: Path, config: Any, base: Any = None, *, folder: str = "adapter", tokenizer: Any = None) -> Any:
-    """A base in ``path / "base"``, and its adapter in ``path / folder``. The model with both."""
-    base = random_llama(tie_word_embeddings=False) if base is None else base
-    save(path / "base", base, word_tokenizer())
-    base.name_or_path = base.config.name_or_path = str(path / "base")
-    torch.manual_seed(0)
-    model = peft.get_peft_model(base, copy.deepcopy(config))
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.requires_grad:
-                weight.add_(0.1 * torch.randn_like(weight))
-    model.save_pretrained(path / folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(path / folder)
-    return model.eval()
 
 
 @pytest.fixture

@@ -54,6 +54,15 @@ def test_each_weight_has_a_storage_of_its_own() -> None:
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == len(weights)
 
 
+def test_weights_of_other_models_stay_where_they_are() -> None:
+    model = _large()
+    before = _addresses(model)
+    move_weights(model, [model[0].weight])
+    after = _addresses(model)
+    assert {name for name in before if before[name] == after[name]} >= {"0.weight", "3.weight"}
+    assert before["1.weight"] != after["1.weight"]
+
+
 def test_views_of_common_memory_stay_where_they_are() -> None:
     model = _large()
     both = torch.randn(2, 768, 768)

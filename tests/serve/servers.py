@@ -4,7 +4,7 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,8 @@ from openai import OpenAI
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
 from outrider.serve.engine_thread import EngineThread
-from outrider.serve.server import Server, ServerOptions, listen
+from outrider.serve.served_model import LoadDecoder, ServedModel
+from outrider.serve.server import ModelToServe, Server, ServerOptions, listen
 from pairs import word_tokenizer
 from toys import random_table, table_lm
 
@@ -34,26 +35,35 @@ class Running:
     def worker(self) -> EngineThread:
         return self.server.worker
 
+    @property
+    def model(self) -> ServedModel:
+        """The first one."""
+        return self.worker.models[0]
+
     def openai(self) -> OpenAI:
         return OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key or "none", max_retries=0, timeout=LIMIT_S)
 
     def http(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, timeout=LIMIT_S)
 
-    def metric(self, line: str) -> float:
-        """The value in /metrics of a name with its labels; 0 where there is none."""
+    def metric(self, name: str, *labels: str, of: str = "") -> float:
+        """The value in /metrics of a name with these labels for a model, the first; 0 where there is none."""
+        found = ",".join(sorted((*labels, f'model_name="{of or self.model.names[0]}"')))
+        start = f"{name}{{{found}}} "
         with self.http() as client:
             lines = client.get("/metrics").text.splitlines()
-        return sum(float(one.removeprefix(line + " ")) for one in lines if one.startswith(line + " "))
+        return sum(float(one.removeprefix(start)) for one in lines if one.startswith(start))
 
 
 @contextmanager
-def running(decoder: Decoder, **options: object) -> Iterator[Running]:
-    """A server for a decoder. It must end when it is stopped."""
+def running(*decoders: Decoder, names: Sequence[str] = ("toy",), **options: object) -> Iterator[Running]:
+    """A server for a decoder with these names, or for several with one each. It must end when it is stopped."""
     is_ready = threading.Event()
-    chosen = ServerOptions(**{"names": ("toy",), "num_slots": 4, "shutdown_timeout_s": 0.0, **options})
+    chosen = ServerOptions(**{"num_slots": 4, "shutdown_timeout_s": 0.0, **options})
+    all_names = [tuple(names)] if len(decoders) == 1 else [(name,) for name in names]
+    models = [ModelToServe(*one) for one in zip(all_names, map(loading, decoders), strict=True)]
     with listen("127.0.0.1", 0) as listener:
-        server = Server(lambda: decoder, chosen, listener, lambda worker: is_ready.set())
+        server = Server(models, chosen, listener, lambda worker: is_ready.set())
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -64,6 +74,10 @@ def running(decoder: Decoder, **options: object) -> Iterator[Running]:
             server.stop()
             thread.join(LIMIT_S)
             assert not thread.is_alive()
+
+
+def loading(decoder: Decoder) -> LoadDecoder:
+    return lambda others: decoder
 
 
 def wait_until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:

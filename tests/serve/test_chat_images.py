@@ -226,6 +226,13 @@ def test_the_server_takes_images_in_the_request(
         want = decoder.tokenizer.decode(generated(decoder, image), skip_special_tokens=True)
         assert [choice.message.content.split() for choice in found.choices] == [want.split()] * 2
         assert found.usage.prompt_tokens == 8 and len(reads) == 1
+        kind, _, data = data_url(image).removeprefix("data:").partition(";base64,")
+        source = {"type": "base64", "media_type": kind, "data": data}
+        messages = chat({"type": "image", "source": source})  # Anthropic's
+        body = {"messages": messages, "max_tokens": 10, "temperature": 0, "ignore_eos": True}
+        with server.http() as http:
+            (block,) = http.post("/v1/messages", json=body).json()["content"]
+        assert block["text"].split() == want.split()
         for url in ("https://example.com/image.png", str(tmp_path / "image.png"), f"file://{tmp_path}/image.png"):
             with pytest.raises(BadRequestError, match="which is not fetched: give a data URL"):
                 answer(url)

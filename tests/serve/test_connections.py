@@ -211,7 +211,7 @@ def test_a_client_that_leaves_before_its_prompt_is_tokenized(monkeypatch: pytest
 
     try:
         with running(words(), shutdown_timeout_s=10 * LIMIT_S) as server:
-            monkeypatch.setattr("outrider.serve.prepare.parse_body", parse_late)
+            monkeypatch.setattr("outrider.serve.app.parse_body", parse_late)
             with connect(server) as connection:
                 connection.sendall(as_sent(SHORT))
                 assert is_parsing.wait(LIMIT_S)

@@ -169,7 +169,7 @@ def test_requests_that_wait_to_be_tokenized_are_in_the_queue(monkeypatch: pytest
         return json.loads(body)
 
     with running(words(), num_slots=2, max_queue=0) as server, server.http() as http, ThreadPoolExecutor(3) as pool:
-        monkeypatch.setattr("outrider.serve.prepare.parse_body", parse_late)
+        monkeypatch.setattr("outrider.serve.app.parse_body", parse_late)
         try:
             # One is being tokenized and one waits for it, whichever they are.
             found = [pool.submit(http.post, "/v1/completions", json=SHORT) for _ in range(3)]

@@ -15,15 +15,15 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from servers import LIMIT_S, Running, as_sent, is_free, running, wait_until, words
+from servers import LIMIT_S, Running, as_sent, is_free, loading, running, wait_until, words
 
 from compile_services import Fails
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
 from outrider.errors import ModelNotFound
-from outrider.serve import app, engine_thread, pending
-from outrider.serve.server import Server, ServerOptions, listen
+from outrider.serve import app, pending, served_model
+from outrider.serve.server import ModelToServe, Server, ServerOptions, listen
 from pairs import broken_model, save, word_tokenizer
 from toys import random_table, table_lm
 
@@ -44,7 +44,7 @@ def test_a_stream_that_is_left_frees_its_slot(server: Running) -> None:
         next(lines)
         assert server.metric("outrider:num_requests_running") == 1
     wait_until(lambda: is_free(server))
-    assert server.metric('outrider:requests_total{finished_reason="abort"}') == 1
+    assert server.metric("outrider:requests_total", 'finished_reason="abort"') == 1
 
 
 def test_the_openai_client_leaves_streams(server: Running) -> None:
@@ -129,7 +129,7 @@ def test_a_client_that_leaves_in_its_own_request(server: Running, caplog: pytest
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The worker's clock, in seconds; a test may put it forward."""
     clock = [1.0]
-    monkeypatch.setattr(engine_thread, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(served_model, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     return clock
 
 
@@ -150,13 +150,13 @@ def test_a_request_that_has_waited_too_long(more: dict, now: list[float]) -> Non
             assert "waited 600 seconds" in response.json()["error"]["message"]
             assert server.metric("outrider:num_requests_running") == 1
             assert server.metric("outrider:num_requests_waiting") == 1
-            assert server.metric('outrider:requests_total{finished_reason="timeout"}') == 1
+            assert server.metric("outrider:requests_total", 'finished_reason="timeout"') == 1
             assert all("error" not in next(lines) for _ in range(20))
         wait_until(lambda: server.worker.num_open == 0)
 
 
 def test_a_score_that_has_waited_too_long(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread.EngineThread, "_work_on_thread", lambda self: None)  # it is busy with others
+    monkeypatch.setattr(served_model.ServedModel, "_work_on_thread", lambda self: None)  # it is busy with others
     body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "logprobs": 0}
     with running(words()) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         late = pool.submit(http.post, "/v1/completions", json=body)
@@ -168,19 +168,19 @@ def test_a_score_that_has_waited_too_long(now: list[float], monkeypatch: pytest.
 @pytest.mark.parametrize("max_tokens", [0, 3])
 def test_a_score_that_runs_when_the_server_ends(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on to its end, and so does the text after it."""
-    may_score, score = threading.Event(), engine_thread.prompt_logprobs
+    may_score, score = threading.Event(), served_model.prompt_logprobs
 
     def score_late(*arguments: Any) -> Any:
         assert may_score.wait(LIMIT_S)
         yield from score(*arguments)
 
-    monkeypatch.setattr(engine_thread, "prompt_logprobs", score_late)
+    monkeypatch.setattr(served_model, "prompt_logprobs", score_late)
     body = {"prompt": ["w1 w2", "w3 w4"], "max_tokens": max_tokens, "echo": True, "logprobs": 0}
     with running(words(), shutdown_timeout_s=LIMIT_S) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, "/v1/completions", json=body)
         wait_until(lambda: server.worker.num_open > 0)
         server.server.stop()
-        wait_until(lambda: server.worker.state == "draining")
+        wait_until(lambda: server.worker.readiness.state == "draining")
         may_score.set()
         choices = answer.result().json()["choices"]
     assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [2 + max_tokens] * 2
@@ -242,7 +242,7 @@ def test_programs_that_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
             assert len(service.orders) == num_orders, "a program that could not be made is ordered again"
             text = http.post("/v1/completions", json=short).json()["choices"][0]["text"]
             assert all("error" not in next(lines) for _ in range(20))
-        assert server.metric('outrider:requests_total{finished_reason="error"}') == 2
+        assert server.metric("outrider:requests_total", 'finished_reason="error"') == 2
         wait_until(lambda: is_free(server))
         # Nothing runs, and a text waits for the slots of others that end.
         assert http.post("/v1/completions", json=LONG | {"n": 2}).status_code == 400
@@ -258,13 +258,12 @@ def test_programs_that_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
 def test_before_it_is_ready() -> None:
     may_load, is_ready = threading.Event(), threading.Event()
 
-    def load_late() -> object:
+    def load_late(others: object) -> Decoder:
         assert may_load.wait(LIMIT_S)
         return words()
 
-    options = ServerOptions(("toy",))
     with listen("127.0.0.1", 0) as listener:
-        server = Server(load_late, options, listener, lambda worker: is_ready.set())
+        server = Server([ModelToServe(("toy",), load_late)], ServerOptions(), listener, lambda worker: is_ready.set())
         thread = threading.Thread(target=server.run)
         thread.start()
         with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=LIMIT_S) as http:
@@ -281,14 +280,14 @@ def test_before_it_is_ready() -> None:
 
 def test_a_server_that_ends_before_it_is_ready() -> None:
     """It takes no requests after all, and its counts can be read."""
-    may_load, found = threading.Event(), []
+    may_load, found, options = threading.Event(), [], ServerOptions(shutdown_timeout_s=0.0)
 
-    def load_late() -> object:
+    def load_late(others: object) -> Decoder:
         assert may_load.wait(LIMIT_S)
         return words()
 
     with listen("127.0.0.1", 0) as listener:
-        server = Server(load_late, ServerOptions(("toy",), shutdown_timeout_s=0.0), listener, found.append)
+        server = Server([ModelToServe(("toy",), load_late)], options, listener, found.append)
         thread = threading.Thread(target=server.run)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -302,11 +301,11 @@ def test_a_server_that_ends_before_it_is_ready() -> None:
 
 
 def test_models_that_cannot_be_loaded_end_the_server() -> None:
-    def fail() -> object:
+    def fail(others: object) -> Decoder:
         raise ModelNotFound("no such model")
 
     with listen("127.0.0.1", 0) as listener, pytest.raises(ModelNotFound):
-        Server(fail, ServerOptions(("toy",)), listener).run()
+        Server([ModelToServe(("toy",), fail)], ServerOptions(), listener).run()
 
 
 def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +322,8 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
     found: list[BaseException] = []
     with listen("127.0.0.1", 0) as listener:
         is_ready = threading.Event()
-        server = Server(lambda: decoder, ServerOptions(("toy",)), listener, lambda worker: is_ready.set())
+        models = [ModelToServe(("toy",), loading(decoder))]
+        server = Server(models, ServerOptions(), listener, lambda worker: is_ready.set())
 
         def run() -> None:
             try:

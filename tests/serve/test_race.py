@@ -115,6 +115,7 @@ def test_choices(server: Running) -> None:
     with server.http() as http:
         found = http.get("/v1/race/choices").json()
     assert found == {
+        "models": ["toy"],
         "target": "fable",
         "drafts": ["fable-draft", "ngram", "suffix", "none"],
         "acceptances": ["rejection", "block", "gumbel"],

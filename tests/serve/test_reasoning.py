@@ -51,7 +51,7 @@ def test_constraints_begin_after_them() -> None:
         running(talker(TEMPLATES["hermes"] + "<think>\n", MARKERS | {"<tool_call>": False})) as server,
         server.openai() as client,
     ):
-        end_id = server.worker.decoder.tokenizer.convert_tokens_to_ids("</think>")
+        end_id = server.model.decoder.tokenizer.convert_tokens_to_ids("</think>")
         body: Any = {"model": "toy", "messages": ASK, "logit_bias": {str(end_id): 50}}
         tools: Any = [tool("time", {"type": "object", "additionalProperties": False})]
         extra = {"structured_outputs": {"regex": "(yes|no)"}}

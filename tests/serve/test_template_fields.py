@@ -41,7 +41,7 @@ def test_options_of_the_template(server: Running, fields: dict[str, Any], more: 
     """In a request, and where its tokens are counted."""
     messages = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w8"}]
     body = {"messages": messages, **fields}
-    (expected,) = server.worker.decoder.generate([[3, *more]], seed=1, max_new_tokens=8)
+    (expected,) = server.model.decoder.generate([[3, *more]], seed=1, max_new_tokens=8)
     with server.http() as http:
         assert http.post("/tokenize", json=body).json()["tokens"] == [3, *more]
         answer = http.post("/v1/chat/completions", json=body | {"seed": 1, "max_tokens": 8}).json()

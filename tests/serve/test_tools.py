@@ -77,7 +77,7 @@ def test_histories_reach_the_template(client: OpenAI, server: Running) -> None:
     answered: Any = {"role": "tool", "tool_call_id": "abcdefghi", "content": [{"type": "text", "text": "Sun."}]}
     messages = [*ASK, asked, answered]
     answer = client.chat.completions.create(model="toy", messages=messages, tools=[tool()], max_tokens=3)
-    tokenizer = server.worker.decoder.tokenizer
+    tokenizer = server.model.decoder.tokenizer
     call_text = '<tool_call>weather{"city": "Rome"}'
     text = f"{json.dumps(tool())}\n<user>Will it rain?<assistant>{call_text}<tool>Sun.<assistant>"
     assert answer.usage is not None and answer.usage.prompt_tokens == len(tokenizer(text).input_ids)

@@ -120,8 +120,8 @@ class Engine:
         Args:
             num_slots: S, concurrent rows.
             capacity: most tokens in a row, prompt included, and those that its last round may commit beyond its end.
-            prefill_chunk: about the number of prompt tokens fed between two rounds, which bounds how long a joining
-                prompt delays other rows; None for no limit.
+            prefill_chunk: about the number of prompt tokens fed in a step, which bounds how long a joining prompt
+                delays other rows, and other engines; None for no limit.
         """
         self._target, self._drafter, self._rule, self._schedule = target, drafter, rule, schedule
         self._capacity = min(capacity, target.context_len)
@@ -188,7 +188,8 @@ class Engine:
         """Let rows leave and join, feed a chunk of prompts, and run one round.
 
         Returns:
-            The round, without rows whose prefill is incomplete; None when all requests have ended.
+            The round, without rows whose prefill is incomplete, and so perhaps without rows; None when all requests
+            have ended.
         """
         with self._inference_mode:
             return self._step()
@@ -203,7 +204,7 @@ class Engine:
         while len(self._in_flight) <= lookahead and self._needs_round:
             self._in_flight.append(self._start_round())
         if not self._in_flight:
-            return None
+            return Round((), Timing()) if self._filling else None  # the prefill counts in the next round's time
         started = self._in_flight.popleft()
         drafting, verifying, verified, end = started.marks
         self._clock.wait(end)
@@ -333,11 +334,11 @@ class Engine:
     # Prompts
 
     def _fill(self) -> None:
-        """Let rows join. Prefill one chunk (all chunks while no row is active), and activate the rows whose prefill is
-        complete; others may join with their prefix, before a round moves states beyond it."""
+        """Let rows join. Prefill one chunk, and activate the rows whose prefill is complete; others may join with their
+        prefix, before a round moves states beyond it."""
         num_left = self._prefill_chunk
         self._join()
-        while self._filling and (num_left is None or num_left > 0 or not self._batch.running):
+        while self._filling and (num_left is None or num_left > 0):
             rows, width = next_forward(self._filling, self._target.device, chunk=self._prefill_chunk, num_left=num_left)
             self._feed(rows, width)
             if num_left is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +79,9 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def narrowed(model: nn.Module, stored: torch.dtype) -> None:
-    """Keep the large matrices of a model in the type ``stored``, and those in torchao's int8 as they are; products of
-    few rows then use our kernel."""
+def narrowed(model: nn.Module, *stored: torch.dtype) -> None:
+    """Keep the large matrices of a model in the type ``stored``, the first of these that holds all numbers of a matrix,
+    and those in torchao's int8 as they are; products of few rows then use our kernel."""
     from outrider.kernels.narrow_weight import NarrowWeight
 
     narrow: dict[int, nn.Parameter] = {}
@@ -89,9 +90,16 @@ def narrowed(model: nn.Module, stored: torch.dtype) -> None:
         if isinstance(weight, NarrowWeight):  # in blocks
             continue
         if id(weight) not in narrow:  # shared weights once
-            numbers, scale = _of_int8(weight) or (weight.detach().to(stored), None)
+            numbers, scale = _of_int8(weight) or (_stored(weight.detach(), stored), None)
             narrow[id(weight)] = nn.Parameter(NarrowWeight(numbers, torch.float32, scale), requires_grad=False)
         layer.weight = narrow[id(weight)]
+
+
+def _stored(weight: Tensor, types: Sequence[torch.dtype]) -> Tensor:
+    """The matrix in the first of these types that holds all of its numbers, else in the last."""
+    *narrower, last = types
+    found = (weight.to(dtype) for dtype in narrower)
+    return next((one for one in found if torch.equal(one.to(weight.dtype), weight)), weight.to(last))
 
 
 def _of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from outrider.models.quantize import (
     without_outliers,
 )
 from outrider.models.registry import ADAPTER_CONFIG, ROUNDS_ROWS, ModelSpec
+from outrider.models.shared_weights import share_weights
 from outrider.models.stored_blocks import are_in_groups, stored_blocks
 from outrider.runtime import huge_pages
 from outrider.runtime.lm import LM
@@ -84,11 +85,18 @@ class Checkpoint:
         return frozenset()
 
 
-def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_target: bool = False) -> Checkpoint:
+def load_checkpoint(
+    spec: ModelSpec,
+    placement: Placement = _ANYWHERE,
+    *,
+    is_target: bool = False,
+    shares_with: Sequence[nn.Module] = (),
+) -> Checkpoint:
     """Load a model and its tokenizer.
 
     Args:
         is_target: all processes of the job share it, unless the placement states otherwise.
+        shares_with: loaded models, whose weights take the place of equal ones.
 
     Raises:
         ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError, MissingExtra, FileError
@@ -175,10 +183,12 @@ def load_checkpoint(spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_tar
             model = merged(name, model, spec.adapter)
     if kept is not None:
         model = model if kept == dtype else widened(model, config)
-        narrowed(model, kept)
+        # An adapter has left most matrices as the base stores them.
+        narrowed(model, *([kept] if spec.adapter is None else [torch.bfloat16, kept]))
     share = round_to_groups(model, keeps=has_kernel(placed)) if in_groups else None
+    shared = share_weights(name, model, shares_with)
     if device.type == "cpu" and is_alone and huge_pages.are_there():
-        huge_pages.move_weights(model)
+        huge_pages.move_weights(model, shared)
     if quantization != "none":
         _report_share(name, quantization, quantized_share(model) if share is None else share)
     tokenizer = load_tokenizer(spec)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,10 +33,15 @@ def are_there() -> bool:
 
 
 @torch.no_grad()
-def move_weights(model: nn.Module) -> None:
+def move_weights(model: nn.Module, others: Sequence[Tensor] = ()) -> None:
     """Move the weights of a model on the CPU to huge pages, one by one, so that at most one is in memory twice.
-    Tensors that share memory with others stay."""
-    weights = (*model.parameters(), *model.buffers())
+    Tensors that share memory with others stay.
+
+    Args:
+        others: weights that it shares with other models, which stay too.
+    """
+    stay = set(map(id, others))
+    weights = [one for one in (*model.parameters(), *model.buffers()) if id(one) not in stay]
     tensors = {id(one): one for weight in weights for one in stored_tensors(weight)}
     num_users = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
     moved = [one for one in tensors.values() if _is_movable(one) and num_users[one.untyped_storage().data_ptr()] == 1]

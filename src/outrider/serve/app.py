@@ -10,7 +10,6 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from importlib.metadata import version
@@ -29,14 +28,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
+from outrider.serve import messages
 from outrider.serve.connections import network_of
-from outrider.serve.engine_thread import EngineThread
 from outrider.serve.fair_queue import TurnsPool
 from outrider.serve.http_errors import Refusal, refusal_of, unavailable
 from outrider.serve.image_fetch import ImageFetcher
+from outrider.serve.models import Models
 from outrider.serve.prepare import Parsed, Preparer
+from outrider.serve.protocol import parse_body
 from outrider.serve.race import Race, choices, parse_race, streamed_race
 from outrider.serve.responses_answer import streamed_response, whole_response
+from outrider.serve.served_model import ServedModel
 from outrider.serve.streaming import AcceptedRequest, PreparedRequest, begin, ended, streamed, until_disconnect, whole
 from outrider.text.constraint_check import Reading
 
@@ -50,34 +52,31 @@ _STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+Parse = Callable[[Preparer, Mapping[str, Any]], Parsed]
 _OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", *PAGE}
 
 
 class App:
-    """ASGI application. ``preparer`` is set once the worker is ready."""
+    """ASGI application."""
 
-    preparer: Preparer
-
-    def __init__(
-        self, worker: EngineThread, names: tuple[str, ...], api_keys: tuple[str, ...], image_hosts: tuple[str, ...] = ()
-    ) -> None:
-        self._worker, self._names, self._num_keys = worker, names, len(api_keys)
+    def __init__(self, models: Models, api_keys: tuple[str, ...], image_hosts: tuple[str, ...] = ()) -> None:
+        self._models, self._num_keys = models, len(api_keys)
         self._num_races = 0
-        self._created = int(time.time())
         self._tokenizing = TurnsPool(_NUM_TOKENIZING, "outrider-tokenizer")
         self._constraining = TurnsPool(_NUM_CONSTRAINING, "outrider-constraints")
         self._fetching = TurnsPool(_NUM_FETCHING, "outrider-images")
         self._images = ImageFetcher(image_hosts)
         self._registry = CollectorRegistry()
-        self._registry.register(worker.metrics)
+        self._registry.register(models.metrics)
         generation = [
-            ("/v1/completions", Generation(self, lambda body: self.preparer.completions(body), self.answer)),
-            ("/v1/chat/completions", Generation(self, lambda body: self.preparer.chat(body), self.answer)),
-            ("/v1/responses", Generation(self, lambda body: self.preparer.responses(body), self.answer_response)),
-            ("/v1/race", Generation(self, lambda body: parse_race(self.preparer, body), self.answer_race)),
+            ("/v1/completions", Generation(self, Preparer.completions, self.answer)),
+            ("/v1/chat/completions", Generation(self, Preparer.chat, self.answer)),
+            ("/v1/responses", Generation(self, Preparer.responses, self.answer_response)),
+            (messages.PATH, Generation(self, Preparer.messages, self.answer_response)),
+            ("/v1/race", Generation(self, parse_race, self.answer_race)),
         ]
         others = [
-            Route("/v1/models", self._models),
+            Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._model),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
@@ -106,15 +105,23 @@ class App:
         self._constraining.close()
         self._fetching.close()
 
-    async def prepare(self, parse: Callable[[bytes], Parsed], body: bytes, client: str) -> Any:
-        """Prepare a request off the event loop, while it counts as queued. Constraints, which may take seconds to
-        parse, and images, whose hosts may be slow, have threads of their own. Raises Refusal."""
-        with self._worker.place(client), Reading() as reading:
-            parsed = await self._tokenizing.run(lambda: parse(body), client)
+    async def prepare(self, parse: Parse, body: bytes, client: str) -> tuple[ServedModel, Any]:
+        """Prepare a request off the event loop, while it counts as queued, for its model. Constraints, which may take
+        seconds to parse, and images, whose hosts may be slow, have threads of their own. Raises Refusal."""
+
+        def parse_it() -> tuple[ServedModel, Parsed]:
+            value = parse_body(body)
+            preparer = self._models.of(value.get("model"))
+            return preparer.model, parse(preparer, value)
+
+        with self._models.place(client) as keep, Reading() as reading:
+            model, parsed = await self._tokenizing.run(parse_it, client)
+            keep(model.room)
+            model.check_room(0, client)
             if urls := self._images.urls_of(parsed.ask.prompts):
                 parsed.ask.fetched.update(await self._fetching.run(lambda: self._images.fetch(urls), client))
             pool = self._tokenizing if parsed.ask.structured_by is None else self._constraining
-            return await pool.run(lambda: parsed.prepare(reading), client)
+            return model, await pool.run(lambda: parsed.prepare(reading), client)
 
     def client_of(self, scope: Scope) -> str:
         """Identify a client: by its API key if the server has several, else by its address and the key it sent, if
@@ -125,21 +132,22 @@ class App:
         host, _ = scope.get("client") or ("", 0)
         return f"{network_of(host)} {digest}"
 
-    async def answer(self, prepared: PreparedRequest, client: str, send: Send) -> None:
-        await self._answer(prepared, client, send, whole, streamed)
+    async def answer(self, model: ServedModel, prepared: PreparedRequest, client: str, send: Send) -> None:
+        await self._answer(model, prepared, client, send, whole, streamed)
 
-    async def answer_response(self, prepared: PreparedRequest, client: str, send: Send) -> None:
-        await self._answer(prepared, client, send, whole_response, streamed_response)
+    async def answer_response(self, model: ServedModel, prepared: PreparedRequest, client: str, send: Send) -> None:
+        await self._answer(model, prepared, client, send, whole_response, streamed_response)
 
     async def _answer(
         self,
+        model: ServedModel,
         prepared: PreparedRequest,
         client: str,
         send: Send,
         in_one_piece: Callable[[AcceptedRequest], dict[str, Any]],
         as_events: Callable[[AcceptedRequest], AsyncIterator[bytes]],
     ) -> None:
-        begun = await begin(self._worker, prepared, client)
+        begun = await begin(model, prepared, client)
         try:
             if not prepared.ask.is_stream:
                 await ended(begun)
@@ -147,20 +155,20 @@ class App:
                 return
             await _send_stream(as_events(begun), send)
         finally:
-            self._worker.close(begun.ticket)
+            model.close(begun.ticket)
 
-    async def answer_race(self, race: Race, client: str, send: Send) -> None:
+    async def answer_race(self, model: ServedModel, race: Race, client: str, send: Send) -> None:
         if self._num_races >= _MOST_RACES:
             raise unavailable(f"{self._num_races} races are running or waiting: try again later", _RACE_RETRY_S)
         self._num_races += 1
         try:
-            async with aclosing(self._worker.between_rounds(race.events(), client, is_alone=True)) as events:
+            async with aclosing(model.between_rounds(race.events(), client, is_alone=True)) as events:
                 await _send_stream(streamed_race(events), send)
         finally:
             self._num_races -= 1
 
     async def _health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._worker.state == "ready" else 503)
+        return Response(status_code=200 if self._models.is_ready else 503)
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": version("outrider")})
@@ -168,54 +176,50 @@ class App:
     async def _metrics(self, request: Request) -> Response:
         return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _models(self, request: Request) -> Response:
-        self._worker.check_ready()
-        return JSONResponse({"object": "list", "data": [self._card(name) for name in self._names]})
+    async def _list_models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": self._models.cards()})
 
     async def _model(self, request: Request) -> Response:
-        self._worker.check_ready()
-        return JSONResponse(self._card(self.preparer.check_model(request.path_params["name"])))
-
-    def _card(self, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "outrider",
-            "root": self._worker.decoder.target.name,
-            "parent": None,
-            "max_model_len": self._worker.capacity,
-        }
+        return JSONResponse(self._models.card(request.path_params["name"]))
 
     async def _race_choices(self, request: Request) -> Response:
-        self._worker.check_ready()
-        return JSONResponse(choices(self.preparer))
+        preparer = self._models.of(request.query_params.get("model"))
+        return JSONResponse(choices(preparer, self._models.first_names))
 
     async def _tokenize(self, request: Request) -> Response:
-        return await self._json_response(lambda body: self.preparer.tokenize(body), request)
+        return await self._json_response(Preparer.tokenize, request)
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        self._worker.check_ready()
-        return JSONResponse(self.preparer.tokenizer_info())
+        return JSONResponse(self._models.of(request.query_params.get("model")).tokenizer_info())
 
     async def _detokenize(self, request: Request) -> Response:
-        return await self._json_response(lambda body: self.preparer.detokenize(body), request)
+        return await self._json_response(Preparer.detokenize, request)
 
-    async def _json_response(self, make: Callable[[bytes], dict[str, Any]], request: Request) -> Response:
+    async def _json_response(
+        self, make: Callable[[Preparer, Mapping[str, Any]], dict[str, Any]], request: Request
+    ) -> Response:
         body, client = await _body(request), self.client_of(request.scope)
-        with self._worker.place(client):
-            return JSONResponse(await self._tokenizing.run(lambda: make(body), client))
+
+        def make_it() -> dict[str, Any]:
+            value = parse_body(body)
+            return make(self._models.of(value.get("model")), value)
+
+        with self._models.place(client):
+            return JSONResponse(await self._tokenizing.run(make_it, client))
 
 
 class Generation:
     """An endpoint that generates. (An object, not a function: it must see disconnects.)"""
 
     def __init__(
-        self, app: App, parse: Callable[[bytes], Parsed], answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]]
+        self,
+        app: App,
+        parse: Parse,
+        answer: Callable[[ServedModel, Any, str, Send], Coroutine[Any, Any, None]],
     ) -> None:
         """
         Args:
-            parse: parses a body; once prepared, it is the first argument of ``answer``; the second is the client.
+            answer: takes the model, what ``parse`` has prepared, and the client.
         """
         self._app, self._parse, self._answer = app, parse, answer
 
@@ -224,7 +228,8 @@ class Generation:
         await until_disconnect(receive, self._respond(body, self._app.client_of(scope), send))
 
     async def _respond(self, body: bytes, client: str, send: Send) -> None:
-        await self._answer(await self._app.prepare(self._parse, body, client), client, send)
+        model, prepared = await self._app.prepare(self._parse, body, client)
+        await self._answer(model, prepared, client, send)
 
 
 class HostGuard:
@@ -239,7 +244,8 @@ class HostGuard:
             host = Headers(scope=scope).get("host", "")
             if not is_loopback(_name_of(host)):
                 message = f"{host!r:.100} is not a name of this machine: use localhost, or an API key (--api-key)"
-                await _send(_response(Refusal(message, status=403, type_="permission_error")), send)
+                refusal = Refusal(message, status=403, type_="permission_error")
+                await _send(_response(refusal, scope["path"]), send)
                 return
         await self._app(scope, receive, send)
 
@@ -257,15 +263,16 @@ class KeyGuard:
             if not any([hmac.compare_digest(digest, one) for one in self._digests]):
                 message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
                 refusal = Refusal(message, status=401, type_="authentication_error", code="invalid_api_key")
-                await _send(_response(refusal, {"www-authenticate": "Bearer"}), send)
+                await _send(_response(refusal, scope["path"], {"www-authenticate": "Bearer"}), send)
                 return
         await self._app(scope, receive, send)
 
 
 def _key_of(scope: Scope) -> bytes | None:
     """Key sent with a request."""
-    scheme, _, key = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else None
+    headers = dict(scope["headers"])
+    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")  # Anthropic's
 
 
 def _name_of(host: str) -> str:
@@ -335,20 +342,21 @@ def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
     return respond
 
 
-def _response(refusal: Refusal, headers: Mapping[str, str] | None = None) -> Response:
+def _response(refusal: Refusal, path: str, headers: Mapping[str, str] | None = None) -> Response:
     when = {} if refusal.retry_after_s is None else {"retry-after": str(refusal.retry_after_s)}
-    return JSONResponse(refusal.to_json(), refusal.status, {**(headers or {}), **when})
+    body = messages.error_json(refusal) if path == messages.PATH else refusal.to_json()
+    return JSONResponse(body, refusal.status, {**(headers or {}), **when})
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    return _response(refusal_of(error))
+    return _response(refusal_of(error), request.url.path)
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path:.100}"
     type_ = "NotFoundError" if error.status_code == 404 else "invalid_request_error"
-    return _response(Refusal(message, status=error.status_code, type_=type_), error.headers)
+    return _response(Refusal(message, status=error.status_code, type_=type_), request.url.path, error.headers)
 
 
 async def _leave(request: Request, error: Exception) -> Response:

@@ -1,93 +1,45 @@
-"""The thread that owns the models: loads them, then steps one engine while there are requests.
+"""The thread that owns the models: loads them, then steps their engines while there are requests.
 
-The event loop hands it functions and receives the chunks of all requests, in one call per round. Neither waits for the
-other: chunks for a slow reader wait in memory, at most as many tokens as it requested.
+One thread steps all engines, since they share a device: a round has all cores, or the whole GPU.
+
+Models share time, not rounds: of those with work, the one that has had the least time runs the next round, so that a
+small model does not wait for a large one after each of its rounds. One that was idle begins with the others' time.
 
 This module does not know HTTP.
+
+Source of the turns: start-time fair queuing (Goyal, Vin, Cheng 1996).
 """
 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import AsyncGenerator, Callable, Container, Generator, Sequence
-from contextlib import AbstractContextManager, aclosing
-from dataclasses import replace
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Sequence
 
-from outrider.decoder import Decoder
-from outrider.decoding.engine import Engine, Load
-from outrider.decoding.schedule import Schedule
-from outrider.errors import CompileError, NumericsError, OutriderError
-from outrider.records import Chunk, Round, Timing
+from outrider.errors import OutriderError
 from outrider.requests.loop_thread import LoopThread
-from outrider.requests.state import RequestState
-from outrider.serve.fair_queue import Turns
-from outrider.serve.fingerprint import fingerprint_of
-from outrider.serve.http_errors import Refusal, unavailable
-from outrider.serve.metrics import Metrics
-from outrider.serve.pending import EngineTask, Event, Ticket, TicketRow, arrival
-from outrider.serve.quota import Quota
-from outrider.serve.scoring import ScoredToken, prompt_logprobs
+from outrider.serve.http_errors import Refusal
+from outrider.serve.readiness import Readiness
+from outrider.serve.served_model import ServedModel
 
 _LOG = logging.getLogger("outrider.serve")
-_LEAST_RETRY_AFTER_S, _MOST_RETRY_AFTER_S = 1, 60  # the openai client waits no longer
-_NO_LOAD = Load(0, 0, 0, 0)
-_NO_PROGRAMS = "a request with a seed needs compiled programs, and compiling failed on this server: leave the seed out"
-
-_NEWEST = 0.1  # weight of the latest row in the moving average of row times
-
-State = Literal["loading", "ready", "draining", "failed"]
-_Step = TypeVar("_Step")
 
 
 class EngineThread:
-    """Takes requests and delivers chunks. Call all methods from the event loop, except ``_*_on_thread`` and ``join``.
+    """Steps the engines of all models. Call all methods from the event loop, except ``_*_on_thread`` and ``join``.
 
     Attributes:
-        state: "ready" when requests are accepted.
-        decoder, capacity, schedule, fingerprint: set when ready.
+        readiness: of the server.
+        models: at least one.
         error: the reason of a failure.
     """
 
-    decoder: Decoder
-    capacity: int
-    schedule: Schedule
-    fingerprint: str
-    _engine: Engine
-
-    def __init__(
-        self,
-        load: Callable[[], Decoder],
-        *,
-        num_slots: int,
-        context_len: int,
-        room: Quota,
-        waiting: Turns[TicketRow],
-        queue_timeout_s: float,
-        metrics: Metrics,
-    ) -> None:
-        """
-        Args:
-            load: called in the thread.
-            context_len: maximum tokens of a sequence, prompt included.
-            room: limits running and waiting rows; more are refused.
-            waiting: decides which row gets the next slot.
-            queue_timeout_s: maximum wait for a first slot.
-        """
-        self.state: State = "loading"
+    def __init__(self, thread: LoopThread, readiness: Readiness, models: Sequence[ServedModel]) -> None:
+        self.models = tuple(models)
         self.error: Exception | None = None
-        self._is_open = False  # the models are loaded
-        self.num_slots, self.metrics = num_slots, metrics
-        self._room, self._waiting = room, waiting
-        self._load, self._context_len, self._queue_timeout_s = load, context_len, queue_timeout_s
-        self._thread = LoopThread("outrider-engine")
-        self._rows: dict[int, TicketRow] = {}  # rows with a slot, by the engine's row number
-        self._row_s = 0.0  # moving average of how long a row keeps its slot
-        self._works_on_thread: Turns[EngineTask] = Turns()
-        self._alone_on_thread: Turns[EngineTask] = Turns()  # wait until the running one ends
-        self._running_alone: EngineTask | None = None
+        self._thread, self.readiness = thread, readiness
+        self._now_s = 0.0  # the time at which the current round began, on the clock that all models share
+        self._next_s = dict.fromkeys(self.models, 0.0)  # when each may begin its next round, on that clock
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Start loading. The event loop must be running; both callbacks are called in it."""
@@ -103,293 +55,50 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     @property
-    def load(self) -> Load:
-        """Load of the engine, including rows that wait here."""
-        if not self._is_open:
-            return _NO_LOAD
-        return replace(self._engine.load, num_waiting=len(self._waiting))
-
-    @property
     def num_open(self) -> int:
         """Unfinished rows and tasks."""
-        return self._room.num_open
-
-    @property
-    def most_rows(self) -> int:
-        """Maximum rows per client, running or waiting."""
-        return self._room.most_of_one
-
-    def check_ready(self) -> None:
-        """Raises Refusal."""
-        if self.state == "loading":
-            raise unavailable("the models are loading", _LEAST_RETRY_AFTER_S)
-        if self.state != "ready":
-            raise unavailable("the server is shutting down", _LEAST_RETRY_AFTER_S)
-
-    def place(self, client: str) -> AbstractContextManager[None]:
-        """Reserve a place in the queue for one row while a request is prepared.
-
-        Raises:
-            Refusal: not ready, or the queue is full.
-        """
-        self._check_room(1, client)
-        return self._room.place(client)
-
-    def submit(self, jobs: Sequence[RequestState], client: str, priority: int) -> Ticket:
-        """Queue rows. The caller must ``close`` the ticket.
-
-        Raises:
-            Refusal: not ready, or the queue is full.
-        """
-        self._check_room(len(jobs), client)
-        ticket = Ticket(jobs, client, priority, time.perf_counter())
-        self._room.tickets.add(ticket)
-        self._thread.post(lambda: self._queue_on_thread(ticket))
-        return ticket
-
-    def close(self, ticket: Ticket) -> None:
-        """Cancel unfinished rows; they leave before the next round."""
-        self._room.tickets.discard(ticket)
-        if ticket.num_open:
-            ticket.num_open = 0
-            self._thread.post(lambda: self._cancel_on_thread(ticket))
-
-    async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[ScoredToken]]:
-        """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
-        with ``num_top`` alternatives. For a request already accepted (``submit``): it is not refused halfway.
-
-        Raises:
-            Refusal: it waited too long.
-            NumericsError: the target returned NaN.
-        """
-        steps = (
-            (which, part)
-            for which, token_ids in enumerate(prompts)
-            if len(token_ids) > 1
-            for part in prompt_logprobs(self.decoder.target, token_ids, num_top)
-        )
-        found: list[list[ScoredToken]] = [[] for _ in prompts]
-        async with aclosing(self.between_rounds(steps, client, is_taken=True)) as parts:
-            async for step in parts:
-                if step is not None:
-                    which, part = step
-                    found[which] += part
-        return found
-
-    async def between_rounds(
-        self, steps: Generator[_Step], client: str, *, is_taken: bool = False, is_alone: bool = False
-    ) -> AsyncGenerator[_Step | None]:
-        """Run another task on the thread, one step after each round, in turn with other tasks. Yields None as a
-        keep-alive. Close the iterator (``aclosing``) so that the task ends when the client disconnects.
-
-        Args:
-            is_taken: it belongs to an accepted request.
-            is_alone: see ``EngineTask``.
-
-        Raises:
-            Refusal: not ready, the queue is full, or it waited too long.
-        """
-        if not is_taken:
-            self._check_room(1, client)
-        work = EngineTask(steps, client, time.perf_counter(), is_alone)
-        self._room.works.add(work)
-        waiting = self._alone_on_thread if is_alone else self._works_on_thread
-        self._thread.post(lambda: waiting.push(work, client))
-        try:
-            while not isinstance(found := await arrival(work.found), StopIteration):
-                if isinstance(found, Exception):
-                    raise found
-                yield found
-        finally:
-            work.is_closed = True
-            self._room.works.discard(work)
+        return sum(model.room.num_open for model in self.models)
 
     def drain(self) -> None:
         """Accept no more requests."""
-        if self.state in ("loading", "ready"):
-            self.state = "draining"
+        if self.readiness.state in ("loading", "ready"):
+            self.readiness.state = "draining"
 
     def abort(self, error: Exception) -> None:
         """End all running requests with an error."""
-        for ticket in list(self._room.tickets):
-            for which in range(len(ticket.jobs)):
-                ticket.events.put_nowait((which, error))
-            self.close(ticket)
-        for work in self._room.works:
-            work.is_closed = True
-            work.found.put_nowait(error)
-
-    def _check_room(self, num_rows: int, client: str) -> None:
-        self.check_ready()
-        self._room.check(num_rows, client, self._retry_after_s())
-
-    def _retry_after_s(self) -> int:
-        """Estimated time until the rows waiting now have slots."""
-        wait_s = self._row_s * len(self._waiting) / self.num_slots
-        return min(max(math.ceil(wait_s), _LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
+        for model in self.models:
+            model.abort(error)
 
     # In the event loop, called by the thread
 
-    def _deliver(self, events: Sequence[tuple[Ticket, Event]]) -> None:
-        for ticket, event in events:
-            if ticket.num_open == 0:  # closed meanwhile
-                continue
-            if isinstance(event[1], Exception) or event[1].finish_reason is not None:
-                ticket.num_open -= 1
-            ticket.events.put_nowait(event)
-
     def _set_ready(self) -> None:
-        if self.state == "loading":  # else a shutdown signal came first
-            self.state = "ready"
+        if self.readiness.state == "loading":  # else a shutdown signal came first
+            self.readiness.state = "ready"
             self._on_ready()
 
     def _set_failed(self, error: Exception) -> None:
-        self.state, self.error = "failed", error
+        self.readiness.state, self.error = "failed", error
         self.abort(Refusal("the engine has failed", status=500, type_="server_error"))
         self._on_failure()
 
     # In the thread
 
+    def _open_on_thread(self) -> None:
+        for index, model in enumerate(self.models):
+            model.open_on_thread([other.decoder for other in self.models[:index]])
+        self._thread.call(self._set_ready)
+
     def _run_on_thread(self) -> bool:
-        """Run one round. Returns whether there is more to do."""
-        self._time_out_on_thread()
-        self._begin_on_thread()
-        round_ = self._step_on_thread()
-        if round_ is not None:
-            self._deliver_on_thread(round_)
-        self._work_on_thread()
-        return round_ is not None or bool(self._works_on_thread or self._alone_on_thread or self._waiting)
+        """Run one round of one model. Returns whether there is more to do."""
+        busy = [model for model in self.models if model.has_work]
+        model = min(busy, key=self._next_s.__getitem__)  # the first of several
+        self._now_s = max(self._now_s, self._next_s[model])
+        begin_s = time.perf_counter()
+        model.run_on_thread()
+        self._next_s[model] = self._now_s + time.perf_counter() - begin_s
+        return any(model.has_work for model in self.models)
 
     def _fail_on_thread(self, error: Exception) -> None:
         if not isinstance(error, OutriderError):
             _LOG.error("the engine has failed", exc_info=error)
         self._thread.call(self._set_failed, error)
-
-    def _open_on_thread(self) -> None:
-        self.decoder = self._load()
-        self.capacity = min(self._context_len, self.decoder.target.context_len)
-        self.fingerprint = fingerprint_of(self.decoder)
-        self._engine = self.decoder.engine(self.num_slots, self.capacity)
-        self.schedule = self._engine.schedule
-        self._is_open = True
-        # Warm up: generating once detects models that cannot generate, and does one-time work like compiling. (NaN in
-        # this sequence is no reason to refuse all requests.)
-        is_prepared = self.decoder.target.execution.is_prepared
-        sizes = [2**i for i in range(self.num_slots.bit_length())] if is_prepared else [1]
-        num_tokens = min(2 * (self.schedule.max_k + 1), self.capacity - 1)
-        for size in sizes:
-            for _ in range(size):
-                job = self.decoder.request([0], {"max_new_tokens": num_tokens, "ignore_eos": True})
-                self._engine.submit(job.request)
-            while self._engine.step() is not None:
-                pass
-        self._thread.call(self._set_ready)
-
-    def _queue_on_thread(self, ticket: Ticket) -> None:
-        for which in range(len(ticket.jobs)):
-            self._waiting.push(TicketRow(ticket, which), ticket.client, ticket.priority)
-
-    def _begin_on_thread(self) -> None:
-        """Submit the next rows to free slots. (The engine's own queue knows only the order of arrival.)"""
-        while len(self._rows) < self.num_slots and (found := self._waiting.pop()) is not None:
-            _, row = found
-            index = self._engine.submit(row.job.request)
-            self._rows[index], row.ticket.indices[row.which], row.ticket.has_begun = row, index, True
-            row.times.begun_s = time.perf_counter()
-            self.metrics.count_queue(row.times.begun_s - row.times.submitted_s)
-
-    def _time_out_on_thread(self) -> None:
-        """Refuse requests that waited too long for a first slot or forward."""
-        least_s = time.perf_counter() - self._queue_timeout_s
-        late = {row.ticket for row in self._waiting if row.ticket.submitted_s < least_s and not row.ticket.has_begun}
-        both = (self._works_on_thread, self._alone_on_thread)
-        works = {one for works in both for one in works if one.submitted_s < least_s and not one.has_begun}
-        if not (late or works):
-            return
-        message = f"the request waited {self._queue_timeout_s:g} seconds in the queue: try again later"
-        error = unavailable(message, self._retry_after_s())
-        self._drop_waiting_on_thread(late, "timeout")
-        self._thread.call(self._deliver, [(ticket, (0, error)) for ticket in late])
-        for waiting in both:
-            waiting.remove(lambda work: work in works)
-        for work in works:
-            self._thread.call(work.found.put_nowait, error)
-
-    def _drop_waiting_on_thread(self, tickets: Container[Ticket], reason: str) -> None:
-        self.metrics.count_end(reason, self._waiting.remove(lambda row: row.ticket in tickets))
-
-    def _cancel_on_thread(self, ticket: Ticket) -> None:
-        for index in ticket.indices.values():
-            self._engine.cancel(index)
-            del self._rows[index]
-        self.metrics.count_end("abort", len(ticket.indices))
-        ticket.indices.clear()
-        self._drop_waiting_on_thread({ticket}, "abort")
-
-    def _step_on_thread(self) -> Round | None:
-        """Step the engine. If compiling fails, requests with a seed end with an error; the others continue eagerly."""
-        while True:
-            try:
-                return self._engine.step()
-            except CompileError as error:
-                ended = {index: row for index, row in self._rows.items() if row.job.request.is_repeatable}
-                if not ended:
-                    raise
-                _LOG.warning("%d requests with a seed ended: %s", len(ended), error)
-                for index, row in ended.items():
-                    self._engine.cancel(index)
-                    del self._rows[index], row.ticket.indices[row.which]
-                self.metrics.count_end("error", len(ended))
-                refusal = Refusal(_NO_PROGRAMS, param="seed")  # with a status that clients do not retry
-                self._thread.call(self._deliver, [(row.ticket, (row.which, refusal)) for row in ended.values()])
-
-    def _deliver_on_thread(self, round_: Round) -> None:
-        now_s, timing = time.perf_counter(), round_.timing
-        self.metrics.count_time(timing)
-        events: list[tuple[Ticket, Event]] = []
-        for row_round in round_.rows:
-            row = self._rows[row_round.row]
-            times = row.times
-            event: Chunk | Exception
-            if row_round.error is not None:
-                event, reason = NumericsError(row_round.error), "error"
-            else:
-                event = row.job.chunk(row_round, Timing(), row_round.row)
-                reason = row_round.finish_reason or ""
-                if times.first_s == 0.0:
-                    times.first_s = now_s
-                    self.metrics.count_first(event, row.job, times)
-                self.metrics.count_chunk(event)
-            if reason:
-                times.last_s = now_s
-                self.metrics.count_end(reason)
-                if row_round.error is None:
-                    self.metrics.count_latency(len(row.job.origins), times)
-                self._row_s += _NEWEST * (now_s - times.begun_s - self._row_s)
-                del self._rows[row_round.row], row.ticket.indices[row.which]
-            events.append((row.ticket, (row.which, event)))
-        self._thread.call(self._deliver, events)
-
-    def _work_on_thread(self) -> None:
-        """Run one step of the next task."""
-        if self._running_alone is None and (next_alone := self._alone_on_thread.pop()) is not None:
-            client, self._running_alone = next_alone
-            self._works_on_thread.push(self._running_alone, client)
-        if (next_work := self._works_on_thread.pop()) is None:
-            return
-        client, work = next_work
-        found: Any
-        try:
-            if work.is_closed:
-                work.steps.close()
-                raise StopIteration
-            found = work.step()
-        except Exception as error:  # of this task alone: the engine continues
-            if not isinstance(error, OutriderError | StopIteration):
-                _LOG.exception("a task between rounds has failed")
-            found = error
-        if not isinstance(found, Exception):
-            self._works_on_thread.push(work, client)
-        elif work is self._running_alone:
-            self._running_alone = None
-        self._thread.call(work.found.put_nowait, found)

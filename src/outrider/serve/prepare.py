@@ -14,14 +14,18 @@ from outrider.errors import MissingExtra, OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS, Sampling
 from outrider.requests.call import ReadPrompt
 from outrider.requests.state import RequestState
+from outrider.serve import messages, responses
 from outrider.serve.chat_json import ChatForm
 from outrider.serve.completion_json import CompletionForm, Form, TokenTexts
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal, refusal_of
-from outrider.serve.protocol import ParsedRequest, parse_body, parse_chat, parse_chat_prompt, parse_completions
-from outrider.serve.responses import chat_body, named_as_sent
+from outrider.serve.messages_json import MessageForm
+from outrider.serve.protocol import ParsedRequest, parse_chat, parse_chat_prompt, parse_completions
+from outrider.serve.responses import named_as_sent
+from outrider.serve.responses_answer import ItemForm
 from outrider.serve.responses_json import ResponseForm, asked_of
 from outrider.serve.scoring import check_scores
+from outrider.serve.served_model import ServedModel
 from outrider.serve.streaming import PreparedRequest
 from outrider.serve.tools import described, tools_of
 from outrider.text.chat import Chat
@@ -53,26 +57,16 @@ class Parsed:
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
-    """Prepares requests for one server.
+    """Prepares requests for one model.
 
     Attributes:
-        capacity: maximum tokens of a sequence, prompt included.
-        max_k: maximum tokens drafted per round.
-        most_rows: maximum rows of a request.
-        names: of the model; responses use the first.
-        fingerprint: ``system_fingerprint``.
         tool_format: how the model writes calls; None if that is not known.
         thinking: markers of the model's thoughts; None if it has none.
         most_bytes: of a prompt that may fit; longer ones are refused before tokenizing.
         marker_ids: of the format's markers that are tokens.
     """
 
-    decoder: Decoder
-    capacity: int
-    max_k: int
-    most_rows: int
-    names: tuple[str, ...]
-    fingerprint: str
+    model: ServedModel
     tool_format: ToolFormat | None
     thinking: Thinking | None
     most_bytes: int = field(init=False)
@@ -86,44 +80,68 @@ class Preparer:
         ids = {marker: vocabulary[marker] for marker in markers if marker in vocabulary}
         object.__setattr__(self, "marker_ids", ids)
 
-    def completions(self, body: bytes) -> Parsed:
+    @property
+    def decoder(self) -> Decoder:
+        return self.model.decoder
+
+    @property
+    def capacity(self) -> int:
+        """Maximum tokens of a sequence, prompt included."""
+        return self.model.capacity
+
+    def completions(self, body: Mapping[str, Any]) -> Parsed:
         """Parse a completion request; prepares a ``PreparedRequest``. Raises Refusal."""
-        ask = parse_completions(parse_body(body))
+        ask = parse_completions(body)
         return Parsed(ask, lambda reading: self._prepare(ask, reading, lambda ids: CompletionForm(self._texts(ask))))
 
-    def chat(self, body: bytes) -> Parsed:
+    def chat(self, body: Mapping[str, Any]) -> Parsed:
         """Parse a chat request; prepares a ``PreparedRequest``. Raises Refusal."""
-        ask = self._with_tool_constraint(parse_chat(parse_body(body)))
+        ask = self._with_tool_constraint(parse_chat(body))
         thinking = self.thinking if ask.splits_thoughts else None
         return Parsed(
             ask, lambda reading: self._prepare(ask, reading, partial(self._chat_form, ask, thinking), thinking)
         )
 
-    def responses(self, body: bytes) -> Parsed:
+    def responses(self, body: Mapping[str, Any]) -> Parsed:
         """Parse a request for a response; prepares a ``PreparedRequest``. Raises Refusal."""
-        given = parse_body(body)
-        asked, (body_of_chat, places) = asked_of(given, self.decoder.sampling_defaults), chat_body(given)
-        with named_as_sent(places):
-            ask = self._with_tool_constraint(parse_chat(body_of_chat))
-        if ask.structured_by == "response_format":
-            ask = replace(ask, structured_by="text.format")
+        asked = asked_of(body, self.decoder.sampling_defaults)
 
-        def form_of(ids: Sequence[int]) -> ResponseForm:
-            parser, new_id = self._new_parser(ask, self.thinking, ids)(), self._new_call_id
-            return ResponseForm(asked, parser, new_id, ask.shows_thoughts)
+        def form_of(ask: ParsedRequest, parser: OutputParser) -> ItemForm:
+            return ResponseForm(asked, parser, self._new_call_id, ask.shows_thoughts)
+
+        chat, places = responses.chat_body(body)
+        return self._items(chat, places, responses.NAMES, form_of)
+
+    def messages(self, body: Mapping[str, Any]) -> Parsed:
+        """Parse a request of ``/v1/messages``; prepares a ``PreparedRequest``. Raises Refusal."""
+        chat, places = messages.chat_body(body)
+        return self._items(chat, places, messages.NAMES, lambda ask, parser: MessageForm(parser, self._new_call_id))
+
+    def _items(
+        self,
+        body: Mapping[str, Any],
+        places: Sequence[str],
+        names: Mapping[str, str],
+        form_of: Callable[[ParsedRequest, OutputParser], ItemForm],
+    ) -> Parsed:
+        """Parse a request with a form of its own as a chat.
+
+        Args:
+            body: of the chat.
+            places, names: see ``named_as_sent``.
+        """
+        with named_as_sent(places, names):
+            ask = self._with_tool_constraint(parse_chat(body))
+        if ask.structured_by == "response_format":
+            ask = replace(ask, structured_by=names["response_format"])
 
         def prepare(reading: Reading) -> PreparedRequest:
-            with named_as_sent(places):
-                return self._prepare(ask, reading, form_of, self.thinking)
+            with named_as_sent(places, names):
+                return self._prepare(
+                    ask, reading, lambda ids: form_of(ask, self._new_parser(ask, self.thinking, ids)()), self.thinking
+                )
 
         return Parsed(ask, prepare)
-
-    def check_model(self, name: Any) -> str:
-        """Name to use in the response; the default is the first. Raises Refusal."""
-        if name is not None and name not in self.names:
-            message = f"unknown model {name!r:.100}: this server has {', '.join(self.names)}"
-            raise Refusal(message, status=404, type_="NotFoundError", param="model", code="model_not_found")
-        return name or self.names[0]
 
     def token_ids(self, prompt: Prompt, most: int | None = None, has_special: bool | None = None) -> list[int]:
         """Token ids of a prompt that fits; with images it is the processor's output.
@@ -152,10 +170,8 @@ class Preparer:
             raise refusal_of(error) from None
         return ids
 
-    def tokenize(self, body: bytes) -> dict[str, Any]:
+    def tokenize(self, value: Mapping[str, Any]) -> dict[str, Any]:
         """Tokenize a prompt or messages of any length. Raises Refusal."""
-        value = parse_body(body)
-        self.check_model(value.get("model"))
         check_names(value, "tokenize")
         prompt = value.get("prompt")
         has_special = value.get("add_special_tokens")
@@ -191,10 +207,8 @@ class Preparer:
             "added_tokens_decoder": {str(i): token.content for i, token in tokenizer.added_tokens_decoder.items()},
         }
 
-    def detokenize(self, body: bytes) -> dict[str, Any]:
+    def detokenize(self, value: Mapping[str, Any]) -> dict[str, Any]:
         """Decode token ids. Raises Refusal."""
-        value = parse_body(body)
-        self.check_model(value.get("model"))
         check_names(value, "detokenize")
         ids, vocab_size = value.get("tokens"), self.decoder.target.vocab_size
         if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocab_size for i in ids):
@@ -205,7 +219,7 @@ class Preparer:
         self,
         ask: ParsedRequest,
         reading: Reading,
-        form_of: Callable[[Sequence[int]], Form | ResponseForm],
+        form_of: Callable[[Sequence[int]], Form | ItemForm],
         thinking: Thinking | None = None,
     ) -> PreparedRequest:
         """
@@ -216,11 +230,11 @@ class Preparer:
         Raises:
             Refusal
         """
-        model = self.check_model(ask.model)
         self._check_rule_and_k(ask)
-        if len(ask.prompts) * ask.n > self.most_rows:  # before they are tokenized
-            message = f"the request needs {len(ask.prompts) * ask.n} completions: this server allows {self.most_rows}"
-            raise Refusal(message, param="n" if len(ask.prompts) <= self.most_rows else "prompt")
+        most_rows = self.model.most_rows
+        if len(ask.prompts) * ask.n > most_rows:  # before they are tokenized
+            message = f"the request needs {len(ask.prompts) * ask.n} completions: this server allows {most_rows}"
+            raise Refusal(message, param="n" if len(ask.prompts) <= most_rows else "prompt")
         prompts = [self._with_images(prompt, ask.fetched) for prompt in ask.prompts]
         most = self._most_prompt_tokens(ask)
         all_ids = [self.token_ids(prompt, most, ask.adds_special) for prompt in prompts]
@@ -248,7 +262,8 @@ class Preparer:
         if thinking is not None:
             stage = thinking.stage_of(self._tokenizer, all_ids[0], _begun(ask))
             num_thoughts = partial(thinking.num_thoughts, self._tokenizer, stage)
-        return PreparedRequest(ask, all_ids, texts, jobs, form_of(all_ids[0]), model, self.fingerprint, num_thoughts)
+        name, fingerprint = ask.model or self.model.names[0], self.model.fingerprint
+        return PreparedRequest(ask, all_ids, texts, jobs, form_of(all_ids[0]), name, fingerprint, num_thoughts)
 
     def _with_tool_constraint(self, ask: ParsedRequest) -> ParsedRequest:
         """The request with the constraint that its tools demand. Raises Refusal."""
@@ -350,9 +365,9 @@ class Preparer:
             raise Refusal(
                 f"acceptance = {ask.acceptance!r:.60} is not supported: this server's rule is {own}", param="acceptance"
             )
-        if ask.num_draft_tokens is not None and ask.num_draft_tokens > self.max_k:
+        if ask.num_draft_tokens is not None and ask.num_draft_tokens > (max_k := self.model.schedule.max_k):
             raise Refusal(
-                f"num_draft_tokens = {ask.num_draft_tokens} is not supported: this server drafts at most {self.max_k}",
+                f"num_draft_tokens = {ask.num_draft_tokens} is not supported: this server drafts at most {max_k}",
                 param="num_draft_tokens",
             )
 

@@ -7,7 +7,7 @@ rule. The engine thread runs it between rounds, one round of an arm at a time.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from outrider.sampling.rules import RULES
 from outrider.serve.completion_json import DONE, KEEP_ALIVE, event
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.prepare import Parsed, Preparer, named_refusal
-from outrider.serve.protocol import ParsedRequest, parse_body, parse_completions
+from outrider.serve.protocol import ParsedRequest, parse_completions
 from outrider.text.constraint_check import Reading
 from outrider.text.structure import read_constraint
 
@@ -45,10 +45,16 @@ class Race:
         return race_events(self.arms, self.case, self.options)
 
 
-def choices(preparer: Preparer) -> dict[str, Any]:
-    """Options of a race."""
+def choices(preparer: Preparer, models: Sequence[str]) -> dict[str, Any]:
+    """Options of a race.
+
+    Args:
+        preparer: of the chosen model.
+        models: all of the server.
+    """
     decoder = preparer.decoder
     return {
+        "models": models,
         "target": decoder.target.name,
         "drafts": _drafts(decoder),
         "acceptances": list(RULES),
@@ -59,12 +65,11 @@ def choices(preparer: Preparer) -> dict[str, Any]:
     }
 
 
-def parse_race(preparer: Preparer, content: bytes) -> Parsed:
+def parse_race(preparer: Preparer, body: Mapping[str, Any]) -> Parsed:
     """Parse a body of ``/v1/completions`` with one prompt, and ``drafter``, one of ``choices``; prepares a ``Race``.
     Raises Refusal."""
-    body = parse_body(content)
-    name = body.pop("drafter", None)
-    ask = parse_completions(body)
+    name = body.get("drafter")
+    ask = parse_completions({field: value for field, value in body.items() if field != "drafter"})
     given = next((field for field in _NOT_TAKEN if body.get(field) is not None), None)
     if given is not None:
         raise Refusal(f"a race does not take {given}: leave it out", param=given)
@@ -79,7 +84,6 @@ def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading
     Raises:
         Refusal
     """
-    preparer.check_model(ask.model)
     [prompt, *others] = ask.prompts
     if others or ask.n != 1 or not isinstance(prompt, str):
         raise Refusal("a race takes one prompt, a string", param="prompt")

@@ -38,7 +38,7 @@ _NOT_SERVED: dict[str, tuple[Any, ...]] = {
 
 
 # Names here for fields of chats, searched in order.
-_NAMES = {
+NAMES = {
     "messages": "input",
     "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -51,13 +51,14 @@ _NAMES = {
 
 
 @contextmanager
-def named_as_sent(places: Sequence[str]) -> Iterator[None]:
+def named_as_sent(places: Sequence[str], others: Mapping[str, str]) -> Iterator[None]:
     """Refusals of a chat name the fields of the request.
 
     Args:
         places: of the messages: see ``chat_body``.
+        others: names of other fields of chats.
     """
-    names = {f"messages[{index}]": place for index, place in enumerate(places)} | _NAMES
+    names = {**{f"messages[{index}]": place for index, place in enumerate(places)}, **others}
     try:
         yield
     except Refusal as refusal:

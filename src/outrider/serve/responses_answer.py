@@ -1,18 +1,34 @@
-"""Answers of ``/v1/responses``, in one piece and as events."""
+"""Answers of ``/v1/responses`` and ``/v1/messages``, in one piece and as events."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Iterator, Mapping
+from typing import Any, Protocol
 
 from outrider.errors import OutriderError
+from outrider.records import FinishReason
 from outrider.serve.completion_json import KEEP_ALIVE
 from outrider.serve.http_errors import Refusal, refusal_of
-from outrider.serve.responses_json import ResponseForm
 from outrider.serve.streaming import AcceptedRequest, arrivals, chained, totals
 
 _LOG = logging.getLogger("outrider.serve")
+
+
+class ItemForm(Protocol):
+    """Writes one answer: see ``ResponseForm``."""
+
+    def response(
+        self, head: Mapping[str, Any], reason: FinishReason | None, usage: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]: ...
+
+    def begin(self, head: Mapping[str, Any]) -> Iterator[bytes]: ...
+
+    def part(self, text: str, reason: FinishReason | None) -> Iterator[bytes]: ...
+
+    def end(self, head: Mapping[str, Any], reason: FinishReason, usage: Mapping[str, Any]) -> bytes: ...
+
+    def failure(self, refusal: Refusal) -> bytes: ...
 
 
 def whole_response(begun: AcceptedRequest) -> dict[str, Any]:
@@ -53,12 +69,17 @@ async def streamed_response(begun: AcceptedRequest) -> AsyncIterator[bytes]:
         yield form.failure(refusal_of(error))
 
 
-def _form(begun: AcceptedRequest) -> ResponseForm:
-    form = begun.prepared.form
-    assert isinstance(form, ResponseForm)
+def _form(begun: AcceptedRequest) -> ItemForm:
+    form: ItemForm = begun.prepared.form
     return form
 
 
 def _head(begun: AcceptedRequest) -> dict[str, Any]:
     prepared = begun.prepared
-    return {"id": prepared.id, "created": prepared.created, "model": prepared.model}
+    return {
+        "id": prepared.id,
+        "created": prepared.created,
+        "model": prepared.model,
+        "num_prompt_tokens": len(prepared.prompt_ids[0]),
+        "stop": prepared.jobs[0].text.stop_reason,
+    }

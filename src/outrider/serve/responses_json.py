@@ -48,7 +48,7 @@ class ResponseForm:
         """The response so far.
 
         Args:
-            head: id, time and model.
+            head: id, time, model, number of prompt tokens, and what has stopped the output.
             reason: None while it goes on.
         """
         status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"

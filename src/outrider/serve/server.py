@@ -5,22 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import uvicorn
 
-from outrider.decoder import Decoder
 from outrider.errors import OptionError
+from outrider.requests.loop_thread import LoopThread
 from outrider.serve.app import App
 from outrider.serve.connections import BACKLOG, Connection
 from outrider.serve.engine_thread import EngineThread
 from outrider.serve.fair_queue import Turns
 from outrider.serve.http_errors import unavailable
-from outrider.serve.metrics import Metrics
+from outrider.serve.models import Models
 from outrider.serve.prepare import Preparer
 from outrider.serve.quota import Quota
+from outrider.serve.readiness import Readiness
+from outrider.serve.served_model import LoadDecoder, ServedModel
 from outrider.text.thinking import thinking_of
 from outrider.text.tools.formats import tool_format_of
 
@@ -31,11 +33,24 @@ _GRACE_S = 5.0  # to send errors after running requests are cancelled
 
 
 @dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Server options.
+class ModelToServe:
+    """A model, for the server.
 
     Attributes:
-        names: of the model, for clients.
+        names: for clients, at least one; those of all models differ.
+        load: loads the decoder, in the thread that will own it. It takes those loaded before, whose weights it may
+            share.
+    """
+
+    names: tuple[str, ...]
+    load: LoadDecoder
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Server options. Each model has so many slots, and a queue of this length.
+
+    Attributes:
         num_slots: sequences generated concurrently.
         context_len: maximum tokens of a sequence, prompt included.
         max_queue: maximum sequences waiting for a slot.
@@ -50,7 +65,6 @@ class ServerOptions:
         image_hosts: from which images are fetched: see ``ImageFetcher``.
     """
 
-    names: tuple[str, ...]
     num_slots: int = 8
     context_len: int = 8192
     max_queue: int = 256
@@ -69,29 +83,37 @@ class Server:
     """HTTP server on a bound socket.
 
     Args:
-        load: loads the decoder, in the thread that will own it.
+        models: the first is the default.
         listener: bound; the server closes it.
         on_ready: called with the engine thread when requests are accepted.
     """
 
     def __init__(
         self,
-        load: Callable[[], Decoder],
+        models: Sequence[ModelToServe],
         options: ServerOptions,
         listener: socket.socket,
         on_ready: Callable[[EngineThread], None] = lambda worker: None,
     ) -> None:
         self._options, self._listener, self._on_ready = options, listener, on_ready
-        self.worker = EngineThread(
-            load,
-            num_slots=options.num_slots,
-            context_len=options.context_len,
-            room=Quota(options.num_slots + options.max_queue, options.max_per_client),
-            waiting=Turns(has_priority_across_clients=options.has_priority_across_clients),
-            queue_timeout_s=options.queue_timeout_s,
-            metrics=Metrics(lambda: self.worker.load, options.names[0]),
-        )
-        self._app = App(self.worker, options.names, options.api_keys, options.image_hosts)
+        thread, readiness = LoopThread("outrider-engine"), Readiness()
+        served = [
+            ServedModel(
+                thread,
+                readiness,
+                one.names,
+                one.load,
+                num_slots=options.num_slots,
+                context_len=options.context_len,
+                room=Quota(options.num_slots + options.max_queue, options.max_per_client),
+                waiting=Turns(has_priority_across_clients=options.has_priority_across_clients),
+                queue_timeout_s=options.queue_timeout_s,
+            )
+            for one in models
+        ]
+        self.worker = EngineThread(thread, readiness, served)
+        self._models = Models(served, readiness)
+        self._app = App(self._models, options.api_keys, options.image_hosts)
         config = uvicorn.Config(
             self._app.asgi,
             http=partial(Connection, most=options.max_connections),  # type: ignore[arg-type]
@@ -139,18 +161,14 @@ class Server:
             self.worker.stop()
 
     def _set_ready(self) -> None:
-        worker = self.worker
-        self._app.preparer = Preparer(
-            worker.decoder,
-            worker.capacity,
-            worker.schedule.max_k,
-            worker.most_rows,
-            self._options.names,
-            worker.fingerprint,
-            tool_format_of(worker.decoder.tokenizer, self._options.tool_parser),
-            thinking_of(worker.decoder.tokenizer, self._options.reasoning_parser),
+        self._models.open([self._preparer(model) for model in self.worker.models])
+        self._on_ready(self.worker)
+
+    def _preparer(self, model: ServedModel) -> Preparer:
+        tokenizer, options = model.decoder.tokenizer, self._options
+        return Preparer(
+            model, tool_format_of(tokenizer, options.tool_parser), thinking_of(tokenizer, options.reasoning_parser)
         )
-        self._on_ready(worker)
 
     async def _drain(self) -> None:
         """Handle a shutdown signal: refuse new requests; running ones may finish in time."""

@@ -19,11 +19,11 @@ from outrider.errors import OutriderError
 from outrider.records import Chunk, Completion, FinishReason
 from outrider.requests.state import RequestState
 from outrider.serve.completion_json import DONE, KEEP_ALIVE, Form, ScoredTokens, event, prompt_logprobs_json
-from outrider.serve.engine_thread import EngineThread
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.pending import Ticket, arrival
 from outrider.serve.protocol import ParsedRequest
 from outrider.serve.scoring import ScoredToken
+from outrider.serve.served_model import ServedModel
 from outrider.serve.usage import metrics_of, timings_of, usage_of
 
 _LOG = logging.getLogger("outrider.serve")
@@ -88,18 +88,18 @@ class AcceptedRequest:
         return len(self.prepared.jobs) == 1
 
 
-async def begin(worker: EngineThread, prepared: PreparedRequest, client: str) -> AcceptedRequest:
+async def begin(model: ServedModel, prepared: PreparedRequest, client: str) -> AcceptedRequest:
     """Queue the rows, and score the prompts if their log-probabilities are requested. The caller closes the ticket.
     Raises Refusal."""
-    ticket = worker.submit(prepared.jobs, client, prepared.ask.priority)
+    ticket = model.submit(prepared.jobs, client, prepared.ask.priority)
     scored: list[list[ScoredToken]] = []
     if scores := prepared.ask.scores:
         try:
-            scored = await worker.score(prepared.prompt_ids, max(scores.values()), client)
+            scored = await model.score(prepared.prompt_ids, max(scores.values()), client)
         except BaseException:
-            worker.close(ticket)
+            model.close(ticket)
             raise
-    return AcceptedRequest(prepared, ticket, scored, worker.schedule.max_k)
+    return AcceptedRequest(prepared, ticket, scored, model.schedule.max_k)
 
 
 async def ended(begun: AcceptedRequest) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -223,13 +224,21 @@ class PairOptions:
                 words += [word for one in values for word in (name, str(one))]
         return words
 
-    def load(self, num_tokens: int = 0, *, waits: bool = True, generation_config: str = "none") -> Decoder:
+    def load(
+        self,
+        num_tokens: int = 0,
+        *,
+        waits: bool = True,
+        generation_config: str = "none",
+        shares_with: Sequence[Decoder] = (),
+    ) -> Decoder:
         """Load the target, without a draft.
 
         Args:
             num_tokens: estimated tokens to generate; decides whether compiling pays.
             waits: see ``Decoder.compiled``. Measurements and certificates wait, to run one execution only.
             generation_config: see ``outrider.load``. Commands state all sampling options; the server's clients do not.
+            shares_with: see ``outrider.load``.
         """
         from outrider.api import load
 
@@ -241,6 +250,7 @@ class PairOptions:
             acceptance=self.acceptance,
             generation_config=generation_config,
             models_file=self.models,
+            shares_with=shares_with,
         )
         target = decoder.target
         pays = target.device.type == "cpu" and target.num_shares == 1 and not target.has_states
@@ -292,13 +302,24 @@ class PairOptions:
             store=placed.store,
         )
 
-    def load_draft(self, decoder: Decoder, name: str) -> Drafter:
-        """Load a draft for the target, compiled if the target is."""
+    def load_draft(self, decoder: Decoder, name: str, shares_with: Sequence[Decoder] = ()) -> Drafter:
+        """Load a draft for the target, compiled if the target is.
+
+        Args:
+            shares_with: see ``outrider.load``.
+        """
         from outrider.api import load_drafter
         from outrider.compile.compiled_lm import compiled_lm
 
         corpus = (self.corpus or ()) if reads_corpus(name) else ()
-        drafter = load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models, corpus=corpus)
+        drafter = load_drafter(
+            decoder,
+            name,
+            placement=self.draft_placement,
+            models_file=self.models,
+            corpus=corpus,
+            shares_with=shares_with,
+        )
         if not decoder.target.execution.is_prepared:
             return drafter
         try:

@@ -1,0 +1,162 @@
+"""Anthropic's ``/v1/messages``: text, thoughts, calls, images and errors, whole and streamed."""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from scripted import MARKERS, TEMPLATES, WEATHER, scripted, talker
+from servers import Running, running, words
+
+URL = "/v1/messages"
+TOOL = {"name": "weather", "description": "Tells something.", "input_schema": WEATHER}
+ASK = {"role": "user", "content": "Rome?"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Running]:
+    with running(talker(TEMPLATES["hermes"], MARKERS["hermes"]), num_slots=2) as one:
+        yield one
+
+
+def send(server: Running, path: str = URL, headers: Mapping[str, str] | None = None, **body: Any) -> dict[str, Any]:
+    with server.http() as http:
+        response = http.post(path, json={"model": "toy", "max_tokens": 200, "seed": 1} | body, headers=headers)
+        return {"status": response.status_code, **response.json()}
+
+
+def stream(server: Running, **body: Any) -> list[dict[str, Any]]:
+    body = {"model": "toy", "max_tokens": 200, "seed": 1, "stream": True} | body
+    with server.http() as http, http.stream("POST", URL, json=body) as response:
+        lines = [line for line in response.iter_lines() if line]
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert names == [event["type"] for event in events]
+    return events
+
+
+def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that a client puts together."""
+    begin, *others, ending, end = events
+    assert (begin["type"], ending["type"], end["type"]) == ("message_start", "message_delta", "message_stop")
+    message = begin["message"]
+    assert message["content"] == [] and message["stop_reason"] is None
+    texts: list[str] = []
+    for event in others:
+        if event["type"] == "content_block_start":
+            assert event["index"] == len(texts)
+            message["content"].append(event["content_block"])
+            texts.append("")
+        elif event["type"] == "content_block_delta":
+            (text,) = (value for key, value in event["delta"].items() if key != "type")
+            texts[event["index"]] += text
+    assert sum(event["type"] == "content_block_stop" for event in others) == len(texts)
+    for block, text in zip(message["content"], texts, strict=True):
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(text)
+        else:
+            block[block["type"]] = text
+    return message | ending["delta"] | {"usage": ending["usage"]}
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    left = {key: value for key, value in message.items() if key not in ("id", "status", "metrics", "usage")}
+    content = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
+    return left | {"content": content}
+
+
+def test_a_call_and_its_result(server: Running) -> None:
+    """Whole and streamed, equal to what a chat says."""
+    body = {"messages": [ASK], "tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}
+    whole = send(server, **body)
+    assert (whole["type"], whole["role"], whole["model"]) == ("message", "assistant", "toy")
+    assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
+    (call,) = whole["content"]
+    assert (call["type"], call["name"], sorted(call["input"])) == ("tool_use", "weather", ["city", "days"])
+    assert without_ids(joined(stream(server, **body))) == without_ids(whole)
+    function = {"name": "weather", "description": "Tells something.", "parameters": WEATHER}
+    chat = {"messages": [ASK], "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
+    same = send(server, "/v1/chat/completions", **chat, parallel_tool_calls=False)
+    (said,) = same["choices"][0]["message"]["tool_calls"]
+    assert json.loads(said["function"]["arguments"]) == call["input"]
+    usage = whole["usage"]
+    assert usage["input_tokens"] + usage["cache_read_input_tokens"] == same["usage"]["prompt_tokens"]
+    assert usage["output_tokens"] == same["usage"]["completion_tokens"]
+    assert send(server, messages=[ASK], tools=[TOOL], tool_choice={"type": "tool", "name": "weather"})["content"]
+    result = {"type": "tool_result", "tool_use_id": call["id"], "content": [{"type": "text", "text": "sun"}]}
+    history = [ASK, {"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]
+    chat_history = [
+        ASK,
+        {"role": "assistant", "content": None, "tool_calls": [said | {"id": call["id"]}]},
+        {"role": "tool", "tool_call_id": call["id"], "content": "sun"},
+    ]
+    answer = send(server, messages=history, max_tokens=20)
+    want = send(server, "/v1/chat/completions", messages=chat_history, max_tokens=20)
+    assert answer["content"][0]["text"] == want["choices"][0]["message"]["content"]
+    assert answer["stop_reason"] == "max_tokens"
+
+
+def test_thoughts_and_ends() -> None:
+    markers = {"<think>": False, "</think>": False}
+    said = scripted(["<think>", "hm", "</think>", "sun", " today"], "{{ messages[0].content }}", markers)
+    with running(said) as server:
+        whole = send(server, messages=[ASK], ignore_eos=None)
+        thoughts, text = whole["content"]
+        assert thoughts == {"type": "thinking", "thinking": "hm", "signature": ""}
+        assert (text["type"], text["text"], whole["stop_reason"]) == ("text", "sun today", "end_turn")
+        assert without_ids(joined(stream(server, messages=[ASK]))) == without_ids(whole)
+        cut = send(server, messages=[ASK], stop_sequences=[" tod"])
+        assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", " tod")
+        assert cut["content"][1]["text"] == "sun"
+        assert send(server, messages=[ASK], max_tokens=2)["stop_reason"] == "max_tokens"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0]"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "x"}]}]}, "messages[0]"),
+        ({"messages": [ASK], "system": 3}, "system"),
+        ({"messages": [ASK], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"messages": [ASK], "tool_choice": {"type": "some"}}, "tool_choice"),
+        ({"messages": [ASK], "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
+        ({"messages": [ASK], "output_config": {"task_budget": 3}}, "output_config"),
+        ({"messages": [ASK], "max_tokens": 0}, "max_tokens"),
+        ({"messages": [ASK], "stop_sequences": [3]}, "stop_sequences"),
+        ({"messages": [ASK], "temperature": -1}, "temperature"),
+        ({"messages": [ASK], "container": "x"}, "container"),
+        ({"messages": [ASK], "mcp_servers": [{}]}, "mcp_servers"),
+    ],
+)
+def test_fields_that_are_refused(server: Running, body: dict[str, Any], param: str) -> None:
+    found = send(server, **body)
+    assert (found["status"], found["type"], found["error"]["type"]) == (400, "error", "invalid_request_error")
+    assert found["error"]["param"] == param
+
+
+def test_fields(server: Running) -> None:
+    """The same as in a chat: system, a prefix of the answer, a schema."""
+    system = [
+        {"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}},
+        {"type": "text", "text": "brief"},
+    ]
+    found = send(server, system=system, messages=[ASK], max_tokens=20, metadata={"user_id": "me"})
+    chat = {"messages": [{"role": "system", "content": "Be brief"}, ASK], "max_tokens": 20}
+    want = send(server, "/v1/chat/completions", **chat)["choices"][0]["message"]["content"]
+    assert found["content"][0]["text"] == want
+    form = {"type": "json_schema", "schema": WEATHER}
+    text = send(server, messages=[ASK], output_config={"format": form})["content"][0]["text"]
+    assert sorted(json.loads(text)) == ["city", "days"]
+
+
+def test_errors_have_the_form_of_this_endpoint() -> None:
+    with running(words(), api_keys=("secret",)) as server:
+        found = send(server, messages=[ASK])
+        assert (found["status"], found["type"]) == (401, "error")
+        assert found["error"]["type"] == "authentication_error"
+        found = send(server, headers={"x-api-key": "secret"}, messages=[ASK], model="none")
+        assert (found["status"], found["error"]["type"]) == (404, "not_found_error")
+        found = send(server, headers={"x-api-key": "secret"}, messages=[ASK])  # without a template
+        assert (found["status"], found["error"]["param"]) == (400, "messages")
