@@ -15,7 +15,7 @@ import torch
 from rich.console import Console
 
 from commands import Outrider
-from outrider.bench.report import new_table
+from outrider.bench.tables import new_table
 from outrider.cli.shared.output import print_table
 from outrider.models.probe import probe
 from pairs import embedded

@@ -54,7 +54,8 @@ def alpha(
     check_json_target(json_target)
 
     from outrider.bench.plots import plot_alpha
-    from outrider.bench.report import NameCell, interval_text, new_table
+    from outrider.bench.report import interval_text
+    from outrider.bench.tables import NameCell, new_table
     from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, sampling_grid
     from outrider.scoring.forcing import needs_forcing
     from outrider.scoring.teacher_forcing import Text

@@ -55,7 +55,8 @@ def analyze(
     check_json_target(json_target)
 
     from outrider.bench.plots import plot_rounds
-    from outrider.bench.report import NameCell, interval_text, new_table
+    from outrider.bench.report import interval_text
+    from outrider.bench.tables import NameCell, new_table
     from outrider.replay.rounds import analyse, read_file
 
     check_figure_files(plot, html)

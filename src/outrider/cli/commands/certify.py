@@ -257,7 +257,7 @@ def _seconds(text: str) -> float:
 
 
 def _show(console: Console, job: CertifyTask, draft: str, certificate: Certificate) -> None:
-    from outrider.bench.report import new_table
+    from outrider.bench.tables import new_table
     from outrider.certify.exact import comparisons
 
     decoder = job.decoder

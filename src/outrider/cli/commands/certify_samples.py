@@ -202,7 +202,7 @@ def _test(
 
 
 def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport, is_text: bool, level: float) -> None:
-    from outrider.bench.report import new_table
+    from outrider.bench.tables import new_table
 
     table = new_table(f"{file} against {decoder.target.name}", "layer", "found", "verdict")
     if report.statistical is not None:

@@ -239,7 +239,8 @@ class _Panel:
 
 
 def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: Decoder) -> None:
-    from outrider.bench.report import NameCell, interval_text, new_table, pm_text
+    from outrider.bench.report import interval_text, pm_text
+    from outrider.bench.tables import NameCell, new_table
 
     num_runs = summaries[0].num_cases
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"

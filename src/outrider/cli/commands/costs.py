@@ -71,7 +71,7 @@ def _delete(paths: Sequence[Path]) -> None:
 def _list(found: list[KeptCosts]) -> Table:
     from rich.text import Text
 
-    from outrider.bench.report import new_table
+    from outrider.bench.tables import new_table
 
     table = new_table("Milliseconds per round, by K", "pair", "rows", "ms per round", "load")
     table.columns[2].justify = "left"

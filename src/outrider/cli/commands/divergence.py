@@ -74,7 +74,7 @@ def divergence(
     options = sampling.to_options(seed=seed, num_seeds=2**33, max_new_tokens=max_new_tokens)
     lines = template.read(prompts)
 
-    from outrider.bench.report import new_table
+    from outrider.bench.tables import new_table
     from outrider.certify.run import check_greedily, plain_texts
 
     decoder, job = job_of(pair, options, k, lines, prompts, DEFAULT_SIGNIFICANCE, batch_size, seed)

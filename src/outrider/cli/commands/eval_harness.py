@@ -179,7 +179,8 @@ def _stats_json(arm: ArmResult | None) -> dict[str, Any] | None:
 
 
 def _table(scores: Sequence[MetricScore], title: str, results: Sequence[TaskResult]) -> Table:
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import interval_text
+    from outrider.bench.tables import new_table
 
     taus = {
         result.name: result.other.stats.mean_acceptance_length

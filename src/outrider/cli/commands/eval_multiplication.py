@@ -45,7 +45,7 @@ def multiplication(
     options = sampling.to_options(seed=seed, num_seeds=num_prompts)
     check_json_target(json_target)
 
-    from outrider.bench.report import new_table
+    from outrider.bench.tables import new_table
     from outrider.evals.multiplication import MAX_ANSWER_TOKENS, compare_scores, problems, score
     from outrider.stats.intervals import num_trials_to_decide
 

@@ -45,7 +45,8 @@ def perplexity(
     check_outputs({"--json": json_target}, [file])
     check_json_target(json_target)
 
-    from outrider.bench.report import NameCell, interval_text, new_table
+    from outrider.bench.report import interval_text
+    from outrider.bench.tables import NameCell, new_table
     from outrider.evals.perplexity import judge, windows
     from outrider.system.files import read_text
     from outrider.text.tokenizer import encode

@@ -181,7 +181,7 @@ def _fitting(
 
 
 def _pairs(pairs: list[dict[str, Any]], memory: str, context: int, batch_size: int) -> Table:
-    from outrider.bench.report import NameCell
+    from outrider.bench.tables import NameCell
 
     table = _table(
         f"Pairs in {memory}, {batch_size} x {context} tokens",
@@ -226,7 +226,7 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
 
 
 def _list(rows: list[dict[str, Any]], context: int, batch_size: int, is_wide: bool) -> Table:
-    from outrider.bench.report import NameCell
+    from outrider.bench.tables import NameCell
 
     columns = "name", "parameters", "context", "weights", "cache", "dtype", *("compiled", "from") * is_wide
     title = f"cache for {batch_size} x {context} tokens, at most the model's context"

@@ -243,7 +243,8 @@ def _show(
     found: Sequence[PairChoice],
     is_ours: bool,
 ) -> None:
-    from outrider.bench.report import NameCell, interval_text, new_table
+    from outrider.bench.report import interval_text
+    from outrider.bench.tables import NameCell, new_table
 
     setting, plain_ms = costs.setting, 1e3 * costs.plain.round_s
     where = f"{setting.num_rows} row{'s' * (setting.num_rows > 1)} of {setting.context} tokens"

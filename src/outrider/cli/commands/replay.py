@@ -301,7 +301,8 @@ def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
 
 
 def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Summary]) -> None:
-    from outrider.bench.report import NameCell, interval_text, new_table
+    from outrider.bench.report import interval_text
+    from outrider.bench.tables import NameCell, new_table
 
     table = new_table(title, "draft", "K", "tau, 95%", "accepted / drafted", "alpha")
     for arm, one in arms:

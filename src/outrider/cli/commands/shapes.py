@@ -53,7 +53,7 @@ def shapes(
     check_json_target(json_target)
 
     from outrider.bench.plots import check_plot_file, plot_shapes
-    from outrider.bench.report import new_table
+    from outrider.bench.tables import new_table
     from outrider.decoding.measured_costs import tokens_needed
     from outrider.distill.shapes import default_shapes, measure_shapes, num_passes, worth_training
 

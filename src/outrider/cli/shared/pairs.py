@@ -70,7 +70,8 @@ def run_pairs(
 
 def compare(console: Console, found: Sequence[PairChoice], measured: Sequence[ArmSummary]) -> None:
     """Print predicted beside measured speed-ups."""
-    from outrider.bench.report import NameCell, interval_text, new_table
+    from outrider.bench.report import interval_text
+    from outrider.bench.tables import NameCell, new_table
 
     table = new_table("Predicted and measured speed-up", "draft", "K", "predicted", "measured, 95%", "difference")
     predicted = {(one.draft, one.k): one.speed_up.value for one in found}

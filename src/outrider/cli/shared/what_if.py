@@ -31,7 +31,7 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, html: Path | None, 
     known = _parse(text)
 
     from outrider.bench.plots import plot_prediction
-    from outrider.bench.report import new_table
+    from outrider.bench.tables import new_table
     from outrider.stats.speedup import predict
 
     check_figure_files(plot, html)
