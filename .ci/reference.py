@@ -20,7 +20,7 @@ DOCS = ROOT / "docs"
 FEW = 3  # commands with the same row of options: it is written once
 HEAD = """# Commands
 
-Made from the commands' own help, which `outrider COMMAND --help` shows. Common to all:
+Made from the commands' own help, which `outrider COMMAND --help-all` shows. Common to all:
 
 | exit code | meaning |
 |---|---|

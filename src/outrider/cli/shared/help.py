@@ -160,7 +160,7 @@ def _is_common(param: Any) -> bool:
 def _shortened(param: Any) -> Any:
     """An option with the first sentence of its help and its default, without the spelling that negates it."""
     short = copy(param)
-    default = "" if not param.show_default or param.default in (None, False) else rf" \[{param.default}]"
+    default = "" if not param.show_default or param.default in (None, False) else f" ({param.default})"
     short.help, short.secondary_opts = _first_sentence(param.help or "") + default, []
     short.show_default = False
     return short
