@@ -115,7 +115,7 @@ class CommittedTokens:
 
     @property
     def old_lengths(self) -> Tensor:
-        """Of the sequences before the round. [B]"""
+        """Lengths of the sequences before the round. [B]"""
         return self.places[:, 0]
 
     @property

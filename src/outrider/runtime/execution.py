@@ -132,7 +132,7 @@ class EagerExecution:
 
 @dataclass(slots=True)
 class _Parts:
-    """What an argument is made of; see ``Call``.
+    """Parts of an argument; see ``Call``.
 
     Attributes:
         is_stable: the same object has the same parts in the next call.
