@@ -12,7 +12,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-NOT_IN_SDIST = (".github/", ".pre-commit-config.yaml", ".gitattributes", "zensical.toml")
+NOT_IN_SDIST = (".github/", ".pre-commit-config.yaml", ".gitattributes")
 
 
 def tracked() -> set[str]:

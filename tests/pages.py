@@ -15,7 +15,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / "recipes").rglob("*.md")]
+PAGES = [
+    *ROOT.glob("*.md"),
+    *(path for folder in ("docs", "examples", "recipes") for path in (ROOT / folder).rglob("*.md")),
+]
 
 _FENCE = re.compile(
     r"^(?:<!-- (?P<mark>[^\n]*?) -->\n\n?)?```(?P<language>[^\n]*)\n(?P<code>.*?)^```$", re.DOTALL | re.MULTILINE

@@ -21,7 +21,7 @@ FILES = [
     for path in [*ROOT.glob("*.md"), *(p for folder in FOLDERS for p in sorted((ROOT / folder).rglob("*")))]
     if path.suffix in {".md", ".py", ".yml", ".yaml", ".html"} and path.name != "CHANGELOG.md"
 ]
-WORKS_TODAY = {".", *(shlex.split(INSTALL.format(extra=extra))[-1] for extra in EXTRAS)}
+WORKS_TODAY = {".", *(shlex.split(INSTALL.format(extra=extra))[-1] for extra in [*EXTRAS, "EXTRA"])}
 
 
 def _installed(text: str) -> Iterator[str]:
