@@ -14,6 +14,7 @@ from typing import Any
 import typer
 
 from outrider.cli.app import app
+from outrider.cli.shared.help import EXAMPLES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -93,6 +94,11 @@ def _paragraphs(text: str) -> str:
     return "".join(f"{paragraph}\n\n" for paragraph in found if paragraph)
 
 
+def _examples(name: str) -> str:
+    lines = "".join(f"outrider {words}\n" for words in EXAMPLES.get(name, ()))
+    return f"<!-- not run: names of the reader -->\n```bash\n{lines}```\n\n" if lines else ""
+
+
 def commands() -> str:
     """The page of all commands, in the order of ``outrider --help``. Rows of several commands are written once."""
     found = _leaves(typer.main.get_command(app).commands)
@@ -103,7 +109,7 @@ def commands() -> str:
     for name, command in found.items():
         own = [row for row in rows[name] if row not in shared]
         others = ", ".join(f"`{row[1]}`" for row in rows[name] if row in shared)
-        text += f"## {name}\n\n{_paragraphs(command.help or '')}{_tables(own)}"
+        text += f"## {name}\n\n{_paragraphs(command.help or '')}{_examples(name)}{_tables(own)}"
         text += f"Shared: {others}.\n\n" if others else ""
     return text + f"## Shared options\n\n{_tables(shared)}".rstrip() + "\n"
 
