@@ -280,7 +280,7 @@ def _checkpoint(
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise OptionError("tokenizer", type(tokenizer).__name__, f"the model {str(model)!r} has its own")
-        loaded = [lm.model for other in shares_with for lm in (other.target, *other.drafter.models)]
+        loaded = tuple(lm.model for other in shares_with for lm in (other.target, *other.drafter.models))
         spec = resolve(str(model), models_file)
         return load_checkpoint(spec, placement, is_target=is_target, shares_with=loaded)
     config = getattr(model, "config", None)

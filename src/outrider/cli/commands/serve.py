@@ -77,9 +77,10 @@ def serve(
     add_model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME=TARGET[,draft=DRAFT]",
-            help="Serve another model, too, to requests whose field model is NAME; weights that models have in common "
-            "are in memory once. Repeatable. The draft's default is --draft; other options are the same for all.",
+            metavar="NAME=TARGET",
+            help="Serve another model, too, to requests whose field model is NAME, with --draft or its own "
+            "(NAME=TARGET,draft=DRAFT); weights that models have in common are in memory once. Repeatable. Other "
+            "options are the same for all.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
