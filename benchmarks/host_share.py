@@ -89,6 +89,7 @@ def work(num_threads: int, k: int, arms: Sequence[str]) -> None:
     from outrider.api import load
     from outrider.compile.program_cache import LoadedProgram
     from outrider.runtime.execution import EagerExecution
+    from outrider.system.provenance import provenance
     from outrider.text.example_prompts import PROMPTS
 
     torch.set_num_threads(num_threads)
@@ -105,6 +106,7 @@ def work(num_threads: int, k: int, arms: Sequence[str]) -> None:
     decoders = {"eager": pair, "eager plain": pair.plain()}
     if any(arm.startswith("compiled") for arm in arms):
         decoders |= {"compiled": pair.compiled(), "compiled plain": pair.compiled().plain()}
+    print(json.dumps(provenance("cpu")), flush=True)
     has_notes = False
     for line in sys.stdin:
         order = json.loads(line)
@@ -137,12 +139,15 @@ class Version:
 
     name: str
     process: subprocess.Popen[str]
+    provenance: Any
 
     @classmethod
     def start(cls, name: str, source: Path, options: Sequence[str]) -> Version:
         command = [sys.executable, __file__, "--work", *options]
         env = {**os.environ, "PYTHONPATH": str(source.resolve())}
-        return cls(name, subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+        process = subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return cls(name, process, json.loads(process.stdout.readline()))
 
     def generate(self, arm: str, text: int, num_tokens: int, *, notes: bool = False) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
@@ -185,7 +190,6 @@ def main() -> None:
 
     from outrider.bench.report import interval_text, new_table
     from outrider.stats.intervals import paired_ratio
-    from outrider.system.provenance import provenance
 
     console, results = Console(width=100), []
     title = f"fable with fable-draft, float32, one row, K = {arguments.k}, {arguments.threads} thread(s)"
@@ -223,7 +227,8 @@ def main() -> None:
     for name in [*PARTS.values(), "other"]:
         table.add_row(name, *[f"{parts[arm][name]:.1f}" for arm in arms])
     console.print(table)
-    print(json.dumps({"results": results, "parts_us": parts, "provenance": provenance("cpu")}))
+    made_by = {version.name: version.provenance for version in versions}
+    print(json.dumps({"results": results, "parts_us": parts, "provenance": made_by}))
 
 
 if __name__ == "__main__":
