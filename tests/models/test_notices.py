@@ -12,11 +12,19 @@ from outrider.models.notices import drop_cast_notices, without_notices
 from pairs import word_tokenizer
 
 
-@pytest.mark.parametrize("names", [("fable", "fable-draft"), ("fable:int8", "ngram"), ("fable:8bit", "ngram")])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("fable", "fable-draft"),
+        pytest.param(("fable:int8", "ngram"), marks=pytest.mark.slow),
+        pytest.param(("fable:8bit", "ngram"), marks=pytest.mark.slow),
+    ],
+)
 def test_the_embedded_pair(names: tuple[str, ...]) -> None:
     assert said_by_loading(*names) == ""
 
 
+@pytest.mark.slow
 def test_another_architecture(tmp_path: Path) -> None:
     torch.manual_seed(0)
     tokenizer = word_tokenizer()

@@ -140,8 +140,8 @@ def test_a_full_queue_is_that_of_one_model() -> None:
             stream.__enter__()
         wait_until(lambda: server.metric("outrider:num_requests_waiting", of="a") == 1)
         assert http.post("/v1/completions", json=ENDLESS | {"model": "a"}).status_code == 503
-        answer = http.post("/v1/completions", json={"prompt": "w1", "max_tokens": 300, "model": "b"})
-        assert answer.json()["usage"]["completion_tokens"] == 300
+        answer = http.post("/v1/completions", json={"prompt": "w1", "max_tokens": 60, "model": "b"})
+        assert answer.json()["usage"]["completion_tokens"] == 60
         assert server.metric("outrider:num_requests_running", of="a") == 2
         assert server.metric("outrider:num_free_slots", of="b") == 2
         assert server.metric("outrider:requests_total", 'finished_reason="length"', of="b") == 1
@@ -248,6 +248,7 @@ def test_the_command(folder: Path) -> None:
     """Adapters beside their base, one with the draft of the base."""
     base, epic, lyric, draft = (str(folder / name) for name in ("base", *POETS, "lyric-draft"))
     arguments = ["serve", "--target", base, "--served-model-name", "base", "--draft", "ngram", "--device", "cpu"]
+    arguments += ["-k", "2", "--context", "64"]
     arguments += ["--add-model", f"epic={base}+{epic}", "--add-model", f"lyric={lyric},draft={draft}", "--port", "0"]
     code = "import sys; from outrider.cli.app import main; main()"
     with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
