@@ -14,7 +14,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.py"))
+SLOW = {"choose_and_train_a_draft", "prove_it"}  # half a minute each
+NOTEBOOKS = [
+    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
+    for path in sorted((EXAMPLES / "notebooks").glob("*.py"))
+]
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
@@ -40,7 +44,7 @@ def test_each_file_is_listed_and_short() -> None:
     assert max(len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) for name in files) <= 90
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS)
 def test_a_notebook(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a script, and as a list of cells: each begins with a marker, prose is commented."""
     cells = re.split(r"^# %%", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
