@@ -201,12 +201,12 @@ def test_a_row_that_is_left_high_up_is_moved_down_once() -> None:
     """Rounds get narrower, and the text stays."""
     target, drafter = llama_pair()
     requests = [request((5, 6, 7 + i), seed=i, max_new_tokens=n) for i, n in enumerate((4, 4, 4, 60))]
-    engine = _engine(target, drafter, REJECTION)
     widths: list[int] = []
     inner = target.run
     target.run = lambda step, static, cache, ids, *rest, **how: (  # type: ignore[method-assign]
         widths.append(len(ids)) or inner(step, static, cache, ids, *rest, **how)
     )
+    engine = _engine(target, drafter, REJECTION)
     played = play(engine, requests, [0] * 4)
     assert widths[0] == 4 and widths[-1] == 1
     assert widths == sorted(widths, reverse=True)
