@@ -261,7 +261,7 @@ def test_no_chunk_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         next(other)
         next(one)
 
-        def failing(state: RequestState, row: RowRound, timing: Timing) -> Chunk:
+        def failing(state: RequestState, round_: RowRound, timing: Timing, row: int) -> Chunk:
             raise ValueError("no text")
 
         with monkeypatch.context() as patch:
