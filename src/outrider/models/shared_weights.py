@@ -1,7 +1,7 @@
 """Weights that several models in memory have in common: one copy of each.
 
-Adapters of one base change some of its matrices, and the same draft may serve several targets. Equal is what has the
-same bytes in the same form, whatever the models are called and wherever they come from.
+Adapters of one base change some of its matrices, and the same draft may serve several targets. Weights are equal if
+they have the same bytes in the same form, whatever the models are called and wherever they come from.
 """
 
 from __future__ import annotations
