@@ -91,6 +91,21 @@ def test_an_adapter_leaves_matrices_as_the_base_stores_them(tmp_path: Path, monk
         torch.testing.assert_close(decoder.target.model(ids).logits, wide(ids).logits, rtol=1e-4, atol=1e-5)
 
 
+def test_only_if_the_base_stores_them_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A matrix of a base in float32 may have numbers of bfloat16 by chance."""
+    monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
+    monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
+
+    def model() -> Any:
+        found = random_llama()
+        weight = found.model.layers[0].mlp.up_proj.weight
+        weight.data.copy_(weight.data.bfloat16())
+        return found
+
+    base, *others = base_and_adapters(tmp_path, model)
+    assert [len(changed(decoder, base)) for decoder in others] == [4, 4]
+
+
 class Matrix(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -184,7 +184,8 @@ def load_checkpoint(
     if kept is not None:
         model = model if kept == dtype else widened(model, config)
         # An adapter has left most matrices as the base stores them.
-        narrowed(model, *([kept] if spec.adapter is None else [torch.bfloat16, kept]))
+        of_base = kept_type(replace(spec, adapter=None), placed, device, bare)
+        narrowed(model, *dict.fromkeys((of_base or kept, kept)))
     share = round_to_groups(model, keeps=has_kernel(placed)) if in_groups else None
     shared = share_weights(name, model, shares_with)
     if device.type == "cpu" and is_alone and huge_pages.are_there():
