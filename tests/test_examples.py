@@ -93,16 +93,14 @@ def test_ray_data() -> None:
 
 
 @needs("gradio")
-def test_gradio(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    monkeypatch.setenv("GRADIO_ANALYTICS_ENABLED", "False")
-    monkeypatch.setattr(sys, "argv", ["gradio_demo.py"])
-    from gradio_demo import demo, story
-
-    *_, (parts, tau) = story("Once upon a time", 0.7, 1)
-    assert parts[0] == ("Once upon a time", None) and "tokens per round" in tau
-    assert {origin for _, origin in parts[1:]} <= {"accepted", "correction", "bonus"}
-    assert len(demo.input_components) == 3
+def test_gradio() -> None:
+    """In a process of its own: Gradio leaves an event loop open."""
+    code = "import gradio_demo as g; *_, last = g.story('Once', 0.7, 1); print(last, len(g.demo.input_components))"
+    environment = os.environ | {"GRADIO_ANALYTICS_ENABLED": "False"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=EXAMPLES, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "'accepted'" in done.stdout, done.stderr
+    assert done.stdout.endswith("tokens per round') 3\n")
 
 
 @needs("llm")
