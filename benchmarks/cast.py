@@ -1,6 +1,6 @@
 """An animated picture of a command in a terminal of 80 columns, recorded while it runs.
 
-    python benchmarks/cast.py docs/pictures/race.svg "outrider compare -n 64"
+    python benchmarks/cast.py docs/pictures/race.svg "outrider compare"
 
 The command runs in tmux, whose screen is read ten times a second. Frames have the times at which they were seen, except
 that loading and a progress bar are shown for a second, a frame that does not change for 1.5, and the last for eight.
