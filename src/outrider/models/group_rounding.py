@@ -66,7 +66,7 @@ def rounded_to_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def widened_groups(wholes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """What they mean. float32 [O, I]"""
+    """Numbers that they mean. float32 [O, I]"""
     shifted = wholes.float().unflatten(-1, (-1, _SIZE)) - zeros.float().unsqueeze(-1)
     numbers: Tensor = shifted * scales.float().unsqueeze(-1)
     return numbers.flatten(-2)
