@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from outrider.bench.report import new_table
-from outrider.models.group_rounding import rounded_to_groups
+from outrider.models.group_rounding import rounded_to_groups, widened_groups
 from outrider.models.quantize import quantizable
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
@@ -84,7 +84,7 @@ def _rules(library: str | None) -> Iterator[tuple[str, float, Rule]]:
             kind = gguf.GGMLQuantizationType[form]
             length, size = gguf.GGML_QUANT_SIZES[kind]
             yield f"llama.cpp {form}", 8 * size / length, _of_ggml(library, kind)
-    yield "int4, as kept", 4.5, _as_kept
+    yield "int4, as it is", 4.75, _as_it_is
     for size in (32, 64, 128):
         for has_zero in (False, True):
             for rule in ("largest", "searched", "searched, weighted"):
@@ -114,9 +114,8 @@ def by_ggml(library: str, numbers: Any, kind: gguf.GGMLQuantizationType) -> Any:
     return blocks
 
 
-def _as_kept(weight: Tensor) -> Tensor:
-    wholes, scales = rounded_to_groups(weight)
-    return (wholes.float() - 8) * scales.float().repeat_interleave(weight.shape[1] // scales.shape[1], -1)
+def _as_it_is(weight: Tensor) -> Tensor:
+    return widened_groups(*rounded_to_groups(weight))
 
 
 def _in_groups(size: int, has_zero: bool, rule: str) -> Rule:
@@ -153,9 +152,10 @@ def _measured(
     model = copy.deepcopy(original)
     begin, plain, total = time.perf_counter(), 0, 0
     for layer in quantizable(model).values():
-        rounded = rule(layer.weight.data)
-        plain += layer.weight.numel() * (rounded is layer.weight.data)
-        total += layer.weight.numel()
+        weight = layer.weight.data
+        rounded = rule(weight)
+        plain += weight.numel() * (rounded is weight)
+        total += weight.numel()
         layer.weight.data = rounded
     taken, divergences, overlaps, losses = time.perf_counter() - begin, [], [], []
     for text, want in zip(texts, wants, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 
 import outrider
-from outrider.errors import DeviceError, MissingExtra, OptionError
+from outrider.errors import DeviceError, MissingExtra, ModelCorrupt, OptionError
 from outrider.kernels.narrow_weight import NarrowWeight, rounded
 from outrider.models import cpu_weights
 from outrider.models.group_layouts import layout_of
@@ -291,6 +291,16 @@ def test_scales_that_no_group_holds(tmp_path: Path, caplog: pytest.LogCaptureFix
     found = outrider.load(tmp_path).target.model.get_parameter(f"{name}.weight")
     assert found.blocks is None and torch.equal(found.wide()[1:], want.get_parameter(f"{name}.weight")[1:])
     assert f"{name} is widened" in caplog.text
+
+
+def test_integers_in_other_words_are_refused(tmp_path: Path) -> None:
+    _write(tmp_path, "compressed, asymmetric")
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight_zero_point"
+    weights[name] = weights[name].to(torch.int8)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelCorrupt, match=r"packed in torch.int8, not in int32"):
+        outrider.load(tmp_path)
 
 
 @pytest.mark.slow  # half a minute to compile

@@ -1,9 +1,9 @@
 """Rounds weights to groups of 4 bits (kernels/blocks.py) while a model is loaded: ``int4`` on the CPU.
 
-Integers from -8 to 7 times a scale for each 32 inputs, without a zero: 4.5 bits for each weight, as Q4_0 has them. Of a
-few scales, each fitted to its own integers by least squares, the one with the least error is taken. Errors of large
-weights count more (by their size plus the root mean square of the group, as in llama.cpp's K-quants). Nothing is
-calibrated. ``benchmarks/four_bits.py`` compares other choices.
+Integers from 0 to 15, less the zero of each 32 inputs, times their scale: 4.75 bits for each weight, about those of
+Q4_K_M. Of a few scales, each fitted to its own integers by least squares, the one with the least error is taken. Errors
+of large weights count more (by their size plus the root mean square of the group, as in llama.cpp's K-quants). Nothing
+is calibrated. ``benchmarks/four_bits.py`` compares other choices.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.quantize import quantizable
 
 _SIZE = 32
-_FORM = GROUP_FORMS[_SIZE, False]
-# The number of largest size is divided by -(8 + this) for a scale: the range goes a bit further or less far than to it.
+_FORM = GROUP_FORMS[_SIZE, True]
+# A group's range is divided into 15 steps and this for a scale: the integers reach a bit less or further than to it.
 _STEPS = (-1.2, -0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9, 1.2)
 _NUMBERS = 2**19  # rounded at a time: they stay in the processor's cache
 
@@ -38,11 +38,8 @@ def round_to_groups(model: Any, *, keeps: bool) -> float:
     for layer in _layers(model).values():
         weight = layer.weight.detach()
         wide = weight.wide() if isinstance(weight, NarrowWeight) else weight
-        wholes, scales = rounded_to_groups(wide)
-        if keeps:
-            new: Tensor = NarrowWeight(in_groups(wholes, scales, None), torch.float32, None, _FORM)
-        else:
-            new = ((wholes.float() - 8).unflatten(-1, (-1, _SIZE)) * scales.float().unsqueeze(-1)).flatten(-2)
+        parts = rounded_to_groups(wide)
+        new = NarrowWeight(in_groups(*parts), torch.float32, None, _FORM) if keeps else widened_groups(*parts)
         layer.weight = nn.Parameter(new, requires_grad=False)
         rounded += wide.numel()
     return rounded / total if total else 0.0
@@ -61,30 +58,40 @@ def bytes_in_groups(layer: nn.Linear) -> int:
     return layer.weight.numel() * layer.weight.itemsize if layer.in_features % _SIZE else number
 
 
-def rounded_to_groups(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Integers, plus 8, and scales. [O, I] -> uint8 [O, I], float16 [O, I / 32]"""
+def rounded_to_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers, scales and zeros. [O, I] -> uint8 [O, I], float16 [O, I / 32], uint8 [O, I / 32]"""
     parts = weight.split(max(1, _NUMBERS // weight.shape[1]))
-    wholes, scales = zip(*map(_rounded, parts), strict=True)
-    return torch.cat(wholes), torch.cat(scales)
+    wholes, scales, zeros = zip(*map(_rounded, parts), strict=True)
+    return torch.cat(wholes), torch.cat(scales), torch.cat(zeros)
 
 
-def _rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+def widened_groups(wholes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Numbers that they mean. float32 [O, I]"""
+    shifted = wholes.float().unflatten(-1, (-1, _SIZE)) - zeros.float().unsqueeze(-1)
+    numbers: Tensor = shifted * scales.float().unsqueeze(-1)
+    return numbers.flatten(-2)
+
+
+def _rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     numbers = weight.float().unflatten(-1, (-1, _SIZE))  # [O, groups, 32]
     importance = numbers.abs() + numbers.square().mean(-1, keepdim=True).sqrt()
-    largest = numbers.gather(-1, numbers.abs().argmax(-1, keepdim=True))
-    least = torch.full_like(largest, torch.inf)
-    wholes, scales = torch.zeros_like(numbers), torch.zeros_like(largest)
+    low, high = numbers.amin(-1, keepdim=True).clamp_max(0.0), numbers.amax(-1, keepdim=True).clamp_min(0.0)
+    least, wholes = torch.full_like(low, torch.inf), torch.zeros_like(numbers)
+    scales, zeros = torch.zeros_like(low), torch.zeros_like(low)
     for step in _STEPS:
-        scale = largest / -(8 + step)
-        these = (numbers / torch.where(scale == 0, 1.0, scale)).round().clamp(-8, 7)
-        sizes = (importance * these.square()).sum(-1, keepdim=True)
-        fitted = (importance * numbers * these).sum(-1, keepdim=True) / torch.where(sizes == 0, 1.0, sizes)
+        scale = (high - low) / (15 + step)
+        scale = torch.where(scale == 0, 1.0, scale)
+        zero = (-low / scale - step / 2).round().clamp(0, 15)
+        shifted = ((numbers / scale).round() + zero).clamp(0, 15) - zero
+        sizes = (importance * shifted.square()).sum(-1, keepdim=True)
+        fitted = (importance * numbers * shifted).sum(-1, keepdim=True) / torch.where(sizes == 0, 1.0, sizes)
         fitted = fitted.half().float()
-        error = (importance * (numbers - these * fitted).square()).sum(-1, keepdim=True)
+        error = (importance * (numbers - shifted * fitted).square()).sum(-1, keepdim=True)
         is_better = error < least
         least = torch.where(is_better, error, least)
-        wholes, scales = torch.where(is_better, these, wholes), torch.where(is_better, fitted, scales)
-    return (wholes + 8).to(torch.uint8).flatten(-2), scales.squeeze(-1).half()
+        wholes = torch.where(is_better, shifted + zero, wholes)
+        scales, zeros = torch.where(is_better, fitted, scales), torch.where(is_better, zero, zeros)
+    return wholes.to(torch.uint8).flatten(-2), scales.squeeze(-1).half(), zeros.squeeze(-1).to(torch.uint8)
 
 
 def _layers(model: Any) -> dict[str, nn.Linear]:

@@ -7,7 +7,7 @@ are not quantized (weights only), or have a scale per row.
 | name | weights | by |
 |---|---|---|
 | int8 | 8 bits, a scale for each output channel | torchao ``Int8WeightOnlyConfig`` |
-| int4 | 4 bits, a scale for each 32 inputs | on the CPU in float32, group_rounding.py |
+| int4 | 4 bits, a scale and a zero for each 32 inputs | on the CPU in float32, group_rounding.py |
 | int4 | 4 bits, a scale and an offset for each 128 (or 32) inputs | elsewhere, torchao |
 | fp8 | e4m3, a scale for each output channel | torchao ``Float8WeightOnlyConfig`` |
 | 8bit | 8 bits, a scale for each output channel; activations with one for each row | bitsandbytes LLM.int8() |
