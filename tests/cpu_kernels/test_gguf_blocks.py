@@ -15,8 +15,9 @@ from ggml_blocks import block_bytes, numbers_of
 from outrider.kernels import narrow_weight
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.library import FORMS, few_row_matmul, widen_blocks
-from outrider.kernels.narrow_weight import NarrowWeight, rounded
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
+from rounded_rows import rounded
 
 _BY_NAME = {form.name: form for form in BLOCK_FORMS.values()}
 

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
 from outrider.kernels.library import FORMS, few_row_matmul, widen_blocks
-from outrider.kernels.narrow_weight import NarrowWeight, rounded
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
+from rounded_rows import rounded
 
 
 def _matrix(form: tuple[int, bool], number: int, num_groups: int, seed: int = 0) -> tuple[Tensor, Tensor]:

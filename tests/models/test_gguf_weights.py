@@ -26,11 +26,12 @@ import outrider
 from ggml_blocks import block_bytes
 from launch import said_by_loading
 from outrider.errors import DeviceError, ModelCorrupt, OptionError
-from outrider.kernels.narrow_weight import NarrowWeight, rounded
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights, gguf_weights
 from outrider.models.loading import weights_checksum
 from outrider.models.quantize import num_bytes
 from outrider.runtime.tensor_parts import stored_tensors
+from rounded_rows import rounded
 from toys import random_model
 
 _SIZES: dict[str, Any] = {

@@ -17,11 +17,12 @@ from transformers import LlamaForCausalLM
 
 import outrider
 from outrider.errors import DeviceError, MissingExtra, ModelCorrupt, OptionError
-from outrider.kernels.narrow_weight import NarrowWeight, rounded
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
 from outrider.models.group_layouts import layout_of
 from outrider.models.quantize import num_bytes
 from pairs import random_llama, save
+from rounded_rows import rounded
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # output of each place in a word, in AutoAWQ
 _GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}

@@ -102,14 +102,14 @@ void block_channels(int64_t num_rows, const float* x, const Block* const* rows, 
   }
 }
 
-// Calls `run` for this thread's channels of one matrix, in parts that are read concurrently, and the remainder; for up to
-// MOST_BLOCK_ROWS of the rows of x at a time. `length` is the number of blocks of a row.
-template <typename Block, typename Run>
+// Calls `run` for this thread's channels of one matrix, in CHANNELS parts that are read concurrently, and the remainder;
+// for up to MOST_BLOCK_ROWS of the rows of x at a time. `length` is the number of blocks of a row.
+template <int CHANNELS, typename Block, typename Run>
 INLINE void share_of_blocks(int64_t num_rows, const Block* weights, int64_t length, int64_t begin, int64_t end, Run run) {
-  const int64_t apart = (end - begin) / BLOCK_CHANNELS, rest = begin + BLOCK_CHANNELS * apart;
+  const int64_t apart = (end - begin) / CHANNELS, rest = begin + CHANNELS * apart;
   auto run_all = [&](int64_t first, int64_t spacing, int64_t num_here) {
-    const Block* rows[BLOCK_CHANNELS];
-    for (int64_t c = 0; c < BLOCK_CHANNELS; c++) {
+    const Block* rows[CHANNELS];
+    for (int64_t c = 0; c < CHANNELS; c++) {
       rows[c] = weights + (first + (c < num_here ? c : num_here - 1) * spacing) * length;
     }
     for (int64_t done = 0; done < num_rows; done += MOST_BLOCK_ROWS) {
@@ -117,7 +117,7 @@ INLINE void share_of_blocks(int64_t num_rows, const Block* weights, int64_t leng
       run(done, left, rows, first, spacing, num_here);
     }
   };
-  for (int64_t o = begin; o < begin + apart; o++) run_all(o, apart, BLOCK_CHANNELS);
+  for (int64_t o = begin; o < begin + apart; o++) run_all(o, apart, CHANNELS);
   if (rest < end) run_all(rest, 1, end - rest);
 }
 
@@ -126,9 +126,9 @@ template <typename Block>
 void block_share(int64_t num_rows, const float* x, const Block* weights, int64_t length, int64_t begin, int64_t end,
                  float* y, int64_t num_channels) {
   const int64_t width = length * Block::NUMBERS;
-  share_of_blocks(num_rows, weights, length, begin, end,
-                  [&](int64_t done, int64_t left, const Block* const* rows, int64_t first, int64_t apart,
-                      int64_t num_here) {
+  share_of_blocks<BLOCK_CHANNELS>(num_rows, weights, length, begin, end,
+                                  [&](int64_t done, int64_t left, const Block* const* rows, int64_t first, int64_t apart,
+                                      int64_t num_here) {
     block_channels(left, x + done * width, rows, num_here, width, apart, y + done * num_channels + first, num_channels);
   });
 }

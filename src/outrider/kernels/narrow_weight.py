@@ -10,6 +10,7 @@ model up to the order of sums. The stored numbers may be integers with a scale f
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from outrider.kernels.blocks import BlockForm
 from outrider.kernels.library import FORMS, few_row_matmul, into, widen_blocks
 
 _aten = torch.ops.aten
-# Most rows for the kernel. With more, a library is faster; for stored numbers even if it needs a widened copy.
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
 _PANEL_NUMBERS = 2**20  # of a matrix in blocks, widened at a time for more rows: they stay in the processor's cache
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -144,11 +144,9 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     if x.device.type != "cpu" or stored.device.type != "cpu":
         return None
     num_rows = x.numel() // width
-    if num_rows > (_MAX_ROWS if stored.dtype == weight.dtype else _MAX_ROWS_STORED):
+    if num_rows > _most_rows(weight):
         if weight.blocks is None:
             return None
-        if weight.blocks.rounds:
-            x = _back(rounded(_ordered(x, weight.order)), weight.order)
         if type(x) is Tensor:
             return _by_panels(x, weight, bias)
         with torch._C.DisableTorchFunctionSubclass():
@@ -168,6 +166,13 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     return result if bias is None else result + bias
 
 
+def _most_rows(weight: NarrowWeight) -> float:
+    """Most rows for the kernel. With more, a library is faster; for stored numbers even if it needs a widened copy."""
+    if weight.blocks is not None and weight.blocks.rounds:
+        return math.inf
+    return _MAX_ROWS if weight.stored.dtype == weight.dtype else _MAX_ROWS_STORED
+
+
 def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
     """Columns in the order in which a weight is stored. [..., I]"""
     return x if order is None else x.index_select(-1, order)
@@ -176,17 +181,6 @@ def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
 def _back(x: Tensor, order: Tensor | None) -> Tensor:
     """Columns of a weight's order in their own again. [..., I]"""
     return x if order is None else x.index_select(-1, order.argsort())
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Rows whose numbers are integers of 8 bits times a scale for each 256 of them, as in rounded_rows.h. [..., I]"""
-    chunks = functional.pad(x, (0, -x.shape[-1] % 256)).unflatten(-1, (-1, 256))
-    most = chunks.abs().amax(-1, keepdim=True)
-    # Not 127 / most: that is the product with the reciprocal, which is rounded twice.
-    inverse = torch.where(most < 1e-30, 0.0, torch.full_like(most, 127) / most)
-    wholes = torch.round(chunks * inverse)
-    result: Tensor = (wholes * (most / 127)).flatten(-2)[..., : x.shape[-1]]
-    return result
 
 
 def _by_panels(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:

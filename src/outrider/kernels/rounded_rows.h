@@ -1,9 +1,9 @@
 // Products of few rows with weights in blocks (blocks.h), after the rows are rounded to 8 bits.
 //
 // CHUNK numbers of a row of x become integers between -127 and 127 with one scale, so a row's result depends on that row
-// alone. Products with the integers of the weights are summed exactly, four at a time; scales and offsets of the weights
-// are applied in float32. Vectors have eight lanes on every processor, and the order of each sum depends on the width
-// alone.
+// alone. A lane of a vector is a row of the weights: LANES of them are rearranged in the nearest cache, four integers of
+// each in a vector, once for all rows of x. Products of integers are summed exactly over the numbers that share a scale,
+// and then in float32, one after the other; so all processors get the same bits.
 #pragma once
 
 #include <cmath>
@@ -13,82 +13,10 @@
 
 namespace {
 
-typedef float Floats8 __attribute__((vector_size(32)));
-typedef int32_t Ints8 __attribute__((vector_size(32)));
-typedef uint8_t Bytes __attribute__((vector_size(32)));
-typedef int8_t SignedBytes __attribute__((vector_size(32)));
-
 // CHUNK numbers of a row share a scale.
-constexpr int64_t GROUP = 32;  // integers of a vector
+constexpr int64_t GROUP = 32;  // numbers of the weights that share one, or two
 constexpr int64_t NUM_GROUPS = CHUNK / GROUP;
-
-template <typename Vector>
-INLINE Vector loaded(const void* from) {
-  Vector values;
-  memcpy(&values, from, sizeof values);
-  return values;
-}
-
-INLINE Floats8 multiply_add8(Floats8 a, Floats8 b, Floats8 c) {
-#if VECTOR_BYTES == 64
-  return (Floats8)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#elif VECTOR_BYTES == 32
-  return multiply_add(a, b, c);
-#else
-  Floats x[2], y[2], z[2];
-  memcpy(x, &a, sizeof x);
-  memcpy(y, &b, sizeof y);
-  memcpy(z, &c, sizeof z);
-  UNROLLED for (int h = 0; h < 2; h++) z[h] = multiply_add(x[h], y[h], z[h]);
-  return loaded<Floats8>(z);
-#endif
-}
-
-// Sums of four products each, of bytes below 128 with signed ones.
-INLINE Ints8 sums_of_four(Bytes a, SignedBytes b) {
-#if defined(__AVX512VNNI__) && defined(__AVX512VL__)
-  return (Ints8)_mm256_dpbusd_epi32(_mm256_setzero_si256(), (__m256i)a, (__m256i)b);
-#elif VECTOR_BYTES >= 32
-  return (Ints8)_mm256_madd_epi16(_mm256_maddubs_epi16((__m256i)a, (__m256i)b), _mm256_set1_epi16(1));
-#elif defined(__aarch64__)
-  int8x16_t x[2], y[2];
-  int32x4_t sums[2];
-  memcpy(x, &a, sizeof x);
-  memcpy(y, &b, sizeof y);
-  UNROLLED for (int h = 0; h < 2; h++) {
-#if defined(__ARM_FEATURE_DOTPROD)
-    sums[h] = vdotq_s32(vdupq_n_s32(0), x[h], y[h]);
-#else
-    int16x8_t low = vmull_s8(vget_low_s8(x[h]), vget_low_s8(y[h])), high = vmull_high_s8(x[h], y[h]);
-    sums[h] = vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
-#endif
-  }
-  return loaded<Ints8>(sums);
-#else
-  Ints8 sums;
-  for (int l = 0; l < 8; l++) {
-    sums[l] = 0;
-    for (int i = 4 * l; i < 4 * l + 4; i++) sums[l] += a[i] * b[i];
-  }
-  return sums;
-#endif
-}
-
-INLINE Ints8 sums_of_four(SignedBytes a, SignedBytes b) {
-#if defined(__aarch64__)
-  return sums_of_four((Bytes)a, b);  // which are taken as signed there
-#else
-  SignedBytes is_negative = a < 0;
-  return sums_of_four((Bytes)((a ^ is_negative) - is_negative), (b ^ is_negative) - is_negative);
-#endif
-}
-
-INLINE float sum_of(Floats8 values) {
-  Four halves[2];
-  memcpy(halves, &values, sizeof halves);
-  Four ends = neighbours(halves[0] + halves[1], halves[0] + halves[1]);
-  return ends[0] + ends[1];
-}
+constexpr int WORDS = GROUP / 4;  // of four integers each
 
 // Rows of x as integers.
 struct RoundedRows {
@@ -102,23 +30,29 @@ struct RoundedRows {
   }
 
   struct alignas(64) Chunk {
-    int8_t wholes[CHUNK];
-    float sums[NUM_GROUPS], half_sums[2 * NUM_GROUPS];  // of the integers of each 32 and 16 numbers
+    int32_t words[CHUNK / 4];         // the integers
+    int32_t sums[NUM_GROUPS];         // of those of each 32 numbers
+    float whole_sums[NUM_GROUPS];     // the same
+    float half_sums[2 * NUM_GROUPS];  // and of those of each 16
     float scale;
 
     // `number` is a multiple of GROUP.
     void round(const float* x, int64_t number) {
-      Floats8 largest = {}, bad = {};
-      for (int64_t i = 0; i < number; i += 8) {
-        const Floats8 these = loaded<Floats8>(x + i), sizes = (Floats8)((Ints8)these & 0x7fffffff);
+      Floats largest = {}, bad = {};
+      for (int64_t i = 0; i < number; i += LANES) {
+        const Floats these = load(x + i), sizes = (Floats)((Ints)these & 0x7fffffff);
         largest = sizes > largest ? sizes : largest;
         bad += these * 0.0f;  // no number if one is not finite
       }
-      float most = 0.0f;
-      for (int l = 0; l < 8; l++) most = largest[l] > most ? largest[l] : most;
-      scale = most / 127.0f + sum_of(bad);
+      float most = 0.0f, finite = 0.0f;
+      for (int l = 0; l < LANES; l++) {
+        most = largest[l] > most ? largest[l] : most;
+        finite += bad[l];
+      }
+      scale = most / 127.0f + finite;
       const float inverse = most < 1e-30f ? 0.0f : 127.0f / most;
-      memset(wholes, 0, sizeof wholes);
+      auto wholes = reinterpret_cast<int8_t*>(words);
+      memset(wholes, 0, CHUNK);
       if (scale < INFINITY) {
         for (int64_t i = 0; i < number; i++) {
           // The last bits of the sum are a whole number, to which it is rounded; to an even one in the middle.
@@ -128,12 +62,13 @@ struct RoundedRows {
           wholes[i] = static_cast<int8_t>(bits);
         }
       }
-      for (int64_t h = 0; h < 2 * NUM_GROUPS; h++) {
-        int32_t sum = 0;
-        for (int64_t i = 0; i < GROUP / 2; i++) sum += wholes[h * GROUP / 2 + i];
-        half_sums[h] = static_cast<float>(sum);
+      for (int64_t g = 0; g < NUM_GROUPS; g++) {
+        int32_t halves[2] = {};
+        for (int64_t i = 0; i < GROUP; i++) halves[i / (GROUP / 2)] += wholes[g * GROUP + i];
+        sums[g] = halves[0] + halves[1];
+        whole_sums[g] = static_cast<float>(sums[g]);
+        for (int h = 0; h < 2; h++) half_sums[2 * g + h] = static_cast<float>(halves[h]);
       }
-      for (int64_t g = 0; g < NUM_GROUPS; g++) sums[g] = half_sums[2 * g] + half_sums[2 * g + 1];
     }
   };
 
@@ -141,259 +76,403 @@ struct RoundedRows {
   std::vector<Chunk> chunks;  // of each row, one row after the other
 };
 
-// How blocks are multiplied: the sign of their integers, and the number of scales (and offsets) of 32 numbers.
+// How blocks are multiplied: their largest integer (that of Q8_0 has a sign), and the number of scales of 32 numbers.
 template <typename Block>
-constexpr bool HAS_SIGN = false;
+constexpr int MOST_WHOLE = 15;
 template <>
-constexpr bool HAS_SIGN<Q8_0> = true;
+constexpr int MOST_WHOLE<Q5_0> = 31;
+template <>
+constexpr int MOST_WHOLE<Q5_1> = 31;
+template <>
+constexpr int MOST_WHOLE<Q5_K> = 31;
+template <>
+constexpr int MOST_WHOLE<Q6_K> = 63;
+template <>
+constexpr int MOST_WHOLE<Q8_0> = 128;
 template <typename Block>
-constexpr int NUM_SCALES = 1;
-template <>
-constexpr int NUM_SCALES<Q6_K> = 2;
+constexpr bool HAS_SIGN = MOST_WHOLE<Block> == 128;
+template <typename Block>
+constexpr int NUM_SCALES = MOST_WHOLE<Block> == 63 ? 2 : 1;
 
-// The integers of 32 numbers of 4 bits, and a fifth if `fifth` is given.
-template <bool HAS_FIFTH>
-INLINE Bytes small_wholes(const uint8_t* low_high, const uint8_t* fifth) {
-#if VECTOR_BYTES >= 32
-  // In memory, two stores of halves would have to be complete before they are loaded as one.
-  const __m128i both = _mm_loadu_si128((const __m128i*)low_high), mask = _mm_set1_epi8(15);
-  Bytes wholes = (Bytes)_mm256_set_m128i(_mm_and_si128(_mm_srli_epi16(both, 4), mask), _mm_and_si128(both, mask));
+// Sums over 4 * NUMBER products of integers, for each channel; `words` has four of each channel at a time, `x` those of
+// a row, `sum` the sum of the latter.
+template <typename Block, int NUMBER>
+INLINE Ints sums_of_products(const Words* words, const int32_t* x, int32_t sum) {
+#if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
+  // Bytes without a sign: put() adds 128 to integers that have one.
+  __m512i sums[2] = {_mm512_set1_epi32(HAS_SIGN<Block> ? -128 * sum : 0), _mm512_setzero_si512()};
+  UNROLLED for (int j = 0; j < NUMBER; j++) {
+    sums[j % 2] = _mm512_dpbusd_epi32(sums[j % 2], (__m512i)words[j], _mm512_set1_epi32(x[j]));
+  }
+  return (Ints)_mm512_add_epi32(sums[0], sums[1]);
+#elif VECTOR_BYTES == 64 && defined(__AVX512BW__)
+#define WIDE(name) _mm512_##name
+  typedef __m512i Wide;
+#elif VECTOR_BYTES == 32
+#define WIDE(name) _mm256_##name
+  typedef __m256i Wide;
+#elif defined(__aarch64__)
+  int32x4_t sums = vdupq_n_s32(0);
+  UNROLLED for (int j = 0; j < NUMBER; j++) {
+    const int8x16_t a = (int8x16_t)words[j], b = vreinterpretq_s8_s32(vdupq_n_s32(x[j]));
+#if defined(__ARM_FEATURE_DOTPROD)
+    sums = vdotq_s32(sums, a, b);
 #else
-  typedef uint8_t Half __attribute__((vector_size(16)));
-  Half both = loaded<Half>(low_high), halves[2] = {both & 15, both >> 4};
-  Bytes wholes = loaded<Bytes>(halves);
+    int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
+    sums = vaddq_s32(sums, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
 #endif
-  if (HAS_FIFTH) {
-    uint64_t eights[4];
-    UNROLLED for (int i = 0; i < 4; i++) eights[i] = fifth[i] * 0x0101010101010101u;
-    const uint64_t each = 0x8040201008040201u, bits[4] = {each, each, each, each};
-    wholes |= (Bytes)((loaded<Bytes>(eights) & loaded<Bytes>(bits)) != 0) & 16;
   }
-  return wholes;
-}
-
-// The integers of the g-th 32 numbers of these blocks.
-
-INLINE Bytes wholes_of(const Q4_0* blocks, int g) { return small_wholes<false>(blocks[g].low_high, nullptr); }
-INLINE Bytes wholes_of(const Q4_1* blocks, int g) { return small_wholes<false>(blocks[g].low_high, nullptr); }
-INLINE Bytes wholes_of(const Q5_0* blocks, int g) { return small_wholes<true>(blocks[g].low_high, blocks[g].fifth); }
-INLINE Bytes wholes_of(const Q5_1* blocks, int g) { return small_wholes<true>(blocks[g].low_high, blocks[g].fifth); }
-INLINE Bytes wholes_of(const Q8_0* blocks, int g) { return loaded<Bytes>(blocks[g].whole); }
-
-INLINE Bytes wholes_of(const Q4_K* block, int g) {
-  Bytes both = loaded<Bytes>(block->low_high[g / 2]);
-  return g % 2 ? both >> 4 : both & 15;
-}
-
-INLINE Bytes wholes_of(const Q5_K* block, int g) {
-  Bytes both = loaded<Bytes>(block->low_high[g / 2]), fifth = loaded<Bytes>(block->fifth);
-  return (g % 2 ? both >> 4 : both & 15) | (fifth >> g & 1) << 4;
-}
-
-INLINE Bytes wholes_of(const Q6_K* block, int g) {
-  const int h = g / 4, j = g % 4;
-  Bytes both = loaded<Bytes>(block->low_high[h] + j % 2 * 32), upper = loaded<Bytes>(block->upper[h]);
-  return (j < 2 ? both & 15 : both >> 4) | (upper >> 2 * j & 3) << 4;
-}
-
-template <int WIDTH, bool HAS_ZERO>
-INLINE Bytes wholes_of(const Group<WIDTH, HAS_ZERO>* groups, int g) {
-  if constexpr (WIDTH == GROUP) {
-    return small_wholes<false>(groups[g].low_high[0], nullptr);
-  } else {
-    constexpr int EACH = WIDTH / GROUP;
-    Bytes both = loaded<Bytes>(groups[g / EACH].low_high[g % EACH / 2]);
-    return g % 2 ? both >> 4 : both & 15;
+  return (Ints)sums;
+#else
+  Ints sums = {};
+  UNROLLED for (int j = 0; j < NUMBER; j++) {
+    UNROLLED for (int b = 0; b < 4; b++) {
+      const Ints shifted = (Ints)(words[j] << (24 - 8 * b));
+      sums += (HAS_SIGN<Block> ? shifted >> 24 : (Ints)((Words)shifted >> 24)) * static_cast<int8_t>(x[j] >> 8 * b);
+    }
   }
+  return sums;
+#endif
+#ifdef WIDE
+  // So many sums of two products fit into 16 bits.
+  constexpr int FIT = 32767 / (2 * 127 * MOST_WHOLE<Block>), TOGETHER = FIT < 1 ? 1 : FIT < NUMBER ? FIT : NUMBER;
+  Ints sums = {};
+  UNROLLED for (int j = 0; j < NUMBER; j += TOGETHER) {
+    Wide twos = {};
+    UNROLLED for (int t = j; t < j + TOGETHER; t++) {
+      Wide a = (Wide)words[t], b = WIDE(set1_epi32)(x[t]);
+      if constexpr (HAS_SIGN<Block>) {
+        typedef int8_t SignedBytes __attribute__((vector_size(VECTOR_BYTES)));
+        const SignedBytes is_negative = (SignedBytes)a < 0;
+        a = (Wide)(((SignedBytes)a ^ is_negative) - is_negative);
+        b = (Wide)(((SignedBytes)b ^ is_negative) - is_negative);
+      }
+      const Wide these = WIDE(maddubs_epi16)(a, b);
+      twos = t == j ? these : WIDE(add_epi16)(twos, these);
+    }
+    sums += (Ints)WIDE(madd_epi16)(twos, WIDE(set1_epi16)(1));
+  }
+  return sums;
+#undef WIDE
+#endif
 }
 
-// Scales and offsets of CHUNK numbers of a row of weights.
+#if VECTOR_BYTES >= 32
+INLINE __m256i two_parts(const void* low, const void* high) {
+  return _mm256_set_m128i(_mm_loadu_si128((const __m128i*)high), _mm_loadu_si128((const __m128i*)low));
+}
+#endif
+
+constexpr int64_t ROUNDED_AHEAD = 256;  // bytes of each row of weights to prefetch: there are LANES of them
+
+// Four words of each channel, which `at` points to: the first of all in one vector, the second in another, and so on.
+// Prefetches what comes later, if the next call is not for the same cache lines.
+template <typename At>
+INLINE void put_words(At at, Words* to, bool prefetches = true) {
+  if (prefetches) {
+    UNROLLED for (int c = 0; c < LANES; c++) __builtin_prefetch(reinterpret_cast<const char*>(at(c)) + ROUNDED_AHEAD);
+  }
+  Words rows[4];
+  UNROLLED for (int r = 0; r < 4; r++) {
+    // In memory, the stores of parts would have to be complete before they are loaded as one.
+#if VECTOR_BYTES == 64
+    rows[r] = (Words)_mm512_inserti64x4(_mm512_castsi256_si512(two_parts(at(r), at(4 + r))),
+                                        two_parts(at(8 + r), at(12 + r)), 1);
+#elif VECTOR_BYTES == 32
+    rows[r] = (Words)two_parts(at(r), at(4 + r));
+#else
+    memcpy(&rows[r], at(r), sizeof rows[r]);
+#endif
+  }
+#if VECTOR_BYTES == 64
+#define UNPACKED(half, bits, a, b) (Words)_mm512_unpack##half##_epi##bits((__m512i)(a), (__m512i)(b))
+#elif VECTOR_BYTES == 32
+#define UNPACKED(half, bits, a, b) (Words)_mm256_unpack##half##_epi##bits((__m256i)(a), (__m256i)(b))
+#endif
+#ifdef UNPACKED
+  const Words low[2] = {UNPACKED(lo, 32, rows[0], rows[1]), UNPACKED(lo, 32, rows[2], rows[3])};
+  const Words high[2] = {UNPACKED(hi, 32, rows[0], rows[1]), UNPACKED(hi, 32, rows[2], rows[3])};
+  to[0] = UNPACKED(lo, 64, low[0], low[1]);
+  to[1] = UNPACKED(hi, 64, low[0], low[1]);
+  to[2] = UNPACKED(lo, 64, high[0], high[1]);
+  to[3] = UNPACKED(hi, 64, high[0], high[1]);
+#undef UNPACKED
+#else
+  UNROLLED for (int j = 0; j < 4; j++) to[j] = Words{rows[0][j], rows[1][j], rows[2][j], rows[3][j]};
+#endif
+}
+
+// Numbers of 16 bits in the lower halves of the lanes.
+INLINE Floats widened_halves(Words words) {
+#if VECTOR_BYTES == 64
+  return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
+#else
+  Floats wide;
+  UNROLLED for (int l = 0; l < LANES; l++) wide[l] = widened_half(static_cast<uint16_t>(words[l]));
+  return wide;
+#endif
+}
+
+// The scale of a block, of each channel.
+template <typename At>
+INLINE Floats scales_of(At at) {
+  // Put together in general registers: vectors of them are rearranged enough.
+  uint64_t fours[LANES / 4];
+  UNROLLED for (int i = 0; i < LANES / 4; i++) {
+    fours[i] = 0;
+    UNROLLED for (int c = 0; c < 4; c++) {
+      uint16_t half;
+      memcpy(&half, at(4 * i + c), sizeof half);
+      fours[i] |= static_cast<uint64_t>(half) << (16 * c);
+    }
+  }
+#if VECTOR_BYTES == 64
+  return (Floats)_mm512_cvtph_ps(_mm256_set_epi64x(fours[3], fours[2], fours[1], fours[0]));
+#elif VECTOR_BYTES == 32 && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps(_mm_set_epi64x(fours[1], fours[0]));
+#elif defined(__aarch64__)
+  return (Floats)vcvt_f32_f16(vreinterpret_f16_u64(vcreate_u64(fours[0])));
+#else
+  Floats wide;
+  UNROLLED for (int l = 0; l < LANES; l++) wide[l] = widened_half(static_cast<uint16_t>(fours[l / 4] >> l % 4 * 16));
+  return wide;
+#endif
+}
+
+// CHUNK numbers of LANES rows of weights.
 template <typename Block>
-struct alignas(64) Scales {
-  static constexpr int NUMBER = NUM_GROUPS * NUM_SCALES<Block>;
-  float scales[NUMBER], offsets[NUMBER];
+struct alignas(64) WeightChunk {
+  Words wholes[NUM_GROUPS][WORDS];
+  Floats scales[NUM_GROUPS * NUM_SCALES<Block>], offsets[NUM_GROUPS * NUM_SCALES<Block>];
 };
 
-INLINE float offset_of(const Q4_0&, float scale) { return -8 * scale; }
-INLINE float offset_of(const Q5_0&, float scale) { return -16 * scale; }
-INLINE float offset_of(const Q8_0&, float) { return 0.0f; }
-INLINE float offset_of(const Q4_1& block, float) { return widened_half(block.offset); }
-INLINE float offset_of(const Q5_1& block, float) { return widened_half(block.offset); }
+constexpr uint32_t EACH_BYTE = 0x01010101;
 
-// Those of `number` blocks of 32 numbers; others are zero.
+// The `number` blocks of a chunk of each channel.
+//
+// Blocks of 32 numbers: `low_high` has the integers of i and i + 16, `fifth` another bit for each.
+
 template <typename Block>
-INLINE void put_scales(Scales<Block>& to, const Block* blocks, int64_t number) {
-  if (number < NUM_GROUPS) to = {};
-  UNROLLED for (int g = 0; g < NUM_GROUPS; g++) {
-    if (g == number) return;
-    to.scales[g] = widened_half(blocks[g].scale);
-    to.offsets[g] = offset_of(blocks[g], to.scales[g]);
+INLINE void put_small(WeightChunk<Block>& to, const Block* const* blocks, int g) {
+  Words* wholes = to.wholes[g];
+  put_words([=](int c) { return blocks[c][g].low_high; }, wholes);
+  UNROLLED for (int j = 0; j < 4; j++) {
+    wholes[4 + j] = wholes[j] >> 4 & 15 * EACH_BYTE;
+    wholes[j] &= 15 * EACH_BYTE;
+  }
+  to.scales[g] = scales_of([=](int c) { return &blocks[c][g].scale; });
+}
+
+template <typename Block>
+INLINE void put_fifth(WeightChunk<Block>& to, const Block* const* blocks, int g) {
+  Words bits;
+  UNROLLED for (int c = 0; c < LANES; c++) memcpy(reinterpret_cast<char*>(&bits) + 4 * c, blocks[c][g].fifth, 4);
+  // Copies of four bits, seven apart: bit b of copy b lies at 8 b.
+  UNROLLED for (int j = 0; j < WORDS; j++) to.wholes[g][j] |= ((bits >> (4 * j) & 15) * 0x204081 & EACH_BYTE) << 4;
+}
+
+template <typename Block>
+INLINE void put_offsets(WeightChunk<Block>& to, const Block* const* blocks, int g) {
+  to.offsets[g] = scales_of([=](int c) { return &blocks[c][g].offset; });
+}
+
+INLINE void put(WeightChunk<Q4_0>& to, const Q4_0* const* blocks, int64_t number) {
+  for (int g = 0; g < number; g++) {
+    put_small(to, blocks, g);
+    to.offsets[g] = -8 * to.scales[g];
   }
 }
 
-template <int WIDTH, bool HAS_ZERO>
-INLINE void put_scales(Scales<Group<WIDTH, HAS_ZERO>>& to, const Group<WIDTH, HAS_ZERO>* groups, int64_t number) {
-  constexpr int EACH = WIDTH / GROUP;
-  if (number * EACH < NUM_GROUPS) to = {};
-  UNROLLED for (int b = 0; b < NUM_GROUPS / EACH; b++) {
-    if (b == number) return;
-    const Affine of = made(groups[b]);
-    UNROLLED for (int g = b * EACH; g < (b + 1) * EACH; g++) {
-      to.scales[g] = of.scale;
-      to.offsets[g] = of.offset;
+INLINE void put(WeightChunk<Q4_1>& to, const Q4_1* const* blocks, int64_t number) {
+  for (int g = 0; g < number; g++) {
+    put_small(to, blocks, g);
+    put_offsets(to, blocks, g);
+  }
+}
+
+INLINE void put(WeightChunk<Q5_0>& to, const Q5_0* const* blocks, int64_t number) {
+  for (int g = 0; g < number; g++) {
+    put_small(to, blocks, g);
+    put_fifth(to, blocks, g);
+    to.offsets[g] = -16 * to.scales[g];
+  }
+}
+
+INLINE void put(WeightChunk<Q5_1>& to, const Q5_1* const* blocks, int64_t number) {
+  for (int g = 0; g < number; g++) {
+    put_small(to, blocks, g);
+    put_fifth(to, blocks, g);
+    put_offsets(to, blocks, g);
+  }
+}
+
+INLINE void put(WeightChunk<Q8_0>& to, const Q8_0* const* blocks, int64_t number) {
+  for (int g = 0; g < number; g++) {
+    UNROLLED for (int h = 0; h < 2; h++) {
+      put_words([=](int c) { return blocks[c][g].whole + 16 * h; }, to.wholes[g] + 4 * h, h == 0);
+    }
+#if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
+    UNROLLED for (int j = 0; j < WORDS; j++) to.wholes[g][j] ^= 128 * EACH_BYTE;
+#endif
+    to.scales[g] = scales_of([=](int c) { return &blocks[c][g].scale; });
+  }
+}
+
+// 64 integers of 4 bits: bytes have those of i and i + 32.
+template <typename Block, typename At>
+INLINE void put_pair(WeightChunk<Block>& to, int g, At at) {
+  UNROLLED for (int h = 0; h < 2; h++) {
+    Words* wholes = to.wholes[g] + 4 * h;
+    put_words([=](int c) { return at(c) + 16 * h; }, wholes, h == 0);
+    UNROLLED for (int j = 0; j < 4; j++) {
+      wholes[WORDS + j] = wholes[j] >> 4 & 15 * EACH_BYTE;
+      wholes[j] &= 15 * EACH_BYTE;
     }
   }
 }
 
-template <typename Block>
-INLINE void put_eight(Scales<Block>& to, const Block& block) {
-  const Eight of = made(block);
-  memcpy(to.scales, of.scales, sizeof of.scales);
-  memcpy(to.offsets, of.offsets, sizeof of.offsets);
-}
-
-INLINE void put_scales(Scales<Q4_K>& to, const Q4_K* block, int64_t) { put_eight(to, *block); }
-INLINE void put_scales(Scales<Q5_K>& to, const Q5_K* block, int64_t) { put_eight(to, *block); }
-
-INLINE void put_scales(Scales<Q6_K>& to, const Q6_K* block, int64_t) {
-  const Sixteen of = made(*block);
-  memcpy(to.scales, of.scales, sizeof of.scales);
-  UNROLLED for (int i = 0; i < 16; i++) to.offsets[i] = -32 * of.scales[i];
-}
-
-// The scale of each four of the g-th 32 numbers.
-template <typename Block>
-INLINE Floats8 scale_of(const Scales<Block>& from, int64_t g) {
-  if constexpr (NUM_SCALES<Block> == 1) return from.scales[g] - Floats8{};
-  const float a = from.scales[2 * g], b = from.scales[2 * g + 1];
-  return Floats8{a, a, a, a, b, b, b, b};
-}
-
-// What the offsets add to the products with a chunk of a row.
-template <typename Block>
-INLINE Floats8 of_offsets(const Scales<Block>& from, const RoundedRows::Chunk& x) {
-  if constexpr (HAS_SIGN<Block>) return Floats8{};
-  if constexpr (NUM_SCALES<Block> == 1) return loaded<Floats8>(x.sums) * loaded<Floats8>(from.offsets);
-  Floats8 first = loaded<Floats8>(x.half_sums) * loaded<Floats8>(from.offsets);
-  return multiply_add8(loaded<Floats8>(x.half_sums + 8), loaded<Floats8>(from.offsets + 8), first);
-}
-
-template <typename Block>
-INLINE Floats8 add_group(Bytes wholes, const int8_t* row, Floats8 scale, Floats8 sum) {
-  const SignedBytes of_x = loaded<SignedBytes>(row);
-  Ints8 four = HAS_SIGN<Block> ? sums_of_four((SignedBytes)wholes, of_x) : sums_of_four(wholes, of_x);
-  return multiply_add8(__builtin_convertvector(four, Floats8), scale, sum);
-}
-
-// CHUNK numbers of a row of weights.
-template <typename Block>
-struct alignas(64) WeightChunk {
-  Bytes wholes[NUM_GROUPS];
-  Scales<Block> scales;
-};
-
-// Adds products of a chunk of ROWS rows with that of CHANNELS rows of weights to their sums.
-template <int ROWS, int CHANNELS, typename Block>
-INLINE void add_rounded(const RoundedRows::Chunk* x, int64_t apart, const WeightChunk<Block>* weights,
-                        Floats8 (*sums)[BLOCK_CHANNELS]) {
-  Floats8 here[ROWS][CHANNELS];
-  UNROLLED for (int r = 0; r < ROWS; r++) {
-    UNROLLED for (int c = 0; c < CHANNELS; c++) here[r][c] = of_offsets(weights[c].scales, x[r * apart]);
+template <int WIDTH, bool HAS_ZERO>
+INLINE void put(WeightChunk<Group<WIDTH, HAS_ZERO>>& to, const Group<WIDTH, HAS_ZERO>* const* groups, int64_t number) {
+  constexpr int EACH = WIDTH / GROUP;
+  for (int b = 0; b < number; b++) {
+    const int g = b * EACH;
+    if constexpr (EACH == 1) {
+      put_words([=](int c) { return groups[c][b].low_high[0]; }, to.wholes[g]);
+      UNROLLED for (int j = 0; j < 4; j++) {
+        to.wholes[g][4 + j] = to.wholes[g][j] >> 4 & 15 * EACH_BYTE;
+        to.wholes[g][j] &= 15 * EACH_BYTE;
+      }
+    } else {
+      UNROLLED for (int p = 0; p < EACH / 2; p++) {
+        put_pair(to, g + 2 * p, [=](int c) { return groups[c][b].low_high[p]; });
+      }
+    }
+    Words zeros;
+    UNROLLED for (int c = 0; c < LANES; c++) zeros[c] = groups[c][b].zero;
+    const Floats scales = scales_of([=](int c) { return reinterpret_cast<const char*>(&groups[c][b]) + HAS_ZERO; });
+    UNROLLED for (int e = 0; e < EACH; e++) {
+      to.scales[g + e] = scales;
+      to.offsets[g + e] = -as_floats(zeros) * scales;
+    }
   }
-  for (int64_t g = 0; g < NUM_GROUPS; g++) {
-    UNROLLED for (int c = 0; c < CHANNELS; c++) {
-      const Bytes wholes = weights[c].wholes[g];
-      const Floats8 scale = scale_of(weights[c].scales, g);
-      UNROLLED for (int r = 0; r < ROWS; r++) {
-        here[r][c] = add_group<Block>(wholes, x[r * apart].wholes + g * GROUP, scale, here[r][c]);
+}
+
+// The scales and offsets of eight times 32 numbers, of 6 bits each in units of the block's: `unpacked` in blocks.h.
+template <typename Block>
+INLINE void put_eight(WeightChunk<Block>& to, const Block* const* blocks) {
+  constexpr uint32_t SIX = 63 * EACH_BYTE, FOUR = 15 * EACH_BYTE, UPPER = 48 * EACH_BYTE;
+  Words words[4];  // the units, and twelve bytes
+  put_words([=](int c) { return blocks[c]; }, words);
+  const Floats scale = widened_halves(words[0] & 0xffff), offset = -widened_halves(words[0] >> 16);
+  const Words scales[2] = {words[1] & SIX, (words[3] & FOUR) | (words[1] >> 2 & UPPER)};
+  const Words offsets[2] = {words[2] & SIX, (words[3] >> 4 & FOUR) | (words[2] >> 2 & UPPER)};
+  UNROLLED for (int g = 0; g < 8; g++) {
+    to.scales[g] = as_floats(scales[g / 4] >> (g % 4 * 8) & 63) * scale;
+    to.offsets[g] = as_floats(offsets[g / 4] >> (g % 4 * 8) & 63) * offset;
+  }
+}
+
+INLINE void put(WeightChunk<Q4_K>& to, const Q4_K* const* blocks, int64_t) {
+  put_eight(to, blocks);
+  for (int p = 0; p < 4; p++) put_pair(to, 2 * p, [=](int c) { return blocks[c]->low_high[p]; });
+}
+
+INLINE void put(WeightChunk<Q5_K>& to, const Q5_K* const* blocks, int64_t) {
+  put_eight(to, blocks);
+  Words fifth[WORDS];
+  UNROLLED for (int h = 0; h < 2; h++) put_words([=](int c) { return blocks[c]->fifth + 16 * h; }, fifth + 4 * h);
+  for (int p = 0; p < 4; p++) {
+    put_pair(to, 2 * p, [=](int c) { return blocks[c]->low_high[p]; });
+    for (int g = 2 * p; g < 2 * p + 2; g++) {
+      UNROLLED for (int j = 0; j < WORDS; j++) to.wholes[g][j] |= (fifth[j] >> g & EACH_BYTE) << 4;
+    }
+  }
+}
+
+INLINE void put(WeightChunk<Q6_K>& to, const Q6_K* const* blocks, int64_t) {
+  const Floats scale = scales_of([=](int c) { return &blocks[c]->scale; });
+  Words scales[4];
+  put_words([=](int c) { return blocks[c]->scales; }, scales);
+  UNROLLED for (int i = 0; i < 16; i++) {
+    to.scales[i] = __builtin_convertvector((Ints)(scales[i / 4] << (24 - i % 4 * 8)) >> 24, Floats) * scale;
+    to.offsets[i] = -32 * to.scales[i];
+  }
+  for (int h = 0; h < 2; h++) {
+    for (int q = 0; q < 4; q++) {  // 16 bytes of numbers i and i + 64, a word of each four numbers
+      Words low_high[4], upper[4];
+      put_words([=](int c) { return blocks[c]->low_high[h] + 16 * q; }, low_high);
+      put_words([=](int c) { return blocks[c]->upper[h] + q % 2 * 16; }, upper);
+      const int g = 4 * h + q / 2;
+      UNROLLED for (int j = 0; j < 4; j++) {
+        const Words bits[2] = {upper[j] >> (q / 2 * 2), upper[j] >> (q / 2 * 2 + 4)};
+        to.wholes[g][q % 2 * 4 + j] = (low_high[j] & 15 * EACH_BYTE) | (bits[0] & 3 * EACH_BYTE) << 4;
+        to.wholes[g + 2][q % 2 * 4 + j] = (low_high[j] >> 4 & 15 * EACH_BYTE) | (bits[1] & 3 * EACH_BYTE) << 4;
       }
     }
   }
-  UNROLLED for (int r = 0; r < ROWS; r++) {
-    const Floats8 scale = x[r * apart].scale - Floats8{};
-    UNROLLED for (int c = 0; c < CHANNELS; c++) sums[r][c] = multiply_add8(here[r][c], scale, sums[r][c]);
+}
+
+// Adds products of a chunk of ROWS rows with that of the channels to their sums.
+template <int ROWS, typename Block>
+INLINE void add_rounded(const RoundedRows::Chunk* x, int64_t apart, const WeightChunk<Block>& weights, int64_t num_groups,
+                        Floats* sums) {
+  constexpr int EACH = NUM_SCALES<Block>, NUMBER = WORDS / EACH;
+  Floats here[ROWS] = {};
+  for (int64_t g = 0; g < num_groups; g++) {
+    UNROLLED for (int s = 0; s < EACH; s++) {
+      UNROLLED for (int r = 0; r < ROWS; r++) {
+        const RoundedRows::Chunk& row = x[r * apart];
+        const int64_t at = g * EACH + s;
+        const Ints wholes =
+            sums_of_products<Block, NUMBER>(weights.wholes[g] + s * NUMBER, row.words + NUMBER * at, row.sums[g]);
+        here[r] = multiply_add(__builtin_convertvector(wholes, Floats), weights.scales[at], here[r]);
+        if constexpr (!HAS_SIGN<Block>) {
+          const float sum = EACH == 1 ? row.whole_sums[at] : row.half_sums[at];
+          here[r] = multiply_add(all_lanes(sum), weights.offsets[at], here[r]);
+        }
+      }
+    }
   }
+  UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = multiply_add(here[r], all_lanes(x[r * apart].scale), sums[r]);
 }
 
 // The same for `num_rows` rows, in tiles whose sums fit into registers.
 template <int ROWS, typename Block>
-void add_all_rounded(int64_t num_rows, const RoundedRows::Chunk* x, int64_t apart, const WeightChunk<Block>* weights,
-                     Floats8 (*sums)[BLOCK_CHANNELS]) {
-  constexpr int CHANNELS = ROWS <= 2 ? 4 : 2;
+void add_all_rounded(int64_t num_rows, const RoundedRows::Chunk* x, int64_t apart, const WeightChunk<Block>& weights,
+                     int64_t num_groups, Floats* sums) {
   for (; num_rows >= ROWS; num_rows -= ROWS, x += ROWS * apart, sums += ROWS) {
-    UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c += CHANNELS) {
-      add_rounded<ROWS, CHANNELS>(x, apart, weights + c, reinterpret_cast<Floats8(*)[BLOCK_CHANNELS]>(&sums[0][c]));
-    }
+    add_rounded<ROWS>(x, apart, weights, num_groups, sums);
   }
   if constexpr (ROWS > 1) {
-    if (num_rows > 0) add_all_rounded<ROWS - 1>(num_rows, x, apart, weights, sums);
+    if (num_rows > 0) add_all_rounded<ROWS - 1>(num_rows, x, apart, weights, num_groups, sums);
   }
 }
 
-// Sums of the products of a chunk of one row with `number` groups of four rows of weights, in registers.
-template <typename Block>
-INLINE void add_rounded_one(const RoundedRows::Chunk& x, const Block* const* blocks, int64_t num_blocks, int64_t number,
-                            Floats8* sums) {
-  Scales<Block> scales[BLOCK_CHANNELS];
-  Floats8 here[BLOCK_CHANNELS];
-  UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) {
-    put_scales(scales[c], blocks[c], num_blocks);
-    here[c] = of_offsets(scales[c], x);
-  }
-  auto add = [&](int g) __attribute__((always_inline)) {
-    UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) {
-      here[c] = add_group<Block>(wholes_of(blocks[c], g), x.wholes + g * GROUP, scale_of(scales[c], g), here[c]);
-    }
-  };
-  if (number == NUM_GROUPS) {
-    UNROLLED for (int g = 0; g < NUM_GROUPS; g++) add(g);
-  } else {
-    for (int g = 0; g < number; g++) add(g);
-  }
-  UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) sums[c] = multiply_add8(here[c], x.scale - Floats8{}, sums[c]);
-}
-
-// Products of up to MOST_BLOCK_ROWS rounded rows with rows of weights; the first `num_here` of them are written.
-template <typename Block>
-void rounded_channels(int64_t num_rows, const RoundedRows::Chunk* x, int64_t num_chunks, const Block* const* rows,
-                      int64_t num_here, int64_t length, int64_t apart, float* y, int64_t num_channels) {
-  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS, GROUPS = Block::NUMBERS / GROUP;
-  WeightChunk<Block> chunks[BLOCK_CHANNELS];
-  Floats8 sums[MOST_BLOCK_ROWS][BLOCK_CHANNELS];
-  for (int64_t r = 0; r < num_rows; r++) UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) sums[r][c] = Floats8{};
-  for (int64_t i = 0; i < num_chunks; i++) {
-    const int64_t left = length - i * NUM_BLOCKS, num_blocks = left < NUM_BLOCKS ? left : NUM_BLOCKS;
-    const Block* blocks[BLOCK_CHANNELS];
-    for (int c = 0; c < BLOCK_CHANNELS; c++) {
-      blocks[c] = rows[c] + i * NUM_BLOCKS;
-      prefetch<NUM_BLOCKS * sizeof(Block)>(blocks[c]);
-    }
-    if (num_rows == 1) {
-      add_rounded_one(x[i], blocks, num_blocks, num_blocks * GROUPS, sums[0]);
-      continue;
-    }
-    for (int c = 0; c < BLOCK_CHANNELS; c++) {
-      put_scales(chunks[c].scales, blocks[c], num_blocks);
-      UNROLLED for (int g = 0; g < NUM_GROUPS; g++) {
-        chunks[c].wholes[g] = g < num_blocks * GROUPS ? wholes_of(blocks[c], g) : Bytes{};
-      }
-    }
-    add_all_rounded<5>(num_rows, x + i, num_chunks, chunks, sums);
-  }
-  for (int64_t r = 0; r < num_rows; r++) {
-    for (int64_t c = 0; c < num_here; c++) y[r * num_channels + c * apart] = sum_of(sums[r][c]);
-  }
-}
+constexpr int ROUNDED_ROWS = NUM_REGISTERS == 32 ? 8 : 5;  // in a tile
 
 // This thread's channels of one matrix.
 template <typename Block>
 void rounded_share(int64_t num_rows, const RoundedRows& x, const Block* weights, int64_t length, int64_t begin,
                    int64_t end, float* y, int64_t num_channels) {
-  share_of_blocks(num_rows, weights, length, begin, end,
-                  [&](int64_t done, int64_t left, const Block* const* rows, int64_t first, int64_t apart,
-                      int64_t num_here) {
-    rounded_channels(left, x.chunks.data() + done * x.num_chunks, x.num_chunks, rows, num_here, length, apart,
-                     y + done * num_channels + first, num_channels);
+  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS, GROUPS = Block::NUMBERS / GROUP;
+  share_of_blocks<LANES>(num_rows, weights, length, begin, end,
+                         [&](int64_t done, int64_t left, const Block* const* rows, int64_t first, int64_t apart,
+                             int64_t num_here) {
+    WeightChunk<Block> chunk;
+    Floats sums[MOST_BLOCK_ROWS];
+    for (int64_t r = 0; r < left; r++) sums[r] = Floats{};
+    for (int64_t i = 0; i < x.num_chunks; i++) {
+      const int64_t blocks_left = length - i * NUM_BLOCKS, number = blocks_left < NUM_BLOCKS ? blocks_left : NUM_BLOCKS;
+      const Block* blocks[LANES];
+      UNROLLED for (int c = 0; c < LANES; c++) blocks[c] = rows[c] + i * NUM_BLOCKS;
+      put(chunk, blocks, number);
+      add_all_rounded<ROUNDED_ROWS>(left, x.chunks.data() + done * x.num_chunks + i, x.num_chunks, chunk,
+                                    number * GROUPS, sums);
+    }
+    for (int64_t r = 0; r < left; r++) {
+      float* to = y + (done + r) * num_channels + first;
+      for (int64_t c = 0; c < num_here; c++) to[c * apart] = sums[r][c];
+    }
   });
 }
 
