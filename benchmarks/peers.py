@@ -9,7 +9,8 @@
 
 ``--weights bfloat16`` takes a target that is stored in it (grow.py has ``--dtype``; the embedded pair is so), and
 OpenVINO's folders in float32; ``--weights int8`` takes the target in 8 bits, by each program's own scheme (for
-OpenVINO, ``--weight-format int8``). peer_arms/ describes the arms, and which part of the arithmetic is narrow in each.
+OpenVINO, ``--weight-format int8``). ``--weights gguf`` takes two GGUF files; OpenVINO reads such files too, or a folder
+in ``--weight-format int4``. peer_arms/ describes the arms, and which part of the arithmetic is narrow in each.
 
 Programs that are missing are left out and named. llama.cpp is to be built for the machine, since a build for all
 machines is far slower; its source comes with several Python packages, and is the newer in this one:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-WEIGHTS = ("float32", "bfloat16", "int8")
+WEIGHTS = ("float32", "bfloat16", "int8", "gguf")
 EXACT = "exact"
 OTHER = "not the published rule"
 TEMPERATURES = (0.0, 1.0)
@@ -52,5 +52,5 @@ Runs = list[tuple[Arm, Run]]
 
 
 def draft_weights(weights: str) -> str:
-    """Those of the draft, given those of the target: a draft is small, and nobody quantizes it."""
+    """Those of the draft, given those of the target: a draft is small, and few quantize it to 8 bits."""
     return "float32" if weights == "int8" else weights

@@ -1,7 +1,7 @@
 """Hugging Face Transformers: eager, and compiled with a static cache.
 
 With bfloat16 it computes in bfloat16, draft included. "int8" is torchao's, with a scale for each channel, and float32
-arithmetic.
+arithmetic. GGUF files are widened as they are loaded: to bfloat16.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from peer_arms.base import Arm, Output, Run, Runs, draft_weights
 
 @contextmanager
 def hf_arms(target: Path, draft: Path, ks: Sequence[int], weights: str = "float32") -> Iterator[Runs]:
-    model, static = _hf_model(target, weights), _hf_model(target, weights)
+    model = _hf_model(target, weights)
+    static = model if weights == "gguf" else _hf_model(target, weights)  # the former has no compiled arm
     assistant = _hf_model(draft, draft_weights(weights))
     num_forwards = 0
 
@@ -57,7 +58,7 @@ def hf_arms(target: Path, draft: Path, ks: Sequence[int], weights: str = "float3
 
     # It refuses a static cache with an assistant, and without one there is nothing to compile for.
     compiled = Arm("HF compiled, plain", "transformers", is_compiled=True), run_compiled
-    arms = [arm("plain"), compiled]
+    arms = [arm("plain")] if weights == "gguf" else [arm("plain"), compiled]
     for k in ks:
         # With the default threshold it stops early, and K is only the most that it drafts.
         drafting = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
@@ -69,7 +70,9 @@ def hf_arms(target: Path, draft: Path, ks: Sequence[int], weights: str = "float3
 
 
 def _hf_model(path: Path, weights: str) -> Any:
-    how: dict[str, Any] = {"dtype": torch.bfloat16 if weights == "bfloat16" else torch.float32}
+    how: dict[str, Any] = {"dtype": torch.bfloat16 if weights in ("bfloat16", "gguf") else torch.float32}
+    if weights == "gguf":
+        path, how["gguf_file"] = path.parent, path.name
     if weights == "int8":
         from torchao.quantization import Int8WeightOnlyConfig
 

@@ -1,7 +1,7 @@
 """llama.cpp: its own server.
 
-Files in GGUF are made here, in F32, BF16 (the draft, too) or Q8_0, which has a scale for each 32 numbers. "f32" and
-"f16" are the type of its cache, of which the second is its default.
+Files in GGUF are given, or made here, in F32, BF16 (the draft, too) or Q8_0, which has a scale for each 32 numbers.
+"f32" and "f16" are the type of its cache, of which the second is its default.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ def llama_cpp_arms(
     weights: str = "float32",
 ) -> Iterator[Runs]:
     """A server for each arm, since it takes K when it starts, and only then."""
-    files = folder / "target.gguf", folder / "draft.gguf"
+    files = (target, draft) if weights == "gguf" else (folder / "target.gguf", folder / "draft.gguf")
     for path, file, dtype in zip((target, draft), files, (weights, draft_weights(weights)), strict=True):
-        write_gguf(ModelSpec(name=path.name, path=path), file, getattr(torch, dtype))
+        if path != file:
+            write_gguf(ModelSpec(name=path.name, path=path), file, getattr(torch, dtype))
     processes: list[subprocess.Popen[bytes]] = []
 
     def arm(name: str, cache_type: str, k: int | None = None, drafting: str = "greedy") -> tuple[Arm, Run]:
@@ -70,7 +71,7 @@ def llama_cpp_arms(
         temperatures = (1.0,) if drafting == "probabilistic" else TEMPERATURES
         return Arm(f"llama.cpp {cache_type}, {name}", "llama.cpp", k, temperatures=temperatures), run
 
-    arms = [arm("plain", "f32"), arm("plain", "f16")]
+    arms = [arm("plain", "f16")] if weights == "gguf" else [arm("plain", "f32"), arm("plain", "f16")]
     arms += [arm("argmax draft", "f16", k) for k in ks]
     arms += [arm("sampled draft", "f16", k, "probabilistic") for k in ks]
     try:

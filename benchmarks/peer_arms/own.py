@@ -2,7 +2,7 @@
 
 Arithmetic is float32, but for the arm "in bfloat16". With bfloat16, large matrices stay as they are stored, and models
 too small for that to pay (the embedded pair's) are widened as they are loaded. "int8" is a scale for each row of a
-matrix.
+matrix. "gguf" takes the blocks of the files as they are; "a8" are activations in 8 bits, as llama.cpp has them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def outrider_arms(
 
     eager = pair("float32")
     ways = {"compiled": eager.compiled(), "eager": eager}
+    if weights == "gguf":
+        ways["compiled a8"] = _with_a8(target, draft, acceptance).compiled()
     if weights == "bfloat16":
         ways["compiled in bfloat16"] = pair("bfloat16").compiled()
 
@@ -50,3 +52,8 @@ def outrider_arms(
         arms.append(arm(way, "plain", decoder.plain()))
         arms += [arm(way, "draft", decoder, k) for k in ks]
     yield arms
+
+
+def _with_a8(target: Path, draft: Path, acceptance: str) -> Decoder:
+    plain = replace(load(f"{target}:a8", dtype="float32", acceptance=acceptance), tokenizer=None)
+    return replace(plain, drafter=load_drafter(plain, f"{draft}:a8", placement=Placement(dtype="float32")))

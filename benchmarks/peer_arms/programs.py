@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", default="fable-draft", help="a known name, or a folder")
     parser.add_argument("--weights", default="float32", choices=WEIGHTS, help="of the target")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server, built for this machine")
-    parser.add_argument("--openvino-target", type=Path, help="folder of the target as OpenVINO wants it")
+    parser.add_argument("--openvino-target", type=Path, help="the target as OpenVINO wants it: a folder")
     parser.add_argument("--openvino-draft", type=Path, help="the same for the draft")
     parser.add_argument("--openvino-isa", help="ONEDNN_MAX_CPU_ISA for OpenVINO alone, where it fails without")
 
@@ -68,7 +68,8 @@ def find_programs(
     Raises:
         SystemExit: the target is to be taken in bfloat16, but is not stored in it.
     """
-    target, draft = (Path(resolve(name).location) for name in (arguments.target, arguments.draft))
+    is_gguf = arguments.weights == "gguf"
+    target, draft = (Path(n if is_gguf else resolve(n).location) for n in (arguments.target, arguments.draft))
     weights, num_threads = arguments.weights, arguments.threads
     if weights == "bfloat16" and only_type(weight_files(target)) != "BF16":
         raise SystemExit(f"--weights bfloat16: {target} is not stored in bfloat16; grow.py has --dtype bfloat16")
@@ -92,8 +93,8 @@ def find_programs(
         found.versions |= {name: version(name) for name in ("openvino", "openvino-genai")}
     if find_spec("ctranslate2") is None:
         found.left_out["CTranslate2"] = "it is not installed"
-    elif weights == "bfloat16":
-        found.left_out["CTranslate2"] = "it has no bfloat16 on CPUs"
+    elif weights in ("bfloat16", "gguf"):
+        found.left_out["CTranslate2"] = f"it has no {weights} on CPUs"
     else:
         found.makers.append((ctranslate2_arms, (target, num_threads, folder, weights)))
         found.versions["ctranslate2"] = version("ctranslate2")
