@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr int64_t CHUNK = 256;  // numbers widened at a time
 constexpr int BLOCK_CHANNELS = 4;
 constexpr int64_t MOST_BLOCK_ROWS = 32;  // of x, for one reading of the weights: their sums stay in the cache
 constexpr int64_t BLOCK_AHEAD = 4096;    // bytes of each row of weights to prefetch

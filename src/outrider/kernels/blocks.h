@@ -12,6 +12,8 @@
 
 namespace {
 
+constexpr int64_t CHUNK = 256;  // numbers of a row that are unpacked at a time
+
 struct Q4_0 {
   static constexpr int NUMBERS = 32, PART = 32;
   uint16_t scale;

@@ -30,7 +30,7 @@ from outrider.system.private import PrivateFolder
 _LOG = logging.getLogger(__name__)
 _NAMES = (
     *("few_row_matmul.cpp", "widen_blocks.cpp", "attention.cpp", "threads.cpp"),
-    *("block_matmul.h", "blocks.h", "int8_tiles.h", "rounded_rows.h", "vectors.h"),
+    *("block_matmul.h", "blocks.h", "int8_tiles.h", "rounded_rows.h", "vectors.h", "weight_chunks.h"),
 )
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 # The sources write fused multiply-adds explicitly (vectors.h). No others are contracted, whatever Inductor allows:
