@@ -135,25 +135,37 @@ INLINE Ints sums_of_products(const Words* words, const int32_t* x, int32_t sum) 
 #endif
 }
 
+// Adds the products of a group of a chunk of a row with that of the channels.
+template <typename Block>
+INLINE Floats add_group(const RoundedRows::Chunk& x, int64_t g, const Words* wholes, const Floats* scales,
+                        const Floats* offsets, Floats sums) {
+  constexpr int EACH = NUM_SCALES<Block>, NUMBER = WORDS / EACH;
+  UNROLLED for (int s = 0; s < EACH; s++) {
+    const int64_t at = g * EACH + s;
+    const Ints products = sums_of_products<Block, NUMBER>(wholes + s * NUMBER, x.words + NUMBER * at, x.sums[g]);
+    sums = multiply_add(__builtin_convertvector(products, Floats), scales[s], sums);
+    if constexpr (!HAS_SIGN<Block>) {
+      sums = multiply_add(all_lanes(EACH == 1 ? x.whole_sums[at] : x.half_sums[at]), offsets[s], sums);
+    }
+  }
+  return sums;
+}
+
+// CHUNK numbers of LANES rows of weights.
+template <typename Block>
+struct alignas(64) WeightChunk {
+  Words wholes[NUM_GROUPS][WORDS];
+  Floats scales[NUM_GROUPS][NUM_SCALES<Block>], offsets[NUM_GROUPS][NUM_SCALES<Block>];
+};
+
 // Adds products of a chunk of ROWS rows with that of the channels to their sums.
 template <int ROWS, typename Block>
 INLINE void add_rounded(const RoundedRows::Chunk* x, int64_t apart, const WeightChunk<Block>& weights, int64_t num_groups,
                         Floats* sums) {
-  constexpr int EACH = NUM_SCALES<Block>, NUMBER = WORDS / EACH;
   Floats here[ROWS] = {};
   for (int64_t g = 0; g < num_groups; g++) {
-    UNROLLED for (int s = 0; s < EACH; s++) {
-      UNROLLED for (int r = 0; r < ROWS; r++) {
-        const RoundedRows::Chunk& row = x[r * apart];
-        const int64_t at = g * EACH + s;
-        const Ints wholes =
-            sums_of_products<Block, NUMBER>(weights.wholes[g] + s * NUMBER, row.words + NUMBER * at, row.sums[g]);
-        here[r] = multiply_add(__builtin_convertvector(wholes, Floats), weights.scales[at], here[r]);
-        if constexpr (!HAS_SIGN<Block>) {
-          const float sum = EACH == 1 ? row.whole_sums[at] : row.half_sums[at];
-          here[r] = multiply_add(all_lanes(sum), weights.offsets[at], here[r]);
-        }
-      }
+    UNROLLED for (int r = 0; r < ROWS; r++) {
+      here[r] = add_group<Block>(x[r * apart], g, weights.wholes[g], weights.scales[g], weights.offsets[g], here[r]);
     }
   }
   UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = multiply_add(here[r], all_lanes(x[r * apart].scale), sums[r]);
@@ -173,24 +185,46 @@ void add_all_rounded(int64_t num_rows, const RoundedRows::Chunk* x, int64_t apar
 
 constexpr int ROUNDED_ROWS = NUM_REGISTERS == 32 ? 8 : 5;  // in a tile
 
+// Adds products of a chunk of rows with that of the channels, in `number` blocks each; those of one row in registers.
+template <typename Block>
+INLINE void add_chunk(int64_t num_rows, const RoundedRows::Chunk* x, int64_t apart, const Block* const* blocks,
+                      int64_t number, Floats* sums) {
+  if (num_rows == 1) {
+    Floats here = {};
+    take_apart(blocks, number, [&](int g, const Words* wholes, const Floats* scales, const Floats* offsets)
+                                   __attribute__((always_inline)) {
+      here = add_group<Block>(*x, g, wholes, scales, offsets, here);
+    });
+    sums[0] = multiply_add(here, all_lanes(x->scale), sums[0]);
+    return;
+  }
+  WeightChunk<Block> chunk;
+  take_apart(blocks, number, [&](int g, const Words* wholes, const Floats* scales, const Floats* offsets)
+                                 __attribute__((always_inline)) {
+    UNROLLED for (int j = 0; j < WORDS; j++) chunk.wholes[g][j] = wholes[j];
+    UNROLLED for (int s = 0; s < NUM_SCALES<Block>; s++) {
+      chunk.scales[g][s] = scales[s];
+      chunk.offsets[g][s] = offsets[s];
+    }
+  });
+  add_all_rounded<ROUNDED_ROWS>(num_rows, x, apart, chunk, number * (Block::NUMBERS / GROUP), sums);
+}
+
 // This thread's channels of one matrix.
 template <typename Block>
 void rounded_share(int64_t num_rows, const RoundedRows& x, const Block* weights, int64_t length, int64_t begin,
                    int64_t end, float* y, int64_t num_channels) {
-  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS, GROUPS = Block::NUMBERS / GROUP;
+  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS;
   share_of_blocks<LANES>(num_rows, weights, length, begin, end,
                          [&](int64_t done, int64_t left, const Block* const* rows, int64_t first, int64_t apart,
                              int64_t num_here) {
-    WeightChunk<Block> chunk;
     Floats sums[MOST_BLOCK_ROWS];
     for (int64_t r = 0; r < left; r++) sums[r] = Floats{};
     for (int64_t i = 0; i < x.num_chunks; i++) {
       const int64_t blocks_left = length - i * NUM_BLOCKS, number = blocks_left < NUM_BLOCKS ? blocks_left : NUM_BLOCKS;
       const Block* blocks[LANES];
       UNROLLED for (int c = 0; c < LANES; c++) blocks[c] = rows[c] + i * NUM_BLOCKS;
-      put(chunk, blocks, number);
-      add_all_rounded<ROUNDED_ROWS>(left, x.chunks.data() + done * x.num_chunks + i, x.num_chunks, chunk,
-                                    number * GROUPS, sums);
+      add_chunk(left, x.chunks.data() + done * x.num_chunks + i, x.num_chunks, blocks, number, sums);
     }
     for (int64_t r = 0; r < left; r++) {
       float* to = y + (done + r) * num_channels + first;

@@ -34,7 +34,7 @@ INLINE __m256i two_parts(const void* low, const void* high) {
 }
 #endif
 
-constexpr int64_t ROUNDED_AHEAD = 256;  // bytes of each row of weights to prefetch: there are LANES of them
+constexpr int64_t ROUNDED_AHEAD = 512;  // bytes of each row of weights to prefetch: there are LANES of them
 
 // Four words of each channel, which `at` points to: the first of all in one vector, the second in another, and so on.
 // Prefetches what comes later, if the next call is not for the same cache lines.
@@ -110,172 +110,165 @@ INLINE Floats scales_of(At at) {
 #endif
 }
 
-// CHUNK numbers of LANES rows of weights.
-template <typename Block>
-struct alignas(64) WeightChunk {
-  Words wholes[NUM_GROUPS][WORDS];
-  Floats scales[NUM_GROUPS * NUM_SCALES<Block>], offsets[NUM_GROUPS * NUM_SCALES<Block>];
-};
-
-// The `number` blocks of a chunk of each channel.
+// A chunk of LANES rows of the weights is taken apart in groups: `take(g, wholes, scales, offsets)` is called for each, with
+// WORDS vectors of integers, and a scale and offset for each GROUP / NUM_SCALES numbers. `number` is that of the blocks.
 //
 // Blocks of 32 numbers: `low_high` has the integers of i and i + 16, `fifth` another bit for each.
 
-template <typename Block>
-INLINE void put_small(WeightChunk<Block>& to, const Block* const* blocks, int g) {
-  Words* wholes = to.wholes[g];
-  put_words([=](int c) { return blocks[c][g].low_high; }, wholes);
+template <typename At>
+INLINE void put_small(At low_high, Words* wholes) {
+  put_words(low_high, wholes);
   UNROLLED for (int j = 0; j < 4; j++) {
     wholes[4 + j] = wholes[j] >> 4 & 15 * EACH_BYTE;
     wholes[j] &= 15 * EACH_BYTE;
   }
-  to.scales[g] = scales_of([=](int c) { return &blocks[c][g].scale; });
 }
 
-template <typename Block>
-INLINE void put_fifth(WeightChunk<Block>& to, const Block* const* blocks, int g) {
+template <typename At>
+INLINE void put_fifth(At fifth, Words* wholes) {
   Words bits;
-  UNROLLED for (int c = 0; c < LANES; c++) memcpy(reinterpret_cast<char*>(&bits) + 4 * c, blocks[c][g].fifth, 4);
+  UNROLLED for (int c = 0; c < LANES; c++) memcpy(reinterpret_cast<char*>(&bits) + 4 * c, fifth(c), 4);
   // Copies of four bits, seven apart: bit b of copy b lies at 8 b.
-  UNROLLED for (int j = 0; j < WORDS; j++) to.wholes[g][j] |= ((bits >> (4 * j) & 15) * 0x204081 & EACH_BYTE) << 4;
+  UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] |= ((bits >> (4 * j) & 15) * 0x204081 & EACH_BYTE) << 4;
 }
 
-template <typename Block>
-INLINE void put_offsets(WeightChunk<Block>& to, const Block* const* blocks, int g) {
-  to.offsets[g] = scales_of([=](int c) { return &blocks[c][g].offset; });
+INLINE Floats offset_of(const Q4_0* const*, int, Floats scale) { return -8 * scale; }
+INLINE Floats offset_of(const Q5_0* const*, int, Floats scale) { return -16 * scale; }
+INLINE Floats offset_of(const Q4_1* const* blocks, int g, Floats) {
+  return scales_of([=](int c) { return &blocks[c][g].offset; });
+}
+INLINE Floats offset_of(const Q5_1* const* blocks, int g, Floats) {
+  return scales_of([=](int c) { return &blocks[c][g].offset; });
 }
 
-INLINE void put(WeightChunk<Q4_0>& to, const Q4_0* const* blocks, int64_t number) {
+template <typename Block, typename Take>
+INLINE void take_apart(const Block* const* blocks, int64_t number, Take take) {
   for (int g = 0; g < number; g++) {
-    put_small(to, blocks, g);
-    to.offsets[g] = -8 * to.scales[g];
+    Words wholes[WORDS];
+    put_small([=](int c) { return blocks[c][g].low_high; }, wholes);
+    if constexpr (MOST_WHOLE<Block> == 31) put_fifth([=](int c) { return blocks[c][g].fifth; }, wholes);
+    const Floats scale = scales_of([=](int c) { return &blocks[c][g].scale; }), offset = offset_of(blocks, g, scale);
+    take(g, wholes, &scale, &offset);
   }
 }
 
-INLINE void put(WeightChunk<Q4_1>& to, const Q4_1* const* blocks, int64_t number) {
+template <typename Take>
+INLINE void take_apart(const Q8_0* const* blocks, int64_t number, Take take) {
   for (int g = 0; g < number; g++) {
-    put_small(to, blocks, g);
-    put_offsets(to, blocks, g);
-  }
-}
-
-INLINE void put(WeightChunk<Q5_0>& to, const Q5_0* const* blocks, int64_t number) {
-  for (int g = 0; g < number; g++) {
-    put_small(to, blocks, g);
-    put_fifth(to, blocks, g);
-    to.offsets[g] = -16 * to.scales[g];
-  }
-}
-
-INLINE void put(WeightChunk<Q5_1>& to, const Q5_1* const* blocks, int64_t number) {
-  for (int g = 0; g < number; g++) {
-    put_small(to, blocks, g);
-    put_fifth(to, blocks, g);
-    put_offsets(to, blocks, g);
-  }
-}
-
-INLINE void put(WeightChunk<Q8_0>& to, const Q8_0* const* blocks, int64_t number) {
-  for (int g = 0; g < number; g++) {
+    Words wholes[WORDS];
     UNROLLED for (int h = 0; h < 2; h++) {
-      put_words([=](int c) { return blocks[c][g].whole + 16 * h; }, to.wholes[g] + 4 * h, h == 0);
+      put_words([=](int c) { return blocks[c][g].whole + 16 * h; }, wholes + 4 * h, h == 0);
     }
 #if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
-    UNROLLED for (int j = 0; j < WORDS; j++) to.wholes[g][j] ^= 128 * EACH_BYTE;
+    UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] ^= 128 * EACH_BYTE;
 #endif
-    to.scales[g] = scales_of([=](int c) { return &blocks[c][g].scale; });
+    const Floats scale = scales_of([=](int c) { return &blocks[c][g].scale; }), offset = {};
+    take(g, wholes, &scale, &offset);
   }
 }
 
-// 64 integers of 4 bits: bytes have those of i and i + 32.
-template <typename Block, typename At>
-INLINE void put_pair(WeightChunk<Block>& to, int g, At at) {
+// 64 integers of 4 bits, two groups: bytes have those of i and i + 32.
+template <typename At>
+INLINE void put_pair(At low_high, Words* wholes) {
   UNROLLED for (int h = 0; h < 2; h++) {
-    Words* wholes = to.wholes[g] + 4 * h;
-    put_words([=](int c) { return at(c) + 16 * h; }, wholes, h == 0);
+    Words* to = wholes + 4 * h;
+    put_words([=](int c) { return low_high(c) + 16 * h; }, to, h == 0);
     UNROLLED for (int j = 0; j < 4; j++) {
-      wholes[WORDS + j] = wholes[j] >> 4 & 15 * EACH_BYTE;
-      wholes[j] &= 15 * EACH_BYTE;
+      to[WORDS + j] = to[j] >> 4 & 15 * EACH_BYTE;
+      to[j] &= 15 * EACH_BYTE;
     }
   }
 }
 
-template <int WIDTH, bool HAS_ZERO>
-INLINE void put(WeightChunk<Group<WIDTH, HAS_ZERO>>& to, const Group<WIDTH, HAS_ZERO>* const* groups, int64_t number) {
-  constexpr int EACH = WIDTH / GROUP;
+template <int WIDTH, bool HAS_ZERO, typename Take>
+INLINE void take_apart(const Group<WIDTH, HAS_ZERO>* const* groups, int64_t number, Take take) {
   for (int b = 0; b < number; b++) {
-    const int g = b * EACH;
-    if constexpr (EACH == 1) {
-      put_words([=](int c) { return groups[c][b].low_high[0]; }, to.wholes[g]);
-      UNROLLED for (int j = 0; j < 4; j++) {
-        to.wholes[g][4 + j] = to.wholes[g][j] >> 4 & 15 * EACH_BYTE;
-        to.wholes[g][j] &= 15 * EACH_BYTE;
-      }
-    } else {
-      UNROLLED for (int p = 0; p < EACH / 2; p++) {
-        put_pair(to, g + 2 * p, [=](int c) { return groups[c][b].low_high[p]; });
-      }
-    }
-    Words zeros;
+    Words zeros, wholes[2 * WORDS];
     UNROLLED for (int c = 0; c < LANES; c++) zeros[c] = groups[c][b].zero;
-    const Floats scales = scales_of([=](int c) { return reinterpret_cast<const char*>(&groups[c][b]) + HAS_ZERO; });
-    UNROLLED for (int e = 0; e < EACH; e++) {
-      to.scales[g + e] = scales;
-      to.offsets[g + e] = -as_floats(zeros) * scales;
+    const Floats scale = scales_of([=](int c) { return reinterpret_cast<const char*>(&groups[c][b]) + HAS_ZERO; });
+    const Floats offset = -as_floats(zeros) * scale;
+    if constexpr (WIDTH == GROUP) {
+      put_small([=](int c) { return groups[c][b].low_high[0]; }, wholes);
+      take(b, wholes, &scale, &offset);
+    }
+    UNROLLED for (int p = 0; p < WIDTH / (2 * GROUP); p++) {
+      put_pair([=](int c) { return groups[c][b].low_high[p]; }, wholes);
+      UNROLLED for (int h = 0; h < 2; h++) take(b * (WIDTH / GROUP) + 2 * p + h, wholes + h * WORDS, &scale, &offset);
     }
   }
 }
 
 // The scales and offsets of eight times 32 numbers, of 6 bits each in units of the block's: `unpacked` in blocks.h.
+struct EightOfEach {
+  Floats scales[8], offsets[8];
+};
+
 template <typename Block>
-INLINE void put_eight(WeightChunk<Block>& to, const Block* const* blocks) {
+INLINE EightOfEach eight_of(const Block* const* blocks) {
   constexpr uint32_t SIX = 63 * EACH_BYTE, FOUR = 15 * EACH_BYTE, UPPER = 48 * EACH_BYTE;
   Words words[4];  // the units, and twelve bytes
   put_words([=](int c) { return blocks[c]; }, words);
   const Floats scale = widened_halves(words[0] & 0xffff), offset = -widened_halves(words[0] >> 16);
   const Words scales[2] = {words[1] & SIX, (words[3] & FOUR) | (words[1] >> 2 & UPPER)};
   const Words offsets[2] = {words[2] & SIX, (words[3] >> 4 & FOUR) | (words[2] >> 2 & UPPER)};
+  EightOfEach of;
   UNROLLED for (int g = 0; g < 8; g++) {
-    to.scales[g] = as_floats(scales[g / 4] >> (g % 4 * 8) & 63) * scale;
-    to.offsets[g] = as_floats(offsets[g / 4] >> (g % 4 * 8) & 63) * offset;
+    of.scales[g] = as_floats(scales[g / 4] >> (g % 4 * 8) & 63) * scale;
+    of.offsets[g] = as_floats(offsets[g / 4] >> (g % 4 * 8) & 63) * offset;
   }
+  return of;
 }
 
-INLINE void put(WeightChunk<Q4_K>& to, const Q4_K* const* blocks, int64_t) {
-  put_eight(to, blocks);
-  for (int p = 0; p < 4; p++) put_pair(to, 2 * p, [=](int c) { return blocks[c]->low_high[p]; });
-}
-
-INLINE void put(WeightChunk<Q5_K>& to, const Q5_K* const* blocks, int64_t) {
-  put_eight(to, blocks);
-  Words fifth[WORDS];
-  UNROLLED for (int h = 0; h < 2; h++) put_words([=](int c) { return blocks[c]->fifth + 16 * h; }, fifth + 4 * h);
+template <typename Take>
+INLINE void take_apart(const Q4_K* const* blocks, int64_t, Take take) {
+  const EightOfEach of = eight_of(blocks);
   for (int p = 0; p < 4; p++) {
-    put_pair(to, 2 * p, [=](int c) { return blocks[c]->low_high[p]; });
-    for (int g = 2 * p; g < 2 * p + 2; g++) {
-      UNROLLED for (int j = 0; j < WORDS; j++) to.wholes[g][j] |= (fifth[j] >> g & EACH_BYTE) << 4;
+    Words wholes[2 * WORDS];
+    put_pair([=](int c) { return blocks[c]->low_high[p]; }, wholes);
+    UNROLLED for (int g = 2 * p; g < 2 * p + 2; g++) {
+      take(g, wholes + (g - 2 * p) * WORDS, of.scales + g, of.offsets + g);
     }
   }
 }
 
-INLINE void put(WeightChunk<Q6_K>& to, const Q6_K* const* blocks, int64_t) {
-  const Floats scale = scales_of([=](int c) { return &blocks[c]->scale; });
-  Words scales[4];
-  put_words([=](int c) { return blocks[c]->scales; }, scales);
+template <typename Take>
+INLINE void take_apart(const Q5_K* const* blocks, int64_t, Take take) {
+  const EightOfEach of = eight_of(blocks);
+  Words fifth[WORDS];
+  UNROLLED for (int h = 0; h < 2; h++) put_words([=](int c) { return blocks[c]->fifth + 16 * h; }, fifth + 4 * h);
+  for (int p = 0; p < 4; p++) {
+    Words wholes[2 * WORDS];
+    put_pair([=](int c) { return blocks[c]->low_high[p]; }, wholes);
+    UNROLLED for (int g = 2 * p; g < 2 * p + 2; g++) {
+      Words* these = wholes + (g - 2 * p) * WORDS;
+      UNROLLED for (int j = 0; j < WORDS; j++) these[j] |= (fifth[j] >> g & EACH_BYTE) << 4;
+      take(g, these, of.scales + g, of.offsets + g);
+    }
+  }
+}
+
+template <typename Take>
+INLINE void take_apart(const Q6_K* const* blocks, int64_t, Take take) {
+  const Floats unit = scales_of([=](int c) { return &blocks[c]->scale; });
+  Words packed[4];
+  put_words([=](int c) { return blocks[c]->scales; }, packed);
+  Floats scales[16], offsets[16];
   UNROLLED for (int i = 0; i < 16; i++) {
-    to.scales[i] = __builtin_convertvector((Ints)(scales[i / 4] << (24 - i % 4 * 8)) >> 24, Floats) * scale;
-    to.offsets[i] = -32 * to.scales[i];
+    scales[i] = __builtin_convertvector((Ints)(packed[i / 4] << (24 - i % 4 * 8)) >> 24, Floats) * unit;
+    offsets[i] = -32 * scales[i];
   }
   for (int h = 0; h < 2; h++) {
-    for (int q = 0; q < 4; q++) {  // 16 bytes of numbers i and i + 64, a word of each four numbers
-      Words low_high[4], upper[4];
-      put_words([=](int c) { return blocks[c]->low_high[h] + 16 * q; }, low_high);
-      put_words([=](int c) { return blocks[c]->upper[h] + q % 2 * 16; }, upper);
-      const int g = 4 * h + q / 2;
-      UNROLLED for (int j = 0; j < 4; j++) {
-        const Words bits[2] = {upper[j] >> (q / 2 * 2), upper[j] >> (q / 2 * 2 + 4)};
-        to.wholes[g][q % 2 * 4 + j] = (low_high[j] & 15 * EACH_BYTE) | (bits[0] & 3 * EACH_BYTE) << 4;
-        to.wholes[g + 2][q % 2 * 4 + j] = (low_high[j] >> 4 & 15 * EACH_BYTE) | (bits[1] & 3 * EACH_BYTE) << 4;
+    Words upper[WORDS];  // of numbers i, i + 32, i + 64 and i + 96
+    UNROLLED for (int q = 0; q < 2; q++) {
+      put_words([=](int c) { return blocks[c]->upper[h] + 16 * q; }, upper + 4 * q, q == 0);
+    }
+    UNROLLED for (int half = 0; half < 2; half++) {
+      Words wholes[2 * WORDS];  // of numbers i and i + 64
+      put_pair([=](int c) { return blocks[c]->low_high[h] + 32 * half; }, wholes);
+      UNROLLED for (int s = 0; s < 2; s++) {
+        const int g = 2 * s + half;
+        UNROLLED for (int j = 0; j < WORDS; j++) wholes[s * WORDS + j] |= (upper[j] >> 2 * g & 3 * EACH_BYTE) << 4;
+        take(4 * h + g, wholes + s * WORDS, scales + 8 * h + 2 * g, offsets + 8 * h + 2 * g);
       }
     }
   }
