@@ -110,8 +110,9 @@ INLINE Floats scales_of(At at) {
 #endif
 }
 
-// A chunk of LANES rows of the weights is taken apart in groups: `take(g, wholes, scales, offsets)` is called for each, with
-// WORDS vectors of integers, and a scale and offset for each GROUP / NUM_SCALES numbers. `number` is that of the blocks.
+// A chunk of LANES rows of the weights is taken apart in groups: `take(g, wholes, scales, offsets)` is called for each, in
+// ascending order, with WORDS vectors of integers, and a scale and offset for each GROUP / NUM_SCALES numbers. `number` is
+// that of the blocks.
 //
 // Blocks of 32 numbers: `low_high` has the integers of i and i + 16, `fifth` another bit for each.
 
@@ -258,18 +259,19 @@ INLINE void take_apart(const Q6_K* const* blocks, int64_t, Take take) {
     offsets[i] = -32 * scales[i];
   }
   for (int h = 0; h < 2; h++) {
-    Words upper[WORDS];  // of numbers i, i + 32, i + 64 and i + 96
+    Words low_high[2][WORDS], upper[WORDS];  // of numbers i and i + 64; i, i + 32, i + 64 and i + 96
     UNROLLED for (int q = 0; q < 2; q++) {
       put_words([=](int c) { return blocks[c]->upper[h] + 16 * q; }, upper + 4 * q, q == 0);
+      put_words([=](int c) { return blocks[c]->low_high[h] + 16 * q; }, low_high[0] + 4 * q, q == 0);
+      put_words([=](int c) { return blocks[c]->low_high[h] + 32 + 16 * q; }, low_high[1] + 4 * q, q == 0);
     }
-    UNROLLED for (int half = 0; half < 2; half++) {
-      Words wholes[2 * WORDS];  // of numbers i and i + 64
-      put_pair([=](int c) { return blocks[c]->low_high[h] + 32 * half; }, wholes);
-      UNROLLED for (int s = 0; s < 2; s++) {
-        const int g = 2 * s + half;
-        UNROLLED for (int j = 0; j < WORDS; j++) wholes[s * WORDS + j] |= (upper[j] >> 2 * g & 3 * EACH_BYTE) << 4;
-        take(4 * h + g, wholes + s * WORDS, scales + 8 * h + 2 * g, offsets + 8 * h + 2 * g);
+    UNROLLED for (int g = 0; g < 4; g++) {
+      Words wholes[WORDS];
+      UNROLLED for (int j = 0; j < WORDS; j++) {
+        const Words lower = low_high[g % 2][j] >> (g / 2 * 4) & 15 * EACH_BYTE;
+        wholes[j] = lower | (upper[j] >> 2 * g & 3 * EACH_BYTE) << 4;
       }
+      take(4 * h + g, wholes, scales + 8 * h + 2 * g, offsets + 8 * h + 2 * g);
     }
   }
 }
