@@ -64,6 +64,9 @@ def hf_arms(target: Path, draft: Path, ks: Sequence[int], weights: str = "float3
         drafting = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
         drafting["assistant_confidence_threshold"] = 0.0
         arms.append(arm("assistant", k, drafting, assistant_model=assistant))
+    if weights == "gguf":  # seconds a token: the others are slower where memory is the limit
+        yield arms
+        return
     arms.append(arm("assistant, defaults", None, {}, assistant_model=assistant))
     arms += [arm("prompt lookup", k, prompt_lookup_num_tokens=k) for k in ks]
     yield arms

@@ -35,7 +35,7 @@ def outrider_arms(
     eager = pair("float32")
     ways = {"compiled": eager.compiled(), "eager": eager}
     if weights == "gguf":
-        ways["compiled a8"] = _with_a8(target, draft, acceptance).compiled()
+        ways = {"compiled": ways["compiled"], "compiled a8": _with_a8(target, draft, acceptance).compiled()}
     if weights == "bfloat16":
         ways["compiled in bfloat16"] = pair("bfloat16").compiled()
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--draft", default="fable-draft", help="a known name, or a folder")
     parser.add_argument("--weights", default="float32", choices=WEIGHTS, help="of the target")
     parser.add_argument("--llama-server", type=Path, help="llama.cpp's server, built for this machine")
-    parser.add_argument("--openvino-target", type=Path, help="the target as OpenVINO wants it: a folder")
+    parser.add_argument("--openvino-target", type=Path, help="the target as OpenVINO wants it: a folder, or GGUF")
     parser.add_argument("--openvino-draft", type=Path, help="the same for the draft")
     parser.add_argument("--openvino-isa", help="ONEDNN_MAX_CPU_ISA for OpenVINO alone, where it fails without")
 
