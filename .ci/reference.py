@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make docs/reference/commands.md from the commands' own help, and docs/llms.txt from the navigation.
+"""Make pages: docs/reference/commands.md from the commands' help, api.md from docstrings, llms.txt from the navigation.
 
 With ``--check`` nothing is written; the exit code is 1 if a file is not current. llms.txt follows https://llmstxt.org.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from api_page import api
 
 from outrider.cli.app import app
 from outrider.cli.shared.help import EXAMPLES
@@ -142,7 +143,9 @@ def llms() -> str:
 
 def main() -> None:
     stale = []
-    for path, text in ((DOCS / "reference" / "commands.md", commands()), (DOCS / "llms.txt", llms())):
+    made = {"reference/commands.md": commands, "reference/api.md": api, "llms.txt": llms}
+    for name, make in made.items():
+        path, text = DOCS / name, make()
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             stale.append(path.relative_to(ROOT).as_posix())
             if "--check" not in sys.argv:

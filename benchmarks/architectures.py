@@ -15,6 +15,7 @@ import argparse
 import copy
 import json
 import logging
+import re
 import sys
 import textwrap
 import warnings
@@ -142,16 +143,25 @@ def _texts(target: LM, drafter: Drafter, prompts: list[list[int]], k: int) -> li
 
 _PAGE = """# Which models work
 
-**Llama, Qwen, Gemma, Mistral: yes.** So do Phi, GPT-OSS, DeepSeek-V3, Granite, OLMo, SmolLM, Falcon, GLM, and hybrids
-(Qwen3.5, Qwen3-Next, LFM2, Granite 4, Mamba ...). ALiBi (BLOOM, MPT), RWKV, compressed or
-indexed attention (DeepSeek-V3.2 and V4), and attention other than Transformers' eager and SDPA: no. Loading names the
-reason.
+**Llama, Qwen, Gemma, Mistral: yes.**
 
-Made by [benchmarks/architectures.py](../benchmarks/architectures.py) from tiny random models of the types of causal
-models in Transformers {version} ([result](../benchmarks/results/architectures.txt)). A type works if greedily it
-equals Hugging Face's `generate`, token for token: plain and with a draft, alone and in a batch of prompts of different
-lengths. Other models, also your own code, are probed when they are loaded, and refused if their logits block by block
-are not those of one forward.
+| | |
+|---|---|
+| yes | Llama, Mistral, Mixtral, Qwen, Gemma, Phi, GPT-OSS, DeepSeek-V2 and V3, GLM, Granite, OLMo, SmolLM, Falcon, \
+Cohere ... |
+| yes, with [recurrent state](#with-recurrent-or-convolutional-state) | \
+Qwen3.5, Qwen3-Next, LFM2, Granite 4, Nemotron-H, Mamba ... |
+| yes, with [images](#images) | LLaVA, Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, InternVL ... |
+| no | ALiBi (BLOOM, MPT); RWKV; compressed or indexed attention (DeepSeek-V3.2 and V4); \
+attention other than Transformers' eager and SDPA |
+
+Loading names the reason. Models that are not listed, also your own code, are probed: their logits block by block must
+be those of one forward.
+
+The lists are made by [a script](../../benchmarks/architectures.py) from tiny random models of the causal types of
+Transformers {version} ([result](../../benchmarks/results/architectures.txt)). A type works if greedily it equals
+Hugging Face's `generate`, token for token: plain and with a draft, alone and in a batch of prompts of different
+lengths.
 
 ## Work in float64: {num_works}
 
@@ -165,30 +175,33 @@ Their grouped experts have no float64.
 
 ## With recurrent or convolutional state
 
-Of the types above these keep a state, as target and as draft. A recurrence waits at an anchor ([how it
-works](../how-it-works/proofs.md), section 3.1); inputs of convolutions alone (LFM2, LFM3) have places, as keys have.
-Most of them compute it in float32, whatever the type of the model.
+These of the types above keep a state, as target and as draft; most compute it in float32, whatever the type of the
+model. A recurrence [waits at an anchor](../how-it-works/proofs.md); inputs of convolutions alone (LFM2, LFM3) have
+places, as keys have.
 
 {states}
 
-Where Transformers continues from a state differently by one token and by several (Nemotron-H and Zamba2: limits on the
-time step), tokens are always fed by several, so that the output does not depend on the blocks. `generate` mixes both,
-and its output may differ in near-ties. Where it starts from zeros when several tokens are fed (Mamba-1: Mamba,
-Falcon-Mamba, Jamba, Zamba), layers with states are called token by token.
+Nemotron-H and Zamba2 are always fed several tokens, since Transformers continues from a state differently by one
+token; `generate` mixes both, and may differ in near-ties. Layers with states of Mamba-1 (Mamba, Falcon-Mamba, Jamba,
+Zamba) are called token by token.
 
-## Refused: {num_refused}
+## Refused
 
-| type | reason |
+{num_refused} types, with the beginning of the message:
+
+| reason | types |
 |---|---|
 {refused}
 
 ## Left out: {num_left_out}
 
-The script makes no tiny model of these, or `generate` fails with the one that it makes. Types that combine a text model
-with others (images, sound) are here as a rule; their text models have types of their own.
+The script makes no tiny model of these, or `generate` fails with it. Most combine a text model, which has a type of its
+own, with others.
 
 {left_out}
 """
+# What follows in a message is the same for all types, or a number.
+_REST = re.compile(r"(?<!used): |, (whose|so that|where|but) | \(by ")
 
 
 def _page(found: Mapping[str, _Found]) -> str:
@@ -199,7 +212,11 @@ def _page(found: Mapping[str, _Found]) -> str:
         return textwrap.fill(", ".join(chosen), 118, break_long_words=False, break_on_hyphens=False)
 
     counts = Counter(one.result for one in found.values())
-    refused = [(name, one) for name, one in found.items() if one.result == "refused"]
+    refused: dict[str, list[str]] = {}
+    for name, one in found.items():
+        if one.result == "refused":
+            refused.setdefault(_REST.split(one.why)[0], []).append(f"`{name}`")
+    of_most = sorted(refused.items(), key=lambda one: -len(one[1]))
     return _PAGE.format(
         version=transformers.__version__,
         num_works=counts["works"],
@@ -208,7 +225,7 @@ def _page(found: Mapping[str, _Found]) -> str:
         narrow=names("works in float32"),
         states=names("works", "works in float32", has_states=True),
         num_refused=counts["refused"],
-        refused="\n".join(f"| `{name}` | {one.why.split(': speculative')[0][:200]} |" for name, one in refused),
+        refused="\n".join(f"| {why} | {', '.join(types)} |" for why, types in of_most),
         num_left_out=counts["left out"],
         left_out=names("left out"),
     )

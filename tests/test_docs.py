@@ -8,8 +8,10 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import outrider
 from outrider import errors
 from pages import DOCS, PAGES, ROOT
+from public import public
 
 SRC = ROOT / "src" / "outrider"
 ARCHITECTURE = DOCS / "internals" / "architecture.md"
@@ -64,11 +66,23 @@ def test_the_navigation_names_every_page_once() -> None:
 
 
 def test_pages_that_are_made_are_current() -> None:
-    """docs/reference/commands.md is the help of the commands, docs/llms.txt the navigation."""
+    """docs/reference/commands.md is the help of the commands, api.md the docstrings, docs/llms.txt the navigation."""
     made = subprocess.run(
         [sys.executable, ROOT / ".ci" / "reference.py", "--check"], capture_output=True, text=True, check=False
     )
     assert (made.returncode, made.stderr) == (0, "")
+
+
+def test_the_page_of_python_names_has_each() -> None:
+    page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+    sections = {text.splitlines()[0]: text for text in page.split("\n## ")[1:]}
+    listed = public()["python"]
+    assert set(sections) == set(listed)
+    for name, members in listed.items():
+        of_tuples = {"count", "index"} if hasattr(getattr(outrider, name), "_fields") else set()
+        for member in set(members) - {"__init__"} - of_tuples:
+            shown = rf"\b{member}\b" if isinstance(members, list) else rf"`{member}[`(]|^### {name}\.{member}$"
+            assert re.search(shown, sections[name], re.MULTILINE), (name, member)
 
 
 def test_the_page_of_errors_names_each() -> None:

@@ -98,7 +98,7 @@ class Sampling:
         logit_bias: token id -> number added to its logit (-inf forbids it).
         min_tokens: minimum tokens; until then no end tokens are generated (the model's, also under ``ignore_eos``, and
             ``stop_token_ids``), and stop strings are ignored. The limits still apply.
-        seed: 0 <= seed < 2**63; None draws one from the operating system; the completion reports it.
+        seed: from 0 to ``2**63 - 1``; None draws one from the operating system; the completion reports it.
         stop: strings that end the output; they are not part of it.
         json_schema, regex, grammar: at most one of them: the output is JSON of this schema, matches this regular
             expression, or this grammar (Lark or GBNF). Each token is drawn from its distribution masked to the allowed

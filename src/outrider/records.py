@@ -75,14 +75,23 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of a committed token and of the most probable ones, natural logarithm, raw target logits."""
+    """Log-probability of a committed token and of the most probable ones, natural logarithm, raw target logits.
+
+    Attributes:
+        logprob: of the token.
+        top: ids and log-probabilities, the largest first.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class DraftedToken(NamedTuple):
-    """A drafted token with its p and q."""
+    """A drafted token with its p and q.
+
+    Attributes:
+        p, q: its probability under the target and under the draft.
+    """
 
     token_id: int
     p: float
@@ -91,8 +100,14 @@ class DraftedToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of wall clock; on a CUDA device the first three are device time. ``total_s`` includes them and the rest
-    (bookkeeping, readback, waiting)."""
+    """Seconds of wall clock; on a CUDA device the first three are device time. They add.
+
+    Attributes:
+        prefill_s: feeding prompts.
+        draft_s: draft steps.
+        verify_s: target forwards of rounds.
+        total_s: all of these and the rest.
+    """
 
     prefill_s: float = 0.0
     draft_s: float = 0.0
@@ -114,9 +129,11 @@ class Timing:
 
     @property
     def rest_s(self) -> float:
+        """Bookkeeping, readback, waiting."""
         return self.total_s - self.prefill_s - self.draft_s - self.verify_s
 
     def to_json(self) -> dict[str, float]:
+        """The seconds by part."""
         return {
             "prefill": self.prefill_s,
             "draft": self.draft_s,
@@ -135,8 +152,8 @@ class RowRound:
         token_ids: the committed tokens, after stop handling.
         origins: one for each token.
         num_drafted, num_accepted: as verified, before stop handling.
-        is_truncated: the row ended inside the round, and tokens after the end were dropped.
-        finish_reason: set in a row's last round.
+        is_truncated: the row ended inside the round; tokens after the end were dropped.
+        finish_reason: set in a row's last round, as in ``Completion``.
         logprobs: one for each token, if asked for.
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
         num_cached_tokens: in a row's first round, the prompt tokens found in the cache.
@@ -192,13 +209,14 @@ class Round:
 @dataclass(frozen=True, slots=True)
 class Stats:
     """Counts of rounds by outcome, of one sequence or several. They add. Counts of real rounds are integers, expected
-    ones are not. A round truncated by the end of its sequence counts only in ``num_generated_tokens`` and
-    ``num_truncated_rounds``, since its acceptance beyond the end is unknown.
+    ones are not. The acceptance of a truncated round is unknown beyond the end, so it counts in
+    ``num_generated_tokens`` and ``num_truncated_rounds`` only.
 
     Attributes:
         acceptance_histogram: at index i the rounds in which exactly i drafted tokens were accepted.
         drafted_histogram: at index i the rounds in which exactly i tokens were drafted.
         full_histogram: at index i the rounds in which i tokens were drafted and all accepted.
+        num_truncated_rounds: rounds in which the sequence ended; they are in no histogram.
     """
 
     num_generated_tokens: int = 0
@@ -218,6 +236,7 @@ class Stats:
 
     @property
     def num_rounds(self) -> float:
+        """Rounds that were not truncated."""
         return sum(self.acceptance_histogram)
 
     @property
@@ -235,6 +254,7 @@ class Stats:
 
     @property
     def draft_acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens."""
         return self.num_accepted_draft_tokens / self.num_draft_tokens if self.num_draft_tokens else None
 
     def to_json(self) -> dict[str, object]:
@@ -269,6 +289,7 @@ class Chunk(RowRound):
     until it is decided. The joined texts of a row's chunks are the text of the completion.
 
     Attributes:
+        row: index of the completion.
         pieces: the text, split where the origin of its tokens changes.
         timing: the round's, in the first of its chunks; zero in the others, so that the timings of all chunks add up.
         seed: the seed in use, also where none was given. Under "auto" it need not reproduce the text unless it was
@@ -288,6 +309,7 @@ class Chunk(RowRound):
 
     @property
     def text(self) -> str:
+        """Text of this chunk."""
         return "".join(text for text, _ in self.pieces)
 
 
@@ -299,9 +321,11 @@ class Completion:
         text: without the stop string and without special tokens.
         token_ids: the generated tokens, an end token included.
         origins: for each token, whether it was accepted, a correction or a bonus.
-        finish_reason: None if it was interrupted.
-        seed: the seed in use, also where none was given. Under "auto" it need not reproduce the text unless it was
-            given, since K adapts to the load.
+        logprobs: for each token, if asked for.
+        finish_reason: "eos" (an end token), "stop" (a stop string or token), "length" (``max_new_tokens``, or the
+            context is full), "error"; None if it was interrupted.
+        stats: counts of all its rounds.
+        seed: see ``Chunk``.
         num_cached_tokens: prompt tokens found in the cache, and not fed again.
     """
 

@@ -68,6 +68,7 @@ class ChatOptions:
 
     @property
     def has_generation_prompt(self) -> bool:
+        """Whether the beginning of the answer is written."""
         given = self.add_generation_prompt
         return not self.continue_final_message if given is None else given
 
@@ -90,6 +91,7 @@ class Chat:
     Attributes:
         messages: objects with a "role" and a "content" of text; further fields (``tool_calls``, ...) are the template's
             matter. A string is one message of the user.
+        options: for the chat template.
 
     Raises:
         PromptError: there are no messages, or they are not text alone.
