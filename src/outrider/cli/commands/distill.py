@@ -102,7 +102,10 @@ def distill(
     models: Annotated[Path | None, typer.Option(help="TOML file with more model names.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", rich_help_panel=_MACHINE)] = "auto",
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: PyTorch's choice.", rich_help_panel=_MACHINE)
+        int | None,
+        typer.Option(
+            help="CPU threads. Default: one for each physical core, without efficiency cores.", rich_help_panel=_MACHINE
+        ),
     ] = None,
     json_target: JsonOption = None,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -23,6 +24,7 @@ from outrider.cli.shared.wrapping import say
 from outrider.errors import CompileError, OptionError
 from outrider.models.registry import QUANTIZATIONS, ROUNDS_ROWS
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
+from outrider.system.cores import useful_threads
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
@@ -49,16 +51,19 @@ def _log_to_stderr(name: str) -> logging.Logger:
 
 
 def set_threads(threads: int | None) -> None:
-    """Set CPU threads; None keeps PyTorch's choice.
+    """Set CPU threads; None for those of ``OMP_NUM_THREADS``, or PyTorch's choice up to the cores that are worth one.
 
     Raises:
         OptionError
     """
-    if threads is not None:
-        if threads < 1:
-            raise OptionError("--threads", threads, "a whole number >= 1")
-        import torch
+    if threads is not None and threads < 1:
+        raise OptionError("--threads", threads, "a whole number >= 1")
+    import torch
 
+    if threads is None and "OMP_NUM_THREADS" not in os.environ:
+        useful = useful_threads()
+        threads = useful if useful is not None and useful < torch.get_num_threads() else None
+    if threads is not None:
         torch.set_num_threads(threads)
 
 
@@ -164,7 +169,11 @@ class PairOptions:
         typer.Option(metavar="SIZES", help="--max-memory for the draft.", rich_help_panel=MACHINE_PANEL),
     ] = None
     threads: Annotated[
-        int | None, typer.Option(help="CPU threads. Default: PyTorch's choice.", rich_help_panel=MACHINE_PANEL)
+        int | None,
+        typer.Option(
+            help="CPU threads. Default: one for each physical core, without efficiency cores.",
+            rich_help_panel=MACHINE_PANEL,
+        ),
     ] = None
     compile: Annotated[
         bool | None,

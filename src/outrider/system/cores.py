@@ -1,0 +1,83 @@
+"""Processor cores that are worth a thread each.
+
+Every thread of a forward gets an equal share of the work, so the slowest one sets the time: a thread on an efficiency
+core, on the second half of a physical core, or beyond the quota of a container makes the others wait.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Set
+from pathlib import Path
+
+_ROOT = Path("/")
+_SLOW = 0.5  # cores below this part of the capacity of the fastest are efficiency cores
+
+
+def useful_threads(allowed: Set[int] | None = None, root: Path = _ROOT) -> int | None:
+    """Number of physical cores that this process may use, without efficiency cores, up to its container's quota.
+
+    Args:
+        allowed: numbers of the processors that it may use; those of its affinity unless given.
+        root: of the file systems ``/sys`` and ``/proc``.
+
+    Returns:
+        at least 1; None where the system does not tell (macOS, Windows).
+    """
+    if allowed is None:
+        if not hasattr(os, "sched_getaffinity"):
+            return None
+        allowed = os.sched_getaffinity(0)
+    processors = root / "sys/devices/system/cpu"
+    fast = _fast(root, allowed) or allowed
+    siblings = {_text(processors / f"cpu{number}/topology/thread_siblings_list") or str(number) for number in fast}
+    return max(1, min(len(siblings), _quota(root)))
+
+
+def _fast(root: Path, allowed: Set[int]) -> set[int]:
+    """Those that are no efficiency cores, as far as the system tells."""
+    listed = _text(root / "sys/devices/cpu_core/cpus")  # of Intel's hybrid processors
+    if listed:
+        return _numbers(listed) & allowed
+    processors = root / "sys/devices/system/cpu"
+    capacities = {number: _text(processors / f"cpu{number}/cpu_capacity") for number in allowed}  # of ARM's
+    known = {number: int(text) for number, text in capacities.items() if text}
+    return {number for number, capacity in known.items() if capacity >= _SLOW * max(known.values())}
+
+
+def _quota(root: Path) -> int:
+    """Processors' worth of time that the control groups of this process allow, rounded up."""
+    most = math.inf
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":  # version 2
+            folder, files = root / "sys/fs/cgroup", ("cpu.max",)
+        elif "cpu" in controllers.split(","):
+            folder, files = root / "sys/fs/cgroup/cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        else:
+            continue
+        # In a container the path is that of the host, and its root is the container's group.
+        for group in (folder, *(folder / part for part in _with_parents(path))):
+            quota, *period = " ".join(_text(group / name) for name in files).split() or ["max"]
+            if quota not in ("max", "-1") and period:
+                most = min(most, int(quota) / int(period[0]))
+    return math.ceil(most) if most < math.inf else 2**31
+
+
+def _with_parents(path: str) -> list[Path]:
+    relative = Path(path.lstrip("/"))
+    return [relative, *relative.parents]
+
+
+def _numbers(listed: str) -> set[int]:
+    """Numbers of a list such as "0-7,16"."""
+    ranges = (part.split("-") for part in listed.split(","))
+    return {number for first, *last in ranges for number in range(int(first), int(last[0] if last else first) + 1)}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,76 @@
+"""Threads for the cores that the system describes, in files of our own."""
+
+from pathlib import Path
+
+import pytest
+
+from outrider.cli.shared.pair_options import set_threads
+from outrider.system.cores import useful_threads
+
+
+def _write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(f"{text}\n")
+    return root
+
+
+def _siblings(pairs: dict[int, str]) -> dict[str, str]:
+    return {f"sys/devices/system/cpu/cpu{n}/topology/thread_siblings_list": listed for n, listed in pairs.items()}
+
+
+def test_a_thread_for_each_physical_core(tmp_path: Path) -> None:
+    root = _write(tmp_path, _siblings({0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}))
+    assert useful_threads({0, 1, 2, 3}, root) == 2
+    assert useful_threads({0, 2}, root) == 1  # both halves of one
+    assert useful_threads(set(range(5)), tmp_path / "nothing") == 5
+
+
+def test_efficiency_cores_are_left_out(tmp_path: Path) -> None:
+    """Two cores of two threads and four efficiency cores, as Intel's are described; and ARM's."""
+    intel = _siblings({0: "0-1", 1: "0-1", 2: "2-3", 3: "2-3", 4: "4", 5: "5", 6: "6", 7: "7"})
+    root = _write(tmp_path / "intel", intel | {"sys/devices/cpu_core/cpus": "0-3", "sys/devices/cpu_atom/cpus": "4-7"})
+    assert useful_threads(set(range(8)), root) == 2
+    assert useful_threads({4, 5, 6}, root) == 3  # the process may use no others
+    capacities = {0: 250, 1: 250, 2: 250, 3: 250, 4: 870, 5: 870, 6: 870, 7: 1024}
+    arm = {f"sys/devices/system/cpu/cpu{n}/cpu_capacity": str(size) for n, size in capacities.items()}
+    assert useful_threads(set(range(8)), _write(tmp_path / "arm", arm)) == 4
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, 8),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "250000 100000"}, 3),
+        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "10000 100000"}, 1),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "200000 100000"}, 2),
+        (
+            {
+                "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/docker/7",
+                "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "400000",
+                "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000",
+            },
+            4,
+        ),
+        ({"proc/self/cgroup": "3:cpu:/", "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1"}, 8),
+        ({"proc/self/cgroup": "3:cpu:/"}, 8),
+    ],
+)
+def test_the_quota_of_a_container_is_the_most(files: dict[str, str], expected: int, tmp_path: Path) -> None:
+    assert useful_threads(set(range(8)), _write(tmp_path, files)) == expected
+
+
+def test_the_default_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked for is taken; PyTorch's choice is only ever lowered."""
+    chosen: list[int] = []
+    monkeypatch.setattr("torch.set_num_threads", chosen.append)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for useful in (3, 16, None):
+        monkeypatch.setattr("outrider.cli.shared.pair_options.useful_threads", lambda useful=useful: useful)
+        set_threads(None)
+    set_threads(5)
+    monkeypatch.setattr("outrider.cli.shared.pair_options.useful_threads", lambda: 3)
+    monkeypatch.setenv("OMP_NUM_THREADS", "6")
+    set_threads(None)
+    assert chosen == [3, 5]
