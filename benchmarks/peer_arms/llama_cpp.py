@@ -43,6 +43,8 @@ def llama_cpp_arms(
         if path != file:
             write_gguf(ModelSpec(name=path.name, path=path), file, getattr(torch, dtype))
     processes: list[subprocess.Popen[bytes]] = []
+    said = subprocess.run([str(server), "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    can_sample = "--spec-draft-sampling" in said.stdout  # builds before 11549 draft the most probable token only
 
     def arm(name: str, cache_type: str, k: int | None = None, drafting: str = "greedy") -> tuple[Arm, Run]:
         threads = str(num_threads)
@@ -52,7 +54,9 @@ def llama_cpp_arms(
         command += ["-fa", "off" if cache_type == "f32" else "auto"]
         if k is not None:
             command += ["-md", str(files[1]), "--spec-type", "draft-simple", "--spec-draft-n-max", str(k)]
-            command += ["--spec-draft-sampling", drafting, "-td", threads, "-tbd", threads]
+            command += ["-td", threads, "-tbd", threads]
+            if can_sample:
+                command += ["--spec-draft-sampling", drafting]
             command += ["-ctkd", cache_type, "-ctvd", cache_type]
 
         @cache
@@ -73,7 +77,7 @@ def llama_cpp_arms(
 
     arms = [arm("plain", "f16")] if weights == "gguf" else [arm("plain", "f32"), arm("plain", "f16")]
     arms += [arm("argmax draft", "f16", k) for k in ks]
-    arms += [arm("sampled draft", "f16", k, "probabilistic") for k in ks]
+    arms += [arm("sampled draft", "f16", k, "probabilistic") for k in ks if can_sample]
     try:
         yield arms
     finally:
