@@ -64,7 +64,7 @@ def hf_arms(target: Path, draft: Path, ks: Sequence[int], weights: str = "float3
         drafting = {"num_assistant_tokens": k, "num_assistant_tokens_schedule": "constant"}
         drafting["assistant_confidence_threshold"] = 0.0
         arms.append(arm("assistant", k, drafting, assistant_model=assistant))
-    if weights == "gguf":  # seconds a token: the others are slower where memory is the limit
+    if weights == "gguf":
         yield arms
         return
     arms.append(arm("assistant, defaults", None, {}, assistant_model=assistant))

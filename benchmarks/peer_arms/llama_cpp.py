@@ -43,8 +43,7 @@ def llama_cpp_arms(
         if path != file:
             write_gguf(ModelSpec(name=path.name, path=path), file, getattr(torch, dtype))
     processes: list[subprocess.Popen[bytes]] = []
-    said = subprocess.run([str(server), "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    can_sample = "--spec-draft-sampling" in said.stdout  # builds before 11549 draft the most probable token only
+    can_sample = can_sample_drafts(server)
 
     def arm(name: str, cache_type: str, k: int | None = None, drafting: str = "greedy") -> tuple[Arm, Run]:
         threads = str(num_threads)
@@ -85,6 +84,12 @@ def llama_cpp_arms(
             process.terminate()
         for process in processes:
             process.wait()
+
+
+def can_sample_drafts(server: Path) -> bool:
+    """Whether the draft may sample; builds before 11549 draft the most probable token only."""
+    said = subprocess.run([server, "--help"], capture_output=True, text=True, stdin=subprocess.DEVNULL, check=True)
+    return "--spec-draft-sampling" in said.stdout
 
 
 def _start_server(command: Sequence[str]) -> tuple[subprocess.Popen[bytes], str]:

@@ -17,7 +17,7 @@ from outrider.options import DEFAULT_ACCEPTANCE
 from peer_arms.base import WEIGHTS, Runs
 from peer_arms.ctranslate2 import ctranslate2_arms
 from peer_arms.hugging_face import hf_arms
-from peer_arms.llama_cpp import llama_cpp_arms, llama_cpp_build
+from peer_arms.llama_cpp import can_sample_drafts, llama_cpp_arms, llama_cpp_build
 from peer_arms.openvino import openvino_arms
 from peer_arms.own import outrider_arms
 
@@ -70,10 +70,14 @@ def find_programs(
     """
     is_gguf = arguments.weights == "gguf"
     target, draft = (Path(n if is_gguf else resolve(n).location) for n in (arguments.target, arguments.draft))
+    if is_gguf and not (target.is_file() and draft.is_file()):
+        raise SystemExit("--weights gguf takes files: --target FILE.gguf --draft FILE.gguf")
     weights, num_threads = arguments.weights, arguments.threads
     if weights == "bfloat16" and only_type(weight_files(target)) != "BF16":
         raise SystemExit(f"--weights bfloat16: {target} is not stored in bfloat16; grow.py has --dtype bfloat16")
     found = Programs(versions={name: version(name) for name in ("outrider", "transformers")})
+    if is_gguf:
+        found.left_out["Hugging Face, look-up and compiled"] = "seconds a token: files are widened as they are loaded"
     found.makers = [
         (outrider_arms, (target, draft, own_ks, acceptance, weights)),
         (hf_arms, (target, draft, ks, weights)),
@@ -84,6 +88,8 @@ def find_programs(
         server = arguments.llama_server.resolve()
         more = server, num_threads, context_len, folder, weights
         found.makers.append((llama_cpp_arms, (target, draft, ks, *more)))
+        if not can_sample_drafts(server):
+            found.left_out["llama.cpp, sampled draft"] = "this build drafts the most probable token only"
         found.versions |= {"gguf": version("gguf"), "llama.cpp": llama_cpp_build(server)}
     if find_spec("openvino_genai") is None or arguments.openvino_target is None:
         found.left_out["OpenVINO GenAI"] = "it is not installed, or no --openvino-target was given"
@@ -94,7 +100,7 @@ def find_programs(
     if find_spec("ctranslate2") is None:
         found.left_out["CTranslate2"] = "it is not installed"
     elif weights in ("bfloat16", "gguf"):
-        found.left_out["CTranslate2"] = f"it has no {weights} on CPUs"
+        found.left_out["CTranslate2"] = "it does not read GGUF" if is_gguf else "it has no bfloat16 on CPUs"
     else:
         found.makers.append((ctranslate2_arms, (target, num_threads, folder, weights)))
         found.versions["ctranslate2"] = version("ctranslate2")

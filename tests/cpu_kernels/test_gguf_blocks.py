@@ -78,7 +78,7 @@ def test_products_of_rounded_rows(
 
 
 def test_rows_are_rounded_alike() -> None:
-    """To the bit, by the kernel for few rows and in front of the library for many: times a matrix of ones and zeros."""
+    """To the bit: times a matrix of ones and zeros."""
     most = torch.logspace(-4, 4, 600)[:, None]
     x = (torch.arange(256) % 127 + 0.5) * (most / 127)  # nearly in the middle between two integers
     x[:, -1:] = most

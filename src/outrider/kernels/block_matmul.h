@@ -102,22 +102,22 @@ void block_channels(int64_t num_rows, const float* x, const Block* const* rows, 
 }
 
 // Calls `run` for this thread's channels of one matrix, in CHANNELS parts that are read concurrently, and the remainder;
-// for up to MOST_BLOCK_ROWS of the rows of x at a time. `length` is the number of blocks of a row.
+// for up to MOST_BLOCK_ROWS of the rows of x at a time, which stay in the cache. `length` is the number of blocks of a row.
 template <int CHANNELS, typename Block, typename Run>
 INLINE void share_of_blocks(int64_t num_rows, const Block* weights, int64_t length, int64_t begin, int64_t end, Run run) {
   const int64_t apart = (end - begin) / CHANNELS, rest = begin + CHANNELS * apart;
-  auto run_all = [&](int64_t first, int64_t spacing, int64_t num_here) {
-    const Block* rows[CHANNELS];
-    for (int64_t c = 0; c < CHANNELS; c++) {
-      rows[c] = weights + (first + (c < num_here ? c : num_here - 1) * spacing) * length;
-    }
-    for (int64_t done = 0; done < num_rows; done += MOST_BLOCK_ROWS) {
-      int64_t left = num_rows - done < MOST_BLOCK_ROWS ? num_rows - done : MOST_BLOCK_ROWS;
+  for (int64_t done = 0; done < num_rows; done += MOST_BLOCK_ROWS) {
+    const int64_t left = num_rows - done < MOST_BLOCK_ROWS ? num_rows - done : MOST_BLOCK_ROWS;
+    auto run_these = [&](int64_t first, int64_t spacing, int64_t num_here) {
+      const Block* rows[CHANNELS];
+      for (int64_t c = 0; c < CHANNELS; c++) {
+        rows[c] = weights + (first + (c < num_here ? c : num_here - 1) * spacing) * length;
+      }
       run(done, left, rows, first, spacing, num_here);
-    }
-  };
-  for (int64_t o = begin; o < begin + apart; o++) run_all(o, apart, CHANNELS);
-  if (rest < end) run_all(rest, 1, end - rest);
+    };
+    for (int64_t o = begin; o < begin + apart; o++) run_these(o, apart, CHANNELS);
+    if (rest < end) run_these(rest, 1, end - rest);
+  }
 }
 
 // This thread's channels of one matrix.

@@ -169,7 +169,7 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
 def _most_rows(weight: NarrowWeight) -> float:
     """Most rows for the kernel. With more, a library is faster; for stored numbers even if it needs a widened copy."""
     if weight.blocks is not None and weight.blocks.rounds:
-        return math.inf
+        return math.inf  # no library rounds rows as it does
     return _MAX_ROWS if weight.stored.dtype == weight.dtype else _MAX_ROWS_STORED
 
 

@@ -3,7 +3,8 @@
 // CHUNK numbers of a row of x become integers between -127 and 127 with one scale, so a row's result depends on that row
 // alone. A lane of a vector is a row of the weights: LANES of them are rearranged in the nearest cache, four integers of
 // each in a vector, once for all rows of x (weight_chunks.h). Products of integers are summed exactly over the numbers
-// that share a scale, and then in float32, one after the other; so all processors get the same bits.
+// that share a scale, and then in float32, one after the other; so all processors with fused multiply-add get the same
+// bits.
 #pragma once
 
 #include <cmath>
@@ -114,6 +115,7 @@ INLINE Ints sums_of_products(const Words* words, const int32_t* x, int32_t sum) 
 #ifdef WIDE
   // So many sums of two products fit into 16 bits.
   constexpr int FIT = 32767 / (2 * 127 * MOST_WHOLE<Block>), TOGETHER = FIT < 1 ? 1 : FIT < NUMBER ? FIT : NUMBER;
+  static_assert(NUMBER % TOGETHER == 0);
   Ints sums = {};
   UNROLLED for (int j = 0; j < NUMBER; j += TOGETHER) {
     Wide twos = {};

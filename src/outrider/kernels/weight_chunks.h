@@ -37,7 +37,7 @@ INLINE __m256i two_parts(const void* low, const void* high) {
 constexpr int64_t ROUNDED_AHEAD = 512;  // bytes of each row of weights to prefetch: there are LANES of them
 
 // Four words of each channel, which `at` points to: the first of all in one vector, the second in another, and so on.
-// Prefetches what comes later, if the next call is not for the same cache lines.
+// Prefetches later bytes, unless told not to: calls for the same cache lines need it once.
 template <typename At>
 INLINE void put_words(At at, Words* to, bool prefetches = true) {
   if (prefetches) {

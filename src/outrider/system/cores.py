@@ -6,8 +6,8 @@ core, on the second half of a physical core, or beyond the quota of a container 
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Set
 from pathlib import Path
 
@@ -47,22 +47,22 @@ def _fast(root: Path, allowed: Set[int]) -> set[int]:
 
 
 def _quota(root: Path) -> int:
-    """Processors' worth of time that the control groups of this process allow, rounded up."""
-    most = math.inf
+    """Processors that the control groups of this process allow to be busy all the time; a part of one is not used."""
+    most = sys.maxsize
     for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
+        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if controllers == "":  # version 2
             folder, files = root / "sys/fs/cgroup", ("cpu.max",)
         elif "cpu" in controllers.split(","):
-            folder, files = root / "sys/fs/cgroup/cpu", ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+            folder, files = root / "sys/fs/cgroup" / controllers, ("cpu.cfs_quota_us", "cpu.cfs_period_us")
         else:
             continue
         # In a container the path is that of the host, and its root is the container's group.
         for group in (folder, *(folder / part for part in _with_parents(path))):
-            quota, *period = " ".join(_text(group / name) for name in files).split() or ["max"]
-            if quota not in ("max", "-1") and period:
-                most = min(most, int(quota) / int(period[0]))
-    return math.ceil(most) if most < math.inf else 2**31
+            limit = [int(word) for name in files for word in _text(group / name).split() if word.isdecimal()]
+            if len(limit) == 2 and limit[1] > 0:  # of so many microseconds; else "max", or -1
+                most = min(most, limit[0] // limit[1])
+    return most
 
 
 def _with_parents(path: str) -> list[Path]:

@@ -104,7 +104,8 @@ def distill(
     threads: Annotated[
         int | None,
         typer.Option(
-            help="CPU threads. Default: one for each physical core, without efficiency cores.", rich_help_panel=_MACHINE
+            help="CPU threads. Default: OMP_NUM_THREADS; else one for each physical core, without efficiency cores.",
+            rich_help_panel=_MACHINE,
         ),
     ] = None,
     json_target: JsonOption = None,

@@ -171,7 +171,7 @@ class PairOptions:
     threads: Annotated[
         int | None,
         typer.Option(
-            help="CPU threads. Default: one for each physical core, without efficiency cores.",
+            help="CPU threads. Default: OMP_NUM_THREADS; else one for each physical core, without efficiency cores.",
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
