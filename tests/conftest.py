@@ -9,6 +9,7 @@ that it is not among them unless asked for:
     pytest -m each_execution --executions compiled
 """
 
+import gc
 import os
 from collections import defaultdict
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # so that "auto" is the CPU everywhere
     if config.getoption("numprocesses") and not hasattr(config, "workerinput"):
         return  # it hands out tests; the workers start when it is ready, so that nothing is imported here
+    gc.disable()  # until all tests are found: modules, which stay
     import torch
     from hypothesis import HealthCheck, settings
 
@@ -70,6 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.slow)
 
 
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
     """How the steps of the toys are run."""
@@ -82,22 +88,34 @@ def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _probed_once() -> Iterator[None]:
-    """The embedded models are probed when they are first loaded in each type, and not again: that takes most of the
-    time of a command that generates a few tokens. (All other models are, each time.)"""
+    """A model is probed when it is first loaded with a configuration and types of weights, and not again with other
+    numbers in the weights: that takes most of the time of a test that generates a few tokens."""
     from outrider.models import loading
     from outrider.models.probe import probe
 
-    done: set[object] = set()
+    found: dict[object, tuple[int, bool]] = {}
 
     def once(lm: "LM", kind: str) -> None:
-        key = lm.name, lm.dtype, lm.vocab_size, lm.context_len, lm.model.config._attn_implementation
-        if lm.name not in ("fable", "fable-draft") or key not in done:
+        config = {name: value for name, value in lm.model.config.to_dict().items() if name != "_name_or_path"}
+        stored = frozenset((type(weight), weight.dtype) for weight in lm.model.parameters())
+        attention = lm.model.config._attn_implementation
+        key = type(lm.model), repr(config), attention, stored, lm.dtype, lm.vocab_size, lm.context_len
+        if key not in found:
             probe(lm, kind)
-        done.add(key)
+            found[key] = lm.least_columns, lm.is_stepped
+        lm.least_columns, lm.is_stepped = found[key]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "probe", once)
         yield
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _what_lasts_is_not_searched() -> None:
+    """Modules, and what a session shares, stay to its end. The garbage collector need not go through them, which takes
+    it half a second each time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -111,6 +129,15 @@ def _costs_are_given() -> Iterator[None]:
         for module in (cost_cache, watch):
             patch.setattr(module, "measure_round_costs", toys.given_costs)
         yield
+
+
+@pytest.fixture
+def each_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for users."""
+    from outrider.models import loading
+    from outrider.models.probe import probe
+
+    monkeypatch.setattr(loading, "probe", probe)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ sequence, after rounds of every kind.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import product
 from typing import Any
 
@@ -149,6 +150,13 @@ def check_state(
             [(i + wrong) % target.vocab_size for i, wrong in zip([*prompt, *rest], is_wrong.tolist(), strict=True)]
         )
     num = len(sequences)
+
+    @cache
+    def fresh(i: int, length: int, own_k: int) -> Led:
+        """After the whole sequence up to there, alone."""
+        whole = [*sequences[i][0], *sequences[i][1]]
+        return lead(target, drafter, [(whole[:length], whole[length : length + 1])], own_k, drawn=[drawn[i]])
+
     for schedule, num_slots, ks in (
         (InTurn(k, 0, 2, 0, 0, 0, 0, 0, k, 1), 2, None),
         (InTurn(0, 0, 0, k, k, 0, 1), 3, None),
@@ -158,11 +166,9 @@ def check_state(
         led = lead(target, drafter, sequences, schedule, drawn=drawn, num_slots=num_slots, constant_ks=ks)
         assert len(led.drafts) > num, "too little was drafted"
         for (i, length), (own_k, ids, q) in led.drafts.items():
-            whole = [*sequences[i][0], *sequences[i][1]]
-            if length >= len(whole):
+            if length >= len(drawn[i]):
                 continue
-            fresh = lead(target, drafter, [(whole[:length], whole[length : length + 1])], own_k, drawn=[drawn[i]])
-            _, want_ids, want_q = fresh.drafts.get((0, length), (own_k, [], None))
+            _, want_ids, want_q = fresh(i, length, own_k).drafts.get((0, length), (own_k, [], None))
             assert ids == want_ids, f"{i} at {length}, K = {own_k}: {ids} is drafted, not {want_ids}"
             if q is not None and want_q is not None:
                 error = float((q - want_q).abs().max())

@@ -45,11 +45,18 @@ def _rank(pid: str) -> str | None:
 
 
 def said_by_loading(*names: str) -> str:
-    """Standard error of a process, as a user's own, that loads a target and a draft and generates."""
-    code = "import sys, outrider; outrider.load(*sys.argv[1:]).generate([[3, 4, 5]], max_new_tokens=3, seed=1)"
+    """Standard output and error of a process, as a user's own, that loads a target and a draft, generates, and ends
+    while streams are suspended."""
+    code = (
+        "import sys, outrider\n"
+        "decoder = outrider.load(*sys.argv[1:])\n"
+        "decoder.generate([[3, 4, 5]], max_new_tokens=3, seed=1)\n"
+        "left = decoder.stream([3, 4, 5], seed=1), decoder.complete([[3], [4]], seed=1, max_new_tokens=9)\n"
+        "for one in left: next(one)\n"
+    )
     environment = {name: value for name, value in os.environ.items() if "VERBOSITY" not in name}
     ended = subprocess.run(
         [sys.executable, "-c", code, *names], env=environment, capture_output=True, text=True, check=False
     )
     assert ended.returncode == 0, ended.stderr
-    return ended.stderr
+    return ended.stdout + ended.stderr

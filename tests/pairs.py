@@ -6,6 +6,7 @@ be read: words, pieces with a leading space, single bytes.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,14 @@ NUM_WORDS = 97
 
 
 @cache
+def _loaded(dtype: str) -> Decoder:
+    return load("fable", "fable-draft", device="cpu", dtype=dtype)
+
+
+@cache
 def embedded(dtype: str = "float32", acceptance: str = DEFAULT_ACCEPTANCE) -> Decoder:
-    """The embedded target with its draft."""
-    return load("fable", "fable-draft", device="cpu", dtype=dtype, acceptance=acceptance)
+    """The embedded target with its draft. All rules share one copy of the weights."""
+    return replace(_loaded(dtype), acceptance=acceptance)
 
 
 @cache

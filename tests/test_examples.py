@@ -6,7 +6,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -63,13 +63,25 @@ def test_a_notebook(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert expected[path.stem] in capsys.readouterr().out
 
 
-def test_in_transformers() -> None:
-    assert "equal to plain generate: True" in run("in_transformers.py")
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Standard output of an example in this process, which has imported what it needs."""
+
+    def run_here(name: str) -> str:
+        monkeypatch.setattr(sys, "argv", [name])
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return run_here
+
+
+def test_in_transformers(here: Callable[[str], str]) -> None:
+    assert "equal to plain generate: True" in here("in_transformers.py")
 
 
 @needs("lm_eval")
-def test_lm_eval() -> None:
-    plain, speculative = re.findall(r"exact match (\d\.\d\d)", run("lm_eval_scores.py", HF_HUB_OFFLINE="1"))
+def test_lm_eval(here: Callable[[str], str]) -> None:
+    plain, speculative = re.findall(r"exact match (\d\.\d\d)", here("lm_eval_scores.py"))
     assert plain == speculative
 
 

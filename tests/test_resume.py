@@ -1,9 +1,6 @@
 """A stream that is cut and resumed goes on as if it had not been: tokens and text."""
 
 import dataclasses
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -105,21 +102,6 @@ def test_what_cannot_be_resumed() -> None:
             decoder.stream("Once", resume_ids=form)
 
 
-def test_a_stream_that_is_left_suspended_is_silent_at_exit(tmp_path: Path) -> None:
-    """It prints nothing about ignored exceptions when the interpreter ends."""
-    code = (
-        "import outrider\n"
-        "decoder = outrider.load('fable', 'fable-draft', device='cpu')\n"
-        "stream = decoder.stream('Once upon a time', seed=1)\n"
-        "many = decoder.complete(['The king', 'The fox'], seed=1, max_new_tokens=9)\n"
-        "next(stream); next(many)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (0, "")
-    # (torchao, where it is installed, has something to say when it is imported.)
-    assert "Exception" not in done.stderr and "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize("k", [4, "auto"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_smaller_limit_gives_a_prefix(rule: str, k: int | str) -> None:
@@ -127,7 +109,7 @@ def test_a_smaller_limit_gives_a_prefix(rule: str, k: int | str) -> None:
     decoder = dataclasses.replace(embedded("float64", rule), num_draft_tokens=k)
     prompts = ["The king", "The fox"]
     whole = [one.token_ids for one in decoder.generate(prompts, seed=[1, 2], max_new_tokens=24)]
-    for limit in (1, 2, 3, 6, 11):
+    for limit in (1, 3, 6):
         given = decoder.generate(prompts, seed=[1, 2], max_new_tokens=[limit, 24])
         complete = dict(decoder.complete(iter(prompts[:1]), seed=1, max_new_tokens=limit))
         assert [one.token_ids for one in given] == [whole[0][:limit], whole[1]]

@@ -7,7 +7,6 @@ from scipy import stats
 
 from outrider.certify.controls import REUSED, WRONG_RULES
 from outrider.certify.samples import SampledText, check_samples, judge, judge_greedily, num_repeats
-from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import PromptError
 from outrider.options import Sampling
@@ -15,7 +14,7 @@ from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, REJECTION, Rule
 from outrider.text.row_text import RowText
-from toys import llama_pair, table_pair
+from toys import llama_pair, table_pair, tokens
 
 PROMPTS = [(1, 2), (3,), (4, 4, 4, 1)]
 END = 0
@@ -37,13 +36,9 @@ def _written(
     for i in range(num_texts):
         row = dataclasses.replace(sampling, seed=seed if has_one_seed else seed + i)
         requests.append(Request(PROMPTS[i % 3], row, RowText(None, (END,), ())))
-    ids: list[list[int]] = [[] for _ in requests]
-    for round_ in decode(target, drafter, requests, rule, num_draft_tokens=4):
-        for row in round_.rows:
-            ids[row.row] += row.token_ids
     return [
-        SampledText(i, tuple(request.prompt_ids), tuple(text), said or sampling)
-        for i, (request, text) in enumerate(zip(requests, ids, strict=True))
+        SampledText(i, tuple(request.prompt_ids), text, said or sampling)
+        for i, (request, text) in enumerate(zip(requests, tokens(target, drafter, requests, rule, 4), strict=True))
     ]
 
 

@@ -17,7 +17,6 @@ from rich.console import Console
 from commands import Outrider
 from outrider.bench.tables import new_table
 from outrider.cli.shared.output import print_table
-from outrider.models.probe import probe
 from pairs import embedded
 
 # The program, and what is looked at when it has ended.
@@ -148,13 +147,13 @@ def test_a_killed_run_is_continued(outrider: Outrider, tmp_path: Path) -> None:
         assert rows[i]["text"] == embedded("float64").generate(texts[i], seed=1 + i, max_new_tokens=6)[0].text
 
 
+@pytest.mark.usefixtures("each_is_probed")
 def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, whatever was being done: the model was being tried out here."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
 
-    monkeypatch.setattr("outrider.models.loading.probe", probe)  # it would not be tried out again
     monkeypatch.setattr("outrider.runtime.lm.LM.forward", fail)
     ended = outrider("generate", "Once", "-n", 3)
     assert (ended.code, ended.out) == (2, "")

@@ -133,6 +133,7 @@ def test_shards_that_there_are_not(text: str) -> None:
     )
 
 
+@pytest.mark.slow  # a run that is killed at a certain place is continued in test_app.py
 def test_a_run_that_is_killed_again_and_again(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """Whenever it is killed, what was written is kept, and in the end each line is there once, as it would have been.
     (The first time is made up: what it left ends in half a line.)

@@ -123,6 +123,18 @@ def test_rows_that_nobody_reads_are_not_continued(losing: Callable[..., Any], pr
 
 
 @needs_full
+def test_a_text_that_finds_the_disk_full(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FULL.open("w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        monkeypatch.setattr(sys, "__stdout__", full)
+        ended = outrider("generate", "-n", 2, "-k", 4, "Once")
+    summary, message = ended.err.splitlines()
+    assert summary.endswith(", interrupted")
+    assert (ended.code, message) == (2, "error: cannot write to standard output: No space left on device")
+
+
+@pytest.mark.slow  # the end of the process is that of ``models`` above
+@needs_full
 def test_a_text_on_a_full_disk() -> None:
     """As in ``outrider generate ... > /mnt/results``. In a process of its own: Python writes again when it ends."""
     with FULL.open("w") as full:

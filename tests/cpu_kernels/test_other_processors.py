@@ -31,13 +31,15 @@ _EMULATORS = {"NEON": "qemu-aarch64"}
 _FEW, _ALL = "5", "1"  # one of so many shapes
 
 
-# Not optimized where it is about the code for these vectors: that takes a third of the time.
+# Not optimized where it is about the code for these vectors: that takes a third of the time. (The kernels of this
+# processor, optimized as for everybody, are tested in test_few_row_matmul.py.)
 @pytest.mark.parametrize(
     ("level", "command"),
     [
         ("SSE2", "g++ -O0 -march=x86-64-v2"),
+        ("AVX2", "g++ -O0 -march=x86-64-v3"),
         # GCC 12 avoids some fused multiply-adds of this width when it tunes for Zen, and not others.
-        ("AVX2", "g++ -O2 -march=x86-64-v3 -mtune=znver3"),
+        pytest.param("AVX2", "g++ -O2 -march=x86-64-v3 -mtune=znver3", marks=pytest.mark.slow),
         ("AVX-512", "g++ -O0 -march=x86-64-v4"),
         ("NEON", "aarch64-linux-gnu-g++ -O0 -static"),
     ],

@@ -119,9 +119,20 @@ def _engine(target: LM, drafter: Drafter, rule: Rule, schedule: Schedule | None 
     )
 
 
+_DRAFTERS = "model", "ngram", "suffix", "none"
+_QUICK = {(rule, "model") for rule in RULES} | {("rejection", "ngram"), ("block", "suffix"), ("gumbel", "none")}
+
+
+def _rule_and_drafter(rule: Rule, name: str) -> Any:
+    marks = [] if (rule.name, name) in _QUICK else [pytest.mark.slow]
+    return pytest.param(rule, name, id=f"{name}-{rule.name}", marks=marks)
+
+
 @pytest.mark.each_execution
-@ALL_RULES
-@pytest.mark.parametrize("drafter_name", ["model", "ngram", "suffix", "none"])
+@pytest.mark.parametrize(
+    ("rule", "drafter_name"),
+    [_rule_and_drafter(rule, name) for name in _DRAFTERS for rule in RULES.values()],
+)
 def test_each_request_is_written_as_if_it_were_alone(rule: Rule, drafter_name: str) -> None:
     """Random arrivals and cancellations, two seeds of 14 requests. Texts that were cancelled are the beginning of
     the text alone. On the way prompts wait, are fed in chunks, are found in caches, and rows are moved down. (The texts

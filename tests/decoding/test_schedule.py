@@ -57,6 +57,7 @@ def _seconds(make: Callable[[], Schedule], costs: dict[int, float], alpha: float
     return total
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("costs", COSTS.values(), ids=COSTS)
 @pytest.mark.parametrize("alpha", [0.0, 0.3, 0.6, 0.8, 0.95])
 def test_near_the_best_constant(alpha: float, costs: dict[int, float]) -> None:

@@ -248,5 +248,6 @@ def test_files_that_lack_a_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         outrider.load(file)
 
 
+@pytest.mark.slow  # as other kinds of files, in test_notices.py
 def test_loading_prints_nothing(tmp_path: Path) -> None:
     assert said_by_loading(str(_write(tmp_path / "tiny.gguf", "llama", _FILES["Q4_0"])), "ngram") == ""

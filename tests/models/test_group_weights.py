@@ -51,11 +51,9 @@ class _Parts:
             self.group_of = self.group_of[torch.randperm(width, generator=generator)]
 
     def numbers(self) -> Tensor:
-        """By loops over single numbers, one row at a time."""
-        rows = []
-        for whole, zero, scale in zip(self.wholes, self.zeros, self.scales.float(), strict=True):
-            rows.append(torch.stack([(q - zero[g]) * scale[g] for q, g in zip(whole, self.group_of, strict=True)]))
-        return torch.stack(rows)
+        """One row at a time."""
+        rows = zip(self.wholes, self.zeros, self.scales.float(), strict=True)
+        return torch.stack([(whole - zero[self.group_of]) * scale[self.group_of] for whole, zero, scale in rows])
 
 
 def _packed(wholes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:

@@ -1,4 +1,5 @@
-"""Loading and generating print nothing of other libraries; each model in a process of its own, with their imports."""
+"""Loading and generating print nothing of other libraries, nor of exceptions that Python ignores at its end; each model
+in a process of its own, with their imports."""
 
 import logging
 from pathlib import Path

@@ -19,6 +19,7 @@ from outrider.runtime.cache_layers import StateLayer
 from pairs import random_llama
 from toys import random_model
 
+pytestmark = pytest.mark.usefixtures("each_is_probed")
 WINDOW = 20
 SHAPE = {
     "vocab_size": 60,

@@ -160,6 +160,7 @@ LEAKS: dict[str, Any] = {
 }
 
 
+@pytest.mark.usefixtures("each_is_probed")
 def test_the_probe_finds_outliers_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.models.loading.picks_outliers", lambda _: False)
     how = transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=2.0)
@@ -170,6 +171,7 @@ def test_the_probe_finds_outliers_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
         outrider.load(model)
 
 
+@pytest.mark.usefixtures("each_is_probed")
 @pytest.mark.parametrize("leak", LEAKS)
 def test_rows_that_depend_on_each_other_are_refused(leak: str) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -179,6 +181,7 @@ def test_rows_that_depend_on_each_other_are_refused(leak: str) -> None:
         outrider.load(model)
 
 
+@pytest.mark.usefixtures("each_is_probed")
 def test_one_scale_for_each_row_is_fine() -> None:
     how = transformers.TorchAoConfig(Int8DynamicActivationInt8WeightConfig(granularity=PerRow()))
     model = transformers.AutoModelForCausalLM.from_pretrained(

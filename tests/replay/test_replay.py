@@ -378,6 +378,7 @@ def _head_pair(name: str) -> tuple[LM, Drafter]:
     return target, parallel(as_lm(perturbed(model, 0.1), "draft")) if name == "parallel" else head(target)
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("name", ["parallel", "head"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("k", [3, 7])

@@ -1,10 +1,7 @@
 """Clients that go away, read slowly or are too many; models that fail; servers that are stopped."""
 
 import json
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +21,7 @@ from outrider.drafters.base import NoDrafter
 from outrider.errors import ModelNotFound
 from outrider.serve import app, pending, served_model
 from outrider.serve.server import ModelToServe, Server, ServerOptions, listen
-from pairs import broken_model, save, word_tokenizer
+from pairs import broken_model, word_tokenizer
 from toys import random_table, table_lm
 
 LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
@@ -343,40 +340,6 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
     (error,) = found
     assert "device is gone" in str(error)
     assert "the engine has failed" in caplog.text
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """A model on disk that loads quickly, with a long context."""
-    from pairs import random_llama
-
-    return save(tmp_path, random_llama(context_len=2048), word_tokenizer())
-
-
-def test_sigterm_lets_texts_end(folder: Path) -> None:
-    """The command itself: what runs goes on to its end, then the process ends."""
-    arguments = ["serve", "--target", str(folder), "--draft", "none", "--device", "cpu", "--port", "0"]
-    arguments += ["--shutdown-timeout", "3600"]  # not to be a race against a busy machine
-    code = "import sys; from outrider.cli.app import main; main()"
-    with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        try:
-            line = next(line for line in process.stderr if " ready: " in line)
-            url = line.rpartition("ready: ")[2].strip()
-            assert next(process.stderr).rstrip().endswith(f"speculative decoding: {url.removesuffix('/v1')}")
-            body = {"prompt": "w1", "max_tokens": 300, "seed": 1, "ignore_eos": True, "stream": True}
-            with httpx.stream("POST", f"{url}/completions", json=body, timeout=LIMIT_S) as response:
-                lines = response.iter_lines()
-                next(lines)
-                process.send_signal(signal.SIGTERM)
-                *_, last, done = (one for one in lines if one)
-            assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
-            assert done == "data: [DONE]"
-            assert process.wait(LIMIT_S) == -signal.SIGTERM
-            with pytest.raises(httpx.ConnectError):
-                httpx.get(f"{url}/models")
-        finally:
-            process.kill()
 
 
 def test_a_queue_that_is_left_is_empty(server: Running) -> None:

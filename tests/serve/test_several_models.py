@@ -132,12 +132,15 @@ def test_a_full_queue_is_that_of_one_model() -> None:
     """Two slots and one that waits, of each; who leaves frees those of its own."""
     long = {"num_slots": 2, "context_len": 1_000_000, "max_queue": 1}
     with (
+        ThreadPoolExecutor(1) as pool,
         running(words(1_000_000), words(1_000_000), names=("a", "b"), **long) as server,
         server.http() as http,
     ):
         streams = [http.stream("POST", "/v1/completions", json=ENDLESS | {"model": "a", "stream": True}) for _ in "123"]
-        for stream in streams:
+        *begun, last = streams
+        for stream in begun:
             stream.__enter__()
+        waiting = pool.submit(last.__enter__)  # in a thread: for 15 seconds it is sent nothing, not even headers
         wait_until(lambda: server.metric("outrider:num_requests_waiting", of="a") == 1)
         assert http.post("/v1/completions", json=ENDLESS | {"model": "a"}).status_code == 503
         answer = http.post("/v1/completions", json={"prompt": "w1", "max_tokens": 60, "model": "b"})
@@ -145,8 +148,10 @@ def test_a_full_queue_is_that_of_one_model() -> None:
         assert server.metric("outrider:num_requests_running", of="a") == 2
         assert server.metric("outrider:num_free_slots", of="b") == 2
         assert server.metric("outrider:requests_total", 'finished_reason="length"', of="b") == 1
-        for stream in streams:
+        for stream in begun:
             stream.__exit__(None, None, None)
+        waiting.result(LIMIT_S)
+        last.__exit__(None, None, None)
         wait_until(lambda: server.worker.num_open == 0)
         assert server.metric("outrider:requests_total", 'finished_reason="abort"', of="a") == 3
         assert server.metric("outrider:requests_total", 'finished_reason="abort"', of="b") == 0
@@ -245,10 +250,12 @@ def test_models_share_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command(folder: Path) -> None:
-    """Adapters beside their base, one with the draft of the base."""
+    """Adapters beside their base, one with the draft of the base. At SIGTERM what runs goes on to its end, then the
+    process ends."""
     base, epic, lyric, draft = (str(folder / name) for name in ("base", *POETS, "lyric-draft"))
     arguments = ["serve", "--target", base, "--served-model-name", "base", "--draft", "ngram", "--device", "cpu"]
-    arguments += ["-k", "2", "--context", "64"]
+    arguments += ["-k", "2", "--context", "512"]
+    arguments += ["--shutdown-timeout", "3600"]  # not to be a race against a busy machine
     arguments += ["--add-model", f"epic={base}+{epic}", "--add-model", f"lyric={lyric},draft={draft}", "--port", "0"]
     code = "import sys; from outrider.cli.app import main; main()"
     with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
@@ -258,6 +265,7 @@ def test_the_command(folder: Path) -> None:
             while not lines or " ready: " not in lines[-1]:
                 lines.append(next(process.stderr))
             url = lines[-1].rpartition("ready: ")[2].strip()
+            assert next(process.stderr).rstrip().endswith(f"speculative decoding: {url.removesuffix('/v1')}")
             found = [card["id"] for card in httpx.get(f"{url}/models", timeout=LIMIT_S).json()["data"]]
             assert found == ["base", "epic", "lyric"]
             body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
@@ -266,7 +274,16 @@ def test_the_command(folder: Path) -> None:
             drafts = [line.partition("drafts by ")[2].partition(",")[0] for line in lines if "drafts by " in line]
             assert drafts == ["ngram", "ngram", draft]
             assert any(f"lyric: {lyric} with draft {draft}" in line for line in lines)
-            process.send_signal(signal.SIGTERM)
+            body = {"prompt": "w1", "max_tokens": 300, "seed": 1, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{url}/completions", json=body, timeout=LIMIT_S) as response:
+                parts = response.iter_lines()
+                next(parts)
+                process.send_signal(signal.SIGTERM)
+                *_, last, done = (part for part in parts if part)
+            assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+            assert done == "data: [DONE]"
             assert process.wait(LIMIT_S) == -signal.SIGTERM
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/models")
         finally:
             process.kill()
