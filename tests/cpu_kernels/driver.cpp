@@ -1,8 +1,8 @@
 // The kernels of few_row_matmul.cpp, widen_blocks.cpp and attention.cpp against sums in double. A program without torch, so that it
 // runs where torch does not: for other processors, emulated (test_other_processors.py). Bounds are those of the tests
 // in Python, and results with one row or query and with another number of threads must be equal to the bit. It prints how
-// many results it has compared, with a hash of their bits, or the first one that is off, and then ends with 1. Its
-// argument is a number: one of so many shapes is tried.
+// many results it has compared, with a hash of their bits and of those of rounded rows, or the first one that is off, and
+// then ends with 1. Its argument is a number: one of so many shapes is tried.
 
 #include <algorithm>
 #include <cmath>
@@ -37,13 +37,22 @@ namespace {
 const double EPSILON = std::ldexp(1.0, -24);
 std::mt19937 generator(0);
 int64_t num_compared = 0;
-uint64_t hash_of_bits = 14695981039346656037u;  // FNV-1a
+
+// FNV-1a
+struct Hash {
+  uint64_t value = 14695981039346656037u;
+
+  void add(float number) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    value = (value ^ bits) * 1099511628211u;
+  }
+};
+Hash hash_of_all, hash_of_rounded;
 
 void compare(float got, double want, double bound, const char* what) {
   num_compared++;
-  uint32_t bits;
-  std::memcpy(&bits, &got, sizeof bits);
-  hash_of_bits = (hash_of_bits ^ bits) * 1099511628211u;
+  hash_of_all.add(got);
   if (std::fabs(got - want) <= bound) return;
   std::printf("%s: %.9g, not %.9g (within %.3g)\n", what, got, want, bound);
   std::exit(1);
@@ -183,6 +192,7 @@ void rounded_products(int64_t form, const void* blocks, const std::vector<float>
           size += 3 * std::fabs(rounded) * largest;  // offsets cancel
         }
       }
+      hash_of_rounded.add(y[t * num_channels + o]);
       compare(y[t * num_channels + o], want, width * EPSILON * size, "a product of rounded rows");
       compare(y[t * num_channels + o], alone[o], 0.0, "a rounded row alone");
       compare(y[t * num_channels + o], again[t * num_channels + o], 0.0, "rounded rows by two threads");
@@ -202,7 +212,8 @@ void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_
     if (last == 0) data[b * size + 3] &= 0xbf;
   }
   std::vector<float> wide(num_channels * width), y(num_rows * num_channels), of_wide(num_rows * num_channels);
-  std::vector<float> x = numbers(num_rows * width);
+  std::vector<float> x(num_rows * width);
+  for (float& one : x) one = std::ldexp(static_cast<float>(static_cast<int32_t>(generator())), -31);  // the same everywhere
   outrider_widen_blocks(data.data(), form, num_channels, width, wide.data(), 2);
   for (int64_t i = 0; i < num_channels * width; i++) {
     compare(wide[i], static_cast<float>(number_of(form, data.data() + i / length * size, i % length)), 0.0, "a number");
@@ -316,6 +327,7 @@ int main(int, char** arguments) {
       }
     }
   }
-  std::printf("%lld results are as they should be (%016llx)\n", static_cast<long long>(num_compared),
-              static_cast<unsigned long long>(hash_of_bits));
+  std::printf("%lld results are as they should be (%016llx); of rounded rows: %016llx\n",
+              static_cast<long long>(num_compared), static_cast<unsigned long long>(hash_of_all.value),
+              static_cast<unsigned long long>(hash_of_rounded.value));
 }
