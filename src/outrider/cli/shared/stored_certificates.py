@@ -19,6 +19,7 @@ from outrider.system.files import read_text
 # Options that 0.1.0 did not have.
 _LATER: dict[str, Any] = {
     "corpus": None,
+    "allow_pickle": False,
     "chat": False,
     "system": None,
     "chat_template_kwargs": None,
