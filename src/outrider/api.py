@@ -91,8 +91,8 @@ def load(
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
-        device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle: the placement of the target
-            (see ``Placement``); models in memory stay as they are.
+        device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle: the placement of the
+            target (see ``Placement``); models in memory stay as they are.
         placement: the same as one object, in place of these.
         draft_placement: the placement of the draft; an "auto" device or dtype is the target's, and so is
             ``allow_pickle``.
