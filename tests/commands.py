@@ -55,12 +55,19 @@ def check_written(words: Sequence[str], out: str) -> None:
         out: standard output.
     """
     values = dict(zip(words, words[1:], strict=False))
-    target, output = values.get("--json"), Path(values.get("--output", ""))
-    if target is not None:
-        document = json.loads(out if target == "-" else Path(target).read_text(encoding="utf-8"))
-        check(document, document["schema"].split("/")[1])
-    if words[0] in _LINES and output.is_file() and values.get("--output-format") != "cumulative":
-        check_lines(output.read_text(encoding="utf-8"), _LINES[words[0]])
-    if words[0] == "record" and output.is_dir():
-        check(json.loads((output / "log.json").read_text(encoding="utf-8")), "log")
-        check_lines((output / "index.jsonl").read_text(encoding="utf-8"), "log-index")
+    if target := values.get("--json"):
+        text = out if target == "-" else _text_of(target)
+        if text is not None:
+            document = json.loads(text)
+            check(document, document["schema"].split("/")[1])
+    if output := values.get("--output"):
+        if words[0] in _LINES and values.get("--output-format") != "cumulative":
+            check_lines(_text_of(output) or "", _LINES[words[0]])
+        if words[0] == "record":
+            check(json.loads((Path(output) / "log.json").read_text(encoding="utf-8")), "log")
+            check_lines((Path(output) / "index.jsonl").read_text(encoding="utf-8"), "log-index")
+
+
+def _text_of(file: str) -> str | None:
+    """None of devices and pipes."""
+    return Path(file).read_text(encoding="utf-8") if Path(file).is_file() else None
