@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Make pages: docs/reference/commands.md from the commands' help, api.md from docstrings, llms.txt from the navigation.
+"""Make pages: docs/reference/commands.md from the commands' help, json.md from the schemas, api.md from docstrings,
+llms.txt from the navigation.
 
 With ``--check`` nothing is written; the exit code is 1 if a file is not current. llms.txt follows https://llmstxt.org.
 """
@@ -11,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import schema_page
 import typer
 from api_page import api
 
@@ -143,7 +145,12 @@ def llms() -> str:
 
 def main() -> None:
     stale = []
-    made = {"reference/commands.md": commands, "reference/api.md": api, "llms.txt": llms}
+    made = {
+        "reference/commands.md": commands,
+        "reference/json.md": schema_page.page,
+        "reference/api.md": api,
+        "llms.txt": llms,  # last: it has the titles of the others
+    }
     for name, make in made.items():
         path, text = DOCS / name, make()
         if not path.exists() or path.read_text(encoding="utf-8") != text:

@@ -1,27 +1,16 @@
-"""How commands end, and the JSON documents that they write, held against their description."""
+"""How commands end, and the JSON documents that they write, held against their schemas."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-DESCRIPTION = Path(__file__).parents[1] / "docs" / "reference" / "json.md"
-_KEYS_ARE_DATA = {"json_schema", "texts", "messages", "tools", "chat_template_kwargs"}  # texts: names of arms
-PROVENANCE = {
-    "outrider",
-    "commit",
-    "python",
-    "torch",
-    "transformers",
-    "platform",
-    "processor",
-    "device",
-    "num_threads",
-    "num_processes",
-    "argv",
-    "time",
-}
+from documents import check, check_lines
+from outrider.schemas.titles import title_of
+
+_WITHOUT_MODELS = "models", "analyze", "export", "costs"
+_LINES = {"generate": "generate-output", "replay": "rounds"}  # of --output
 
 
 @dataclass(frozen=True)
@@ -44,26 +33,41 @@ class Ended:
 Outrider = Callable[..., Ended]
 
 
-def keys_of(value: Any) -> set[str]:
-    """Every key in a document, at any depth."""
-    if isinstance(value, list):
-        return {key for item in value for key in keys_of(item)}
-    if not isinstance(value, dict):
-        return set()
-    inner = {key for name, item in value.items() if name not in _KEYS_ARE_DATA for key in keys_of(item)}
-    return set(value) | inner
-
-
 def only_document(text: str, command: str) -> dict[str, Any]:
-    """The one document that a text is: with provenance, and without a key that is not described."""
+    """The one document that a text is: of its schema, and with the type of the model that ran."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
 
     document: dict[str, Any] = json.loads(text, parse_constant=refuse)
-    assert document["schema"] == f"outrider/{command}/1"
-    has_model = command not in ("models", "analyze", "export", "costs") and "what_if" not in document["options"]
-    assert set(document["provenance"]) == PROVENANCE | ({"dtype"} if has_model else set())
-    description = DESCRIPTION.read_text(encoding="utf-8")
-    assert [key for key in sorted(keys_of(document)) if f"`{key}`" not in description] == []
+    assert document["schema"] == title_of(command)
+    check(document, command)
+    has_model = command not in _WITHOUT_MODELS and "what_if" not in document["options"]
+    assert ("dtype" in document["provenance"]) == has_model
     return document
+
+
+def check_written(words: Sequence[str], out: str) -> None:
+    """Hold what a command wrote against the schemas.
+
+    Args:
+        words: of the command line.
+        out: standard output.
+    """
+    values = dict(zip(words, words[1:], strict=False))
+    if target := values.get("--json"):
+        text = out if target == "-" else _text_of(target)
+        if text is not None:
+            document = json.loads(text)
+            check(document, document["schema"].split("/")[1])
+    if output := values.get("--output"):
+        if words[0] in _LINES and values.get("--output-format") != "cumulative":
+            check_lines(_text_of(output) or "", _LINES[words[0]])
+        if words[0] == "record":
+            check(json.loads((Path(output) / "log.json").read_text(encoding="utf-8")), "log")
+            check_lines((Path(output) / "index.jsonl").read_text(encoding="utf-8"), "log-index")
+
+
+def _text_of(file: str) -> str | None:
+    """None of devices and pipes."""
+    return Path(file).read_text(encoding="utf-8") if Path(file).is_file() else None

@@ -19,7 +19,7 @@ LAYERS = """
     __init__ api decoder custom_generate
     decoding drafters scoring requests
     models compile kernels runtime sampling
-    stats text system pages
+    stats text system pages schemas
     records options errors
 """.strip().splitlines()
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}

@@ -66,6 +66,7 @@ def load(
     max_memory: str | None = None,
     tensor_parallel: int | None = None,
     store: str | None = None,
+    allow_pickle: bool = False,
     placement: Placement | None = None,
     draft_placement: Placement | None = None,
     acceptance: str = DEFAULT_ACCEPTANCE,
@@ -90,10 +91,11 @@ def load(
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
-        device, dtype, quantization, device_map, max_memory, tensor_parallel, store: the placement of the target (see
-            ``Placement``); models in memory stay as they are.
+        device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle: the placement of the
+            target (see ``Placement``); models in memory stay as they are.
         placement: the same as one object, in place of these.
-        draft_placement: the placement of the draft; an "auto" device or dtype is the target's.
+        draft_placement: the placement of the draft; an "auto" device or dtype is the target's, and so is
+            ``allow_pickle``.
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, from costs measured on first
             use for each number of rows (about a second each for small models) and cached.
@@ -112,7 +114,7 @@ def load(
         TokenizerMismatch: the draft has too few of the target's tokens. (Those that it lacks are never drafted.)
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
-    by_keywords = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel, store)
+    by_keywords = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle)
     if placement is not None and by_keywords != _ANYWHERE:
         raise OptionError("placement", placement, "give it or the keywords for a device, a dtype ..., not both")
     placement = placement or by_keywords
@@ -135,7 +137,7 @@ def load(
         sampling_defaults=defaults,
         processor=checkpoint.processor,
     )
-    of_draft = (draft_placement or _ANYWHERE).inheriting(placement.device, placement.dtype)
+    of_draft = (draft_placement or _ANYWHERE).inheriting(placement)
     drafter = load_drafter(
         plain,
         draft,
@@ -184,12 +186,12 @@ def load_drafter(
         raise OptionError("draft", draft, f"{model!r} takes no options: a model, a head and 'mtp' do")
     if model == MTP:
         _check_placement(placement, decoder.target)
-        return ChainDrafter(load_mtp_of(decoder.target), options)
+        return ChainDrafter(load_mtp_of(decoder.target, allow_pickle=placement.allow_pickle), options)
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
         if is_head(spec):
             _check_placement(placement.over(spec), decoder.target)
-            head = load_head(spec, decoder.target)
+            head = load_head(spec, decoder.target, allow_pickle=placement.allow_pickle)
             return (BlockDrafter if isinstance(head.model, BlockHead) else ChainDrafter)(head, options)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file, shares_with=shares_with)
     num_tokens = decoder.target.vocab_size

@@ -99,7 +99,8 @@ class ModelCorrupt(ModelError):
 
 
 class UnsupportedModel(ModelError):
-    """Unsupported model: its cache cannot be rolled back, it needs code of its own, or it is a part of a model."""
+    """Unsupported model: its cache cannot be rolled back, it needs code of its own, its weights are pickled, or it is
+    a part of a model."""
 
 
 class CompileError(ModelError):

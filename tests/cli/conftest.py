@@ -13,7 +13,7 @@ import torch
 import typer.main
 
 import outrider.api
-from commands import Ended, Outrider
+from commands import Ended, Outrider, check_written
 from outrider.cli.app import main
 from outrider.models.loading import load_checkpoint
 
@@ -49,7 +49,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
 
 @pytest.fixture(name="outrider")
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Outrider:
-    """Run a command with these arguments."""
+    """Run a command with these arguments. If it succeeds, what it wrote is held against the schemas."""
 
     def ended(*arguments: object, stdin: bytes | io.StringIO = b"") -> Ended:
         monkeypatch.setattr(sys, "argv", ["outrider", *map(str, arguments)])
@@ -59,6 +59,8 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         with pytest.raises(SystemExit) as stop:
             main()
         captured = capsys.readouterr()
+        if stop.value.code in (0, None):
+            check_written([*map(str, arguments)], captured.out)
         return Ended(int(stop.value.code or 0), captured.out, captured.err)
 
     return ended

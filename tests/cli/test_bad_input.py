@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM
 
-from commands import Outrider
+from commands import Outrider, only_document
 from pairs import broken_model, random_llama, save, word_tokenizer
 from toys import random_model
 
@@ -69,6 +71,18 @@ def test_corrupt_weights(refused: Refused, tmp_path: Path, option: str) -> None:
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert f"the weights of {folder} cannot be read" in refused("generate", "Once", option, folder)
+
+
+@pytest.mark.parametrize("option", ["--target", "--draft"])
+def test_pickled_weights(outrider: Outrider, refused: Refused, tmp_path: Path, option: str) -> None:
+    folder = save(tmp_path / "model", random_llama())
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    pair = {"--target": save(tmp_path / "other", random_llama()), option: folder, "--draft": folder}
+    words = ("generate", "w1", "-n", 2, *(word for item in pair.items() for word in item))
+    assert "pytorch_model.bin, a pickle" in refused(*words)
+    allowed = outrider(*words, "--allow-pickle", "--json", "-")
+    assert only_document(allowed.out, "generate")["options"]["allow_pickle"] is True
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=COMMAND_IDS)

@@ -81,7 +81,7 @@ def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
         "Generate": ["generate", "chat", "serve", "compare", "latency", "compile", "costs"],
         "Choose a draft": ["models", "plan", "alpha", "record", "replay", "analyze", "shapes"],
         "Train": ["distill"],
-        "Hand over": ["export"],
+        "Hand over": ["export", "schema"],
         "Trust and score": ["certify", "certify-samples", "divergence", "eval"],
     }
 

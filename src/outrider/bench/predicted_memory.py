@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -132,7 +133,9 @@ class Predictor:
         return Memory(weights, self._cache // parallel, self._prefill, self._verify)
 
 
-def head_memory(spec: ModelSpec | None, target: ModelSpec, work: Workload, dtype: torch.dtype) -> Memory:
+def head_memory(
+    spec: ModelSpec | None, target: ModelSpec, work: Workload, dtype: torch.dtype, *, allow_pickle: bool = False
+) -> Memory:
     """Predict the memory of a head beside its target: weights of its own, and its cache. Its checkpoint is read; the
     target is a skeleton, so that an embedding in the checkpoint counts even if it is the target's.
 
@@ -148,7 +151,8 @@ def head_memory(spec: ModelSpec | None, target: ModelSpec, work: Workload, dtype
         bare = skeleton(config, dtype)
     width = config.get_text_config(decoder=True).vocab_size
     lm = LM(bare, name=target.name, vocab_size=width, context_len=context_len(config))
-    head = load_mtp_of(lm) if spec is None else load_head(spec, lm)
+    load = load_mtp_of if spec is None else partial(load_head, spec)
+    head = load(lm, allow_pickle=allow_pickle)
     borrowed = {id(tensor) for tensor in _tensors(bare)}
     weights = {id(tensor): tensor.nbytes for tensor in _tensors(head.model) if id(tensor) not in borrowed}
     num_beyond = head.model.block_size if isinstance(head.model, BlockHead) else 0

@@ -27,6 +27,7 @@ from outrider.cli.commands import (
     plan,
     record,
     replay,
+    schema,
     serve,
     shapes,
 )
@@ -58,7 +59,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "shapes": shapes.shapes,
     },
     "Train": {"distill": distill.distill},
-    "Hand over": {"export": export.export},
+    "Hand over": {"export": export.export, "schema": schema.schema},
     "Trust and score": {
         "certify": certify.certify,
         "certify-samples": certify_samples.certify_samples,

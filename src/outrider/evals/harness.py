@@ -325,6 +325,7 @@ def load_lm(
     models_file: str | None = None,
     batch_size: int = 1,
     seed: int = 0,
+    allow_pickle: bool = False,
 ) -> OutriderLM:
     """Load a harness model by name. Arguments: see ``outrider.load`` and ``OutriderLM``.
 
@@ -340,6 +341,7 @@ def load_lm(
         num_draft_tokens=num_draft_tokens,
         compile=compile,
         models_file=None if models_file is None else Path(models_file),
+        allow_pickle=allow_pickle,
     )
     return OutriderLM(decoder, batch_size=batch_size, seed=seed)
 

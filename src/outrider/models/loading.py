@@ -36,6 +36,7 @@ from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.memory_fit import check_fits, fastest_with_room, forms, room_of, stored_bytes
 from outrider.models.notices import without_bars, without_notices
 from outrider.models.parallel import check_shares, num_shares
+from outrider.models.pickled import check_unpickled
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
 from outrider.models.probe import probe
 from outrider.models.quantize import (
@@ -111,6 +112,8 @@ def load_checkpoint(
     with _loading(spec, f"model on {device}"):
         if spec.adapter is not None:
             check_mergeable(name, placed, size, method)
+        if not placed.allow_pickle:
+            check_unpickled(spec, config)
         check_quantization(name, placed.quantization or "none", method)
         without_outliers(config)
         rounds = placed.quantization == ROUNDS_ROWS
@@ -171,6 +174,7 @@ def load_checkpoint(
             check_missing(spec.location, missing, [])
             model.generation_config = generation_config_of(spec) or model.generation_config
         else:
+            how["use_safetensors"] = None if placed.allow_pickle else True
             model = _from_pretrained(name, spec, config, how)
         on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
         if on_disk:

@@ -42,6 +42,7 @@ class Placement:
             be compiled, all weights are tensors of ``dtype``. Results differ in the order of sums.
         max_memory: limits of a device map: "0=20GiB,1=20GiB,cpu=60GiB".
         tensor_parallel: number of processes that share each layer (``torchrun``).
+        allow_pickle: read weights from a pickled file (pytorch_model.bin) where there are no others.
     """
 
     device: str = "auto"
@@ -51,6 +52,7 @@ class Placement:
     max_memory: str | None = None
     tensor_parallel: int | None = None
     store: str | None = None
+    allow_pickle: bool = False
 
     def over(self, spec: ModelSpec) -> Placement:
         """Fill in open choices from the spec, and check all.
@@ -66,6 +68,7 @@ class Placement:
             max_memory=self.max_memory or (spec.max_memory if self.device_map is None else None),
             tensor_parallel=spec.tensor_parallel if self.tensor_parallel is None else self.tensor_parallel,
             store=self.store or spec.store or "auto",
+            allow_pickle=self.allow_pickle,
         )
         if placed.dtype != "auto" and placed.dtype not in DTYPES:
             raise OptionError("dtype", placed.dtype, f"choose auto, {', '.join(DTYPES)}")
@@ -80,10 +83,14 @@ class Placement:
             raise OptionError("max_memory", placed.max_memory, "it limits a device map: choose --device-map auto")
         return placed
 
-    def inheriting(self, device: str, dtype: str) -> Placement:
-        """Placement of a draft: the target's device and dtype, unless chosen."""
-        own_device = device if self.device == "auto" else self.device
-        return replace(self, device=own_device, dtype=dtype if self.dtype == "auto" else self.dtype)
+    def inheriting(self, target: Placement) -> Placement:
+        """Placement of a draft: the target's device and dtype, unless chosen. If pickles are allowed, then for both."""
+        return replace(
+            self,
+            device=target.device if self.device == "auto" else self.device,
+            dtype=target.dtype if self.dtype == "auto" else self.dtype,
+            allow_pickle=self.allow_pickle or target.allow_pickle,
+        )
 
     def name_of(self, spec: ModelSpec) -> str:
         """Model name, with the quantization unless the name implies it."""

@@ -22,8 +22,9 @@ from torch import Tensor
 
 from outrider.options import Sampling
 from outrider.records import FinishReason
+from outrider.schemas.titles import title_of
 
-SCHEMA = "outrider/log/1"
+SCHEMA = title_of("log")
 HEADER, INDEX = "log.json", "index.jsonl"
 REMEDY = "take the log from a copy, or remove the folder and record again"
 _SAMPLING = (

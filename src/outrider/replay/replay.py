@@ -133,6 +133,7 @@ def load_draft(
     dtype: str = "auto",
     models_file: Path | None = None,
     corpus: Sequence[Path] = (),
+    allow_pickle: bool = False,
 ) -> Drafter:
     """Load a draft to replay on a log.
 
@@ -151,7 +152,7 @@ def load_draft(
     model, options = split_name(name)
     if looks_up(name) or model == MTP or is_head(resolve(model, models_file)):
         raise OptionError("--draft", name, _IN_ROUNDS)
-    loaded = load(model, device=device, dtype=dtype, models_file=models_file)
+    loaded = load(model, device=device, dtype=dtype, models_file=models_file, allow_pickle=allow_pickle)
     lm = loaded.target
     if loaded.tokenizer is not None and header.tokenizer not in (None, fingerprint(loaded.tokenizer)):
         raise TokenizerMismatch(

@@ -10,7 +10,7 @@ import typer
 from outrider.cli.shared.completion import complete_target
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
-from outrider.cli.shared.pair_options import set_threads
+from outrider.cli.shared.pair_options import AllowPickleOption, set_threads
 from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
@@ -108,6 +108,7 @@ def distill(
             rich_help_panel=_MACHINE,
         ),
     ] = None,
+    allow_pickle: AllowPickleOption = False,
     json_target: JsonOption = None,
 ) -> None:
     """Train a draft to match the target's distribution. Checks measure alpha and tokens per second."""
@@ -137,7 +138,7 @@ def distill(
     budget = Budget(steps, None if minutes is None else 60 * minutes)
     recipe = Recipe(loss, batch_size, learning_rate, patience, seed)
     processes = PartialState()  # before loading the target: under `accelerate launch` it sets this process's GPU
-    decoder = load(target, device=device, models_file=models)
+    decoder = load(target, device=device, models_file=models, allow_pickle=allow_pickle)
     lm = decoder.target
     if lm.device.type == "cuda" and lm.device.index not in (None, processes.device.index or 0):
         raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, as the trainer does")
@@ -147,7 +148,7 @@ def distill(
         raise OptionError("--draft-vocab", draft_vocab, f"{lm.name} has {lm.vocab_size} tokens")
     student: Student | None = None
     if kind == "model":
-        draft = _new_draft(decoder, init, layers, hidden_size, intermediate_size, seed, length, models)
+        draft = _new_draft(decoder, init, layers, hidden_size, intermediate_size, seed, length, models, allow_pickle)
         student = ModelStudent(lm, draft, decoder.tokenizer)
     text = None if data is None else _text(decoder, data, length, written_fraction)
     options: dict[str, Any] = {
@@ -206,14 +207,15 @@ def distill(
     console.print(f"Best: {_line(best)}")
     print_command(console, f"outrider generate --target {target} --draft {output}", style="")
     if processes.is_main_process:
+        machine = {"device": device, "threads": threads, "allow_pickle": allow_pickle}
         body = {
             "checks": [check.to_json() for check in checks],
             "best": best.to_json(),
             "num_params": num_params,
             "num_held_out": len(held_out),
         }
-        write_json(json_target, "distill", options | {"device": device, "threads": threads}, body, lm)
-        write_json(str(output / "distill.json"), "distill", options | {"device": device, "threads": threads}, body, lm)
+        write_json(json_target, "distill", options | machine, body, lm)
+        write_json(str(output / "distill.json"), "distill", options | machine, body, lm)
 
 
 def _check_kind(
@@ -267,6 +269,7 @@ def _new_draft(
     seed: int,
     length: int,
     models: Path | None,
+    allow_pickle: bool,
 ) -> Any:
     """Draft to train, in float32.
 
@@ -290,7 +293,8 @@ def _new_draft(
         return draft
     if (layers, hidden_size, intermediate_size) != (None, None, None):
         raise OptionError("--init", init, "an existing draft has its own shape: leave out the sizes")
-    checkpoint = load_checkpoint(resolve(init, models), Placement(str(decoder.target.device), "float32", store="plain"))
+    placement = Placement(str(decoder.target.device), "float32", store="plain", allow_pickle=allow_pickle)
+    checkpoint = load_checkpoint(resolve(init, models), placement)
     if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
         check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
     if length > context_len(checkpoint.model.config):

@@ -10,6 +10,7 @@ import typer
 from outrider.cli.shared.completion import complete_draft, complete_target
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import FILE_WIDTH, check_json_target, console_for, print_table, write_json
+from outrider.cli.shared.pair_options import AllowPickleOption
 from outrider.errors import OptionError, OutriderError
 from outrider.options import check_num_draft_tokens, looks_up
 
@@ -48,6 +49,7 @@ def models(
     ] = 4,
     devices: Annotated[str, typer.Option(help="With --target: tensor-parallel sizes, like 1,2,4,8.")] = "1",
     dtype: Annotated[str, typer.Option(help="Assumed dtype: float64, float32, bfloat16 or float16.")] = "bfloat16",
+    allow_pickle: AllowPickleOption = False,
     json_target: JsonOption = None,
 ) -> None:
     """List the known models, with their memory. Add your own names in a TOML file.
@@ -118,7 +120,8 @@ def models(
         work = Workload(context, batch_size, num_draft_tokens)
         rows = [row for spec in specs for row in _forms(spec, work, dtype, sizes)]
         if head is not None or draft == MTP:
-            rows.append(_row(draft, dtype, "none", 1, head_memory(head, specs[0], work, DTYPES[dtype]), None))
+            memory_of_head = head_memory(head, specs[0], work, DTYPES[dtype], allow_pickle=allow_pickle)
+            rows.append(_row(draft, dtype, "none", 1, memory_of_head, None))
         for name in dict.fromkeys(row["name"] for row in rows):
             print_table(console, _predicted(name, [row for row in rows if row["name"] == name], work))
         console.print("The total has the larger of prefill and verify; fits here: without other models.", style="dim")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO
 
@@ -140,15 +141,17 @@ def replay(
     names = drafts.names(header.target)
     if output_format == "cumulative" and len(names) * len(ks) > 1:
         raise OptionError("--output-format", output_format, "it holds one draft and one K: give one of each")
-    device, dtype, models, corpus = drafts.device, drafts.dtype, drafts.models, drafts.corpus or ()
+    alone = partial(
+        load_draft,
+        header=header,
+        device=drafts.device,
+        dtype=drafts.dtype,
+        models_file=drafts.models,
+        corpus=drafts.corpus or (),
+        allow_pickle=drafts.allow_pickle,
+    )
     loaded: list[tuple[str, Drafter]] = [
-        (
-            name,
-            load_draft(name, header, device=device, dtype=dtype, models_file=models, corpus=corpus)
-            if pair is None or decoder is None
-            else pair.load_draft(decoder, name),
-        )
-        for name in names
+        (name, alone(name) if pair is None or decoder is None else pair.load_draft(decoder, name)) for name in names
     ]
     rounds = _Rounds(drafts.acceptance, ks, seed)
     summaries: list[Summary] = []

@@ -36,6 +36,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "export --to transformers --output out",
         f"export {_PAIR} --to vllm --output out",
     ),
+    "schema": ("schema compare", "schema generate-output"),
     "certify": ("certify --html certificate.html", f"certify {_PAIR} --budget 5m"),
     "certify-samples": (
         "certify-samples qwen3-8b samples.jsonl --draft qwen3-0.6b",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.errors import OptionError
+from outrider.schemas.titles import title_of
 from outrider.system.files import check_writable, write_text
 
 if TYPE_CHECKING:
@@ -178,14 +179,14 @@ def make_document(
     *,
     origin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Document of a command, as it reads back from JSON (docs/reference/json.md).
+    """Document of a command, as it reads back from JSON (outrider.schemas).
 
     Args:
         target: the model that ran, if any; its device and dtype go into the provenance.
         origin: the provenance, if the model ran in another process.
     """
     origin = origin_of(target) if origin is None else origin
-    return _as_read({"schema": f"outrider/{command}/1", "options": options, **body, "provenance": origin})
+    return _as_read({"schema": title_of(command), "options": options, **body, "provenance": origin})
 
 
 def origin_of(target: LM | None) -> dict[str, Any]:
@@ -228,8 +229,9 @@ def json_text(value: Any, indent: int | None = None) -> str:
 def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Options of a command, as they read back from its document."""
     options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
-    if pair.corpus is None:  # older files, which a run may continue, do not name it
-        del options["corpus"]
+    for name in ("corpus", "allow_pickle"):  # older files, which a run may continue, do not name them
+        if not options[name]:
+            del options[name]
     if sampling.get("logit_bias") is not None:
         options["logit_bias"] = [f"{token_id}={float(bias)!r}" for token_id, bias in sampling["logit_bias"].items()]
     return _as_read(options)

@@ -175,6 +175,14 @@ class PairOptions:
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Read weights from pickled files (pytorch_model.bin), too, if you trust their authors.",
+            rich_help_panel=MACHINE_PANEL,
+        ),
+    ] = False
     compile: Annotated[
         bool | None,
         typer.Option(
@@ -226,8 +234,8 @@ class PairOptions:
             value, name = getattr(self, option.name), f"--{option.name.replace('_', '-')}"
             if option.name in ("target", "draft") or value == option.default:
                 continue
-            if option.name == "compile":
-                words.append(name if value else "--no-compile")
+            if isinstance(value, bool):
+                words.append(name if value else f"--no-{option.name}")
             else:
                 values = value if isinstance(value, list) else [value]
                 words += [word for one in values for word in (name, str(one))]
@@ -281,7 +289,8 @@ class PairOptions:
         """The target's placement."""
         from outrider.models.placement import Placement
 
-        return Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory, store=self.store)
+        plain = Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory)
+        return replace(plain, store=self.store, allow_pickle=self.allow_pickle)
 
     @property
     def draft_placement(self) -> Placement:
@@ -295,6 +304,7 @@ class PairOptions:
             device_map=self.draft_device_map,
             max_memory=self.draft_max_memory,
             store=self.store,
+            allow_pickle=self.allow_pickle,
         )
 
     def against(self, name: str) -> PairOptions:
@@ -356,6 +366,7 @@ class MachineOptions:
     max_memory: Annotated[str | None, _of_pair("max_memory")] = None
     store: Annotated[str | None, _of_pair("store")] = None
     threads: Annotated[int | None, _of_pair("threads")] = None
+    allow_pickle: Annotated[bool, _of_pair("allow_pickle")] = False
     compile: Annotated[bool | None, _of_pair("compile")] = None
 
     def load(self, target: str, num_tokens: int = 0) -> Decoder:
@@ -374,6 +385,7 @@ class DraftOptions:
     device: Annotated[str, _of_pair("device")] = "auto"
     dtype: Annotated[str, _of_pair("dtype")] = "auto"
     threads: Annotated[int | None, _of_pair("threads")] = None
+    allow_pickle: Annotated[bool, _of_pair("allow_pickle")] = False
 
     def names(self, target: str) -> list[str]:
         """See ``PairOptions.draft_names``."""
@@ -381,6 +393,7 @@ class DraftOptions:
 
 
 TargetOption = Annotated[str, _of_pair("target")]
+AllowPickleOption = Annotated[bool, _of_pair("allow_pickle")]
 
 
 def single_k(

@@ -14,11 +14,13 @@ from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import FileError, OptionError
 from outrider.options import CONSTRAINTS
+from outrider.schemas.titles import title_of
 from outrider.system.files import read_text
 
 # Options that 0.1.0 did not have.
 _LATER: dict[str, Any] = {
     "corpus": None,
+    "allow_pickle": False,
     "chat": False,
     "system": None,
     "chat_template_kwargs": None,
@@ -72,7 +74,7 @@ def read_certificate(
     """
     try:
         document = json.loads(read_text(path))
-        is_one = isinstance(document, dict) and document.get("schema") == "outrider/certify/1"
+        is_one = isinstance(document, dict) and document.get("schema") == title_of("certify")
         if not is_one:
             raise FileError(f"{path} is not a certificate: give a file written by outrider certify --json")
         options = _LATER | document["options"]

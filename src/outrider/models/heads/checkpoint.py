@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from outrider.errors import ModelCorrupt, ModelNotFound
+from outrider.models.pickled import OLD, check_old_file
 
-_WHOLE, _INDEX, _OLD = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+_WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def read_config(location: str) -> dict[str, Any]:
@@ -73,12 +74,13 @@ class StoredTensors:
         return found
 
 
-def open_tensors(location: str) -> StoredTensors:
-    """Find the tensors of a folder or hub repository. Of safetensors only headers are read; an old file is read whole,
-    once.
+def open_tensors(location: str, *, allow_pickle: bool = False) -> StoredTensors:
+    """Find the tensors of a folder or hub repository. Of safetensors only headers are read; a pickled file is read
+    whole, once.
 
     Raises:
         ModelNotFound: there are no weights.
+        UnsupportedModel: they are pickled.
         ModelCorrupt
     """
     import torch
@@ -92,11 +94,13 @@ def open_tensors(location: str) -> StoredTensors:
             home: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             files = {file: [name for name in home if home[name] == file] for file in sorted(set(home.values()))}
             return StoredTensors(location, files)
-    if (old := _file(location, _OLD)) is not None:
+    if not allow_pickle:
+        check_old_file(location)
+    elif (old := _file(location, OLD)) is not None:
         with _reading(old):
             loaded = torch.load(old, map_location="cpu", weights_only=True)
-            return StoredTensors(location, {_OLD: list(loaded)}, loaded)
-    raise ModelNotFound(f"{location} has no weights: neither {_WHOLE}, {_INDEX} nor {_OLD}")
+            return StoredTensors(location, {OLD: list(loaded)}, loaded)
+    raise ModelNotFound(f"{location} has no weights: neither {_WHOLE}, {_INDEX} nor {OLD}")
 
 
 def _file(location: str, name: str) -> Path | None:

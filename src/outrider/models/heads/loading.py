@@ -37,17 +37,17 @@ def is_head(spec: ModelSpec) -> bool:
     return head_named(read_config(spec.location)) is not None
 
 
-def load_head(spec: ModelSpec, target: LM) -> LM:
+def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
     """Load a head for a target, in the target's type and on its device.
 
     Raises:
-        UnsupportedModel: a head of another kind, or this target has none.
+        UnsupportedModel: a head of another kind, this target has none, or the weights are pickled.
         ModelCorrupt: it does not fit the target, or is incomplete.
         ModelNotFound
     """
     check_target(target)
     stated = read_config(spec.location)
-    stored = open_tensors(spec.location)
+    stored = open_tensors(spec.location, allow_pickle=allow_pickle)
     kind = kind_of_head(stored.names)
     if kind is None:
         thing = head_named(stated) or "a head"
@@ -56,7 +56,7 @@ def load_head(spec: ModelSpec, target: LM) -> LM:
         return head_lm(_LOADERS[kind](stored.read(), stated, spec.name, target), spec.name, target)
 
 
-def load_mtp_of(target: LM) -> LM:
+def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
     """Load the MTP layer of a target's checkpoint.
 
     Raises:
@@ -71,7 +71,7 @@ def load_mtp_of(target: LM) -> LM:
             f"{target.name} is a model in memory that was not loaded from files: it has no MTP layers"
         )
     with _building(f"the MTP layer of {target.name}"):
-        return head_lm(load_mtp(location, target), f"{target.name}:{MTP}", target)
+        return head_lm(load_mtp(location, target, allow_pickle=allow_pickle), f"{target.name}:{MTP}", target)
 
 
 @contextmanager

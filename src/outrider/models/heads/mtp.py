@@ -99,7 +99,7 @@ class MtpHead(ChainHead):
         return self.lm_head(output), output
 
 
-def load_mtp(location: str, target: LM) -> MtpHead:
+def load_mtp(location: str, target: LM, *, allow_pickle: bool = False) -> MtpHead:
     """Load the first MTP layer of a target's checkpoint.
 
     Args:
@@ -113,7 +113,7 @@ def load_mtp(location: str, target: LM) -> MtpHead:
     model: Any = target.model
     config = model.config.get_text_config(decoder=True)
     num_layers = config.num_hidden_layers
-    stored = open_tensors(location)
+    stored = open_tensors(location, allow_pickle=allow_pickle)
     prefixes = [
         match.group()
         for name in stored.names
