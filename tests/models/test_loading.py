@@ -34,6 +34,7 @@ from transformers import (
 
 import outrider
 from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, OptionError, UnsupportedModel
+from outrider.models.heads.checkpoint import read_config
 from outrider.models.loading import context_len, load_checkpoint, weights_checksum
 from outrider.models.placement import pick_device
 from outrider.models.registry import ModelSpec
@@ -118,6 +119,13 @@ def test_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
     message = refusal("nobody-here/no-such-model", ModelNotFound)
     assert "cannot be fetched, and is not in the local cache" in message
     assert "check its name and the network, or give a local folder" in message
+
+
+def test_the_configuration_of_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An offline hub's error is also one of missing files."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelNotFound, match=r"config\.json of 'nobody-here/no-such-model' cannot be fetched"):
+        read_config("nobody-here/no-such-model")
 
 
 def test_a_folder_without_a_model(tmp_path: Path) -> None:

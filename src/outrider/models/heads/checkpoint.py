@@ -109,13 +109,13 @@ def _file(location: str, name: str) -> Path | None:
         path = Path(location) / name
         return path if path.is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:
         return Path(hf_hub_download(location, name))
-    except EntryNotFoundError:
-        return None
     except Exception as error:  # of networks and hubs, many types
+        if isinstance(error, EntryNotFoundError) and not isinstance(error, LocalEntryNotFoundError):
+            return None
         reason = " ".join(str(error).split())[:300]
         raise ModelNotFound(f"{name} of {location!r} cannot be fetched ({reason})") from None
 
