@@ -320,9 +320,12 @@ def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Su
             "-" if alpha is None else _alpha_text(alpha),
         )
     print_table(console, table)
+    has_bounds = any(one.upper for _, one in arms) or any(
+        one.alpha is not None and _has_range(one.alpha) for one in summaries.values()
+    )
     console.print(
         "tau: tokens per round, expected given the log, with an interval over the prompts; alpha: E sum min(p, q)"
-        + ("; a to b: bounds from the recorded part of p" if any(one.upper for _, one in arms) else ""),
+        + ("; a to b: bounds from the recorded part of p" if has_bounds else ""),
         style="dim",
     )
 
@@ -333,4 +336,8 @@ def _percent(rate: float | None) -> str:
 
 def _alpha_text(alpha: AlphaRange) -> str:
     low, high = alpha.low.value, alpha.high.value
-    return f"{low:.3f}" if high - low < 5e-4 else f"{alpha.estimate.value:.3f} ({low:.3f} to {high:.3f})"
+    return f"{alpha.estimate.value:.3f} ({low:.3f} to {high:.3f})" if _has_range(alpha) else f"{low:.3f}"
+
+
+def _has_range(alpha: AlphaRange) -> bool:
+    return alpha.high.value - alpha.low.value >= 5e-4
