@@ -15,6 +15,7 @@ from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from torch import Tensor
 
     from outrider.decoder import Decoder
@@ -201,7 +202,7 @@ def distill(
             budget,
             save_dtype=stored_dtype(resolve(target, models)),
             on_step=on_step,
-            on_check=lambda check: console.print(_line(check)),
+            on_check=lambda check: _print_above_bar(console, _line(check)),
         )
     best = max(checks, key=lambda check: check.mean_alpha)
     console.print(f"Best: {_line(best)}")
@@ -342,6 +343,14 @@ def _data(
     sequences, held_out = hold_out_written(*read_sequences(folder, num_sequences=written, length=length))
     trained_on = None if written_fraction == 1 else text
     return Mixture(trained_on, sequences, length, written_fraction, seed, start), held_out
+
+
+def _print_above_bar(console: Console, line: str) -> None:
+    """Print a line. On a terminal it goes through sys.stdout, which a progress bar replaces to make room."""
+    if console.is_terminal and not console.quiet:
+        print(line)
+    else:
+        console.print(line)
 
 
 def _line(check: Check) -> str:
