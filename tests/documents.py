@@ -32,7 +32,7 @@ def check(document: Any, name: str) -> None:
 
 
 def check_lines(text: str, name: str) -> None:
-    for line in text.splitlines():
+    for line in filter(None, text.split("\n")):  # texts may have other line separators
         check(json.loads(line), name)
 
 

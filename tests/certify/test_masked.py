@@ -80,6 +80,8 @@ def test_the_exact_layer_sees_the_masks(rule: Rule) -> None:
 
 def _unmasked(rows: Rows, k: int, draft: Draft) -> Draft:
     """Drafts are drawn under the masks, while q without them is reported."""
+    if draft.ids.shape[1] == 0:
+        return draft
     before = torch.cat((rows.last_ids[:, 1:], draft.ids[:, :-1]), dim=1)
     return replace(draft, probs=DRAFTER.lm.model.table[before].softmax(-1))
 

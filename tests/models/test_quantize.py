@@ -40,10 +40,12 @@ def test_a_quantized_target_speaks_for_itself(quantization: str) -> None:
     assert quantized_share(plain.target.model) > 0.8
     pair = outrider.load("fable", "fable-draft", quantization=quantization)
     assert pair.target.name == plain.target.name
+    text, alone = (tokens(decoder, temperature=0) for decoder in (pair, plain))
+    if quantization != "8bit":  # which rounds activations, so that one last bit may become a step of a scale
+        assert text == alone
+    # After a forward, in which bitsandbytes rearranges the weights of nf4.
     assert weights_checksum(pair.target.model) == weights_checksum(plain.target.model)
     assert weights_checksum(pair.target.model) != weights_checksum(loaded("fable").target.model)
-    if quantization != "8bit":  # which rounds activations, so that one last bit may become a step of a scale
-        assert tokens(pair, temperature=0) == tokens(plain, temperature=0)
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
