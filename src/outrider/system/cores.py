@@ -49,6 +49,7 @@ def _fast(root: Path, allowed: Set[int]) -> set[int]:
 def _quota(root: Path) -> int:
     """Processors that the control groups of this process allow to be busy all the time; a part of one is not used."""
     most = sys.maxsize
+    files: tuple[str, ...]
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
         if controllers == "":  # version 2
