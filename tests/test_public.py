@@ -37,7 +37,7 @@ for chunk in decoder.stream("Once", temperature=0.5, seed=1, stop=["."]):
     assert_type(chunk.text, str)
 sampling = outrider.Sampling(max_new_tokens=5)
 (completion,) = decoder.generate(["The king"], sampling, n=1, max_new_tokens=3)
-assert_type(completion.stats.mean_acceptance_length, float)
+assert_type(completion.stats.mean_acceptance_length, float | None)
 answer = decoder.chat([{"role": "user", "content": "Hello"}], system="Be brief.")
 assert_type(answer, outrider.Completion)
 for index, result in decoder.complete(["a", ("b", {"seed": 1})]):
