@@ -1,8 +1,8 @@
 // Products of few rows with weights in blocks (blocks.h), after the rows are rounded to 8 bits.
 //
 // CHUNK numbers of a row of x become integers between -127 and 127 with one scale, so a row's result depends on that row
-// alone. A lane of a vector is a row of the weights: LANES of them are rearranged in the nearest cache, four integers of
-// each in a vector, once for all rows of x (weight_chunks.h). Products of integers are summed exactly over the numbers
+// alone. A lane of a vector is a row of the weights: LANES of them are rearranged, four integers of each in a vector, in
+// registers for one row of x, else in the nearest cache, once for all rows (weight_chunks.h). Products of integers are summed exactly over the numbers
 // that share a scale, and then in float32, one after the other; so all processors with fused multiply-add get the same
 // bits.
 #pragma once
@@ -29,7 +29,7 @@ struct RoundedRows {
   struct alignas(64) Chunk {
     int32_t words[CHUNK / 4];         // the integers
     int32_t sums[NUM_GROUPS];         // of those of each 32 numbers
-    float whole_sums[NUM_GROUPS];     // the same
+    float whole_sums[NUM_GROUPS];     // the same, as most products need them
     float half_sums[2 * NUM_GROUPS];  // and of those of each 16
     float scale;
 
@@ -78,7 +78,7 @@ struct RoundedRows {
 template <typename Block, int NUMBER>
 INLINE Ints sums_of_products(const Words* words, const int32_t* x, int32_t sum) {
 #if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
-  // Bytes without a sign: put() adds 128 to integers that have one.
+  // Bytes without a sign: take_apart adds 128 to integers that have one.
   __m512i sums[2] = {_mm512_set1_epi32(HAS_SIGN<Block> ? -128 * sum : 0), _mm512_setzero_si512()};
   UNROLLED for (int j = 0; j < NUMBER; j++) {
     sums[j % 2] = _mm512_dpbusd_epi32(sums[j % 2], (__m512i)words[j], _mm512_set1_epi32(x[j]));

@@ -1,6 +1,8 @@
 // Integers of blocks (blocks.h), rearranged: a lane of a vector is a row of the weights.
 #pragma once
 
+#include <type_traits>
+
 #include "blocks.h"
 
 namespace {
@@ -10,7 +12,7 @@ constexpr int64_t NUM_GROUPS = CHUNK / GROUP;
 constexpr int WORDS = GROUP / 4;  // of four integers each
 constexpr uint32_t EACH_BYTE = 0x01010101;
 
-// How blocks are multiplied: their largest integer (that of Q8_0 has a sign), and the number of scales of 32 numbers.
+// How blocks are multiplied: their largest integer, whether it has a sign, and the number of scales of 32 numbers.
 template <typename Block>
 constexpr int MOST_WHOLE = 15;
 template <>
@@ -24,9 +26,9 @@ constexpr int MOST_WHOLE<Q6_K> = 63;
 template <>
 constexpr int MOST_WHOLE<Q8_0> = 128;
 template <typename Block>
-constexpr bool HAS_SIGN = MOST_WHOLE<Block> == 128;
+constexpr bool HAS_SIGN = std::is_same_v<Block, Q8_0>;
 template <typename Block>
-constexpr int NUM_SCALES = MOST_WHOLE<Block> == 63 ? 2 : 1;
+constexpr int NUM_SCALES = std::is_same_v<Block, Q6_K> ? 2 : 1;
 
 #if VECTOR_BYTES >= 32
 INLINE __m256i two_parts(const void* low, const void* high) {
@@ -116,13 +118,18 @@ INLINE Floats scales_of(At at) {
 //
 // Blocks of 32 numbers: `low_high` has the integers of i and i + 16, `fifth` another bit for each.
 
+// The low four bits of each byte stay, the others go to `high`.
+INLINE void split(Words* four, Words* high) {
+  UNROLLED for (int j = 0; j < 4; j++) {
+    high[j] = four[j] >> 4 & 15 * EACH_BYTE;
+    four[j] &= 15 * EACH_BYTE;
+  }
+}
+
 template <typename At>
 INLINE void put_small(At low_high, Words* wholes) {
   put_words(low_high, wholes);
-  UNROLLED for (int j = 0; j < 4; j++) {
-    wholes[4 + j] = wholes[j] >> 4 & 15 * EACH_BYTE;
-    wholes[j] &= 15 * EACH_BYTE;
-  }
+  split(wholes, wholes + 4);
 }
 
 template <typename At>
@@ -147,7 +154,7 @@ INLINE void take_apart(const Block* const* blocks, int64_t number, Take take) {
   for (int g = 0; g < number; g++) {
     Words wholes[WORDS];
     put_small([=](int c) { return blocks[c][g].low_high; }, wholes);
-    if constexpr (MOST_WHOLE<Block> == 31) put_fifth([=](int c) { return blocks[c][g].fifth; }, wholes);
+    if constexpr (MOST_WHOLE<Block> > 15) put_fifth([=](int c) { return blocks[c][g].fifth; }, wholes);
     const Floats scale = scales_of([=](int c) { return &blocks[c][g].scale; }), offset = offset_of(blocks, g, scale);
     take(g, wholes, &scale, &offset);
   }
@@ -172,12 +179,8 @@ INLINE void take_apart(const Q8_0* const* blocks, int64_t number, Take take) {
 template <typename At>
 INLINE void put_pair(At low_high, Words* wholes) {
   UNROLLED for (int h = 0; h < 2; h++) {
-    Words* to = wholes + 4 * h;
-    put_words([=](int c) { return low_high(c) + 16 * h; }, to, h == 0);
-    UNROLLED for (int j = 0; j < 4; j++) {
-      to[WORDS + j] = to[j] >> 4 & 15 * EACH_BYTE;
-      to[j] &= 15 * EACH_BYTE;
-    }
+    put_words([=](int c) { return low_high(c) + 16 * h; }, wholes + 4 * h, h == 0);
+    split(wholes + 4 * h, wholes + WORDS + 4 * h);
   }
 }
 

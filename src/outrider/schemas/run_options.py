@@ -16,7 +16,7 @@ _PLACEMENT: Keys = {
     "store": of("string or null", "of weights: `auto` or `plain`"),
 }
 _RUN: Keys = {
-    "threads": of("integer or null", "CPU threads; `null`: PyTorch's choice"),
+    "threads": of("integer or null", "CPU threads; `null`: the default"),
     "compile": of("boolean or null", "`null`: decided by the amount of work"),
 }
 ALLOW_PICKLE: Keys = {"allow_pickle": of("boolean", "read pickled weights, too")}
