@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 import outrider.decoding.engine as decode_module
 from outrider.certify.controls import drop_unlikely
 from outrider.compile.cuda_graphs import CapturedExecution
-from outrider.decoding.batch import Batch
+from outrider.decoding.batch import Batch, Head
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
 from outrider.drafters.base import Drafter, NoDrafter, Rows
@@ -28,12 +28,24 @@ from toys import InTurn, StopAt, as_lm, llama_pair, perturbed, request, run, tab
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-LOOKAHEADS = pytest.mark.parametrize("lookahead", [1, 2, 3])
+RUNS_ON = -1
+LOOKAHEADS = pytest.mark.parametrize("lookahead", [1, 2, 3, RUNS_ON])
+
+
+@pytest.fixture(autouse=True)
+def _most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds that run on do so eight at a time, however slow they are."""
+    monkeypatch.setattr(decode_module, "_MOST_WAIT_S", 1e9)
+
+
+def _set(target: LM, lookahead: int) -> None:
+    """Start this many rounds ahead; or as compiled programs do, which also make their own noise."""
+    target.execution.lookahead, target.execution.fuses = max(lookahead, 0), lookahead == RUNS_ON
 
 
 def _pair(lookahead: int, **options: Any) -> tuple[LM, ModelDrafter]:
     target, drafter = llama_pair(**options)
-    target.execution.lookahead = lookahead
+    _set(target, lookahead)
     return target, drafter
 
 
@@ -97,13 +109,13 @@ def spreads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     class Watched(Batch):
-        def view(self, num_rows: int, chosen_k: int, most_unread: int) -> Rows:
-            rows = super().view(num_rows, chosen_k, most_unread)
+        def view(self, head: Head, chosen_k: int, most_unread: int, **options: Any) -> Rows:
+            rows = super().view(head, chosen_k, most_unread, **options)
             wanted = zip(rows.num_wanted.tolist(), rows.most_wanted, strict=True)
             assert all(0 <= num <= most for num, most in wanted)
             for row, length in zip(self.rows, rows.lengths.tolist(), strict=False):
                 if row is not None:
-                    assert row.length <= length <= row.longest(most_unread) <= rows.longest
+                    assert row.length <= length <= min(row.longest(most_unread), rows.longest)
                     found.append(row.longest(most_unread) - row.length)
             return rows
 
@@ -118,7 +130,7 @@ def test_lengths_are_within_their_bounds(
 ) -> None:
     """And pauses do not lose what the draft's cache lacks: with the target as its own draft all tokens stand."""
     target = as_lm(tiny_llama())
-    target.execution.lookahead = lookahead
+    _set(target, lookahead)
     for model in (perturbed(tiny_llama(), 0.1), tiny_llama()):
         spreads.clear()
         drafter = ModelDrafter(as_lm(model, "draft"))
@@ -140,12 +152,12 @@ def test_k_chosen_late_gives_the_same_text() -> None:
                 outputs[row.row] = outputs.get(row.row, ()) + row.token_ids
         return [outputs[row] for row in sorted(outputs)]
 
-    assert texts(2) == texts(0)
+    assert texts(2) == texts(RUNS_ON) == texts(0)
 
 
 def test_plain_decoding_starts_no_round_beyond_a_limit(spreads: list[int]) -> None:
     """Each of its rounds adds one token, so that the host knows when."""
-    for lookahead in (0, 1, 3):
+    for lookahead in (0, 1, 3, RUNS_ON):
         target, drafter = _pair(lookahead)
         spreads.clear()
         (output,) = run(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
@@ -176,13 +188,13 @@ def test_loops_that_take_turns_on_the_same_programs() -> None:
 def test_numbers_that_are_not_finite_are_told_of_the_round_they_were_in() -> None:
     def told(lookahead: int) -> str:
         target, drafter = table_pair(8)
-        target.execution.lookahead = lookahead
+        _set(target, lookahead)
         target.model.table[3] = torch.nan
         with pytest.raises(NumericsError) as caught:
             run(target, drafter, [request((1, 2), seed=3, max_new_tokens=100, temperature=1.5)], REJECTION, 3)
         return str(caught.value)
 
-    assert told(2) == told(0)
+    assert told(2) == told(RUNS_ON) == told(0)
 
 
 class _NothingIsRead(TorchFunctionMode):

@@ -26,6 +26,7 @@ class CompiledExecution(PreparedExecution):
     name = "compiled"
     favoured_k: tuple[int, ...] = (0, 2, 4)  # each K takes two or three programs
     lookahead = 0
+    fuses = True
 
     def __init__(self, *, waits: bool = True, service: CompileService | None = None) -> None:
         super().__init__(waits=waits)

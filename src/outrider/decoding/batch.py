@@ -9,7 +9,7 @@ bound of its length on the device, an upper one is ``Row.longest``, and no shape
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,6 +33,9 @@ def final_length(target: LM, request: Request) -> int:
 def final_room(target: LM, request: Request, max_k: int) -> int:
     """The most tokens that the rounds of a request may commit, prompt included, if each drafts at most ``max_k``."""
     return min(final_length(target, request) + request.drafts_beyond_end * max_k, target.context_len)
+
+
+_KEPT_TOKENS = 64  # that a view may be longer than its rows: more would make views longer than necessary
 
 
 @dataclass(slots=True, eq=False)
@@ -193,6 +196,9 @@ class Batch:
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size = vocab_size
         self._heads: dict[int, Head] = {}
+        self._view: Rows | None = None  # of the last round
+        self._view_of = 0, 0  # its number of rows, and K
+        self._num_kept = 0  # the number of rounds that may still use it
         self.reset_options()
 
     def reset_options(self) -> None:
@@ -204,6 +210,7 @@ class Batch:
     def _note_change(self) -> None:
         """After a change of the rows, or of their options."""
         self._heads.clear()
+        self._view = None
         self.running = [row for row in self.rows if row is not None]
         self.has_constraints = any(row.request.constraint is not None for row in self.running)
 
@@ -246,32 +253,43 @@ class Batch:
         self.settings = self.settings.with_row(slot, row.request.sampling, self._vocab_size)
         self.release(source)
 
-    def view(self, head: Head, chosen_k: int, most_unread: int) -> Rows:
+    def view(
+        self, head: Head, chosen_k: int, most_unread: int, *, view_length: Callable[[int], int] | None = None
+    ) -> Rows:
         """The first slots, as a drafter sees them.
 
         Args:
             chosen_k: the most tokens to draft in rows without a constant K of their own.
             most_unread: the most tokens that unread rounds commit in a row.
+            view_length: rounds up a length, as views are. With it, rounds that differ in the values of tensors alone
+                get the same object, whose users need not derive their arguments anew.
         """
-        most_wanted = [0 if row is None else row.most_drafted(chosen_k) for row in head.rows]
-        longest = [row.longest(most_unread) for row in self.running]
+        if self._view is not None and self._num_kept and self._view_of == (len(head), chosen_k):
+            self._num_kept -= 1
+            return self._view
         most_k = head.most_k(chosen_k)
-        has_room = all(length + most_k <= row.draft_end for length, row in zip(longest, self.running, strict=True))
-        masks = None
+        lengths = [row.longest(most_unread) for row in self.running]
+        room = min(row.draft_end - most_k - length for row, length in zip(self.running, lengths, strict=True))
+        longest, masks, num_kept = max(lengths), None, 0
         if head.constraints is not None:
             masks = Masks(head.constraints, self._vocab_size, head.lengths.device)
-        return Rows(
+        elif view_length is not None:  # until rows draft fewer tokens near their ends, or shapes change
+            end = longest + most_k + 1
+            num_kept = max(0, min(room, view_length(end) - end, _KEPT_TOKENS)) // (most_k + 1)
+        self._view = Rows(
             ids=head.ids,
             lengths=head.lengths,
             last_ids=head.last_ids,
-            num_wanted=head.num_wanted(chosen_k, has_room=has_room),
+            num_wanted=head.num_wanted(chosen_k, has_room=room >= 0),
             settings=head.settings,
             history=head.history,
-            most_wanted=most_wanted,
-            longest=max(longest),
+            most_wanted=[0 if row is None else row.most_drafted(chosen_k) for row in head.rows],
+            longest=longest + num_kept * (most_k + 1),
             masks=masks,
             is_repeatable=head.is_repeatable,
         )
+        self._view_of, self._num_kept = (len(head), chosen_k), num_kept
+        return self._view
 
     def head(self, num_rows: int) -> Head:
         """The first slots."""

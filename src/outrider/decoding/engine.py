@@ -39,11 +39,12 @@ from outrider.records import Request, Round, RowRound, Timing
 from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
 from outrider.runtime.media import prefill_media
-from outrider.sampling.noise import NoiseAhead
+from outrider.sampling.noise import NoiseAhead, NoiseInSteps
 from outrider.sampling.rules import Rule
 from outrider.system.ranks import Agreement
 
 _LOG = logging.getLogger(__name__)
+_MOST_ROUNDS, _MOST_WAIT_S = 8, 0.005  # that are run before the host reads the first of them
 _PATIENCE = 4  # rounds that a single row may keep the batch wider than necessary, before it is moved down
 
 
@@ -129,13 +130,20 @@ class Engine:
         self._batch = Batch(num_slots, self._capacity, schedule.max_k, target.vocab_size, target.device)
         self._cache = target.new_cache(num_slots, self._capacity)
         self._session = drafter.open(num_slots, self._capacity, target.device, schedule.max_k)
-        self._noise = NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
+        self._noise: NoiseAhead | NoiseInSteps = (
+            NoiseInSteps(rule.make_noise, target.vocab_size)
+            if target.execution.fuses
+            else NoiseAhead(rule.make_noise, schedule.max_k, target.vocab_size)
+        )
         # States are advanced by lengths on the host.
         lms = target, *drafter.models
         for lm in lms:
             lm.check_rollback(schedule.max_k)
         must_read = drafter.reads_on_host or any(lm.has_states for lm in lms)
         self._lookahead = 0 if must_read else target.execution.lookahead
+        # Rounds that wait for nothing on the host. In other executions they take long, or run beside the host.
+        self._runs_on = target.execution.fuses and not must_read and target.num_shares == 1
+        self._round_s: float | None = None  # of the last round without a prefill
         self._slots = Slots(num_slots, self._cache.take_over, shares_parts=not self._cache.has_anchors)
         self._verify = target.bind(verify_step)
         self._last_k = -1
@@ -203,6 +211,8 @@ class Engine:
         lookahead = 0 if self._batch.has_constraints else self._lookahead
         while len(self._in_flight) <= lookahead and self._needs_round:
             self._in_flight.append(self._start_round())
+            if len(self._in_flight) == 1:
+                begin_s += self._start_more()
         if not self._in_flight:
             return Round((), Timing()) if self._filling else None  # the prefill counts in the next round's time
         started = self._in_flight.popleft()
@@ -226,9 +236,33 @@ class Engine:
         timing = Timing(prefill_s, draft_s, verify_s, total_s)
         # Ignore unrepresentative times: after a prefill or a change of K, or when going idle.
         is_same_k, self._last_k = self._last_k == started.num_columns, started.num_columns
+        if not started.prefills:
+            self._round_s = timing.decode_s
         if is_same_k and not (started.prefills or is_idle):
             self._schedule.learn_cost(len(started.rows), started.num_columns, timing.decode_s)
         return Round(tuple(row_rounds), timing)
+
+    def _start_more(self) -> float:
+        """Start more rounds before the first one is read, as many as take a few milliseconds: the host's work is then
+        done for all of them at once, while its code and data are in the CPU's caches. They are surplus if rows end
+        before their limit.
+
+        Returns:
+            the seconds that they took
+        """
+        if not self._runs_on or self._batch.has_constraints:
+            return 0.0
+        begin_s = time.perf_counter()
+        num = min(_MOST_ROUNDS, int(_MOST_WAIT_S / self._round_s)) if self._round_s else 1
+        while len(self._in_flight) < num and self._surely_needs_round:
+            self._in_flight.append(self._start_round())
+        return time.perf_counter() - begin_s
+
+    @property
+    def _surely_needs_round(self) -> bool:
+        """Whether an active row needs another round unless it ends before its limit."""
+        most = self._most_unread
+        return any(not row.is_done and row.length + most < row.limit for row in self._batch.running)
 
     def _warn_of_broken_drafts(self, row_rounds: Sequence[RowRound]) -> None:
         """Log it once: it costs speed, and changes no output."""
@@ -383,7 +417,8 @@ class Engine:
         target, batch, execution = self._target, self._batch, self._target.execution
         num_rows = min(execution.round_rows(self._slots.height), len(batch.rows))
         head, chosen_k = batch.head(num_rows), self._schedule.next_k(batch.running, num_rows)
-        rows = batch.view(head, chosen_k, self._most_unread)
+        view_length = execution.round_length if execution.fuses else None
+        rows = batch.view(head, chosen_k, self._most_unread, view_length=view_length)
         k = execution.round_drafts(max(rows.most_wanted), head.most_k(chosen_k))
         noise = self._noise.at(head.seeds, rows.lengths, k)
         mark = drafting = self._clock.mark()

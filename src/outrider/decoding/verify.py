@@ -16,6 +16,7 @@ from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked
+from outrider.sampling.noise import made
 from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
@@ -75,6 +76,7 @@ def verify_step(
     Returns:
         The fields of a ``VerifyResult``, the features only if asked for.
     """
+    noise = made(noise)
     offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
     is_active = lengths < limits
     num_drafted = draft.num_drafted

@@ -32,6 +32,7 @@ from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked
+from outrider.sampling.noise import made
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -176,7 +177,7 @@ def _draft_step(
         ids [B, K]; whether q is finite [B, K]; q [B, K, V]; and the number of drafted tokens [B]
     """
     logits, outputs, state = _block_step(head, view_len, k, cache, last_ids, lengths, num_drafted)
-    drawn, ids = list[tuple[Tensor, ...]](), last_ids[:, 0]
+    noise, drawn, ids = made(noise), list[tuple[Tensor, ...]](), last_ids[:, 0]
     for i in range(k):
         if drawn:
             history = history.then(ids)

@@ -31,6 +31,7 @@ from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.vocabulary import spread
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked
+from outrider.sampling.noise import made
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -144,6 +145,7 @@ def draft_steps(
         [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
+    noise = made(noise)
     if options.is_greedy:
         settings = settings.greedy()
     width = ids.shape[1]

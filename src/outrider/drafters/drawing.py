@@ -13,6 +13,7 @@ from outrider.drafters.base import Rows
 from outrider.errors import CompileError
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked, Masks, masked
+from outrider.sampling.noise import made
 from outrider.sampling.probs import Settings, is_finite, to_probs
 from outrider.sampling.rules import Rule
 
@@ -106,6 +107,7 @@ def one_by_one(rows: Rows, masks: Masks, k: int, noise: Any, draft: NextToken) -
     Returns:
         The number of drafted tokens [B], and the results of all steps, [B, K, ...] each.
     """
+    noise = made(noise)
     num_drafted, lengths, history = rows.num_wanted, rows.lengths, rows.history
     steps: list[tuple[Tensor, ...]] = []
     for i in range(k):

@@ -20,6 +20,7 @@ from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.padding import num_together
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked, Masks
+from outrider.sampling.noise import made
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -113,6 +114,7 @@ def draft_steps(
         [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
+    noise = made(noise)
     cached = torch.minimum(cached, lengths - 1)
     if options.is_greedy:
         settings = settings.greedy()
@@ -182,6 +184,8 @@ class ModelSession(Session):
         self._filled = [0] * num_slots  # prompt tokens in the cache, for rows in prefill
         self._num_left = [0] * num_slots  # deferred prompt tokens, at most
         self._num_late = [0] * num_slots  # tokens committed since, besides the last, that the cache lacks at most
+        self._last_rows: Rows | None = None  # whose arguments the next call may use again
+        self._last_call: tuple[Any, ...] = ()
         self._is_idle = True  # nothing was drafted in the last round, or there was none
         self._most_left = PREFILL_TOKENS // num_slots  # deferred tokens per prompt: one forward reads all of them
 
@@ -236,6 +240,8 @@ class ModelSession(Session):
 
     def catch_up(self, rows: Rows) -> bool:
         """Feed the tokens that a row lacks beyond those that are fed with its drafts."""
+        if rows is self._last_rows:  # they lack no more than after each of its rounds
+            return False
         lacking = [
             left + late if num else 0
             for num, left, late in zip(rows.most_wanted, self._num_left, self._num_late, strict=False)
@@ -263,6 +269,12 @@ class ModelSession(Session):
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         lm, num_rows = self._lm, len(rows)
+        if rows is self._last_rows:
+            results = self._draft(*self._last_call, noise, is_repeatable=rows.is_repeatable)
+            cached, (ids, is_good, now_cached, num_drafted, *others) = self._heads[num_rows], results
+            cached.copy_(now_cached)
+            return Draft(ids, others[0] if others else None, num_drafted, is_good)
+        self._last_rows = None
         if num_rows not in self._heads:
             self._heads[num_rows] = self._cached[:num_rows]
         cached = self._heads[num_rows]
@@ -286,7 +298,10 @@ class ModelSession(Session):
             arguments = cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
             if self._mask_id is None:
                 static = *shape, k, self._stops_early
-                results = self._draft(static, *arguments, None, noise, is_repeatable=rows.is_repeatable)
+                call = static, *arguments, None
+                results = self._draft(*call, noise, is_repeatable=rows.is_repeatable)
+                if lm.execution.is_prepared and not lm.has_states:  # neither ``fed`` nor the cache's bound changes
+                    self._last_rows, self._last_call = rows, call
             else:
                 static = *shape, k, self._mask_id
                 results = lm.run(draft_at_once, static, *arguments, noise, is_repeatable=rows.is_repeatable)

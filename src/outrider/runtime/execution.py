@@ -41,6 +41,7 @@ class Execution(Protocol):
         favoured_k: values of K for adaptive schedules, with every drafter.
         lookahead: rounds that the loop starts ahead of the one that it reads next.
         is_prepared: whether each shape is compiled or captured when it first occurs, which takes time.
+        fuses: whether a step's small operations cost little, as they are compiled together.
         waits: whether a step waits until it is prepared. If not, it runs eagerly until then, unless it has to be
             repeatable.
     """
@@ -49,6 +50,7 @@ class Execution(Protocol):
     favoured_k: tuple[int, ...]
     lookahead: int
     is_prepared: bool
+    fuses: bool
     waits: bool
 
     def round_length(self, length: int) -> int:
@@ -100,6 +102,7 @@ class EagerExecution:
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
     lookahead = 0
     is_prepared = False
+    fuses = False
     waits = True
 
     def round_length(self, length: int) -> int:
@@ -167,23 +170,22 @@ class Bound:
     def take(self, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         """Take the arguments of a call. Returns whether the last program fits them."""
         is_same = static == self._static and len(arguments) == len(self._arguments)
-        has_new = has_new_stores = False
         if not is_same:
+            self._static, self._arguments = static, (_NOTHING,) * len(arguments)
             self._parts = [_Parts() for _ in arguments]
-            self._arguments = (_NOTHING,) * len(arguments)
-        for i, (value, old) in enumerate(zip(arguments, self._arguments, strict=True)):
-            last = self._parts[i]
-            if value is old and last.is_stable:
-                continue
-            parts = _Parts()
-            _take_apart((value,), parts)
-            is_same = is_same and parts.form == last.form and (not parts.stores or value is old)
-            has_new, has_new_stores = True, has_new_stores or bool(parts.stores or last.stores)
-            self._parts[i] = parts
-        self._static = static
-        if has_new:
-            self._arguments = arguments
-            self.tensors = [tensor for parts in self._parts for tensor in parts.tensors]
+        olds, lasts = self._arguments, self._parts
+        changed = [i for i, value in enumerate(arguments) if value is not olds[i] or not lasts[i].is_stable]
+        if not changed:
+            return is_same
+        has_new_stores = False
+        for i in changed:
+            last, parts = lasts[i], _Parts()
+            _take_apart((arguments[i],), parts)
+            is_same = is_same and parts.form == last.form and (not parts.stores or arguments[i] is olds[i])
+            has_new_stores = has_new_stores or bool(parts.stores or last.stores)
+            lasts[i] = parts
+        self._arguments = arguments
+        self.tensors = [tensor for parts in self._parts for tensor in parts.tensors]
         if has_new_stores:
             self.stores = [store for parts in self._parts for store in parts.stores]
         if not is_same:
@@ -240,6 +242,7 @@ class PreparedExecution(ABC):
     favoured_k: tuple[int, ...]
     lookahead: int
     is_prepared = True
+    fuses = False
 
     def __init__(self, *, waits: bool = True) -> None:
         self.waits = waits

@@ -224,6 +224,51 @@ class GumbelNoise:
         return GumbelNoise(self.seeds[rows], self.round_starts[rows], self.vocab_size)
 
 
+@dataclass(frozen=True, slots=True)
+class NoiseOfStep:
+    """Noise of a round that a step makes itself (``made``): where it is compiled, in less time than the host needs to
+    select it. It keeps nothing, and so stays the same object while rounds go on.
+
+    Attributes:
+        make: see ``NoiseAhead``.
+    """
+
+    make: Callable[[Tensor, Tensor, int, int], Any]
+    seeds: Tensor  # [B]
+    round_starts: Tensor  # [B]
+    k: int
+    vocab_size: int
+
+    def at(self, offset: int) -> Any:
+        """For drawing the drafted token at this offset."""
+        return made(self).at(offset)
+
+
+def made(noise: Any) -> Any:
+    """The noise itself, with all numbers: a step calls it once."""
+    if not isinstance(noise, NoiseOfStep):
+        return noise
+    return noise.make(noise.seeds, noise.round_starts, noise.k, noise.vocab_size)
+
+
+class NoiseInSteps:
+    """Noise that steps make themselves. The arguments are those of ``NoiseAhead``."""
+
+    def __init__(self, make: Callable[[Tensor, Tensor, int, int], Any], vocab_size: int) -> None:
+        self._make, self._vocab_size = make, vocab_size
+        self._last: NoiseOfStep | None = None
+
+    def invalidate(self) -> None:
+        """Nothing is kept that depends on the rows."""
+
+    def at(self, seeds: Tensor, lengths: Tensor, k: int) -> NoiseOfStep:
+        """See ``NoiseAhead.at``."""
+        last = self._last
+        if last is None or last.seeds is not seeds or last.round_starts is not lengths or last.k != k:
+            last = self._last = NoiseOfStep(self._make, seeds, lengths, k, self._vocab_size)
+        return last
+
+
 class NoiseAhead:
     """Noise of coming rounds, made for many possible starts at once.
 
