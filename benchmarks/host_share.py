@@ -5,9 +5,13 @@
 One row, temperature 1, the embedded pair in float32: plain decoding and K drafted tokens, eager and compiled. A round
 lasts from one chunk of a stream to the next (the first one of each text, which has the prompt, is left out). Its steps
 are what the execution runs: a function in eager execution, a program otherwise, with the conversion of its arguments.
-All else is the host's: the loop, text, chunks. ``--against`` also runs another version of the source: each version has
-a process of its own, and all arms of both take turns, text by text, with the same prompts and seeds; "ratio" is that of
-their tokens per second, with its 95% interval, and "same" whether all tokens are equal. Medians over rounds.
+All else is the host's: the loop, text, chunks. Compiled rounds run several at a time, before their chunks are made: so
+numbers are means over the rounds of a text, and medians over texts. "alone" is the host's share where programs return
+the results of an earlier run at once: without them, nothing displaces the host's code and data in the CPU's caches.
+
+``--against`` also runs another version of the source: each version has a process of its own, and all arms of both take
+turns, text by text, with the same prompts and seeds; "ratio" is that of their tokens per second, with its 95% interval,
+and "same" whether all tokens are equal.
 
 Then the parts: texts during which some functions of this version note when they begin and end. A part is without the
 parts that it calls; "other" is what is in none. The notes cost about a microsecond each, so that the sum is more than
@@ -27,7 +31,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from time import perf_counter_ns
 from typing import Any
 
@@ -43,10 +47,12 @@ PARTS = {
     "decoding.batch:Batch.view": "view of the batch",
     "decoding.batch:Batch.commit": "commit",
     "sampling.noise:NoiseAhead.at": "noise",
+    "sampling.noise:NoiseInSteps.at": "noise",
     "drafters.model:ModelSession.propose": "draft: all else",
     "runtime.execution:PreparedExecution.run": "find the program",
 }
 STEPS = "steps"
+_NUM_PLAYED = 4  # times; the last one counts
 
 
 class Parts:
@@ -71,12 +77,31 @@ class Parts:
         return wrapper
 
 
-class TimedLoader:
-    """A compiled graph whose runs are timed."""
+class Tape:
+    """The results of all programs in the order of their runs."""
 
-    def __init__(self, loader: Any, parts: Parts) -> None:
-        self._loader = loader
-        self.run = parts.timed(STEPS, loader.run)
+    def __init__(self) -> None:
+        self.results: list[list[Any]] = []
+        self.is_recording = False
+        self.place: int | None = None  # of the next result, while they are played
+
+
+class TimedLoader:
+    """A compiled graph whose runs are timed, and recorded or played."""
+
+    def __init__(self, loader: Any, parts: Parts, tape: Tape) -> None:
+        self._loader, self._tape = loader, tape
+        self.run = parts.timed(STEPS, self._run)
+
+    def _run(self, tensors: Any) -> list[Any]:
+        tape = self._tape
+        if tape.place is not None:
+            tape.place += 1
+            return tape.results[tape.place - 1]
+        results = self._loader.run(tensors)
+        if tape.is_recording:
+            tape.results.append([tensor.clone() for tensor in results])
+        return results
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -93,13 +118,13 @@ def work(num_threads: int, k: int, arms: Sequence[str]) -> None:
     from outrider.text.example_prompts import PROMPTS
 
     torch.set_num_threads(num_threads)
-    parts = Parts()
+    parts, tape = Parts(), Tape()
     EagerExecution.run = parts.timed(STEPS, EagerExecution.run)  # type: ignore[method-assign]
     make = LoadedProgram.__init__
 
     def make_timed(self: Any, *args: Any) -> None:
         make(self, *args)
-        self._loader = TimedLoader(self._loader, parts)
+        self._loader = TimedLoader(self._loader, parts, tape)
 
     LoadedProgram.__init__ = make_timed  # type: ignore[method-assign]
     pair = load("fable", "fable-draft", device="cpu", dtype="float32", acceptance="rejection", num_draft_tokens=k)
@@ -119,17 +144,22 @@ def work(num_threads: int, k: int, arms: Sequence[str]) -> None:
                 for one in owners:
                     owner = getattr(owner, one)
                 setattr(owner, attribute, parts.timed(name, getattr(owner, attribute)))
-        rounds: list[dict[str, int]] = []
-        token_ids: list[int] = []
+        decoder, prompt = decoders[order["arm"]], PROMPTS[order["text"] % len(PROMPTS)]
         options = {"max_new_tokens": order["num_tokens"], "temperature": 1.0, "ignore_eos": True}
-        begin = last = perf_counter_ns()
-        prompt = PROMPTS[order["text"] % len(PROMPTS)]
-        for chunk in decoders[order["arm"]].stream(prompt, seed=order["text"], **options):
-            now = perf_counter_ns()
-            rounds.append({"whole": now - last, **parts.spent})
-            token_ids += chunk.token_ids
-            parts.spent.clear()
-            last = perf_counter_ns()
+        tape.results.clear()
+        tape.is_recording, num_runs = order["is_alone"], 1 + _NUM_PLAYED * order["is_alone"]
+        for run in range(num_runs):
+            rounds: list[dict[str, int]] = []
+            token_ids: list[int] = []
+            tape.place = 0 if run else None
+            begin = last = perf_counter_ns()
+            for chunk in decoder.stream(prompt, seed=order["text"], **options):
+                now = perf_counter_ns()
+                rounds.append({"whole": now - last, **parts.spent})
+                token_ids += chunk.token_ids
+                parts.spent.clear()
+                last = perf_counter_ns()
+        tape.place, tape.is_recording = None, False
         print(json.dumps({"token_ids": token_ids, "ns": last - begin, "rounds": rounds[1:]}), flush=True)
 
 
@@ -149,15 +179,20 @@ class Version:
         assert process.stdout is not None
         return cls(name, process, json.loads(process.stdout.readline()))
 
-    def generate(self, arm: str, text: int, num_tokens: int, *, notes: bool = False) -> Any:
+    def generate(self, arm: str, text: int, num_tokens: int, *, notes: bool = False, is_alone: bool = False) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
-        order = {"arm": arm, "text": text, "num_tokens": num_tokens, "notes": notes}
+        order = {"arm": arm, "text": text, "num_tokens": num_tokens, "notes": notes, "is_alone": is_alone}
         print(json.dumps(order), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
 
-def _us(values: Sequence[float]) -> float:
-    return round(median(values) / 1e3, 1)
+def _us(texts: Sequence[Sequence[float]]) -> float:
+    """Microseconds of a round: the median over texts of the means over their rounds."""
+    return round(median(map(fmean, texts)) / 1e3, 1)
+
+
+def _host_us(texts: Sequence[Sequence[dict[str, int]]]) -> float:
+    return _us([[one["whole"] - one.get(STEPS, 0) for one in text] for text in texts])
 
 
 def main() -> None:
@@ -182,9 +217,12 @@ def main() -> None:
     for version, arm in lines:
         version.generate(arm, 0, num_tokens)  # compiles what is needed
     found: dict[tuple[str, str], list[Any]] = defaultdict(list)
+    alone: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for text in range(arguments.texts):
         for version, arm in (lines, lines[::-1])[text % 2]:
             found[version.name, arm].append(version.generate(arm, text, num_tokens))
+            if arm.startswith("compiled"):
+                alone[version.name, arm].append(version.generate(arm, text, num_tokens, is_alone=True)["rounds"])
 
     from rich.console import Console
 
@@ -193,38 +231,40 @@ def main() -> None:
 
     console, results = Console(width=100), []
     title = f"fable with fable-draft, float32, one row, K = {arguments.k}, {arguments.threads} thread(s)"
-    table = new_table(title, "arm", "version", "round us", "steps us", "host us", "tokens/s", "ratio", "same")
+    columns = "arm", "version", "round us", "steps us", "host us", "alone us", "tokens/s", "ratio", "same"
+    table = new_table(title, *columns)
     for version, arm in lines:
         texts = found[version.name, arm]
-        rounds = [one for text in texts for one in text["rounds"]]
+        rounds = [text["rounds"] for text in texts]
         rates = [1e9 * len(text["token_ids"]) / text["ns"] for text in texts]
         result = {
             "arm": arm,
             "version": version.name,
-            "round_us": _us([one["whole"] for one in rounds]),
-            "steps_us": _us([one[STEPS] for one in rounds]),
-            "host_us": _us([one["whole"] - one[STEPS] for one in rounds]),
+            "round_us": _us([[one["whole"] for one in text] for text in rounds]),
+            "steps_us": _us([[one.get(STEPS, 0) for one in text] for text in rounds]),
+            "host_us": _host_us(rounds),
+            "alone_us": _host_us(alone[version.name, arm]) if alone[version.name, arm] else None,
             "tokens_per_s": round(median(rates), 1),
         }
         results.append(result)
-        shown = [str(value) for value in result.values()]
+        shown = ["" if value is None else str(value) for value in result.values()]
         if version.name == "this" and len(versions) > 1:
             others = found["other", arm]
             ratio = paired_ratio(rates, [1e9 * len(text["token_ids"]) / text["ns"] for text in others])
             is_same = all(a["token_ids"] == b["token_ids"] for a, b in zip(texts, others, strict=True))
             result |= {"ratio": [ratio.value, ratio.low, ratio.high], "is_same": is_same}
             shown += [interval_text(ratio), "yes" if is_same else "NO"]
-        table.add_row(*shown, *[""] * (8 - len(shown)))
+        table.add_row(*shown, *[""] * (9 - len(shown)))
     console.print(table)
     parts: dict[str, dict[str, float]] = {}
     for arm in arms:
         texts = [versions[0].generate(arm, text, num_tokens, notes=True) for text in range(arguments.texts)]
-        rounds = [one for text in texts for one in text["rounds"]]
-        spent = {name: _us([one.get(name, 0) for one in rounds]) for name in PARTS.values()}
-        spent["other"] = _us([2 * one["whole"] - sum(one.values()) for one in rounds])
+        rounds = [text["rounds"] for text in texts]
+        spent = {name: _us([[one.get(name, 0) for one in text] for text in rounds]) for name in PARTS.values()}
+        spent["other"] = _us([[2 * one["whole"] - sum(one.values()) for one in text] for text in rounds])
         parts[arm] = spent
     table = new_table("parts of the host's share, us", "part", *arms)
-    for name in [*PARTS.values(), "other"]:
+    for name in [*dict.fromkeys(PARTS.values()), "other"]:
         table.add_row(name, *[f"{parts[arm][name]:.1f}" for arm in arms])
     console.print(table)
     made_by = {version.name: version.provenance for version in versions}

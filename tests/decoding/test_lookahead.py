@@ -32,15 +32,11 @@ RUNS_ON = -1
 LOOKAHEADS = pytest.mark.parametrize("lookahead", [1, 2, 3, RUNS_ON])
 
 
-@pytest.fixture(autouse=True)
-def _most_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds that run on do so eight at a time, however slow they are."""
-    monkeypatch.setattr(decode_module, "_MOST_WAIT_S", 1e9)
-
-
 def _set(target: LM, lookahead: int) -> None:
     """Start this many rounds ahead; or as compiled programs do, which also make their own noise."""
-    target.execution.lookahead, target.execution.fuses = max(lookahead, 0), lookahead == RUNS_ON
+    execution = target.execution
+    execution.lookahead, execution.fuses = max(lookahead, 0), lookahead == RUNS_ON
+    execution.rounds_per_look = 8 if lookahead == RUNS_ON else 1
 
 
 def _pair(lookahead: int, **options: Any) -> tuple[LM, ModelDrafter]:

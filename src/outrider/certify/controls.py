@@ -129,6 +129,7 @@ class OffByOneRollback:
         self.favoured_k = inner.favoured_k
         self.lookahead = inner.lookahead
         self.is_prepared = inner.is_prepared
+        self.rounds_per_look = inner.rounds_per_look
         self.fuses = inner.fuses
         self.waits = inner.waits
         self.turn = inner.turn

@@ -28,8 +28,9 @@ class CompiledExecution(PreparedExecution):
     lookahead = 0
     fuses = True
 
-    def __init__(self, *, waits: bool = True, service: CompileService | None = None) -> None:
+    def __init__(self, *, waits: bool = True, service: CompileService | None = None, rounds_per_look: int = 1) -> None:
         super().__init__(waits=waits)
+        self.rounds_per_look = rounds_per_look
         self._service = service or shared_service()
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:

@@ -6,7 +6,10 @@ from outrider.compile.compiled import CompiledExecution
 from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.compile.service import CompileService
 from outrider.errors import CompileError
+from outrider.models.quantize import num_bytes
 from outrider.runtime.lm import LM
+
+_MOST_ROUNDS, _BYTES_PER_LOOK = 8, 100_000_000
 
 
 def compiled_lm(lm: LM, *, waits: bool = True, service: CompileService | None = None) -> LM:
@@ -35,6 +38,19 @@ def compiled_lm(lm: LM, *, waits: bool = True, service: CompileService | None = 
             "table of its tokens yet (leave out --compile: it then runs eagerly)"
         )
     lm.mixers  # noqa: B018 - found now, or that forward would be captured with a step
+    if lm.device.type == "cuda":
+        return lm.with_execution(CapturedExecution())
     return lm.with_execution(
-        CapturedExecution() if lm.device.type == "cuda" else CompiledExecution(waits=waits, service=service)
+        CompiledExecution(waits=waits, service=service, rounds_per_look=_rounds_per_look(num_bytes(lm.model)))
     )
+
+
+def _rounds_per_look(weights: int) -> int:
+    """Rounds of a few milliseconds together: after each one the host's code and data have to be read again, since the
+    weights have displaced them in the CPU's caches. (A function of the model and not of measured time, as the bounds of
+    lengths, and so the views, depend on it.)
+
+    Args:
+        weights: bytes, all of which a round reads.
+    """
+    return max(1, min(_MOST_ROUNDS, _BYTES_PER_LOOK // weights))

@@ -44,7 +44,6 @@ from outrider.sampling.rules import Rule
 from outrider.system.ranks import Agreement
 
 _LOG = logging.getLogger(__name__)
-_MOST_ROUNDS, _MOST_WAIT_S = 8, 0.005  # that are run before the host reads the first of them
 _PATIENCE = 4  # rounds that a single row may keep the batch wider than necessary, before it is moved down
 
 
@@ -141,9 +140,7 @@ class Engine:
             lm.check_rollback(schedule.max_k)
         must_read = drafter.reads_on_host or any(lm.has_states for lm in lms)
         self._lookahead = 0 if must_read else target.execution.lookahead
-        # Rounds that wait for nothing on the host. In other executions they take long, or run beside the host.
-        self._runs_on = target.execution.fuses and not must_read and target.num_shares == 1
-        self._round_s: float | None = None  # of the last round without a prefill
+        self._rounds_per_look = 1 if must_read else target.execution.rounds_per_look
         self._slots = Slots(num_slots, self._cache.take_over, shares_parts=not self._cache.has_anchors)
         self._verify = target.bind(verify_step)
         self._last_k = -1
@@ -236,24 +233,19 @@ class Engine:
         timing = Timing(prefill_s, draft_s, verify_s, total_s)
         # Ignore unrepresentative times: after a prefill or a change of K, or when going idle.
         is_same_k, self._last_k = self._last_k == started.num_columns, started.num_columns
-        if not started.prefills:
-            self._round_s = timing.decode_s
         if is_same_k and not (started.prefills or is_idle):
             self._schedule.learn_cost(len(started.rows), started.num_columns, timing.decode_s)
         return Round(tuple(row_rounds), timing)
 
     def _start_more(self) -> float:
-        """Start more rounds before the first one is read, as many as take a few milliseconds: the host's work is then
-        done for all of them at once, while its code and data are in the CPU's caches. They are surplus if rows end
-        before their limit.
+        """Start the other rounds that the execution runs before the host reads the first one. They are surplus if rows
+        end before their limit.
 
         Returns:
             the seconds that they took
         """
-        if not self._runs_on or self._batch.has_constraints:
-            return 0.0
         begin_s = time.perf_counter()
-        num = min(_MOST_ROUNDS, int(_MOST_WAIT_S / self._round_s)) if self._round_s else 1
+        num = 1 if self._batch.has_constraints else self._rounds_per_look
         while len(self._in_flight) < num and self._surely_needs_round:
             self._in_flight.append(self._start_round())
         return time.perf_counter() - begin_s

@@ -41,6 +41,7 @@ class Execution(Protocol):
         favoured_k: values of K for adaptive schedules, with every drafter.
         lookahead: rounds that the loop starts ahead of the one that it reads next.
         is_prepared: whether each shape is compiled or captured when it first occurs, which takes time.
+        rounds_per_look: rounds that the loop runs before the host reads the first of them.
         fuses: whether a step's small operations cost little, as they are compiled together.
         waits: whether a step waits until it is prepared. If not, it runs eagerly until then, unless it has to be
             repeatable.
@@ -49,6 +50,7 @@ class Execution(Protocol):
     name: str
     favoured_k: tuple[int, ...]
     lookahead: int
+    rounds_per_look: int
     is_prepared: bool
     fuses: bool
     waits: bool
@@ -101,6 +103,7 @@ class EagerExecution:
     name = "eager"
     favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
     lookahead = 0
+    rounds_per_look = 1
     is_prepared = False
     fuses = False
     waits = True
@@ -241,6 +244,7 @@ class PreparedExecution(ABC):
     name: str
     favoured_k: tuple[int, ...]
     lookahead: int
+    rounds_per_look = 1
     is_prepared = True
     fuses = False
 
