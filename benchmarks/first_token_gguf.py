@@ -2,12 +2,12 @@
 
     python benchmarks/first_token_gguf.py FILE.gguf [--llama-server PATH] [--against SRC] [--repeats 5] [--threads 2]
 
-Each measurement is a process of its own, in turns, with the file in the system's cache: `outrider generate`, eager, with
-activations in float32 and in 8 bits (:a8), until the first text is on its standard output; llama-server until the first
-token of a request that is sent when it is ready, with and without its warm-up. ``--against`` adds another version of
-Outrider, by its folder of sources. Memory is that of the process without the pages of files, at its peak and at the first
-token, and the peak with them (VmHWM); the first two are looked at every few milliseconds. Linux only. The last line of
-standard output is one JSON document.
+Each measurement is a process of its own, in turns, with the file in the system's cache: `outrider generate`, eager,
+with activations in float32 and in 8 bits (:a8), until the first text is on its standard output; llama-server until the
+first token of a request that is sent when it is ready, with and without its warm-up. ``--against`` adds another version
+of Outrider, by its folder of sources. Memory is that of the process without the pages of files, at its peak (looked at
+every few milliseconds) and at the first token, and the peak with them (VmHWM). Linux only. The last line of standard
+output is one JSON document.
 """
 
 from __future__ import annotations
@@ -51,25 +51,26 @@ def main() -> None:
         server = partial(_llama_cpp, arguments.llama_server, arguments.file, arguments.threads)
         arms |= {"llama.cpp": server, "llama.cpp, no warm-up": partial(server, "--no-warmup")}
     found: dict[str, list[dict[str, float]]] = {name: [] for name in arms}
-    for run in (*arms.values(),):  # once before, for caches of all kinds
+    for run in arms.values():  # once before, for caches of all kinds
         run()
     for turn in range(arguments.repeats):
         for name in arms if turn % 2 == 0 else reversed(arms):
             found[name].append(arms[name]())
     for name, runs in found.items():
-        medians = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
-        ratios = [
-            f"{(ratio := paired_ratio(*([run['first_s'] for run in found[one]] for one in (name, other)))).value:.2f} "
-            f"[{ratio.low:.2f}, {ratio.high:.2f}] of {other}"
+        median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+        others = [
+            other
             for other in (f"{name}, before", "llama.cpp", "llama.cpp, no warm-up")
             if other in found and other != name
         ]
         print(
-            f"{name}: {medians['first_s']:.2f} s ({min(run['first_s'] for run in runs):.2f} at least), without pages of "
-            f"files {medians['peak_mib']:.0f} MiB at the peak and {medians['resident_mib']:.0f} at the first token, with "
-            f"them {medians['peak_with_files_mib']:.0f}; {', '.join(ratios)}",
-            flush=True,
+            f"{name}: {median['first_s']:.2f} s ({min(run['first_s'] for run in runs):.2f} at least), without pages of "
+            f"files {median['peak_mib']:.0f} MiB at the peak and {median['resident_mib']:.0f} at the first token, with "
+            f"them {median['peak_with_files_mib']:.0f}"
         )
+        for other in others:
+            ratio = paired_ratio(*([run["first_s"] for run in found[one]] for one in (name, other)))
+            print(f"    {ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] of the time of {other}", flush=True)
     size_mib = arguments.file.stat().st_size / 2**20
     body = {"file": arguments.file.name, "file_mib": size_mib, "runs": found, "provenance": provenance("cpu")}
     body["provenance"]["argv"] = []  # paths of this machine
