@@ -31,7 +31,8 @@ class FastReader(GGUFReader):
             return super()._get_field_parts(orig_offs, raw_type)
         values: list[Any]
         if kind == GGUFValueType.STRING:
-            values, content = [], memoryview(self.data)
+            content: Any = self.data
+            values, content = [], memoryview(content)
             for _ in range(int(length[0])):
                 (size,) = _LENGTH.unpack_from(content, begin)
                 begin += _LENGTH.size + size
@@ -46,8 +47,9 @@ class FastReader(GGUFReader):
 @contextmanager
 def fast_reading() -> Iterator[None]:
     """Let Transformers read GGUF files so meanwhile: it takes the reader from the package when it needs one."""
-    gguf.GGUFReader = FastReader
+    package: Any = gguf
+    package.GGUFReader = FastReader
     try:
         yield
     finally:
-        gguf.GGUFReader = GGUFReader
+        package.GGUFReader = GGUFReader
