@@ -3,7 +3,7 @@ formats (gguf_weights.py, group_weights.py) say which, and give the numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,8 +32,7 @@ class BlockWeights:
 
     def predict(self, bare: nn.Module) -> None:
         """Give a skeleton these matrices, without their bytes."""
-        for name, weight in self.kept.items():
-            set_weight(bare, name, weight)
+        _set_weights(bare, self.kept)
 
     def load(self, config: Any) -> tuple[Any, list[str]]:
         """Load the model, in float32 but for these matrices.
@@ -45,19 +44,21 @@ class BlockWeights:
 
         with init_empty_weights(include_buffers=False):
             model = skeleton(config, torch.float32)
-        for name in self.kept:
-            set_weight(model, name, self.matrix(name))
+        _set_weights(model, {name: self.matrix(name) for name in self.kept})
         model.load_state_dict({name: self.numbers(name) for name in self.others}, strict=False, assign=True)
         model.tie_weights()
         return model, sorted(name for name, weight in model.named_parameters() if weight.is_meta)
 
 
-def set_weight(model: nn.Module, name: str, weight: Tensor) -> None:
-    """Set a weight, wherever it is shared."""
-    shared, parameter = model.get_parameter(name), nn.Parameter(weight, requires_grad=False)
-    if weight.shape != shared.shape:
-        raise ValueError(f"the shape of {name} does not fit its configuration")
+def _set_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Set weights, wherever they are shared."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for name, weight in weights.items():
+        shared = model.get_parameter(name)
+        if weight.shape != shared.shape:
+            raise ValueError(f"the shape of {name} does not fit its configuration")
+        new[shared] = nn.Parameter(weight, requires_grad=False)
     for module in model.modules():
-        for own, one in module.named_parameters(recurse=False, remove_duplicate=False):
-            if one is shared:
-                setattr(module, own, parameter)
+        for own, one in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if one in new:
+                setattr(module, own, new[one])

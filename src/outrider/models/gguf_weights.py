@@ -35,12 +35,14 @@ def gguf_weights(spec: ModelSpec, bare: nn.Module, rounds: bool = False) -> Bloc
         bare: the skeleton.
         rounds: whether rows are rounded to 8 bits before they are multiplied with them.
     """
-    from gguf import GGUFReader, dequantize
+    from gguf import dequantize
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
     from transformers.utils import cached_file
 
-    # PyTorch takes writable memory only: "c" is a private copy of each page that is written to, and none is.
-    reader = GGUFReader(str(cached_file(spec.location, spec.gguf)), "c")
+    from outrider.models.gguf_reader import FastReader
+
+    file = str(cached_file(spec.location, spec.gguf))
+    reader = FastReader(file)
     architecture = _field(reader, "general.architecture")
     if architecture not in _ARCHITECTURES:
         _LOG.info("%s is widened: blocks are read for %s", spec.name, ", ".join(_ARCHITECTURES))
@@ -62,7 +64,10 @@ def gguf_weights(spec: ModelSpec, bare: nn.Module, rounds: bool = False) -> Bloc
         return processor.process(weights=numbers, name=tensors[name].name).weights
 
     def matrix(name: str) -> NarrowWeight:
-        rows = as_transformers_has_it(name, tensors[name].data)
+        # In memory of its own, so that it can be given back alone. PyTorch takes writable memory only: "c" is a private
+        # copy of each page that is written to, and none is.
+        data, begin = tensors[name].data, int(tensors[name].data_offset)
+        rows = as_transformers_has_it(name, np.memmap(file, data.dtype, "c", begin, data.shape))
         return NarrowWeight(torch.from_numpy(rows), torch.float32, None, kept[name])
 
     def numbers(name: str) -> Tensor:

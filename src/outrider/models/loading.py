@@ -275,11 +275,18 @@ def _adapter_of(spec: ModelSpec) -> Path | None:
 
 def _form(spec: ModelSpec) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` for the format of a checkpoint. None of its code is run (Transformers would ask
-    on standard input). Raises MissingExtra."""
+    on standard input)."""
+    return {"trust_remote_code": False} | ({} if spec.gguf is None else {"gguf_file": spec.gguf})
+
+
+def _reading(spec: ModelSpec) -> contextlib.AbstractContextManager[None]:
+    """Readers for the format of a checkpoint. Raises MissingExtra."""
     if spec.gguf is None:
-        return {"trust_remote_code": False}
+        return contextlib.nullcontext()
     require_packages("gguf", f"{spec.gguf}")
-    return {"trust_remote_code": False, "gguf_file": spec.gguf}
+    from outrider.models.gguf_reader import fast_reading
+
+    return fast_reading()
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
@@ -309,7 +316,7 @@ def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
     weights = [] if spec.path is None else spec.path.glob(spec.gguf or "*.safetensors")
     is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
     try:
-        with without_notices(), without_bars() if is_quiet else contextlib.nullcontext():
+        with without_notices(), without_bars() if is_quiet else contextlib.nullcontext(), _reading(spec):
             yield
     except (OutriderError, torch.OutOfMemoryError):
         raise

@@ -19,6 +19,8 @@ This module does not know masks (lm.py) or rounds.
 
 from __future__ import annotations
 
+import math
+import mmap
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +36,15 @@ STRIDE = 8
 """A: a round begins fewer than A tokens behind its sequence. Rows further behind are advanced by multiples of A. A
 large A widens the forwards of rounds, a small A needs many advances. Of 1, 4, 8 and 16, 8 and 16 were the fastest
 (benchmarks/results/states.txt)."""
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.zeros``. On the CPU a place takes memory only when it is written to."""
+    plain, number = torch.empty(0, dtype=dtype, device=device), math.prod(shape)
+    if plain.device.type != "cpu" or type(plain) is not Tensor or number * dtype.itemsize < mmap.PAGESIZE:  # or fake
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, number * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype, count=number).view(shape)
 
 
 def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> None:
@@ -95,7 +106,7 @@ class SlotCache(Cache):
         """Allocate an empty cache."""
         # Zeros, since 0 * value of a masked place must not be NaN.
         storage = [
-            torch.zeros((num_rows, capacity + 1, shape.num_heads, dim), dtype=shape.dtype, device=shape.device)
+            _zeros((num_rows, capacity + 1, shape.num_heads, dim), shape.dtype, shape.device)
             for shape in shapes
             if shape.num_heads
             for dim in (shape.key_dim, shape.value_dim)
