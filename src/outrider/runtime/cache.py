@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,9 +40,10 @@ large A widens the forwards of rounds, a small A needs many advances. Of 1, 4, 8
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.zeros``. On the CPU a place takes memory only when it is written to."""
+    """``torch.zeros``. On the CPU a place takes memory only when it is written to (not on Windows)."""
     plain, number = torch.empty(0, dtype=dtype, device=device), math.prod(shape)
-    if plain.device.type != "cpu" or type(plain) is not Tensor or number * dtype.itemsize < mmap.PAGESIZE:  # or fake
+    is_plain = plain.device.type == "cpu" and type(plain) is Tensor  # not fake
+    if sys.platform == "win32" or not is_plain or number * dtype.itemsize < mmap.PAGESIZE:
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, number * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype, count=number).view(shape)
