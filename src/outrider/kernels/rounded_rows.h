@@ -2,8 +2,8 @@
 //
 // CHUNK numbers of a row of x become integers between -127 and 127 with one scale, so a row's result depends on that row
 // alone. A lane of a vector is a row of the weights: LANES of them are rearranged, four integers of each in a vector
-// (weight_chunks.h), in registers for up to ROUNDED_ROWS rows of x, else in the nearest cache, once for all rows. Products of
-// integers are summed exactly over the numbers that share a scale, and then in float32, one after the other; so all
+// (weight_chunks.h), in registers for up to ROUNDED_ROWS rows of x, else in the nearest cache, once for all rows. Products
+// of integers are summed exactly over the numbers that share a scale, and then in float32, one after the other; so all
 // processors with fused multiply-add get the same bits.
 #pragma once
 
@@ -95,7 +95,7 @@ struct RoundedRows {
     }
   };
 
-  static constexpr int64_t BEYOND = 2;  // rows that a tile has and x has not
+  static constexpr int64_t BEYOND = 2;          // rows that a tile has and x has not
   static constexpr int64_t SHARED_CHUNKS = 128;  // fewer are rounded sooner than several threads begin
   const int64_t num_chunks;
   const std::unique_ptr<Chunk[]> chunks;  // the first of all rows, then the second of all, and so on
@@ -105,13 +105,11 @@ struct RoundedRows {
 // a row, `sum` the sum of the latter.
 template <typename Block, int NUMBER>
 INLINE Ints sums_of_products(const Words* words, const int32_t* x, int32_t sum) {
-#if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
+#if defined(HAS_BYTE_PRODUCTS)
   // Bytes without a sign: take_apart adds 128 to integers that have one.
-  __m512i sums[2] = {_mm512_set1_epi32(HAS_SIGN<Block> ? -128 * sum : 0), _mm512_setzero_si512()};
-  UNROLLED for (int j = 0; j < NUMBER; j++) {
-    sums[j % 2] = _mm512_dpbusd_epi32(sums[j % 2], (__m512i)words[j], _mm512_set1_epi32(x[j]));
-  }
-  return (Ints)_mm512_add_epi32(sums[0], sums[1]);
+  Ints sums[2] = {(HAS_SIGN<Block> ? -128 * sum : 0) - Ints{}, Ints{}};
+  UNROLLED for (int j = 0; j < NUMBER; j++) sums[j % 2] = add_byte_products(sums[j % 2], words[j], x[j]);
+  return sums[0] + sums[1];
 #elif VECTOR_BYTES == 64 && defined(__AVX512BW__)
 #define WIDE(name) _mm512_##name
   typedef __m512i Wide;
