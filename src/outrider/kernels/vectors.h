@@ -153,6 +153,25 @@ INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #endif
 }
 
+// Adds four products in each lane: of bytes without a sign in `a`, and those with one in `b`. AVX-VNNI is another
+// encoding of the same instruction, for processors without AVX-512.
+#if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
+#define HAS_BYTE_PRODUCTS
+INLINE Ints add_byte_products(Ints sums, Words a, int32_t b) {
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)a, _mm512_set1_epi32(b));
+}
+#elif VECTOR_BYTES == 32 && defined(__AVXVNNI__)
+#define HAS_BYTE_PRODUCTS
+INLINE Ints add_byte_products(Ints sums, Words a, int32_t b) {
+  return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)a, _mm256_set1_epi32(b));
+}
+#elif VECTOR_BYTES == 32 && defined(__AVX512VNNI__) && defined(__AVX512VL__)
+#define HAS_BYTE_PRODUCTS
+INLINE Ints add_byte_products(Ints sums, Words a, int32_t b) {
+  return (Ints)_mm256_dpbusd_epi32((__m256i)sums, (__m256i)a, _mm256_set1_epi32(b));
+}
+#endif
+
 // The first `number` elements, then zeros.
 template <typename Number>
 INLINE Floats load_first(const Number* from, int64_t number) {

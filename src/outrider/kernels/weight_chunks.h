@@ -167,7 +167,7 @@ INLINE void take_apart(const Q8_0* const* blocks, int64_t number, Take take) {
     UNROLLED for (int h = 0; h < 2; h++) {
       put_words([=](int c) { return blocks[c][g].whole + 16 * h; }, wholes + 4 * h, h == 0);
     }
-#if VECTOR_BYTES == 64 && defined(__AVX512VNNI__)
+#ifdef HAS_BYTE_PRODUCTS
     UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] ^= 128 * EACH_BYTE;
 #endif
     const Floats scale = scales_of([=](int c) { return &blocks[c][g].scale; }), offset = {};
