@@ -36,12 +36,14 @@ def _set(target: LM, lookahead: int) -> None:
     """Start this many rounds ahead; or as compiled programs do, which also make their own noise."""
     execution = target.execution
     execution.lookahead, execution.fuses = max(lookahead, 0), lookahead == RUNS_ON
-    execution.rounds_per_look = 8 if lookahead == RUNS_ON else 1
+    execution.rounds_per_look = 32 if lookahead == RUNS_ON else 1  # 8 for four rows
+    execution.is_prepared = lookahead == RUNS_ON
 
 
 def _pair(lookahead: int, **options: Any) -> tuple[LM, ModelDrafter]:
     target, drafter = llama_pair(**options)
     _set(target, lookahead)
+    _set(drafter.draft_lm, lookahead)
     return target, drafter
 
 
@@ -130,11 +132,27 @@ def test_lengths_are_within_their_bounds(
     for model in (perturbed(tiny_llama(), 0.1), tiny_llama()):
         spreads.clear()
         drafter = ModelDrafter(as_lm(model, "draft"))
+        _set(drafter.draft_lm, lookahead)
         rounds = list(decode(target, drafter, _requests(), REJECTION, num_draft_tokens=schedule()))
         assert max(spreads) > 0
     plain = [row for round_ in rounds for row in round_.rows if row.row == 0]
     assert all(row.num_accepted == row.num_drafted for row in plain)
     assert sum(len(row.token_ids) for row in plain) == 23
+
+
+@LOOKAHEADS
+def test_rows_that_pause_while_others_draft(lookahead: int) -> None:
+    """What the draft's cache lacks is counted in every round: with the target as its own draft all tokens stand."""
+    target, drafter = as_lm(tiny_llama()), ModelDrafter(as_lm(tiny_llama(), "draft"))
+    _set(target, lookahead)
+    _set(drafter.draft_lm, lookahead)
+    constant = dataclasses.replace(request(PROMPTS[0], seed=1, max_new_tokens=60), num_draft_tokens=2)
+    requests = [constant, request(PROMPTS[1], seed=2, max_new_tokens=60)]
+    schedule = InTurn(3, *[0] * 12, 3, 3, *[0] * 9, 2)
+    rounds = list(decode(target, drafter, requests, REJECTION, num_draft_tokens=schedule))
+    rows = [row for round_ in rounds for row in round_.rows]
+    assert sum(row.num_drafted for row in rows if row.row == 1) > 0
+    assert all(row.num_accepted == row.num_drafted for row in rows)
 
 
 def test_k_chosen_late_gives_the_same_text() -> None:

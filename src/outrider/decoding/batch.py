@@ -4,7 +4,7 @@ Token buffer, lengths and sampling options live on the device, one entry for eac
 slots, a view of the same memory. Inactive slots have limit 0: nothing is fed for them, and their results are discarded.
 
 The host may read the result of a round late, when it has started the next ones. A row's length as read is then a lower
-bound of its length on the device, an upper one is ``Row.longest``, and no shape depends on more.
+bound of its length on the device, an upper one is ``Row.longest``.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ class Batch:
     Attributes:
         rows: on the host: the active row of each slot, or None.
         running: the active rows.
+        num_kept: rounds that may still use the view of the last one.
         has_constraints: whether the host must read all tokens before it can mask the next ones.
         ids: column j holds the token at position j; columns from a row's length on are undefined. [S, N]
         lengths: tokens so far, prompt included. [S]
@@ -198,7 +199,7 @@ class Batch:
         self._heads: dict[int, Head] = {}
         self._view: Rows | None = None  # of the last round
         self._view_of = 0, 0  # its number of rows, and K
-        self._num_kept = 0  # the number of rounds that may still use it
+        self.num_kept = 0
         self.reset_options()
 
     def reset_options(self) -> None:
@@ -210,7 +211,7 @@ class Batch:
     def _note_change(self) -> None:
         """After a change of the rows, or of their options."""
         self._heads.clear()
-        self._view = None
+        self._view, self.num_kept = None, 0
         self.running = [row for row in self.rows if row is not None]
         self.has_constraints = any(row.request.constraint is not None for row in self.running)
 
@@ -264,8 +265,8 @@ class Batch:
             view_length: rounds up a length, as views are. With it, rounds that differ in the values of tensors alone
                 get the same object, whose users need not derive their arguments anew.
         """
-        if self._view is not None and self._num_kept and self._view_of == (len(head), chosen_k):
-            self._num_kept -= 1
+        if self._view is not None and self.num_kept and self._view_of == (len(head), chosen_k):
+            self.num_kept -= 1
             return self._view
         most_k = head.most_k(chosen_k)
         lengths = [row.longest(most_unread) for row in self.running]
@@ -274,7 +275,7 @@ class Batch:
         if head.constraints is not None:
             masks = Masks(head.constraints, self._vocab_size, head.lengths.device)
         elif view_length is not None:  # until rows draft fewer tokens near their ends, or shapes change
-            end = longest + most_k + 1
+            end = longest + most_k
             num_kept = max(0, min(room, view_length(end) - end, _KEPT_TOKENS)) // (most_k + 1)
         self._view = Rows(
             ids=head.ids,
@@ -288,7 +289,7 @@ class Batch:
             masks=masks,
             is_repeatable=head.is_repeatable,
         )
-        self._view_of, self._num_kept = (len(head), chosen_k), num_kept
+        self._view_of, self.num_kept = (len(head), chosen_k), num_kept
         return self._view
 
     def head(self, num_rows: int) -> Head:

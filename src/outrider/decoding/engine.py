@@ -140,7 +140,7 @@ class Engine:
             lm.check_rollback(schedule.max_k)
         must_read = drafter.reads_on_host or any(lm.has_states for lm in lms)
         self._lookahead = 0 if must_read else target.execution.lookahead
-        self._rounds_per_look = 1 if must_read else target.execution.rounds_per_look
+        self._rounds_per_look = 1 if must_read else min(lm.execution.rounds_per_look for lm in lms)
         self._slots = Slots(num_slots, self._cache.take_over, shares_parts=not self._cache.has_anchors)
         self._verify = target.bind(verify_step)
         self._last_k = -1
@@ -239,20 +239,22 @@ class Engine:
 
     def _start_more(self) -> float:
         """Start the other rounds that the execution runs before the host reads the first one. They are surplus if rows
-        end before their limit.
+        end before their limit. They have the view of the first one, so that its length, and with it the rounding, does
+        not depend on which rounds were read together.
 
         Returns:
             the seconds that they took
         """
         begin_s = time.perf_counter()
-        num = 1 if self._batch.has_constraints else self._rounds_per_look
-        while len(self._in_flight) < num and self._surely_needs_round:
+        is_calm = not (self._batch.has_constraints or self._filling or self._waiting)
+        num = self._rounds_per_look // len(self._batch.running) if is_calm else 1
+        while len(self._in_flight) < num and self._batch.num_kept and self._surely_needs_round:
             self._in_flight.append(self._start_round())
         return time.perf_counter() - begin_s
 
     @property
     def _surely_needs_round(self) -> bool:
-        """Whether an active row needs another round unless it ends before its limit."""
+        """Whether an active row will need another round, unless it ends before its limit."""
         most = self._most_unread
         return any(not row.is_done and row.length + most < row.limit for row in self._batch.running)
 
@@ -295,8 +297,10 @@ class Engine:
         # NaN would reach the next sequence in the slot. A cancelled prefill or unread rounds may have left some.
         row.is_spoilt |= row in self._filling
         if row.is_spoilt or self._in_flight:
+            # The device may have more of the row: its last tokens as read end where it did.
+            end = None if row.is_spoilt else row.longest(self._most_unread + self._schedule.max_k + 1)
             num_kept = 0 if row.is_spoilt else row.length - 1
-            self._cache.erase(slot, num_kept)
+            self._cache.erase(slot, num_kept, end)
             self._session.assign(slot, None, num_kept)
         self._batch.release(slot)
         with self._lock:

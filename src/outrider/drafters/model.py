@@ -240,7 +240,7 @@ class ModelSession(Session):
 
     def catch_up(self, rows: Rows) -> bool:
         """Feed the tokens that a row lacks beyond those that are fed with its drafts."""
-        if rows is self._last_rows:  # they lack no more than after each of its rounds
+        if rows is self._last_rows:  # those that draft lack no more than after each of their rounds
             return False
         lacking = [
             left + late if num else 0
@@ -273,6 +273,7 @@ class ModelSession(Session):
             results = self._draft(*self._last_call, noise, is_repeatable=rows.is_repeatable)
             cached, (ids, is_good, now_cached, num_drafted, *others) = self._heads[num_rows], results
             cached.copy_(now_cached)
+            self._count_late(rows)
             return Draft(ids, others[0] if others else None, num_drafted, is_good)
         self._last_rows = None
         if num_rows not in self._heads:

@@ -20,7 +20,7 @@ _LENGTH = struct.Struct("=Q")
 
 
 class FastReader(GGUFReader):
-    """A GGUF file as its package reads it. The parts of a list of texts are bytes in memory that the system reads."""
+    """A GGUF file as its package reads it. Lists of texts are views of the mapped file."""
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[GGUFValueType]]:
         if raw_type != GGUFValueType.ARRAY or self.byte_order != "I":
@@ -46,7 +46,7 @@ class FastReader(GGUFReader):
 
 @contextmanager
 def fast_reading() -> Iterator[None]:
-    """Let Transformers read GGUF files so meanwhile: it takes the reader from the package when it needs one."""
+    """Let Transformers read GGUF files with ``FastReader``: it takes the reader from the package when it needs one."""
     package: Any = gguf
     package.GGUFReader = FastReader
     try:

@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.errors import UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.quantize import method_of
-from outrider.runtime.cache import STRIDE
+from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import is_finite
 
@@ -153,7 +153,8 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
         return logits
 
     try:
-        cache = lm.new_cache(len(behind), view_len)
+        capacity = lm.execution.round_length(view_len)
+        cache = SlotCache.empty(lm.layer_shapes, len(behind), capacity, is_sparse=True)
         num_kept = length - int(compared.min())
         output = lm.model(input_ids=ids, use_cache=False, logits_to_keep=num_kept)
         full = output.logits[:, -num_kept:, : lm.vocab_size]

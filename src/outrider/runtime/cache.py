@@ -39,8 +39,8 @@ large A widens the forwards of rounds, a small A needs many advances. Of 1, 4, 8
 (benchmarks/results/states.txt)."""
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.zeros``. On the CPU a place takes memory only when it is written to (not on Windows)."""
+def _sparse_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """``torch.zeros``, of which a place takes memory only when it is written to (on the CPU, not on Windows)."""
     plain, number = torch.empty(0, dtype=dtype, device=device), math.prod(shape)
     is_plain = plain.device.type == "cpu" and type(plain) is Tensor  # not fake
     if sys.platform == "win32" or not is_plain or number * dtype.itemsize < mmap.PAGESIZE:
@@ -104,11 +104,16 @@ class SlotCache(Cache):
         self.state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
 
     @classmethod
-    def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        """Allocate an empty cache."""
+    def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int, *, is_sparse: bool = False) -> SlotCache:
+        """Allocate an empty cache.
+
+        Args:
+            is_sparse: little of it will be used: where possible, places take memory when they are written to.
+        """
         # Zeros, since 0 * value of a masked place must not be NaN.
+        zeros = _sparse_zeros if is_sparse else torch.zeros
         storage = [
-            _zeros((num_rows, capacity + 1, shape.num_heads, dim), shape.dtype, shape.device)
+            zeros((num_rows, capacity + 1, shape.num_heads, dim), dtype=shape.dtype, device=shape.device)
             for shape in shapes
             if shape.num_heads
             for dim in (shape.key_dim, shape.value_dim)
@@ -167,10 +172,11 @@ class SlotCache(Cache):
                 store[slot] = store[source]
         self._restart(slot, num_tokens)
 
-    def erase(self, slot: int, begin: int = 0) -> None:
-        """Zero a slot from a place on. (Numbers that are not finite would spoil the next sequence even if masked.)"""
+    def erase(self, slot: int, begin: int = 0, end: int | None = None) -> None:
+        """Zero a slot from a place on, or between two. (Numbers that are not finite would spoil the next sequence even
+        if masked.)"""
         for store in self.storage[: self.num_token_stores]:
-            store[slot, begin:] = 0
+            store[slot, begin:end] = 0
         self._restart(slot, begin)
 
     def _restart(self, slot: int, num_tokens: int) -> None:
