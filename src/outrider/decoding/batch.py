@@ -23,6 +23,8 @@ from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings
 
+_KEPT_TOKENS = 64  # at most, that rows may grow with one view: drafters may read all places up to its bound
+
 
 def final_length(target: LM, request: Request) -> int:
     """The most tokens of a request, prompt included."""
@@ -33,9 +35,6 @@ def final_length(target: LM, request: Request) -> int:
 def final_room(target: LM, request: Request, max_k: int) -> int:
     """The most tokens that the rounds of a request may commit, prompt included, if each drafts at most ``max_k``."""
     return min(final_length(target, request) + request.drafts_beyond_end * max_k, target.context_len)
-
-
-_KEPT_TOKENS = 64  # that a view may be longer than its rows: more would make views longer than necessary
 
 
 @dataclass(slots=True, eq=False)

@@ -206,7 +206,8 @@ class Engine:
         self._leave_cancelled()
         self._fill()
         lookahead = 0 if self._batch.has_constraints else self._lookahead
-        while len(self._in_flight) <= lookahead and self._needs_round:
+        # Each unread round commits a token or more.
+        while len(self._in_flight) <= lookahead and self._is_open(len(self._in_flight)):
             self._in_flight.append(self._start_round())
             if len(self._in_flight) == 1:
                 begin_s += self._start_more()
@@ -248,15 +249,9 @@ class Engine:
         begin_s = time.perf_counter()
         is_calm = not (self._batch.has_constraints or self._filling or self._waiting)
         num = self._rounds_per_look // len(self._batch.running) if is_calm else 1
-        while len(self._in_flight) < num and self._batch.num_kept and self._surely_needs_round:
+        while len(self._in_flight) < num and self._batch.num_kept and self._is_open(self._most_unread):
             self._in_flight.append(self._start_round())
         return time.perf_counter() - begin_s
-
-    @property
-    def _surely_needs_round(self) -> bool:
-        """Whether an active row will need another round, unless it ends before its limit."""
-        most = self._most_unread
-        return any(not row.is_done and row.length + most < row.limit for row in self._batch.running)
 
     def _warn_of_broken_drafts(self, row_rounds: Sequence[RowRound]) -> None:
         """Log it once: it costs speed, and changes no output."""
@@ -264,10 +259,8 @@ class Engine:
             self._has_warned = True
             _LOG.warning("the draft %s gave NaN or infinite logits: its drafts are cut there", self._drafter.name)
 
-    @property
-    def _needs_round(self) -> bool:
-        """Whether an active row may need another round. (Each unread one commits a token or more.)"""
-        num_unread = len(self._in_flight)
+    def _is_open(self, num_unread: int) -> bool:
+        """Whether an active row with this many unread tokens is below its limit, and so may need another round."""
         return any(not row.is_done and row.length + num_unread < row.limit for row in self._batch.running)
 
     @property

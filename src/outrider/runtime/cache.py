@@ -40,7 +40,7 @@ large A widens the forwards of rounds, a small A needs many advances. Of 1, 4, 8
 
 
 def _sparse_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``torch.zeros``, of which a place takes memory only when it is written to (on the CPU, not on Windows)."""
+    """Zeros that take memory only where they are written to (on the CPU, except on Windows)."""
     plain, number = torch.empty(0, dtype=dtype, device=device), math.prod(shape)
     is_plain = plain.device.type == "cpu" and type(plain) is Tensor  # not fake
     if sys.platform == "win32" or not is_plain or number * dtype.itemsize < mmap.PAGESIZE:
