@@ -101,11 +101,31 @@ void block_channels(int64_t num_rows, const float* x, const Block* const* rows, 
   }
 }
 
+constexpr int64_t SET_BYTES = 4096;  // addresses so far apart compete for few places in the nearest cache
+constexpr int64_t MOST_TRIES = 32;
+
+// Rows between CHANNELS streams of `num_rows` rows: nearly as many as there can be, such that the streams do not compete
+// for the same places in the nearest cache. If they do, they evict each other's prefetched lines.
+template <int CHANNELS>
+int64_t spacing(int64_t num_rows, int64_t row_bytes) {
+  const int64_t most = num_rows / CHANNELS, least = most - most / 8;  // the rows that are left over are few
+  for (int64_t apart = most; apart > least && apart > most - MOST_TRIES; apart--) {
+    int64_t nearest = SET_BYTES;
+    for (int64_t c = 1; c < CHANNELS; c++) {
+      const int64_t place = c * apart * row_bytes % SET_BYTES, other = SET_BYTES - place;
+      nearest = place < nearest ? place : nearest;
+      nearest = other < nearest ? other : nearest;
+    }
+    if (nearest >= SET_BYTES / (2 * CHANNELS)) return apart;
+  }
+  return most;
+}
+
 // Calls `run` for this thread's channels of one matrix, in CHANNELS parts that are read concurrently, and the remainder;
 // for up to MOST_BLOCK_ROWS of the rows of x at a time, which stay in the cache. `length` is the number of blocks of a row.
 template <int CHANNELS, typename Block, typename Run>
 INLINE void share_of_blocks(int64_t num_rows, const Block* weights, int64_t length, int64_t begin, int64_t end, Run run) {
-  const int64_t apart = (end - begin) / CHANNELS, rest = begin + CHANNELS * apart;
+  const int64_t apart = spacing<CHANNELS>(end - begin, length * sizeof(Block)), rest = begin + CHANNELS * apart;
   for (int64_t done = 0; done < num_rows; done += MOST_BLOCK_ROWS) {
     const int64_t left = num_rows - done < MOST_BLOCK_ROWS ? num_rows - done : MOST_BLOCK_ROWS;
     auto run_these = [&](int64_t first, int64_t spacing, int64_t num_here) {
@@ -116,7 +136,7 @@ INLINE void share_of_blocks(int64_t num_rows, const Block* weights, int64_t leng
       run(done, left, rows, first, spacing, num_here);
     };
     for (int64_t o = begin; o < begin + apart; o++) run_these(o, apart, CHANNELS);
-    if (rest < end) run_these(rest, 1, end - rest);
+    for (int64_t o = rest; o < end; o += CHANNELS) run_these(o, 1, end - o < CHANNELS ? end - o : CHANNELS);
   }
 }
 
