@@ -1,12 +1,13 @@
 """All products of a forward of few rows: the matrix library against our kernel, for each type of weights.
 
-    python benchmarks/few_row_matmul.py [--threads 2] [--num-layers 14] [--blocks] [--rows 1 5 8]
+    python benchmarks/few_row_matmul.py [--threads 2] [--num-layers 14] [--hidden-size 768] [--intermediate-size 2304]
+        [--blocks] [--rows 1 5 8]
 
 With --blocks, the weights are in blocks and groups of 4 to 8 bits (kernels/blocks.py) instead, with activations in
-float32 and in 8 bits (a8). The shapes are those of the 110M target of benchmarks/grow.py. Every product of a forward is
-formed in turn, so that the weights come from memory as they do in a model; attention and all else is left out. Medians
-of runs in turn. For the limit, a buffer of the size of the float32 weights is read in two halves at once. The last line
-of standard output is one JSON document.
+float32 and in 8 bits (a8). The shapes are those of the targets of benchmarks/grow.py, by default the one of 110M. Every
+product of a forward is formed in turn, so that the weights come from memory as they do in a model; attention and all else
+is left out. Medians of runs in turn. For the limit, a buffer of the size of the float32 weights is read in two halves at
+once. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -29,8 +30,7 @@ from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm
 from outrider.kernels.library import FORMS, into, widen_blocks
 from outrider.system.provenance import provenance
 
-_LAYER = [(768, 768)] * 4 + [(2304, 768)] * 2 + [(768, 2304)]  # [O, I]
-_HEAD = (4096, 768)
+_VOCABULARY = 4096
 _ROWS = (1, 5, 8, 12, 16, 32, 48)
 _NUM_RUNS = 9
 # Places of the scales (and offsets) in a block, numbers of 16 bits.
@@ -42,11 +42,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--num-layers", type=int, default=14)
+    parser.add_argument("--hidden-size", type=int, default=768)
+    parser.add_argument("--intermediate-size", type=int, default=2304)
     parser.add_argument("--blocks", action="store_true")
     parser.add_argument("--rows", type=int, nargs="+", default=_ROWS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    weights = [torch.randn(shape) for shape in [*_LAYER * arguments.num_layers, _HEAD]]
+    hidden, wide = arguments.hidden_size, arguments.intermediate_size
+    layer = [(hidden, hidden)] * 4 + [(wide, hidden)] * 2 + [(hidden, wide)]  # [O, I]
+    weights = [torch.randn(shape) for shape in [*layer * arguments.num_layers, (_VOCABULARY, hidden)]]
     forms = {
         "float32": weights,
         "bfloat16": [weight.bfloat16() for weight in weights],
@@ -65,8 +69,8 @@ def main() -> None:
     arms: dict[tuple[str, int], Callable[[], object]] = {("reading", 0): partial(torch.dot, *buffer)}
     results = []  # of the kernel, which has their addresses alone
     for num_rows in arguments.rows:
-        inputs = {width: torch.randn(num_rows, width) for width in (768, 2304)}
-        outputs = {number: torch.empty(num_rows, number) for number in (768, 2304, 4096)}
+        inputs = {width: torch.randn(num_rows, width) for width in (hidden, wide)}
+        outputs = {number: torch.empty(num_rows, number) for number in (hidden, wide, _VOCABULARY)}
         results.append(outputs)
         arms["library, float32", num_rows] = partial(_by_library, inputs, weights)
         for name, matrices in forms.items():
