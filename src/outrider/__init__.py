@@ -10,6 +10,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from outrider.system.collection import uncollected
+
 if TYPE_CHECKING:
     from outrider.api import load
     from outrider.custom_generate import assisted, generate
@@ -65,7 +67,8 @@ if not TYPE_CHECKING:  # else a type checker would take any name for one of this
         # Names are imported on first use, so that `import outrider` and `outrider --help` do not import torch.
         if name not in __all__:
             raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-        return getattr(import_module(f"outrider.{_HOMES.get(name, 'records')}"), name)
+        with uncollected():
+            return getattr(import_module(f"outrider.{_HOMES.get(name, 'records')}"), name)
 
 
 def __dir__() -> list[str]:

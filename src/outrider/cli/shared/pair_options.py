@@ -257,7 +257,7 @@ class PairOptions:
             generation_config: see ``outrider.load``. Commands state all sampling options; the server's clients do not.
             shares_with: see ``outrider.load``.
         """
-        from outrider.api import load
+        from outrider import load
 
         set_threads(self.threads)
         _log_to_stderr("outrider.decoding")  # measures round costs for adaptive K
