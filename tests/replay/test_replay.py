@@ -351,6 +351,7 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
     }
 
 
+@pytest.mark.pairwise
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("pair", "k"), [("table", 1), ("table", 4), ("llama", 4)])
 def test_sampled_rounds_are_those_of_the_loop_on_average(rule: str, pair: str, k: int) -> None:
