@@ -4,10 +4,10 @@
         [--blocks] [--rows 1 5 8]
 
 With --blocks, the weights are in blocks and groups of 4 to 8 bits (kernels/blocks.py) instead, with activations in
-float32 and in 8 bits (a8). The shapes are those of the targets of benchmarks/grow.py, by default the one of 110M. Every
-product of a forward is formed in turn, so that the weights come from memory as they do in a model; attention and all else
-is left out. Medians of runs in turn. For the limit, a buffer of the size of the float32 weights is read in two halves at
-once. The last line of standard output is one JSON document.
+float32 and in 8 bits (a8). The shapes are those of the targets of benchmarks/grow.py, by default the one of 110M. All
+products of a forward are formed in turn, so that the weights come from memory as they do in a model; attention and the
+rest are left out. Medians of runs in turn. For the limit, a buffer of the size of the float32 weights is read in two
+halves at once. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
