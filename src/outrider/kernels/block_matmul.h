@@ -101,39 +101,40 @@ void block_channels(int64_t num_rows, const float* x, const Block* const* rows, 
   }
 }
 
-constexpr int64_t SET_BYTES = 4096;  // addresses so far apart compete for few places in the nearest cache
+constexpr int64_t SET_BYTES = 4096;  // the nearest cache has a set of a few lines for addresses that differ by this
 constexpr int64_t MOST_TRIES = 32;
 
-// Rows between CHANNELS streams of `num_rows` rows: nearly as many as there can be, such that the streams do not compete
-// for the same places in the nearest cache. If they do, they evict each other's prefetched lines.
+// Rows between CHANNELS streams of `num_rows` rows: nearly as many as there can be, with as few streams as possible that
+// begin near the first one in the nearest cache. There, they would evict each other's prefetched lines.
 template <int CHANNELS>
-int64_t spacing(int64_t num_rows, int64_t row_bytes) {
+int64_t spacing_of(int64_t num_rows, int64_t row_bytes) {
   const int64_t most = num_rows / CHANNELS, least = most - most / 8;  // the rows that are left over are few
-  for (int64_t apart = most; apart > least && apart > most - MOST_TRIES; apart--) {
-    int64_t nearest = SET_BYTES;
-    for (int64_t c = 1; c < CHANNELS; c++) {
+  if constexpr (CHANNELS <= BLOCK_CHANNELS) return most;              // so few fit into a set
+  int64_t best = most, fewest = CHANNELS;
+  for (int64_t apart = most; apart >= least && apart > most - MOST_TRIES && fewest > 0; apart--) {
+    int64_t num_near = 0;
+    for (int64_t c = 1; c < CHANNELS && num_near < fewest; c++) {
       const int64_t place = c * apart * row_bytes % SET_BYTES, other = SET_BYTES - place;
-      nearest = place < nearest ? place : nearest;
-      nearest = other < nearest ? other : nearest;
+      num_near += (place < other ? place : other) < SET_BYTES / (2 * CHANNELS);
     }
-    if (nearest >= SET_BYTES / (2 * CHANNELS)) return apart;
+    if (num_near < fewest) best = apart, fewest = num_near;
   }
-  return most;
+  return best;
 }
 
 // Calls `run` for this thread's channels of one matrix, in CHANNELS parts that are read concurrently, and the remainder;
 // for up to MOST_BLOCK_ROWS of the rows of x at a time, which stay in the cache. `length` is the number of blocks of a row.
 template <int CHANNELS, typename Block, typename Run>
 INLINE void share_of_blocks(int64_t num_rows, const Block* weights, int64_t length, int64_t begin, int64_t end, Run run) {
-  const int64_t apart = spacing<CHANNELS>(end - begin, length * sizeof(Block)), rest = begin + CHANNELS * apart;
+  const int64_t apart = spacing_of<CHANNELS>(end - begin, length * sizeof(Block)), rest = begin + CHANNELS * apart;
   for (int64_t done = 0; done < num_rows; done += MOST_BLOCK_ROWS) {
     const int64_t left = num_rows - done < MOST_BLOCK_ROWS ? num_rows - done : MOST_BLOCK_ROWS;
-    auto run_these = [&](int64_t first, int64_t spacing, int64_t num_here) {
+    auto run_these = [&](int64_t first, int64_t between, int64_t num_here) {
       const Block* rows[CHANNELS];
       for (int64_t c = 0; c < CHANNELS; c++) {
-        rows[c] = weights + (first + (c < num_here ? c : num_here - 1) * spacing) * length;
+        rows[c] = weights + (first + (c < num_here ? c : num_here - 1) * between) * length;
       }
-      run(done, left, rows, first, spacing, num_here);
+      run(done, left, rows, first, between, num_here);
     };
     for (int64_t o = begin; o < begin + apart; o++) run_these(o, apart, CHANNELS);
     for (int64_t o = rest; o < end; o += CHANNELS) run_these(o, 1, end - o < CHANNELS ? end - o : CHANNELS);
