@@ -357,8 +357,8 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
     [pytest.param("table", 1, marks=pytest.mark.slow), ("table", 4), pytest.param("llama", 4, marks=pytest.mark.slow)],
 )
 def test_sampled_rounds_are_those_of_the_loop_on_average(rule: str, pair: str, k: int) -> None:
-    """The real loop with real noise; texts end at an end token or the limit, and windows of the draft at 11 tokens. Each
-    of nine times four comparisons fails by chance with a probability below 4e-7."""
+    """The real loop with real noise; texts end at an end token or the limit, and windows of the draft at 11 tokens.
+    Each of nine times four comparisons fails by chance with a probability below 4e-7."""
     target, drafter = table_pair(8, draft_context_len=11) if pair == "table" else llama_pair(draft_context_len=11)
     scores = _z_scores(rule, k, target, drafter, 1500 if pair == "table" else 400)
     assert all(abs(score) < Z for score in scores.values()), scores
