@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._inductor import cpp_builder
 from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
 
 from compile_services import OnCall
 from hybrids import hybrid, hybrid_lm
@@ -219,6 +220,14 @@ def test_the_same_tokens_as_eager(
     for _ in range(2):
         assert tokens(fast_target, fast_drafter, asked, rule, 2) == want
         assert (_num_programs(fast_target), _num_programs(fast_drafter.lm)) == num_programs
+    if num_programs[1]:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+            tokens(fast_target, fast_drafter, asked, rule, 2)
+        allocated = [event.cpu_memory_usage for event in profiled.events() if event.name == "[memory]"]  # by programs
+        num_numbers = (
+            len(lengths) * 128 * min(shape.num_heads * shape.key_dim for shape in fast_drafter.lm.layer_shapes)
+        )
+        assert 0 < max(allocated) < num_numbers * torch.float64.itemsize  # no program copies the keys of a layer
     if rule_name == "gumbel":  # eight threads may share them, as they may share a decoder (test_complete.py)
         with ThreadPoolExecutor(8) as pool:
             texts = list(pool.map(lambda _: tokens(fast_target, fast_drafter, asked, rule, 2), range(24)))

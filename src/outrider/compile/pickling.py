@@ -36,7 +36,8 @@ MAX_INLINED = 64
 
 _UNUSED = ("generation_config", "hf_quantizer")  # parts of a model that no forward reads
 _RECORDING = "transformers.utils.output_capturing"  # hooks that are idle in steps
-_STEPS = ("runtime", "sampling", "drafters", "decoding")  # our packages with traced code
+# Our packages with traced code, and with what compiles it.
+_STEPS = ("runtime", "sampling", "drafters", "decoding", "kernels", "compile")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
