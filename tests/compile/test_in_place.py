@@ -34,6 +34,15 @@ def _with_old_values(store: Tensor, places: Tensor, values: Tensor) -> tuple[Ten
     return begins, ends
 
 
+def _with_the_argument(store: Tensor, places: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    """Reads what was there before the first write."""
+    first = store.flatten(0, 1).index_copy(0, places[:1], values[:1])
+    second = first.index_copy(0, places[1:], values[1:] + first.mean())
+    begins = store[0, ::2] * second.sum()
+    store.copy_(second.view_as(store))
+    return (begins,)
+
+
 def _with_something_between(store: Tensor, places: Tensor, values: Tensor) -> tuple[Tensor, ...]:
     """Not a sequence of writes alone."""
     first = store.flatten(0, 1).index_copy(0, places[:1], values[:1]) * 2
@@ -45,7 +54,13 @@ def _with_something_between(store: Tensor, places: Tensor, values: Tensor) -> tu
 @pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # PyTorch about itself
 @pytest.mark.parametrize(
     ("step", "num_columns", "num_in_place"),
-    [(_twice, 3, 2), (_twice, 5, 0), (_with_old_values, 3, 0), (_with_something_between, 3, 0)],
+    [
+        (_twice, 3, 2),
+        (_twice, 5, 0),
+        (_with_old_values, 3, 0),
+        (_with_the_argument, 3, 0),
+        (_with_something_between, 3, 0),
+    ],
 )
 def test_writes(step: Step, num_columns: int, num_in_place: int) -> None:
     """The number of writes that the pass itself rewrites. Results are those of eager execution.

@@ -37,7 +37,7 @@ MAX_INLINED = 64
 _UNUSED = ("generation_config", "hf_quantizer")  # parts of a model that no forward reads
 _RECORDING = "transformers.utils.output_capturing"  # hooks that are idle in steps
 # Our packages with traced code, and with what compiles it.
-_STEPS = ("runtime", "sampling", "drafters", "decoding", "kernels", "compile")
+_HASHED = ("runtime", "sampling", "drafters", "decoding", "kernels", "compile")
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
@@ -176,7 +176,7 @@ def _is_of_library(function: FunctionType) -> bool:
 def _our_source() -> str:
     root = Path(__file__).parents[1]
     digest = hashlib.sha256((root / "records.py").read_bytes())
-    for path in sorted(path for name in _STEPS for path in (root / name).rglob("*.py")):
+    for path in sorted(path for name in _HASHED for path in (root / name).rglob("*.py")):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -94,6 +94,7 @@ def reason_of(error: Exception) -> str:
 
 def make(job: CompileJob) -> CompiledProgram:
     """Trace and compile a call; or load its program from disk, if it is undamaged and trusted."""
+    from outrider.compile.in_place import InPlacePass
     from outrider.kernels.library import check_threads
 
     check_threads(job.num_threads)
@@ -106,6 +107,7 @@ def make(job: CompileJob) -> CompiledProgram:
         "aot_inductor.package_constants_in_so": False,
         "cpp.threads": num_threads,
         "cpp.enable_floating_point_contract_flag": "fast",
+        "post_grad_custom_post_pass": InPlacePass(),
         **_kernel_options(num_threads),
     }
     weights = weights_of(call.lm.model)
@@ -153,7 +155,6 @@ def check_constants(constants: Mapping[str, Any], weights: Mapping[str, Tensor])
 
 
 def _kernel_options(num_threads: int) -> dict[str, Any]:
-    from outrider.compile.in_place import InPlacePass
     from outrider.kernels.attention import ATTENTION, ATTENTION_SHIM
     from outrider.kernels.inductor_pass import KERNEL, MAX_SUMS, WIDEN, FewRowMatmulPass
     from outrider.kernels.library import SHIM, WIDEN_SHIM, library
@@ -161,7 +162,6 @@ def _kernel_options(num_threads: int) -> dict[str, Any]:
     has_kernel = library() is not None
     return {
         "post_grad_custom_pre_pass": FewRowMatmulPass(num_threads if has_kernel else None),
-        "post_grad_custom_post_pass": InPlacePass(),
         "cpp.max_horizontal_fusion_size": MAX_SUMS,
         "cpp.min_chunk_size": max(1, _FEW_NUMBERS // num_threads),
         "aot_inductor.custom_ops_to_c_shims": {KERNEL: [SHIM], WIDEN: [WIDEN_SHIM], ATTENTION: [ATTENTION_SHIM]},

@@ -19,7 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from outrider.kernels.attention import ATTENTION
 from outrider.kernels.library import FORMS, WEIGHT_DTYPES
@@ -63,9 +63,9 @@ class FewRowMatmulPass(CustomGraphPass):
                 _write_as_sums(graph, node, rows, matrix, bias)
         graph.eliminate_dead_code()
 
-    def uuid(self) -> str:
-        """Part of Inductor's cache keys: change it with the pass."""
-        return f"outrider-few-row-matmul-13-{self._num_threads}"
+    def uuid(self) -> Any:
+        """Part of Inductor's cache keys."""
+        return get_hash_for_files((__file__,), str(self._num_threads))
 
 
 @dataclass(frozen=True, slots=True)
