@@ -31,7 +31,8 @@ from batch import tokens_per_s
 from rich.console import Console
 
 from outrider.api import load
-from outrider.bench.report import interval_text, new_table
+from outrider.bench.report import interval_text
+from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance

@@ -19,7 +19,7 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from outrider.bench.predicted_memory import Memory, Predictor, Workload
-from outrider.bench.report import new_table
+from outrider.bench.tables import new_table
 from outrider.stats.speedup import predict as predict_speed_up
 
 _BANDWIDTH = 0.8 * 3.35e12  # bytes per second

@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import new_table
+from outrider.bench.tables import new_table
 from outrider.certify.design import num_tests
 from outrider.certify.job import CertifyTask
 from outrider.certify.run import certify, run_pilot

@@ -26,8 +26,9 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import ArmSummary, interval_text, new_table, summarise
+from outrider.bench.report import ArmSummary, interval_text, summarise
 from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
+from outrider.bench.tables import new_table
 from outrider.compile.compiled_lm import compiled_lm
 from outrider.distill.data import hold_out_written, read_sequences
 from outrider.models.placement import Placement

@@ -25,7 +25,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import linear
 
-from outrider.bench.report import new_table
+from outrider.bench.tables import new_table
 from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm
 from outrider.kernels.library import FORMS, into, widen_blocks
 from outrider.system.provenance import provenance

@@ -27,7 +27,7 @@ from rich.console import Console
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from outrider.bench.report import new_table
+from outrider.bench.tables import new_table
 from outrider.models.group_rounding import rounded_to_groups, widened_groups
 from outrider.models.quantize import quantizable
 from outrider.models.registry import resolve

@@ -28,7 +28,7 @@ from four_bits import by_ggml
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import new_table
+from outrider.bench.tables import new_table
 from outrider.decoding.measured_costs import measure_round_costs
 from outrider.export.gguf import write_gguf
 from outrider.models.quantize import num_bytes

@@ -32,8 +32,9 @@ from roofline import step_bytes, weight_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import interval_text, new_table, summarise
+from outrider.bench.report import interval_text, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
+from outrider.bench.tables import new_table
 from outrider.compile.compiled_lm import compiled_lm
 from outrider.decoder import Decoder
 from outrider.errors import CompileError

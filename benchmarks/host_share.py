@@ -226,7 +226,8 @@ def main() -> None:
 
     from rich.console import Console
 
-    from outrider.bench.report import interval_text, new_table
+    from outrider.bench.report import interval_text
+    from outrider.bench.tables import new_table
     from outrider.stats.intervals import paired_ratio
 
     console, results = Console(width=100), []

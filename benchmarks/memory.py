@@ -27,7 +27,7 @@ from transformers import AutoConfig
 
 from outrider.api import load
 from outrider.bench.predicted_memory import Predictor, Workload
-from outrider.bench.report import new_table
+from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.placement import DTYPES

@@ -32,7 +32,7 @@ from peer_arms.worker import Worker
 from rich.console import Console
 
 from outrider.api import load
-from outrider.bench.report import new_table
+from outrider.bench.tables import new_table
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS

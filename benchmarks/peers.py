@@ -66,7 +66,8 @@ from peer_arms.worker import Worker
 from rich.console import Console
 
 from outrider.api import load
-from outrider.bench.report import interval_text, new_table
+from outrider.bench.report import interval_text
+from outrider.bench.tables import new_table
 from outrider.options import DEFAULT_ACCEPTANCE
 from outrider.sampling.rules import RULES
 from outrider.stats.intervals import paired_ratio

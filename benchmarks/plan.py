@@ -21,7 +21,8 @@ from typing import Any
 
 from rich.console import Console
 
-from outrider.bench.report import interval_text, new_table
+from outrider.bench.report import interval_text
+from outrider.bench.tables import new_table
 from outrider.stats.intervals import Interval
 
 

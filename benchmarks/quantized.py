@@ -25,8 +25,9 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import interval_text, new_table, summarise
+from outrider.bench.report import interval_text, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
+from outrider.bench.tables import new_table
 from outrider.models.placement import Placement
 from outrider.models.quantize import num_bytes
 from outrider.system.provenance import provenance

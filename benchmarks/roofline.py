@@ -31,8 +31,8 @@ from rich.table import Table
 from torch import nn
 
 from outrider.api import load
-from outrider.bench.report import new_table
 from outrider.bench.run import Arm, Case, interleave
+from outrider.bench.tables import new_table
 from outrider.drafters.model import ModelDrafter
 from outrider.records import Chunk, Timing
 from outrider.runtime import huge_pages

@@ -24,7 +24,7 @@ import torch
 from rich.console import Console
 
 from outrider.api import load
-from outrider.bench.report import new_table
+from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.decoding.measured_costs import measure_round_costs
 from outrider.drafters.base import NoDrafter
