@@ -25,4 +25,4 @@ def compiler() -> tuple[str, str, str | None]:
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
     command = get_cpp_compiler()
-    return command, get_compiler_version_info(command), config.cpp.march
+    return command, get_compiler_version_info(command), getattr(config.cpp, "march", None)  # not in PyTorch 2.11
