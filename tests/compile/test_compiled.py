@@ -221,7 +221,7 @@ def test_the_same_tokens_as_eager(
         assert tokens(fast_target, fast_drafter, asked, rule, 2) == want
         assert (_num_programs(fast_target), _num_programs(fast_drafter.lm)) == num_programs
     if num_programs[1]:
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiled:
             tokens(fast_target, fast_drafter, asked, rule, 2)
         allocated = [event.cpu_memory_usage for event in profiled.events() if event.name == "[memory]"]  # by programs
         num_numbers = (
