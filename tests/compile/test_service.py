@@ -183,11 +183,20 @@ def _refusing(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_refusing")
-def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_is_told_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_fail = threading.Event()  # when all programs are ordered: none would be, after a failure
+
+    class Waits(Refuses):
+        def make(self, job: CompileJob) -> CompiledProgram | str:
+            may_fail.wait(LIMIT_S)
+            return super().make(job)
+
+    monkeypatch.setattr(service_module, "Process", Waits)
     orders: list[ProgramOrder] = []
     service = CompileService(on_order=orders.append)
     _, mixed = pair(service)
     mixed.generate([PROMPT, PROMPT], max_new_tokens=[4, 24])
+    may_fail.set()
     for order in orders:
         with pytest.raises(CompileError):
             order.program.result(LIMIT_S)
