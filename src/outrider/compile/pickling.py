@@ -4,8 +4,8 @@ A call is packed with the model as it is in memory (modules and configuration), 
 So no model is read and no weight is stored a second time. Values of very small tensors are packed too, since Inductor
 inlines them.
 
-Code is not packed: the other process imports the same. So ``key_of`` covers the source of all traced code, and
-``code_of`` shows whether the classes in this process still match their files.
+Code is not packed: the other process imports the same. So ``key_of`` covers the source of all traced code and of
+what compiles it, and ``code_of`` shows whether the classes in this process still match their files.
 """
 
 from __future__ import annotations
