@@ -27,7 +27,8 @@ from torch.nn.functional import linear
 
 from outrider.bench.tables import new_table
 from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm
-from outrider.kernels.library import FORMS, into, widen_blocks
+from outrider.kernels.library import FORMS, into
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.system.provenance import provenance
 
 _VOCABULARY = 4096
@@ -63,7 +64,7 @@ def main() -> None:
             for rounds in (False, True):
                 name = form.name + ", a8" * rounds
                 form_of[name] = replace(form, rounds=rounds)
-                forms[name] = [_in_blocks(form, *weight.shape) for weight in weights]
+                forms[name] = [_in_blocks(form_of[name], *weight.shape) for weight in weights]
     num_bytes = sum(weight.nbytes for weight in weights)
     buffer = torch.ones(2, num_bytes // 8)
     arms: dict[tuple[str, int], Callable[[], object]] = {("reading", 0): partial(torch.dot, *buffer)}
@@ -108,11 +109,11 @@ def _by_library(inputs: dict[int, Tensor], weights: list[Tensor]) -> None:
 
 
 def _in_blocks(form: BlockForm, number: int, width: int) -> Tensor:
-    """Any bytes, with scales of 0.01. [O, bytes of a row]"""
+    """Any integers, with scales of 0.01. [O, bytes of a row]"""
     blocks = torch.randint(0, 256, (number, width // form.num_numbers, form.num_bytes), dtype=torch.uint8)
-    for place in _HALVES[form]:
+    for place in _HALVES[replace(form, rounds=False)]:
         blocks[..., place : place + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
-    return blocks.flatten(1)
+    return NarrowWeight.of_blocks(blocks.flatten(1), form).stored
 
 
 def _by_kernel(
@@ -126,7 +127,7 @@ def _by_kernel(
     x, y = inputs[width], outputs[weight.shape[0]]
     call = into(y, x, [weight], FORMS[weight.dtype] if blocks is None else blocks.product, num_threads)
     call()
-    wide = weight.float() if blocks is None else widen_blocks(weight, blocks.number, width, num_threads)
+    wide = NarrowWeight(weight, torch.float32, None, blocks).wide()
     close = 0.1 if blocks is None or not blocks.rounds else 0.05 * float(wide.norm(dim=-1).amax())
     torch.testing.assert_close(y, linear(x, wide), rtol=1e-3, atol=close)
     return call

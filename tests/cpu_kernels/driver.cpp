@@ -24,8 +24,10 @@ extern "C" {
 void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
                             const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y,
                             int64_t num_threads);
-void outrider_widen_blocks(const void* matrix, int64_t form, int64_t num_channels, int64_t width, float* to,
-                          int64_t num_threads);
+bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
+                         int64_t num_rows, float* to, int64_t num_threads);
+void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
+                         int64_t num_threads);
 void outrider_few_query_attention(const Shape* shape, const void* query, const Strides* query_strides, const void* key,
                              const Strides* key_strides, const void* value, const Strides* value_strides,
                              const void* mask, const Strides* mask_strides, int64_t bits, float scale, float* out,
@@ -214,7 +216,9 @@ void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_
   std::vector<float> wide(num_channels * width), y(num_rows * num_channels), of_wide(num_rows * num_channels);
   std::vector<float> x(num_rows * width);
   for (float& one : x) one = std::ldexp(static_cast<float>(static_cast<int32_t>(generator())), -31);  // the same everywhere
-  outrider_widen_blocks(data.data(), form, num_channels, width, wide.data(), 2);
+  std::vector<int64_t> rows(num_channels);
+  for (int64_t o = 0; o < num_channels; o++) rows[o] = o;
+  outrider_widen_rows(data.data(), form, num_channels, width, rows.data(), num_channels, wide.data(), 2);
   for (int64_t i = 0; i < num_channels * width; i++) {
     compare(wide[i], static_cast<float>(number_of(form, data.data() + i / length * size, i % length)), 0.0, "a number");
   }
@@ -222,7 +226,12 @@ void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_
   outrider_few_row_matmul(x.data(), num_rows, width, &blocks, &num_channels, 1, form, y.data(), 3);
   outrider_few_row_matmul(x.data(), num_rows, width, &floats, &num_channels, 1, 0, of_wide.data(), 2);
   for (size_t i = 0; i < y.size(); i++) compare(y[i], of_wide[i], 0.0, "a product with blocks");
-  rounded_products(form, blocks, wide, x, num_rows, width, num_channels);
+  std::vector<uint8_t> interleaved(data.size());
+  std::vector<float> again(wide.size());
+  outrider_interleave(data.data(), form, num_channels, width, interleaved.data(), 2);
+  outrider_widen_rows(interleaved.data(), form + 256, num_channels, width, rows.data(), num_channels, again.data(), 2);
+  for (size_t i = 0; i < wide.size(); i++) compare(again[i], wide[i], 0.0, "a number of interleaved rows");
+  rounded_products(form, interleaved.data(), wide, x, num_rows, width, num_channels);
 }
 
 void attention(Shape s, int64_t bits) {
@@ -314,7 +323,7 @@ int main(int, char** arguments) {
                               {193, 64, 34}, {194, 64, 35},  {195, 128, 66}, {196, 128, 67}};
   for (auto [form, length, size] : forms) {
     for (int64_t num_rows : {1, 2, 5, 6, 9, 35}) {
-      if (is_tried()) blocks(form, length, size, num_rows, 1 + (num_rows + form) % 3, 4 + num_rows % 7);
+      if (is_tried()) blocks(form, length, size, num_rows, 1 + (num_rows + form) % 3, 4 + num_rows % 7 * 5);
     }
   }
   for (int64_t bits : {16, 32}) {

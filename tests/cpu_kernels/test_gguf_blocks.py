@@ -14,7 +14,7 @@ from torch.nn import functional
 from ggml_blocks import block_bytes, numbers_of
 from outrider.kernels import narrow_weight
 from outrider.kernels.blocks import BLOCK_FORMS
-from outrider.kernels.library import FORMS, few_row_matmul, widen_blocks
+from outrider.kernels.library import FORMS, few_row_matmul, interleaved, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
 from rounded_rows import rounded
@@ -45,7 +45,8 @@ def test_products_are_those_of_the_widened_matrix(
     blocks, numbers = ([pair[i] for pair in matrices] for i in (0, 1))
     form, width = _BY_NAME[name].number, numbers[0].shape[1]
     for one, wide in zip(blocks, numbers, strict=True):
-        assert torch.equal(widen_blocks(one, form, width, num_threads), wide)
+        rows = torch.randint(len(wide), (5,), generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(widen_rows(one, rows, form, width, num_threads), wide[rows])
     x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
     got = few_row_matmul(x, blocks, form, num_threads)
     assert torch.equal(got, few_row_matmul(x, numbers, FORMS[torch.float32], num_threads))
@@ -57,7 +58,7 @@ def test_products_are_those_of_the_widened_matrix(
     name=st.sampled_from(list(_BY_NAME)),
     num_rows=st.integers(1, 40),
     num_blocks=st.integers(1, 11),
-    number=st.integers(1, 20),
+    number=st.integers(1, 40),
     num_threads=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
@@ -69,12 +70,14 @@ def test_products_of_rounded_rows(
     x = torch.randn(num_rows, wide.shape[1], generator=torch.Generator().manual_seed(seed))
     x *= torch.tensor([1.0, 1e-3, 1e4, 0.0])[(torch.arange(num_rows) + seed) % 4][:, None]
     form = replace(_BY_NAME[name], rounds=True).product
-    got, rows = few_row_matmul(x, [stored], form, num_threads), rounded(x)
+    panels = interleaved(stored, form, wide.shape[1], num_threads)
+    assert torch.equal(widen_rows(panels, torch.arange(number), form, wide.shape[1], num_threads), wide)
+    got, rows = few_row_matmul(x, [panels], form, num_threads), rounded(x)
     want = rows.double() @ wide.double().T
     size = rows.double().abs() @ (wide.double().abs() + wide.double().abs().amax()).T
     assert bool(((got - want).abs() <= 1e-6 * size).all())
     assert bool(((rows - x).abs() <= x.abs().amax(-1, keepdim=True) / 253).all())
-    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [stored], form, 1))
+    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [panels], form, 1))
 
 
 def test_rows_are_rounded_alike() -> None:
@@ -84,7 +87,8 @@ def test_rows_are_rounded_alike() -> None:
     x[:, -1:] = most
     halves = torch.ones(256, 8, 1, dtype=torch.float16).view(torch.int8)  # scales of 1
     ones = torch.cat((halves, torch.eye(256, dtype=torch.int8).view(256, 8, 32)), dim=2).flatten(1).view(torch.uint8)
-    got = few_row_matmul(x, [ones], replace(_BY_NAME["Q8_0"], rounds=True).product, 1)
+    form = replace(_BY_NAME["Q8_0"], rounds=True).product
+    got = few_row_matmul(x, [interleaved(ones, form, 256, 1)], form, 1)
     assert torch.equal(got, rounded(x))
 
 
@@ -93,7 +97,8 @@ def test_a_row_that_is_not_finite_stays_so(bad: float) -> None:
     stored, _ = _matrix("Q4_K", 5, 2)
     x = torch.ones(3, 512)
     x[1, 300] = bad
-    got = few_row_matmul(x, [stored], replace(_BY_NAME["Q4_K"], rounds=True).product, 1)
+    form = replace(_BY_NAME["Q4_K"], rounds=True).product
+    got = few_row_matmul(x, [interleaved(stored, form, 512, 1)], form, 1)
     assert got.isnan().any(1).tolist() == rounded(x).isnan().any(1).tolist() == [False, True, False]
     assert got[1].isnan().all()
 
@@ -126,3 +131,19 @@ def test_it_is_the_widened_matrix(name: str, is_inference: bool, monkeypatch: py
     layer.weight = weight
     assert stored_tensors(layer.to("cpu").float().weight)[0].dtype == torch.uint8
     assert torch.equal(layer.to(torch.float64).weight, plain.double())
+
+
+@pytest.mark.parametrize("name", _BY_NAME)
+@pytest.mark.parametrize("rounds", [False, True])
+def test_rows_of_a_matrix(name: str, rounds: bool) -> None:
+    """Alike whether they are interleaved or not; and rows that are not there are refused."""
+    stored, plain = _matrix(name, 37, 2)
+    weight = NarrowWeight.of_blocks(stored, replace(_BY_NAME[name], rounds=rounds))
+    assert weight.stored.shape == stored.shape and torch.equal(weight.stored, stored) != rounds
+    ids = torch.tensor([[0, 36, 15], [16, 16, 32]], dtype=torch.int32)
+    for same in (weight, copy.deepcopy(weight)):
+        assert torch.equal(functional.embedding(ids, same), functional.embedding(ids, plain))
+        assert torch.equal(same.wide(), plain)
+    for bad in (-1, 37):
+        with pytest.raises(IndexError, match="has 37 rows"):
+            functional.embedding(torch.tensor([bad]), weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
-from outrider.kernels.library import FORMS, few_row_matmul, widen_blocks
+from outrider.kernels.library import FORMS, few_row_matmul, interleaved, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
 from rounded_rows import rounded
@@ -44,7 +44,7 @@ def test_products_with_groups(
     matrices = [_matrix(form, one, num_groups, seed) for one in (number, 3)]
     groups, numbers = ([pair[i] for pair in matrices] for i in (0, 1))
     kind, width = GROUP_FORMS[form].number, numbers[0].shape[1]
-    wide = [widen_blocks(one, kind, width, num_threads) for one in groups]
+    wide = [widen_rows(one, torch.arange(len(one)), kind, width, num_threads) for one in groups]
     assert all(torch.equal(one.double(), of) for one, of in zip(wide, numbers, strict=True))
     x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
     got = few_row_matmul(x, groups, kind, num_threads)
@@ -60,7 +60,7 @@ def test_products_with_groups(
     form=st.sampled_from(list(GROUP_FORMS)),
     num_rows=st.integers(1, 40),
     num_groups=st.integers(1, 11),
-    number=st.integers(1, 20),
+    number=st.integers(1, 40),
     num_threads=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
@@ -71,10 +71,13 @@ def test_products_of_rounded_rows(
     stored, numbers = _matrix(form, number, num_groups, seed)
     x = torch.randn(num_rows, numbers.shape[1], generator=torch.Generator().manual_seed(seed))
     kind = replace(GROUP_FORMS[form], rounds=True).product
-    got, rows = few_row_matmul(x, [stored], kind, num_threads), rounded(x).double()
+    panels = interleaved(stored, kind, numbers.shape[1], num_threads)
+    wide = widen_rows(panels, torch.arange(number), kind, numbers.shape[1], num_threads)
+    assert torch.equal(wide.double(), numbers)
+    got, rows = few_row_matmul(x, [panels], kind, num_threads), rounded(x).double()
     size = rows.abs() @ (numbers.abs() + numbers.abs().amax()).T
     assert bool(((got - rows @ numbers.T).abs() <= 1e-6 * size).all())
-    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [stored], kind, 1))
+    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [panels], kind, 1))
 
 
 @pytest.mark.parametrize("form", GROUP_FORMS)

@@ -101,56 +101,25 @@ void block_channels(int64_t num_rows, const float* x, const Block* const* rows, 
   }
 }
 
-constexpr int64_t SET_BYTES = 4096;  // the nearest cache has a set of a few lines for addresses that differ by this
-constexpr int64_t MOST_TRIES = 32;
-
-// Rows between CHANNELS streams of `num_rows` rows: nearly as many as there can be, with as few streams as possible that
-// begin near the first one in the nearest cache. There, they would evict each other's prefetched lines.
-template <int CHANNELS>
-int64_t spacing_of(int64_t num_rows, int64_t row_bytes) {
-  const int64_t most = num_rows / CHANNELS, least = most - most / 8;  // the rows that are left over are few
-  if constexpr (CHANNELS <= BLOCK_CHANNELS) return most;              // so few fit into a set
-  int64_t best = most, fewest = CHANNELS;
-  for (int64_t apart = most; apart >= least && apart > most - MOST_TRIES && fewest > 0; apart--) {
-    int64_t num_near = 0;
-    for (int64_t c = 1; c < CHANNELS && num_near < fewest; c++) {
-      const int64_t place = c * apart * row_bytes % SET_BYTES, other = SET_BYTES - place;
-      num_near += (place < other ? place : other) < SET_BYTES / (2 * CHANNELS);
-    }
-    if (num_near < fewest) best = apart, fewest = num_near;
-  }
-  return best;
-}
-
-// Calls `run` for this thread's channels of one matrix, in CHANNELS parts that are read concurrently, and the remainder;
-// for up to MOST_BLOCK_ROWS of the rows of x at a time, which stay in the cache. `length` is the number of blocks of a row.
-template <int CHANNELS, typename Block, typename Run>
-INLINE void share_of_blocks(int64_t num_rows, const Block* weights, int64_t length, int64_t begin, int64_t end, Run run) {
-  const int64_t apart = spacing_of<CHANNELS>(end - begin, length * sizeof(Block)), rest = begin + CHANNELS * apart;
-  for (int64_t done = 0; done < num_rows; done += MOST_BLOCK_ROWS) {
-    const int64_t left = num_rows - done < MOST_BLOCK_ROWS ? num_rows - done : MOST_BLOCK_ROWS;
-    auto run_these = [&](int64_t first, int64_t between, int64_t num_here) {
-      const Block* rows[CHANNELS];
-      for (int64_t c = 0; c < CHANNELS; c++) {
-        rows[c] = weights + (first + (c < num_here ? c : num_here - 1) * between) * length;
-      }
-      run(done, left, rows, first, between, num_here);
-    };
-    for (int64_t o = begin; o < begin + apart; o++) run_these(o, apart, CHANNELS);
-    for (int64_t o = rest; o < end; o += CHANNELS) run_these(o, 1, end - o < CHANNELS ? end - o : CHANNELS);
-  }
-}
-
-// This thread's channels of one matrix.
+// This thread's channels of one matrix, in BLOCK_CHANNELS parts that are read concurrently, and the remainder; for up to
+// MOST_BLOCK_ROWS of the rows of x at a time, which stay in the cache. `length` is the number of blocks of a row.
 template <typename Block>
 void block_share(int64_t num_rows, const float* x, const Block* weights, int64_t length, int64_t begin, int64_t end,
                  float* y, int64_t num_channels) {
-  const int64_t width = length * Block::NUMBERS;
-  share_of_blocks<BLOCK_CHANNELS>(num_rows, weights, length, begin, end,
-                                  [&](int64_t done, int64_t left, const Block* const* rows, int64_t first, int64_t apart,
-                                      int64_t num_here) {
-    block_channels(left, x + done * width, rows, num_here, width, apart, y + done * num_channels + first, num_channels);
-  });
+  const int64_t width = length * Block::NUMBERS, apart = (end - begin) / BLOCK_CHANNELS;
+  const int64_t rest = begin + BLOCK_CHANNELS * apart;
+  for (int64_t done = 0; done < num_rows; done += MOST_BLOCK_ROWS) {
+    const int64_t left = num_rows - done < MOST_BLOCK_ROWS ? num_rows - done : MOST_BLOCK_ROWS;
+    auto run = [&](int64_t first, int64_t between, int64_t num_here) {
+      const Block* rows[BLOCK_CHANNELS];
+      for (int64_t c = 0; c < BLOCK_CHANNELS; c++) {
+        rows[c] = weights + (first + (c < num_here ? c : num_here - 1) * between) * length;
+      }
+      block_channels(left, x + done * width, rows, num_here, width, between, y + done * num_channels + first, num_channels);
+    };
+    for (int64_t o = begin; o < begin + apart; o++) run(o, apart, BLOCK_CHANNELS);
+    for (int64_t o = rest; o < end; o += BLOCK_CHANNELS) run(o, 1, end - o < BLOCK_CHANNELS ? end - o : BLOCK_CHANNELS);
+  }
 }
 
 }  // namespace

@@ -1,10 +1,11 @@
 // Products of few rows with weight matrices, which are read once, in the layout of checkpoints.
 //
 // y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16, int8 or in blocks
-// (block_matmul.h; rounded_rows.h), sums in float32. Few rows are bound by reading the weights, so a loop takes CHANNELS rows of the weights and up to MOST_ROWS
-// rows of x at once: each weight is loaded (and widened) once for all rows, each number of x once for all channels, and
-// the sums stay in registers. The rows of the weights come from CHANNELS distant parts of the matrix, since memory
-// bandwidth is higher for several streams than for one, and are prefetched.
+// (block_matmul.h), sums in float32; rounded rows have products of their own (rounded_rows.h). Few rows are bound by
+// reading the weights, so a loop takes CHANNELS rows of the weights and up to MOST_ROWS rows of x at once: each weight is
+// loaded (and widened) once for all rows, each number of x once for all channels, and the sums stay in registers. The rows
+// of the weights come from CHANNELS distant parts of the matrix, since memory bandwidth is higher for several streams than
+// for one, and are prefetched.
 //
 // The order of each sum depends on the width alone: by lanes, then across the lanes in a fixed tree. So a row's result
 // depends neither on other rows, nor on their number, nor on the number of threads. On processors with AMX tiles, 8-bit
@@ -14,6 +15,7 @@
 
 #include <vector>
 
+#include "block_matmul.h"
 #include "int8_tiles.h"
 #include "rounded_rows.h"
 #include "vectors.h"
@@ -124,15 +126,19 @@ void product(int64_t num_rows, const float* x, const Weight* weights, int64_t wi
 extern "C" {
 
 // Products of the same rows x [T, I] with several matrices [O, I] of one form (blocks.h), concatenated in y
-// [T, sum of O]. All are contiguous. With ROUNDS added to the form of blocks, rows are rounded to 8 bits.
+// [T, sum of O]. All are contiguous. With ROUNDS added to the form of blocks, rows are rounded to 8 bits, and the
+// matrices' rows are interleaved (interleaved.h).
 void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
                             const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y,
                             int64_t num_threads) {
   int64_t all_channels = 0;
   for (int64_t m = 0; m < num_matrices; m++) all_channels += nums_channels[m];
-  const bool rounds = form & ROUNDS;
-  form &= ~ROUNDS;
-  const RoundedRows rounded(x, rounds ? num_rows : 0, width, num_threads);
+  if (form & ROUNDS) {
+    return of_blocks(form & ~ROUNDS, matrices[0], [&](auto blocks) {
+      rounded_products<std::remove_const_t<std::remove_pointer_t<decltype(blocks)>>>(
+          x, num_rows, width, matrices, nums_channels, num_matrices, y, all_channels, num_threads);
+    });
+  }
 #pragma omp parallel for schedule(static) num_threads(num_threads)
   for (int64_t thread = 0; thread < num_threads; thread++) {
     int64_t before = 0;
@@ -155,9 +161,7 @@ void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, co
           run(weights);
       }
       of_blocks(form, matrices[m], [&](auto weights) {
-        const int64_t length = width / weights->NUMBERS;
-        if (rounds) rounded_share(num_rows, rounded, weights, length, begin, end, y + before, all_channels);
-        else block_share(num_rows, x, weights, length, begin, end, y + before, all_channels);
+        block_share(num_rows, x, weights, width / weights->NUMBERS, begin, end, y + before, all_channels);
       });
       before += number;
     }

@@ -36,7 +36,7 @@ MAX_SUMS = MAX_FEW_ROWS * _MOST_PARTS  # of one product, to be fused to one loop
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
 _VIEWS = (_aten.view.default, _aten.reshape.default)
-KERNEL, WIDEN = torch.ops.outrider.few_row_matmul.default, torch.ops.outrider.widen_blocks.default
+KERNEL, WIDEN = torch.ops.outrider.few_row_matmul.default, torch.ops.outrider.widen_rows.default
 
 
 class FewRowMatmulPass(CustomGraphPass):

@@ -30,7 +30,7 @@ from outrider.system.private import PrivateFolder
 _LOG = logging.getLogger(__name__)
 _NAMES = (
     *("few_row_matmul.cpp", "widen_blocks.cpp", "attention.cpp", "threads.cpp"),
-    *("block_matmul.h", "blocks.h", "int8_tiles.h", "rounded_rows.h", "vectors.h", "weight_chunks.h"),
+    *("block_matmul.h", "blocks.h", "int8_tiles.h", "interleaved.h", "rounded_rows.h", "vectors.h", "weight_chunks.h"),
 )
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 # The sources write fused multiply-adds explicitly (vectors.h). No others are contracted, whatever Inductor allows:
@@ -43,8 +43,8 @@ SHIM = (
     "int64_t num_weights, int64_t form, int64_t num_threads, AtenTensorHandle* result)"
 )
 WIDEN_SHIM = (
-    "AOTITorchError aoti_torch_cpu_widen_blocks(AtenTensorHandle matrix, int64_t form, int64_t width, "
-    "int64_t num_threads, AtenTensorHandle* result)"
+    "AOTITorchError aoti_torch_cpu_widen_rows(AtenTensorHandle matrix, AtenTensorHandle rows, int64_t form, "
+    "int64_t width, int64_t num_threads, AtenTensorHandle* result)"
 )
 FORMS = {torch.float32: 0, torch.int8: 24, torch.bfloat16: 30}  # numbers in ggml, as those of blocks (blocks.py)
 WEIGHT_DTYPES = tuple(FORMS)
@@ -57,7 +57,7 @@ def few_row_matmul(x: Tensor, weights: Sequence[Tensor], form: int, num_threads:
     Args:
         x: float32. [T, I]
         weights: of one type among WEIGHT_DTYPES, or bytes of blocks of one form. [O, I] each; [O, bytes of a row]
-        form: one of FORMS, or of the blocks (blocks.py).
+        form: one of FORMS, or that of products with the blocks (blocks.py).
 
     Returns:
         float32, accumulated in float32. [T, sum of O]
@@ -91,34 +91,58 @@ def _(x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int) -> Tens
     return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
 
 
-@torch.library.custom_op("outrider::widen_blocks", mutates_args=())
-def widen_blocks(matrix: Tensor, form: int, width: int, num_threads: int) -> Tensor:
-    """Numbers of a matrix in blocks.
+@torch.library.custom_op("outrider::widen_rows", mutates_args=())
+def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
+    """Numbers of some rows of a matrix in blocks.
 
     Args:
         matrix: bytes. [O, bytes of a row]
-        form: of the blocks (blocks.py).
+        rows: int64 [N]
+        form: of products with the blocks (blocks.py).
         width: I, numbers of a row.
 
     Returns:
-        float32. [O, I]
+        float32. [N, I]
+
+    Raises:
+        IndexError: a row is not there.
     """
-    kernel, stored = library(), matrix.cpu().contiguous()
-    assert kernel is not None and stored.dtype == torch.uint8
-    wide = torch.empty(stored.shape[0], width)
-    kernel.outrider_widen_blocks(
+    kernel, stored, places = library(), matrix.cpu().contiguous(), rows.cpu().contiguous()
+    assert kernel is not None and stored.dtype == torch.uint8 and places.dtype == torch.int64
+    wide = torch.empty(len(places), width)
+    are_there = kernel.outrider_widen_rows(
         ctypes.c_void_p(stored.data_ptr()),
         ctypes.c_int64(form),
-        *map(ctypes.c_int64, wide.shape),
+        *map(ctypes.c_int64, (len(stored), width)),
+        ctypes.c_void_p(places.data_ptr()),
+        ctypes.c_int64(len(places)),
         ctypes.c_void_p(wide.data_ptr()),
         ctypes.c_int64(num_threads),
     )
+    if not are_there:
+        raise IndexError(f"the matrix has {len(stored)} rows, and not all of those asked for")
     return wide.to(matrix.device)
 
 
-@widen_blocks.register_fake
-def _(matrix: Tensor, form: int, width: int, num_threads: int) -> Tensor:
-    return matrix.new_empty(matrix.shape[0], width, dtype=torch.float32)
+@widen_rows.register_fake
+def _(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
+    return matrix.new_empty(rows.shape[0], width, dtype=torch.float32)
+
+
+def interleaved(matrix: Tensor, form: int, width: int, num_threads: int) -> Tensor:
+    """A matrix in blocks, as products with rounded rows take it (interleaved.h). Arguments are those of ``widen_rows``.
+    [O, bytes of a row]"""
+    kernel, matrix = library(), matrix.contiguous()
+    assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
+    result = torch.empty_like(matrix)
+    kernel.outrider_interleave(
+        ctypes.c_void_p(matrix.data_ptr()),
+        ctypes.c_int64(form),
+        *map(ctypes.c_int64, (len(matrix), width)),
+        ctypes.c_void_p(result.data_ptr()),
+        ctypes.c_int64(num_threads),
+    )
+    return result
 
 
 @lru_cache
@@ -169,7 +193,9 @@ def _library() -> ctypes.CDLL:
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    kernels = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    kernels.outrider_widen_rows.restype = ctypes.c_bool
+    return kernels
 
 
 def _compile(path: Path) -> None:

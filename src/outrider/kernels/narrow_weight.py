@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from outrider.kernels.blocks import BlockForm
-from outrider.kernels.library import FORMS, few_row_matmul, into, widen_blocks
+from outrider.kernels.library import FORMS, few_row_matmul, interleaved, into, widen_rows
 
 _aten = torch.ops.aten
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
@@ -32,7 +32,8 @@ class NarrowWeight(Tensor):
     """Matrix [O, I] of the type ``dtype``.
 
     Attributes:
-        stored: its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row].
+        stored: its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row],
+            interleaved if their form rounds.
         scale: of each row, if the numbers are integers; in ``dtype``. [O, 1]
         blocks: their form, if it is stored in blocks.
         order: column of the matrix that each stored column is, if they are in another order. int32 [I]
@@ -62,18 +63,32 @@ class NarrowWeight(Tensor):
         weight.stored, weight.scale, weight.blocks, weight.order = stored, scale, blocks, order
         return weight
 
+    @classmethod
+    def of_blocks(cls, rows: Tensor, form: BlockForm, order: Tensor | None = None) -> NarrowWeight:
+        """Matrix of float32 in blocks of this form.
+
+        Args:
+            rows: blocks as checkpoints have them. uint8 [O, bytes of a row]
+        """
+        if form.rounds:
+            rows = interleaved(rows, form.product, form.width_of(rows.shape[1]), torch.get_num_threads())
+        return cls(rows, torch.float32, None, form, order)
+
     def wide(self) -> Tensor:
         """Plain copy in the wider type."""
-        return self._widened(self.stored, self.scale)
-
-    def _widened(self, stored: Tensor, scale: Tensor | None) -> Tensor:
-        """Numbers of some of its rows."""
+        if self.blocks is not None:
+            return self._rows(torch.arange(self.shape[0], device=self.device))
         with torch.inference_mode(False):  # a normal tensor, which may have views
+            wide = self.stored.to(self.dtype)
+            return wide if self.scale is None else wide * self.scale
+
+    def _rows(self, rows: Tensor) -> Tensor:
+        """Numbers of some of its rows [N, I], if it has no scale."""
+        with torch.inference_mode(False):
             if self.blocks is None:
-                wide = stored.to(self.dtype)
-                return wide if scale is None else wide * scale
-            blocks: Tensor = widen_blocks(stored, self.blocks.number, self.shape[1], torch.get_num_threads())
-            return _back(blocks, self.order).to(self.dtype)
+                return self.stored.index_select(0, rows).to(self.dtype)
+            wide: Tensor = widen_rows(self.stored, rows, self.blocks.product, self.shape[1], torch.get_num_threads())
+            return _back(wide, self.order).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = f"stored={self.stored}, scale={self.scale}, blocks={self.blocks}, order={self.order}"
@@ -117,8 +132,7 @@ class NarrowWeight(Tensor):
             raise RuntimeError("a weight kept in its stored type is read-only: load the model with store='plain'")
         if func is _aten.embedding.default and args[0].scale is None:
             weight, ids, *_ = args  # the others concern gradients
-            rows = weight.stored.index_select(0, ids.reshape(-1))
-            return weight._widened(rows, None).view(*ids.shape, weight.shape[1])
+            return weight._rows(ids.reshape(-1).long()).view(*ids.shape, weight.shape[1])
         args, kwargs = tree_map(lambda one: one.wide() if isinstance(one, cls) else one, (args, kwargs))
         return func(*args, **kwargs)
 
@@ -189,7 +203,7 @@ def _by_panels(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:
     step = max(1, _PANEL_NUMBERS // width)
     result = x.new_empty(*x.shape[:-1], num_channels)
     for begin in range(0, num_channels, step):
-        panel = slice(begin, begin + step)
-        part = functional.linear(x, weight._widened(weight.stored[panel], None), None if bias is None else bias[panel])
-        result[..., panel] = part
+        panel = torch.arange(begin, min(begin + step, num_channels))
+        part = functional.linear(x, weight._rows(panel), None if bias is None else bias[begin : begin + step])
+        result[..., begin : begin + step] = part
     return result

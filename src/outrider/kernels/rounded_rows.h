@@ -1,16 +1,15 @@
 // Products of few rows with weights in blocks (blocks.h), after the rows are rounded to 8 bits.
 //
 // CHUNK numbers of a row of x become integers between -127 and 127 with one scale, so a row's result depends on that row
-// alone. A lane of a vector is a row of the weights: LANES of them are rearranged, four integers of each in a vector
-// (weight_chunks.h), in registers for up to ROUNDED_ROWS rows of x, else in the nearest cache, once for all rows. Products
-// of integers are summed exactly over the numbers that share a scale, and then in float32, one after the other; so all
-// processors with fused multiply-add get the same bits.
+// alone. A lane of a vector is a row of the weights, which are interleaved (interleaved.h): a vector has four integers of
+// each, in registers for up to ROUNDED_ROWS rows of x (weight_chunks.h). Products of integers are summed exactly over the
+// numbers that share a scale, and then in float32, one after the other; so all processors with fused multiply-add get the
+// same bits.
 #pragma once
 
 #include <cmath>
 #include <memory>
 
-#include "block_matmul.h"
 #include "weight_chunks.h"
 
 namespace {
@@ -28,10 +27,11 @@ INLINE void store_bytes(int8_t* to, Ints from) {
 #endif
 }
 
-// Rows of x as integers: CHUNK numbers share a scale.
+// Rows of x as integers, to be multiplied with blocks: CHUNK numbers share a scale.
+template <typename Block>
 struct RoundedRows {
   RoundedRows(const float* x, int64_t num_rows, int64_t width, int64_t num_threads)
-      : num_chunks((width + CHUNK - 1) / CHUNK), chunks(new Chunk[num_rows * num_chunks + BEYOND]) {
+      : num_chunks((width + CHUNK - 1) / CHUNK), chunks(new Chunk[num_rows * num_chunks]) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * num_chunks >= SHARED_CHUNKS)
     for (int64_t at = 0; at < num_rows * num_chunks; at++) {
       int64_t begin = at / num_rows * CHUNK, left = width - begin;
@@ -40,10 +40,10 @@ struct RoundedRows {
   }
 
   struct alignas(64) Chunk {
-    int32_t words[CHUNK / 4];         // the integers
-    int32_t sums[NUM_GROUPS];         // of those of each 32 numbers
-    float whole_sums[NUM_GROUPS];     // the same, as most products need them
-    float half_sums[2 * NUM_GROUPS];  // and of those of each 16
+    static constexpr int EACH = NUM_SCALES<Block>;
+    int32_t words[CHUNK / 4];            // the integers
+    int32_t starts[EACH * NUM_GROUPS];   // of sums of products: those of -ZERO with the integers
+    float sums[NUM_GROUPS];              // of the integers of a group
     float scale;
 
     // `number` is a multiple of GROUP.
@@ -88,36 +88,30 @@ struct RoundedRows {
           }
           halves[h] = static_cast<int32_t>(sum * 0x0001000100010001 >> 48) - 16 * 128;
         }
-        sums[g] = halves[0] + halves[1];
-        whole_sums[g] = static_cast<float>(sums[g]);
-        for (int h = 0; h < 2; h++) half_sums[2 * g + h] = static_cast<float>(halves[h]);
+        sums[g] = static_cast<float>(halves[0] + halves[1]);
+        starts[EACH * g] = -ZERO<Block> * (EACH == 1 ? halves[0] + halves[1] : halves[0]);
+        if constexpr (EACH == 2) starts[EACH * g + 1] = -ZERO<Block> * halves[1];
       }
     }
   };
 
-  static constexpr int64_t BEYOND = 2;          // rows that a tile has and x has not
   static constexpr int64_t SHARED_CHUNKS = 128;  // fewer are rounded sooner than several threads begin
   const int64_t num_chunks;
   const std::unique_ptr<Chunk[]> chunks;  // the first of all rows, then the second of all, and so on
 };
 
-// Sums over 4 * NUMBER products of integers, for each channel; `words` has four of each channel at a time, `x` those of
-// a row, `sum` the sum of the latter.
+#ifndef HAS_BYTE_PRODUCTS
+// The sum of `start` and 4 * NUMBER products of integers, for each channel.
 template <typename Block, int NUMBER>
-INLINE Ints sums_of_products(const Words* words, const int32_t* x, int32_t sum) {
-#if defined(HAS_BYTE_PRODUCTS)
-  // Bytes without a sign: take_apart adds 128 to integers that have one.
-  Ints sums[2] = {(HAS_SIGN<Block> ? -128 * sum : 0) - Ints{}, Ints{}};
-  UNROLLED for (int j = 0; j < NUMBER; j++) sums[j % 2] = add_byte_products(sums[j % 2], words[j], x[j]);
-  return sums[0] + sums[1];
-#elif VECTOR_BYTES == 64 && defined(__AVX512BW__)
+INLINE Ints sum_of_products(const Words* words, const int32_t* x, int32_t start) {
+#if VECTOR_BYTES == 64 && defined(__AVX512BW__)
 #define WIDE(name) _mm512_##name
   typedef __m512i Wide;
 #elif VECTOR_BYTES == 32
 #define WIDE(name) _mm256_##name
   typedef __m256i Wide;
 #elif defined(__aarch64__)
-  int32x4_t sums = vdupq_n_s32(0);
+  int32x4_t sums = vdupq_n_s32(start);
   UNROLLED for (int j = 0; j < NUMBER; j++) {
     const int8x16_t a = (int8x16_t)words[j], b = vreinterpretq_s8_s32(vdupq_n_s32(x[j]));
 #if defined(__ARM_FEATURE_DOTPROD)
@@ -129,7 +123,7 @@ INLINE Ints sums_of_products(const Words* words, const int32_t* x, int32_t sum) 
   }
   return (Ints)sums;
 #else
-  Ints sums = {};
+  Ints sums = start - Ints{};
   UNROLLED for (int j = 0; j < NUMBER; j++) {
     UNROLLED for (int b = 0; b < 4; b++) {
       const Ints shifted = (Ints)(words[j] << (24 - 8 * b));
@@ -142,7 +136,7 @@ INLINE Ints sums_of_products(const Words* words, const int32_t* x, int32_t sum) 
   // So many sums of two products fit into 16 bits.
   constexpr int FIT = 32767 / (2 * 127 * MOST_WHOLE<Block>), TOGETHER = FIT < 1 ? 1 : FIT < NUMBER ? FIT : NUMBER;
   static_assert(NUMBER % TOGETHER == 0);
-  Ints sums = {};
+  Ints sums = start - Ints{};
   UNROLLED for (int j = 0; j < NUMBER; j += TOGETHER) {
     Wide twos = {};
     UNROLLED for (int t = j; t < j + TOGETHER; t++) {
@@ -162,109 +156,119 @@ INLINE Ints sums_of_products(const Words* words, const int32_t* x, int32_t sum) 
 #undef WIDE
 #endif
 }
+#endif
 
-// Adds the products of a group of a chunk of a row with that of the channels.
 template <typename Block>
-INLINE Floats add_group(const RoundedRows::Chunk& x, int64_t g, const Words* wholes, const Floats* scales,
-                        const Floats* offsets, Floats sums) {
-  constexpr int EACH = NUM_SCALES<Block>, NUMBER = WORDS / EACH;
-  UNROLLED for (int s = 0; s < EACH; s++) {
-    const int64_t at = g * EACH + s;
-    const Ints products = sums_of_products<Block, NUMBER>(wholes + s * NUMBER, x.words + NUMBER * at, x.sums[g]);
-    sums = multiply_add(__builtin_convertvector(products, Floats), scales[s], sums);
-    if constexpr (!HAS_SIGN<Block>) {
-      sums = multiply_add(all_lanes(EACH == 1 ? x.whole_sums[at] : x.half_sums[at]), offsets[s], sums);
-    }
-  }
-  return sums;
-}
+using RoundedChunk = typename RoundedRows<Block>::Chunk;
 
-// CHUNK numbers of LANES rows of weights.
-template <typename Block>
-struct alignas(64) WeightChunk {
-  Words wholes[NUM_GROUPS][WORDS];
-  Floats scales[NUM_GROUPS][NUM_SCALES<Block>], offsets[NUM_GROUPS][NUM_SCALES<Block>];
-};
-
-// Adds products of a chunk of ROWS rows with that of the channels to their sums.
+// Sums of products of integers for each channel, of all rows: of those that share the scale number `at`. `words` has four
+// of each channel at a time.
 template <int ROWS, typename Block>
-INLINE void add_rounded(const RoundedRows::Chunk* x, const WeightChunk<Block>& weights, int64_t num_groups,
-                        Floats* sums) {
-  Floats here[ROWS] = {};
-  for (int64_t g = 0; g < num_groups; g++) {
+INLINE void sum_products(const RoundedChunk<Block>* x, int64_t at, const Words* words, Ints* sums) {
+  constexpr int NUMBER = WORDS / NUM_SCALES<Block>;
+#if defined(HAS_BYTE_PRODUCTS)
+  constexpr int PARTS = ROWS <= 3 ? 2 : 1;  // of few sums, so that there are enough to compute at once
+  Ints parts[ROWS][PARTS] = {};
+  UNROLLED for (int r = 0; r < ROWS; r++) parts[r][0] = x[r].starts[at] - Ints{};
+  UNROLLED for (int j = 0; j < NUMBER; j++) {
     UNROLLED for (int r = 0; r < ROWS; r++) {
-      here[r] = add_group<Block>(x[r], g, weights.wholes[g], weights.scales[g], weights.offsets[g], here[r]);
+      Ints& part = parts[r][j % PARTS];
+      part = add_byte_products(part, words[j], x[r].words[NUMBER * at + j]);
     }
   }
-  UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = multiply_add(here[r], all_lanes(x[r].scale), sums[r]);
+  UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = PARTS == 2 ? parts[r][0] + parts[r][PARTS - 1] : parts[r][0];
+#else
+  UNROLLED for (int r = 0; r < ROWS; r++) {
+    sums[r] = sum_of_products<Block, NUMBER>(words, x[r].words + NUMBER * at, x[r].starts[at]);
+  }
+#endif
 }
 
-// The same for `num_rows` rows, in tiles whose sums fit into registers.
+// Adds the products of a group of a chunk of rows with that of the channels.
 template <int ROWS, typename Block>
-void add_all_rounded(int64_t num_rows, const RoundedRows::Chunk* x, const WeightChunk<Block>& weights,
-                     int64_t num_groups, Floats* sums) {
-  for (; num_rows >= ROWS; num_rows -= ROWS, x += ROWS, sums += ROWS) {
-    add_rounded<ROWS>(x, weights, num_groups, sums);
-  }
-  if constexpr (ROWS > 1) {
-    if (num_rows > 0) add_all_rounded<ROWS - 1>(num_rows, x, weights, num_groups, sums);
+INLINE void add_group(const RoundedChunk<Block>* x, int64_t g, const Words* wholes, const Floats* scales,
+                      const Floats& offset, Floats* sums) {
+  constexpr int EACH = NUM_SCALES<Block>;
+  UNROLLED for (int s = 0; s < EACH; s++) {
+    Ints products[ROWS];
+    sum_products<ROWS, Block>(x, g * EACH + s, wholes + s * (WORDS / EACH), products);
+    UNROLLED for (int r = 0; r < ROWS; r++) {
+      sums[r] = multiply_add(__builtin_convertvector(products[r], Floats), scales[s], sums[r]);
+      if constexpr (HAS_OFFSET<Block>) sums[r] = multiply_add(all_lanes(x[r].sums[g]), offset, sums[r]);
+    }
   }
 }
 
-constexpr int ROUNDED_ROWS = NUM_REGISTERS == 32 ? 8 : 5;  // in a tile
+constexpr int ROUNDED_ROWS = NUM_REGISTERS == 32 ? 6 : 5;  // whose sums fit into registers
+constexpr int64_t MOST_ROUNDED_ROWS = 32;  // for one reading of the weights: they and their sums stay in the cache
+constexpr int64_t ROUNDED_AHEAD = 16384;   // bytes to prefetch, into the second cache: the nearest has too few lines
 
-// The same with integers of the weights in registers, from `number` blocks of each channel.
+// Adds products of a chunk of ROWS rows with that of the channels, in `number` blocks each, to their sums.
 template <int ROWS, typename Block>
-void add_blocks(const RoundedRows::Chunk* x, const Block* const* blocks, int64_t number, Floats* sums) {
+void add_chunk(const RoundedChunk<Block>* x, const uint8_t* blocks, int64_t number, Floats* sums) {
   Floats here[ROWS] = {};
-  take_apart(blocks, number, [&](int g, const Words* wholes, const Floats* scales, const Floats* offsets)
-                                 __attribute__((always_inline)) {
-    UNROLLED for (int r = 0; r < ROWS; r++) here[r] = add_group<Block>(x[r], g, wholes, scales, offsets, here[r]);
+  take_apart(static_cast<const Block*>(nullptr), blocks, number,
+             [&](int g, const Words* wholes, const Floats* scales, const Floats& offset) __attribute__((always_inline)) {
+    constexpr int64_t EACH = sizeof(Block) * LANES * GROUP / Block::NUMBERS;
+    UNROLLED for (int64_t i = 0; i < EACH; i += 64) __builtin_prefetch(blocks + ROUNDED_AHEAD + g * EACH + i, 0, 2);
+    add_group<ROWS, Block>(x, g, wholes, scales, offset, here);
   });
   UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = multiply_add(here[r], all_lanes(x[r].scale), sums[r]);
 }
 
-// Adds products of a chunk of rows with that of the channels, in `number` blocks each. Few sizes are compiled: two rows
-// are three and four are five, of which one is computed in vain.
-template <typename Block>
-void add_chunk(int64_t num_rows, const RoundedRows::Chunk* x, const Block* const* blocks, int64_t number, Floats* sums) {
-  if (num_rows == 1) return add_blocks<1>(x, blocks, number, sums);
-  if (num_rows <= 3) return add_blocks<3>(x, blocks, number, sums);
-  if (num_rows <= 5) return add_blocks<5>(x, blocks, number, sums);
-  if (num_rows <= ROUNDED_ROWS) return add_blocks<ROUNDED_ROWS>(x, blocks, number, sums);
-  WeightChunk<Block> chunk;
-  take_apart(blocks, number, [&](int g, const Words* wholes, const Floats* scales, const Floats* offsets)
-                                 __attribute__((always_inline)) {
-    UNROLLED for (int j = 0; j < WORDS; j++) chunk.wholes[g][j] = wholes[j];
-    UNROLLED for (int s = 0; s < NUM_SCALES<Block>; s++) {
-      chunk.scales[g][s] = scales[s];
-      chunk.offsets[g][s] = offsets[s];
-    }
-  });
-  add_all_rounded<ROUNDED_ROWS>(num_rows, x, chunk, number * (Block::NUMBERS / GROUP), sums);
+// The same for up to ROWS rows.
+template <int ROWS, typename Block>
+INLINE void add_chunk_of(int64_t num_rows, const RoundedChunk<Block>* x, const uint8_t* blocks, int64_t number,
+                         Floats* sums) {
+  if (num_rows == ROWS) return add_chunk<ROWS, Block>(x, blocks, number, sums);
+  if constexpr (ROWS > 1) add_chunk_of<ROWS - 1, Block>(num_rows, x, blocks, number, sums);
 }
 
-// This thread's channels of one matrix.
+// This thread's panels of one matrix.
 template <typename Block>
-void rounded_share(int64_t num_rows, const RoundedRows& x, const Block* weights, int64_t length, int64_t begin,
-                   int64_t end, float* y, int64_t num_channels) {
+void rounded_share(const RoundedRows<Block>& x, int64_t num_rows, const Interleaved<Block>& weights, int64_t length,
+                   int64_t begin, int64_t end, float* y, int64_t num_channels) {
   constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS;
-  share_of_blocks<LANES>(num_rows, weights, length, begin, end,
-                         [&](int64_t done, int64_t left, const Block* const* rows, int64_t first, int64_t apart,
-                             int64_t num_here) {
-    Floats sums[MOST_BLOCK_ROWS];
-    for (Floats& one : sums) one = Floats{};
-    for (int64_t i = 0; i < x.num_chunks; i++) {
-      const int64_t blocks_left = length - i * NUM_BLOCKS, number = blocks_left < NUM_BLOCKS ? blocks_left : NUM_BLOCKS;
-      const Block* blocks[LANES];
-      UNROLLED for (int c = 0; c < LANES; c++) blocks[c] = rows[c] + i * NUM_BLOCKS;
-      add_chunk(left, &x.chunks[i * num_rows + done], blocks, number, sums);
+  for (int64_t done = 0; done < num_rows; done += MOST_ROUNDED_ROWS) {
+    const int64_t left = num_rows - done < MOST_ROUNDED_ROWS ? num_rows - done : MOST_ROUNDED_ROWS;
+    const int64_t num_tiles = (left + ROUNDED_ROWS - 1) / ROUNDED_ROWS;
+    for (int64_t panel = begin; panel < end; panel++) {
+      Floats sums[MOST_ROUNDED_ROWS];
+      for (int64_t r = 0; r < left; r++) sums[r] = Floats{};
+      for (int64_t i = 0; i < x.num_chunks; i++) {
+        const int64_t b = i * NUM_BLOCKS, number = length - b < NUM_BLOCKS ? length - b : NUM_BLOCKS;
+        uint8_t padded[NUM_BLOCKS * sizeof(Block) * LANES];
+        const uint8_t* blocks = weights.whole(panel, b, number, padded);
+        for (int64_t t = 0; t < num_tiles; t++) {
+          const int64_t first = left * t / num_tiles, num_here = left * (t + 1) / num_tiles - first;
+          add_chunk_of<ROUNDED_ROWS, Block>(num_here, &x.chunks[i * num_rows + done + first], blocks, number, sums + first);
+        }
+      }
+      for (int64_t r = 0; r < left; r++) {
+        memcpy(y + (done + r) * num_channels + panel * LANES, &sums[r], weights.rows_of(panel) * sizeof(float));
+      }
     }
-    for (int64_t r = 0; r < left; r++) {
-      float* to = y + (done + r) * num_channels + first;
-      for (int64_t c = 0; c < num_here; c++) to[c * apart] = sums[r][c];
+  }
+}
+
+// Products of the same rows x with several matrices, interleaved: `outrider_few_row_matmul`.
+template <typename Block>
+void rounded_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+                      const int64_t* nums_channels, int64_t num_matrices, float* y, int64_t all_channels,
+                      int64_t num_threads) {
+  const RoundedRows<Block> rounded(x, num_rows, width, num_threads);
+  const int64_t length = width / Block::NUMBERS;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t thread = 0; thread < num_threads; thread++) {
+    float* to = y;
+    for (int64_t m = 0; m < num_matrices; m++) {
+      const Interleaved<Block> weights(matrices[m], nums_channels[m], length);
+      const int64_t number = weights.num_panels();
+      rounded_share(rounded, num_rows, weights, length, number * thread / num_threads,
+                    number * (thread + 1) / num_threads, to, all_channels);
+      to += nums_channels[m];
     }
-  });
+  }
 }
 
 }  // namespace

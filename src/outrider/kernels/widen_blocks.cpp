@@ -2,33 +2,65 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include "blocks.h"
+#include "interleaved.h"
 
 extern "C" {
 
-// Numbers [O, I] of a matrix of this form.
-void outrider_widen_blocks(const void* matrix, int64_t form, int64_t num_channels, int64_t width, float* to,
-                          int64_t num_threads) {
-  of_blocks(form, matrix, [&](auto blocks) {
-    const int64_t length = width / blocks->NUMBERS;
+// Numbers of `num_rows` rows of a matrix [O, I] of this form: [num_rows, I]. Returns whether all rows are there.
+bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
+                         int64_t num_rows, float* to, int64_t num_threads) {
+  for (int64_t i = 0; i < num_rows; i++) {
+    if (rows[i] < 0 || rows[i] >= num_channels) return false;
+  }
+  of_blocks(form & ~ROUNDS, matrix, [&](auto blocks) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
+    const int64_t length = width / Block::NUMBERS;
+    const Interleaved<Block> interleaved(matrix, num_channels, length);
 #pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t o = 0; o < num_channels; o++) widen(blocks + o * length, width, to + o * width);
+    for (int64_t i = 0; i < num_rows; i++) {
+      for (int64_t b = 0; b < length; b++) {
+        const Block block = form & ROUNDS ? interleaved.get(rows[i], b) : blocks[rows[i] * length + b];
+        widen(&block, Block::NUMBERS, to + i * width + b * Block::NUMBERS);
+      }
+    }
+  });
+  return true;
+}
+
+// The same matrix with its rows interleaved.
+void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
+                         int64_t num_threads) {
+  of_blocks(form & ~ROUNDS, matrix, [&](auto blocks) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
+    const int64_t length = width / Block::NUMBERS;
+    const Interleaved<Block> interleaved(to, num_channels, length);
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t panel = 0; panel < interleaved.num_panels(); panel++) {
+      for (int64_t b = 0; b < length; b++) {
+        for (int64_t row = panel * LANES; row < panel * LANES + interleaved.rows_of(panel); row++) {
+          interleaved.put(row, b, blocks[row * length + b]);
+        }
+      }
+    }
   });
 }
 
-// The operator outrider::widen_blocks, as compiled programs call it.
-AOTITorchError aoti_torch_cpu_widen_blocks(AtenTensorHandle matrix, int64_t form, int64_t width, int64_t num_threads,
-                                          AtenTensorHandle* result) {
-  int64_t shape[2] = {0, width};
+// The operator outrider::widen_rows, as compiled programs call it.
+AOTITorchError aoti_torch_cpu_widen_rows(AtenTensorHandle matrix, AtenTensorHandle rows, int64_t form, int64_t width,
+                                         int64_t num_threads, AtenTensorHandle* result) {
+  int64_t num_channels, shape[2] = {0, width};
   const int64_t strides[2] = {width, 1};
-  void *from, *to;
-  aoti_torch_get_size(matrix, 0, &shape[0]);
+  void *from, *places, *to;
+  aoti_torch_get_size(matrix, 0, &num_channels);
+  aoti_torch_get_size(rows, 0, &shape[0]);
   AOTITorchError error = aoti_torch_empty_strided(2, shape, strides, aoti_torch_dtype_float32(),
                                                   aoti_torch_device_type_cpu(), 0, result);
   if (error != AOTI_TORCH_SUCCESS) return error;
   aoti_torch_get_data_ptr(matrix, &from);
+  aoti_torch_get_data_ptr(rows, &places);
   aoti_torch_get_data_ptr(*result, &to);
-  outrider_widen_blocks(from, form, shape[0], width, static_cast<float*>(to), num_threads);
-  return AOTI_TORCH_SUCCESS;
+  const bool are_there = outrider_widen_rows(from, form, num_channels, width, static_cast<int64_t*>(places), shape[0],
+                                             static_cast<float*>(to), num_threads);
+  return are_there ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
 }
 }

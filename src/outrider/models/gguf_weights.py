@@ -68,7 +68,7 @@ def gguf_weights(spec: ModelSpec, bare: nn.Module, rounds: bool = False) -> Bloc
         # copy of each page that is written to, and none is.
         data, begin = tensors[name].data, int(tensors[name].data_offset)
         rows = as_transformers_has_it(name, np.memmap(file, data.dtype, "c", begin, data.shape))
-        return NarrowWeight(torch.from_numpy(rows), torch.float32, None, kept[name])
+        return NarrowWeight.of_blocks(torch.from_numpy(rows), kept[name])
 
     def numbers(name: str) -> Tensor:
         tensor = tensors[name]

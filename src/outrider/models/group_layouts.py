@@ -74,7 +74,7 @@ class Groups:
             zeros = zeros.repeat_interleave(repeats, 1)
         if order is not None:
             wholes = wholes[:, order]
-        return NarrowWeight(in_groups(wholes, scales, zeros), torch.float32, None, form, order)
+        return NarrowWeight.of_blocks(in_groups(wholes, scales, zeros), form, order)
 
     @property
     def order(self) -> Tensor | None:
