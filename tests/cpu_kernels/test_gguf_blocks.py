@@ -14,7 +14,7 @@ from torch.nn import functional
 from ggml_blocks import block_bytes, numbers_of
 from outrider.kernels import narrow_weight
 from outrider.kernels.blocks import BLOCK_FORMS
-from outrider.kernels.library import FORMS, few_row_matmul, interleaved, widen_rows
+from outrider.kernels.library import FORMS, few_row_matmul, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
 from rounded_rows import rounded
@@ -26,6 +26,11 @@ def _matrix(name: str, number: int, num_blocks: int, seed: int = 0) -> tuple[Ten
     """Bytes, and what they mean."""
     blocks = block_bytes((number, num_blocks * _BY_NAME[name].num_numbers), name, seed)
     return torch.from_numpy(blocks), torch.from_numpy(numbers_of(blocks, name))
+
+
+def _product(x: Tensor, weight: NarrowWeight, num_threads: int) -> Tensor:
+    assert weight.blocks is not None
+    return few_row_matmul(x, [weight.stored], weight.blocks.product, num_threads)
 
 
 @settings(max_examples=40)
@@ -69,15 +74,14 @@ def test_products_of_rounded_rows(
     stored, wide = _matrix(name, number, num_blocks, seed)
     x = torch.randn(num_rows, wide.shape[1], generator=torch.Generator().manual_seed(seed))
     x *= torch.tensor([1.0, 1e-3, 1e4, 0.0])[(torch.arange(num_rows) + seed) % 4][:, None]
-    form = replace(_BY_NAME[name], rounds=True).product
-    panels = interleaved(stored, form, wide.shape[1], num_threads)
-    assert torch.equal(widen_rows(panels, torch.arange(number), form, wide.shape[1], num_threads), wide)
-    got, rows = few_row_matmul(x, [panels], form, num_threads), rounded(x)
+    weight = NarrowWeight.of_blocks(stored, replace(_BY_NAME[name], rounds=True))
+    assert torch.equal(weight.wide(), wide)
+    got, rows = _product(x, weight, num_threads), rounded(x)
     want = rows.double() @ wide.double().T
     size = rows.double().abs() @ (wide.double().abs() + wide.double().abs().amax()).T
     assert bool(((got - want).abs() <= 1e-6 * size).all())
     assert bool(((rows - x).abs() <= x.abs().amax(-1, keepdim=True) / 253).all())
-    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [panels], form, 1))
+    assert torch.equal(got[-1:], _product(x[-1:], weight, 1))
 
 
 def test_rows_are_rounded_alike() -> None:
@@ -87,8 +91,7 @@ def test_rows_are_rounded_alike() -> None:
     x[:, -1:] = most
     halves = torch.ones(256, 8, 1, dtype=torch.float16).view(torch.int8)  # scales of 1
     ones = torch.cat((halves, torch.eye(256, dtype=torch.int8).view(256, 8, 32)), dim=2).flatten(1).view(torch.uint8)
-    form = replace(_BY_NAME["Q8_0"], rounds=True).product
-    got = few_row_matmul(x, [interleaved(ones, form, 256, 1)], form, 1)
+    got = _product(x, NarrowWeight.of_blocks(ones, replace(_BY_NAME["Q8_0"], rounds=True)), 1)
     assert torch.equal(got, rounded(x))
 
 
@@ -97,8 +100,7 @@ def test_a_row_that_is_not_finite_stays_so(bad: float) -> None:
     stored, _ = _matrix("Q4_K", 5, 2)
     x = torch.ones(3, 512)
     x[1, 300] = bad
-    form = replace(_BY_NAME["Q4_K"], rounds=True).product
-    got = few_row_matmul(x, [interleaved(stored, form, 512, 1)], form, 1)
+    got = _product(x, NarrowWeight.of_blocks(stored, replace(_BY_NAME["Q4_K"], rounds=True)), 1)
     assert got.isnan().any(1).tolist() == rounded(x).isnan().any(1).tolist() == [False, True, False]
     assert got[1].isnan().all()
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
-from outrider.kernels.library import FORMS, few_row_matmul, interleaved, widen_rows
+from outrider.kernels.library import FORMS, few_row_matmul, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
 from rounded_rows import rounded
@@ -70,14 +70,13 @@ def test_products_of_rounded_rows(
     """They are those of ``rounded`` rows; each row is as if it were alone."""
     stored, numbers = _matrix(form, number, num_groups, seed)
     x = torch.randn(num_rows, numbers.shape[1], generator=torch.Generator().manual_seed(seed))
-    kind = replace(GROUP_FORMS[form], rounds=True).product
-    panels = interleaved(stored, kind, numbers.shape[1], num_threads)
-    wide = widen_rows(panels, torch.arange(number), kind, numbers.shape[1], num_threads)
-    assert torch.equal(wide.double(), numbers)
-    got, rows = few_row_matmul(x, [panels], kind, num_threads), rounded(x).double()
+    rounding = replace(GROUP_FORMS[form], rounds=True)
+    weight = NarrowWeight.of_blocks(stored, rounding)
+    assert torch.equal(weight.wide().double(), numbers)
+    got, rows = few_row_matmul(x, [weight.stored], rounding.product, num_threads), rounded(x).double()
     size = rows.abs() @ (numbers.abs() + numbers.abs().amax()).T
     assert bool(((got - rows @ numbers.T).abs() <= 1e-6 * size).all())
-    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [panels], kind, 1))
+    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [weight.stored], rounding.product, 1))
 
 
 @pytest.mark.parametrize("form", GROUP_FORMS)

@@ -129,12 +129,12 @@ def _(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> 
     return matrix.new_empty(rows.shape[0], width, dtype=torch.float32)
 
 
-def interleaved(matrix: Tensor, form: int, width: int, num_threads: int) -> Tensor:
-    """A matrix in blocks, as products with rounded rows take it (interleaved.h). Arguments are those of ``widen_rows``.
-    [O, bytes of a row]"""
+def interleaved(matrix: Tensor, form: int, width: int, num_threads: int, result: Tensor) -> Tensor:
+    """Write a matrix in blocks to ``result`` as products with rounded rows take it (interleaved.h). The other arguments
+    are those of ``widen_rows``. [O, bytes of a row]"""
     kernel, matrix = library(), matrix.contiguous()
     assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
-    result = torch.empty_like(matrix)
+    assert result.shape == matrix.shape and result.dtype == matrix.dtype and result.is_contiguous()
     kernel.outrider_interleave(
         ctypes.c_void_p(matrix.data_ptr()),
         ctypes.c_int64(form),

@@ -11,6 +11,7 @@ model up to the order of sums. The stored numbers may be integers with a scale f
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -64,15 +65,28 @@ class NarrowWeight(Tensor):
         return weight
 
     @classmethod
-    def of_blocks(cls, rows: Tensor, form: BlockForm, order: Tensor | None = None) -> NarrowWeight:
+    def of_blocks(
+        cls,
+        rows: Tensor,
+        form: BlockForm,
+        order: Tensor | None = None,
+        empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+    ) -> NarrowWeight:
         """Matrix of float32 in blocks of this form.
 
         Args:
             rows: blocks as checkpoints have them. uint8 [O, bytes of a row]
+            empty_like: makes the tensor that they are interleaved to, if products round.
         """
         if form.rounds:
-            rows = interleaved(rows, form.product, form.width_of(rows.shape[1]), torch.get_num_threads())
+            width, num_threads = form.width_of(rows.shape[1]), torch.get_num_threads()
+            rows = interleaved(rows, form.product, width, num_threads, empty_like(rows))
         return cls(rows, torch.float32, None, form, order)
+
+    @property
+    def rounds(self) -> bool:
+        """Whether rows are rounded to 8 bits before they are multiplied with it."""
+        return self.blocks is not None and self.blocks.rounds
 
     def wide(self) -> Tensor:
         """Plain copy in the wider type."""
@@ -182,7 +196,7 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
 
 def _most_rows(weight: NarrowWeight) -> float:
     """Most rows for the kernel. With more, a library is faster; for stored numbers even if it needs a widened copy."""
-    if weight.blocks is not None and weight.blocks.rounds:
+    if weight.rounds:
         return math.inf  # no library rounds rows as it does
     return _MAX_ROWS if weight.stored.dtype == weight.dtype else _MAX_ROWS_STORED
 

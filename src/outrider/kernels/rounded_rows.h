@@ -100,87 +100,74 @@ struct RoundedRows {
   const std::unique_ptr<Chunk[]> chunks;  // the first of all rows, then the second of all, and so on
 };
 
-#ifndef HAS_BYTE_PRODUCTS
-// The sum of `start` and 4 * NUMBER products of integers, for each channel.
-template <typename Block, int NUMBER>
-INLINE Ints sum_of_products(const Words* words, const int32_t* x, int32_t start) {
-#if VECTOR_BYTES == 64 && defined(__AVX512BW__)
+template <typename Block>
+using RoundedChunk = typename RoundedRows<Block>::Chunk;
+
+#if !defined(HAS_BYTE_PRODUCTS) && VECTOR_BYTES == 64 && defined(__AVX512BW__)
 #define WIDE(name) _mm512_##name
-  typedef __m512i Wide;
-#elif VECTOR_BYTES == 32
+typedef __m512i Wide;
+#elif !defined(HAS_BYTE_PRODUCTS) && VECTOR_BYTES == 32
 #define WIDE(name) _mm256_##name
-  typedef __m256i Wide;
+typedef __m256i Wide;
+#else
+// Adds four products in each lane: of the integers of blocks in `a`, and bytes with a sign in `b`.
+template <typename Block>
+INLINE Ints add_products(Ints sums, Words a, int32_t b) {
+#if defined(HAS_BYTE_PRODUCTS)
+  return add_byte_products(sums, a, b);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)a, vreinterpretq_s8_s32(vdupq_n_s32(b)));
 #elif defined(__aarch64__)
-  int32x4_t sums = vdupq_n_s32(start);
-  UNROLLED for (int j = 0; j < NUMBER; j++) {
-    const int8x16_t a = (int8x16_t)words[j], b = vreinterpretq_s8_s32(vdupq_n_s32(x[j]));
-#if defined(__ARM_FEATURE_DOTPROD)
-    sums = vdotq_s32(sums, a, b);
+  const int8x16_t c = (int8x16_t)a, d = vreinterpretq_s8_s32(vdupq_n_s32(b));
+  const int16x8_t low = vmull_s8(vget_low_s8(c), vget_low_s8(d)), high = vmull_high_s8(c, d);
+  return sums + (Ints)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
 #else
-    int16x8_t low = vmull_s8(vget_low_s8(a), vget_low_s8(b)), high = vmull_high_s8(a, b);
-    sums = vaddq_s32(sums, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
-#endif
-  }
-  return (Ints)sums;
-#else
-  Ints sums = start - Ints{};
-  UNROLLED for (int j = 0; j < NUMBER; j++) {
-    UNROLLED for (int b = 0; b < 4; b++) {
-      const Ints shifted = (Ints)(words[j] << (24 - 8 * b));
-      sums += (HAS_SIGN<Block> ? shifted >> 24 : (Ints)((Words)shifted >> 24)) * static_cast<int8_t>(x[j] >> 8 * b);
-    }
+  UNROLLED for (int i = 0; i < 4; i++) {
+    const Ints shifted = (Ints)(a << (24 - 8 * i));
+    sums += (HAS_SIGN<Block> ? shifted >> 24 : (Ints)((Words)shifted >> 24)) * static_cast<int8_t>(b >> 8 * i);
   }
   return sums;
-#endif
-#ifdef WIDE
-  // So many sums of two products fit into 16 bits.
-  constexpr int FIT = 32767 / (2 * 127 * MOST_WHOLE<Block>), TOGETHER = FIT < 1 ? 1 : FIT < NUMBER ? FIT : NUMBER;
-  static_assert(NUMBER % TOGETHER == 0);
-  Ints sums = start - Ints{};
-  UNROLLED for (int j = 0; j < NUMBER; j += TOGETHER) {
-    Wide twos = {};
-    UNROLLED for (int t = j; t < j + TOGETHER; t++) {
-      Wide a = (Wide)words[t], b = WIDE(set1_epi32)(x[t]);
-      if constexpr (HAS_SIGN<Block>) {
-        typedef int8_t SignedBytes __attribute__((vector_size(VECTOR_BYTES)));
-        const SignedBytes is_negative = (SignedBytes)a < 0;
-        a = (Wide)(((SignedBytes)a ^ is_negative) - is_negative);
-        b = (Wide)(((SignedBytes)b ^ is_negative) - is_negative);
-      }
-      const Wide these = WIDE(maddubs_epi16)(a, b);
-      twos = t == j ? these : WIDE(add_epi16)(twos, these);
-    }
-    sums += (Ints)WIDE(madd_epi16)(twos, WIDE(set1_epi16)(1));
-  }
-  return sums;
-#undef WIDE
 #endif
 }
 #endif
-
-template <typename Block>
-using RoundedChunk = typename RoundedRows<Block>::Chunk;
 
 // Sums of products of integers for each channel, of all rows: of those that share the scale number `at`. `words` has four
 // of each channel at a time.
 template <int ROWS, typename Block>
 INLINE void sum_products(const RoundedChunk<Block>* x, int64_t at, const Words* words, Ints* sums) {
   constexpr int NUMBER = WORDS / NUM_SCALES<Block>;
-#if defined(HAS_BYTE_PRODUCTS)
+  UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = x[r].starts[at] - Ints{};
+#ifdef WIDE
+  // So many sums of two products fit into 16 bits.
+  constexpr int FIT = 32767 / (2 * 127 * MOST_WHOLE<Block>), TOGETHER = FIT < 1 ? 1 : FIT < NUMBER ? FIT : NUMBER;
+  static_assert(NUMBER % TOGETHER == 0);
+  typedef int8_t SignedBytes __attribute__((vector_size(VECTOR_BYTES)));
+  UNROLLED for (int j = 0; j < NUMBER; j += TOGETHER) {
+    Wide twos[ROWS];
+    UNROLLED for (int t = j; t < j + TOGETHER; t++) {
+      Wide a = (Wide)words[t];
+      const SignedBytes is_negative = (SignedBytes)a < 0;
+      if constexpr (HAS_SIGN<Block>) a = (Wide)(((SignedBytes)a ^ is_negative) - is_negative);
+      UNROLLED for (int r = 0; r < ROWS; r++) {
+        Wide b = WIDE(set1_epi32)(x[r].words[NUMBER * at + t]);
+        if constexpr (HAS_SIGN<Block>) b = (Wide)(((SignedBytes)b ^ is_negative) - is_negative);
+        const Wide these = WIDE(maddubs_epi16)(a, b);
+        twos[r] = t == j ? these : WIDE(add_epi16)(twos[r], these);
+      }
+    }
+    UNROLLED for (int r = 0; r < ROWS; r++) sums[r] += (Ints)WIDE(madd_epi16)(twos[r], WIDE(set1_epi16)(1));
+  }
+#undef WIDE
+#else
   constexpr int PARTS = ROWS <= 3 ? 2 : 1;  // of few sums, so that there are enough to compute at once
-  Ints parts[ROWS][PARTS] = {};
-  UNROLLED for (int r = 0; r < ROWS; r++) parts[r][0] = x[r].starts[at] - Ints{};
+  Ints parts[ROWS] = {};
   UNROLLED for (int j = 0; j < NUMBER; j++) {
     UNROLLED for (int r = 0; r < ROWS; r++) {
-      Ints& part = parts[r][j % PARTS];
-      part = add_byte_products(part, words[j], x[r].words[NUMBER * at + j]);
+      Ints& part = j % PARTS == 0 ? sums[r] : parts[r];
+      part = add_products<Block>(part, words[j], x[r].words[NUMBER * at + j]);
     }
   }
-  UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = PARTS == 2 ? parts[r][0] + parts[r][PARTS - 1] : parts[r][0];
-#else
-  UNROLLED for (int r = 0; r < ROWS; r++) {
-    sums[r] = sum_of_products<Block, NUMBER>(words, x[r].words + NUMBER * at, x[r].starts[at]);
-  }
+  if constexpr (PARTS == 2) UNROLLED for (int r = 0; r < ROWS; r++) sums[r] += parts[r];
 #endif
 }
 

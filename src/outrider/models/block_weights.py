@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.memory import skeleton
+from outrider.runtime.huge_pages import Room
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,13 @@ class BlockWeights:
     Attributes:
         kept: matrices that stay in their blocks, without bytes (on the device ``meta``).
         others: names of the other weights.
-        matrix: reads one of ``kept``.
+        matrix: reads one of ``kept``, to a tensor that the function makes if it is not to stay as it is stored.
         numbers: reads one of ``others``, in float32 or as it is to be kept.
     """
 
     kept: dict[str, NarrowWeight]
     others: frozenset[str]
-    matrix: Callable[[str], NarrowWeight]
+    matrix: Callable[[str, Callable[[Tensor], Tensor]], NarrowWeight]
     numbers: Callable[[str], Tensor]
 
     def predict(self, bare: nn.Module) -> None:
@@ -44,7 +45,8 @@ class BlockWeights:
 
         with init_empty_weights(include_buffers=False):
             model = skeleton(config, torch.float32)
-        _set_weights(model, {name: self.matrix(name) for name in self.kept})
+        room = Room(weight.stored.nbytes for weight in self.kept.values() if weight.rounds)
+        _set_weights(model, {name: self.matrix(name, room.empty_like) for name in self.kept})
         model.load_state_dict({name: self.numbers(name) for name in self.others}, strict=False, assign=True)
         model.tie_weights()
         return model, sorted(name for name, weight in model.named_parameters() if weight.is_meta)

@@ -9,6 +9,7 @@ are in another order), and so may be applied to rows of blocks.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -63,12 +64,12 @@ def gguf_weights(spec: ModelSpec, bare: nn.Module, rounds: bool = False) -> Bloc
     def as_transformers_has_it(name: str, numbers: Any) -> Any:
         return processor.process(weights=numbers, name=tensors[name].name).weights
 
-    def matrix(name: str) -> NarrowWeight:
+    def matrix(name: str, empty_like: Callable[[Tensor], Tensor]) -> NarrowWeight:
         # In memory of its own, so that it can be given back alone. PyTorch takes writable memory only: "c" is a private
         # copy of each page that is written to, and none is.
         data, begin = tensors[name].data, int(tensors[name].data_offset)
         rows = as_transformers_has_it(name, np.memmap(file, data.dtype, "c", begin, data.shape))
-        return NarrowWeight.of_blocks(torch.from_numpy(rows), kept[name])
+        return NarrowWeight.of_blocks(torch.from_numpy(rows), kept[name], empty_like=empty_like)
 
     def numbers(name: str) -> Tensor:
         tensor = tensors[name]

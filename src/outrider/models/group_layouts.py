@@ -65,8 +65,8 @@ class Groups:
             return None
         return GROUP_FORMS[fitting[0], self.zeros is not None] if fitting and is_exact else None
 
-    def weight(self, form: BlockForm) -> NarrowWeight:
-        """The matrix in blocks of this form. A group may become several."""
+    def weight(self, form: BlockForm, empty_like: Callable[[Tensor], Tensor]) -> NarrowWeight:
+        """The matrix in blocks of this form (``NarrowWeight.of_blocks``). A group may become several."""
         wholes = self.wholes_of(self.words)
         repeats = wholes.shape[1] // self.scales.shape[1] // form.num_numbers
         scales, zeros, order = self.scales.half().repeat_interleave(repeats, 1), self.zeros, self.order
@@ -74,7 +74,7 @@ class Groups:
             zeros = zeros.repeat_interleave(repeats, 1)
         if order is not None:
             wholes = wholes[:, order]
-        return NarrowWeight.of_blocks(in_groups(wholes, scales, zeros), form, order)
+        return NarrowWeight.of_blocks(in_groups(wholes, scales, zeros), form, order, empty_like)
 
     @property
     def order(self) -> Tensor | None:

@@ -7,7 +7,7 @@ weights, (q - z) * s in float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,11 +82,11 @@ def group_weights(
             in_bytes = torch.empty(shape, dtype=torch.uint8, device="meta")
             kept[f"{layer}.weight"] = NarrowWeight(in_bytes, torch.float32, None, replace(form, rounds=rounds), order)
 
-    def matrix(name: str) -> NarrowWeight:
+    def matrix(name: str, empty_like: Callable[[Tensor], Tensor]) -> NarrowWeight:
         form = kept[name].blocks
         if form is None:
             return NarrowWeight(tensors[name], torch.float32)
-        return layout.read(tensors, name.removesuffix(".weight")).weight(form)
+        return layout.read(tensors, name.removesuffix(".weight")).weight(form, empty_like)
 
     def numbers(name: str) -> Tensor:
         if name not in tensors:

@@ -26,6 +26,7 @@ from outrider.errors import (
     TokenizerMismatch,
     UnsupportedModel,
 )
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.adapters import check_mergeable, merged
 from outrider.models.block_weights import BlockWeights
 from outrider.models.cpu_weights import has_kernel, kept_type, narrowed, widened
@@ -54,7 +55,7 @@ from outrider.models.quantize import (
 from outrider.models.registry import ADAPTER_CONFIG, ROUNDS_ROWS, ModelSpec
 from outrider.models.shared_weights import share_weights
 from outrider.models.stored_blocks import are_in_groups, stored_blocks
-from outrider.runtime import huge_pages
+from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
 from outrider.runtime.tensor_parts import stored_tensors, whole
@@ -192,8 +193,9 @@ def load_checkpoint(
         narrowed(model, *dict.fromkeys((of_base or kept, kept)))
     share = round_to_groups(model, keeps=has_kernel(placed)) if in_groups else None
     shared = share_weights(name, model, shares_with)
-    if device.type == "cpu" and is_alone and huge_pages.are_there():
-        huge_pages.move_weights(model, shared)
+    if device.type == "cpu" and is_alone:
+        are_there = [one for one in model.parameters() if isinstance(one, NarrowWeight) and one.rounds]
+        move_weights(model, [*shared, *are_there])
     if quantization != "none":
         _report_share(name, quantization, quantized_share(model) if share is None else share)
     tokenizer = load_tokenizer(spec)

@@ -125,8 +125,8 @@ def _compare(lm: LM, kind: str, length: int, view_len: int, what: str, behind: S
 
 def _tolerance_of(lm: LM) -> float:
     # Quantized layers may round activations to 8 bits, where a last bit becomes a step as large as those of bfloat16.
-    in_blocks = [weight.blocks for weight in lm.model.parameters() if isinstance(weight, NarrowWeight)]
-    rounds = method_of(lm.model.config) or any(blocks is not None and blocks.rounds for blocks in in_blocks)
+    weights = lm.model.parameters()
+    rounds = method_of(lm.model.config) or any(isinstance(one, NarrowWeight) and one.rounds for one in weights)
     return tolerance(torch.bfloat16 if rounds else lm.dtype)
 
 

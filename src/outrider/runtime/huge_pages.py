@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import mmap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,8 +24,40 @@ _ALIGNED_BYTES = 64  # a cache line
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-def are_there() -> bool:
-    """Whether this system gives huge pages on request (madvise)."""
+class Room:
+    """Memory for tensors of these sizes, in huge pages if the system gives them on request (madvise) and the sizes are
+    worth it.
+
+    Attributes:
+        is_huge: whether it is in huge pages.
+    """
+
+    def __init__(self, sizes: Iterable[int]) -> None:
+        total = sum(map(_aligned, sizes))
+        self.is_huge = total >= _PAGE_BYTES and _are_there()
+        if self.is_huge:
+            try:
+                self._memory = mmap.mmap(-1, total + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                self._memory.madvise(mmap.MADV_HUGEPAGE)
+                self._place = -torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr() % _PAGE_BYTES
+            except OSError as error:
+                _LOG.info("no huge pages for %d MB of weights: %s", total >> 20, error)
+                self.is_huge = False
+
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Contiguous tensor on the CPU, in a storage of its own, which keeps the memory alive."""
+        if not self.is_huge:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        memory = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._place)
+        self._place += _aligned(tensor.nbytes)
+        return memory.view(tensor.shape)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+
+
+def _are_there() -> bool:
     try:
         return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _SETTING.read_text()
     except OSError:
@@ -38,28 +70,17 @@ def move_weights(model: nn.Module, others: Sequence[Tensor] = ()) -> None:
     Tensors that share memory with others stay.
 
     Args:
-        others: weights that it shares with other models, which stay too.
+        others: weights that stay too.
     """
     stay = set(map(id, others))
     weights = [one for one in (*model.parameters(), *model.buffers()) if id(one) not in stay]
     tensors = {id(one): one for weight in weights for one in stored_tensors(weight)}
     num_users = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
     moved = [one for one in tensors.values() if _is_movable(one) and num_users[one.untyped_storage().data_ptr()] == 1]
-    sizes = [-(-one.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES for one in moved]
-    if sum(sizes) < _PAGE_BYTES:
-        return
-    try:
-        memory = mmap.mmap(-1, sum(sizes) + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as error:
-        _LOG.info("no huge pages for %d MB of weights: %s", sum(sizes) >> 20, error)
-        return
-    place = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % _PAGE_BYTES
-    for one, size in zip(moved, sizes, strict=True):
-        # Each gets its own storage, which keeps the memory alive.
-        there = torch.frombuffer(memory, dtype=one.dtype, count=one.numel(), offset=place).view(one.shape)
-        one.data = there.copy_(one)
-        place += size
+    room = Room(one.nbytes for one in moved)
+    if room.is_huge:
+        for one in moved:
+            one.data = room.empty_like(one).copy_(one)
 
 
 def _is_movable(tensor: Tensor) -> bool:
