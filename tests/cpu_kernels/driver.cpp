@@ -1,7 +1,7 @@
 // The kernels of few_row_matmul.cpp, widen_blocks.cpp and attention.cpp against sums in double. A program without torch, so that it
 // runs where torch does not: for other processors, emulated (test_other_processors.py). Bounds are those of the tests
 // in Python, and results with one row or query and with another number of threads must be equal to the bit. It prints how
-// many results it has compared, with a hash of their bits and of those of rounded rows, or the first one that is off, and
+// many results it has compared, with a hash of their bits and of those of products with blocks, or the first one that is off, and
 // then ends with 1. Its argument is a number: one of so many shapes is tried.
 
 #include <algorithm>
@@ -50,7 +50,7 @@ struct Hash {
     value = (value ^ bits) * 1099511628211u;
   }
 };
-Hash hash_of_all, hash_of_rounded;
+Hash hash_of_all, hash_of_blocks;
 
 void compare(float got, double want, double bound, const char* what) {
   num_compared++;
@@ -194,7 +194,7 @@ void rounded_products(int64_t form, const void* blocks, const std::vector<float>
           size += 3 * std::fabs(rounded) * largest;  // offsets cancel
         }
       }
-      hash_of_rounded.add(y[t * num_channels + o]);
+      hash_of_blocks.add(y[t * num_channels + o]);
       compare(y[t * num_channels + o], want, width * EPSILON * size, "a product of rounded rows");
       compare(y[t * num_channels + o], alone[o], 0.0, "a rounded row alone");
       compare(y[t * num_channels + o], again[t * num_channels + o], 0.0, "rounded rows by two threads");
@@ -202,7 +202,7 @@ void rounded_products(int64_t form, const void* blocks, const std::vector<float>
   }
 }
 
-// Numbers of blocks, rounded once, and products with them: equal to those of float32 weights.
+// Numbers of blocks, rounded once, and products with them.
 void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_t num_blocks, int64_t num_channels) {
   const int64_t width = num_blocks * length, all = num_channels * num_blocks;
   std::vector<uint8_t> data(all * size);
@@ -213,25 +213,34 @@ void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_
     if (last == 1) data[b * size] &= 15;  // a zero
     if (last == 0) data[b * size + 3] &= 0xbf;
   }
-  std::vector<float> wide(num_channels * width), y(num_rows * num_channels), of_wide(num_rows * num_channels);
+  std::vector<float> wide(num_channels * width), y(num_rows * num_channels), alone(num_channels);
   std::vector<float> x(num_rows * width);
   for (float& one : x) one = std::ldexp(static_cast<float>(static_cast<int32_t>(generator())), -31);  // the same everywhere
   std::vector<int64_t> rows(num_channels);
   for (int64_t o = 0; o < num_channels; o++) rows[o] = o;
-  outrider_widen_rows(data.data(), form, num_channels, width, rows.data(), num_channels, wide.data(), 2);
+  std::vector<uint8_t> interleaved(data.size());
+  outrider_interleave(data.data(), form, num_channels, width, interleaved.data(), 2);
+  outrider_widen_rows(interleaved.data(), form, num_channels, width, rows.data(), num_channels, wide.data(), 2);
   for (int64_t i = 0; i < num_channels * width; i++) {
     compare(wide[i], static_cast<float>(number_of(form, data.data() + i / length * size, i % length)), 0.0, "a number");
   }
-  const void *blocks = data.data(), *floats = wide.data();
+  const void* blocks = interleaved.data();
   outrider_few_row_matmul(x.data(), num_rows, width, &blocks, &num_channels, 1, form, y.data(), 3);
-  outrider_few_row_matmul(x.data(), num_rows, width, &floats, &num_channels, 1, 0, of_wide.data(), 2);
-  for (size_t i = 0; i < y.size(); i++) compare(y[i], of_wide[i], 0.0, "a product with blocks");
-  std::vector<uint8_t> interleaved(data.size());
-  std::vector<float> again(wide.size());
-  outrider_interleave(data.data(), form, num_channels, width, interleaved.data(), 2);
-  outrider_widen_rows(interleaved.data(), form + 256, num_channels, width, rows.data(), num_channels, again.data(), 2);
-  for (size_t i = 0; i < wide.size(); i++) compare(again[i], wide[i], 0.0, "a number of interleaved rows");
-  rounded_products(form, interleaved.data(), wide, x, num_rows, width, num_channels);
+  for (int64_t t = 0; t < num_rows; t++) {
+    outrider_few_row_matmul(x.data() + t * width, 1, width, &blocks, &num_channels, 1, form, alone.data(), 2);
+    for (int64_t o = 0; o < num_channels; o++) {
+      double want = 0, sum_of_sizes = 0;
+      for (int64_t i = 0; i < width; i++) {
+        const double product = double(x[t * width + i]) * wide[o * width + i];
+        want += product;
+        sum_of_sizes += std::fabs(product);
+      }
+      hash_of_blocks.add(y[t * num_channels + o]);
+      compare(y[t * num_channels + o], want, width * EPSILON * sum_of_sizes, "a product with blocks");
+      compare(y[t * num_channels + o], alone[o], 0.0, "a product with blocks alone");
+    }
+  }
+  rounded_products(form, blocks, wide, x, num_rows, width, num_channels);
 }
 
 void attention(Shape s, int64_t bits) {
@@ -338,5 +347,5 @@ int main(int, char** arguments) {
   }
   std::printf("%lld results are as they should be (%016llx); of rounded rows: %016llx\n",
               static_cast<long long>(num_compared), static_cast<unsigned long long>(hash_of_all.value),
-              static_cast<unsigned long long>(hash_of_rounded.value));
+              static_cast<unsigned long long>(hash_of_blocks.value));
 }

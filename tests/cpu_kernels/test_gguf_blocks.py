@@ -14,7 +14,7 @@ from torch.nn import functional
 from ggml_blocks import block_bytes, numbers_of
 from outrider.kernels import narrow_weight
 from outrider.kernels.blocks import BLOCK_FORMS
-from outrider.kernels.library import FORMS, few_row_matmul, widen_rows
+from outrider.kernels.library import few_row_matmul, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
 from rounded_rows import rounded
@@ -45,16 +45,18 @@ def _product(x: Tensor, weight: NarrowWeight, num_threads: int) -> Tensor:
 def test_products_are_those_of_the_widened_matrix(
     name: str, num_rows: int, num_blocks: int, number: int, num_threads: int, seed: int
 ) -> None:
-    """To the bit, for any number of rows and threads; and so each row is as if it were alone."""
+    """Up to the order of sums, for any number of rows and threads; and each row is as if it were alone."""
     matrices = [_matrix(name, one, num_blocks, seed) for one in (number, 3)]
-    blocks, numbers = ([pair[i] for pair in matrices] for i in (0, 1))
-    form, width = _BY_NAME[name].number, numbers[0].shape[1]
+    blocks = [NarrowWeight.of_blocks(pair[0], _BY_NAME[name]).stored for pair in matrices]
+    numbers, form = [pair[1] for pair in matrices], _BY_NAME[name].number
+    width = numbers[0].shape[1]
     for one, wide in zip(blocks, numbers, strict=True):
         rows = torch.randint(len(wide), (5,), generator=torch.Generator().manual_seed(seed))
         assert torch.equal(widen_rows(one, rows, form, width, num_threads), wide[rows])
     x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
-    got = few_row_matmul(x, blocks, form, num_threads)
-    assert torch.equal(got, few_row_matmul(x, numbers, FORMS[torch.float32], num_threads))
+    got, all_numbers = few_row_matmul(x, blocks, form, num_threads), torch.cat(numbers).double()
+    error, size = (got - x.double() @ all_numbers.T).abs(), x.double().abs() @ all_numbers.abs().T
+    assert bool((error <= 1.01 * width * 2.0**-24 * size).all())
     assert torch.equal(got[-1:], few_row_matmul(x[-1:], blocks, form, 1))
 
 
@@ -110,7 +112,7 @@ def test_a_row_that_is_not_finite_stays_so(bad: float) -> None:
 def test_it_is_the_widened_matrix(name: str, is_inference: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow_weight, "_PANEL_NUMBERS", 5 * 256)
     stored, plain = _matrix(name, 12, 2)
-    weight = nn.Parameter(NarrowWeight(stored, torch.float32, None, _BY_NAME[name]), requires_grad=False)
+    weight = nn.Parameter(NarrowWeight.of_blocks(stored, _BY_NAME[name]), requires_grad=False)
     assert weight.dtype == torch.float32 and weight.shape == plain.shape
     with torch.inference_mode(is_inference):
         ids = torch.tensor([[3, 3, 11]])
@@ -138,10 +140,10 @@ def test_it_is_the_widened_matrix(name: str, is_inference: bool, monkeypatch: py
 @pytest.mark.parametrize("name", _BY_NAME)
 @pytest.mark.parametrize("rounds", [False, True])
 def test_rows_of_a_matrix(name: str, rounds: bool) -> None:
-    """Alike whether they are interleaved or not; and rows that are not there are refused."""
+    """Rows that are not there are refused."""
     stored, plain = _matrix(name, 37, 2)
     weight = NarrowWeight.of_blocks(stored, replace(_BY_NAME[name], rounds=rounds))
-    assert weight.stored.shape == stored.shape and torch.equal(weight.stored, stored) != rounds
+    assert weight.stored.shape == stored.shape
     ids = torch.tensor([[0, 36, 15], [16, 16, 32]], dtype=torch.int32)
     for same in (weight, copy.deepcopy(weight)):
         assert torch.equal(functional.embedding(ids, same), functional.embedding(ids, plain))

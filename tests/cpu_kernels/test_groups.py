@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
-from outrider.kernels.library import FORMS, few_row_matmul, widen_rows
+from outrider.kernels.library import few_row_matmul, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
 from rounded_rows import rounded
@@ -40,15 +40,15 @@ def _matrix(form: tuple[int, bool], number: int, num_groups: int, seed: int = 0)
 def test_products_with_groups(
     form: tuple[int, bool], num_rows: int, num_groups: int, number: int, num_threads: int, seed: int
 ) -> None:
-    """Numbers are exact. Products have the bits of those with float32 weights, and each row is as if it were alone."""
+    """Numbers are exact, products up to the order of sums, and each row is as if it were alone."""
     matrices = [_matrix(form, one, num_groups, seed) for one in (number, 3)]
-    groups, numbers = ([pair[i] for pair in matrices] for i in (0, 1))
+    groups = [NarrowWeight.of_blocks(pair[0], GROUP_FORMS[form]).stored for pair in matrices]
+    numbers = [pair[1] for pair in matrices]
     kind, width = GROUP_FORMS[form].number, numbers[0].shape[1]
     wide = [widen_rows(one, torch.arange(len(one)), kind, width, num_threads) for one in groups]
     assert all(torch.equal(one.double(), of) for one, of in zip(wide, numbers, strict=True))
     x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
     got = few_row_matmul(x, groups, kind, num_threads)
-    assert torch.equal(got, few_row_matmul(x, wide, FORMS[torch.float32], num_threads))
     assert torch.equal(got[-1:], few_row_matmul(x[-1:], groups, kind, 1))
     all_numbers = torch.cat(numbers)
     error, size = (got - x.double() @ all_numbers.T).abs(), x.double().abs() @ all_numbers.abs().T
@@ -82,7 +82,7 @@ def test_products_of_rounded_rows(
 @pytest.mark.parametrize("form", GROUP_FORMS)
 def test_a_weight_in_groups_takes_their_bytes(form: tuple[int, bool]) -> None:
     stored, numbers = _matrix(form, 12, 3)
-    weight = NarrowWeight(stored, torch.float32, None, GROUP_FORMS[form])
+    weight = NarrowWeight.of_blocks(stored, GROUP_FORMS[form])
     assert weight.shape == numbers.shape and torch.equal(weight.wide().double(), numbers)
     assert [part.nbytes for part in stored_tensors(weight)] == [12 * 3 * (form[0] // 2 + 2 + form[1])]
     for num_rows in (5, 150):  # the latter by the library

@@ -46,19 +46,19 @@ _NOT_OPTIMIZED = {
 
 
 def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
-    """A row or query alone, and other numbers of threads, give equal bits. Rounded rows do so on all processors with a
-    fused multiply-add."""
-    of_rounded = {}
+    """A row or query alone, and other numbers of threads, give equal bits. Products with blocks do so on all processors
+    with a fused multiply-add."""
+    of_blocks = {}
     for level, command in _NOT_OPTIMIZED.items():
         if _missing(level, command) is None:
             folder = tmp_path / level
             folder.mkdir()
-            of_rounded[level] = _results(command, level, _FEW, folder).split()[-1]
-    print(of_rounded)  # with -s
-    if not of_rounded:
+            of_blocks[level] = _results(command, level, _FEW, folder).split()[-1]
+    print(of_blocks)  # with -s
+    if not of_blocks:
         pytest.skip("there is no compiler")
-    of_rounded.pop("SSE2", None)
-    assert len(set(of_rounded.values())) <= 1, of_rounded
+    of_blocks.pop("SSE2", None)
+    assert len(set(of_blocks.values())) <= 1, of_blocks
 
 
 @pytest.mark.slow

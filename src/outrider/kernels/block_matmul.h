@@ -1,124 +1,85 @@
-// Products of few rows with weights in blocks (blocks.h).
+// Products of few rows with weights in blocks (blocks.h), whose rows are interleaved (interleaved.h).
 //
-// Blocks of CHANNELS rows of the weights are widened into a buffer in the nearest cache, once for all rows of x, and
-// multiplied from there; for a single row they are multiplied in registers. The sums are those of float32 weights, in the
-// same order: the results have the same bits.
+// A lane of a vector is a row of the weights, so no sum goes across lanes. The weights are taken apart in registers, once for
+// a tile of rows of x (weight_chunks.h). What these rows are, in float32 or rounded, is a type (float_rows.h;
+// rounded_rows.h). A sum's order depends on the width alone: all processors with fused multiply-add get the same bits.
 #pragma once
 
-#include "blocks.h"
+#include "weight_chunks.h"
 
 namespace {
 
-constexpr int BLOCK_CHANNELS = 4;
-constexpr int64_t MOST_BLOCK_ROWS = 32;  // of x, for one reading of the weights: their sums stay in the cache
-constexpr int64_t BLOCK_AHEAD = 4096;    // bytes of each row of weights to prefetch
+constexpr int TILE_OF_ROWS = NUM_REGISTERS == 32 ? 6 : 5;  // so many rows' sums fit into registers
+constexpr int64_t MOST_OF_ROWS = 32;  // for one reading of the weights: they and their sums stay in the cache
+constexpr int64_t BLOCKS_AHEAD = 16384;  // bytes to prefetch, into the second cache: the nearest has too few lines
 
-// Adds products of ROWS rows of x with CHANNELS rows of widened weights to their sums.
-template <int ROWS, int CHANNELS>
-INLINE void add_products(const float* x, int64_t width, const float (*weights)[CHUNK], int64_t number,
-                         Floats (*sums)[BLOCK_CHANNELS]) {
-  Floats here[ROWS][CHANNELS];
-  UNROLLED for (int r = 0; r < ROWS; r++) UNROLLED for (int c = 0; c < CHANNELS; c++) here[r][c] = sums[r][c];
-  for (int64_t i = 0; i < number; i += LANES) {
-    Floats column[CHANNELS];
-    UNROLLED for (int c = 0; c < CHANNELS; c++) column[c] = load(weights[c] + i);
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-      Floats row = load(x + r * width + i);
-      UNROLLED for (int c = 0; c < CHANNELS; c++) here[r][c] = multiply_add(row, column[c], here[r][c]);
-    }
-  }
-  UNROLLED for (int r = 0; r < ROWS; r++) UNROLLED for (int c = 0; c < CHANNELS; c++) sums[r][c] = here[r][c];
+// Adds products of a chunk of ROWS rows with that of the channels, in `number` blocks each, to their sums.
+template <int ROWS, typename Rows>
+void add_chunk(const Rows& x, int64_t i, int64_t row, const uint8_t* blocks, int64_t number, Floats* sums) {
+  typedef typename Rows::Block Block;
+  typename Rows::template Tile<ROWS> tile(x, i, row);
+  take_apart(static_cast<const Block*>(nullptr), blocks, number,
+             [&](int g, const Words* wholes, const Floats* scales, const Floats& offset) __attribute__((always_inline)) {
+    constexpr int64_t EACH = sizeof(Block) * LANES * GROUP / Block::NUMBERS;
+    UNROLLED for (int64_t b = 0; b < EACH; b += 64) __builtin_prefetch(blocks + BLOCKS_AHEAD + g * EACH + b, 0, 2);
+    tile.add(g, wholes, scales, offset);
+  });
+  tile.add_to(sums);
 }
 
-// The same for `num_rows` rows, in tiles whose sums fit into registers.
-template <int ROWS>
-void add_all_products(int64_t num_rows, const float* x, int64_t width, const float (*weights)[CHUNK], int64_t number,
-                      Floats (*sums)[BLOCK_CHANNELS]) {
-  constexpr int CHANNELS = NUM_REGISTERS == 32 || ROWS <= 2 ? BLOCK_CHANNELS : BLOCK_CHANNELS / 2;
-  for (; num_rows >= ROWS; num_rows -= ROWS, x += ROWS * width, sums += ROWS) {
-    for (int c = 0; c < BLOCK_CHANNELS; c += CHANNELS) {
-      add_products<ROWS, CHANNELS>(x, width, weights + c, number,
-                                   reinterpret_cast<Floats(*)[BLOCK_CHANNELS]>(&sums[0][c]));
-    }
-  }
-  if constexpr (ROWS > 1) {
-    if (num_rows > 0) add_all_products<ROWS - 1>(num_rows, x, width, weights, number, sums);
-  }
+// The same for up to ROWS rows.
+template <int ROWS, typename Rows>
+INLINE void add_chunk_of(int64_t num_rows, const Rows& x, int64_t i, int64_t row, const uint8_t* blocks, int64_t number,
+                         Floats* sums) {
+  if (num_rows == ROWS) return add_chunk<ROWS>(x, i, row, blocks, number, sums);
+  if constexpr (ROWS > 1) add_chunk_of<ROWS - 1>(num_rows, x, i, row, blocks, number, sums);
 }
 
-// Prefetches bytes that many blocks ahead in a row of the weights.
-template <int64_t BYTES>
-INLINE void prefetch(const void* from) {
-  UNROLLED for (int64_t line = 0; line < BYTES; line += 64) {
-    __builtin_prefetch(static_cast<const char*>(from) + BLOCK_AHEAD + line);
-  }
-}
-
-// Sums of the products of one row of x with rows of weights.
-template <typename Block>
-INLINE void sums_of_one(const float* x, const Block* const* rows, int64_t width, Floats* sums) {
-  for (int64_t b = 0; b < width / Block::NUMBERS; b++) {
-    decltype(made(rows[0][b])) of[BLOCK_CHANNELS];
-    UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) {
-      if (b * sizeof(Block) / 64 != (b + 1) * sizeof(Block) / 64) prefetch<sizeof(Block)>(rows[c] + b);
-      of[c] = made(rows[c][b]);
-    }
-    for (int p = 0; p < Block::NUMBERS / Block::PART; p++, x += Block::PART) {
-      UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) {
-        widen_part(rows[c][b], of[c], p, [&](int i, Floats numbers) __attribute__((always_inline)) {
-          sums[c] = multiply_add(load(x + i), numbers, sums[c]);
-        });
+// This thread's panels of one matrix.
+template <typename Rows, typename Block>
+void share_of_panels(const Rows& x, int64_t num_rows, const Interleaved<Block>& weights, int64_t length, int64_t begin,
+                     int64_t end, float* y, int64_t num_channels) {
+  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS;
+  for (int64_t done = 0; done < num_rows; done += MOST_OF_ROWS) {
+    const int64_t left = num_rows - done < MOST_OF_ROWS ? num_rows - done : MOST_OF_ROWS;
+    const int64_t num_tiles = (left + TILE_OF_ROWS - 1) / TILE_OF_ROWS;
+    for (int64_t panel = begin; panel < end; panel++) {
+      Floats sums[MOST_OF_ROWS];
+      for (int64_t r = 0; r < left; r++) sums[r] = Floats{};
+      for (int64_t i = 0; i < x.num_chunks; i++) {
+        const int64_t b = i * NUM_BLOCKS, number = length - b < NUM_BLOCKS ? length - b : NUM_BLOCKS;
+        uint8_t padded[NUM_BLOCKS * sizeof(Block) * LANES];
+        const uint8_t* blocks = weights.whole(panel, b, number, padded);
+        for (int64_t t = 0; t < num_tiles; t++) {
+          const int64_t first = left * t / num_tiles, num_here = left * (t + 1) / num_tiles - first;
+          add_chunk_of<TILE_OF_ROWS>(num_here, x, i, done + first, blocks, number, sums + first);
+        }
+      }
+      for (int64_t r = 0; r < left; r++) {
+        memcpy(y + (done + r) * num_channels + panel * LANES, &sums[r], weights.rows_of(panel) * sizeof(float));
       }
     }
   }
 }
 
-// Products of up to MOST_BLOCK_ROWS rows of x with rows of weights; the first `num_channels` of them are written.
-template <typename Block>
-void block_channels(int64_t num_rows, const float* x, const Block* const* rows, int64_t num_here, int64_t width,
-                    int64_t apart, float* y, int64_t num_channels) {
-  alignas(64) float wide[BLOCK_CHANNELS][CHUNK];
-  Floats sums[MOST_BLOCK_ROWS][BLOCK_CHANNELS];
-  for (int64_t r = 0; r < num_rows; r++) UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) sums[r][c] = Floats{};
-  if (num_rows == 1) {
-    Floats here[BLOCK_CHANNELS] = {};
-    sums_of_one(x, rows, width, here);
-    UNROLLED for (int c = 0; c < BLOCK_CHANNELS; c++) sums[0][c] = here[c];
-  } else {
-    for (int64_t i = 0; i < width; i += CHUNK) {
-      int64_t number = width - i < CHUNK ? width - i : CHUNK;
-      for (int c = 0; c < BLOCK_CHANNELS; c++) {
-        const Block* blocks = rows[c] + i / Block::NUMBERS;
-        prefetch<CHUNK / Block::NUMBERS * sizeof(Block)>(blocks);
-        widen(blocks, number, wide[c]);
-      }
-      add_all_products<6>(num_rows, x + i, width, wide, number, sums);
+// Products of the same rows with several matrices: `outrider_few_row_matmul`.
+template <typename Rows>
+void block_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+                    const int64_t* nums_channels, int64_t num_matrices, float* y, int64_t all_channels,
+                    int64_t num_threads) {
+  typedef typename Rows::Block Block;
+  const Rows rows(x, num_rows, width, num_threads);
+  const int64_t length = width / Block::NUMBERS;
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+  for (int64_t thread = 0; thread < num_threads; thread++) {
+    float* to = y;
+    for (int64_t m = 0; m < num_matrices; m++) {
+      const Interleaved<Block> weights(matrices[m], nums_channels[m], length);
+      const int64_t number = weights.num_panels();
+      share_of_panels(rows, num_rows, weights, length, number * thread / num_threads,
+                      number * (thread + 1) / num_threads, to, all_channels);
+      to += nums_channels[m];
     }
-  }
-  for (int64_t r = 0; r < num_rows; r++) {
-    Four totals = across<BLOCK_CHANNELS>(sums[r]);
-    for (int64_t c = 0; c < num_here; c++) y[r * num_channels + c * apart] = totals[c];
-  }
-}
-
-// This thread's channels of one matrix, in BLOCK_CHANNELS parts that are read concurrently, and the remainder; for up to
-// MOST_BLOCK_ROWS of the rows of x at a time, which stay in the cache. `length` is the number of blocks of a row.
-template <typename Block>
-void block_share(int64_t num_rows, const float* x, const Block* weights, int64_t length, int64_t begin, int64_t end,
-                 float* y, int64_t num_channels) {
-  const int64_t width = length * Block::NUMBERS, apart = (end - begin) / BLOCK_CHANNELS;
-  const int64_t rest = begin + BLOCK_CHANNELS * apart;
-  for (int64_t done = 0; done < num_rows; done += MOST_BLOCK_ROWS) {
-    const int64_t left = num_rows - done < MOST_BLOCK_ROWS ? num_rows - done : MOST_BLOCK_ROWS;
-    auto run = [&](int64_t first, int64_t between, int64_t num_here) {
-      const Block* rows[BLOCK_CHANNELS];
-      for (int64_t c = 0; c < BLOCK_CHANNELS; c++) {
-        rows[c] = weights + (first + (c < num_here ? c : num_here - 1) * between) * length;
-      }
-      block_channels(left, x + done * width, rows, num_here, width, between, y + done * num_channels + first, num_channels);
-    };
-    for (int64_t o = begin; o < begin + apart; o++) run(o, apart, BLOCK_CHANNELS);
-    for (int64_t o = rest; o < end; o += BLOCK_CHANNELS) run(o, 1, end - o < BLOCK_CHANNELS ? end - o : BLOCK_CHANNELS);
   }
 }
 

@@ -18,8 +18,7 @@ class BlockForm:
         number: of the type in ggml; groups have their own.
         num_numbers: of a block.
         num_bytes: of a block.
-        rounds: whether rows are rounded to 8 bits before they are multiplied with it (rounded_rows.h). Its own rows are
-            interleaved then (interleaved.h).
+        rounds: whether rows are rounded to 8 bits before they are multiplied with it (rounded_rows.h).
     """
 
     name: str

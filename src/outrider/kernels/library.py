@@ -30,7 +30,8 @@ from outrider.system.private import PrivateFolder
 _LOG = logging.getLogger(__name__)
 _NAMES = (
     *("few_row_matmul.cpp", "widen_blocks.cpp", "attention.cpp", "threads.cpp"),
-    *("block_matmul.h", "blocks.h", "int8_tiles.h", "interleaved.h", "rounded_rows.h", "vectors.h", "weight_chunks.h"),
+    *("block_matmul.h", "blocks.h", "float_rows.h", "int8_tiles.h", "interleaved.h", "rounded_rows.h", "vectors.h"),
+    "weight_chunks.h",
 )
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 # The sources write fused multiply-adds explicitly (vectors.h). No others are contracted, whatever Inductor allows:
@@ -56,7 +57,8 @@ def few_row_matmul(x: Tensor, weights: Sequence[Tensor], form: int, num_threads:
 
     Args:
         x: float32. [T, I]
-        weights: of one type among WEIGHT_DTYPES, or bytes of blocks of one form. [O, I] each; [O, bytes of a row]
+        weights: of one type among WEIGHT_DTYPES, or bytes of blocks of one form, interleaved. [O, I] each; [O, bytes of
+            a row]
         form: one of FORMS, or that of products with the blocks (blocks.py).
 
     Returns:
@@ -96,9 +98,9 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
     """Numbers of some rows of a matrix in blocks.
 
     Args:
-        matrix: bytes. [O, bytes of a row]
+        matrix: bytes, interleaved. [O, bytes of a row]
         rows: int64 [N]
-        form: of products with the blocks (blocks.py).
+        form: of the blocks (blocks.py).
         width: I, numbers of a row.
 
     Returns:
@@ -130,8 +132,8 @@ def _(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> 
 
 
 def interleaved(matrix: Tensor, form: int, width: int, num_threads: int, result: Tensor) -> Tensor:
-    """Write a matrix in blocks to ``result`` as products with rounded rows take it (interleaved.h). The other arguments
-    are those of ``widen_rows``. [O, bytes of a row]"""
+    """Interleave the rows of a matrix in blocks (interleaved.h), to ``result``. The other arguments are those of
+    ``widen_rows``. [O, bytes of a row]"""
     kernel, matrix = library(), matrix.contiguous()
     assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
     assert result.shape == matrix.shape and result.dtype == matrix.dtype and result.is_contiguous()

@@ -34,7 +34,7 @@ class NarrowWeight(Tensor):
 
     Attributes:
         stored: its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row],
-            interleaved if their form rounds.
+            interleaved (interleaved.h).
         scale: of each row, if the numbers are integers; in ``dtype``. [O, 1]
         blocks: their form, if it is stored in blocks.
         order: column of the matrix that each stored column is, if they are in another order. int32 [I]
@@ -76,12 +76,11 @@ class NarrowWeight(Tensor):
 
         Args:
             rows: blocks as checkpoints have them. uint8 [O, bytes of a row]
-            empty_like: makes the tensor that they are interleaved to, if products round.
+            empty_like: makes the tensor that they are interleaved to.
         """
-        if form.rounds:
-            width, num_threads = form.width_of(rows.shape[1]), torch.get_num_threads()
-            rows = interleaved(rows, form.product, width, num_threads, empty_like(rows))
-        return cls(rows, torch.float32, None, form, order)
+        width, num_threads = form.width_of(rows.shape[1]), torch.get_num_threads()
+        stored = interleaved(rows, form.number, width, num_threads, empty_like(rows))
+        return cls(stored, torch.float32, None, form, order)
 
     @property
     def rounds(self) -> bool:
@@ -101,7 +100,7 @@ class NarrowWeight(Tensor):
         with torch.inference_mode(False):
             if self.blocks is None:
                 return self.stored.index_select(0, rows).to(self.dtype)
-            wide: Tensor = widen_rows(self.stored, rows, self.blocks.product, self.shape[1], torch.get_num_threads())
+            wide: Tensor = widen_rows(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
             return _back(wide, self.order).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

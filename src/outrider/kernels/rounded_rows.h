@@ -1,10 +1,7 @@
-// Products of few rows with weights in blocks (blocks.h), after the rows are rounded to 8 bits.
+// Rows of 8 bits, for products with weights in blocks (block_matmul.h).
 //
-// CHUNK numbers of a row of x become integers between -127 and 127 with one scale, so a row's result depends on that row
-// alone. A lane of a vector is a row of the weights, which are interleaved (interleaved.h): a vector has four integers of
-// each, in registers for up to ROUNDED_ROWS rows of x (weight_chunks.h). Products of integers are summed exactly over the
-// numbers that share a scale, and then in float32, one after the other; so all processors with fused multiply-add get the
-// same bits.
+// CHUNK numbers of a row become integers between -127 and 127 with one scale, so a row's result depends on that row alone.
+// Products of integers are summed exactly over the numbers that share a scale, and then in float32, one after the other.
 #pragma once
 
 #include <cmath>
@@ -27,11 +24,80 @@ INLINE void store_bytes(int8_t* to, Ints from) {
 #endif
 }
 
-// Rows of x as integers, to be multiplied with blocks: CHUNK numbers share a scale.
+#if !defined(HAS_BYTE_PRODUCTS) && VECTOR_BYTES == 64 && defined(__AVX512BW__)
+#define WIDE(name) _mm512_##name
+typedef __m512i Wide;
+#elif !defined(HAS_BYTE_PRODUCTS) && VECTOR_BYTES == 32
+#define WIDE(name) _mm256_##name
+typedef __m256i Wide;
+#else
+// Adds four products in each lane: of the integers of blocks in `a`, and bytes with a sign in `b`.
 template <typename Block>
+INLINE Ints add_products(Ints sums, Words a, int32_t b) {
+#if defined(HAS_BYTE_PRODUCTS)
+  return add_byte_products(sums, a, b);
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)a, vreinterpretq_s8_s32(vdupq_n_s32(b)));
+#elif defined(__aarch64__)
+  const int8x16_t c = (int8x16_t)a, d = vreinterpretq_s8_s32(vdupq_n_s32(b));
+  const int16x8_t low = vmull_s8(vget_low_s8(c), vget_low_s8(d)), high = vmull_high_s8(c, d);
+  return sums + (Ints)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
+#else
+  UNROLLED for (int i = 0; i < 4; i++) {
+    const Ints shifted = (Ints)(a << (24 - 8 * i));
+    sums += (HAS_SIGN<Block> ? shifted >> 24 : (Ints)((Words)shifted >> 24)) * static_cast<int8_t>(b >> 8 * i);
+  }
+  return sums;
+#endif
+}
+#endif
+
+// Sums of products of integers for each channel, of all rows: of those that share the scale number `at`. `words` has four
+// of each channel at a time.
+template <int ROWS, typename Block, typename Chunk>
+INLINE void sum_products(const Chunk* x, int64_t at, const Words* words, Ints* sums) {
+  constexpr int NUMBER = WORDS / NUM_SCALES<Block>;
+  UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = x[r].starts[at] - Ints{};
+#ifdef WIDE
+  // So many sums of two products fit into 16 bits.
+  constexpr int FIT = 32767 / (2 * 127 * MOST_WHOLE<Block>), TOGETHER = FIT < 1 ? 1 : FIT < NUMBER ? FIT : NUMBER;
+  static_assert(NUMBER % TOGETHER == 0);
+  typedef int8_t SignedBytes __attribute__((vector_size(VECTOR_BYTES)));
+  UNROLLED for (int j = 0; j < NUMBER; j += TOGETHER) {
+    Wide twos[ROWS];
+    UNROLLED for (int t = j; t < j + TOGETHER; t++) {
+      Wide a = (Wide)words[t];
+      const SignedBytes is_negative = (SignedBytes)a < 0;
+      if constexpr (HAS_SIGN<Block>) a = (Wide)(((SignedBytes)a ^ is_negative) - is_negative);
+      UNROLLED for (int r = 0; r < ROWS; r++) {
+        Wide b = WIDE(set1_epi32)(x[r].words[NUMBER * at + t]);
+        if constexpr (HAS_SIGN<Block>) b = (Wide)(((SignedBytes)b ^ is_negative) - is_negative);
+        const Wide these = WIDE(maddubs_epi16)(a, b);
+        twos[r] = t == j ? these : WIDE(add_epi16)(twos[r], these);
+      }
+    }
+    UNROLLED for (int r = 0; r < ROWS; r++) sums[r] += (Ints)WIDE(madd_epi16)(twos[r], WIDE(set1_epi16)(1));
+  }
+#undef WIDE
+#else
+  constexpr int PARTS = ROWS <= 3 ? 2 : 1;  // of few sums, so that there are enough to compute at once
+  Ints parts[ROWS] = {};
+  UNROLLED for (int j = 0; j < NUMBER; j++) {
+    UNROLLED for (int r = 0; r < ROWS; r++) {
+      Ints& part = j % PARTS == 0 ? sums[r] : parts[r];
+      part = add_products<Block>(part, words[j], x[r].words[NUMBER * at + j]);
+    }
+  }
+  if constexpr (PARTS == 2) UNROLLED for (int r = 0; r < ROWS; r++) sums[r] += parts[r];
+#endif
+}
+
+// Rows as integers, to be multiplied with blocks.
+template <typename Form>
 struct RoundedRows {
+  typedef Form Block;
   RoundedRows(const float* x, int64_t num_rows, int64_t width, int64_t num_threads)
-      : num_chunks((width + CHUNK - 1) / CHUNK), chunks(new Chunk[num_rows * num_chunks]) {
+      : num_rows(num_rows), num_chunks((width + CHUNK - 1) / CHUNK), chunks(new Chunk[num_rows * num_chunks]) {
 #pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * num_chunks >= SHARED_CHUNKS)
     for (int64_t at = 0; at < num_rows * num_chunks; at++) {
       int64_t begin = at / num_rows * CHUNK, left = width - begin;
@@ -95,167 +161,34 @@ struct RoundedRows {
     }
   };
 
-  static constexpr int64_t SHARED_CHUNKS = 128;  // fewer are rounded sooner than several threads begin
-  const int64_t num_chunks;
-  const std::unique_ptr<Chunk[]> chunks;  // the first of all rows, then the second of all, and so on
-};
+  // ROWS rows, from `row` on, in chunk number `i`, and the sums of their products with the channels.
+  template <int ROWS>
+  struct Tile {
+    Tile(const RoundedRows& x, int64_t i, int64_t row) : x(&x.chunks[i * x.num_rows + row]) {}
 
-template <typename Block>
-using RoundedChunk = typename RoundedRows<Block>::Chunk;
-
-#if !defined(HAS_BYTE_PRODUCTS) && VECTOR_BYTES == 64 && defined(__AVX512BW__)
-#define WIDE(name) _mm512_##name
-typedef __m512i Wide;
-#elif !defined(HAS_BYTE_PRODUCTS) && VECTOR_BYTES == 32
-#define WIDE(name) _mm256_##name
-typedef __m256i Wide;
-#else
-// Adds four products in each lane: of the integers of blocks in `a`, and bytes with a sign in `b`.
-template <typename Block>
-INLINE Ints add_products(Ints sums, Words a, int32_t b) {
-#if defined(HAS_BYTE_PRODUCTS)
-  return add_byte_products(sums, a, b);
-#elif defined(__ARM_FEATURE_DOTPROD)
-  return (Ints)vdotq_s32((int32x4_t)sums, (int8x16_t)a, vreinterpretq_s8_s32(vdupq_n_s32(b)));
-#elif defined(__aarch64__)
-  const int8x16_t c = (int8x16_t)a, d = vreinterpretq_s8_s32(vdupq_n_s32(b));
-  const int16x8_t low = vmull_s8(vget_low_s8(c), vget_low_s8(d)), high = vmull_high_s8(c, d);
-  return sums + (Ints)vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high));
-#else
-  UNROLLED for (int i = 0; i < 4; i++) {
-    const Ints shifted = (Ints)(a << (24 - 8 * i));
-    sums += (HAS_SIGN<Block> ? shifted >> 24 : (Ints)((Words)shifted >> 24)) * static_cast<int8_t>(b >> 8 * i);
-  }
-  return sums;
-#endif
-}
-#endif
-
-// Sums of products of integers for each channel, of all rows: of those that share the scale number `at`. `words` has four
-// of each channel at a time.
-template <int ROWS, typename Block>
-INLINE void sum_products(const RoundedChunk<Block>* x, int64_t at, const Words* words, Ints* sums) {
-  constexpr int NUMBER = WORDS / NUM_SCALES<Block>;
-  UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = x[r].starts[at] - Ints{};
-#ifdef WIDE
-  // So many sums of two products fit into 16 bits.
-  constexpr int FIT = 32767 / (2 * 127 * MOST_WHOLE<Block>), TOGETHER = FIT < 1 ? 1 : FIT < NUMBER ? FIT : NUMBER;
-  static_assert(NUMBER % TOGETHER == 0);
-  typedef int8_t SignedBytes __attribute__((vector_size(VECTOR_BYTES)));
-  UNROLLED for (int j = 0; j < NUMBER; j += TOGETHER) {
-    Wide twos[ROWS];
-    UNROLLED for (int t = j; t < j + TOGETHER; t++) {
-      Wide a = (Wide)words[t];
-      const SignedBytes is_negative = (SignedBytes)a < 0;
-      if constexpr (HAS_SIGN<Block>) a = (Wide)(((SignedBytes)a ^ is_negative) - is_negative);
-      UNROLLED for (int r = 0; r < ROWS; r++) {
-        Wide b = WIDE(set1_epi32)(x[r].words[NUMBER * at + t]);
-        if constexpr (HAS_SIGN<Block>) b = (Wide)(((SignedBytes)b ^ is_negative) - is_negative);
-        const Wide these = WIDE(maddubs_epi16)(a, b);
-        twos[r] = t == j ? these : WIDE(add_epi16)(twos[r], these);
-      }
-    }
-    UNROLLED for (int r = 0; r < ROWS; r++) sums[r] += (Ints)WIDE(madd_epi16)(twos[r], WIDE(set1_epi16)(1));
-  }
-#undef WIDE
-#else
-  constexpr int PARTS = ROWS <= 3 ? 2 : 1;  // of few sums, so that there are enough to compute at once
-  Ints parts[ROWS] = {};
-  UNROLLED for (int j = 0; j < NUMBER; j++) {
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-      Ints& part = j % PARTS == 0 ? sums[r] : parts[r];
-      part = add_products<Block>(part, words[j], x[r].words[NUMBER * at + j]);
-    }
-  }
-  if constexpr (PARTS == 2) UNROLLED for (int r = 0; r < ROWS; r++) sums[r] += parts[r];
-#endif
-}
-
-// Adds the products of a group of a chunk of rows with that of the channels.
-template <int ROWS, typename Block>
-INLINE void add_group(const RoundedChunk<Block>* x, int64_t g, const Words* wholes, const Floats* scales,
-                      const Floats& offset, Floats* sums) {
-  constexpr int EACH = NUM_SCALES<Block>;
-  UNROLLED for (int s = 0; s < EACH; s++) {
-    Ints products[ROWS];
-    sum_products<ROWS, Block>(x, g * EACH + s, wholes + s * (WORDS / EACH), products);
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-      sums[r] = multiply_add(__builtin_convertvector(products[r], Floats), scales[s], sums[r]);
-      if constexpr (HAS_OFFSET<Block>) sums[r] = multiply_add(all_lanes(x[r].sums[g]), offset, sums[r]);
-    }
-  }
-}
-
-constexpr int ROUNDED_ROWS = NUM_REGISTERS == 32 ? 6 : 5;  // whose sums fit into registers
-constexpr int64_t MOST_ROUNDED_ROWS = 32;  // for one reading of the weights: they and their sums stay in the cache
-constexpr int64_t ROUNDED_AHEAD = 16384;   // bytes to prefetch, into the second cache: the nearest has too few lines
-
-// Adds products of a chunk of ROWS rows with that of the channels, in `number` blocks each, to their sums.
-template <int ROWS, typename Block>
-void add_chunk(const RoundedChunk<Block>* x, const uint8_t* blocks, int64_t number, Floats* sums) {
-  Floats here[ROWS] = {};
-  take_apart(static_cast<const Block*>(nullptr), blocks, number,
-             [&](int g, const Words* wholes, const Floats* scales, const Floats& offset) __attribute__((always_inline)) {
-    constexpr int64_t EACH = sizeof(Block) * LANES * GROUP / Block::NUMBERS;
-    UNROLLED for (int64_t i = 0; i < EACH; i += 64) __builtin_prefetch(blocks + ROUNDED_AHEAD + g * EACH + i, 0, 2);
-    add_group<ROWS, Block>(x, g, wholes, scales, offset, here);
-  });
-  UNROLLED for (int r = 0; r < ROWS; r++) sums[r] = multiply_add(here[r], all_lanes(x[r].scale), sums[r]);
-}
-
-// The same for up to ROWS rows.
-template <int ROWS, typename Block>
-INLINE void add_chunk_of(int64_t num_rows, const RoundedChunk<Block>* x, const uint8_t* blocks, int64_t number,
-                         Floats* sums) {
-  if (num_rows == ROWS) return add_chunk<ROWS, Block>(x, blocks, number, sums);
-  if constexpr (ROWS > 1) add_chunk_of<ROWS - 1, Block>(num_rows, x, blocks, number, sums);
-}
-
-// This thread's panels of one matrix.
-template <typename Block>
-void rounded_share(const RoundedRows<Block>& x, int64_t num_rows, const Interleaved<Block>& weights, int64_t length,
-                   int64_t begin, int64_t end, float* y, int64_t num_channels) {
-  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS;
-  for (int64_t done = 0; done < num_rows; done += MOST_ROUNDED_ROWS) {
-    const int64_t left = num_rows - done < MOST_ROUNDED_ROWS ? num_rows - done : MOST_ROUNDED_ROWS;
-    const int64_t num_tiles = (left + ROUNDED_ROWS - 1) / ROUNDED_ROWS;
-    for (int64_t panel = begin; panel < end; panel++) {
-      Floats sums[MOST_ROUNDED_ROWS];
-      for (int64_t r = 0; r < left; r++) sums[r] = Floats{};
-      for (int64_t i = 0; i < x.num_chunks; i++) {
-        const int64_t b = i * NUM_BLOCKS, number = length - b < NUM_BLOCKS ? length - b : NUM_BLOCKS;
-        uint8_t padded[NUM_BLOCKS * sizeof(Block) * LANES];
-        const uint8_t* blocks = weights.whole(panel, b, number, padded);
-        for (int64_t t = 0; t < num_tiles; t++) {
-          const int64_t first = left * t / num_tiles, num_here = left * (t + 1) / num_tiles - first;
-          add_chunk_of<ROUNDED_ROWS, Block>(num_here, &x.chunks[i * num_rows + done + first], blocks, number, sums + first);
+    // With a group of the channels (`take_apart`).
+    INLINE_MEMBER void add(int64_t g, const Words* wholes, const Floats* scales, const Floats& offset) {
+      constexpr int EACH = NUM_SCALES<Block>;
+      UNROLLED for (int s = 0; s < EACH; s++) {
+        Ints products[ROWS];
+        sum_products<ROWS, Block>(x, g * EACH + s, wholes + s * (WORDS / EACH), products);
+        UNROLLED for (int r = 0; r < ROWS; r++) {
+          sums[r] = multiply_add(__builtin_convertvector(products[r], Floats), scales[s], sums[r]);
+          if constexpr (HAS_OFFSET<Block>) sums[r] = multiply_add(all_lanes(x[r].sums[g]), offset, sums[r]);
         }
       }
-      for (int64_t r = 0; r < left; r++) {
-        memcpy(y + (done + r) * num_channels + panel * LANES, &sums[r], weights.rows_of(panel) * sizeof(float));
-      }
     }
-  }
-}
+    INLINE_MEMBER void add_to(Floats* all) const {
+      UNROLLED for (int r = 0; r < ROWS; r++) all[r] = multiply_add(sums[r], all_lanes(x[r].scale), all[r]);
+    }
 
-// Products of the same rows x with several matrices, interleaved: `outrider_few_row_matmul`.
-template <typename Block>
-void rounded_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
-                      const int64_t* nums_channels, int64_t num_matrices, float* y, int64_t all_channels,
-                      int64_t num_threads) {
-  const RoundedRows<Block> rounded(x, num_rows, width, num_threads);
-  const int64_t length = width / Block::NUMBERS;
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t thread = 0; thread < num_threads; thread++) {
-    float* to = y;
-    for (int64_t m = 0; m < num_matrices; m++) {
-      const Interleaved<Block> weights(matrices[m], nums_channels[m], length);
-      const int64_t number = weights.num_panels();
-      rounded_share(rounded, num_rows, weights, length, number * thread / num_threads,
-                    number * (thread + 1) / num_threads, to, all_channels);
-      to += nums_channels[m];
-    }
-  }
-}
+    const Chunk* x;
+    Floats sums[ROWS] = {};
+  };
+
+  static constexpr int64_t SHARED_CHUNKS = 128;  // fewer are rounded sooner than several threads begin
+  const int64_t num_rows, num_chunks;
+  const std::unique_ptr<Chunk[]> chunks;  // the first of all rows, then the second of all, and so on
+};
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Numbers of a matrix in blocks (blocks.h), as float32.
+// Numbers of a matrix in blocks (interleaved.h), as float32.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -12,14 +12,14 @@ bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels,
   for (int64_t i = 0; i < num_rows; i++) {
     if (rows[i] < 0 || rows[i] >= num_channels) return false;
   }
-  of_blocks(form & ~ROUNDS, matrix, [&](auto blocks) {
+  of_blocks(form, matrix, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     const int64_t length = width / Block::NUMBERS;
     const Interleaved<Block> interleaved(matrix, num_channels, length);
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t i = 0; i < num_rows; i++) {
       for (int64_t b = 0; b < length; b++) {
-        const Block block = form & ROUNDS ? interleaved.get(rows[i], b) : blocks[rows[i] * length + b];
+        const Block block = interleaved.get(rows[i], b);
         widen(&block, Block::NUMBERS, to + i * width + b * Block::NUMBERS);
       }
     }
@@ -27,10 +27,10 @@ bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels,
   return true;
 }
 
-// The same matrix with its rows interleaved.
+// A matrix of blocks as files have them, with its rows interleaved.
 void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
                          int64_t num_threads) {
-  of_blocks(form & ~ROUNDS, matrix, [&](auto blocks) {
+  of_blocks(form, matrix, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     const int64_t length = width / Block::NUMBERS;
     const Interleaved<Block> interleaved(to, num_channels, length);

@@ -22,7 +22,7 @@ class BlockWeights:
     Attributes:
         kept: matrices that stay in their blocks, without bytes (on the device ``meta``).
         others: names of the other weights.
-        matrix: reads one of ``kept``, to a tensor that the function makes if it is not to stay as it is stored.
+        matrix: reads one of ``kept``, its blocks to a tensor that the function makes.
         numbers: reads one of ``others``, in float32 or as it is to be kept.
     """
 
@@ -45,7 +45,7 @@ class BlockWeights:
 
         with init_empty_weights(include_buffers=False):
             model = skeleton(config, torch.float32)
-        room = Room(weight.stored.nbytes for weight in self.kept.values() if weight.rounds)
+        room = Room(weight.stored.nbytes for weight in self.kept.values() if weight.blocks is not None)
         _set_weights(model, {name: self.matrix(name, room.empty_like) for name in self.kept})
         model.load_state_dict({name: self.numbers(name) for name in self.others}, strict=False, assign=True)
         model.tie_weights()

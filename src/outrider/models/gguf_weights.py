@@ -29,8 +29,8 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
 def gguf_weights(spec: ModelSpec, bare: nn.Module, rounds: bool = False) -> BlockWeights | None:
-    """Find the matrices of a GGUF file that can stay in its blocks; None if there are none. They remain in the file, as
-    memory that the system reads.
+    """Find the matrices of a GGUF file that can stay in its blocks; None if there are none. They remain in the file until
+    they are loaded.
 
     Args:
         bare: the skeleton.
@@ -65,8 +65,7 @@ def gguf_weights(spec: ModelSpec, bare: nn.Module, rounds: bool = False) -> Bloc
         return processor.process(weights=numbers, name=tensors[name].name).weights
 
     def matrix(name: str, empty_like: Callable[[Tensor], Tensor]) -> NarrowWeight:
-        # In memory of its own, so that it can be given back alone. PyTorch takes writable memory only: "c" is a private
-        # copy of each page that is written to, and none is.
+        # PyTorch takes writable memory only: "c" is a private copy of each page that is written to, and none is.
         data, begin = tensors[name].data, int(tensors[name].data_offset)
         rows = as_transformers_has_it(name, np.memmap(file, data.dtype, "c", begin, data.shape))
         return NarrowWeight.of_blocks(torch.from_numpy(rows), kept[name], empty_like=empty_like)

@@ -39,7 +39,7 @@ def round_to_groups(model: Any, *, keeps: bool) -> float:
         weight = layer.weight.detach()
         wide = weight.wide() if isinstance(weight, NarrowWeight) else weight
         parts = rounded_to_groups(wide)
-        new = NarrowWeight(in_groups(*parts), torch.float32, None, _FORM) if keeps else widened_groups(*parts)
+        new = NarrowWeight.of_blocks(in_groups(*parts), _FORM) if keeps else widened_groups(*parts)
         layer.weight = nn.Parameter(new, requires_grad=False)
         rounded += wide.numel()
     return rounded / total if total else 0.0

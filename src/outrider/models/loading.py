@@ -194,8 +194,8 @@ def load_checkpoint(
     share = round_to_groups(model, keeps=has_kernel(placed)) if in_groups else None
     shared = share_weights(name, model, shares_with)
     if device.type == "cpu" and is_alone:
-        are_there = [one for one in model.parameters() if isinstance(one, NarrowWeight) and one.rounds]
-        move_weights(model, [*shared, *are_there])
+        narrow = [] if blocks is None else [one for one in model.parameters() if isinstance(one, NarrowWeight)]
+        move_weights(model, [*shared, *(one for one in narrow if one.blocks is not None)])  # blocks are there
     if quantization != "none":
         _report_share(name, quantization, quantized_share(model) if share is None else share)
     tokenizer = load_tokenizer(spec)
