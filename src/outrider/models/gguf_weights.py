@@ -29,8 +29,8 @@ _ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma2", "gemma3")
 
 
 def gguf_weights(spec: ModelSpec, bare: nn.Module, rounds: bool = False) -> BlockWeights | None:
-    """Find the matrices of a GGUF file that can stay in its blocks; None if there are none. They remain in the file until
-    they are loaded.
+    """Find the matrices of a GGUF file that can stay in its blocks; None if there are none. They remain in the file
+    until they are loaded.
 
     Args:
         bare: the skeleton.
