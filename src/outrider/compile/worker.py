@@ -180,7 +180,12 @@ def _set_attention(lm: Any, num_threads: int) -> None:
 
 def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], options: dict[str, Any]) -> str:
     """Hash of all that the compiled code depends on."""
-    digest = hashlib.sha256()
+    from torch._inductor.custom_graph_pass import get_hash_for_files
+
+    from outrider.kernels import narrow_weight
+
+    # In the exported graph, weights that stay in their stored type are tensors of a class that Inductor takes apart.
+    digest = hashlib.sha256(get_hash_for_files((narrow_weight.__file__,)))
     settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
     digest.update(repr((torch.__version__, processor(), compiler(), settings)).encode())
     for module in exported.graph_module.modules():

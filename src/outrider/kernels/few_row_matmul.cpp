@@ -172,11 +172,19 @@ AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTenso
                                             int64_t form, int64_t num_threads, AtenTensorHandle* result) {
   std::vector<const void*> matrices(num_weights);
   std::vector<int64_t> nums_channels(num_weights);
-  int64_t shape[2], width, all_channels = 0;
+  int64_t shape[2], width, stride, all_channels = 0;
   void *rows, *results;
   aoti_torch_get_size(x, 0, &shape[0]);
   aoti_torch_get_size(x, 1, &width);
+  aoti_torch_get_stride(x, 0, &stride);
   aoti_torch_get_data_ptr(x, &rows);
+  std::vector<float> contiguous(stride == width ? 0 : shape[0] * width);  // they may be part of another result
+  if (!contiguous.empty()) {
+    for (int64_t t = 0; t < shape[0]; t++) {
+      memcpy(&contiguous[t * width], static_cast<float*>(rows) + t * stride, width * sizeof(float));
+    }
+    rows = contiguous.data();
+  }
   for (int64_t m = 0; m < num_weights; m++) {
     void* matrix;
     aoti_torch_get_data_ptr(weights[m], &matrix);

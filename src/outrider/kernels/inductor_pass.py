@@ -123,8 +123,9 @@ def _call_the_kernel(graph: fx.Graph, num_threads: int) -> None:
         rows: Any = product.rows
         source = rows.args[0] if rows.target in _VIEWS else rows  # each product may have its own view
         alike.setdefault((source, rows.meta["val"].shape, product.form), []).append(product)
+    replaced: dict[fx.Node, fx.Node] = {}
     for (*_, form), products in alike.items():
-        rows = products[0].rows
+        rows = replaced.get(products[0].rows, products[0].rows)  # they may be products themselves
         dtype = rows.meta["val"].dtype
         with graph.inserting_before(products[0].node):
             x = _contiguous(graph, _converted(graph, rows, torch.float32))
@@ -138,6 +139,7 @@ def _call_the_kernel(graph: fx.Graph, num_threads: int) -> None:
                     part = _call(graph, _aten.add.Tensor, part, product.bias)
             product.node.replace_all_uses_with(part)
             graph.erase_node(product.node)
+            replaced[product.node] = part
 
 
 def _call(graph: fx.Graph, operator: Any, *args: Any) -> fx.Node:
