@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from ggml_blocks import block_bytes
 from outrider.compile.compiled_lm import compiled_lm
+from outrider.compile.pickling import weights_of
 from outrider.compile.worker import _digest
 from outrider.kernels import narrow_weight
 from outrider.kernels.blocks import BLOCK_FORMS
@@ -56,3 +57,16 @@ def test_programs_follow_the_code_of_such_weights(tmp_path: Path, monkeypatch: p
     changed.write_text(Path(str(narrow_weight.__file__)).read_text() + "# changed")
     monkeypatch.setattr(narrow_weight, "__file__", str(changed))
     assert _digest(exported, {}, {}) != before
+
+
+def test_programs_follow_the_form_of_such_weights() -> None:
+    """Q4_0 and Q4_K have equal bytes for as many numbers."""
+    names = set()
+    for number in (2, 12):
+        model = nn.Embedding(32, 256)
+        stored = torch.from_numpy(block_bytes((32, 256), BLOCK_FORMS[number].name, 0))
+        weight = NarrowWeight.of_blocks(stored, BLOCK_FORMS[number])
+        model.weight = nn.Parameter(weight, requires_grad=False)
+        exported = torch.export.export(model, (torch.zeros(1, 3, dtype=torch.long),))
+        names.add(_digest(exported, weights_of(model), {}))
+    assert len(names) == 2

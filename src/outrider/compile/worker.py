@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from outrider.compile.pickling import MAX_INLINED, code_of, unpack, weights_of
 from outrider.compile.program_cache import CompiledProgram, keep_package, package_of
@@ -182,17 +183,17 @@ def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], o
     """Hash of all that the compiled code depends on."""
     from torch._inductor.custom_graph_pass import get_hash_for_files
 
-    from outrider.kernels import narrow_weight
+    from outrider.kernels import blocks, narrow_weight
 
     # In the exported graph, weights that stay in their stored type are tensors of a class that Inductor takes apart.
-    digest = hashlib.sha256(get_hash_for_files((narrow_weight.__file__,)))
+    digest = hashlib.sha256(get_hash_for_files((narrow_weight.__file__, blocks.__file__)))
     settings = {name: getattr(value, "uuid", lambda value=value: value)() for name, value in options.items()}
     digest.update(repr((torch.__version__, processor(), compiler(), settings)).encode())
     for module in exported.graph_module.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:
                 value = node.meta.get("val")
-                kind = (value.shape, value.stride(), value.dtype, value.device) if isinstance(value, Tensor) else value
+                kind = _kind(value) if isinstance(value, Tensor) else value
                 digest.update(repr((node.name, node.op, str(node.target), node.args, node.kwargs, kind)).encode())
     digest.update(repr(exported.graph_signature).encode())
     # Inductor inlines the values of very small tensors, and treats tensors that share memory as one.
@@ -201,8 +202,17 @@ def _digest(exported: torch.export.ExportedProgram, constants: dict[str, Any], o
         if isinstance(value, Tensor):
             place = value.data_ptr(), value.shape, value.stride()
             numbers = value.tolist() if value.numel() <= MAX_INLINED else None
-            digest.update(repr((name, first_names.setdefault(place, name), numbers)).encode())
+            digest.update(repr((name, first_names.setdefault(place, name), numbers, _kind(value))).encode())
     return digest.hexdigest()
+
+
+def _kind(value: Tensor) -> tuple[Any, ...]:
+    """All of a tensor but its numbers: of a weight that stays in its stored type, its form too."""
+    kind = value.shape, value.stride(), value.dtype, value.device
+    if not is_traceable_wrapper_subclass(value):
+        return kind
+    names, form = value.__tensor_flatten__()
+    return *kind, type(value).__name__, repr(form), [(name, _kind(getattr(value, name))) for name in names]
 
 
 def _trace(module: nn.Module, *inputs: Sequence[Tensor]) -> torch.export.ExportedProgram:

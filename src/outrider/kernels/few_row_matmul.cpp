@@ -1,7 +1,7 @@
-// Products of few rows with weight matrices, which are read once, in the layout of checkpoints.
+// Products of few rows with weight matrices, which are read once.
 //
-// y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16, int8 or in blocks
-// (block_matmul.h), sums in float32; rounded rows have products of their own (rounded_rows.h). Few rows are bound by
+// y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16 or int8, sums
+// in float32; weights in blocks have loops of their own (block_matmul.h). Few rows are bound by
 // reading the weights, so a loop takes CHANNELS rows of the weights and up to MOST_ROWS rows of x at once: each weight is
 // loaded (and widened) once for all rows, each number of x once for all channels, and the sums stay in registers. The rows
 // of the weights come from CHANNELS distant parts of the matrix, since memory bandwidth is higher for several streams than
@@ -127,8 +127,8 @@ void product(int64_t num_rows, const float* x, const Weight* weights, int64_t wi
 extern "C" {
 
 // Products of the same rows x [T, I] with several matrices [O, I] of one form (blocks.h), concatenated in y
-// [T, sum of O]. All are contiguous. With ROUNDS added to the form of blocks, rows are rounded to 8 bits, and the
-// matrices' rows are interleaved (interleaved.h).
+// [T, sum of O]. All are contiguous. Matrices in blocks are interleaved (interleaved.h); with ROUNDS added to their form,
+// rows are rounded to 8 bits.
 void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
                             const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y,
                             int64_t num_threads) {

@@ -1,6 +1,6 @@
 // Rows of blocks (blocks.h), interleaved: a vector's lanes are rows of the weights.
 //
-// Products with rounded rows (rounded_rows.h) take the same numbers of LANES rows at a time. Such a panel of rows (the last
+// Products (block_matmul.h) take the same numbers of LANES rows at a time. Such a panel of rows (the last
 // may have fewer) is stored together: the first block of each, then the second, and so on; and of a block the first four
 // bytes of each row, then the next four. What four bytes leave over is at its end: two bytes of each row, then one. So a
 // vector is in memory as it is in a register, a panel is read from its first byte to its last, and the size is the same.
@@ -15,7 +15,7 @@ namespace {
 template <typename Block>
 struct Interleaved {
   static constexpr int64_t NUM_WORDS = sizeof(Block) / 4, EXTRA = sizeof(Block) % 4;
-  // Extra bytes come first, but in blocks of one type.
+  // The bytes that four leave over come first in a block; in Q6_K they come last.
   static constexpr int64_t FIRST_WORD = std::is_same_v<Block, Q6_K> ? 0 : EXTRA;
   static constexpr int64_t HALF = FIRST_WORD == 0 ? 4 * NUM_WORDS : EXTRA - 2;
 

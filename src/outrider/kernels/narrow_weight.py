@@ -78,6 +78,7 @@ class NarrowWeight(Tensor):
             rows: blocks as checkpoints have them. uint8 [O, bytes of a row]
             empty_like: makes the tensor that they are interleaved to.
         """
+        rows = rows.contiguous()
         width, num_threads = form.width_of(rows.shape[1]), torch.get_num_threads()
         stored = interleaved(rows, form.number, width, num_threads, empty_like(rows))
         return cls(stored, torch.float32, None, form, order)
@@ -145,7 +146,7 @@ class NarrowWeight(Tensor):
             raise RuntimeError("a weight kept in its stored type is read-only: load the model with store='plain'")
         if func is _aten.embedding.default and args[0].scale is None:
             weight, ids, *_ = args  # the others concern gradients
-            return weight._rows(ids.reshape(-1).long()).view(*ids.shape, weight.shape[1])
+            return weight._rows(ids.reshape(-1).long().contiguous()).view(*ids.shape, weight.shape[1])
         args, kwargs = tree_map(lambda one: one.wide() if isinstance(one, cls) else one, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -1,4 +1,4 @@
-// Integers and scales of interleaved blocks (interleaved.h), as products with rounded rows take them.
+// Integers and scales of interleaved blocks (interleaved.h), as products take them.
 #pragma once
 
 #include "interleaved.h"

@@ -22,7 +22,7 @@ class BlockWeights:
     Attributes:
         kept: matrices that stay in their blocks, without bytes (on the device ``meta``).
         others: names of the other weights.
-        matrix: reads one of ``kept``, its blocks to a tensor that the function makes.
+        matrix: reads one of ``kept``; its blocks are interleaved to the tensor that the function makes.
         numbers: reads one of ``others``, in float32 or as it is to be kept.
     """
 

@@ -380,7 +380,8 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """SHA-256 of names, shapes, types and bytes of all weights, as they are in memory.
+    """SHA-256 of names, shapes, types and bytes of all weights, as they are in memory. (As many rows of blocks are
+    interleaved as the processor's vectors have lanes, so their checksum depends on that.)
 
     All processes of a job must call it. Weights that they share are gathered one by one. Quantized shares cannot be
     gathered; then it is the SHA-256 of the checksums of all processes.

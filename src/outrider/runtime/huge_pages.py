@@ -47,7 +47,7 @@ class Room:
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Contiguous tensor on the CPU, in a storage of its own, which keeps the memory alive."""
         if not self.is_huge:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         memory = torch.frombuffer(self._memory, dtype=tensor.dtype, count=tensor.numel(), offset=self._place)
         self._place += _aligned(tensor.nbytes)
         return memory.view(tensor.shape)
