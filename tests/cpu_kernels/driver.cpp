@@ -1,8 +1,8 @@
-// The kernels of few_row_matmul.cpp, widen_blocks.cpp and attention.cpp against sums in double. A program without torch, so that it
-// runs where torch does not: for other processors, emulated (test_other_processors.py). Bounds are those of the tests
-// in Python, and results with one row or query and with another number of threads must be equal to the bit. It prints how
-// many results it has compared, with a hash of their bits and of those of products with blocks, or the first one that is off, and
-// then ends with 1. Its argument is a number: one of so many shapes is tried.
+// The kernels of few_row_matmul.cpp, widen_blocks.cpp and attention.cpp against sums in double. A program without
+// torch, so that it runs where torch does not: for other processors, emulated (test_other_processors.py). Bounds are
+// those of the tests in Python, and results with one row or query and with another number of threads must be equal to
+// the bit. It prints how many results it has compared, with a hash of their bits and of those of products with blocks,
+// or the first one that is off, and then ends with 1. Its argument is a number: one of so many shapes is tried.
 
 #include <algorithm>
 #include <cmath>

@@ -1,7 +1,7 @@
 // Products of few rows with weights in blocks (blocks.h), whose rows are interleaved (interleaved.h).
 //
-// A lane of a vector is a row of the weights, so no sum goes across lanes. The weights are taken apart in registers, once for
-// a tile of rows of x (weight_chunks.h). What these rows are, in float32 or rounded, is a type (float_rows.h;
+// A lane of a vector is a row of the weights, so no sum goes across lanes. The weights are taken apart in registers,
+// once for a tile of rows of x (weight_chunks.h). What these rows are, in float32 or rounded, is a type (float_rows.h;
 // rounded_rows.h). A sum's order depends on the width alone: all processors with fused multiply-add get the same bits.
 #pragma once
 
@@ -37,24 +37,21 @@ INLINE void add_chunk_of(int64_t num_rows, const Rows& x, int64_t i, int64_t row
 
 // This thread's panels of one matrix.
 template <typename Rows, typename Block>
-void share_of_panels(const Rows& x, int64_t num_rows, const Interleaved<Block>& weights, int64_t length, int64_t begin,
-                     int64_t end, float* y, int64_t num_channels) {
-  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS;
+void share_of_panels(const Rows& x, int64_t num_rows, const Interleaved<Block>& weights, int64_t begin, int64_t end,
+                     float* y, int64_t num_channels) {
   for (int64_t done = 0; done < num_rows; done += MOST_OF_ROWS) {
     const int64_t left = num_rows - done < MOST_OF_ROWS ? num_rows - done : MOST_OF_ROWS;
     const int64_t num_tiles = (left + TILE_OF_ROWS - 1) / TILE_OF_ROWS;
     for (int64_t panel = begin; panel < end; panel++) {
       Floats sums[MOST_OF_ROWS];
       for (int64_t r = 0; r < left; r++) sums[r] = Floats{};
-      for (int64_t i = 0; i < x.num_chunks; i++) {
-        const int64_t b = i * NUM_BLOCKS, number = length - b < NUM_BLOCKS ? length - b : NUM_BLOCKS;
-        uint8_t padded[NUM_BLOCKS * sizeof(Block) * LANES];
-        const uint8_t* blocks = weights.whole(panel, b, number, padded);
+      each_chunk(weights, panel, [&](int64_t b, int64_t number, const uint8_t* blocks) {
         for (int64_t t = 0; t < num_tiles; t++) {
           const int64_t first = left * t / num_tiles, num_here = left * (t + 1) / num_tiles - first;
+          const int64_t i = b * Block::NUMBERS / CHUNK;
           add_chunk_of<TILE_OF_ROWS>(num_here, x, i, done + first, blocks, number, sums + first);
         }
-      }
+      });
       for (int64_t r = 0; r < left; r++) {
         memcpy(y + (done + r) * num_channels + panel * LANES, &sums[r], weights.rows_of(panel) * sizeof(float));
       }
@@ -69,15 +66,14 @@ void block_products(const float* x, int64_t num_rows, int64_t width, const void*
                     int64_t num_threads) {
   typedef typename Rows::Block Block;
   const Rows rows(x, num_rows, width, num_threads);
-  const int64_t length = width / Block::NUMBERS;
 #pragma omp parallel for schedule(static) num_threads(num_threads)
   for (int64_t thread = 0; thread < num_threads; thread++) {
     float* to = y;
     for (int64_t m = 0; m < num_matrices; m++) {
-      const Interleaved<Block> weights(matrices[m], nums_channels[m], length);
+      const Interleaved<Block> weights(matrices[m], nums_channels[m], width / Block::NUMBERS);
       const int64_t number = weights.num_panels();
-      share_of_panels(rows, num_rows, weights, length, number * thread / num_threads,
-                      number * (thread + 1) / num_threads, to, all_channels);
+      share_of_panels(rows, num_rows, weights, number * thread / num_threads, number * (thread + 1) / num_threads, to,
+                      all_channels);
       to += nums_channels[m];
     }
   }

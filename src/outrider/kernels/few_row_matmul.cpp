@@ -1,11 +1,11 @@
 // Products of few rows with weight matrices, which are read once.
 //
-// y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16 or int8, sums
-// in float32; weights in blocks have loops of their own (block_matmul.h). Few rows are bound by
-// reading the weights, so a loop takes CHANNELS rows of the weights and up to MOST_ROWS rows of x at once: each weight is
-// loaded (and widened) once for all rows, each number of x once for all channels, and the sums stay in registers. The rows
-// of the weights come from CHANNELS distant parts of the matrix, since memory bandwidth is higher for several streams than
-// for one, and are prefetched.
+// y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16 or int8, sums in
+// float32; weights in blocks have loops of their own (block_matmul.h). Few rows are bound by reading the weights, so a
+// loop takes CHANNELS rows of the weights and up to MOST_ROWS rows of x at once: each weight is loaded (and widened)
+// once for all rows, each number of x once for all channels, and the sums stay in registers. The rows of the weights
+// come from CHANNELS distant parts of the matrix, since memory bandwidth is higher for several streams than for one,
+// and are prefetched.
 //
 // The order of each sum depends on the width alone: by lanes, then across the lanes in a fixed tree. So a row's result
 // depends neither on other rows, nor on their number, nor on the number of threads. On processors with AMX tiles, 8-bit
@@ -126,9 +126,9 @@ void product(int64_t num_rows, const float* x, const Weight* weights, int64_t wi
 
 extern "C" {
 
-// Products of the same rows x [T, I] with several matrices [O, I] of one form (blocks.h), concatenated in y
-// [T, sum of O]. All are contiguous. Matrices in blocks are interleaved (interleaved.h); with ROUNDS added to their form,
-// rows are rounded to 8 bits.
+// Products of the same rows x [T, I] with several matrices [O, I] of one form (blocks.h), concatenated in y [T, sum of
+// O]. All are contiguous. Matrices in blocks are interleaved (interleaved.h); with ROUNDS added to their form, rows are
+// rounded to 8 bits.
 void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
                             const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y,
                             int64_t num_threads) {

@@ -1,31 +1,16 @@
 // Rows of float32, for products with weights in blocks (block_matmul.h).
 //
-// The weights are widened in registers, with one rounding, to the numbers that they mean.
+// The weights are widened in registers.
 #pragma once
 
 #include "weight_chunks.h"
 
 namespace {
 
-// Integers of blocks without their ZERO: byte `k` of each lane.
-template <typename Block>
-INLINE Floats whole_floats(Words words, int k) {
-#if VECTOR_BYTES == 64
-  if constexpr (MOST_WHOLE<Block> == 15) {
-    Floats all;
-    UNROLLED for (int l = 0; l < LANES; l++) all[l] = l - ZERO<Block>;
-    return (Floats)_mm512_permutexvar_ps((__m512i)(words >> 8 * k), (__m512)all);  // the lowest four bits choose
-  }
-#endif
-  if constexpr (HAS_SIGN<Block>) return __builtin_convertvector((Ints)(words << (24 - 8 * k)) >> 24, Floats);
-  return as_floats(words >> 8 * k & 255) - ZERO<Block>;
-}
-
 template <typename Form>
 struct FloatRows {
   typedef Form Block;
-  FloatRows(const float* x, int64_t, int64_t width, int64_t)
-      : x(x), width(width), num_chunks((width + CHUNK - 1) / CHUNK) {}
+  FloatRows(const float* x, int64_t, int64_t width, int64_t) : x(x), width(width) {}
 
   // ROWS rows, from `row` on, in chunk number `i`, and the sums of their products with the channels.
   template <int ROWS>
@@ -37,8 +22,7 @@ struct FloatRows {
       for (int j = 0; j < WORDS; j++) {
         const Floats scale = scales[j * NUM_SCALES<Block> / WORDS];
         UNROLLED for (int k = 0; k < 4; k++) {
-          const Floats integers = whole_floats<Block>(wholes[j], k);
-          const Floats weights = HAS_OFFSET<Block> ? multiply_add(integers, scale, offset) : integers * scale;
+          const Floats weights = numbers_of<Block>(wholes[j], k, scale, offset);
           const float* numbers = x + g * GROUP + 4 * j + k;
           UNROLLED for (int r = 0; r < ROWS; r++) {
             sums[r][k % PARTS] = multiply_add(weights, all_lanes(numbers[r * width]), sums[r][k % PARTS]);
@@ -61,7 +45,7 @@ struct FloatRows {
   };
 
   const float* const x;  // [T, I]
-  const int64_t width, num_chunks;
+  const int64_t width;
 };
 
 }  // namespace

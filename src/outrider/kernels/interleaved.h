@@ -1,9 +1,10 @@
 // Rows of blocks (blocks.h), interleaved: a vector's lanes are rows of the weights.
 //
-// Products (block_matmul.h) take the same numbers of LANES rows at a time. Such a panel of rows (the last
-// may have fewer) is stored together: the first block of each, then the second, and so on; and of a block the first four
-// bytes of each row, then the next four. What four bytes leave over is at its end: two bytes of each row, then one. So a
-// vector is in memory as it is in a register, a panel is read from its first byte to its last, and the size is the same.
+// Products (block_matmul.h) take the same numbers of LANES rows at a time. Such a panel of rows (the last may have
+// fewer) is stored together: the first block of each, then the second, and so on; and of a block the first four bytes
+// of each row, then the next four. What four bytes leave over is at its end: two bytes of each row, then one. So a
+// vector is in memory as it is in a register, a panel is read from its first byte to its last, and the size is the
+// same.
 #pragma once
 
 #include <type_traits>
@@ -25,10 +26,6 @@ struct Interleaved {
 
   int64_t num_panels() const { return (num_rows + LANES - 1) / LANES; }
   int64_t rows_of(int64_t panel) const { return panel < num_rows / LANES ? LANES : num_rows % LANES; }
-  uint8_t* block(int64_t panel, int64_t b) const {
-    return first + (panel * LANES * length + b * rows_of(panel)) * static_cast<int64_t>(sizeof(Block));
-  }
-
   // Blocks of LANES rows of a panel, from `b` on: in place, or beside zeros if it has fewer.
   const uint8_t* whole(int64_t panel, int64_t b, int64_t number, uint8_t* padded) const {
     const int64_t num_lanes = rows_of(panel);
@@ -39,6 +36,22 @@ struct Interleaved {
       for (int64_t lane = 0; lane < num_lanes; lane++) to.put(lane, i, get(panel * LANES + lane, b + i));
     }
     return padded;
+  }
+
+  void put(int64_t row, int64_t b, const Block& from) const {
+    each_part(row, b, [&](int64_t in_block, uint8_t* place, auto size) {
+      memcpy(place, reinterpret_cast<const uint8_t*>(&from) + in_block, size);
+    });
+  }
+
+  const int64_t num_rows, length;  // of the matrix; of a row, in blocks
+
+ private:
+  template <int NUMBER>
+  using Size = std::integral_constant<size_t, NUMBER>;
+
+  uint8_t* block(int64_t panel, int64_t b) const {
+    return first + (panel * LANES * length + b * rows_of(panel)) * static_cast<int64_t>(sizeof(Block));
   }
 
   // Calls `move(in_block, place, size)` for all parts of a row's block.
@@ -52,12 +65,6 @@ struct Interleaved {
     if constexpr (EXTRA == 3) move(0, here + 2 * num_lanes + lane, Size<1>());
   }
 
-  void put(int64_t row, int64_t b, const Block& from) const {
-    each_part(row, b, [&](int64_t in_block, uint8_t* place, auto size) {
-      memcpy(place, reinterpret_cast<const uint8_t*>(&from) + in_block, size);
-    });
-  }
-
   Block get(int64_t row, int64_t b) const {
     Block to;
     each_part(row, b, [&](int64_t in_block, const uint8_t* place, auto size) {
@@ -66,11 +73,6 @@ struct Interleaved {
     return to;
   }
 
- private:
-  template <int NUMBER>
-  using Size = std::integral_constant<size_t, NUMBER>;
-
-  const int64_t num_rows, length;  // of the matrix; of a row, in blocks
   uint8_t* first;
 };
 

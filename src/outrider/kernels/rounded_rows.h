@@ -1,7 +1,8 @@
 // Rows of 8 bits, for products with weights in blocks (block_matmul.h).
 //
-// CHUNK numbers of a row become integers between -127 and 127 with one scale, so a row's result depends on that row alone.
-// Products of integers are summed exactly over the numbers that share a scale, and then in float32, one after the other.
+// CHUNK numbers of a row become integers between -127 and 127 with one scale, so a row's result depends on that row
+// alone. Products of integers are summed exactly over the numbers that share a scale, and then in float32, one after
+// the other.
 #pragma once
 
 #include <cmath>
@@ -52,8 +53,8 @@ INLINE Ints add_products(Ints sums, Words a, int32_t b) {
 }
 #endif
 
-// Sums of products of integers for each channel, of all rows: of those that share the scale number `at`. `words` has four
-// of each channel at a time.
+// Sums of products of integers for each channel, of all rows: of those that share the scale number `at`. `words` has
+// four of each channel at a time.
 template <int ROWS, typename Block, typename Chunk>
 INLINE void sum_products(const Chunk* x, int64_t at, const Words* words, Ints* sums) {
   constexpr int NUMBER = WORDS / NUM_SCALES<Block>;

@@ -91,9 +91,9 @@ struct BlockOfLanes {
   Words byte() const { return load_words(from + NUM_WORDS * VECTOR_BYTES + 2 * LANES); }
 };
 
-// A chunk of LANES rows of the weights is taken apart in groups: `take(g, wholes, scales, offset)` is called for each, in
-// ascending order, with WORDS vectors of integers, NUM_SCALES scales and an offset. `number` is that of the blocks, which
-// lie one after the other.
+// A chunk of LANES rows of the weights is taken apart in groups: `take(g, wholes, scales, offset)` is called for each,
+// in ascending order, with WORDS vectors of integers, NUM_SCALES scales and an offset. `number` is that of the blocks,
+// which lie one after the other.
 
 // The low four bits of the bytes of some words, and the others.
 template <int NUMBER, typename Block>
@@ -132,8 +132,9 @@ INLINE void take_apart(const Block*, const uint8_t* from, int64_t number, Take t
 
 template <typename Take>
 INLINE void take_apart(const Q8_0*, const uint8_t* from, int64_t number, Take take) {
+  constexpr int64_t SIZE = sizeof(Q8_0) * LANES;
   for (int g = 0; g < number; g++) {
-    const BlockOfLanes<Q8_0> block{from + g * static_cast<int64_t>(sizeof(Q8_0)) * LANES};
+    const BlockOfLanes<Q8_0> block{from + g * SIZE};
     Words wholes[WORDS];
     UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] = block.word(j) ^ ADDED * EACH_BYTE;
     const Floats scale = block.half(), offset = {};
@@ -143,8 +144,9 @@ INLINE void take_apart(const Q8_0*, const uint8_t* from, int64_t number, Take ta
 
 template <int WIDTH, bool HAS_ZERO, typename Take>
 INLINE void take_apart(const Group<WIDTH, HAS_ZERO>*, const uint8_t* from, int64_t number, Take take) {
+  constexpr int64_t SIZE = sizeof(Group<WIDTH, HAS_ZERO>) * LANES;
   for (int b = 0; b < number; b++) {
-    const BlockOfLanes<Group<WIDTH, HAS_ZERO>> block{from + b * static_cast<int64_t>(sizeof(Group<WIDTH, HAS_ZERO>)) * LANES};
+    const BlockOfLanes<Group<WIDTH, HAS_ZERO>> block{from + b * SIZE};
     const Floats scale = block.half();
     Floats offset = {};
     if constexpr (HAS_ZERO) offset = -as_floats(block.byte()) * scale;
@@ -227,6 +229,39 @@ INLINE void take_apart(const Q6_K*, const uint8_t* from, int64_t, Take take) {
       take(4 * h + g, wholes, scales + 8 * h + 2 * g, Floats{});
     }
   }
+}
+
+// Calls `run(b, number, blocks)` for each chunk of a panel: `number` blocks of LANES rows, from block `b` of the rows
+// on.
+template <typename Block, typename Run>
+INLINE void each_chunk(const Interleaved<Block>& matrix, int64_t panel, Run run) {
+  constexpr int64_t NUM_BLOCKS = CHUNK / Block::NUMBERS;
+  for (int64_t b = 0; b < matrix.length; b += NUM_BLOCKS) {
+    const int64_t left = matrix.length - b, number = left < NUM_BLOCKS ? left : NUM_BLOCKS;
+    uint8_t padded[NUM_BLOCKS * sizeof(Block) * LANES];
+    run(b, number, matrix.whole(panel, b, number, padded));
+  }
+}
+
+// Integers of blocks without their ZERO: byte `k` of each lane.
+template <typename Block>
+INLINE Floats whole_floats(Words words, int k) {
+#if VECTOR_BYTES == 64
+  if constexpr (MOST_WHOLE<Block> == 15) {
+    Floats all;
+    UNROLLED for (int l = 0; l < LANES; l++) all[l] = l - ZERO<Block>;
+    return (Floats)_mm512_permutexvar_ps((__m512i)(words >> 8 * k), (__m512)all);  // the lowest four bits choose
+  }
+#endif
+  if constexpr (HAS_SIGN<Block>) return __builtin_convertvector((Ints)(words << (24 - 8 * k)) >> 24, Floats);
+  return as_floats(words >> 8 * k & 255) - ZERO<Block>;
+}
+
+// What byte `k` of each lane means: the product and the sum are rounded once.
+template <typename Block>
+INLINE Floats numbers_of(Words wholes, int k, Floats scale, Floats offset) {
+  const Floats integers = whole_floats<Block>(wholes, k);
+  return HAS_OFFSET<Block> ? multiply_add(integers, scale, offset) : integers * scale;
 }
 
 }  // namespace

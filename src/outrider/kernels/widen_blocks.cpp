@@ -2,7 +2,33 @@
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
-#include "interleaved.h"
+#include "weight_chunks.h"
+
+namespace {
+
+// Numbers of some rows of one panel: [num_rows, I].
+template <typename Block>
+void widen_panel(const Interleaved<Block>& matrix, const int64_t* rows, int64_t num_rows, float* to) {
+  alignas(64) float wide[CHUNK][LANES];
+  const int64_t width = matrix.length * Block::NUMBERS;
+  each_chunk(matrix, rows[0] / LANES, [&](int64_t b, int64_t number, const uint8_t* blocks) {
+    take_apart(static_cast<const Block*>(nullptr), blocks, number,
+               [&](int g, const Words* wholes, const Floats* scales, const Floats& offset) {
+      for (int j = 0; j < WORDS; j++) {
+        UNROLLED for (int k = 0; k < 4; k++) {
+          const Floats scale = scales[j * NUM_SCALES<Block> / WORDS];
+          store(wide[g * GROUP + 4 * j + k], numbers_of<Block>(wholes[j], k, scale, offset));
+        }
+      }
+    });
+    for (int64_t r = 0; r < num_rows; r++) {
+      float* here = to + r * width + b * Block::NUMBERS;
+      for (int64_t i = 0; i < number * Block::NUMBERS; i++) here[i] = wide[i][rows[r] % LANES];
+    }
+  });
+}
+
+}  // namespace
 
 extern "C" {
 
@@ -14,14 +40,14 @@ bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels,
   }
   of_blocks(form, matrix, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
-    const int64_t length = width / Block::NUMBERS;
-    const Interleaved<Block> interleaved(matrix, num_channels, length);
+    const Interleaved<Block> interleaved(matrix, num_channels, width / Block::NUMBERS);
+    auto is_same_panel = [&](int64_t i) { return rows[i] / LANES == rows[i - 1] / LANES; };
 #pragma omp parallel for schedule(static) num_threads(num_threads)
     for (int64_t i = 0; i < num_rows; i++) {
-      for (int64_t b = 0; b < length; b++) {
-        const Block block = interleaved.get(rows[i], b);
-        widen(&block, Block::NUMBERS, to + i * width + b * Block::NUMBERS);
-      }
+      if (i > 0 && is_same_panel(i)) continue;  // with the first one
+      int64_t end = i + 1;
+      while (end < num_rows && is_same_panel(end)) end++;
+      widen_panel(interleaved, rows + i, end - i, to + i * width);
     }
   });
   return true;
@@ -61,6 +87,8 @@ AOTITorchError aoti_torch_cpu_widen_rows(AtenTensorHandle matrix, AtenTensorHand
   aoti_torch_get_data_ptr(*result, &to);
   const bool are_there = outrider_widen_rows(from, form, num_channels, width, static_cast<int64_t*>(places), shape[0],
                                              static_cast<float*>(to), num_threads);
-  return are_there ? AOTI_TORCH_SUCCESS : AOTI_TORCH_FAILURE;
+  if (are_there) return AOTI_TORCH_SUCCESS;
+  aoti_torch_delete_tensor_object(*result);
+  return AOTI_TORCH_FAILURE;
 }
 }
