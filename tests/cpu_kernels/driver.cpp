@@ -28,6 +28,8 @@ bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels,
                          int64_t num_rows, float* to, int64_t num_threads);
 void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
                          int64_t num_threads);
+void outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
+                            int64_t num_rows, void* to, int64_t num_threads);
 void outrider_few_query_attention(const Shape* shape, const void* query, const Strides* query_strides, const void* key,
                              const Strides* key_strides, const void* value, const Strides* value_strides,
                              const void* mask, const Strides* mask_strides, int64_t bits, float scale, float* out,
@@ -220,6 +222,9 @@ void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_
   for (int64_t o = 0; o < num_channels; o++) rows[o] = o;
   std::vector<uint8_t> interleaved(data.size());
   outrider_interleave(data.data(), form, num_channels, width, interleaved.data(), 2);
+  std::vector<uint8_t> separated(data.size());
+  outrider_separate_rows(interleaved.data(), form, num_channels, width, rows.data(), num_channels, separated.data(), 2);
+  compare(separated == data, 1.0, 0.0, "rows that are interleaved and separated again");
   outrider_widen_rows(interleaved.data(), form, num_channels, width, rows.data(), num_channels, wide.data(), 2);
   for (int64_t i = 0; i < num_channels * width; i++) {
     compare(wide[i], static_cast<float>(number_of(form, data.data() + i / length * size, i % length)), 0.0, "a number");

@@ -1,5 +1,6 @@
 """From names and folders to models that are known to work; everything else is refused with its name and the reason."""
 
+import hashlib
 import json
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -33,11 +35,15 @@ from transformers import (
 )
 
 import outrider
+from ggml_blocks import block_bytes
 from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, OptionError, UnsupportedModel
+from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.heads.checkpoint import read_config
 from outrider.models.loading import context_len, load_checkpoint, weights_checksum
 from outrider.models.placement import pick_device
 from outrider.models.registry import ModelSpec
+from outrider.serve.fingerprint import sample_of
 from pairs import NUM_WORDS, random_llama, save, word_tokenizer
 from toys import random_model
 
@@ -396,6 +402,17 @@ def test_the_checksum_of_weights_knows_every_bit() -> None:
     assert weights_checksum(first) != weights_checksum(second)
     narrow = first.to(torch.bfloat16)
     assert len(weights_checksum(narrow)) == 64 and weights_checksum(narrow) != weights_checksum(random_llama())
+
+
+def test_a_checksum_of_blocks_does_not_depend_on_the_processor() -> None:
+    """It is that of the bytes in the file, though rows are interleaved by the lanes of vectors."""
+    rows = torch.from_numpy(block_bytes((40, 64), "Q4_0", 0))
+    module = nn.Linear(64, 40, bias=False)
+    module.weight = nn.Parameter(NarrowWeight.of_blocks(rows, BLOCK_FORMS[2]), requires_grad=False)
+    expected = b"weight (40, 64) torch.float32\n" + rows.numpy().tobytes()
+    assert weights_checksum(module) == hashlib.sha256(expected).hexdigest()
+    sampled = b"weight (40, 64) torch.float32\n" + rows[::2].numpy().tobytes()  # fewer numbers than are sampled
+    assert sample_of(module) == hashlib.sha256(sampled).hexdigest()
 
 
 HEADS: dict[str, tuple[dict[str, Any], str]] = {

@@ -147,6 +147,25 @@ def interleaved(matrix: Tensor, form: int, width: int, num_threads: int, result:
     return result
 
 
+def separated(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
+    """Some rows of a matrix in blocks, as they were before they were interleaved. The arguments are those of
+    ``widen_rows``; all rows are there. uint8 [N, bytes of a row]"""
+    kernel, places = library(), rows.contiguous()
+    assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
+    assert matrix.is_contiguous() and places.dtype == torch.int64
+    result = matrix.new_empty(len(places), matrix.shape[1])
+    kernel.outrider_separate_rows(
+        ctypes.c_void_p(matrix.data_ptr()),
+        ctypes.c_int64(form),
+        *map(ctypes.c_int64, (len(matrix), width)),
+        ctypes.c_void_p(places.data_ptr()),
+        ctypes.c_int64(len(places)),
+        ctypes.c_void_p(result.data_ptr()),
+        ctypes.c_int64(num_threads),
+    )
+    return result
+
+
 @lru_cache
 def library() -> ctypes.CDLL | None:
     """The compiled kernels, loaded so that programs find their symbols; None where they cannot be compiled: no

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from outrider.kernels.blocks import BlockForm
-from outrider.kernels.library import FORMS, few_row_matmul, interleaved, into, widen_rows
+from outrider.kernels.library import FORMS, few_row_matmul, interleaved, into, separated, widen_rows
 
 _aten = torch.ops.aten
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
@@ -87,6 +87,18 @@ class NarrowWeight(Tensor):
     def rounds(self) -> bool:
         """Whether rows are rounded to 8 bits before they are multiplied with it."""
         return self.blocks is not None and self.blocks.rounds
+
+    def stored_rows(self, rows: Tensor) -> Tensor:
+        """Some of its rows as checkpoints have them, the same on all processors; it is in blocks.
+
+        Args:
+            rows: int64 [N]
+
+        Returns:
+            uint8 [N, bytes of a row]
+        """
+        assert self.blocks is not None
+        return separated(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
 
     def wide(self) -> Tensor:
         """Plain copy in the wider type."""

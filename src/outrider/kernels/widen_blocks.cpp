@@ -1,4 +1,4 @@
-// Numbers of a matrix in blocks (interleaved.h), as float32.
+// Rows of a matrix in blocks, interleaved (interleaved.h) and taken out again: as they were, or as float32.
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
@@ -66,6 +66,22 @@ void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels,
         for (int64_t row = panel * LANES; row < panel * LANES + interleaved.rows_of(panel); row++) {
           interleaved.put(row, b, blocks[row * length + b]);
         }
+      }
+    }
+  });
+}
+
+// Some of its rows as files have them. All of them are there.
+void outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
+                            int64_t num_rows, void* to, int64_t num_threads) {
+  of_blocks(form, to, [&](auto blocks) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
+    const int64_t length = width / Block::NUMBERS;
+    const Interleaved<Block> interleaved(matrix, num_channels, length);
+#pragma omp parallel for schedule(static) num_threads(num_threads)
+    for (int64_t i = 0; i < num_rows; i++) {
+      for (int64_t b = 0; b < length; b++) {
+        static_cast<Block*>(to)[i * length + b] = interleaved.get(rows[i], b);
       }
     }
   });

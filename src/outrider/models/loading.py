@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.errors import (
     DeviceError,
@@ -380,8 +380,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
 
 
 def weights_checksum(model: nn.Module) -> str:
-    """SHA-256 of names, shapes, types and bytes of all weights, as they are in memory. (As many rows of blocks are
-    interleaved as the processor's vectors have lanes, so their checksum depends on that.)
+    """SHA-256 of names, shapes, types and bytes of all weights.
 
     All processes of a job must call it. Weights that they share are gathered one by one. Quantized shares cannot be
     gathered; then it is the SHA-256 of the checksums of all processes.
@@ -389,13 +388,22 @@ def weights_checksum(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        for stored in stored_tensors(whole(weight.detach())):
+        for stored in _portable_tensors(weight.detach()):
             # As bytes: NumPy does not support all of torch's types.
             digest.update(stored.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     checksums = current_ranks().of_all(digest.hexdigest())
     if len(set(checksums)) == 1:
         return checksums[0]
     return hashlib.sha256("".join(checksums).encode()).hexdigest()
+
+
+def _portable_tensors(weight: Tensor) -> list[Tensor]:
+    """Tensors with the bytes of a weight, the same on all processors: rows of blocks are interleaved by as many as
+    vectors have lanes."""
+    if isinstance(weight, NarrowWeight) and weight.blocks is not None:
+        rows = weight.stored_rows(torch.arange(len(weight)))
+        return [rows, *(one for one in (weight.order,) if one is not None)]
+    return stored_tensors(whole(weight))
 
 
 def context_len(config: Any) -> int:
