@@ -9,7 +9,6 @@
 
 namespace {
 
-constexpr int TILE_OF_ROWS = NUM_REGISTERS == 32 ? 6 : 5;  // so many rows' sums fit into registers
 constexpr int64_t MOST_OF_ROWS = 32;  // for one reading of the weights: they and their sums stay in the cache
 constexpr int64_t BLOCKS_AHEAD = 16384;  // bytes to prefetch, into the second cache: the nearest has too few lines
 
@@ -41,7 +40,7 @@ void share_of_panels(const Rows& x, int64_t num_rows, const Interleaved<Block>& 
                      float* y, int64_t num_channels) {
   for (int64_t done = 0; done < num_rows; done += MOST_OF_ROWS) {
     const int64_t left = num_rows - done < MOST_OF_ROWS ? num_rows - done : MOST_OF_ROWS;
-    const int64_t num_tiles = (left + TILE_OF_ROWS - 1) / TILE_OF_ROWS;
+    const int64_t num_tiles = (left + Rows::TILE - 1) / Rows::TILE;
     for (int64_t panel = begin; panel < end; panel++) {
       Floats sums[MOST_OF_ROWS];
       for (int64_t r = 0; r < left; r++) sums[r] = Floats{};
@@ -49,7 +48,7 @@ void share_of_panels(const Rows& x, int64_t num_rows, const Interleaved<Block>& 
         for (int64_t t = 0; t < num_tiles; t++) {
           const int64_t first = left * t / num_tiles, num_here = left * (t + 1) / num_tiles - first;
           const int64_t i = b * Block::NUMBERS / CHUNK;
-          add_chunk_of<TILE_OF_ROWS>(num_here, x, i, done + first, blocks, number, sums + first);
+          add_chunk_of<Rows::TILE>(num_here, x, i, done + first, blocks, number, sums + first);
         }
       });
       for (int64_t r = 0; r < left; r++) {

@@ -63,18 +63,21 @@ INLINE void sum_products(const Chunk* x, int64_t at, const Words* words, Ints* s
   // So many sums of two products fit into 16 bits.
   constexpr int FIT = 32767 / (2 * 127 * MOST_WHOLE<Block>), TOGETHER = FIT < 1 ? 1 : FIT < NUMBER ? FIT : NUMBER;
   static_assert(NUMBER % TOGETHER == 0);
+  typedef uint8_t Bytes __attribute__((vector_size(VECTOR_BYTES)));
   typedef int8_t SignedBytes __attribute__((vector_size(VECTOR_BYTES)));
   UNROLLED for (int j = 0; j < NUMBER; j += TOGETHER) {
     Wide twos[ROWS];
     UNROLLED for (int t = j; t < j + TOGETHER; t++) {
       Wide a = (Wide)words[t];
-      const SignedBytes is_negative = (SignedBytes)a < 0;
-      if constexpr (HAS_SIGN<Block>) a = (Wide)(((SignedBytes)a ^ is_negative) - is_negative);
+      const Bytes is_negative = (Bytes)((SignedBytes)a < 0);
+      if constexpr (HAS_SIGN<Block>) a = (Wide)(((Bytes)a ^ is_negative) - is_negative);  // 128 has no sign here
       UNROLLED for (int r = 0; r < ROWS; r++) {
         Wide b = WIDE(set1_epi32)(x[r].words[NUMBER * at + t]);
-        if constexpr (HAS_SIGN<Block>) b = (Wide)(((SignedBytes)b ^ is_negative) - is_negative);
+        if constexpr (HAS_SIGN<Block>) b = (Wide)(((Bytes)b ^ is_negative) - is_negative);
         const Wide these = WIDE(maddubs_epi16)(a, b);
         twos[r] = t == j ? these : WIDE(add_epi16)(twos[r], these);
+        // GCC would add in pairs, which needs all products at once: more than there are registers.
+        asm("" : "+x"(twos[r]));
       }
     }
     UNROLLED for (int r = 0; r < ROWS; r++) sums[r] += (Ints)WIDE(madd_epi16)(twos[r], WIDE(set1_epi16)(1));
@@ -187,6 +190,7 @@ struct RoundedRows {
     Floats sums[ROWS] = {};
   };
 
+  static constexpr int TILE = NUM_REGISTERS == 32 ? 6 : 5;  // so many rows' sums fit into registers
   static constexpr int64_t SHARED_CHUNKS = 128;  // fewer are rounded sooner than several threads begin
   const int64_t num_rows, num_chunks;
   const std::unique_ptr<Chunk[]> chunks;  // the first of all rows, then the second of all, and so on

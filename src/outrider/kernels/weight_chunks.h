@@ -69,6 +69,9 @@ INLINE Floats widened_halves(const void* from) {
 INLINE Floats widened_halves(Words words) {
 #if VECTOR_BYTES == 64
   return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
+#elif VECTOR_BYTES == 32 && defined(__F16C__)
+  const __m256i halves = _mm256_packus_epi32((__m256i)(words & 0xffff), __m256i{});  // a half of them in each half
+  return (Floats)_mm256_cvtph_ps(_mm256_castsi256_si128(_mm256_permute4x64_epi64(halves, 0x08)));
 #else
   Floats wide;
   UNROLLED for (int l = 0; l < LANES; l++) wide[l] = widened_half(static_cast<uint16_t>(words[l]));
