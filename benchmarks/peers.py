@@ -32,6 +32,10 @@ optimum-intel nncf``), where each MODEL is a folder:
 
 Where it crashes with bfloat16, ``--openvino-isa AVX512_CORE_BF16`` forbids AMX to it. CTranslate2 needs nothing else.
 
+With ``ATEN_CPU_CAPABILITY=avx2 TORCHINDUCTOR_CPP_MARCH=x86-64-v3 ONEDNN_MAX_CPU_ISA=AVX2`` in the environment, a
+processor with AVX-512 runs as one with AVX2 (not with PyTorch 2.11, which lacks the second). llama.cpp is to be built
+with ``-DGGML_NATIVE=OFF`` and GGML_AVX2, GGML_FMA, GGML_F16C and GGML_BMI2. OpenVINO does not run Q4_K_M so.
+
 Every arm that drafts does so at its own best K: a pilot runs it at each of ``--k`` (Outrider: of ``--own-k``, fewer,
 since each takes minutes to compile the first time; then they are kept) on two prompts which are not measured, and the K
 that took least time at this temperature takes part in the measurement. There, each prompt is one measurement of each
@@ -246,8 +250,9 @@ def main() -> None:
         found = find_programs(arguments, ks, own_ks, context_len, Path(name), arguments.acceptance)
         workers = [Worker(make, given, num_threads) for make, given in found.makers]
         origin = provenance("cpu")
+        vectors = torch.backends.cpu.get_cpu_capability()
         facts = f"{num_threads} threads", f"torch {origin['torch']}", arguments.acceptance, arguments.weights
-        console.print(f"{origin['processor']}; {'; '.join(facts)}")
+        console.print(f"{origin['processor']}, {vectors}; {'; '.join(facts)}")
         for program, text in found.versions.items():
             console.print(f"{program}: {text}")
         for program, reason in found.left_out.items():

@@ -42,6 +42,7 @@ from outrider.options import (
     reads_corpus,
 )
 from outrider.runtime.lm import LM
+from outrider.system.collection import uncollected
 from outrider.system.ranks import join
 from outrider.text.example_prompts import PROMPTS
 from outrider.text.spelling import Spelling, spelling_of
@@ -53,6 +54,7 @@ _MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft of its family 
 _LEAST_SHARED = 0.5  # share of the tokens of a text that a draft of another family must have
 
 
+@uncollected()
 def load(
     target: str | Path | Any,
     draft: str | Path | Any | None = None,
@@ -151,6 +153,7 @@ def load(
     return decoder.compiled() if compile else decoder
 
 
+@uncollected()
 def load_drafter(
     decoder: Decoder,
     draft: str | Path | Any | None,

@@ -54,7 +54,7 @@ def test_steps_take_what_is_predicted() -> None:
         width = min(WORK.context, PREFILL_TOKENS // num_rows)
         positions = torch.arange(WORK.context - width, WORK.context).expand(num_rows, -1)
         rows = cache.rows(0, num_rows)
-        with torch.inference_mode(), torch.profiler.profile(profile_memory=True) as profile:
+        with torch.inference_mode(), torch.profiler.profile(profile_memory=True, acc_events=True) as profile:
             lm.forward(torch.zeros_like(positions), positions, rows, WORK.context, num_logits=1)
         alive = 0
         for event in profile.profiler.kineto_results.events():

@@ -1,8 +1,8 @@
-// The kernels of few_row_matmul.cpp, widen_blocks.cpp and attention.cpp against sums in double. A program without
-// torch, so that it runs where torch does not: for other processors, emulated (test_other_processors.py). Bounds are
-// those of the tests in Python, and results with one row or query and with another number of threads must be equal to
-// the bit. It prints how many results it has compared, with a hash of their bits and of those of products with blocks,
-// or the first one that is off, and then ends with 1. Its argument is a number: one of so many shapes is tried.
+// The kernels against sums in double. A program without torch, so that it runs where torch does not: for other
+// processors, emulated (test_other_processors.py). Bounds are those of the tests in Python, and results with one row
+// or query and with another number of threads must be equal to the bit. It prints how many results it has compared,
+// with a hash of their bits and of those of products with blocks, or the first one that is off, and then ends with
+// 1. Its argument is a number: one of so many shapes is tried.
 
 #include <algorithm>
 #include <cmath>
@@ -28,7 +28,7 @@ bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels,
                          int64_t num_rows, float* to, int64_t num_threads);
 void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
                          int64_t num_threads);
-void outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
+bool outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
                             int64_t num_rows, void* to, int64_t num_threads);
 void outrider_few_query_attention(const Shape* shape, const void* query, const Strides* query_strides, const void* key,
                              const Strides* key_strides, const void* value, const Strides* value_strides,

@@ -105,8 +105,8 @@ def test_a_head_shares_what_it_has_in_common_with_its_target(tmp_path: Path) -> 
 @pytest.mark.parametrize(("family", "layout"), [("deepseek_v3", "deepseek"), ("glm4_moe", "deepseek")])
 def test_mtp_computes_what_transformers_computes(family: str, layout: str, tmp_path: Path) -> None:
     layers = pytest.importorskip("transformers.modeling_layers")
-    if not hasattr(layers, "MtpModel"):
-        pytest.skip("this version of Transformers has no MTP layers")
+    if not hasattr(getattr(layers, "MtpModel", None), "forward_layer"):
+        pytest.skip("this version of Transformers runs no MTP layer alone")
     from transformers.cache_utils import MtpCache
 
     target, drafter = mtp_pair(hybrid(family), layout)

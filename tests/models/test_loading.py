@@ -408,11 +408,12 @@ def test_a_checksum_of_blocks_does_not_depend_on_the_processor() -> None:
     """It is that of the bytes in the file, though rows are interleaved by the lanes of vectors."""
     rows = torch.from_numpy(block_bytes((40, 64), "Q4_0", 0))
     module = nn.Linear(64, 40, bias=False)
-    module.weight = nn.Parameter(NarrowWeight.of_blocks(rows, BLOCK_FORMS[2]), requires_grad=False)
-    expected = b"weight (40, 64) torch.float32\n" + rows.numpy().tobytes()
-    assert weights_checksum(module) == hashlib.sha256(expected).hexdigest()
-    sampled = b"weight (40, 64) torch.float32\n" + rows[::2].numpy().tobytes()  # fewer numbers than are sampled
-    assert sample_of(module) == hashlib.sha256(sampled).hexdigest()
+    order = torch.arange(64, dtype=torch.int32).flip(0)
+    module.weight = nn.Parameter(NarrowWeight.of_blocks(rows, BLOCK_FORMS[2], order), requires_grad=False)
+    head, tail = b"weight (40, 64) torch.float32\n", order.numpy().tobytes()
+    assert weights_checksum(module) == hashlib.sha256(head + rows.numpy().tobytes() + tail).hexdigest()
+    sampled = rows[::2].numpy().tobytes()  # fewer numbers than are sampled
+    assert sample_of(module) == hashlib.sha256(head + sampled + tail).hexdigest()
 
 
 HEADS: dict[str, tuple[dict[str, Any], str]] = {

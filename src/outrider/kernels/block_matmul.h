@@ -78,4 +78,24 @@ void block_products(const float* x, int64_t num_rows, int64_t width, const void*
   }
 }
 
+// The same for any form, with rows of one kind.
+template <template <typename Block> typename Rows>
+void products_of_form(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+                      const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y, int64_t all_channels,
+                      int64_t num_threads) {
+  of_blocks(form, matrices[0], [&](auto blocks) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
+    block_products<Rows<Block>>(x, num_rows, width, matrices, nums_channels, num_matrices, y, all_channels,
+                                num_threads);
+  });
+}
+
 }  // namespace
+
+// In files of their own, which are compiled in parallel: each takes many seconds.
+void float_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+                    const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y, int64_t all_channels,
+                    int64_t num_threads);
+void rounded_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+                      const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y, int64_t all_channels,
+                      int64_t num_threads);

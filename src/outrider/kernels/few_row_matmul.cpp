@@ -16,9 +16,7 @@
 #include <vector>
 
 #include "block_matmul.h"
-#include "float_rows.h"
 #include "int8_tiles.h"
-#include "rounded_rows.h"
 #include "vectors.h"
 
 namespace {
@@ -135,11 +133,9 @@ void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, co
   int64_t all_channels = 0;
   for (int64_t m = 0; m < num_matrices; m++) all_channels += nums_channels[m];
   if (form != Form::F32 && form != Form::BF16 && form != Form::I8) {
-    return of_blocks(form & ~ROUNDS, matrices[0], [&](auto blocks) {
-      typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
-      auto products = form & ROUNDS ? block_products<RoundedRows<Block>> : block_products<FloatRows<Block>>;
-      products(x, num_rows, width, matrices, nums_channels, num_matrices, y, all_channels, num_threads);
-    });
+    auto products = form & ROUNDS ? rounded_products : float_products;
+    return products(x, num_rows, width, matrices, nums_channels, num_matrices, form & ~ROUNDS, y, all_channels,
+                    num_threads);
   }
 #pragma omp parallel for schedule(static) num_threads(num_threads)
   for (int64_t thread = 0; thread < num_threads; thread++) {

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +30,9 @@ from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
 _NAMES = (
-    *("few_row_matmul.cpp", "widen_blocks.cpp", "attention.cpp", "threads.cpp"),
-    *("block_matmul.h", "blocks.h", "float_rows.h", "int8_tiles.h", "interleaved.h", "rounded_rows.h", "vectors.h"),
-    "weight_chunks.h",
+    *("few_row_matmul.cpp", "float_products.cpp", "rounded_products.cpp", "widen_blocks.cpp", "attention.cpp"),
+    *("threads.cpp", "block_matmul.h", "blocks.h", "float_rows.h", "int8_tiles.h", "interleaved.h", "rounded_rows.h"),
+    *("vectors.h", "weight_chunks.h"),
 )
 SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
 # The sources write fused multiply-adds explicitly (vectors.h). No others are contracted, whatever Inductor allows:
@@ -122,7 +123,7 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
         ctypes.c_int64(num_threads),
     )
     if not are_there:
-        raise IndexError(f"the matrix has {len(stored)} rows, and not all of those asked for")
+        raise _missing(stored)
     return wide.to(matrix.device)
 
 
@@ -148,13 +149,13 @@ def interleaved(matrix: Tensor, form: int, width: int, num_threads: int, result:
 
 
 def separated(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
-    """Some rows of a matrix in blocks, as they were before they were interleaved. The arguments are those of
-    ``widen_rows``; all rows are there. uint8 [N, bytes of a row]"""
-    kernel, places = library(), rows.contiguous()
+    """Some rows of a matrix in blocks, in the checkpoint's layout. The arguments and errors are those of
+    ``widen_rows``. uint8 [N, bytes of a row]"""
+    kernel, places = library(), rows.cpu().contiguous()
     assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
     assert matrix.is_contiguous() and places.dtype == torch.int64
     result = matrix.new_empty(len(places), matrix.shape[1])
-    kernel.outrider_separate_rows(
+    are_there = kernel.outrider_separate_rows(
         ctypes.c_void_p(matrix.data_ptr()),
         ctypes.c_int64(form),
         *map(ctypes.c_int64, (len(matrix), width)),
@@ -163,7 +164,13 @@ def separated(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: 
         ctypes.c_void_p(result.data_ptr()),
         ctypes.c_int64(num_threads),
     )
+    if not are_there:
+        raise _missing(matrix)
     return result
+
+
+def _missing(matrix: Tensor) -> IndexError:
+    return IndexError(f"the matrix has {len(matrix)} rows, and not all of those asked for")
 
 
 @lru_cache
@@ -215,12 +222,17 @@ def _library() -> ctypes.CDLL:
 
 def _loaded(path: Path) -> ctypes.CDLL:
     kernels = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    kernels.outrider_widen_rows.restype = ctypes.c_bool
+    kernels.outrider_widen_rows.restype = kernels.outrider_separate_rows.restype = ctypes.c_bool
     return kernels
 
 
 def _compile(path: Path) -> None:
     _LOG.info("compiling the kernels for few rows")
+    of_objects: Any = CppTorchOptions(vec_isa=pick_vec_isa(), extra_flags=FLAGS, compile_only=True)
+    sources = [source for source in SOURCES if source.suffix == ".cpp"]
+    builders = [CppBuilder(source.stem, str(source), of_objects, str(path.parent)) for source in sources]
+    with ThreadPoolExecutor(len(builders)) as threads:
+        list(threads.map(CppBuilder.build, builders))
     options: Any = CppTorchOptions(vec_isa=pick_vec_isa(), extra_flags=FLAGS)
-    sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
-    CppBuilder(path.stem, sources, options, str(path.parent)).build()
+    objects = [one.get_target_file_path() for one in builders]
+    CppBuilder(path.stem, objects, options, str(path.parent)).build()

@@ -89,7 +89,7 @@ class NarrowWeight(Tensor):
         return self.blocks is not None and self.blocks.rounds
 
     def stored_rows(self, rows: Tensor) -> Tensor:
-        """Some of its rows as checkpoints have them, the same on all processors; it is in blocks.
+        """Some of its rows as checkpoints have them. Only for weights in blocks.
 
         Args:
             rows: int64 [N]

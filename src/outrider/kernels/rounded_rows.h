@@ -70,14 +70,14 @@ INLINE void sum_products(const Chunk* x, int64_t at, const Words* words, Ints* s
     UNROLLED for (int t = j; t < j + TOGETHER; t++) {
       Wide a = (Wide)words[t];
       const Bytes is_negative = (Bytes)((SignedBytes)a < 0);
-      if constexpr (HAS_SIGN<Block>) a = (Wide)(((Bytes)a ^ is_negative) - is_negative);  // 128 has no sign here
+      if constexpr (HAS_SIGN<Block>) a = (Wide)(((Bytes)a ^ is_negative) - is_negative);  // as bytes without a sign: 128 fits
       UNROLLED for (int r = 0; r < ROWS; r++) {
         Wide b = WIDE(set1_epi32)(x[r].words[NUMBER * at + t]);
         if constexpr (HAS_SIGN<Block>) b = (Wide)(((Bytes)b ^ is_negative) - is_negative);
         const Wide these = WIDE(maddubs_epi16)(a, b);
         twos[r] = t == j ? these : WIDE(add_epi16)(twos[r], these);
-        // GCC would add in pairs, which needs all products at once: more than there are registers.
-        asm("" : "+x"(twos[r]));
+        // Keeps the order. GCC would add in pairs, which needs all products at once: more than there are registers.
+        asm("" : "+v"(twos[r]));
       }
     }
     UNROLLED for (int r = 0; r < ROWS; r++) sums[r] += (Ints)WIDE(madd_epi16)(twos[r], WIDE(set1_epi16)(1));

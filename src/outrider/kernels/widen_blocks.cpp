@@ -28,6 +28,13 @@ void widen_panel(const Interleaved<Block>& matrix, const int64_t* rows, int64_t 
   });
 }
 
+bool are_all_there(const int64_t* rows, int64_t num_rows, int64_t num_channels) {
+  for (int64_t i = 0; i < num_rows; i++) {
+    if (rows[i] < 0 || rows[i] >= num_channels) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 extern "C" {
@@ -35,9 +42,7 @@ extern "C" {
 // Numbers of `num_rows` rows of a matrix [O, I] of this form: [num_rows, I]. Returns whether all rows are there.
 bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
                          int64_t num_rows, float* to, int64_t num_threads) {
-  for (int64_t i = 0; i < num_rows; i++) {
-    if (rows[i] < 0 || rows[i] >= num_channels) return false;
-  }
+  if (!are_all_there(rows, num_rows, num_channels)) return false;
   of_blocks(form, matrix, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     const Interleaved<Block> interleaved(matrix, num_channels, width / Block::NUMBERS);
@@ -53,27 +58,32 @@ bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels,
   return true;
 }
 
-// A matrix of blocks as files have them, with its rows interleaved.
+// A matrix of blocks as files have them, with its rows interleaved. Each thread writes the panels that it reads in
+// products (block_matmul.h): on a machine with several memories a page lies in that of the thread that first writes it.
 void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
                          int64_t num_threads) {
   of_blocks(form, matrix, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     const int64_t length = width / Block::NUMBERS;
     const Interleaved<Block> interleaved(to, num_channels, length);
+    const int64_t number = interleaved.num_panels();
 #pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t panel = 0; panel < interleaved.num_panels(); panel++) {
-      for (int64_t b = 0; b < length; b++) {
-        for (int64_t row = panel * LANES; row < panel * LANES + interleaved.rows_of(panel); row++) {
-          interleaved.put(row, b, blocks[row * length + b]);
+    for (int64_t thread = 0; thread < num_threads; thread++) {
+      for (int64_t panel = number * thread / num_threads; panel < number * (thread + 1) / num_threads; panel++) {
+        for (int64_t b = 0; b < length; b++) {
+          for (int64_t row = panel * LANES; row < panel * LANES + interleaved.rows_of(panel); row++) {
+            interleaved.put(row, b, blocks[row * length + b]);
+          }
         }
       }
     }
   });
 }
 
-// Some of its rows as files have them. All of them are there.
-void outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
+// Some of its rows as files have them. Returns whether all rows are there.
+bool outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,
                             int64_t num_rows, void* to, int64_t num_threads) {
+  if (!are_all_there(rows, num_rows, num_channels)) return false;
   of_blocks(form, to, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     const int64_t length = width / Block::NUMBERS;
@@ -85,6 +95,7 @@ void outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channe
       }
     }
   });
+  return true;
 }
 
 // The operator outrider::widen_rows, as compiled programs call it.

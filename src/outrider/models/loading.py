@@ -388,7 +388,7 @@ def weights_checksum(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        for stored in _portable_tensors(weight.detach()):
+        for stored in portable_tensors(whole(weight.detach())):
             # As bytes: NumPy does not support all of torch's types.
             digest.update(stored.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     checksums = current_ranks().of_all(digest.hexdigest())
@@ -397,13 +397,18 @@ def weights_checksum(model: nn.Module) -> str:
     return hashlib.sha256("".join(checksums).encode()).hexdigest()
 
 
-def _portable_tensors(weight: Tensor) -> list[Tensor]:
-    """Tensors with the bytes of a weight, the same on all processors: rows of blocks are interleaved by as many as
-    vectors have lanes."""
-    if isinstance(weight, NarrowWeight) and weight.blocks is not None:
-        rows = weight.stored_rows(torch.arange(len(weight)))
-        return [rows, *(one for one in (weight.order,) if one is not None)]
-    return stored_tensors(whole(weight))
+def portable_tensors(weight: Tensor, num_rows: int | None = None) -> list[Tensor]:
+    """Tensors with the bytes of a weight, the same on all processors. (In memory, as many rows of blocks are
+    interleaved as the processor's vectors have lanes.)
+
+    Args:
+        num_rows: about so many rows of a weight in blocks, evenly spaced; None for all.
+    """
+    if not isinstance(weight, NarrowWeight) or weight.blocks is None:
+        return stored_tensors(weight)
+    step = 1 if num_rows is None else max(1, len(weight) // num_rows)
+    rows = weight.stored_rows(torch.arange(0, len(weight), step))
+    return [rows] if weight.order is None else [rows, weight.order]
 
 
 def context_len(config: Any) -> int:

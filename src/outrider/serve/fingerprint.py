@@ -6,11 +6,10 @@ import hashlib
 from importlib.metadata import version
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from outrider.decoder import Decoder
-from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.runtime.tensor_parts import stored_tensors
+from outrider.models.loading import portable_tensors
 
 _NUM_SAMPLED = 1024  # numbers of each weight
 _NUM_ROWS = 16  # of a weight in blocks, from which they are taken
@@ -38,16 +37,8 @@ def sample_of(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        for stored in _sampled(weight.detach()):
+        for stored in portable_tensors(weight.detach(), _NUM_ROWS):
             flat = stored.flatten()
             sample = flat[:: max(1, flat.numel() // _NUM_SAMPLED)].contiguous().cpu()
             digest.update(sample.view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _sampled(weight: Tensor) -> list[Tensor]:
-    """Tensors with the numbers of a weight; some rows of one in blocks, whose order in memory depends on the
-    processor."""
-    if isinstance(weight, NarrowWeight) and weight.blocks is not None:
-        return [weight.stored_rows(torch.arange(0, len(weight), max(1, len(weight) // _NUM_ROWS)))]
-    return stored_tensors(weight)

@@ -126,6 +126,14 @@ def decoder_of(config: Any, name: str) -> Any:
     return decoder
 
 
+def rotation(rotary: Any, states: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines at positions [B, T]. Where a multimodal rotary embedding has sections (time, height, width),
+    text has one position in all: some releases of Transformers want one for each."""
+    sections = getattr(rotary, "mrope_section", None)
+    cos, sin = rotary(states, positions.expand(len(sections), -1, -1) if sections else positions)
+    return cos, sin
+
+
 def attention_shapes(head: Head, target: LM) -> list[LayerShape]:
     """Cache shapes of layers with attention over keys and values of one size."""
     config, first = head.config, cast(Any, head.layers[0])

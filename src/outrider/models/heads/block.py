@@ -31,6 +31,7 @@ from outrider.models.heads.base import (
     is_embedding_of,
     layer_config,
     reduce_vocabulary,
+    rotation,
     set_vocabulary,
 )
 from outrider.models.heads.block_parts import (
@@ -170,7 +171,7 @@ class BlockHead(Head):
             positions: [B, T]
             cache: set up for these positions.
         """
-        cos, sin = self.rotary_emb(states, positions.clamp_min(0))
+        cos, sin = rotation(self.rotary_emb, states, positions.clamp_min(0))
         modules: Any = self.layers
         for layer, store in zip(modules, cache.layers, strict=True):
             attention = layer.self_attn
@@ -201,7 +202,7 @@ class BlockHead(Head):
         about: dict[str, Any] = {
             self.cache_name: cache,
             "position_ids": positions,
-            "position_embeddings": self.rotary_emb(hidden, positions),
+            "position_embeddings": rotation(self.rotary_emb, hidden, positions),
         }
         for layer, reach in zip(self.layers, self.reaches, strict=True):
             about["attention_mask"] = masks[reach]

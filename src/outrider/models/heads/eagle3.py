@@ -24,6 +24,7 @@ from outrider.models.heads.base import (
     is_embedding_of,
     layer_config,
     reduce_vocabulary,
+    rotation,
     set_vocabulary,
 )
 from outrider.runtime.cache_argument import cache_argument
@@ -98,7 +99,7 @@ class Eagle3Head(ChainHead):
             "attention_mask": mask,
             self.cache_name: cache,
             "position_ids": positions,
-            "position_embeddings": self.rotary_emb(states, positions),
+            "position_embeddings": rotation(self.rotary_emb, states, positions),
         }
         embedded = self.embed_tokens(input_ids).to(states)
         normed = first.hidden_norm(states)

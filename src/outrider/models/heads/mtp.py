@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import UnsupportedModel
-from outrider.models.heads.base import ChainHead, fill, layer_config
+from outrider.models.heads.base import ChainHead, fill, layer_config, rotation
 from outrider.models.heads.checkpoint import open_tensors
 from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_layers import LayerShape
@@ -92,7 +92,7 @@ class MtpHead(ChainHead):
             hidden,
             attention_mask=mask,
             position_ids=positions,
-            position_embeddings=self.rotary_emb(hidden, positions),
+            position_embeddings=rotation(self.rotary_emb, hidden, positions),
             **{self.cache_name: cache},
         )
         output = self.norm(hidden)
