@@ -84,10 +84,10 @@ def _write(file: Path, kind: str, form_of: Any) -> Path:
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["w", "2", *(f"w{i}" for i in range(2, config.vocab_size))])
+    writer.add_token_list(["w", "2", "3", *(f"w{i}" for i in range(2, config.vocab_size - 1))])
     writer.add_token_scores([0.0] * config.vocab_size)
     writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
-    writer.add_token_merges(["w 2"])  # Transformers 5.17 wants some
+    writer.add_token_merges(["w 2", "w 3"])  # Transformers 5.17 wants some
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(config.vocab_size - 1)
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, kind.upper()), config.num_hidden_layers)

@@ -226,10 +226,10 @@ def test_gguf_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
-    writer.add_token_list(["w", "2", *(f"w{i}" for i in range(2, config.vocab_size))])
+    writer.add_token_list(["w", "2", "3", *(f"w{i}" for i in range(2, config.vocab_size - 1))])
     writer.add_token_scores([0.0] * config.vocab_size)
     writer.add_token_types([gguf.TokenType.NORMAL] * config.vocab_size)
-    writer.add_token_merges(["w 2"])  # Transformers 5.17 wants some
+    writer.add_token_merges(["w 2", "w 3"])  # Transformers 5.17 wants some
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(config.vocab_size - 1)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
