@@ -1,5 +1,8 @@
 """Threads for the cores that the system describes, in files of our own."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,3 +78,14 @@ def test_the_default_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("OMP_NUM_THREADS", "6")
     set_threads(None)
     assert chosen == [3, 5]
+
+
+def test_threads_that_are_bound_to_cores() -> None:
+    """PyTorch's OpenMP binds the main thread as PyTorch is imported; all cores are counted nevertheless."""
+    program = "from outrider.cli.shared.pair_options import set_threads; set_threads(None)\n"
+    program += "import torch; print(torch.get_num_threads())"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    bound = environment | {"OMP_PROC_BIND": "close", "OMP_PLACES": "cores"}
+    command = [sys.executable, "-c", program]
+    free, all_bound = (subprocess.check_output(command, env=one, text=True) for one in (environment, bound))
+    assert all_bound == free

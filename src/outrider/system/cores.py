@@ -12,6 +12,8 @@ from collections.abc import Set
 from pathlib import Path
 
 _ROOT = Path("/")
+# Before PyTorch is imported: with OMP_PROC_BIND, its OpenMP binds this thread to one core.
+_ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
 _SLOW = 0.5  # cores below this part of the capacity of the fastest are efficiency cores
 
 
@@ -19,16 +21,15 @@ def useful_threads(allowed: Set[int] | None = None, root: Path = _ROOT) -> int |
     """Number of physical cores that this process may use, without efficiency cores, up to its container's quota.
 
     Args:
-        allowed: numbers of the processors that it may use; those of its affinity unless given.
+        allowed: numbers of the processors that it may use; those that it might use at its start unless given.
         root: of the file systems ``/sys`` and ``/proc``.
 
     Returns:
         at least 1; None where the system does not tell (macOS, Windows).
     """
+    allowed = _ALLOWED if allowed is None else allowed
     if allowed is None:
-        if not hasattr(os, "sched_getaffinity"):
-            return None
-        allowed = os.sched_getaffinity(0)
+        return None
     processors = root / "sys/devices/system/cpu"
     fast = _fast(root, allowed) or allowed
     siblings = {_text(processors / f"cpu{number}/topology/thread_siblings_list") or str(number) for number in fast}
