@@ -113,17 +113,7 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
     kernel, stored, places = library(), matrix.cpu().contiguous(), rows.cpu().contiguous()
     assert kernel is not None and stored.dtype == torch.uint8 and places.dtype == torch.int64
     wide = torch.empty(len(places), width)
-    are_there = kernel.outrider_widen_rows(
-        ctypes.c_void_p(stored.data_ptr()),
-        ctypes.c_int64(form),
-        *map(ctypes.c_int64, (len(stored), width)),
-        ctypes.c_void_p(places.data_ptr()),
-        ctypes.c_int64(len(places)),
-        ctypes.c_void_p(wide.data_ptr()),
-        ctypes.c_int64(num_threads),
-    )
-    if not are_there:
-        raise _missing(stored)
+    _write_rows(kernel.outrider_widen_rows, stored, places, form, width, num_threads, wide)
     return wide.to(matrix.device)
 
 
@@ -155,22 +145,25 @@ def separated(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: 
     assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
     assert matrix.is_contiguous() and places.dtype == torch.int64
     result = matrix.new_empty(len(places), matrix.shape[1])
-    are_there = kernel.outrider_separate_rows(
+    _write_rows(kernel.outrider_separate_rows, matrix, places, form, width, num_threads, result)
+    return result
+
+
+def _write_rows(
+    kernel: Any, matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int, result: Tensor
+) -> None:
+    """Let a kernel write some rows of a matrix to ``result``. All tensors are contiguous, and on the CPU."""
+    are_there = kernel(
         ctypes.c_void_p(matrix.data_ptr()),
         ctypes.c_int64(form),
         *map(ctypes.c_int64, (len(matrix), width)),
-        ctypes.c_void_p(places.data_ptr()),
-        ctypes.c_int64(len(places)),
+        ctypes.c_void_p(rows.data_ptr()),
+        ctypes.c_int64(len(rows)),
         ctypes.c_void_p(result.data_ptr()),
         ctypes.c_int64(num_threads),
     )
     if not are_there:
-        raise _missing(matrix)
-    return result
-
-
-def _missing(matrix: Tensor) -> IndexError:
-    return IndexError(f"the matrix has {len(matrix)} rows, and not all of those asked for")
+        raise IndexError(f"the matrix has {len(matrix)} rows, and not all of those asked for")
 
 
 @lru_cache

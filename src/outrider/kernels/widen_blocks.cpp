@@ -59,21 +59,18 @@ bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels,
 }
 
 // A matrix of blocks as files have them, with its rows interleaved. Each thread writes the panels that it reads in
-// products (block_matmul.h): on a machine with several memories a page lies in that of the thread that first writes it.
+// products (block_matmul.h), but for one at each end: a page lies in the memory of the thread that first writes it.
 void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
                          int64_t num_threads) {
   of_blocks(form, matrix, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
     const int64_t length = width / Block::NUMBERS;
     const Interleaved<Block> interleaved(to, num_channels, length);
-    const int64_t number = interleaved.num_panels();
 #pragma omp parallel for schedule(static) num_threads(num_threads)
-    for (int64_t thread = 0; thread < num_threads; thread++) {
-      for (int64_t panel = number * thread / num_threads; panel < number * (thread + 1) / num_threads; panel++) {
-        for (int64_t b = 0; b < length; b++) {
-          for (int64_t row = panel * LANES; row < panel * LANES + interleaved.rows_of(panel); row++) {
-            interleaved.put(row, b, blocks[row * length + b]);
-          }
+    for (int64_t panel = 0; panel < interleaved.num_panels(); panel++) {
+      for (int64_t b = 0; b < length; b++) {
+        for (int64_t row = panel * LANES; row < panel * LANES + interleaved.rows_of(panel); row++) {
+          interleaved.put(row, b, blocks[row * length + b]);
         }
       }
     }
