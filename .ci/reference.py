@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make pages: docs/reference/commands.md from the commands' help, json.md from the schemas, api.md from docstrings,
+"""Make pages: docs/reference/commands.md from the commands' help, json.md from examples, api.md from docstrings,
 llms.txt from the navigation.
 
 With ``--check`` nothing is written; the exit code is 1 if a file is not current. llms.txt follows https://llmstxt.org.
@@ -12,7 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import schema_page
+import json_page
 import typer
 from api_page import api
 
@@ -147,7 +147,7 @@ def main() -> None:
     stale = []
     made = {
         "reference/commands.md": commands,
-        "reference/json.md": schema_page.page,
+        "reference/json.md": json_page.page,
         "reference/api.md": api,
         "llms.txt": llms,  # last: it has the titles of the others
     }

@@ -29,7 +29,6 @@ from outrider.api import load, load_drafter
 from outrider.bench.report import ArmSummary, interval_text, summarise
 from outrider.bench.run import Arm, Case, arms_by_k, interleave, warm_up
 from outrider.bench.tables import new_table
-from outrider.compile.compiled_lm import compiled_lm
 from outrider.distill.data import hold_out_written, read_sequences
 from outrider.models.placement import Placement
 from outrider.options import Sampling
@@ -54,7 +53,6 @@ def main() -> None:
     parser.add_argument("--written", type=int, default=1024)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     trained = [distilled(shape, arguments) for shape in SHAPES]
@@ -133,12 +131,11 @@ def agreement(drafts: list[str], arguments: argparse.Namespace) -> list[Interval
 
 def measured(target: str, drafts: list[str], arguments: argparse.Namespace) -> list[ArmSummary]:
     """Plain decoding, and each draft at each K, at temperature 1."""
-    decoder = load(target, device="cpu", dtype="float32", acceptance="rejection", compile=arguments.compile)
+    decoder = load(target, device="cpu", dtype="float32", acceptance="rejection")
     arms = [Arm("plain", decoder)]
     for draft in drafts:
         drafter = load_drafter(decoder, draft, placement=Placement("cpu", "float32"))
-        with_draft = replace(decoder, drafter=drafter.with_models(compiled_lm) if arguments.compile else drafter)
-        arms += arms_by_k(with_draft, draft, KS)
+        arms += arms_by_k(replace(decoder, drafter=drafter), draft, KS)
     options = {"temperature": 1.0, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}
     cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS)]
     warm_up(arms, cases, options)

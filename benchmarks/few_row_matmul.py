@@ -4,10 +4,10 @@
         [--blocks] [--rows 1 5 8]
 
 With --blocks, the weights are in blocks and groups of 4 to 8 bits (kernels/blocks.py) instead, with activations in
-float32 and in 8 bits (a8). The shapes are those of the targets of benchmarks/grow.py, by default the one of 110M. All
-products of a forward are formed in turn, so that the weights come from memory as they do in a model; attention and the
-rest are left out. Medians of runs in turn. For the limit, a buffer of the size of the float32 weights is read in two
-halves at once. The last line of standard output is one JSON document.
+float32, and rounded to 8 bits (a8) or 15 (a15). The shapes are those of the targets of benchmarks/grow.py, by default
+the one of 110M. All products of a forward are formed in turn, so that the weights come from memory as they do in a
+model; attention and the rest are left out. Medians of runs in turn. For the limit, a buffer of the size of the
+float32 weights is read in two halves at once. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -61,9 +61,9 @@ def main() -> None:
     if arguments.blocks:
         del forms["bfloat16"], forms["int8"]
         for form in _HALVES:
-            for rounds in (False, True):
-                name = form.name + ", a8" * rounds
-                form_of[name] = replace(form, rounds=rounds)
+            for num_digits, ending in enumerate(("", ", a8", ", a15")):
+                name = form.name + ending
+                form_of[name] = replace(form, num_digits=num_digits)
                 forms[name] = [_in_blocks(form_of[name], *weight.shape) for weight in weights]
     num_bytes = sum(weight.nbytes for weight in weights)
     buffer = torch.ones(2, num_bytes // 8)
@@ -111,7 +111,7 @@ def _by_library(inputs: dict[int, Tensor], weights: list[Tensor]) -> None:
 def _in_blocks(form: BlockForm, number: int, width: int) -> Tensor:
     """Any integers, with scales of 0.01. [O, bytes of a row]"""
     blocks = torch.randint(0, 256, (number, width // form.num_numbers, form.num_bytes), dtype=torch.uint8)
-    for place in _HALVES[replace(form, rounds=False)]:
+    for place in _HALVES[replace(form, num_digits=0)]:
         blocks[..., place : place + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
     return NarrowWeight.of_blocks(blocks.flatten(1), form).stored
 
@@ -125,10 +125,11 @@ def _by_kernel(
 ) -> Callable[[], None]:
     width = weight.shape[1] if blocks is None else blocks.width_of(weight.shape[1])
     x, y = inputs[width], outputs[weight.shape[0]]
-    call = into(y, x, [weight], FORMS[weight.dtype] if blocks is None else blocks.product, num_threads)
+    form, num_digits = (FORMS[weight.dtype], 0) if blocks is None else (blocks.number, blocks.num_digits)
+    call = into(y, x, [weight], form, num_threads, num_digits)
     call()
     wide = NarrowWeight(weight, torch.float32, None, blocks).wide()
-    close = 0.1 if blocks is None or not blocks.rounds else 0.05 * float(wide.norm(dim=-1).amax())
+    close = 0.1 if num_digits != 1 else 0.05 * float(wide.norm(dim=-1).amax())
     torch.testing.assert_close(y, linear(x, wide), rtol=1e-3, atol=close)
     return call
 

@@ -2,12 +2,12 @@
 
     python benchmarks/first_token_gguf.py FILE.gguf [--llama-server PATH] [--against SRC] [--repeats 5] [--threads 2]
 
-Each measurement is a process of its own, in turns, with the file in the system's cache: `outrider generate`, eager,
-with activations in float32 and in 8 bits (:a8), until the first text is on its standard output; llama-server until the
-first token of a request that is sent when it is ready, with and without its warm-up. ``--against`` adds another version
-of Outrider, by its folder of sources. Memory is that of the process without the pages of files, at its peak (looked at
-every few milliseconds) and at the first token, and the peak with them (VmHWM). Linux only. The last line of standard
-output is one JSON document.
+Each measurement is a process of its own, in turns, with the file in the system's cache: `outrider generate` with
+activations in float32 (:a32) and in 8 bits, as by default, until the first text is on its standard output; llama-
+server until the first token of a request that is sent when it is ready, with and without its warm-up. ``--against``
+adds another version of Outrider, by its folder of sources. Memory is that of the process without the pages of files,
+at its peak (looked at every few milliseconds) and at the first token, and the peak with them (VmHWM). Linux only. The
+last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     arms: dict[str, Callable[[], dict[str, float]]] = {}
-    for name, form in (("float32", ""), ("a8", ":a8")):
+    for name, form in (("float32", ":a32"), ("a8", "")):
         ours = partial(_outrider, f"{arguments.file}{form}", arguments.threads)
         arms[name] = ours
         if arguments.against is not None:

@@ -1,11 +1,11 @@
-"""GGUF files of a target: widened on loading, as Transformers does it; in their own blocks; and with 8-bit activations.
+"""GGUF files of a target: widened on loading, as Transformers does it; and in their own blocks, in each arithmetic.
 
-    python benchmarks/gguf_files.py FOLDER [--draft fable-draft] [-k 4] [--forms Q8_0 Q4_0 int4] [--arms blocks]
-        [--compile] [--ggml LIBRARY]
+    python benchmarks/gguf_files.py FOLDER [--draft fable-draft] [-k 4] [--forms Q8_0 Q4_0 int4] [--arms a8]
+        [--ggml LIBRARY]
 
 FOLDER is a checkpoint (benchmarks/grow.py makes some), which is written as GGUF into a temporary folder. Each arm has a
 process of its own: it loads a file, takes the memory that this adds to the process, measures rounds with 0 and k drafts
-that cost nothing (so a plain step, and a verify of k + 1 tokens; decoding/measured_costs.py), and generates with and
+that cost nothing (so a plain step, and a verify of k + 1 tokens; bench/round_costs.py), and generates with and
 without the draft at temperature 1, prefill included. The form ``int4`` is FOLDER:int4, our own groups. Files in Q4_K
 need LIBRARY (see four_bits.py). The last line of standard output is one JSON document.
 """
@@ -28,14 +28,16 @@ from four_bits import by_ggml
 from rich.console import Console
 
 from outrider.api import load, load_drafter
+from outrider.bench.round_costs import measure_round_costs
 from outrider.bench.tables import new_table
-from outrider.decoding.measured_costs import measure_round_costs
 from outrider.export.gguf import write_gguf
 from outrider.models.quantize import num_bytes
-from outrider.models.registry import resolve
+from outrider.models.registry import ARITHMETICS, resolve
 from outrider.sampling.rules import RULES
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
+
+_ARMS = ("plain", *ARITHMETICS)
 
 
 def main() -> None:
@@ -44,11 +46,10 @@ def main() -> None:
     parser.add_argument("--draft", default="fable-draft")
     parser.add_argument("-k", type=int, default=4)
     parser.add_argument("--forms", nargs="+", default=["Q8_0", "Q4_0"])
-    parser.add_argument("--arms", nargs="+", choices=("plain", "blocks", "a8"), default=["plain", "blocks", "a8"])
+    parser.add_argument("--arms", nargs="+", choices=_ARMS, default=_ARMS)
     parser.add_argument("--ggml")
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--arm", nargs=2, help=argparse.SUPPRESS)  # model and store: of a child process
     arguments = parser.parse_args()
     if arguments.arm:
@@ -60,20 +61,20 @@ def main() -> None:
         write_gguf(resolve(str(arguments.target)), whole, torch.float32)
         for form in arguments.forms:
             if form == "int4":
-                file, name, arms = arguments.target / "model.safetensors", f"{arguments.target}:int4", ["blocks"]
+                file, name, arms = arguments.target / "model.safetensors", f"{arguments.target}:int4", ["a15"]
             else:
                 file = whole.with_name(f"{form}.gguf")
                 name, arms = str(file), arguments.arms
                 _quantize(whole, file, form, arguments.ggml)
             for arm in arms:
-                model, store = f"{name}:a8" if arm == "a8" else name, "plain" if arm == "plain" else "auto"
+                model = name if arm == "plain" or form == "int4" else f"{name}:{arm}"
+                store = "plain" if arm == "plain" else "auto"
                 command = [sys.executable, *sys.argv, "--arm", model, store]
                 ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
                 rows.append({"form": form, "arm": arm, "file": file.stat().st_size, **json.loads(ran.stdout)})
-    execution = "compiled" if arguments.compile else "eager"
     columns = ("file", "arm", "file MB", "weights MB", "added MB", "load s", "step ms")
     table = new_table(
-        f"{arguments.target.name}, {arguments.threads} thread(s), {execution}",
+        f"{arguments.target.name}, {arguments.threads} thread(s)",
         *columns,
         f"verify of {arguments.k + 1}",
         "plain tok/s",
@@ -123,9 +124,7 @@ def _arm(arguments: argparse.Namespace, model: str, store: str) -> dict[str, Any
     found["weights"] = num_bytes(plain.target.model)
     free = replace(plain, drafter=load_drafter(plain, "ngram"))
     pair = replace(plain, drafter=load_drafter(plain, arguments.draft))
-    if arguments.compile:
-        plain, free, pair = plain.compiled(), free.compiled(), pair.compiled()
-    seconds = measure_round_costs(free.target, free.drafter, RULES["block"], 1, 256).seconds
+    seconds = measure_round_costs(free.target, free.drafter, RULES["block"])
     found |= {"plain_step_s": seconds[0], "verify_s": seconds[arguments.k]}
     prompts = PROMPTS[: arguments.prompts]
     for name, decoder, own in (("plain", plain, {}), ("pair", pair, {"num_draft_tokens": arguments.k})):

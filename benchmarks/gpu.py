@@ -35,9 +35,8 @@ from outrider.api import load, load_drafter
 from outrider.bench.report import interval_text, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.bench.tables import new_table
-from outrider.compile.compiled_lm import compiled_lm
 from outrider.decoder import Decoder
-from outrider.errors import CompileError
+from outrider.errors import ExecutionError
 from outrider.models.placement import Placement
 from outrider.models.registry import resolve
 from outrider.stats.intervals import Interval
@@ -120,12 +119,14 @@ def measure_target(
     target: LlamaForCausalLM, drafts: dict[str, Any], bandwidth: float, num_prompts: int, num_tokens: int
 ) -> dict[str, Any]:
     """All arms of one target, against the plain one. ``drafts``: by label, a known name or a model in memory."""
-    plain = load(target, tokenizer=AutoTokenizer.from_pretrained(resolve(_SOURCE).location), acceptance="rejection")
-    fast = plain.compiled()
+    tokenizer = AutoTokenizer.from_pretrained(resolve(_SOURCE).location)
+    plain, fast = (
+        load(target, tokenizer=tokenizer, acceptance="rejection", execution=name) for name in ("eager", "captured")
+    )
     arms = [Arm("plain", fast), Arm("plain, eager", plain)]
     for name, draft in drafts.items():
-        drafter = load_drafter(plain, draft, placement=Placement(str(target.device), "bfloat16"))
-        arms.append(Arm(name, replace(fast, drafter=drafter.with_models(compiled_lm)), name, _K))
+        drafter = load_drafter(fast, draft, placement=Placement(str(target.device), "bfloat16"))
+        arms.append(Arm(name, replace(fast, drafter=drafter), name, _K))
     options = {"max_new_tokens": num_tokens, "ignore_eos": True}
     cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS[:num_prompts])]
     warm_up(arms, cases, options)
@@ -167,7 +168,7 @@ def measure_all(
                 elif draft_bytes <= num_bytes:
                     skipped.append(f"{draft} for {name}")
             results[name] = measure_target(grow(source, **asdict(shape)), drafts, bandwidth, num_prompts, num_tokens)
-        except (torch.OutOfMemoryError, CompileError) as error:  # what was measured before is not to be lost
+        except (torch.OutOfMemoryError, ExecutionError) as error:  # what was measured before is not to be lost
             print(f"{name}: {error}", file=sys.stderr)
             skipped.append(name)
         if partial is not None:

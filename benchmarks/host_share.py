@@ -1,13 +1,11 @@
 """The host's share: microseconds of a round outside the models' steps, and where they go.
 
-    python benchmarks/host_share.py [--against OTHER/src] [--arms compiled] [-k 4] [--texts 12] [--threads 2]
+    python benchmarks/host_share.py [--against OTHER/src] [-k 4] [--texts 12] [--threads 2]
 
-One row, temperature 1, the embedded pair in float32: plain decoding and K drafted tokens, eager and compiled. A round
+One row, temperature 1, the embedded pair in float32: plain decoding and K drafted tokens. A round
 lasts from one chunk of a stream to the next (the first one of each text, which has the prompt, is left out). Its steps
-are what the execution runs: a function in eager execution, a program otherwise, with the conversion of its arguments.
-All else is the host's: the loop, text, chunks. Compiled rounds run several at a time, before their chunks are made: so
-numbers are means over the rounds of a text, and medians over texts. "alone" is the host's share where programs return
-the results of an earlier run at once: without them, nothing displaces the host's code and data in the CPU's caches.
+are what the execution runs. All else is the host's: the loop, text, chunks. Rounds may run several at a time, before
+their chunks are made: so numbers are means over the rounds of a text, and medians over texts.
 
 ``--against`` also runs another version of the source: each version has a process of its own, and all arms of both take
 turns, text by text, with the same prompts and seeds; "ratio" is that of their tokens per second, with its 95% interval,
@@ -35,7 +33,7 @@ from statistics import fmean, median
 from time import perf_counter_ns
 from typing import Any
 
-ARMS = ("eager plain", "eager", "compiled plain", "compiled")
+ARMS = ("plain", "drafts")
 PARTS = {
     "requests.shared_engine:SharedEngine.step": "stepping the engine",
     "requests.state:RequestState.chunk": "chunk",
@@ -47,12 +45,9 @@ PARTS = {
     "decoding.batch:Batch.view": "view of the batch",
     "decoding.batch:Batch.commit": "commit",
     "sampling.noise:NoiseAhead.at": "noise",
-    "sampling.noise:NoiseInSteps.at": "noise",
     "drafters.model:ModelSession.propose": "draft: all else",
-    "runtime.execution:PreparedExecution.run": "find the program",
 }
 STEPS = "steps"
-_NUM_PLAYED = 4  # times; the last one counts
 
 
 class Parts:
@@ -77,60 +72,20 @@ class Parts:
         return wrapper
 
 
-class Tape:
-    """The results of all programs in the order of their runs."""
-
-    def __init__(self) -> None:
-        self.results: list[list[Any]] = []
-        self.is_recording = False
-        self.place: int | None = None  # of the next result, while they are played
-
-
-class TimedLoader:
-    """A compiled graph whose runs are timed, and recorded or played."""
-
-    def __init__(self, loader: Any, parts: Parts, tape: Tape) -> None:
-        self._loader, self._tape = loader, tape
-        self.run = parts.timed(STEPS, self._run)
-
-    def _run(self, tensors: Any) -> list[Any]:
-        tape = self._tape
-        if tape.place is not None:
-            tape.place += 1
-            return tape.results[tape.place - 1]
-        results = self._loader.run(tensors)
-        if tape.is_recording:
-            tape.results.append([tensor.clone() for tensor in results])
-        return results
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
-
-
-def work(num_threads: int, k: int, arms: Sequence[str]) -> None:
+def work(num_threads: int, k: int) -> None:
     """Serve the driver: a line of JSON asks for a text, another one answers with its tokens and rounds."""
     import torch
 
     from outrider.api import load
-    from outrider.compile.program_cache import LoadedProgram
     from outrider.runtime.execution import EagerExecution
     from outrider.system.provenance import provenance
     from outrider.text.example_prompts import PROMPTS
 
     torch.set_num_threads(num_threads)
-    parts, tape = Parts(), Tape()
+    parts = Parts()
     EagerExecution.run = parts.timed(STEPS, EagerExecution.run)  # type: ignore[method-assign]
-    make = LoadedProgram.__init__
-
-    def make_timed(self: Any, *args: Any) -> None:
-        make(self, *args)
-        self._loader = TimedLoader(self._loader, parts, tape)
-
-    LoadedProgram.__init__ = make_timed  # type: ignore[method-assign]
     pair = load("fable", "fable-draft", device="cpu", dtype="float32", acceptance="rejection", num_draft_tokens=k)
-    decoders = {"eager": pair, "eager plain": pair.plain()}
-    if any(arm.startswith("compiled") for arm in arms):
-        decoders |= {"compiled": pair.compiled(), "compiled plain": pair.compiled().plain()}
+    decoders = {"drafts": pair, "plain": pair.plain()}
     print(json.dumps(provenance("cpu")), flush=True)
     has_notes = False
     for line in sys.stdin:
@@ -146,20 +101,15 @@ def work(num_threads: int, k: int, arms: Sequence[str]) -> None:
                 setattr(owner, attribute, parts.timed(name, getattr(owner, attribute)))
         decoder, prompt = decoders[order["arm"]], PROMPTS[order["text"] % len(PROMPTS)]
         options = {"max_new_tokens": order["num_tokens"], "temperature": 1.0, "ignore_eos": True}
-        tape.results.clear()
-        tape.is_recording, num_runs = order["is_alone"], 1 + _NUM_PLAYED * order["is_alone"]
-        for run in range(num_runs):
-            rounds: list[dict[str, int]] = []
-            token_ids: list[int] = []
-            tape.place = 0 if run else None
-            begin = last = perf_counter_ns()
-            for chunk in decoder.stream(prompt, seed=order["text"], **options):
-                now = perf_counter_ns()
-                rounds.append({"whole": now - last, **parts.spent})
-                token_ids += chunk.token_ids
-                parts.spent.clear()
-                last = perf_counter_ns()
-        tape.place, tape.is_recording = None, False
+        rounds: list[dict[str, int]] = []
+        token_ids: list[int] = []
+        begin = last = perf_counter_ns()
+        for chunk in decoder.stream(prompt, seed=order["text"], **options):
+            now = perf_counter_ns()
+            rounds.append({"whole": now - last, **parts.spent})
+            token_ids += chunk.token_ids
+            parts.spent.clear()
+            last = perf_counter_ns()
         print(json.dumps({"token_ids": token_ids, "ns": last - begin, "rounds": rounds[1:]}), flush=True)
 
 
@@ -179,9 +129,9 @@ class Version:
         assert process.stdout is not None
         return cls(name, process, json.loads(process.stdout.readline()))
 
-    def generate(self, arm: str, text: int, num_tokens: int, *, notes: bool = False, is_alone: bool = False) -> Any:
+    def generate(self, arm: str, text: int, num_tokens: int, *, notes: bool = False) -> Any:
         assert self.process.stdin is not None and self.process.stdout is not None
-        order = {"arm": arm, "text": text, "num_tokens": num_tokens, "notes": notes, "is_alone": is_alone}
+        order = {"arm": arm, "text": text, "num_tokens": num_tokens, "notes": notes}
         print(json.dumps(order), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
@@ -207,7 +157,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arms, num_tokens = arguments.arms.split(","), arguments.max_new_tokens
     if arguments.work:
-        work(arguments.threads, arguments.k, arms)
+        work(arguments.threads, arguments.k)
         return
     options = ["--threads", str(arguments.threads), "-k", str(arguments.k), "--arms", arguments.arms]
     versions = [Version.start("this", Path(__file__).parents[1] / "src", options)]
@@ -215,14 +165,11 @@ def main() -> None:
         versions.append(Version.start("other", arguments.against, options))
     lines = [(version, arm) for arm in arms for version in versions]
     for version, arm in lines:
-        version.generate(arm, 0, num_tokens)  # compiles what is needed
+        version.generate(arm, 0, num_tokens)  # what happens once
     found: dict[tuple[str, str], list[Any]] = defaultdict(list)
-    alone: dict[tuple[str, str], list[Any]] = defaultdict(list)
     for text in range(arguments.texts):
         for version, arm in (lines, lines[::-1])[text % 2]:
             found[version.name, arm].append(version.generate(arm, text, num_tokens))
-            if arm.startswith("compiled"):
-                alone[version.name, arm].append(version.generate(arm, text, num_tokens, is_alone=True)["rounds"])
 
     from rich.console import Console
 
@@ -232,7 +179,7 @@ def main() -> None:
 
     console, results = Console(width=100), []
     title = f"fable with fable-draft, float32, one row, K = {arguments.k}, {arguments.threads} thread(s)"
-    columns = "arm", "version", "round us", "steps us", "host us", "alone us", "tokens/s", "ratio", "same"
+    columns = "arm", "version", "round us", "steps us", "host us", "tokens/s", "ratio", "same"
     table = new_table(title, *columns)
     for version, arm in lines:
         texts = found[version.name, arm]
@@ -244,7 +191,6 @@ def main() -> None:
             "round_us": _us([[one["whole"] for one in text] for text in rounds]),
             "steps_us": _us([[one.get(STEPS, 0) for one in text] for text in rounds]),
             "host_us": _host_us(rounds),
-            "alone_us": _host_us(alone[version.name, arm]) if alone[version.name, arm] else None,
             "tokens_per_s": round(median(rates), 1),
         }
         results.append(result)
@@ -255,7 +201,7 @@ def main() -> None:
             is_same = all(a["token_ids"] == b["token_ids"] for a, b in zip(texts, others, strict=True))
             result |= {"ratio": [ratio.value, ratio.low, ratio.high], "is_same": is_same}
             shown += [interval_text(ratio), "yes" if is_same else "NO"]
-        table.add_row(*shown, *[""] * (9 - len(shown)))
+        table.add_row(*shown, *[""] * (8 - len(shown)))
     console.print(table)
     parts: dict[str, dict[str, float]] = {}
     for arm in arms:

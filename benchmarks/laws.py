@@ -1,10 +1,10 @@
 """Tokens per round under the acceptance rules of several engines: predicted by replay, and measured.
 
-    pip install gguf 'mlx[cpu]' mlx-lm
+    pip install gguf
     python benchmarks/laws.py --llama-server llama-build/bin/llama-server > laws_fable.txt
 
 The target generates texts at temperature 1, without a draft; tau is predicted from them for each rule
-(outrider.export.engine_rules) and each K. Then Outrider, Transformers, llama.cpp and mlx-lm generate with the draft,
+(outrider.export.engine_rules) and each K. Then Outrider, Transformers and llama.cpp generate with the draft,
 on the same prompts with other seeds, and the tokens per round are counted (peer_arms/; peers.py says how to get the
 server). Both count rounds that the end of a text cuts short. Weights are float32, llama.cpp's cache is float16;
 intervals are over the prompts, 95%. The last line of standard output is the result in JSON.
@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from outrider.api import load, load_drafter
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
-from outrider.export.engine_rules import EQUALITY, GREEDY, RATIO, RATIO_OF_TEN, EngineRule
+from outrider.export.engine_rules import GREEDY, RATIO, RATIO_OF_TEN, EngineRule
 from outrider.models.registry import resolve
 from outrider.records import Stats
 from outrider.replay.record import header_of, record_batch
@@ -40,7 +39,7 @@ from outrider.text.example_prompts import PROMPTS
 
 _KS = (1, 2, 4, 8)
 _BLOCK = EngineRule("block", "Outrider's default rule", "block")
-_RULES = {"ratio": RATIO, "block": _BLOCK, "ratio of ten": RATIO_OF_TEN, "greedy": GREEDY, "match": EQUALITY}
+_RULES = {"ratio": RATIO, "block": _BLOCK, "ratio of ten": RATIO_OF_TEN, "greedy": GREEDY}
 
 
 def _tau(num_tokens: Sequence[float], num_rounds: Sequence[float]) -> Interval:
@@ -75,26 +74,6 @@ def _by_outrider(plain: Any, drafter: Drafter, rule: str, num_texts: int, num_to
     return _tau([num_tokens] * num_texts, rounds)
 
 
-def _by_mlx(folders: Sequence[Path], prompts: Sequence[Sequence[int]], num_tokens: int, k: int) -> Interval:
-    import mlx.core as mx
-    from mlx_lm.generate import speculative_generate_step
-    from mlx_lm.sample_utils import make_sampler
-    from mlx_lm.utils import load_model
-
-    target, draft = (load_model(folder)[0] for folder in folders)
-    for model in (target, draft):
-        model.set_dtype(mx.float32)
-    rounds = []
-    for i, prompt in enumerate(prompts):
-        mx.random.seed(10**6 + i)
-        options = {"num_draft_tokens": k, "max_tokens": num_tokens, "sampler": make_sampler(temp=1.0)}
-        steps = speculative_generate_step(mx.array(prompt), target, draft, **options)
-        is_drafted = [from_draft for _, _, from_draft in steps]
-        # A round ends with a token of the target's own, but for one that the end of the text cuts short.
-        rounds.append(is_drafted.count(False) + is_drafted[-1])
-    return _tau([num_tokens] * len(prompts), rounds)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-texts", type=int, default=60)
@@ -120,9 +99,6 @@ def main() -> None:
             add(name, "Outrider", k, _by_outrider(plain, one, rule, num_texts, num_tokens, k))
     folders = [Path(resolve(name).location) for name in ("fable", "fable-draft")]
     prompts = [plain.encode(PROMPTS[i % len(PROMPTS)]) for i in range(num_texts)]
-    if find_spec("mlx_lm") is not None:
-        for k in _KS:
-            add("match", "mlx-lm", k, _by_mlx(folders, prompts, num_tokens, k))
     with ExitStack() as stack:
         runs = stack.enter_context(hf_arms(*folders, _KS))
         if arguments.llama_server is not None:

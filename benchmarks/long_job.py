@@ -60,7 +60,18 @@ def main() -> None:
     runs: list[Run] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [sys.executable, "-m", "outrider", "generate", "--seed", "0", "--dtype", "float64", "--no-compile"]
+        command = [
+            sys.executable,
+            "-m",
+            "outrider",
+            "generate",
+            "--seed",
+            "0",
+            "--dtype",
+            "float64",
+            "--execution",
+            "eager",
+        ]
         command += ["--batch-size", str(arguments.batch_size), "--threads", str(arguments.threads), "--prompts"]
         few = _write_prompts(folder / "few.jsonl", arguments.prompts // 10)
         many = _write_prompts(folder / "many.jsonl", arguments.prompts)

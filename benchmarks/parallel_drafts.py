@@ -22,7 +22,6 @@ from rich.console import Console
 from rich.table import Table
 
 from outrider.api import load, load_drafter
-from outrider.compile.compiled_lm import compiled_lm
 from outrider.decoder import Decoder
 from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter
@@ -41,7 +40,6 @@ _NUM_PASSES = 9
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trained", type=Path)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -54,9 +52,6 @@ def main() -> None:
         assert isinstance(trained, ModelDrafter) and trained.mask_id is not None
         at_once = trained
     drafters = {"one by one": one_by_one, "at once": at_once}
-    if arguments.compile:
-        decoder = decoder.compiled()
-        drafters = {name: drafter.with_models(compiled_lm) for name, drafter in drafters.items()}
     console = Console(width=100)
     times = _times(decoder, drafters)
     steps = {k: times["one by one", k] for k in _KS}

@@ -34,7 +34,6 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--acceptance", default="rejection")
-    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     console = Console(width=100)
     documents = {}
@@ -50,7 +49,7 @@ def planned(target: str, arguments: argparse.Namespace) -> dict[str, Any]:
     command = [sys.executable, "-m", "outrider", "plan", "--measure", "--json", "-", "-k", "1,2,4,8"]
     command += ["--target", target, "--acceptance", arguments.acceptance]
     command += ["--threads", str(arguments.threads), "-t", str(arguments.temperature)]
-    command += ["-n", str(arguments.max_new_tokens), "--compile" if arguments.compile else "--no-compile"]
+    command += ["-n", str(arguments.max_new_tokens)]
     for draft in arguments.draft or ["fable-draft", "ngram"]:
         command += ["--draft", draft]
     done = subprocess.run(command, stdout=subprocess.PIPE, check=True)

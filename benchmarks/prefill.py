@@ -46,7 +46,7 @@ from outrider.system.provenance import provenance
 
 _ARMS = {
     "float32": ("Outrider eager, plain", "HF, plain", "llama.cpp f32, plain", "llama.cpp f16, plain"),
-    "gguf": ("Outrider compiled a8, plain", "llama.cpp f16, plain"),
+    "gguf": ("Outrider a8, plain", "llama.cpp f16, plain"),
 }
 _LENGTHS = (130, 20, 500, 80, 280, 45, 370, 200)
 _PAUSE_S = 0.1  # idle threads of one arm spin for a while before they sleep, and would slow the next

@@ -1,7 +1,7 @@
 """A pair in float32, bfloat16 and fewer bits: speed, agreement with float32, certificate. "Plain" weights are tensors
 of the arithmetic's type; else large matrices stay as the checkpoint has them (``--store``).
 
-    python benchmarks/quantized.py [--target fable] [--draft fable-draft] [-k 3] [--prompts 8] [--compile]
+    python benchmarks/quantized.py [--target fable] [--draft fable-draft] [-k 3] [--prompts 8]
         [--forms FORM ...] > quantized_fable.txt
 
 Tokens per second of whole calls, plain and with the draft (in the same form as the target), all arms in turn. "alpha"
@@ -52,7 +52,6 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--forms", nargs="+", choices=_FORMS, default=list(_FORMS), metavar="FORM")
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--certify", action="store_true", help="also run the certificates")
     parser.add_argument("--budget", default="1m", help="time for each of them")
     arguments = parser.parse_args()
@@ -63,8 +62,6 @@ def main() -> None:
         how = {"dtype": placement.dtype, "quantization": placement.quantization, "store": placement.store}
         plain = load(arguments.target, device="cpu", **how)
         pair = replace(plain, drafter=load_drafter(plain, arguments.draft, placement=placement))
-        if arguments.compile:
-            plain, pair = plain.compiled(), pair.compiled()
         arms += [Arm(f"{form}, plain", plain), Arm(form, pair, arguments.draft, arguments.k)]
         sizes[form] = num_bytes(plain.target.model)
     options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "ignore_eos": True, "temperature": 1.0}
@@ -72,7 +69,7 @@ def main() -> None:
     cases = [Case(index, ids, index) for index, ids in enumerate(encoded)]
     warm_up(arms, cases, options)
     summaries = summarise(list(interleave(arms, cases, options)), arms)
-    name, execution = Path(arguments.target).name, "compiled" if arguments.compile else "eager"
+    name, execution = Path(arguments.target).name, arms[0].decoder.target.execution.name
     columns = ("form", "weights MiB", "plain tok/s", f"K = {arguments.k} tok/s", "tau", "/ first row's", "alpha")
     table = new_table(f"{name} with {arguments.draft}, temperature 1, {execution}", *columns, "certificate")
     rows = []

@@ -3,7 +3,7 @@
     python benchmarks/roofline.py [--target fable] [--draft fable-draft] [-k 4] [--threads 2]
 
 Measured in the loop itself, on the built-in prompts at temperature 1: a step of plain decoding, a draft step, the
-verify of K+1 tokens and the whole round; eager and compiled, in turn, after a run of the same work to warm up. A step
+verify of K+1 tokens and the whole round, after a run of the same work to warm up. A step
 includes what is computed from its logits (probabilities, drawing, acceptance).
 
 The limit of a step is the larger of bytes / bandwidth and operations / rate. The bytes are those that it must move:
@@ -190,19 +190,19 @@ def main() -> None:
     arguments = parser.parse_args()
     k = arguments.k
     torch.set_num_threads(arguments.threads)
-    eager = load(arguments.target, arguments.draft, device="cpu", dtype="float32", acceptance="rejection")
-    if not isinstance(eager.drafter, ModelDrafter):
+    pair = load(arguments.target, arguments.draft, device="cpu", dtype="float32", acceptance="rejection")
+    if not isinstance(pair.drafter, ModelDrafter):
         parser.error(f"{arguments.draft} is not a language model")
     buffers = {"memory": _LARGE_BUFFER_BYTES}
-    buffers |= {f"weights of {lm.name}": weight_bytes(lm) for lm in (eager.target, eager.drafter.lm)}
+    buffers |= {f"weights of {lm.name}": weight_bytes(lm) for lm in (pair.target, pair.drafter.lm)}
     looks = [look(buffers.values())]
-    pairs = {"eager": eager, "compiled": eager.compiled()}
+    pairs = {pair.target.execution.name: pair}
     arms = []
     for name, decoder in pairs.items():
         arms += [Arm(f"{name} plain", decoder.plain()), Arm(name, decoder, arguments.draft, k)]
     cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS[: arguments.num_prompts])]
     options = {"max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}
-    run_rounds(arms, cases, options)  # the same work unmeasured, so that every program is there
+    run_rounds(arms, cases, options)  # the same work unmeasured, so that what happens once has happened
     rounds = run_rounds(arms, cases, options)
     looks.append(look(buffers.values()))
     machine = [max(values) for values in zip(*looks, strict=True)]  # the better moment, since others use it too

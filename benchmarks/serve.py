@@ -1,6 +1,6 @@
 """Servers under load: tokens per second, time to the first token, time per token.
 
-    python benchmarks/serve.py [--clients 1 4 8 16] [--seconds 3] [--turns 2] [--compile]
+    python benchmarks/serve.py [--clients 1 4 8 16] [--seconds 3] [--turns 2]
         [--llama-server PATH --gguf TARGET DRAFT] [--transformers PYTHON]
 
 Each arm is a server in a process of its own; all are started first, and take the load in turns, so that the weather of
@@ -91,7 +91,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--llama-server")
     parser.add_argument("--gguf", nargs=2, metavar=("TARGET", "DRAFT"))
     parser.add_argument("--transformers", metavar="PYTHON", help="that has transformers[serving]")
@@ -124,7 +123,7 @@ def main() -> None:
 def _outrider(arguments: argparse.Namespace) -> list[Arm]:
     main_ = "from outrider.cli.app import main; main()"
     command = [sys.executable, "-c", main_, "serve", "--target", arguments.target, "--device", "cpu"]
-    command += ["--slots", str(_SLOTS), "--context", str(_CONTEXT), *(["--compile"] if arguments.compile else [])]
+    command += ["--slots", str(_SLOTS), "--context", str(_CONTEXT)]
     draft = ["--draft", arguments.draft, "-k"]
     body = {"ignore_eos": True, "temperature": 1.0}
     auto = (*command, *draft, "auto")

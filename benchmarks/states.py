@@ -24,9 +24,9 @@ import torch
 from rich.console import Console
 
 from outrider.api import load
+from outrider.bench.round_costs import measure_round_costs
 from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
-from outrider.decoding.measured_costs import measure_round_costs
 from outrider.drafters.base import NoDrafter
 from outrider.runtime import cache as cache_module
 from outrider.runtime import lm as lm_module
@@ -64,14 +64,11 @@ def main() -> None:
     parser.add_argument("drafts", nargs="+", metavar="DRAFT")
     parser.add_argument("--strides", type=int, nargs="*", default=_STRIDES, metavar="A")
     parser.add_argument("--k", type=int, nargs="*", default=_KS)
-    parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()
     first = load(arguments.target, draft=arguments.drafts[0], device="cpu")
     decoders = [first]
     for draft in arguments.drafts[1:]:
         decoders.append(replace(first, drafter=load(arguments.target, draft=draft, device="cpu").drafter))
-    if arguments.compile:
-        decoders = [decoder.compiled() for decoder in decoders]
     strides = arguments.strides if first.target.has_states else [STRIDE]
     costs = {
         (i, stride): _costs(decoder, stride) for i, decoder in enumerate(decoders) for stride in sorted(set(strides))
@@ -114,7 +111,7 @@ def _set_stride(stride: int) -> None:
 
 def _costs(decoder: Decoder, stride: int) -> dict[int, float]:
     _set_stride(stride)
-    return dict(measure_round_costs(decoder.target, decoder.drafter, RULES["block"], 1, 256).seconds)
+    return measure_round_costs(decoder.target, decoder.drafter, RULES["block"])
 
 
 def _ours(decoder: Decoder, k: int) -> Callable[[str, float, int], tuple[int, float]]:

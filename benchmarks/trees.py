@@ -1,6 +1,6 @@
 """Trees of drafts, and several paths, against the best chain.
 
-    python benchmarks/trees.py --measure-costs eager compiled --threads 2 > benchmarks/results/trees_costs.txt
+    python benchmarks/trees.py --measure-costs --threads 2 > benchmarks/results/trees_costs.txt
     python benchmarks/trees.py spec_bench.jsonl hellaswag_prompts.jsonl stories.txt \\
         --costs benchmarks/results/trees_costs.txt > benchmarks/results/trees.txt
 
@@ -32,8 +32,7 @@ from rich.table import Table
 from tree_rounds import SIZES, Arm, Studied, drafts, prompts_of, recorded, study
 
 from outrider.api import load, load_drafter
-from outrider.compile.compiled_lm import compiled_lm
-from outrider.decoding.measured_costs import CostArm, time_rounds
+from outrider.bench.round_costs import CostArm, time_rounds
 from outrider.drafters.base import Drafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.models.placement import Placement
@@ -58,13 +57,13 @@ def main() -> None:
     parser.add_argument("--taus", type=float, nargs="+", default=[0.2, 0.35, 0.5, 0.7])
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--costs", type=Path, help="output of --measure-costs")
-    parser.add_argument("--measure-costs", nargs="+", choices=("eager", "compiled"), help="only that")
+    parser.add_argument("--measure-costs", action="store_true", help="only that")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     decoder = load("fable", device="cpu", dtype="float32")
     drafter = load_drafter(decoder, "fable-draft", placement=Placement("cpu", "float32"))
     if arguments.measure_costs:
-        found = {kind: measured_costs(decoder.target, drafter, kind) for kind in arguments.measure_costs}
+        found = {decoder.target.execution.name: measured_costs(decoder.target, drafter)}
         print(json.dumps({"results": found, "provenance": provenance("cpu")}))
         return
     costs = {f"free, c = {c:g}": Costs.free(c) for c in _FREE}
@@ -111,11 +110,9 @@ class Costs:
         return cls(verify + measured["rest_s"], draft * measured["draft_step_s"] / draft[1])
 
 
-def measured_costs(target: LM, drafter: Drafter, kind: str) -> dict[str, Any]:
+def measured_costs(target: LM, drafter: Drafter) -> dict[str, Any]:
     """Times of verifies of target and draft by their columns, of a draft step, and of the rest of a round."""
     draft = drafter.models[0]
-    if kind == "compiled":
-        target, draft, drafter = compiled_lm(target), compiled_lm(draft), drafter.with_models(compiled_lm)
     look_up = NgramDrafter()
     arms = [CostArm(lm, look_up, width - 1) for lm in (target, draft) for width in _WIDTHS]
     arms.append(CostArm(target, drafter, 4))

@@ -1,6 +1,6 @@
 """One draft against another, for the same target.
 
-    python benchmarks/two_drafts.py --draft OLD --draft NEW [--target fable ...] [-k 2-6] [--compile] ...
+    python benchmarks/two_drafts.py --draft OLD --draft NEW [--target fable ...] [-k 2-6] ...
 
 Plain decoding and both drafts at each K, arms in turn, over the 15 built-in prompts, temperature 1 and greedy. For each
 target: tokens per second of each arm, and how many times as fast the second draft at its best K is as the first at its
@@ -22,7 +22,6 @@ from outrider.api import load, load_drafter
 from outrider.bench.report import ArmSummary, interval_text, summarise, table
 from outrider.bench.run import Arm, Case, Measurement, arms_by_k, interleave, warm_up
 from outrider.cli.shared.options import parse_k
-from outrider.compile.compiled_lm import compiled_lm
 from outrider.models.placement import Placement
 from outrider.stats.intervals import Interval, paired_ratio
 from outrider.system.provenance import provenance
@@ -35,7 +34,6 @@ def main() -> None:
     parser.add_argument("--target", action="append")
     parser.add_argument("-k", default="2-6")
     parser.add_argument("--acceptance", default="rejection")
-    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     arguments = parser.parse_args()
@@ -46,20 +44,18 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     for target in arguments.target or ["fable"]:
         rule = arguments.acceptance
-        decoder = load(target, device="cpu", dtype="float32", acceptance=rule, compile=arguments.compile)
+        decoder = load(target, device="cpu", dtype="float32", acceptance=rule)
         arms = [Arm("plain", decoder)]
         for draft in arguments.draft:
             drafter = load_drafter(decoder, draft, placement=Placement("cpu", "float32"))
-            with_draft = replace(decoder, drafter=drafter.with_models(compiled_lm) if arguments.compile else drafter)
-            arms += arms_by_k(with_draft, draft, parse_k(arguments.k))
+            arms += arms_by_k(replace(decoder, drafter=drafter), draft, parse_k(arguments.k))
         for temperature in (0.0, 1.0):
             options = {"temperature": temperature, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}
             cases = [Case(index, prompt, index) for index, prompt in enumerate(PROMPTS)]
             warm_up(arms, cases, options)
             measurements = list(interleave(arms, cases, options))
             summaries = summarise(measurements, arms)
-            how = "compiled" if arguments.compile else "eager"
-            console.print(table(summaries, f"{Path(target).name}, {how}, {rule}, temperature {temperature:g}"))
+            console.print(table(summaries, f"{Path(target).name}, {rule}, temperature {temperature:g}"))
             old, new = (best(summaries, draft) for draft in arguments.draft)
             ratio = faster(measurements, old.arm, new.arm)
             console.print(

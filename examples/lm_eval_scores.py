@@ -4,7 +4,7 @@ pip install '.[eval]'                                      # in a clone of Outri
 python examples/lm_eval_scores.py [TARGET DRAFT]
 
 The task is a small file written here, so that nothing is downloaded; give ``simple_evaluate`` names of the harness's
-own tasks (``gsm8k``, ...) instead. ``outrider eval harness`` does this on the command line, and tests equivalence.
+own tasks (``gsm8k``, ...) instead.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""How commands end, and the JSON documents that they write, held against their schemas."""
+"""How commands end, and the JSON documents that they write, held against examples."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from documents import check, check_lines
-from outrider.schemas.titles import title_of
+from outrider.system.titles import title_of
 
-_WITHOUT_MODELS = "models", "analyze", "export", "costs"
+_WITHOUT_MODELS = "models", "analyze", "export"
 _LINES = {"generate": "generate-output", "replay": "rounds"}  # of --output
 
 
@@ -34,7 +34,7 @@ Outrider = Callable[..., Ended]
 
 
 def only_document(text: str, command: str) -> dict[str, Any]:
-    """The one document that a text is: of its schema, and with the type of the model that ran."""
+    """The one document that a text is: like its examples, and with the type of the model that ran."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -48,7 +48,7 @@ def only_document(text: str, command: str) -> dict[str, Any]:
 
 
 def check_written(words: Sequence[str], out: str) -> None:
-    """Hold what a command wrote against the schemas.
+    """Hold what a command wrote against the examples.
 
     Args:
         words: of the command line.

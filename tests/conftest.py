@@ -3,10 +3,7 @@
 No verdict may depend on the processor, the number of threads or the load. One thread is the default, since there is a
 worker for each core; OMP_NUM_THREADS asks for more.
 
-The tests of the core (marked ``each_execution``) run with every execution of ``--executions``. Compiling takes so long
-that it is not among them unless asked for:
-
-    pytest -m each_execution --executions compiled
+The tests of the core (marked ``each_execution``) run with every execution of ``--executions``.
 """
 
 import gc
@@ -44,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--pictures", metavar="FOLDER", help="write the pictures of the documentation there")
-    parser.addoption("--executions", default="eager,captured", help="of eager,captured,compiled")
+    parser.addoption("--executions", default="eager", help="of eager,captured")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -90,23 +87,32 @@ def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
 def _probed_once() -> Iterator[None]:
     """A model is probed when it is first loaded with a configuration and types of weights, and not again with other
     numbers in the weights: that takes most of the time of a test that generates a few tokens."""
-    from outrider.models import loading
+    from outrider.models import executions
     from outrider.models.probe import probe
 
     found: dict[object, tuple[int, bool]] = {}
 
-    def once(lm: "LM", kind: str) -> None:
+    def once(lm: "LM") -> None:
         config = {name: value for name, value in lm.model.config.to_dict().items() if name != "_name_or_path"}
         stored = frozenset((type(weight), weight.dtype) for weight in lm.model.parameters())
         attention = lm.model.config._attn_implementation
-        key = type(lm.model), repr(config), attention, stored, lm.dtype, lm.vocab_size, lm.context_len
+        key = (
+            type(lm.model),
+            lm.native is None,
+            repr(config),
+            attention,
+            stored,
+            lm.dtype,
+            lm.vocab_size,
+            lm.context_len,
+        )
         if key not in found:
-            probe(lm, kind)
+            probe(lm)
             found[key] = lm.least_columns, lm.is_stepped
         lm.least_columns, lm.is_stepped = found[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "probe", once)
+        patch.setattr(executions, "probe", once)
         yield
 
 
@@ -120,39 +126,27 @@ def _what_lasts_is_not_searched() -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _costs_are_given() -> Iterator[None]:
-    """To measure the costs of rounds takes seconds, and K would depend on the machine."""
+    """To measure the costs of rounds takes seconds."""
     import toys
-    from outrider.decoding import cost_cache
     from outrider.distill import watch
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cost_cache, watch):
-            patch.setattr(module, "measure_round_costs", toys.given_costs)
+        patch.setattr(watch, "measure_round_costs", toys.given_costs)
         yield
 
 
 @pytest.fixture
 def each_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     """As for users."""
-    from outrider.models import loading
     from outrider.models.probe import probe
 
-    monkeypatch.setattr(loading, "probe", probe)
-
-
-@pytest.fixture
-def costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As they are for users."""
-    from outrider.decoding import cost_cache
-    from outrider.decoding.measured_costs import measure_round_costs
-
-    monkeypatch.setattr(cost_cache, "measure_round_costs", measure_round_costs)
+    monkeypatch.setattr("outrider.models.executions.probe", probe)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Measured costs and compiled programs are kept away from the user's. The workers of a run share them: to compile a
-    program takes ten seconds, to find it one. (Files appear there whole, whoever is the first to write them.)"""
+    """The kernels are kept away from the user's. The workers of a run share them. (Files appear there whole, whoever is
+    the first to write them.)"""
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent  # each worker has a folder of its own in it
@@ -160,7 +154,8 @@ def _own_cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     folder.mkdir(exist_ok=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        # The compiler spends half of its time on the code that calls the kernels. It gives the same whatever the
-        # effort; the kernels are made as for everybody.
-        patch.setenv("AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL", "O0")
+        from outrider.kernels.library import library
+
+        assert not library.cache_info().currsize, "a module of tests runs a model when imported, with the user's cache"
+        library()  # compiled now, so that no test shows the line about it
         yield

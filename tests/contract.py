@@ -20,6 +20,7 @@ from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Verdict
 from outrider.runtime.lm import LM
+from outrider.sampling.probs import full
 from outrider.scoring.forcing import GivenTokens, forcing_rule, table_of
 from toys import InTurn
 
@@ -66,14 +67,14 @@ def lead(
         return draft
 
     def draw(q: Tensor, tokens: Tensor) -> Tensor:
-        given.append(q.clone())
+        given.append(full(q).clone())
         return tokens
 
     def verify(p: Tensor, draft: Draft, noise: GivenTokens) -> Verdict:
         for b, num in enumerate(draft.num_drafted.tolist()):
             if num > 0:
                 key = int(noise.seeds[b]), int(noise.starts[b])
-                q = None if draft.probs is None else draft.probs[b, :num].clone()
+                q = None if draft.probs is None else full(draft.probs[b, :num]).clone()
                 led.drafts[key] = wanted[b], draft.ids[b, :num].tolist(), q
                 led.drawn[key] = [q[b] for q in given[:num]]
         given.clear()

@@ -9,13 +9,13 @@ import numpy as np
 _HALVES = {"Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
-def block_bytes(shape: tuple[int, int], form: str, seed: int = 0) -> Any:
-    """Bytes of any values, with scales of a usual size. [O, bytes of a row]"""
+def block_bytes(shape: tuple[int, int], form: str, seed: int = 0, factor: float = 1.0) -> Any:
+    """Bytes of any values, with scales of a usual size, times a factor. [O, bytes of a row]"""
     num_numbers, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[form]]
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (shape[0] * shape[1] // num_numbers, size), dtype=np.uint8)
     for place in _HALVES.get(form, (0,)):
-        scales = generator.standard_normal((len(blocks), 1)) / (10_000 if "K" in form else 500)
+        scales = generator.standard_normal((len(blocks), 1)) / (10_000 if "K" in form else 500) * factor
         blocks[:, place : place + 2] = scales.astype(np.float16).view(np.uint8)
     return blocks.reshape(shape[0], -1)
 

@@ -53,37 +53,16 @@ TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def write_tasks(folder: Path, **changes: Any) -> Path:
-    """The tasks as a folder of files. ``changes`` are made to the configuration of ``answers``."""
+def write_tasks(folder: Path) -> Path:
+    """The tasks as a folder of files."""
     for name, (documents, config) in TASKS.items():
-        write_task(folder, name, documents, config | (changes if name == "answers" else {}))
-    return folder
-
-
-def write_task(folder: Path, name: str, documents: list[dict[str, Any]], config: dict[str, Any]) -> None:
-    data = folder / f"{name}.jsonl"
-    data.write_text("".join(json.dumps(document) + "\n" for document in documents))
-    more = {
-        "task": name,
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
-        "test_split": "test",
-    }
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(more | config))
-
-
-def write_group(folder: Path, name: str, members: list[Any], metrics: list[dict[str, Any]]) -> None:
-    group = {"group": name, "task": members, "aggregate_metric_list": metrics}
-    (folder / f"{name}.yaml").write_text(yaml.safe_dump(group))
-
-
-def write_groups(folder: Path) -> Path:
-    """The tasks with another that is generated, ``few``, whose tag is ``short``, and two groups, one in the other:
-    ``fables`` weights its tasks equally, ``all`` by size."""
-    write_tasks(folder)
-    documents, config = TASKS["answers"]
-    write_task(folder, "few", documents[:2], config | {"tag": "short"})
-    metrics = [{"metric": name, "weight_by_size": False} for name in ("exact_match", "bleu")]
-    write_group(folder, "fables", ["answers", "few"], metrics)
-    write_group(folder, "all", ["endings", "fables"], [{"metric": name} for name in ("acc", "exact_match")])
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(document) + "\n" for document in documents))
+        more = {
+            "task": name,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(folder / "cache")},
+            "test_split": "test",
+        }
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(more | config))
     return folder

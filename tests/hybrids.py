@@ -4,12 +4,10 @@ import importlib.util
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from transformers import PreTrainedModel
 
 import toys
-from outrider.compile.compiled import CompiledExecution
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.runtime.lm import LM
 
@@ -49,7 +47,5 @@ def hybrid(name: str, seed: int = 1, **options: Any) -> PreTrainedModel:
 def hybrid_lm(model: PreTrainedModel, name: str = "target") -> LM:
     """As it is loaded: probed."""
     lm = build_lm(Checkpoint(name, model, tokenizer=None), V)
-    if toys.execution is CompiledExecution and lm.has_states:
-        pytest.skip("models with states are not compiled")
     lm.execution = toys.execution()
     return lm

@@ -48,7 +48,8 @@ def _is_error(value: Any) -> bool:
 def _errors() -> dict[str, str]:
     """Each error with its base."""
     errors = import_module("outrider.errors")
-    return {name: getattr(errors, name).__base__.__name__ for name in errors.__all__}
+    homes = {name: name for name in errors.__all__} | errors.DEPRECATED
+    return {name: getattr(errors, home).__base__.__name__ for name, home in homes.items()}
 
 
 def _commands(group: Any, path: str = "") -> dict[str, list[str]]:

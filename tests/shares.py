@@ -20,15 +20,14 @@ from transformers import AutoModelForCausalLM
 from outrider.api import load
 from outrider.certify import run as certifying
 from outrider.certify.controls import CONTROLS
-from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoder import Decoder
-from outrider.decoding import cost_cache, measured_costs
 from outrider.drafters.base import NoDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, OutriderError
-from outrider.models.loading import weights_checksum
+from outrider.models.checksums import weights_checksum
 from outrider.models.quantize import num_bytes
 from outrider.options import Sampling
+from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.sampling.rules import RULES
 from outrider.system.ranks import Ranks, join
 
@@ -51,10 +50,10 @@ def main(folder: Path) -> None:
         "captured": _captured(shared, whole),
         "drawn_seed": shared.generate(PROMPTS[0], max_new_tokens=4)[0].seed,
         "certificate": _certificate(shared),
-        "costs": _costs(shared),
+        "learned": _learned(shared),
         "first": _first(ranks),
         "quantized": _quantized(folder, names),
-        "refused": _refused(shared, folder, names),
+        "refused": _refused(folder, names),
         "parted": _parted(shared, ranks),
     }
     (folder / f"found-{ranks.rank}.json").write_text(json.dumps(found))
@@ -99,19 +98,16 @@ def _certificate(decoder: Decoder) -> dict[str, Any]:
     }
 
 
-def _costs(decoder: Decoder) -> dict[str, Any]:
-    """Measured costs, and what ``-k auto`` writes with them, without a seed; call by call, the tokens drafted in each
-    round of each row."""
-    measured_costs._PASSES_S = measured_costs._REPEATED_S = 0.0  # no verdict depends on how well they are measured
+def _learned(decoder: Decoder) -> dict[str, Any]:
+    """What ``-k auto`` writes without a seed: call by call, the tokens drafted in each round of each row; and the
+    seconds that it has learned."""
     drafted = []
     for num_rows in (1, 2, 1):
         chunks = decoder.stream_many(PROMPTS[:num_rows], max_new_tokens=24, num_draft_tokens="auto")
         drafted.append([(chunk.row, chunk.token_ids, chunk.stats.num_draft_tokens) for chunk in chunks])
-    kept = cost_cache.costs_by_load(decoder.target, decoder.drafter, RULES["block"], 1, 40)
     assert decoder.pair_state is not None
-    learned = decoder.pair_state.estimates(RULES["block"], 1, 40).costs
-    seconds = [learned.seconds(1, k) for k in learned.ks]
-    return {"drafted": drafted, "measured": list(kept[1].values()), "learned": seconds}
+    loads = decoder.pair_state.estimates(RULES["block"])._loads
+    return {"drafted": drafted, "seconds": {size: load.seconds(size, 0) for size, load in loads.items()}}
 
 
 def _first(ranks: Ranks) -> list[Any]:
@@ -129,10 +125,9 @@ def _quantized(folder: Path, names: Path) -> dict[str, Any]:
     return {"text": text, "checksum": weights_checksum(decoder.target.model)}
 
 
-def _refused(decoder: Decoder, folder: Path, names: Path) -> dict[str, str]:
+def _refused(folder: Path, names: Path) -> dict[str, str]:
     target = str(folder / "target")
     return {
-        "compiled": _error(lambda: decoder.compiled().generate(PROMPTS[0], max_new_tokens=2)),
         "alone": _error(lambda: load(target, tensor_parallel=1)),
         "three": _error(lambda: load(target, tensor_parallel=3)),
         "device map": _error(lambda: load(target, device_map="auto")),

@@ -109,7 +109,7 @@ def test_more_prompts_than_slots() -> None:
 
 @pytest.mark.parametrize("execution", ["eager", "captured"])
 def test_eight_threads_may_share_a_decoder(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each gets the texts that it gets alone. (Compiled: in test_compiled.py.)"""
+    """Each gets the texts that it gets alone."""
     monkeypatch.setattr(toys, "execution", toys.EXECUTIONS[execution])
     target, drafter = llama_pair()
     decoder = Decoder(target, None, frozenset(), drafter, num_draft_tokens=2)

@@ -30,7 +30,7 @@ from typing import assert_type
 
 import outrider
 
-decoder = outrider.load("fable", "fable-draft", num_draft_tokens="auto", compile=False)
+decoder = outrider.load("fable", "fable-draft", num_draft_tokens="auto", execution="eager")
 assert_type(decoder, outrider.Decoder)
 for chunk in decoder.stream("Once", temperature=0.5, seed=1, stop=["."]):
     assert_type(chunk, outrider.Chunk)

@@ -6,7 +6,7 @@ they attend, so that a wrong cache, mask or position shows in their tokens.
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,24 +14,20 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from outrider.compile.compiled import CompiledExecution
-from outrider.compile.cuda_graphs import CapturedExecution
-from outrider.decoding.acceptance_estimates import PairEstimates
 from outrider.decoding.batch import Row
-from outrider.decoding.cost_model import LiveCosts
 from outrider.decoding.engine import decode
-from outrider.decoding.measured_costs import MeasuredCosts, favoured_ks
-from outrider.decoding.schedule import AdaptiveSchedule, Schedule
+from outrider.decoding.schedule import AdaptiveSchedule, Estimates, RoundOutcome, Schedule, favoured_ks
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.records import FinishReason, Request, RowRound, Stats
+from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.execution import EagerExecution, Execution
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 
 NUM_ROWS = 128  # of a batch, at most
-EXECUTIONS = {"eager": EagerExecution, "captured": CapturedExecution, "compiled": CompiledExecution}
+EXECUTIONS = {"eager": EagerExecution, "captured": CapturedExecution}
 execution: Callable[[], Execution] = EagerExecution  # of the models made here; see conftest.py
 
 
@@ -174,46 +170,30 @@ class Output:
         return sum((row.stats for row in self.rounds), Stats())
 
 
-def adaptive(costs: Mapping[int, Mapping[int, float]]) -> AdaptiveSchedule:
-    """One that knows nothing but these costs."""
-    return AdaptiveSchedule(PairEstimates(LiveCosts(costs)))
-
-
-def measured(seconds: Mapping[int, float], spread: float = 0.02) -> MeasuredCosts:
-    """Costs, as if they had been measured."""
-    return MeasuredCosts(
-        seconds, dict.fromkeys(seconds, seconds[0]), dict.fromkeys(seconds, spread), dict.fromkeys(seconds, 20), 0.5
-    )
-
-
-def given_costs(target: LM, drafter: Drafter, rule: Rule, num_rows: int, num_tokens: int) -> MeasuredCosts:
-    """In the place of ``measure_round_costs``: a drafted token costs a tenth of a round without drafts."""
-    return measured({k: 0.01 + 0.001 * k for k in favoured_ks(target, drafter)})
-
-
 @dataclass
 class MadeUpTimes:
-    """An adaptive schedule for which each round takes what its costs say, on every machine."""
+    """An adaptive schedule for which each round takes what its costs say, on every machine: K -> seconds, by the number
+    of rows (the largest one that is not above)."""
 
     costs: Mapping[int, Mapping[int, float]]
-    learned: PairEstimates | None = None  # to begin with; None: these costs
     inner: AdaptiveSchedule = field(init=False)
 
     def __post_init__(self) -> None:
-        self.inner = adaptive(self.costs) if self.learned is None else AdaptiveSchedule(self.learned)
+        self.inner = AdaptiveSchedule(Estimates(tuple(next(iter(self.costs.values())))))
         self.max_k = self.inner.max_k
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
         return self.inner.next_k(rows, num_rows)
 
-    def learn(self, rounds: Sequence[RowRound]) -> None:
-        self.inner.learn(rounds)
+    def learn(self, outcome: RoundOutcome) -> None:
+        by_k = self.costs[max(size for size in self.costs if size <= outcome.num_rows)]
+        seconds = by_k[min(k for k in by_k if k >= outcome.num_columns)]
+        self.inner.learn(replace(outcome, seconds=None if outcome.seconds is None else seconds))
 
-    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        self.inner.learn_cost(num_rows, k, LiveCosts(self.costs).seconds(num_rows, k))
 
-    def row_ended(self, index: int) -> None:
-        self.inner.row_ended(index)
+def given_costs(target: LM, drafter: Drafter, rule: Rule) -> dict[int, float]:
+    """In the place of ``measure_round_costs``: a drafted token costs a tenth of a round without drafts."""
+    return {k: 0.01 + 0.001 * k for k in favoured_ks(target, drafter)}
 
 
 class InTurn:
@@ -226,13 +206,7 @@ class InTurn:
         self._num_rounds += 1
         return self._ks[self._num_rounds % len(self._ks)]
 
-    def learn(self, rounds: Sequence[RowRound]) -> None:
-        pass
-
-    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        pass
-
-    def row_ended(self, index: int) -> None:
+    def learn(self, outcome: RoundOutcome) -> None:
         pass
 
 

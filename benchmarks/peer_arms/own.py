@@ -32,12 +32,12 @@ def outrider_arms(
         plain = replace(load(target, dtype=dtype, acceptance=acceptance, **how), tokenizer=None)
         return replace(plain, drafter=load_drafter(plain, draft, placement=Placement(dtype=dtype)))
 
-    eager = pair("float32")
-    ways = {"compiled": eager.compiled(), "eager": eager}
+    decoder = pair("float32")
+    ways = {decoder.target.execution.name: decoder}
     if weights == "gguf":
-        ways = {"compiled": ways["compiled"], "compiled a8": _with_a8(target, draft, acceptance).compiled()}
+        ways["a8"] = _with_a8(target, draft, acceptance)
     if weights == "bfloat16":
-        ways["compiled in bfloat16"] = pair("bfloat16").compiled()
+        ways["in bfloat16"] = pair("bfloat16")
 
     def arm(way: str, name: str, decoder: Decoder, k: int | None = None) -> tuple[Arm, Run]:
         def run(ids: Sequence[int], temperature: float, seed: int, num_tokens: int) -> Output:
@@ -45,7 +45,7 @@ def outrider_arms(
             [completion] = decoder.generate([list(ids)], num_draft_tokens=k, seed=seed, **options)
             return Output(list(completion.token_ids), num_tokens / (completion.stats.mean_acceptance_length or 1))
 
-        return Arm(f"Outrider {way}, {name}", "outrider", k, is_compiled=way != "eager"), run
+        return Arm(f"Outrider {way}, {name}", "outrider", k), run
 
     arms = []
     for way, decoder in ways.items():

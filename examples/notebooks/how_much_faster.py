@@ -15,7 +15,7 @@ PAIR = ("fable", "fable-draft")
 PROMPTS = ["Once upon a time", "The king said to his youngest son", "The fox and the hen"]
 K = 3
 
-decoder = outrider.load(*PAIR, num_draft_tokens=K)  # compile=True for the speed that you would serve with
+decoder = outrider.load(*PAIR, num_draft_tokens=K)
 arms = {"plain": decoder.plain(), "speculative": decoder}
 
 # %% [markdown]
@@ -65,5 +65,5 @@ v = statistics.median(chunk.timing.verify_s for chunk in fast[1:]) / step_s
 print(f"c = {c:.2f}, v = {v:.2f}: predicted speed-up {stats.mean_acceptance_length / (K * c + v):.2f}")
 
 # %% [markdown]
-# The embedded draft is a third of its target, so that there is little to gain without `compile=True`. If the prediction
-# is below 1, no K helps: take another draft (the next notebook), or none.
+# The embedded draft is a third of its target, so that there is little to gain. If the prediction is below
+# 1, no K helps: take another draft (the next notebook), or none.

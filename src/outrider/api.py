@@ -8,6 +8,7 @@ for chunk in decoder.stream("Once upon a time", seed=1):
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.translated import TranslatedDrafter
 from outrider.errors import OptionError, TokenizerMismatch
+from outrider.models.executions import captured
 from outrider.models.generation_config import check_choice, defaults_text, sampling_defaults
 from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
@@ -47,6 +49,7 @@ from outrider.system.ranks import join
 from outrider.text.example_prompts import PROMPTS
 from outrider.text.spelling import Spelling, spelling_of
 from outrider.text.tokenizer import differing_tokens, encode, examples_of, processor_of, tokenizer_of
+from outrider.text.turn_ends import ends_text, turn_end
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
@@ -69,11 +72,12 @@ def load(
     tensor_parallel: int | None = None,
     store: str | None = None,
     allow_pickle: bool = False,
+    execution: str = "auto",
     placement: Placement | None = None,
     draft_placement: Placement | None = None,
     acceptance: str = DEFAULT_ACCEPTANCE,
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
-    compile: bool = False,
+    compile: bool | None = None,
     generation_config: str = "auto",
     models_file: Path | None = None,
     corpus: Sequence[str | Path] = (),
@@ -93,15 +97,15 @@ def load(
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
-        device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle: the placement of the
-            target (see ``Placement``); models in memory stay as they are.
+        device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle, execution: the
+            placement of the target (see ``Placement``); models in memory stay where they are.
         placement: the same as one object, in place of these.
-        draft_placement: the placement of the draft; an "auto" device or dtype is the target's, and so is
-            ``allow_pickle``.
+        draft_placement: the placement of the draft; an "auto" device or dtype is the target's, and so are
+            ``allow_pickle`` and "eager" as ``execution``.
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, from costs measured on first
             use for each number of rows (about a second each for small models) and cached.
-        compile: see ``Decoder.compiled``.
+        compile: deprecated, and without effect: see ``execution``.
         generation_config: "auto" takes the sampling defaults of the target's checkpoint (temperature, top_k, top_p,
             min_p and repetition_penalty, as far as its generation_config.json states them) for calls that give no
             ``Sampling``; their keywords are changes to these. "none" does not. A model in memory has none.
@@ -116,7 +120,11 @@ def load(
         TokenizerMismatch: the draft has too few of the target's tokens. (Those that it lacks are never drafted.)
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
-    by_keywords = Placement(device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle)
+    if compile is not None:
+        warnings.warn("'compile' has no effect: 'execution' chooses how a model runs", FutureWarning, stacklevel=3)
+    by_keywords = Placement(
+        device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle, execution
+    )
     if placement is not None and by_keywords != _ANYWHERE:
         raise OptionError("placement", placement, "give it or the keywords for a device, a dtype ..., not both")
     placement = placement or by_keywords
@@ -128,6 +136,8 @@ def load(
         spec = resolve(str(target), models_file)
         if defaults := sampling_defaults(spec, generation_config):
             _LOG.info("%s", defaults_text(spec.name, defaults))
+    end = turn_end(checkpoint.tokenizer)
+    turn_ids = frozenset() if end is None or end >= num_tokens else frozenset([end])
     plain = Decoder(
         target=build_lm(checkpoint, num_tokens),
         tokenizer=checkpoint.tokenizer,
@@ -138,7 +148,9 @@ def load(
         num_draft_tokens=num_draft_tokens,
         sampling_defaults=defaults,
         processor=checkpoint.processor,
+        turn_ids=turn_ids,
     )
+    _LOG.info("%s", ends_text(plain.target.name, plain.tokenizer, plain.eos_ids, turn_ids))
     of_draft = (draft_placement or _ANYWHERE).inheriting(placement)
     drafter = load_drafter(
         plain,
@@ -149,8 +161,7 @@ def load(
         corpus=corpus,
         shares_with=shares_with,
     )
-    decoder = replace(plain, drafter=drafter)
-    return decoder.compiled() if compile else decoder
+    return replace(plain, drafter=drafter)
 
 
 @uncollected()
@@ -189,13 +200,15 @@ def load_drafter(
         raise OptionError("draft", draft, f"{model!r} takes no options: a model, a head and 'mtp' do")
     if model == MTP:
         _check_placement(placement, decoder.target)
-        return ChainDrafter(load_mtp_of(decoder.target, allow_pickle=placement.allow_pickle), options)
+        head = load_mtp_of(decoder.target, allow_pickle=placement.allow_pickle)
+        return ChainDrafter(_beside(decoder.target, head), options)
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
         if is_head(spec):
             _check_placement(placement.over(spec), decoder.target)
             head = load_head(spec, decoder.target, allow_pickle=placement.allow_pickle)
-            return (BlockDrafter if isinstance(head.model, BlockHead) else ChainDrafter)(head, options)
+            kind = BlockDrafter if isinstance(head.model, BlockHead) else ChainDrafter
+            return kind(_beside(decoder.target, head), options)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file, shares_with=shares_with)
     num_tokens = decoder.target.vocab_size
     differing = _differing(decoder, checkpoint)
@@ -207,6 +220,11 @@ def load_drafter(
         return TranslatedDrafter.of(own, spelling, options)
     lm = build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing))
     return model_drafter(lm, options)
+
+
+def _beside(target: LM, head: LM) -> LM:
+    """A head with the execution of its target."""
+    return captured(head) if target.execution.is_prepared else head
 
 
 def _check_placement(placement: Placement, target: LM) -> None:
@@ -286,9 +304,9 @@ def _checkpoint(
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise OptionError("tokenizer", type(tokenizer).__name__, f"the model {str(model)!r} has its own")
-        loaded = tuple(lm.model for other in shares_with for lm in (other.target, *other.drafter.models))
+        loaded = tuple(lm.weights for other in shares_with for lm in (other.target, *other.drafter.models))
         spec = resolve(str(model), models_file)
-        return load_checkpoint(spec, placement, is_target=is_target, shares_with=loaded)
+        return load_checkpoint(spec, placement, is_target=is_target, may_stand_in=True, shares_with=loaded)
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, torch.nn.Module):
         raise OptionError(
@@ -300,4 +318,5 @@ def _checkpoint(
     if (getattr(model, "tp_size", None) or 1) > 1:
         join()  # the ranks that share it
     name = config.name_or_path or type(model).__name__
-    return Checkpoint(name, model, tokenizer_of(tokenizer), processor_of(tokenizer))
+    execution = "eager" if placement.execution == "auto" else placement.execution  # its weights may be changed
+    return Checkpoint(name, model, tokenizer_of(tokenizer), processor_of(tokenizer), execution)

@@ -70,12 +70,13 @@ class Assisted:
         acceptance: str,
         streamer: Any | None,
         stop_strings: str | Sequence[str] | None,
+        allow_pickle: bool,
     ) -> None:
         if stop_strings and tokenizer is None:
             raise OptionError("stop_strings", stop_strings, "they need the tokenizer: assisted(..., tokenizer=...)")
         self._draft, self._tokenizer, self._draft_tokenizer = draft, tokenizer, draft_tokenizer
         self._options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "acceptance": acceptance}
-        self._streamer, self._stop_strings = streamer, stop_strings
+        self._streamer, self._stop_strings, self._allow_pickle = streamer, stop_strings, allow_pickle
 
     def __call__(
         self,
@@ -134,11 +135,12 @@ class Assisted:
         place = model.device, model.dtype
         if self not in kept or kept[self][0] != place:
             # Without the generation config: all tokens that have logits, as in ``generate``.
-            plain = load(model, generation_config="none", **self._options)
+            # Eager: between calls the caller may train the model, whose weights a graph would know by address.
+            plain = load(model, generation_config="none", execution="eager", **self._options)
             known = replace(plain, tokenizer=self._tokenizer)
-            on_device = Placement(device=str(model.device))
-            drafter = load_drafter(known, self._draft, tokenizer=self._draft_tokenizer, placement=on_device)
-            kept[self] = place, replace(plain, drafter=drafter, eos_ids=frozenset())
+            placement = Placement(device=str(model.device), allow_pickle=self._allow_pickle, execution="eager")
+            drafter = load_drafter(known, self._draft, tokenizer=self._draft_tokenizer, placement=placement)
+            kept[self] = place, replace(plain, drafter=drafter, eos_ids=frozenset(), turn_ids=frozenset())
         decoder: Decoder = kept[self][1]
         return decoder
 
@@ -162,6 +164,7 @@ def assisted(
     acceptance: str = DEFAULT_ACCEPTANCE,
     streamer: Any | None = None,
     stop_strings: str | Sequence[str] | None = None,
+    allow_pickle: bool = False,
 ) -> Assisted:
     """Argument ``custom_generate`` of ``model.generate``. Keep the object: draft and model are prepared once for it.
 
@@ -172,6 +175,7 @@ def assisted(
         num_draft_tokens, acceptance: see ``outrider.load``.
         streamer: of Transformers, for batches of one row.
         stop_strings: in place of those of ``generate``, which needs its own tokenizer for them.
+        allow_pickle: for the draft; see ``Placement``.
 
     Raises:
         OptionError
@@ -184,6 +188,7 @@ def assisted(
         acceptance=acceptance,
         streamer=streamer,
         stop_strings=stop_strings,
+        allow_pickle=allow_pickle,
     )
 
 
@@ -199,6 +204,7 @@ def generate(
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
     acceptance: str = DEFAULT_ACCEPTANCE,
     streamer: Any | None = None,
+    allow_pickle: bool = False,
     synced_gpus: bool | None = None,
     custom_generate: Any | None = None,
     **options: Any,
@@ -228,6 +234,7 @@ def generate(
         acceptance=acceptance,
         streamer=streamer,
         stop_strings=stop_strings,
+        allow_pickle=allow_pickle,
     )
     return model.generate(inputs, generation_config=generation_config, custom_generate=own, **options)
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Unpack
 
-from outrider.compile.compiled_lm import compiled_lm
-from outrider.compile.service import CompileService
 from outrider.decoding.engine import Engine
-from outrider.decoding.pair_state import PairState
+from outrider.decoding.schedule import PairState
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import OptionError, OutriderError
 from outrider.options import (
@@ -26,7 +24,7 @@ from outrider.options import (
 )
 from outrider.records import Chunk, Completion
 from outrider.requests.async_session import AsyncSession
-from outrider.requests.call import GenerateCall, ReadPrompt, checked_ids, collected
+from outrider.requests.call import GenerateCall, ReadPrompt, checked_ids, collected, ends_of
 from outrider.requests.row_options import check_names, rows_of
 from outrider.requests.session import Session, SessionCalls
 from outrider.requests.state import RequestState
@@ -35,6 +33,7 @@ from outrider.sampling.rules import RULES
 from outrider.text.chat import ChatChanges
 from outrider.text.chat_images import chat_of
 from outrider.text.prompts import prompts_of
+from outrider.text.thinking import ThoughtSplitter
 from outrider.text.tokenizer import Prompt
 
 
@@ -46,6 +45,7 @@ class Decoder:
         target: the model whose distribution the output follows.
         tokenizer: of Hugging Face; None for token ids in and out.
         eos_ids: end tokens.
+        turn_ids: tokens that end turns, by the chat template: they end the output of a prompt that has one of them.
         drafter: proposes tokens.
         acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.sampling.rules).
         processor: of Hugging Face, for chats with images; None where there are none.
@@ -66,6 +66,7 @@ class Decoder:
     sampling_defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
     pair_state: PairState | None = field(default=None, repr=False, compare=False)
     processor: Any | None = field(default=None, repr=False)
+    turn_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         _check_acceptance(self.acceptance)
@@ -77,23 +78,10 @@ class Decoder:
         """A decoder with this target and no draft: the baseline of every comparison."""
         return replace(self, drafter=NoDrafter())
 
-    def compiled(self, *, waits: bool = True, service: CompileService | None = None) -> Decoder:
-        """A decoder whose models are compiled when a shape is first used: half a minute each, or milliseconds from the
-        cache on disk. On a CUDA device they are captured as CUDA graphs instead, which is quick and not cached. It pays
-        for long work. Keep the result, since the programs are freed with it.
-
-        Args:
-            waits: False starts generating at once: rounds are eager until another process has compiled their programs.
-                Rounds with a row whose seed was given wait nevertheless, so that its output does not depend on what
-                was compiled before.
-            service: compiles the programs; None for that of this process.
-
-        Raises:
-            CompileError: several processes share the target; or, from the first generation, a model or this machine
-                does not support it.
-        """
-        change = partial(compiled_lm, waits=waits, service=service)
-        return replace(self, target=change(self.target), drafter=self.drafter.with_models(change))
+    def compiled(self, *, waits: bool = True, service: object = None) -> Decoder:
+        """Deprecated: the decoder itself. The fast execution of each device is the default (see ``Placement``)."""
+        warnings.warn("Decoder.compiled has no effect: the fast execution is the default", FutureWarning, stacklevel=2)
+        return self
 
     def stream(
         self,
@@ -140,8 +128,8 @@ class Decoder:
             num_slots: concurrent prompts. When a row ends, the next prompt takes its slot.
             num_draft_tokens, acceptance: for this call, in place of the decoder's.
             is_repeatable: the output of a row whose seed is given depends on the call alone: under "auto" its K is
-                constant if the output depends on K, and its rounds wait for their programs. False lifts both (for
-                measurements; the output distribution is the same if no seed is used twice with this decoder).
+                constant if the output depends on K. False lifts this (for measurements; the output distribution is the
+                same if no seed is used twice with this decoder).
             reports_drafts: report all drafted tokens in chunks, rejected or not, with p and q.
             sampling: options of all prompts, or a list with one for each; None for ``sampling_defaults``. A
                 single ``seed`` is the base seed; row i gets seed + i. (A list has the seed of each prompt's first row.)
@@ -289,6 +277,7 @@ class Decoder:
         *,
         shown_ids: Collection[int] = (),
         includes_stop: bool = False,
+        thoughts: ThoughtSplitter | None = None,
     ) -> RequestState:
         """A checked request for ``engine``.
 
@@ -296,13 +285,23 @@ class Decoder:
             options: fields of ``Sampling``, one value each; others are the decoder's defaults.
             shown_ids: special tokens that are written in its text.
             includes_stop: so is the token or string that ends it.
+            thoughts: splits off its thoughts, in which stop strings do not count.
 
         Raises:
             OptionError, PromptError
         """
         read = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
         own = {**self.sampling_defaults, **options}
-        return self._call().state(read, own, shown_ids=shown_ids, includes_stop=includes_stop)
+        return self._call().state(read, own, shown_ids=shown_ids, includes_stop=includes_stop, thoughts=thoughts)
+
+    def ends_of(self, prompt_ids: Sequence[int]) -> frozenset[int]:
+        """Tokens that end the output of a prompt."""
+        return ends_of(prompt_ids, self.eos_ids, self.turn_ids)
+
+    def of_one_kind(self, prompts: Iterable[Sequence[int]]) -> Decoder:
+        """A decoder for texts that share their options: if one of the prompts is a chat, all texts end with turns."""
+        ends = self.eos_ids.union(*(self.ends_of(prompt_ids) for prompt_ids in prompts))
+        return replace(self, eos_ids=ends, turn_ids=frozenset())
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt.
@@ -323,7 +322,7 @@ class Decoder:
         check_num_draft_tokens(k)
         rule = RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
         assert self.pair_state is not None
-        models = self.target, self.tokenizer, self.eos_ids, self.drafter, self.pair_state
+        models = self.target, self.tokenizer, self.eos_ids, self.turn_ids, self.drafter, self.pair_state
         shared = self.sampling_defaults, is_repeatable, reports_drafts, self.processor
         return GenerateCall(*models, k, rule, *shared)
 

@@ -8,7 +8,7 @@
     │   │   ├── ModelNotFound      no such name, path or hub id
     │   │   ├── ModelCorrupt       found, but not readable as a causal language model
     │   │   ├── UnsupportedModel   its architecture is not supported, or it is a part of a model
-    │   │   └── CompileError       a model cannot be compiled on this machine
+    │   │   └── ExecutionError     a model cannot run with the execution that was asked for
     │   ├── TokenizerMismatch      target and draft have different tokens
     │   ├── DeviceError            the device is missing, or has too little memory
     │   ├── WorkerError            worker processes on other machines ended before the work was done
@@ -25,10 +25,13 @@ exception, never one of these.
 
 from __future__ import annotations
 
+import warnings
+from typing import TYPE_CHECKING
+
 __all__ = [
-    "CompileError",
     "ConstraintNotRead",
     "DeviceError",
+    "ExecutionError",
     "FileError",
     "MissingExtra",
     "ModelCorrupt",
@@ -103,8 +106,8 @@ class UnsupportedModel(ModelError):
     a part of a model."""
 
 
-class CompileError(ModelError):
-    """The model cannot be compiled on this machine: run it without compiling."""
+class ExecutionError(ModelError):
+    """The model cannot run with the execution that was asked for: leave the choice to "auto"."""
 
 
 class TokenizerMismatch(UsageError):
@@ -159,3 +162,15 @@ class NumericsError(OutriderError):
 
 class RankError(OutriderError):
     """The ranks of a job (``torchrun``) that share a target generated different tokens."""
+
+
+DEPRECATED = {"CompileError": "ExecutionError"}
+"""Former names, with those in their place."""
+
+if not TYPE_CHECKING:  # else a type checker would take any name for one of this module's
+
+    def __getattr__(name: str) -> type[OutriderError]:
+        if name not in DEPRECATED:
+            raise AttributeError(f"module 'outrider.errors' has no attribute {name!r}")
+        warnings.warn(f"{name} is now {DEPRECATED[name]}", FutureWarning, stacklevel=2)
+        return globals()[DEPRECATED[name]]

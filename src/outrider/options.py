@@ -75,6 +75,7 @@ _INSTEAD = {
     "pass everything that the tokenizer returns as the prompt": "attention_mask input_ids",
     "leave it out: rows are not padded, and the KV cache is always on": "pad_token_id use_cache",
     "load the model and its tokenizer yourself, and pass them to outrider.load": "trust_remote_code",
+    "nothing is compiled that a server could wait for": "wait",
 }
 
 _MAX_PENALTY = 2.0  # as in OpenAI's API

@@ -38,13 +38,14 @@ class Draft:
 
     Attributes:
         ids: the drafted tokens. [B, K]
-        probs: q, the rows that ``ids`` were drawn from; None where q is one-hot at ``ids``. [B, K, V]
+        probs: q, the rows that ``ids`` were drawn from: a tensor, or candidates (sampling/candidates.py); None where q
+            is one-hot at ``ids``. [B, K, V]
         num_drafted: drafted tokens of each row; further columns are padding. [B]
         is_finite: whether the draft model's logits were finite, for each token; None without a model. [B, K]
     """
 
     ids: Tensor
-    probs: Tensor | None
+    probs: Any
     num_drafted: Tensor
     is_finite: Tensor | None = None
 
@@ -358,7 +359,7 @@ class Completion:
 
 Effect: TypeAlias = "NDArray[np.bool_] | NDArray[np.floating[Any]] | Callable[[Tensor], Tensor]"
 """On the next token: a mask of the allowed tokens, at least one [V]; biases of their logits, -inf for forbidden ones
-[V]; or a function of the logits [V] -> [V], which steps that are compiled do not take."""
+[V]; or a function of the logits [V] -> [V], which captured steps do not take."""
 
 
 class Constraint(Protocol):
@@ -427,7 +428,6 @@ class Request:
         num_draft_tokens: a constant K for this row; None where the schedule chooses.
         reports_drafts: fill ``RowRound.drafted``.
         reports_logits: fill ``RowRound.logits``.
-        is_repeatable: the output must not depend on what has been compiled by then (see ``Execution``).
         drafts_beyond_end: the last rounds draft as many tokens as the others, though not all of them may be committed,
             so that the output is a prefix of that with a larger ``max_new_tokens``.
         media: the embeddings of the prompt, where it has images. Drafts read the placeholders in ``prompt_ids``.
@@ -439,7 +439,6 @@ class Request:
     num_draft_tokens: int | None = None
     reports_drafts: bool = False
     reports_logits: bool = False
-    is_repeatable: bool = False
     drafts_beyond_end: bool = False
     num_resumed: int = 0
     constraint: Constraint | None = None

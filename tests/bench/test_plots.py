@@ -14,13 +14,10 @@ from outrider.bench.plots import (
     plot_alpha,
     plot_plan,
     plot_prediction,
-    plot_shapes,
     plot_speed_up,
 )
 from outrider.bench.report import ArmSummary
 from outrider.bench.run import Arm
-from outrider.distill.shapes import ShapeCost
-from outrider.distill.student import Shape
 from outrider.errors import FileError, MissingExtra
 from outrider.options import Sampling
 from outrider.pages.figures import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
@@ -37,21 +34,22 @@ def summary(draft: str | None, k: int | None, value: float | None) -> ArmSummary
     return ArmSummary(Arm(name, embedded(), draft, k), 2, pair, pair, pair, 1.0, speed_up, speed_up, empty, Timing())
 
 
-SUMMARIES = [
-    summary(None, None, None),
-    summary("small", None, 3.0),  # the draft alone: no speed-up of a pair
-    summary("small", 1, 1.2),
-    summary("small", 2, 1.4),
-    summary("ngram", 1, 0.9),
-    summary("ngram", 2, 1.1),
-]
+def summaries() -> list[ArmSummary]:
+    return [
+        summary(None, None, None),
+        summary("small", None, 3.0),  # the draft alone: no speed-up of a pair
+        summary("small", 1, 1.2),
+        summary("small", 2, 1.4),
+        summary("ngram", 1, 0.9),
+        summary("ngram", 2, 1.1),
+    ]
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
 def test_plots_are_written(tmp_path: Path, suffix: str, magic: bytes) -> None:
     path = tmp_path / f"plot{suffix}"
     check_plot_file(path)
-    plot_speed_up(SUMMARIES, path, "title")
+    plot_speed_up(summaries(), path, "title")
     assert path.read_bytes().startswith(magic)
 
 
@@ -65,7 +63,7 @@ def test_plots_have_a_line_for_each_draft(tmp_path: Path, monkeypatch: pytest.Mo
         return errorbar(self, x, y, **rest)
 
     monkeypatch.setattr(Axes, "errorbar", record)
-    plot_speed_up(SUMMARIES, tmp_path / "plot.svg", "title")
+    plot_speed_up(summaries(), tmp_path / "plot.svg", "title")
     assert lines == {"small": ([1, 2], [1.2, 1.4]), "ngram": ([1, 2], [0.9, 1.1])}
 
 
@@ -74,11 +72,10 @@ def alpha(temperature: float, top_p: float, value: float) -> Alpha:
 
 
 PLOTS = {
-    "measured": (lambda path: plot_speed_up(SUMMARIES, path, "title"), 1.4),
+    "measured": (lambda path: plot_speed_up(summaries(), path, "title"), 1.4),
     "predicted": (lambda path: plot_prediction([(1, 0.8), (2, 3.5)], path, "title"), 3.5),
-    "plan": (lambda path: plot_plan({"small": [(1, 1.3), (2, 1.5)]}, SUMMARIES, path, "title"), 1.5),
+    "plan": (lambda path: plot_plan({"small": [(1, 1.3), (2, 1.5)]}, summaries(), path, "title"), 1.5),
     "alpha": (lambda path: plot_alpha({"small": [alpha(0, 1, 0.4), alpha(1, 0.9, 0.6)]}, path, "title"), 0.6),
-    "shapes": (lambda path: plot_shapes([ShapeCost(Shape(1, 8), 9, 2e-3, 0.5)] * 3, path, "title"), 2.0),
 }
 
 
@@ -98,7 +95,7 @@ def test_a_plan_has_predictions_and_measurements(tmp_path: Path, monkeypatch: py
     """In the same colour for the same draft."""
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda self, *_, **__: figures.append(self))
-    plot_plan({"small": [(1, 1.3)], "ngram": [(1, 0.8)]}, SUMMARIES, tmp_path / "plot.svg", "title")
+    plot_plan({"small": [(1, 1.3)], "ngram": [(1, 0.8)]}, summaries(), tmp_path / "plot.svg", "title")
     handles, labels = figures[0].axes[0].get_legend_handles_labels()
     by_label = dict(zip(labels, handles, strict=True))
     assert {f"{name}, {what}" for name in ("small", "ngram") for what in ("predicted", "measured (95%)")} < set(labels)

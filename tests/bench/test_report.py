@@ -2,6 +2,7 @@
 
 import io
 import math
+from functools import cache
 
 import pytest
 from rich.console import Console
@@ -37,23 +38,30 @@ def measurement(arm: Arm, index: int, prefill_s: float, decode_s: float, num_tok
     return Measurement(arm, Case(index, "prompt", index), counts, timing, "text")
 
 
-PLAIN, FAST = arm("plain"), arm("fast, K = 3", "draft", 3)
+@cache
+def plain_arm() -> Arm:
+    return arm("plain")
+
+
+@cache
+def fast_arm() -> Arm:
+    return arm("fast, K = 3", "draft", 3)
 
 
 def two_summaries() -> list[ArmSummary]:
     """Plain takes 1 s and 2 s for ten tokens, fast 0.8 s and 0.4 s; prefills of 0.1 s and 0.2 s."""
     measurements = [
-        measurement(PLAIN, 0, 0.1, 1.0),
-        measurement(FAST, 1, 0.2, 0.4),
-        measurement(FAST, 0, 0.2, 0.8),
-        measurement(PLAIN, 1, 0.1, 2.0),
+        measurement(plain_arm(), 0, 0.1, 1.0),
+        measurement(fast_arm(), 1, 0.2, 0.4),
+        measurement(fast_arm(), 0, 0.2, 0.8),
+        measurement(plain_arm(), 1, 0.1, 2.0),
     ]
-    return summarise(measurements, [PLAIN, FAST])
+    return summarise(measurements, [plain_arm(), fast_arm()])
 
 
 def test_a_summary_by_hand() -> None:
     plain, fast = two_summaries()
-    assert (plain.arm, fast.arm, plain.num_cases, fast.num_cases) == (PLAIN, FAST, 2, 2)
+    assert (plain.arm, fast.arm, plain.num_cases, fast.num_cases) == (plain_arm(), fast_arm(), 2, 2)
     assert plain.ms_per_token == pytest.approx((150.0, 50 * math.sqrt(2)))
     assert fast.ms_per_token == pytest.approx((60.0, 20 * math.sqrt(2)))
     assert plain.total_ms_per_token == pytest.approx((160.0, 50 * math.sqrt(2)))
@@ -81,11 +89,11 @@ def test_speed_ups_are_paired_by_case() -> None:
 def test_cases_that_an_arm_has_not_done_are_left_out() -> None:
     """For all arms, in any order of measurement."""
     measurements = [
-        measurement(PLAIN, 1, 0.1, 2.0),
-        measurement(FAST, 1, 0.1, 1.0),
-        measurement(FAST, 0, 0.1, 9.0),
+        measurement(plain_arm(), 1, 0.1, 2.0),
+        measurement(fast_arm(), 1, 0.1, 1.0),
+        measurement(fast_arm(), 0, 0.1, 9.0),
     ]
-    plain, fast = summarise(measurements, [PLAIN, FAST])
+    plain, fast = summarise(measurements, [plain_arm(), fast_arm()])
     assert plain.num_cases == fast.num_cases == 1
     assert fast.ms_per_token == (pytest.approx(100.0), None)
     assert fast.speed_up is not None
@@ -112,9 +120,9 @@ def test_texts_for_people() -> None:
 
 def test_the_table_fits_a_terminal() -> None:
     """A line for each arm in 80 columns, with all its numbers whole, also for a slow model."""
-    slow = [measurement(PLAIN, 0, 3.0, 54.0), measurement(PLAIN, 1, 2.0, 48.0)]
-    fast = [measurement(FAST, 0, 3.2, 31.0), measurement(FAST, 1, 2.2, 26.0)]
-    for summaries in (two_summaries(), summarise([*slow, *fast], [PLAIN, FAST])):
+    slow = [measurement(plain_arm(), 0, 3.0, 54.0), measurement(plain_arm(), 1, 2.0, 48.0)]
+    fast = [measurement(fast_arm(), 0, 3.2, 31.0), measurement(fast_arm(), 1, 2.2, 26.0)]
+    for summaries in (two_summaries(), summarise([*slow, *fast], [plain_arm(), fast_arm()])):
         console = Console(width=80, file=io.StringIO())
         console.print(table(summaries, "title"))
         text = console.file.getvalue()  # type: ignore[attr-defined]

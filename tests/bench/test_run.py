@@ -21,9 +21,9 @@ from outrider.bench.run import (
     race,
     warm_up,
 )
-from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.drafters.model import ModelDrafter
 from outrider.records import Chunk, RowRound, Stats, Timing
+from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.text.example_prompts import PROMPTS
 from pairs import embedded
 

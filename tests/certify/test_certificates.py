@@ -20,7 +20,6 @@ from outrider.certify.divergence import plain_batches
 from outrider.certify.job import CertifyTask
 from outrider.certify.observed import ObservedTokens
 from outrider.certify.run import Pilot, TokenSample, certify, check_greedily, plain_texts, run_pilot
-from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoder import Decoder
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.drafters.model import ModelDrafter
@@ -28,6 +27,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError, PromptError
 from outrider.options import Sampling
 from outrider.records import Draft
+from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import normalised
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule

@@ -43,13 +43,12 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)
-    for name in ("outrider.decoding", "outrider.compile.service"):  # commands tell of them on standard error
-        logging.getLogger(name).setLevel(logging.NOTSET)
+    logging.getLogger("outrider.decoding").setLevel(logging.NOTSET)  # commands tell of it on standard error
 
 
 @pytest.fixture(name="outrider")
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Outrider:
-    """Run a command with these arguments. If it succeeds, what it wrote is held against the schemas."""
+    """Run a command with these arguments. If it succeeds, what it wrote is held against examples."""
 
     def ended(*arguments: object, stdin: bytes | io.StringIO = b"") -> Ended:
         monkeypatch.setattr(sys, "argv", ["outrider", *map(str, arguments)])

@@ -2,6 +2,7 @@
 
 import io
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -73,7 +74,7 @@ def test_help_answers_at_once() -> None:
         [sys.executable, "-c", ENDING + "print(len(sys.modules))", "--help"], capture_output=True, text=True, check=True
     )
     assert int(result.stdout.splitlines()[-1]) < 600
-    for command in ("generate", "compare", "latency", "eval", "record", "replay", "analyze", "plan", "models"):
+    for command in ("generate", "compare", "latency", "eval", "record", "replay", "plan", "models"):
         assert f" {command} " in result.stdout
 
 
@@ -103,6 +104,17 @@ def test_the_libraries_are_kept_quiet(outrider: Outrider, monkeypatch: pytest.Mo
     outrider("--version")
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
     assert os.environ["HF_HUB_VERBOSITY"] == "info"
+
+
+def test_verbose_tells_where_texts_end(outrider: Outrider) -> None:
+    words = ("generate", "Once", "-n", "2", "-t", "0", "--draft", "none")
+    assert "texts end" not in outrider(*words).err
+    logger = logging.getLogger("outrider")
+    try:
+        assert "fable: texts end with 0 <|endoftext|>\n" in outrider("--verbose", *words).err
+    finally:
+        logger.handlers.clear()
+        logger.setLevel(logging.NOTSET)
 
 
 def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:
@@ -148,6 +160,7 @@ def test_a_killed_run_is_continued(outrider: Outrider, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("each_is_probed")
+@pytest.mark.usefixtures("each_is_probed")
 def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, whatever was being done: the model was being tried out here."""
 
@@ -155,7 +168,7 @@ def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.M
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
 
     monkeypatch.setattr("outrider.runtime.lm.LM.forward", fail)
-    ended = outrider("generate", "Once", "-n", 3)
+    ended = outrider("generate", "Once", "-n", 3, "--execution", "eager")
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("error: out of device memory (CUDA out of memory): choose a narrower --dtype")
     assert ended.err.count("\n") == 1

@@ -65,9 +65,12 @@ def test_a_certificate_of_structured_output(outrider: Outrider, prompts: Path, t
     assert "regex = '('" in outrider("certify", "--regex", "(").error
 
 
-def test_what_was_asked_for_is_asked_for_again(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """A certificate that was refused for its limit is refused once more; with K chosen as it goes. (By given costs:
+def test_what_was_asked_for_is_asked_for_again(
+    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A certificate that was refused for its limit is refused once more; with K chosen as it goes. (Not by times here:
     where a draft is dear there are few drafts, and a mistake in how they are judged would not be found out.)"""
+    monkeypatch.setattr("outrider.decoding.schedule.Estimates.choose", lambda self, rows, num_rows: (4, 4))
     file = tmp_path / "certificate.json"
     arguments = "--prompts", prompts, "--num-tokens", 300, "-n", 12, "-k", "auto", "--acceptance", "gumbel"
     assert outrider("certify", *arguments, "--json", file).code == 0
@@ -101,7 +104,9 @@ def test_temperature_zero(outrider: Outrider, prompts: Path) -> None:
     assert ended.code == 0
     document = only_document(ended.out, "certify")
     assert document["statistical"] is None and document["is_certified"]
-    assert "no randomness" in ended.err
+    (greedy,) = document["greedy"]
+    assert (greedy["num_texts"], greedy["num_tokens"], greedy["is_ok"]) == (2, 48, True)
+    assert "no randomness" in ended.err and "2 of 2 outputs the same" in ended.err
 
 
 def test_the_sample_that_a_deviation_needs(outrider: Outrider, prompts: Path) -> None:

@@ -211,6 +211,17 @@ def test_ctrl_c_at_the_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch, caps
     assert "Ctrl-D or /quit ends the chat" in capsys.readouterr().err
 
 
+def test_loading_is_not_silent() -> None:
+    """The line comes first, and is removed. It is only for terminals."""
+    terminal = _Terminal("fable", "none")
+    try:
+        text = terminal.until(r"(?s).*a base model, which continues your text")[0]
+        before, _, after = text.rpartition("loading fable with none ...")
+        assert before and "\x1b[2K" in after
+    finally:
+        terminal.close()
+
+
 @pytest.mark.slow
 def test_in_a_terminal() -> None:
     """Accepted tokens are underlined, a pasted text is one message, Ctrl-D ends."""

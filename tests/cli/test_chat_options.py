@@ -25,7 +25,6 @@ COMMANDS: list[tuple[Any, ...]] = [
     ("generate", "-n", 2),
     ("record", "-n", 2),
     ("alpha", "-t", 1),
-    ("divergence", "-n", 2),
     ("plan", "-n", 4, "-k", 1),
 ]
 

@@ -149,12 +149,12 @@ def test_rejections_of_a_model_by_itself(
 
 def test_a_wrong_rule_is_found_out(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check at work: a model that drafts for itself with probabilities that are not its own."""
-    to_probs = __import__("outrider.drafters.drawing").drafters.drawing.to_probs
+    rows_of = __import__("outrider.drafters.drawing").drafters.drawing.rows_of
 
-    def flattened(*arguments: Any) -> Any:
-        return 0.5 * to_probs(*arguments) + 0.5 / embedded().target.vocab_size
+    def flattened(logits: Any, *others: Any) -> Any:
+        return rows_of(0.5 * logits, *others)
 
-    monkeypatch.setattr("outrider.drafters.drawing.to_probs", flattened)
+    monkeypatch.setattr("outrider.drafters.drawing.rows_of", flattened)
     ended = outrider("compare", PROMPT, *QUICK, "--draft", "fable")
     assert ended.code == 1
     assert "SANITY CHECK FAILED" in ended.out
@@ -281,6 +281,6 @@ def test_a_race_without_a_draft_names_drafts(outrider: Outrider) -> None:
 
 def test_the_race_ends_with_the_next_step(outrider: Outrider) -> None:
     """With the options of the pair."""
-    ended = outrider("compare", PROMPT, "-n", 4, "--num-runs", 1, "--dtype", "float64", "--no-compile")
-    words = "--target fable --draft fable-draft --dtype float64 --no-compile"
+    ended = outrider("compare", PROMPT, "-n", 4, "--num-runs", 1, "--dtype", "float64", "--execution", "eager")
+    words = "--target fable --draft fable-draft --dtype float64 --execution eager"
     assert f"  outrider plan {words}\n  outrider certify {words}\n" in ended.out

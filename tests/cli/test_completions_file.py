@@ -181,7 +181,7 @@ def test_a_prompt_that_fails_does_not_end_the_run(outrider: Outrider, tmp_path: 
     ended = outrider(*arguments)
     assert ended.code == 1 and ended.err.startswith("0 tokens") and ended.err.endswith(", 2 failed\n")
     assert output.read_bytes() == whole
-    assert outrider("analyze", output).code == 0
+    assert outrider("replay", output, "--per-prompt").code == 0
     assert [line.number for line in read_samples(output, ())] == [
         number for number, line in enumerate(whole.splitlines(), start=1) if b"error" not in line
     ]

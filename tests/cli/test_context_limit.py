@@ -12,7 +12,6 @@ from outrider.errors import UsageError
 
 _WORK = {  # of each command, where it begins
     "certify": "outrider.certify.run.run_pilot",
-    "divergence": "outrider.certify.run.plain_texts",
     "plan": "outrider.cli.commands.plan.own_text",
     "latency": "outrider.bench.run.warm_up",
     "compare": "outrider.bench.run.warm_up",
@@ -41,7 +40,7 @@ def test_a_limit_beyond_the_context_is_told(
     if command == "record":
         arguments += "--output", tmp_path / "log"
     elif command == "latency":
-        arguments, longest = ("--no-compile",), 22
+        arguments, longest = ("--execution", "eager"), 22
     elif command == "compare":
         arguments, longest = ("The king",), 2
     (line,) = told(outrider, monkeypatch, command, *arguments, "-n", 1024 - longest + 1)

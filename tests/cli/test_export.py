@@ -43,7 +43,7 @@ def test_export_is_one_process(outrider: Outrider, tmp_path: Path, monkeypatch: 
     assert ended.code == 2 and "leave out torchrun" in ended.err and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("to", [name for name in ENGINES if name != "openvino"])
+@pytest.mark.parametrize("to", ENGINES)
 def test_a_recorded_pair(outrider: Outrider, log: Path, tmp_path: Path, to: str) -> None:
     """Each engine gets the tau of its own law, and the options of the log."""
     ended = outrider("export", "--to", to, "--log", log, "--output", tmp_path / "out", "--json", tmp_path / "json")
@@ -73,7 +73,7 @@ def _draft_cost() -> float:
 
 
 def test_the_laws_are_in_order(outrider: Outrider, log: Path, tmp_path: Path) -> None:
-    """The embedded pair at temperature 0.8: ratio above greedy above equal samples."""
+    """The embedded pair at temperature 0.8: ratio above greedy."""
 
     def tau(to: str) -> list[float]:
         ended = outrider("export", "--to", to, "--log", log, "--output", tmp_path / to, "--json", "-")
@@ -81,8 +81,8 @@ def test_the_laws_are_in_order(outrider: Outrider, log: Path, tmp_path: Path) ->
         [chosen] = [one for one in document["outlooks"] if one["setting"] == document["setting"]]
         return [one["tau"]["value"] for one in chosen["tau"]]
 
-    ratio, greedy, match = (tau(to) for to in ("transformers", "sglang", "mlx"))
-    assert all(a > b > c > 1 for a, b, c in zip(ratio, greedy, match, strict=True))
+    ratio, greedy = (tau(to) for to in ("transformers", "sglang"))
+    assert all(a > b > 1 for a, b in zip(ratio, greedy, strict=True))
 
 
 def test_nothing_known(outrider: Outrider, tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_a_head(outrider: Outrider, tmp_path: Path, target_and_head: tuple[Path,
     assert (tmp_path / "vllm" / "draft").resolve() == target_and_head[1].resolve()
     convert = (tmp_path / "llama.cpp" / "convert.sh").read_text()
     assert f"{target_and_head[1].resolve()} --outfile draft.gguf --target-model-dir {target_and_head[0]}" in convert
-    ended = outrider("export", "--to", "mlx", *pair, "--output", tmp_path / "mlx")
+    ended = outrider("export", "--to", "transformers", *pair, "--output", tmp_path / "out")
     assert "takes draft models only" in ended.error
 
 
@@ -267,7 +267,7 @@ def test_bad_options(outrider: Outrider, log: Path, tmp_path: Path) -> None:
     def error(to: str, *more: object) -> str:
         return outrider("export", "--to", to, "--output", tmp_path / "out", *more).error
 
-    assert "choose one of vllm, sglang" in error("ollama")
+    assert "choose one of vllm, sglang" in error("mlx")
     assert "one number, or auto" in error("vllm", "-k", "1,2")
     assert "a number >= 0" in error("vllm", "--draft-cost", "-1")
     assert "leave one of the two out" in error("vllm", "--draft-cost", 0.1, "--measure")
@@ -275,9 +275,7 @@ def test_bad_options(outrider: Outrider, log: Path, tmp_path: Path) -> None:
     assert "as stored" in error("vllm", "--target", "fable:int8", "--draft", "fable-draft")
     assert "vLLM 0.33.0 cannot do this exactly" in error("vllm", "--min-p", 0.1)
     assert "SGLang 0.5.23 cannot do this exactly" in error("sglang", "--repetition-penalty", 1.1)
-    assert "does not sample from the target's distribution" in error("openvino")
     assert "it was recorded from fable, not from this fable-draft" in error(
         "vllm", "--log", log, "--target", "fable-draft", "--draft", "fable"
     )
     assert not (tmp_path / "out").exists()
-    assert outrider("export", "--to", "openvino", "--output", tmp_path / "out", "-t", 0).code == 0

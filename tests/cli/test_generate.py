@@ -220,7 +220,7 @@ def test_chats(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embedded().tokenizer, "chat_template", "{{ messages[0].role }}: {{ messages[0].content }} #")
     monkeypatch.setattr("outrider.api.load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
     plain = embedded().plain()
-    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda self, num_tokens, waits: plain)
+    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda self: plain)
     ended = outrider("generate", "Hello", "--chat", *SHORT, "--draft", "none")
     want = embedded().plain().generate("user: Hello #", seed=1, max_new_tokens=10)[0].text
     assert ended.out == want + "\n"

@@ -22,12 +22,3 @@ def test_commands_take_them_and_say_so(outrider: Outrider, tmp_path: Path) -> No
     ended = outrider(*arguments, "--generation-config", "none")
     assert only_document(ended.out, "generate")["options"]["temperature"] == 1.0 and "sampling as" not in ended.err
     assert "generation_config = 'x' is invalid" in outrider(*arguments, "--generation-config", "x").error
-
-
-def test_greedy_commands_stay_greedy(outrider: Outrider, tmp_path: Path) -> None:
-    folder = stating(tmp_path / "fable", STATED)
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("Once\n")
-    ended = outrider("divergence", "--target", folder, "-n", 2, "--prompts", prompts, "--json", "-")
-    options = only_document(ended.out, "divergence")["options"]
-    assert (options["temperature"], options["top_k"]) == (0.0, 9)

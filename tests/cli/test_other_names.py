@@ -15,6 +15,11 @@ WORDS: list[tuple[str, str]] = [
     ("generate Once --suppress-tokens 5", "there is no such option: logit_bias forbids a token"),
     ("generate Once --trust-remote-code", "load the model and its tokenizer yourself"),
     ("serve --parallel 9", "did you mean --slots?"),
+    ("generate Once --compile", "--compile = True is invalid: nothing is compiled any more"),
+    ("alpha --no-compile", "--no-compile = False is invalid: nothing is compiled any more"),
+    ("serve --wait", "nothing is compiled that a server could wait for"),
+    ("compile --draft none", "outrider compile is gone"),
+    ("eval harness --tasks gsm8k", "outrider eval harness is gone: run python -m outrider.evals.harness"),
     ("eval multiplication --model-name fable", "did you mean --target?"),
 ]
 
@@ -62,7 +67,7 @@ def test_aliases_are_not_in_the_help(outrider: Outrider) -> None:
 
 def test_known_options_are_taken_as_they_are(outrider: Outrider) -> None:
     """Other mistakes keep Typer's words, and a value may look like another program's option."""
-    assert "No such option: --colour" in outrider("generate", "Once", "--json", "-", "--no-compile", "--colour", 5).err
+    assert "No such option: --colour" in outrider("generate", "Once", "--json", "-", "--ignore-eos", "--colour", 5).err
     ended = outrider("generate", "Once", "-n", 1, "--seed", 1, "--stop", "--model")
     assert ended.code == 0 and ended.err.count("\n") == 1
 

@@ -126,7 +126,7 @@ def test_mistakes_are_found() -> None:
         Block(
             1,
             "bash",
-            "outrider compare \\\n  -k 3,5 > f.txt  # 'a comment\noutrider eval harness --tasks a\n",
+            "outrider compare \\\n  -k 3,5 > f.txt  # 'a comment\noutrider eval multiplication\n",
             "",
             None,
         )

@@ -8,7 +8,7 @@ import pytest
 
 from block_heads import write_block
 from commands import Outrider, only_document
-from outrider.decoding.measured_costs import CostArm, time_rounds
+from outrider.bench.round_costs import CostArm, time_rounds
 from outrider.records import Timing
 from pairs import embedded
 
@@ -101,7 +101,7 @@ def test_the_law_of_other_programs(outrider: Outrider, prompts: Path) -> None:
     both = taus("--draft", "fable-draft", "--draft", "fable-draft:greedy", "--acceptance", "rejection")
     match = taus("--acceptance", "match")
     assert both["fable-draft"] > both["fable-draft:greedy"] and both["fable-draft"] > match["fable-draft"] > 1
-    assert "export --to mlx" in outrider(*arguments, "--acceptance", "match").err
+    assert "such as mlx-lm" in outrider(*arguments, "--acceptance", "match").err
     assert "leave one of the two out" in outrider("plan", "--acceptance", "match", "--measure").error
 
 

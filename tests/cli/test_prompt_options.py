@@ -106,7 +106,6 @@ def test_a_changed_option_is_another_run(outrider: Outrider, tmp_path: Path) -> 
     [
         ("record", "--output", "log"),
         ("certify",),
-        ("divergence",),
         ("alpha",),
         ("plan",),
     ],

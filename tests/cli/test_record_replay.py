@@ -1,4 +1,4 @@
-"""``outrider record``, ``replay`` and ``analyze``, with the embedded pair."""
+"""``outrider record`` and ``replay``, with the embedded pair."""
 
 import json
 from pathlib import Path
@@ -62,14 +62,14 @@ def test_replayed_greedy_rounds_are_those_of_generate(
         generated = tmp_path / f"{arm['draft']}-{arm['k']}.jsonl"
         options = ("--draft", arm["draft"], "-k", arm["k"], "--acceptance", acceptance, "--batch-size", 3, *GREEDY)
         assert outrider("generate", "--prompts", prompts, "--output", generated, *options).code == 0
-        document = only_document(outrider("analyze", generated, "--json", "-").out, "analyze")
+        document = only_document(outrider("replay", generated, "--per-prompt", "--json", "-").out, "analyze")
         (got,) = document["arms"]
         assert (got["draft"], got["k"]) == (arm["draft"], arm["k"])
         assert got["tau"] == pytest.approx(arm["tau"])
         assert arm["stats"]["num_rounds"] == pytest.approx(got["stats"]["num_rounds"])
         assert [one["category"] for one in got["categories"]] == ["sum", "tale"]
         assert arm["upper"] is None
-    document = only_document(outrider("analyze", output, "--json", "-").out, "analyze")
+    document = only_document(outrider("replay", output, "--per-prompt", "--json", "-").out, "analyze")
     assert [(arm["draft"], arm["k"]) for arm in document["arms"]] == [
         (name, k) for name in ("fable-draft", "ngram") for k in (1, 3)
     ]
@@ -130,20 +130,29 @@ def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> N
     options = ("-k", 2, "--output", counts, "--output-format", "cumulative", "--batch-size", 2, "--dtype", "float64")
     assert outrider("replay", log, *options).code == 0
     assert counts.read_text().startswith("[")
-    ended = outrider("analyze", counts, "--tokens-per-prompt", 12, "-k", 2, "--json", "-")
+    ended = outrider("replay", counts, "--per-prompt", "--tokens-per-prompt", 12, "-k", 2, "--json", "-")
     (arm,) = only_document(ended.out, "analyze")["arms"]
     assert arm["tau"]["value"] == pytest.approx(arms[0][1]["tau"]["value"])
-    assert "Note: the ends of prompts are guessed" in outrider("analyze", counts).out
+    assert "Note: the ends of prompts are guessed" in outrider("replay", counts, "--per-prompt").out
 
 
-def test_the_plot_and_the_tables_of_analyze(outrider: Outrider, tmp_path: Path) -> None:
+def test_rounds_by_prompt(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """Of a log, as of the file that is written from it; and of counts, with a plot."""
+    log, output = record(outrider, prompts, *GREEDY), tmp_path / "rounds.jsonl"
+    options = ("--draft", "fable-draft", "-k", 2, "--dtype", "float64", "--per-prompt", "--output", output)
+    ended = outrider("replay", log, *options, "--json", tmp_path / "replay.json")
+    of_file = outrider("replay", output, "--per-prompt")
+    assert ended.code == of_file.code == 0
+
+    def table(out: str) -> list[str]:
+        return [line for line in out.splitlines() if line.split()[2:3] in (["all"], ["sum"], ["tale"])]
+
+    assert len(table(ended.out)) == 3 and table(ended.out) == table(of_file.out)
+    assert only_document((tmp_path / "replay.json").read_text(), "replay")["arms"][0]["k"] == 2
     rounds, plot = tmp_path / "rounds.txt", tmp_path / "rounds.svg"
     rounds.write_text("[3]\n[4]\n[2]\n[4]\n")
-    page = tmp_path / "rounds.html"
-    ended = outrider("analyze", rounds, "--plot", plot, "--html", page)
-    assert ended.code == 0 and plot.stat().st_size > 5000
-    assert "of reached" not in ended.out and "Plot:" in ended.out and page.name in ended.out.splitlines()[-1]
-    assert "of reached" in page.read_text(encoding="utf-8") and "add --html" in outrider("analyze", rounds).out
+    ended = outrider("replay", rounds, "--per-prompt", "--plot", plot)
+    assert ended.code == 0 and plot.stat().st_size > 5000 and "Plot:" in ended.out
 
 
 def test_an_interrupted_recording_is_continued(
@@ -215,7 +224,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("replay", log, "--output", tmp_path / "r", "--json", tmp_path / "." / "r"), "choose another file"),
         (("replay", log, "--output", tmp_path / "r", "--seed", -1), "--seed = -1"),
         (("replay", log, "-k", 2, "--output-format", "cumulative"), "it needs --output"),
-        (("analyze", prompts, "--json", prompts), "choose another file"),
+        (("replay", prompts, "--per-prompt", "--json", prompts), "choose another file"),
         (("replay", tmp_path / "nowhere"), "create one with outrider record"),
         (("replay", log, "--draft", "none"), "name a draft to replay"),
         (("replay", log, "-k", "auto"), "numbers, like 1-8"),
@@ -225,10 +234,13 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("replay", log, "--prompts", prompts), "tensors need --prompts and --tokenizer-of"),
         (("replay", log, "--output", tmp_path / "r", "--output-format", "cumulative"), "give one of each"),
         (("replay", log, "--plot", tmp_path / "p.xyz"), "the name must end in"),
-        (("analyze", log / "log.json"), "neither a line of replay"),
-        (("analyze", tmp_path / "nowhere"), "cannot read"),
-        (("analyze", log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
-        (("analyze", log, "-k", 1025), "a whole number <= 1024"),
+        (("replay", log / "log.json", "--per-prompt"), "neither a line of replay"),
+        (("replay", tmp_path / "nowhere", "--per-prompt"), "cannot read"),
+        (("replay", log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
+        (("replay", log, "--tokens-per-prompt", 9), "it needs --per-prompt and a file of counts"),
+        (("replay", prompts, "--per-prompt", "--draft", "ngram"), "--draft = ['ngram'] is invalid: a file of rounds"),
+        (("replay", prompts, "--per-prompt", "-k", 1025), "whole numbers from 1 to 1024"),
+        (("replay", prompts, "--per-prompt", "-k", "1-2"), "one number: that of the file"),
     ]
     for arguments, message in cases:
         assert message in outrider(*arguments).error

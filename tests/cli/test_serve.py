@@ -1,10 +1,12 @@
 """``outrider serve`` where it does not come to serving. (tests/serve has the rest.)"""
 
+import logging
 import socket
 
 import pytest
 
 from commands import Outrider
+from outrider.cli.commands.serve import _log_on_stderr
 
 
 @pytest.mark.parametrize(
@@ -22,12 +24,6 @@ from commands import Outrider
         (["--host", "a..b", "--api-key", "x"], "choose another address or port"),
         (["-k", "1,2"], "this command takes one number, or auto"),
         (["--draft", "ngram", "--draft", "none"], "this command takes one draft"),
-        (["--add-model", "fable"], "write NAME=TARGET or NAME=TARGET,draft=DRAFT"),
-        (["--add-model", "=fable"], "write NAME=TARGET"),
-        (["--add-model", "other=fable,draft="], "write NAME=TARGET"),
-        (["--add-model", "fable=fable"], "the name fable is taken"),
-        (["--add-model", "a=fable", "--add-model", "a=fable"], "the name a is taken"),
-        (["--add-model", "a=fabel"], "did you mean 'fable'"),
     ],
 )
 def test_bad_options(outrider: Outrider, arguments: list[object], message: str) -> None:
@@ -49,3 +45,14 @@ def test_models_that_are_not_there(outrider: Outrider) -> None:
     ended = outrider("serve", "--port", 0, "--target", "fabel")
     assert ended.code == 2
     assert ended.err.splitlines()[-1].startswith("error: no model is called 'fabel'")
+
+
+def test_the_log_tells_that_kernels_are_compiled(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the form of all its lines, once each."""
+    monkeypatch.setattr(logging.getLogger("outrider.kernels"), "handlers", [])  # of other commands
+    with _log_on_stderr(logging.Filter()):
+        logging.getLogger("outrider.kernels.library").info("1 of 6 files are compiled")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" INFO outrider.kernels.library: 1 of 6 files are compiled")

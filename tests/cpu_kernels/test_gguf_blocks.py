@@ -17,7 +17,7 @@ from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.library import few_row_matmul, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
-from rounded_rows import rounded
+from rounded_rows import MOST_INTEGER, rounded
 
 _BY_NAME = {form.name: form for form in BLOCK_FORMS.values()}
 
@@ -30,7 +30,7 @@ def _matrix(name: str, number: int, num_blocks: int, seed: int = 0) -> tuple[Ten
 
 def _product(x: Tensor, weight: NarrowWeight, num_threads: int) -> Tensor:
     assert weight.blocks is not None
-    return few_row_matmul(x, [weight.stored], weight.blocks.product, num_threads)
+    return few_row_matmul(x, [weight.stored], weight.blocks.number, num_threads, weight.blocks.num_digits)
 
 
 @settings(max_examples=40)
@@ -65,47 +65,51 @@ def test_products_are_those_of_the_widened_matrix(
     name=st.sampled_from(list(_BY_NAME)),
     num_rows=st.integers(1, 40),
     num_blocks=st.integers(1, 11),
+    num_digits=st.sampled_from(list(MOST_INTEGER)),
     number=st.integers(1, 40),
     num_threads=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
 def test_products_of_rounded_rows(
-    name: str, num_rows: int, num_blocks: int, number: int, num_threads: int, seed: int
+    name: str, num_rows: int, num_blocks: int, num_digits: int, number: int, num_threads: int, seed: int
 ) -> None:
     """They are those of ``rounded`` rows; each row is as if it were alone."""
     stored, wide = _matrix(name, number, num_blocks, seed)
     x = torch.randn(num_rows, wide.shape[1], generator=torch.Generator().manual_seed(seed))
     x *= torch.tensor([1.0, 1e-3, 1e4, 0.0])[(torch.arange(num_rows) + seed) % 4][:, None]
-    weight = NarrowWeight.of_blocks(stored, replace(_BY_NAME[name], rounds=True))
+    weight = NarrowWeight.of_blocks(stored, replace(_BY_NAME[name], num_digits=num_digits))
     assert torch.equal(weight.wide(), wide)
     some = torch.randint(number, (7,), generator=torch.Generator().manual_seed(seed))
     assert torch.equal(weight.stored_rows(some), stored[some])
-    got, rows = _product(x, weight, num_threads), rounded(x)
+    got, rows = _product(x, weight, num_threads), rounded(x, num_digits)
     want = rows.double() @ wide.double().T
     size = rows.double().abs() @ (wide.double().abs() + wide.double().abs().amax()).T
     assert bool(((got - want).abs() <= 1e-6 * size).all())
-    assert bool(((rows - x).abs() <= x.abs().amax(-1, keepdim=True) / 253).all())
+    half = x.abs().amax(-1, keepdim=True) / (1.99 * MOST_INTEGER[num_digits])
+    assert bool(((rows - x).abs() <= half).all())
     assert torch.equal(got[-1:], _product(x[-1:], weight, 1))
 
 
-def test_rows_are_rounded_alike() -> None:
+@pytest.mark.parametrize("num_digits", MOST_INTEGER)
+def test_rows_are_rounded_alike(num_digits: int) -> None:
     """To the bit: times a matrix of ones and zeros."""
-    most = torch.logspace(-4, 4, 600)[:, None]
-    x = (torch.arange(256) % 127 + 0.5) * (most / 127)  # nearly in the middle between two integers
-    x[:, -1:] = most
+    most, largest = torch.logspace(-4, 4, 600)[:, None], MOST_INTEGER[num_digits]
+    x = (67 * torch.arange(256) % largest + 0.5) * (most / largest)  # nearly in the middle between two integers
+    x[:, 31::32] = most
     halves = torch.ones(256, 8, 1, dtype=torch.float16).view(torch.int8)  # scales of 1
     ones = torch.cat((halves, torch.eye(256, dtype=torch.int8).view(256, 8, 32)), dim=2).flatten(1).view(torch.uint8)
-    got = _product(x, NarrowWeight.of_blocks(ones, replace(_BY_NAME["Q8_0"], rounds=True)), 1)
-    assert torch.equal(got, rounded(x))
+    got = _product(x, NarrowWeight.of_blocks(ones, replace(_BY_NAME["Q8_0"], num_digits=num_digits)), 1)
+    assert torch.equal(got, rounded(x, num_digits))
 
 
+@pytest.mark.parametrize("num_digits", MOST_INTEGER)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
-def test_a_row_that_is_not_finite_stays_so(bad: float) -> None:
+def test_a_row_that_is_not_finite_stays_so(bad: float, num_digits: int) -> None:
     stored, _ = _matrix("Q4_K", 5, 2)
     x = torch.ones(3, 512)
     x[1, 300] = bad
-    got = _product(x, NarrowWeight.of_blocks(stored, replace(_BY_NAME["Q4_K"], rounds=True)), 1)
-    assert got.isnan().any(1).tolist() == rounded(x).isnan().any(1).tolist() == [False, True, False]
+    got = _product(x, NarrowWeight.of_blocks(stored, replace(_BY_NAME["Q4_K"], num_digits=num_digits)), 1)
+    assert got.isnan().any(1).tolist() == rounded(x, num_digits).isnan().any(1).tolist() == [False, True, False]
     assert got[1].isnan().all()
 
 
@@ -140,11 +144,11 @@ def test_it_is_the_widened_matrix(name: str, is_inference: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("name", _BY_NAME)
-@pytest.mark.parametrize("rounds", [False, True])
-def test_rows_of_a_matrix(name: str, rounds: bool) -> None:
+@pytest.mark.parametrize("num_digits", [0, 1])
+def test_rows_of_a_matrix(name: str, num_digits: int) -> None:
     """Rows that are not there are refused."""
     stored, plain = _matrix(name, 37, 2)
-    weight = NarrowWeight.of_blocks(stored, replace(_BY_NAME[name], rounds=rounds))
+    weight = NarrowWeight.of_blocks(stored, replace(_BY_NAME[name], num_digits=num_digits))
     assert weight.stored.shape == stored.shape
     ids = torch.tensor([[0, 36, 15], [16, 16, 32]], dtype=torch.int32)
     for same in (weight, copy.deepcopy(weight)):

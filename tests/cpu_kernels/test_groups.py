@@ -1,7 +1,5 @@
 """Matrices in groups of 4 bits: their numbers, and products with them."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from outrider.kernels.blocks import GROUP_FORMS, in_groups
 from outrider.kernels.library import few_row_matmul, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
-from rounded_rows import rounded
+from rounded_rows import MOST_INTEGER, rounded
 
 
 def _matrix(form: tuple[int, bool], number: int, num_groups: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -60,23 +58,24 @@ def test_products_with_groups(
     form=st.sampled_from(list(GROUP_FORMS)),
     num_rows=st.integers(1, 40),
     num_groups=st.integers(1, 11),
+    num_digits=st.sampled_from(list(MOST_INTEGER)),
     number=st.integers(1, 40),
     num_threads=st.integers(1, 3),
     seed=st.integers(0, 2**31),
 )
 def test_products_of_rounded_rows(
-    form: tuple[int, bool], num_rows: int, num_groups: int, number: int, num_threads: int, seed: int
+    form: tuple[int, bool], num_rows: int, num_groups: int, num_digits: int, number: int, num_threads: int, seed: int
 ) -> None:
     """They are those of ``rounded`` rows; each row is as if it were alone."""
     stored, numbers = _matrix(form, number, num_groups, seed)
     x = torch.randn(num_rows, numbers.shape[1], generator=torch.Generator().manual_seed(seed))
-    rounding = replace(GROUP_FORMS[form], rounds=True)
-    weight = NarrowWeight.of_blocks(stored, rounding)
+    weight, kind = NarrowWeight.of_blocks(stored, GROUP_FORMS[form]), GROUP_FORMS[form].number
     assert torch.equal(weight.wide().double(), numbers)
-    got, rows = few_row_matmul(x, [weight.stored], rounding.product, num_threads), rounded(x).double()
+    got = few_row_matmul(x, [weight.stored], kind, num_threads, num_digits)
+    rows = rounded(x, num_digits).double()
     size = rows.abs() @ (numbers.abs() + numbers.abs().amax()).T
     assert bool(((got - rows @ numbers.T).abs() <= 1e-6 * size).all())
-    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [weight.stored], rounding.product, 1))
+    assert torch.equal(got[-1:], few_row_matmul(x[-1:], [weight.stored], kind, 1, num_digits))
 
 
 @pytest.mark.parametrize("form", GROUP_FORMS)

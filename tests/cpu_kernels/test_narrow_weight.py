@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.kernels import narrow_weight
+from outrider.kernels import library as kernel_library
 from outrider.kernels.library import WEIGHT_DTYPES
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
@@ -95,7 +95,7 @@ def test_products_that_do_not_fit_are_errors() -> None:
 
 def test_rows_that_are_copied_outlive_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel reads rows one after the other; those of another layout it is given as a copy."""
-    into = narrow_weight.into
+    into = kernel_library.into
 
     def watched(y: Tensor, x: Tensor, *others: Any) -> Callable[[], None]:
         call, rows = into(y, x, *others), weakref.ref(x)
@@ -106,7 +106,7 @@ def test_rows_that_are_copied_outlive_the_product(monkeypatch: pytest.MonkeyPatc
 
         return run
 
-    monkeypatch.setattr(narrow_weight, "into", watched)
+    monkeypatch.setattr(kernel_library, "into", watched)
     x, weight = torch.randn(4, 3, 9)[:, -1:], _weight(12, 9, torch.bfloat16)
     torch.testing.assert_close(functional.linear(x, weight), functional.linear(x, weight.wide()), rtol=0.0, atol=1e-3)
 

@@ -1,24 +1,18 @@
 """The kernels, compiled for other processors and by other compilers, against sums in double (driver.cpp)."""
 
+import os
 import platform
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
-from outrider.kernels import library as kernel_library
-from outrider.kernels.toolchain import processor
+from outrider.kernels.build import FLAGS, SOURCES
+from outrider.kernels.levels import BASELINE, LEVELS, levels_here
 
 _TUNINGS = ("generic", "znver3", "znver4")
-_LEVELS = {
-    "SSE2": "-march=x86-64-v2",
-    "AVX2": "-march=x86-64-v3",
-    "AVX-512": "-march=x86-64-v4",
-    # Where the processor has no tiles, the kernels find this out and go without.
-    "AMX": "-march=x86-64-v4 -mamx-tile -mamx-int8",
-}
+_LEVELS = {level.name: " ".join(level.flags) for level in (*LEVELS["x86_64"], BASELINE)}
 # Commands of compilers whose kernels must give equal results, to the bit, since their vectors are equally wide.
 _COMMANDS = {
     level: [
@@ -28,25 +22,25 @@ _COMMANDS = {
     ]
     for level, flags in _LEVELS.items()
 } | {"NEON": ["aarch64-linux-gnu-g++ -static", "clang++ --target=aarch64-linux-gnu -static"]}
-_EMULATORS = {"NEON": "qemu-aarch64"}
+_EMULATORS = {"NEON": "qemu-aarch64", "dotprod": "qemu-aarch64"}
+_IN_AVX512 = "avx2-vnni in AVX-512's encoding"
+# Levels of processors that can run these. Where a processor has no tiles, the kernels find this out and go without.
+_RUN_BY = {"amx": "avx512-vnni", _IN_AVX512: "avx512-vnni"}
 _FEW, _ALL = "5", "1"  # one of so many shapes
 
 
 # Not optimized, since it is about the code for these vectors: that takes a third of the time. (The kernels of this
 # processor, optimized as for everybody, are tested in test_few_row_matmul.py.)
-_NOT_OPTIMIZED = {
-    "SSE2": "g++ -O0 -march=x86-64-v2",
-    "AVX2": "g++ -O0 -march=x86-64-v3",
-    # The arithmetic of AVX-VNNI, in AVX-512's encoding: no processor at hand has the other.
-    "AVX-VNNI": "g++ -O0 -march=x86-64-v3 -mavx512vnni -mavx512vl",
-    "AVX-512": "g++ -O0 -march=x86-64-v4",
-    "AVX-512 VNNI": "g++ -O0 -march=x86-64-v4 -mavx512vnni",
+_NOT_OPTIMIZED = {level: f"g++ -O0 {flags}" for level, flags in _LEVELS.items()} | {
+    _IN_AVX512: "g++ -O0 -march=x86-64-v3 -mavx512vnni -mavx512vl",  # no processor at hand has the other encoding
     "NEON": "aarch64-linux-gnu-g++ -O0 -static",
+    "dotprod": " ".join(("aarch64-linux-gnu-g++ -O0 -static", *LEVELS["aarch64"][0].flags)),
 }
 
 
+@pytest.mark.slow
 def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
-    """A row or query alone, and other numbers of threads, give equal bits. Products with blocks do so on all processors
+    """A row or token alone, and other numbers of threads, give equal bits. Products with blocks do so on all processors
     with a fused multiply-add."""
     of_blocks = {}
     for level, command in _NOT_OPTIMIZED.items():
@@ -57,7 +51,7 @@ def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
     print(of_blocks)  # with -s
     if not of_blocks:
         pytest.skip("there is no compiler")
-    of_blocks.pop("SSE2", None)
+    of_blocks.pop("baseline", None)
     assert len(set(of_blocks.values())) <= 1, of_blocks
 
 
@@ -65,9 +59,9 @@ def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
 def test_a_compiler_that_avoids_fused_multiply_adds(tmp_path: Path) -> None:
     """GCC 12 avoids some of this width when it tunes for Zen, and not others."""
     command = "g++ -O2 -march=x86-64-v3 -mtune=znver3"
-    if (missing := _missing("AVX2", command)) is not None:
+    if (missing := _missing("avx2", command)) is not None:
         pytest.skip(missing)
-    _results(command, "AVX2", _FEW, tmp_path)
+    _results(command, "avx2", _FEW, tmp_path)
 
 
 @pytest.mark.slow
@@ -96,21 +90,20 @@ def _missing(level: str, command: str) -> str | None:
         return f"this compiler cannot do {command}"
     if level not in _EMULATORS and platform.machine() != "x86_64":
         return "for x86-64"
-    if level == "AVX2" and not torch.cpu._is_avx2_supported():
-        return "for AVX2"
-    if level in ("AVX-512", "AMX") and not torch.cpu._is_avx512_supported():
-        return "for AVX-512"
-    if level in ("AVX-VNNI", "AVX-512 VNNI") and "avx512_vnni" not in processor():
-        return "for VNNI"
+    if level not in _EMULATORS and _RUN_BY.get(level, level) not in {one.name for one in levels_here()}:
+        return f"for {level}"
     return None
 
 
 def _is_known(command: str) -> bool:
-    """Whether this release of the compiler knows the processor, and has its library."""
+    """Whether this release of the compiler knows the processor, and has its libraries."""
     compiler, *flags = command.split()
-    program = "#include <vector>\nint main() {}"
+    program = "#include <omp.h>\n#include <vector>\nint main() { return omp_get_thread_num(); }"
     tried = subprocess.run(
-        [compiler, *flags, "-x", "c++", "-", "-o", "/dev/null"], input=program, capture_output=True, text=True
+        [compiler, *flags, "-fopenmp", "-x", "c++", "-", "-o", "/dev/null"],
+        input=program,
+        capture_output=True,
+        text=True,
     )
     return tried.returncode == 0
 
@@ -118,17 +111,16 @@ def _is_known(command: str) -> bool:
 def _results(command: str, level: str, shapes: str, folder: Path) -> str:
     """The number of results and a hash of their bits, as the program prints them."""
     compiler, *flags = command.split()
-    sources = [path for path in kernel_library.SOURCES if path.suffix == ".cpp" and path.name != "threads.cpp"]
-    sources.append(Path(__file__).with_name("driver.cpp"))
+    sources = [path for path in SOURCES if path.name != "threads.cpp"]
+    sources += Path(__file__).parent.glob("*.cpp")
     objects = [folder / f"{source.name}.o" for source in sources]
-    include = f"-I{Path(torch.__file__).parent / 'include'}"
-    # The functions that programs call need torch; nobody calls them here, and they are left out.
-    flags += ["-std=c++20", "-w", *kernel_library.FLAGS, "-ffunction-sections", "-Wl,--gc-sections", include]
+    flags += ["-w", "-fopenmp", *FLAGS]
     for source, to in zip(sources, objects, strict=True):
         subprocess.run([compiler, *flags, "-c", str(source), "-o", str(to)], check=True)
     program = folder / "program"
     subprocess.run([compiler, *flags, *map(str, objects), "-o", str(program)], check=True)
     emulator = [_EMULATORS[level]] if level in _EMULATORS else []
-    done = subprocess.run([*emulator, str(program), shapes], capture_output=True, text=True)
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}  # there may be fewer processors than threads
+    done = subprocess.run([*emulator, str(program), shapes], env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and int(done.stdout.split()[0]) > 400_000 // int(shapes), done.stdout + done.stderr
     return done.stdout

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 import toys
 from hybrids import FAMILIES, V, hybrid, hybrid_lm
 from languages import Remainders
-from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import Drafter, NoDrafter
@@ -22,9 +21,10 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
 from outrider.records import Request
-from outrider.runtime import cache_layers
+from outrider.runtime import cache_layers, cache_shapes
 from outrider.runtime.cache import STRIDE, SlotCache
-from outrider.runtime.cache_layers import WINDOW
+from outrider.runtime.cache_shapes import WINDOW
+from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text, force
@@ -253,7 +253,7 @@ def test_a_text_that_goes_on_reuses_the_states(num_slots: int) -> None:
     text, num_cached = _conversation(engine, first)
     assert num_cached == 0
     second = [*first, *text, 3, 4, 5]
-    anchor = int(engine._cache.anchors.amax())
+    anchor = int(engine._runner.cache.anchors.amax())
     text, num_cached = _conversation(engine, second)
     assert num_cached == anchor >= len(first)
     assert [tuple(text)] == tokens(target, NoDrafter(), _greedy([second]), BLOCK, 0)
@@ -281,7 +281,8 @@ def test_inputs_of_convolutions_need_no_anchor() -> None:
 
 def test_places_of_inputs_that_are_used_again_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: with fewer of them, rejected tokens are written over what a convolution still sees."""
-    monkeypatch.setattr(cache_layers, "WINDOW", 8)
+    for module in (cache_layers, cache_shapes):
+        monkeypatch.setattr(module, "WINDOW", 8)
     assert _distance(hybrid_lm(hybrid("lfm2"))) > 1e-2
 
 

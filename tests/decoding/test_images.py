@@ -117,14 +117,3 @@ def test_images_that_do_not_fit_are_refused() -> None:
     for model in (random_llama(), hybrid("qwen3_5_text")):
         with pytest.raises(PromptError, match="takes no images: give text|keeps states"):
             outrider.load(model).generate([prompt | TEXT])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["llava", "qwen2_5_vl"])
-def test_rounds_after_an_image_may_be_compiled(name: str) -> None:
-    """Also of a model that was asked for hidden states, whose hooks it keeps (LLaVA asks its own vision tower)."""
-    model = multimodal(name)
-    model(**TEXT, output_hidden_states=True)
-    prompts = prompts_of(name)
-    decoder = outrider.load(model, random_llama(), num_draft_tokens=3).compiled()
-    assert texts(decoder, prompts) == [generated(model, prompt) for prompt in prompts]

@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 import outrider.decoding.engine as decode_module
 from outrider.certify.controls import drop_unlikely
-from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.decoding.batch import Batch, Head
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
@@ -21,6 +20,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
 from outrider.records import Request, Round, RowRound, TokenLogprob
+from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES, Rule
@@ -33,9 +33,9 @@ LOOKAHEADS = pytest.mark.parametrize("lookahead", [1, 2, 3, RUNS_ON])
 
 
 def _set(target: LM, lookahead: int) -> None:
-    """Start this many rounds ahead; or as compiled programs do, which also make their own noise."""
+    """Start this many rounds ahead; or several before the host reads the first, as native execution does."""
     execution = target.execution
-    execution.lookahead, execution.fuses = max(lookahead, 0), lookahead == RUNS_ON
+    execution.lookahead = max(lookahead, 0)
     execution.rounds_per_look = 32 if lookahead == RUNS_ON else 1  # 8 for four rows
     execution.is_prepared = lookahead == RUNS_ON
 

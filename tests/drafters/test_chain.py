@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import outrider
 from contract import check_state
 from heads import eagle3_drafter, mtp_pair
 from hybrids import V, hybrid
@@ -17,14 +16,9 @@ from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import AlteredDrafter, Drafter, NoDrafter, Rows
 from outrider.drafters.chain import ChainSession
-from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.hybrid import HybridDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.suffix import SuffixDrafter
 from outrider.records import Draft, Stats
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
-from pairs import random_llama
 from sampled_law import law_z
 from toys import InTurn, as_lm, request, tiny_llama, tokens
 
@@ -154,30 +148,3 @@ def test_drafts_of_mtp_layers_are_a_function_of_the_sequence(family: str, layout
     check_state(
         target, drafter, [(some[0], some[1]), (some[2], some[3]), ([*some[0], *some[1][:4]], some[3])], 3, atol=1e-4
     )
-
-
-def _compiled_kinds(target: LM) -> dict[str, Drafter]:
-    head = eagle3_drafter(target, token_ids=FEW, scale=0.1)
-    small = as_lm(random_llama(seed=1), "draft", 64)
-    return {
-        "eagle3": head,
-        "eagle3, sure": replace(head, options=DraftOptions(min_prob=0.02)),
-        "parallel": ModelDrafter(small, mask_id=7),
-        "model, sure": ModelDrafter(small, options=DraftOptions(min_prob=0.02)),
-        "suffix, then a model": HybridDrafter(SuffixDrafter(), ModelDrafter(small), target.vocab_size, 0.1),
-    }
-
-
-@pytest.mark.eager_only
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["eagle3", "eagle3, sure", "parallel", "model, sure", "suffix, then a model"])
-def test_compiled(kind: str) -> None:
-    """Heads, and other drafters that have steps of their own."""
-    decoder = outrider.load(random_llama(num_layers=4), num_draft_tokens=3)
-    decoder = replace(decoder, drafter=_compiled_kinds(decoder.target)[kind])
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_new_tokens": 30}
-    prompts = [[5, 6, 7] * 5, [1]]
-    want = decoder.generate(prompts, **options)
-    found = decoder.compiled().generate(prompts, **options)
-    assert [one.token_ids for one in found] == [one.token_ids for one in want]
-    assert sum(one.stats.num_draft_tokens for one in found) > 10

@@ -21,6 +21,7 @@ from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.replay.record import header_of
 from outrider.replay.replay import load_draft, replay
+from outrider.sampling.probs import full
 from outrider.sampling.rules import REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text
 from pairs import embedded
@@ -106,7 +107,7 @@ def test_the_form_of_a_draft_does_not_depend_on_who_drafts(seen: list[tuple[Rows
             num = int(draft.num_drafted[b])
             if ours > theirs:
                 assert theirs == int(asked.num_wanted[b]) == 0
-                assert bool((draft.probs[b, range(num), draft.ids[b, :num]] == 1).all())
+                assert bool((full(draft.probs)[b, range(num), draft.ids[b, :num]] == 1).all())
                 num_of_suffix += num
     assert num_of_suffix > 10
 

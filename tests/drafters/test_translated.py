@@ -12,14 +12,11 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-import toys
 from contract import check_state
 from hybrids import V as HYBRID_V
 from hybrids import hybrid, hybrid_lm
 from outrider.api import load
 from outrider.certify.exact import check_exactly
-from outrider.compile.compiled import CompiledExecution
-from outrider.compile.compiled_lm import compiled_lm
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft_options import DraftOptions
@@ -27,7 +24,7 @@ from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter, ModelSession
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.translated import TranslatedDrafter
-from outrider.errors import CompileError, OptionError, TokenizerMismatch
+from outrider.errors import OptionError, TokenizerMismatch
 from outrider.options import Sampling
 from outrider.replay.record import header_of
 from outrider.replay.replay import replay
@@ -105,15 +102,8 @@ def test_a_round_follows_the_targets_distribution(rule: Any) -> None:
     assert report.is_ok, report
 
 
-def test_it_is_not_compiled() -> None:
-    with pytest.raises(CompileError, match="it has another tokenizer than the target"):
-        compiled_lm(_toy()[1].model)
-
-
 @pytest.mark.each_execution
 def test_every_execution_drafts_the_same() -> None:
-    if toys.execution is CompiledExecution:
-        pytest.skip("drafts with other tokens are not compiled")
     target, drafter = _toy()
     requests = [request([i, 3, 2 * i, 41], temperature=0.0, max_new_tokens=24) for i in range(1, 4)]
     assert tokens(target, drafter, requests, BLOCK, 2) == tokens(target, drafter, requests, BLOCK, 0)
@@ -128,7 +118,6 @@ def test_logits_are_those_of_equal_tokens() -> None:
         want = own.forward(torch.tensor([[3, 7, 20]]), torch.arange(3)[None], own.new_cache(1, 16), 16)
     for token, i in enumerate(drafter.spelling.equals):
         assert torch.equal(got[..., token], want[..., i]) if i >= 0 else bool((got[..., token] == -1e4).all())
-    assert lm.from_parts(*lm.parts).own_ids == lm.own_ids
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -91,7 +91,7 @@ def test_only_unknown_tokens_are_allowed(acceptance: str, temperature: float, ca
 def test_a_constraint_that_allows_unknown_tokens() -> None:
     """Drafts are masked token by token then."""
     decoder = _pair("gumbel")
-    options: dict[str, Any] = {"regex": "(w7|tool|w95|end){8}", "temperature": 1.0, "seed": 4, "max_new_tokens": 20}
+    options: dict[str, Any] = {"regex": "(w7|tool|end){8}", "temperature": 1.0, "seed": 4, "max_new_tokens": 20}
     got, plain = decoder.generate([PROMPT] * 3, **options), decoder.plain().generate([PROMPT] * 3, **options)
     assert [one.token_ids for one in got] == [one.token_ids for one in plain]
     assert any({*one.token_ids} & {*UNKNOWN} for one in got)
@@ -115,11 +115,3 @@ def test_tokens_beyond_the_targets_do_not_matter(caplog: pytest.LogCaptureFixtur
     decoder = outrider.load(random_llama(99), random_llama(100), **tokenizers)
     assert not caplog.messages
     assert decoder.drafter.models[0].unknown_ids == ()
-
-
-@pytest.mark.slow
-def test_unknown_tokens_compiled() -> None:
-    decoder = _pair()
-    options: dict[str, Any] = {"temperature": 1.0, "seed": 5, "max_new_tokens": 30}
-    want = decoder.generate(PROMPT, **options)
-    assert [one.token_ids for one in decoder.compiled().generate(PROMPT, **options)] == [one.token_ids for one in want]

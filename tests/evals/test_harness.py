@@ -2,29 +2,26 @@
 
 import sys
 import tomllib
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
-import lm_eval.tasks
+import lm_eval
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
 from tokenizers.processors import TemplateProcessing
 
-from harness_tasks import PAGES, PROMPTS, write_tasks
+from harness_tasks import PROMPTS, write_tasks
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import OptionError, PromptError
 from outrider.evals.harness import OutriderLM, main, task_sampling
-from outrider.evals.tasks import load_tasks, run_task
 from outrider.options import Sampling
-from outrider.records import Stats
-from outrider.text.chat import ChatOptions
 from pairs import byte_level_tokenizer, embedded, metaspace_tokenizer, random_llama, save, word_tokenizer
 from toys import perturbed
 
@@ -62,9 +59,9 @@ def folder_of_tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def responses(lm: Any, folder: Path, task: str, *, is_chat: bool = False) -> list[Any]:
     """What a model answers to all requests of a task, document by document."""
-    tasks, _ = load_tasks([task], folder)
-    result = run_task(lm, tasks[task], limit=None, chat=ChatOptions() if is_chat else None)
-    return [request[0] for sample in result.samples for request in sample["resps"]]
+    tasks = TaskManager(include_path=str(folder), include_defaults=False).load([task])
+    found = lm_eval.evaluate(lm, tasks, apply_chat_template=is_chat, fewshot_as_multiturn=is_chat, bootstrap_iters=0)
+    return [request[0] for sample in found["samples"][task] for request in sample["resps"]]
 
 
 def generate(lm: OutriderLM, prompts: list[str], **gen_kwargs: Any) -> list[str]:
@@ -119,9 +116,6 @@ def test_a_chat_is_put_into_the_template(folder: Path) -> None:
     assert lm.tokenizer_name == hf.tokenizer_name
     assert lm.chat_template(True) == hf.chat_template(True)
     assert responses(lm, folder, "answers", is_chat=True) == responses(hf, folder, "answers", is_chat=True)
-    thinking = OutriderLM(decoder_of(True), chat=ChatOptions(chat_template_kwargs={"think": True}))
-    with pytest.raises(OptionError, match="does not read 'think'"):
-        thinking.apply_chat_template(messages)
     bare = OutriderLM(replace(decoder_of(), tokenizer=word_tokenizer()))
     with pytest.raises(PromptError, match="no chat template"):
         bare.apply_chat_template(messages)
@@ -162,36 +156,8 @@ def test_a_stop_string_that_is_a_special_token() -> None:
     assert free != stopped and free.startswith(stopped)
 
 
-def test_what_is_counted() -> None:
-    """Every request with its task; the bar moves by all of them."""
-    counts: list[tuple[str, Stats]] = []
-    bars: list[Any] = []
-
-    class Bar:
-        def __init__(self, what: str, total: int) -> None:
-            bars.append((what, total))
-
-        def __enter__(self) -> Callable[[int], None]:
-            return bars.append
-
-        def __exit__(self, *_: Any) -> None:
-            pass
-
-    lm = OutriderLM(
-        decoder_of(),
-        batch_size=3,
-        progress=Bar,
-        on_generated=lambda task, stats: counts.append((task, stats)),
-    )
-    texts = generate(lm, PROMPTS, max_gen_toks=6)
-    assert bars == [("texts generated", 4), 1, 1, 1, 1]
-    assert [task for task, _ in counts] == ["task"] * 4
-    total = sum((stats for _, stats in counts), Stats())
-    assert total.num_draft_tokens > 0 and len(texts) <= total.num_generated_tokens <= 24
-    bars.clear()
-    lm.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, (page,), 0) for page in PAGES[:2]])
-    assert bars == [("texts scored", 4), 3, 1]  # a page of one window, and one of three
-    assert lm.loglikelihood([]) == []
+def test_nothing_to_score() -> None:
+    assert OutriderLM(decoder_of()).loglikelihood([]) == []
 
 
 @pytest.mark.parametrize(
@@ -211,14 +177,7 @@ def test_what_is_counted() -> None:
 )
 def test_how_a_task_is_sampled(gen_kwargs: dict[str, Any], want: Sampling | dict[str, Any]) -> None:
     want = want if isinstance(want, Sampling) else Sampling(**{"max_new_tokens": 256} | want)
-    assert task_sampling(gen_kwargs, {}) == want
-
-
-def test_the_user_has_the_last_word() -> None:
-    options = {"temperature": 0.9, "max_new_tokens": 3, "logit_bias": {1: 2.0}}
-    got = task_sampling({"until": ["x"], "do_sample": False, "temperature": 0.0, "max_gen_toks": 100}, options)
-    assert got == Sampling(**options, stop=("x",))
-    assert task_sampling({"do_sample": True}, {"temperature": 0.5}).temperature == 0.5
+    assert task_sampling(gen_kwargs) == want
 
 
 @pytest.mark.parametrize(
@@ -233,7 +192,7 @@ def test_the_user_has_the_last_word() -> None:
 )
 def test_what_cannot_be_sampled_is_refused(gen_kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        task_sampling(gen_kwargs, {})
+        task_sampling(gen_kwargs)
 
 
 def test_what_does_not_fit_the_context_is_refused() -> None:

@@ -10,7 +10,6 @@ import torch
 
 from outrider.export.engine_files import Handover, transformers_options, vllm_config
 from outrider.export.engine_rules import (
-    EQUALITY,
     GREEDY,
     RATIO,
     RATIO_OF_TEN,
@@ -140,23 +139,6 @@ def test_llama_cpp_samples_like_the_others() -> None:
     assert [values[name] for name in names] == ["0.7", "40", "0.9", "0", "1.25", "512"]
 
 
-def test_tensorrt_llm() -> None:
-    config = ENGINES["tensorrt-llm"].files(replace(PAIR, draft="org/small: draft"))["config.yaml"].splitlines()
-    assert config == [
-        "max_seq_len: 512",
-        "disable_overlap_scheduler: true",
-        "speculative_config:",
-        "  decoding_type: Draft_Target",
-        "  max_draft_len: 3",
-        '  speculative_model: "org/small: draft"',
-    ]
-
-
-def test_mlx() -> None:
-    values = _values(_words(ENGINES["mlx"].files(PAIR)["generate.sh"]))
-    assert values["--num-draft-tokens"] == "3" and values["--temp"] == "0.7" and values["--draft-model"] == "draft"
-
-
 def test_transformers_generates_with_these_options() -> None:
     """The assistant drafts K tokens a round; greedy tokens are those of plain decoding, here and there."""
     from transformers import AutoModelForCausalLM, GenerationConfig
@@ -185,7 +167,7 @@ def test_how_engines_draft() -> None:
     assert RATIO_OF_TEN.draft_sampling(sampling) == Sampling(temperature=0.5, top_k=10)
     assert RATIO.draft_sampling(sampling) == sampling
     names = {name: [rule.name for rule in engine.rules.values()] for name, engine in ENGINES.items()}
-    assert names["sglang"] == names["tensorrt-llm"] == [GREEDY.name] and names["mlx"] == [EQUALITY.name]
+    assert names["sglang"] == [GREEDY.name] and names["transformers"] == [RATIO.name]
 
 
 def _expected(*accepted: int) -> ExpectedRounds:

@@ -30,8 +30,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+import outrider
 from outrider.errors import UnsupportedModel
-from outrider.export import gguf as module
 from outrider.export.gguf import obstacle, write_gguf
 from outrider.models.registry import ModelSpec
 from pairs import embedded, random_llama, save, zoo
@@ -68,6 +68,8 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24}),
 }
+WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 SPLITS = {
     "gpt-2": (pre_tokenizers.ByteLevel(add_prefix_space=False), False),
     "smollm": (
@@ -84,7 +86,7 @@ SPLITS = {
             ),
             name == "llama-bpe",
         )
-        for regex, name in module._SPLITS.items()
+        for regex, name in {WORDS + r"\p{N}{1,3}" + REST: "llama-bpe", WORDS + r"\p{N}" + REST: "qwen2"}.items()
     },
 }
 
@@ -168,6 +170,21 @@ def test_greedy_tokens_agree(tmp_path: Path, kind: str) -> None:
         options = {"n_predict": len(want), "temperature": 0, "return_tokens": True, "ignore_eos": True}
         got = post("/completion", prompt=prompt, **options)["tokens"]
     assert got == want
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_is_written_is_read_as_the_same_model(tmp_path: Path, kind: str) -> None:
+    """Llama 3's scaling too, beyond the length that it begins at; the same tokens, and ends."""
+    spec = _saved(tmp_path / "model", kind, "smollm")
+    file = tmp_path / "model.gguf"
+    write_gguf(spec, file, torch.float32)
+    folder, read = outrider.load(spec.path), outrider.load(file)
+    ids = torch.randint(folder.target.vocab_size, (1, 200), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        want, found = (one.target.model(ids).logits for one in (folder, read))
+    torch.testing.assert_close(found, want, rtol=0.0, atol=2e-5 * float(want.std()))
+    assert read.encode(TEXT) == folder.encode(TEXT)
+    assert read.eos_ids >= folder.eos_ids  # and tokens that end texts by their name
 
 
 def test_the_embedded_pair_in_its_own_type(tmp_path: Path) -> None:

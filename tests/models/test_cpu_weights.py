@@ -14,7 +14,7 @@ import outrider
 from outrider.bench.predicted_memory import Predictor, Workload
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
-from outrider.models.loading import weights_checksum
+from outrider.models.checksums import weights_checksum
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.memory_fit import forms
 from outrider.models.placement import Placement

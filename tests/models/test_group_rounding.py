@@ -1,5 +1,6 @@
 """Weights rounded to groups of 4 bits while a model is loaded: int4 on the CPU."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def test_a_loaded_model_has_these_weights(tmp_path: Path, monkeypatch: pytest.Mo
         if isinstance(layer, nn.Linear) and name != "lm_head":
             one, other = (of.target.model.get_submodule(name).weight for of in (kept, plain))
             groups = NarrowWeight.of_blocks(in_groups(*rounded_to_groups(layer.weight)), GROUP_FORMS[32, True])
-            assert one.blocks == GROUP_FORMS[32, True] and torch.equal(one.stored, groups.stored)
+            assert one.blocks == replace(GROUP_FORMS[32, True], num_digits=2) and torch.equal(one.stored, groups.stored)
             assert type(other) is nn.Parameter and torch.equal(one.wide(), other)
     options = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
     texts = [one.generate([[5, 6, 7]], **options)[0].token_ids for one in (kept, plain)]

@@ -300,15 +300,3 @@ def test_integers_in_other_words_are_refused(tmp_path: Path) -> None:
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelCorrupt, match=r"packed in torch.int8, not in int32"):
         outrider.load(tmp_path)
-
-
-@pytest.mark.slow  # half a minute to compile
-@pytest.mark.parametrize("name", ["gptq, act-order", "compressed, asymmetric"])
-def test_groups_are_compiled(name: str, tmp_path: Path) -> None:
-    _write(tmp_path, name)
-    pair = outrider.load(tmp_path, tmp_path)
-    (eager,), (compiled,) = (
-        one.generate([[5, 6, 7]], num_draft_tokens=3, **_GREEDY) for one in (pair, pair.compiled())
-    )
-    assert compiled.token_ids == eager.token_ids
-    assert compiled.stats.num_accepted_draft_tokens == compiled.stats.num_draft_tokens > 0

@@ -39,8 +39,9 @@ from ggml_blocks import block_bytes
 from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, OptionError, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.models.checksums import weights_checksum
 from outrider.models.heads.checkpoint import read_config
-from outrider.models.loading import context_len, load_checkpoint, weights_checksum
+from outrider.models.loading import context_len, load_checkpoint
 from outrider.models.placement import pick_device
 from outrider.models.registry import ModelSpec
 from outrider.serve.fingerprint import sample_of

@@ -24,8 +24,10 @@ def cache_bytes(model: Any, num_rows: int, num_tokens: int) -> int:
     positions = torch.arange(num_tokens).expand(num_rows, -1)
     cache.at(positions, num_tokens, is_single=False)
     with torch.inference_mode():
-        model(input_ids=positions % 7, position_ids=positions, use_cache=True, **{cache_argument(model): cache})
-    tensors = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
+        model(
+            input_ids=positions % 7, position_ids=positions, use_cache=True, **{cache_argument(model): cache.argument}
+        )
+    tensors = [tensor for layer in cache.argument.layers for tensor in (layer.keys, layer.values)]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 

@@ -60,8 +60,7 @@ def test_a_shared_target_is_certified(found: list[dict[str, Any]]) -> None:
 def test_what_is_drawn_and_measured_is_that_of_the_first(found: list[dict[str, Any]]) -> None:
     first, second = found
     assert first["drawn_seed"] == second["drawn_seed"]
-    assert first["costs"] == second["costs"]
-    assert first["costs"]["learned"][0] != first["costs"]["measured"][0]
+    assert first["learned"] == second["learned"] and first["learned"]["seconds"].keys() == {"1", "2"}
     assert first["certificate"]["seconds"] == second["certificate"]["seconds"]
     assert first["first"] == second["first"] == [0, "OptionError: a = 'b' is invalid: process 0 cannot", [0, 1]]
 
@@ -79,7 +78,6 @@ def test_processes_that_part_end_with_an_error(found: list[dict[str, Any]]) -> N
 def test_what_the_processes_refuse(found: list[dict[str, Any]]) -> None:
     for one in found:
         refused = one["refused"]
-        assert refused["compiled"].startswith("CompileError: shared cannot be compiled: 2 processes share it")
         assert "run it without torchrun" in refused["alone"]
         assert "not 2: torchrun --nproc-per-node 3" in refused["three"]
         assert refused["device map"].startswith("OptionError: device_map = 'auto' is invalid")

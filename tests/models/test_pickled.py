@@ -66,6 +66,11 @@ def test_targets_and_drafts(tmp_path: Path) -> None:
         for allowed in (outrider.load(folder, allow_pickle=True), outrider.load(plain, folder, allow_pickle=True)):
             for lm in (allowed.target, *allowed.drafter.models):
                 torch.testing.assert_close(lm.model(IDS).logits, want.to(lm.dtype), rtol=1e-4, atol=1e-4)
+    model, given = random_llama(), {"inputs": IDS, "do_sample": False, "max_new_tokens": 4}
+    assert refused(lambda: model.generate(**given, custom_generate=outrider.assisted(folder))) == refusal(folder)
+    fast = outrider.assisted(folder, allow_pickle=True)
+    assert model.generate(**given, custom_generate=fast).equal(model.generate(**given))
+    assert outrider.generate(model, **given, draft=folder, allow_pickle=True).equal(model.generate(**given))
     weights = torch.load(folder / "pytorch_model.bin", weights_only=True)
     (folder / "pytorch_model.bin").rename(folder / "pytorch_model-1.bin")
     index = {"metadata": {}, "weight_map": dict.fromkeys(weights, "pytorch_model-1.bin")}

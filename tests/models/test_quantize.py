@@ -13,8 +13,8 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerRow, 
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import outrider
-from outrider.errors import CompileError, DeviceError, MissingExtra, OptionError, UnsupportedModel
-from outrider.models.loading import weights_checksum
+from outrider.errors import DeviceError, MissingExtra, OptionError, UnsupportedModel
+from outrider.models.checksums import weights_checksum
 from outrider.models.memory import weights_bytes
 from outrider.models.quantize import num_bytes, quantized_share, widened_weights
 from outrider.models.registry import QUANTIZATIONS
@@ -91,19 +91,6 @@ def test_a_quantized_draft_costs_acceptance_only() -> None:
         assert pair.drafter.name == f"fable-draft:{placement.quantization}"
         assert tokens(pair, temperature=0) == tokens(plain, temperature=0)
     assert outrider.load("fable", "fable-draft:int8").drafter.name == "fable-draft:int8"
-
-
-@pytest.mark.slow  # half a minute to compile
-@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
-def test_quantized_weights_are_compiled(quantization: str) -> None:
-    pair = outrider.load(f"fable:{quantization}", "fable-draft")
-    assert tokens(pair.compiled(), temperature=0) == tokens(pair, temperature=0)
-
-
-@pytest.mark.parametrize("quantization", ["8bit", "nf4"])
-def test_kernels_that_cannot_be_traced_are_refused_by_name(quantization: str) -> None:
-    with pytest.raises(CompileError, match=f"fable:{quantization} cannot be compiled here: .* cannot be traced"):
-        tokens(loaded(f"fable:{quantization}").compiled())
 
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)

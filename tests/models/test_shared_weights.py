@@ -15,7 +15,7 @@ from outrider.decoder import Decoder
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
-from outrider.models.loading import weights_checksum
+from outrider.models.checksums import weights_checksum
 from outrider.models.shared_weights import share_weights
 from outrider.runtime.tensor_parts import stored_tensors
 from pairs import random_llama, save, word_tokenizer
@@ -126,7 +126,7 @@ def test_equal_means_the_same_bytes_in_the_same_form() -> None:
 
 def test_blocks_whose_rows_are_rounded_are_other_weights() -> None:
     """The same bytes, multiplied in another way."""
-    exact, rounded = (replace(BLOCK_FORMS[8], rounds=rounds) for rounds in (False, True))
+    exact, rounded = (replace(BLOCK_FORMS[8], num_digits=number) for number in (0, 1))
     stored = torch.arange(2 * exact.num_bytes, dtype=torch.uint8).view(2, -1)
     one, other, same = (NarrowWeight(stored, torch.float32, blocks=form) for form in (exact, rounded, exact))
     assert share_weights("one", Matrix(one), [Matrix(other)]) == []

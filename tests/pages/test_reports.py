@@ -22,7 +22,7 @@ ORIGIN = {
     "device": "cpu",
     "argv": ["plan", "--target", "toy & <b>", "--json", "a.json"],
 }
-KINDS = ["alpha", "analyze", "latency", "plan", "what-if"]
+KINDS = ["alpha", "latency", "plan", "what-if"]
 
 
 def interval(value: float, half: float | None = 0.1) -> dict[str, float | None]:
@@ -80,28 +80,6 @@ def setting(rows: int) -> dict[str, Any]:
     }
 
 
-def rounds_of(k: int, category: str | None = None) -> dict[str, Any]:
-    positions = [
-        {
-            "position": place + 1,
-            "num_drafted": 50,
-            "num_judged": 40,
-            "num_accepted": 30,
-            "conditional": interval(0.75) if place < 2 else None,
-            "unconditional": interval(0.6),
-        }
-        for place in range(k)
-    ]
-    return {
-        "category": category,
-        "num_prompts": 3,
-        "tau": interval(1 + k / 2),
-        "prompt_tau": None if category else 1.5,
-        "stats": stats(k),
-        "positions": positions,
-    }
-
-
 @cache
 def written(kind: str) -> str:
     """A document, as text."""
@@ -120,17 +98,6 @@ def written(kind: str) -> str:
             for temperature in (0.0, 1.0)
             for top_p in (0.9, 1.0)
         ]
-    elif kind == "analyze":
-        body["options"] = {"file": "<i>.jsonl"}
-        arms = [
-            (draft, k, rule)
-            for draft, k, rule in (("<small>", 3, "block"), ("<small>", 3, "gumbel"), (None, None, None))
-        ]
-        body["arms"] = [
-            {"draft": draft, "k": k, "acceptance": rule, **rounds_of(3), "categories": [rounds_of(3, "code")]}
-            for draft, k, rule in arms
-        ]
-        body["notes"] = ["An assumption."]
     elif kind in ("latency", "compare"):
         arms = [arm(None, None), arm("<small>", 2), arm("<small>", "auto"), arm("ngram", 4)]
         body |= {"arms": arms, "num_prompts": 3, "peak_memory_bytes": 2**30, "is_interrupted": True}
@@ -177,16 +144,6 @@ def test_a_report_is_whole_and_fetches_nothing(kind: str) -> None:
     ("kind", "said"),
     [
         ("alpha", ["toy with &lt;small&gt;, ngram", "1,234 tokens", "0.900 0.800", "0.850, 0.950", "TV"]),
-        (
-            "analyze",
-            [
-                "Rounds of &lt;i&gt;.jsonl",
-                "&lt;small&gt;, K = 3, gumbel",
-                "code",
-                "An assumption.",
-                "2.50 [2.40, 2.60]",
-            ],
-        ),
         (
             "latency",
             ["Latency of toy", "1.20 [1.10, 1.30]", "1024 MiB", "20.25 ±1.50", "5.00", "which was interrupted"],

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from outrider.compile.cuda_graphs import CapturedExecution
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
+from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
 from toys import as_lm, tiny_llama
 
@@ -49,19 +49,19 @@ def test_bound_steps_see_every_change(lm: LM) -> None:
 
 
 def test_a_bound_step_takes_apart_what_has_changed_alone(lm: LM, monkeypatch: pytest.MonkeyPatch) -> None:
-    import outrider.runtime.execution as execution
+    import outrider.runtime.calls as calls
 
     run, cache, values = lm.bind(_sums), lm.new_cache(1, 100), torch.ones(3)
     drafts = [Draft(torch.full((1, 2), i), None, torch.tensor([2])) for i in range(3)]
     run((1,), cache, values, drafts[0], values)
     taken: list[Any] = []
-    take_apart = execution._take_apart
+    take_apart = calls._take_apart
 
     def note(given: Any, parts: Any) -> None:
         taken.extend(given)
         take_apart(given, parts)
 
-    monkeypatch.setattr(execution, "_take_apart", note)
+    monkeypatch.setattr(calls, "_take_apart", note)
     for draft in drafts:
         run((1,), cache, values, draft, values)
     assert not any(value is values for value in taken)

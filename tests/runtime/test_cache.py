@@ -33,8 +33,8 @@ def _assert_holds(lm: LM, cache: SlotCache, row: int, ids: Sequence[int]) -> Non
         return
     with torch.inference_mode():
         fresh = cache_of(lm.model(torch.tensor([list(ids)]), use_cache=True))
-        assert len(fresh.layers) == len(cache.layers) > 0
-        for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
+        assert len(fresh.layers) == len(cache.argument.layers) > 0
+        for ours, theirs in zip(cache.argument.layers, fresh.layers, strict=True):
             for store, states in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
                 held = store[row, : len(ids)].transpose(0, 1)  # [H, T, D]
                 torch.testing.assert_close(held, states[0], rtol=0.0, atol=1e-12)
@@ -54,7 +54,7 @@ def _open_rows(engine: Engine, requests: list[Request]) -> Iterator[list[Row]]:
 
 def _assert_draft_holds(engine: Engine, lm: LM, row: Row) -> int:
     """As many committed tokens as it counts; gives their number."""
-    session = engine._session
+    session = engine._runner.session
     assert isinstance(session, ModelSession)
     num_cached = min(int(session._cached[row.slot]), row.length - 1)
     _assert_holds(lm, session._cache, row.slot, row.token_ids[:num_cached])
@@ -80,7 +80,7 @@ def test_both_caches_hold_the_committed_text_after_every_round(
     num_behind = set()
     for rows in _open_rows(engine, _requests()):
         for row in rows:
-            _assert_holds(target, engine._cache, row.slot, row.token_ids[:-1])
+            _assert_holds(target, engine._runner.cache, row.slot, row.token_ids[:-1])
             num_behind.add(row.length - 1 - _assert_draft_holds(engine, drafter.lm, row))
     # After a rejection nothing is owed but the last token, after a full acceptance one more.
     assert num_behind >= {0, 1}
@@ -93,7 +93,7 @@ def test_the_targets_cache_without_a_draft_model(drafter: Drafter) -> None:
     engine = _engine(target, drafter, RULES["block"], ConstantSchedule(4))
     for rows in _open_rows(engine, _requests()):
         for row in rows:
-            _assert_holds(target, engine._cache, row.slot, row.token_ids[:-1])
+            _assert_holds(target, engine._runner.cache, row.slot, row.token_ids[:-1])
 
 
 def test_a_draft_of_shorter_context_keeps_its_window() -> None:
@@ -101,7 +101,7 @@ def test_a_draft_of_shorter_context_keeps_its_window() -> None:
     and prompts are longer than the context."""
     target, drafter = llama_pair(draft_context_len=16)
     engine = _engine(target, drafter, RULES["block"], ConstantSchedule(4))
-    session = engine._session
+    session = engine._runner.session
     assert isinstance(session, WindowSession) and isinstance(session._inner, ModelSession)
     starts = set()
     for rows in _open_rows(engine, _requests()):
@@ -200,7 +200,7 @@ def test_a_cache_is_freed_when_it_is_let_go() -> None:
     target = LM(tiny_llama(), name="target", vocab_size=60, context_len=64)
     cache = target.new_cache(1, 64)
     target.forward(torch.tensor([[1, 2]]), torch.tensor([[0, 1]]), cache, 2)
-    keys = weakref.ref(cache.layers[0].keys)
+    keys = weakref.ref(cache.argument.layers[0].keys)
     gc.disable()
     try:
         del cache
@@ -214,10 +214,10 @@ def test_padding_writes_to_no_place_in_view() -> None:
     lm = as_lm(tiny_llama())
     ids, cache = _random_ids(2, 10), lm.new_cache(2, 10)
     _forward_ragged(lm, ids, cache, torch.tensor([0, 0]), torch.tensor([10, 10]))
-    before = [layer.keys[:, :-1].clone() for layer in cache.layers]
+    before = [layer.keys[:, :-1].clone() for layer in cache.argument.layers]
     positions = torch.tensor([[-1, -1, -1], [-1, -1, 4]])
     lm.forward(ids[:, 2:5], positions, cache, 10)
-    for layer, keys in zip(cache.layers, before, strict=True):
+    for layer, keys in zip(cache.argument.layers, before, strict=True):
         torch.testing.assert_close(layer.keys[:, :-1], keys, rtol=0.0, atol=1e-12)
 
 

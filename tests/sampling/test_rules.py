@@ -13,16 +13,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from candidate_rows import on_candidates
 from enumeration import Table, mean_accepted, outcomes, round_laws
 from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.sampling.noise import RoundUniforms
 from outrider.sampling.probs import Settings, to_probs
-from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule, residual
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule, residual
 from reference import LENGTHS, RESTS, THRESHOLDS, Law, Probs, block_weights, cells, invert, law_distance, rounds_law
 from toys import random_table
 
 UNIFORM_RULES = [REJECTION, BLOCK]
+# On full rows in PyTorch, and on candidates in C++.
+ON_ALL_ROWS = {
+    **{rule.name: rule for rule in UNIFORM_RULES},
+    **{f"{rule.name} on candidates": on_candidates(rule) for rule in UNIFORM_RULES},
+    **{f"{rule.name} on rows of all tokens": on_candidates(rule, lists_all=True) for rule in UNIFORM_RULES},
+}
 
 # Rows of probabilities: some weights are zero, some tiny, and p and q may be equal, disjoint or one-hot.
 WEIGHTS = st.sampled_from([0.0, 1e-12, 1e-3, 0.1, 0.5, 1.0, 2.0])
@@ -83,8 +90,11 @@ def _random_rounds(rng: np.random.Generator, num: int, k: int) -> tuple[Tensor, 
     return torch.tensor(p), Draft(torch.tensor(ids), torch.tensor(q), num_drafted)
 
 
-@pytest.mark.parametrize("off_by", [0.0, 1e-5], ids=["rows that sum to 1", "rows that nearly sum to 1"])
-@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule, off_by",
+    [(rule, 0.0) for rule in ON_ALL_ROWS.values()] + [(rule, 1e-5) for rule in UNIFORM_RULES],
+    ids=[*ON_ALL_ROWS, *(f"{rule.name}, rows that nearly sum to 1" for rule in UNIFORM_RULES)],
+)
 def test_verdict_equals_the_slow_twins(rule: Rule, off_by: float) -> None:
     """3,000 ragged rounds: length, token, p and q. Half of the uniform numbers lie 1e-9 from a threshold, or from the
     end of a token's cell, also where the rows given are not quite normalised, as a softmax in float32 leaves them. Only
@@ -178,7 +188,11 @@ def test_gumbel_takes_what_the_target_would_take() -> None:
     assert verdict.num_accepted.bincount(minlength=5).min() > 20
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+@pytest.mark.parametrize(
+    "rule",
+    [*ON_ALL_ROWS.values(), GUMBEL, on_candidates(GUMBEL)],
+    ids=[*ON_ALL_ROWS, "gumbel", "gumbel on candidates"],
+)
 def test_rows_do_not_depend_on_neighbours(rule: Rule) -> None:
     """200 random rows, ragged: each alone gets the verdict that it gets among the others."""
     generator = torch.Generator().manual_seed(3)
@@ -218,8 +232,11 @@ SIDES = {
 
 
 def _table(seed: int, sampling: Sampling, scale: float = 1.2) -> Table:
+    """Probabilities that float32 holds, and that sum to 1."""
     settings = Settings.of([sampling] * 3, 3, torch.device("cpu"))
-    return to_probs(random_table(3, seed, scale)[:, None], settings)[:, 0].tolist()
+    rows = to_probs(random_table(3, seed, scale)[:, None], settings)[:, 0]
+    rows = (rows * 2**20).round() / 2**20
+    return rows.scatter_add(1, rows.argmax(1, keepdim=True), 1 - rows.sum(1, keepdim=True)).tolist()
 
 
 def _markov_law(table: Table, first: int, num_tokens: int) -> Law:
@@ -235,7 +252,7 @@ def _assert_law(laws: dict[tuple[int, int], Law], target: Table, drafted_after: 
 
 
 @pytest.mark.parametrize("sides", SIDES.values(), ids=SIDES)
-@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", ON_ALL_ROWS.values(), ids=ON_ALL_ROWS)
 @pytest.mark.parametrize("k", [1, 2, 3])
 def test_output_law_is_the_targets(rule: Rule, k: int, sides: tuple[Sampling, Sampling]) -> None:
     """Four tokens, from one to four rounds, all with K drafts; two pairs of tables."""
@@ -245,7 +262,7 @@ def test_output_law_is_the_targets(rule: Rule, k: int, sides: tuple[Sampling, Sa
         _assert_law(laws, target, [k] * 4, num_tokens=4)
 
 
-@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", ON_ALL_ROWS.values(), ids=ON_ALL_ROWS)
 def test_output_law_with_ragged_drafts(rule: Rule) -> None:
     """Rows of 0 to 3 drafts in one batch, padded with rubbish; rounds of all lengths follow one another."""
     target, draft = _table(2, PLAIN), _table(3, PLAIN)
@@ -254,7 +271,7 @@ def test_output_law_with_ragged_drafts(rule: Rule) -> None:
         _assert_law(laws, target, drafted_after, num_tokens=4)
 
 
-@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", ON_ALL_ROWS.values(), ids=ON_ALL_ROWS)
 def test_output_law_with_one_hot_drafts(rule: Rule) -> None:
     """Each of the 27 ways to propose one token after each, with probs=None, plain and top-k; ragged as well."""
     for successors, sampling in itertools.product(itertools.product(range(3), repeat=3), (PLAIN, TOP_K)):
@@ -264,7 +281,7 @@ def test_output_law_with_one_hot_drafts(rule: Rule) -> None:
         _assert_law(laws, target, [2, 2, 1, 2], num_tokens=4)
 
 
-@pytest.mark.parametrize("rule", UNIFORM_RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", ON_ALL_ROWS.values(), ids=ON_ALL_ROWS)
 def test_equal_models_accept_everything(rule: Rule) -> None:
     target = _table(5, PLAIN)
     found = outcomes(rule, rule.name, target, target, [3])

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
+from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from toys import as_lm, table_lm, tiny_llama
 
@@ -36,11 +37,12 @@ def tool(name: str = "weather", schema: Mapping[str, Any] = WEATHER, **more: Any
     return {"type": "function", "function": function}
 
 
-def scripted(script: Sequence[str], template: str, markers: Mapping[str, bool]) -> Decoder:
+def scripted(script: Sequence[str], template: str, markers: Mapping[str, bool], *, has_draft: bool = False) -> Decoder:
     """It says the script after any prompt, a token for each piece.
 
     Args:
         markers: tokens of their own, special or not.
+        has_draft: a draft knows the script, and proposes up to 8 tokens of it.
     """
     vocab = {"<start>": 0} | {f"{piece}§{i}§": i for i, piece in enumerate(script, 1)} | {"<end>": len(script) + 1}
     for i, piece in enumerate(script, 1):
@@ -56,7 +58,8 @@ def scripted(script: Sequence[str], template: str, markers: Mapping[str, bool]) 
     table = 100.0 * torch.eye(len(wrapped)).roll(1, dims=1)  # each token is followed by the next one
     table[0] = 0
     table[0, 1] = 100.0
-    return Decoder(table_lm(table), wrapped, frozenset([len(script) + 1]), NoDrafter())
+    drafter = ModelDrafter(table_lm(table, name="draft")) if has_draft else NoDrafter()
+    return Decoder(table_lm(table), wrapped, frozenset([len(script) + 1]), drafter, num_draft_tokens=8)
 
 
 def talker(template: str, markers: Mapping[str, bool], *, context_len: int = 1024) -> Decoder:

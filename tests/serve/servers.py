@@ -13,9 +13,8 @@ from openai import OpenAI
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
-from outrider.serve.engine_thread import EngineThread
 from outrider.serve.served_model import LoadDecoder, ServedModel
-from outrider.serve.server import ModelToServe, Server, ServerOptions, listen
+from outrider.serve.server import Server, ServerOptions, listen
 from pairs import word_tokenizer
 from toys import random_table, table_lm
 
@@ -32,13 +31,13 @@ class Running:
     api_key: str | None
 
     @property
-    def worker(self) -> EngineThread:
-        return self.server.worker
+    def model(self) -> ServedModel:
+        return self.server.model
 
     @property
-    def model(self) -> ServedModel:
-        """The first one."""
-        return self.worker.models[0]
+    def num_open(self) -> int:
+        """Unfinished rows and tasks."""
+        return self.model.admission.num_open
 
     def openai(self) -> OpenAI:
         key, client = self.api_key or "none", httpx.Client(timeout=LIMIT_S, verify=False)
@@ -48,9 +47,9 @@ class Running:
         """Nothing is encrypted here, and to read all certificates of this machine takes longer than most requests."""
         return httpx.Client(base_url=self.url, timeout=LIMIT_S, verify=False)
 
-    def metric(self, name: str, *labels: str, of: str = "") -> float:
-        """The value in /metrics of a name with these labels for a model, the first; 0 where there is none."""
-        found = ",".join(sorted((*labels, f'model_name="{of or self.model.names[0]}"')))
+    def metric(self, name: str, *labels: str) -> float:
+        """The value in /metrics of a name with these labels; 0 where there is none."""
+        found = ",".join(sorted((*labels, f'model_name="{self.model.names[0]}"')))
         start = f"{name}{{{found}}} "
         with self.http() as client:
             lines = client.get("/metrics").text.splitlines()
@@ -58,14 +57,12 @@ class Running:
 
 
 @contextmanager
-def running(*decoders: Decoder, names: Sequence[str] = ("toy",), **options: object) -> Iterator[Running]:
-    """A server for a decoder with these names, or for several with one each. It must end when it is stopped."""
+def running(decoder: Decoder, names: Sequence[str] = ("toy",), **options: object) -> Iterator[Running]:
+    """A server for a decoder with these names. It must end when it is stopped."""
     is_ready = threading.Event()
     chosen = ServerOptions(**{"num_slots": 4, "shutdown_timeout_s": 0.0, **options})
-    all_names = [tuple(names)] if len(decoders) == 1 else [(name,) for name in names]
-    models = [ModelToServe(*one) for one in zip(all_names, map(loading, decoders), strict=True)]
     with listen("127.0.0.1", 0) as listener:
-        server = Server(models, chosen, listener, lambda worker: is_ready.set())
+        server = Server(names, loading(decoder), chosen, listener, lambda model: is_ready.set())
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -79,7 +76,7 @@ def running(*decoders: Decoder, names: Sequence[str] = ("toy",), **options: obje
 
 
 def loading(decoder: Decoder) -> LoadDecoder:
-    return lambda others: decoder
+    return lambda: decoder
 
 
 def wait_until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
@@ -98,7 +95,7 @@ def as_sent(value: object, path: str = "/v1/completions", *headers: str) -> byte
 
 def is_free(server: Running) -> bool:
     """Whether both slots are free and no request waits."""
-    return server.metric("outrider:num_free_slots") == 2 and server.worker.num_open == 0
+    return server.metric("outrider:num_free_slots") == 2 and server.num_open == 0
 
 
 def words(context_len: int = 64) -> Decoder:

@@ -94,13 +94,13 @@ def test_connections_beyond_the_limit_that_are_all_busy(server: Running) -> None
         busy = [stack.enter_context(connect(server)) for _ in range(10)]
         for connection in busy:
             connection.sendall(as_sent(LONG | {"stream": True}))
-        wait_until(lambda: server.worker.num_open == 10)
+        wait_until(lambda: server.num_open == 10)
         assert is_closed(stack.enter_context(connect(server)))
         other = stack.enter_context(connect(server, "127.0.0.2"))
         other.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert other.recv(100).startswith(b"HTTP/1.1 200")
-        assert server.worker.num_open == 10
-    wait_until(lambda: server.worker.num_open == 0)
+        assert server.num_open == 10
+    wait_until(lambda: server.num_open == 0)
 
 
 @pytest.mark.parametrize("more", [{}, {"stream": True}])

@@ -142,10 +142,10 @@ def test_a_client_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
             other.completions.create(model="toy", prompt="w1", n=2)
         with pytest.raises(openai.BadRequestError, match="this server allows 2"):
             other.completions.create(model="toy", prompt="w1", n=3)
-        assert server.worker.num_open == 3
+        assert server.num_open == 3
         for stream in reversed(streams):
             stream.close()
-        wait_until(lambda: server.worker.num_open == 0)
+        wait_until(lambda: server.num_open == 0)
 
 
 def test_one_client_cannot_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,15 +14,12 @@ import openai
 import pytest
 from servers import LIMIT_S, Running, as_sent, is_free, loading, running, wait_until, words
 
-from compile_services import Fails
 from outrider.api import load
 from outrider.decoder import Decoder
-from outrider.drafters.base import NoDrafter
 from outrider.errors import ModelNotFound
-from outrider.serve import app, pending, served_model
-from outrider.serve.server import ModelToServe, Server, ServerOptions, listen
+from outrider.serve import app, pending, prepare, race, responses_answer, served_model, streaming
+from outrider.serve.server import Server, ServerOptions, listen
 from pairs import broken_model, word_tokenizer
-from toys import random_table, table_lm
 
 LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
 
@@ -124,7 +121,7 @@ def test_a_client_that_leaves_in_its_own_request(server: Running, caplog: pytest
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The worker's clock, in seconds; a test may put it forward."""
+    """The clock of the engine thread, in seconds; a test may put it forward."""
     clock = [1.0]
     monkeypatch.setattr(served_model, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     return clock
@@ -149,7 +146,7 @@ def test_a_request_that_has_waited_too_long(more: dict, now: list[float]) -> Non
             assert server.metric("outrider:num_requests_waiting") == 1
             assert server.metric("outrider:requests_total", 'finished_reason="timeout"') == 1
             assert all("error" not in next(lines) for _ in range(20))
-        wait_until(lambda: server.worker.num_open == 0)
+        wait_until(lambda: server.num_open == 0)
 
 
 def test_a_score_that_has_waited_too_long(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,7 +154,7 @@ def test_a_score_that_has_waited_too_long(now: list[float], monkeypatch: pytest.
     body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "logprobs": 0}
     with running(words()) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         late = pool.submit(http.post, "/v1/completions", json=body)
-        wait_until(lambda: server.worker.num_open == 1)
+        wait_until(lambda: server.num_open == 1)
         now[0] += 1000
         assert late.result().status_code == 503
 
@@ -175,9 +172,9 @@ def test_a_score_that_runs_when_the_server_ends(max_tokens: int, monkeypatch: py
     body = {"prompt": ["w1 w2", "w3 w4"], "max_tokens": max_tokens, "echo": True, "logprobs": 0}
     with running(words(), shutdown_timeout_s=LIMIT_S) as server, server.http() as http, ThreadPoolExecutor(1) as pool:
         answer = pool.submit(http.post, "/v1/completions", json=body)
-        wait_until(lambda: server.worker.num_open > 0)
+        wait_until(lambda: server.num_open > 0)
         server.server.stop()
-        wait_until(lambda: server.worker.readiness.state == "draining")
+        wait_until(lambda: server.model.admission.state == "draining")
         may_score.set()
         choices = answer.result().json()["choices"]
     assert [len(choice["logprobs"]["tokens"]) for choice in choices] == [2 + max_tokens] * 2
@@ -210,57 +207,24 @@ def test_a_text_that_fails_alone(tmp_path: Path) -> None:
     folder = broken_model(tmp_path)
     tokenizer.save_pretrained(folder)
     with running(load(folder, device="cpu")) as server, server.openai() as client:
-        with pytest.raises(openai.InternalServerError, match="NaN"):
+        with pytest.raises(openai.InternalServerError, match="the model toy gave NaN"):
             client.completions.create(model="toy", prompt="w7 w8")
-        with pytest.raises(openai.APIError, match="NaN"):
+        with pytest.raises(openai.APIError, match="the model toy gave NaN"):
             list(client.completions.create(model="toy", prompt="w7 w8", stream=True))
-        with pytest.raises(openai.InternalServerError, match="NaN"):
+        with pytest.raises(openai.InternalServerError, match="the model toy gave NaN"):
             client.completions.create(model="toy", prompt="w7 w8", echo=True, logprobs=1, max_tokens=0)
         assert client.completions.create(model="toy", prompt="w1 w2", max_tokens=1).choices
-
-
-def test_programs_that_cannot_be_made(caplog: pytest.LogCaptureFixture) -> None:
-    """Texts with a seed need them, and end with an error. The others go on, and so do those that wait."""
-    target = table_lm(random_table(50, 0), context_len=1_000_000)
-    decoder = Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())
-    service = Fails(lambda call: True)
-    beside = decoder.compiled(waits=False, service=service)
-    short = {"prompt": "w2", "max_tokens": 8, "temperature": 0}
-    with running(beside, num_slots=2, context_len=1_000_000) as server, server.http() as http:
-        unseeded = {"prompt": "w1", "max_tokens": 900_000, "stream": True}
-        with http.stream("POST", "/v1/completions", json=unseeded) as stream:
-            lines = stream.iter_lines()
-            next(lines)
-            response = http.post("/v1/completions", json=LONG)
-            assert response.status_code == 400 and response.json()["error"]["param"] == "seed"
-            assert "leave the seed out" in response.json()["error"]["message"]
-            num_orders = len(service.orders)
-            assert http.post("/v1/completions", json=LONG).status_code == 400
-            assert len(service.orders) == num_orders, "a program that could not be made is ordered again"
-            text = http.post("/v1/completions", json=short).json()["choices"][0]["text"]
-            assert all("error" not in next(lines) for _ in range(20))
-        assert server.metric("outrider:requests_total", 'finished_reason="error"') == 2
-        wait_until(lambda: is_free(server))
-        # Nothing runs, and a text waits for the slots of others that end.
-        assert http.post("/v1/completions", json=LONG | {"n": 2}).status_code == 400
-        with ThreadPoolExecutor(3) as pool:
-            bodies = [LONG, LONG, short]
-            codes = [one.status_code for one in pool.map(lambda body: http.post("/v1/completions", json=body), bodies)]
-        assert codes == [400, 400, 200]
-        assert http.post("/v1/completions", json=short).json()["choices"][0]["text"] == text
-    assert text == decoder.generate(["w2"], max_new_tokens=8, temperature=0)[0].text
-    assert "requests with a seed ended: no compiler" in caplog.text
 
 
 def test_before_it_is_ready() -> None:
     may_load, is_ready = threading.Event(), threading.Event()
 
-    def load_late(others: object) -> Decoder:
+    def load_late() -> Decoder:
         assert may_load.wait(LIMIT_S)
         return words()
 
     with listen("127.0.0.1", 0) as listener:
-        server = Server([ModelToServe(("toy",), load_late)], ServerOptions(), listener, lambda worker: is_ready.set())
+        server = Server(("toy",), load_late, ServerOptions(), listener, lambda model: is_ready.set())
         thread = threading.Thread(target=server.run)
         thread.start()
         with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=LIMIT_S) as http:
@@ -279,17 +243,17 @@ def test_a_server_that_ends_before_it_is_ready() -> None:
     """It takes no requests after all, and its counts can be read."""
     may_load, found, options = threading.Event(), [], ServerOptions(shutdown_timeout_s=0.0)
 
-    def load_late(others: object) -> Decoder:
+    def load_late() -> Decoder:
         assert may_load.wait(LIMIT_S)
         return words()
 
     with listen("127.0.0.1", 0) as listener:
-        server = Server([ModelToServe(("toy",), load_late)], options, listener, found.append)
+        server = Server(("toy",), load_late, options, listener, found.append)
         thread = threading.Thread(target=server.run)
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
-        server.worker.drain()
+        server.model.drain()
         assert httpx.get(f"{url}/metrics").status_code == 200
         may_load.set()
         server.stop()
@@ -298,11 +262,11 @@ def test_a_server_that_ends_before_it_is_ready() -> None:
 
 
 def test_models_that_cannot_be_loaded_end_the_server() -> None:
-    def fail(others: object) -> Decoder:
+    def fail() -> Decoder:
         raise ModelNotFound("no such model")
 
     with listen("127.0.0.1", 0) as listener, pytest.raises(ModelNotFound):
-        Server([ModelToServe(("toy",), fail)], ServerOptions(), listener).run()
+        Server(("toy",), fail, ServerOptions(), listener).run()
 
 
 def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
@@ -319,8 +283,7 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
     found: list[BaseException] = []
     with listen("127.0.0.1", 0) as listener:
         is_ready = threading.Event()
-        models = [ModelToServe(("toy",), loading(decoder))]
-        server = Server(models, ServerOptions(), listener, lambda worker: is_ready.set())
+        server = Server(("toy",), loading(decoder), ServerOptions(), listener, lambda model: is_ready.set())
 
         def run() -> None:
             try:
@@ -342,11 +305,50 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
     assert "the engine has failed" in caplog.text
 
 
+def _fails(*_: object, **__: object) -> Any:
+    raise RuntimeError("a mistake of ours")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "path", "body"),
+    [
+        (prepare, "encode", "completions", {}),
+        (prepare, "read_constraint", "completions", {}),
+        (race, "read_constraint", "race", {}),
+        (served_model, "prompt_logprobs", "completions", {"prompt_logprobs": 1}),
+        (race, "race_events", "race", {}),
+        (streaming, "whole", "completions", {}),
+        (streaming, "usage_of", "completions", {"stream": True, "stream_options": {"include_usage": True}}),
+        (responses_answer, "totals", "responses", {"stream": True}),
+        (responses_answer, "totals", "responses", {}),
+    ],
+)
+def test_errors_of_ours_are_in_the_log(
+    module: Any,
+    name: str,
+    path: str,
+    body: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """With their traceback, once, wherever they are. Clients see none of it."""
+    decoder = words()
+    decoder.tokenizer.chat_template = "w1"
+    monkeypatch.setattr(app if name == "whole" else module, name, _fails)
+    with running(decoder) as server, server.http() as http:
+        asked = {"input": "w1", "max_output_tokens": 2} if path == "responses" else {"prompt": "w1 w2", "max_tokens": 2}
+        answer = http.post(f"/v1/{path}", json=asked | body)
+    assert "internal server error" in answer.text and "mistake" not in answer.text
+    assert answer.status_code == (200 if "stream" in body else 500)
+    (logged,) = [record for record in caplog.records if record.exc_info]
+    assert "in _fails" in caplog.text and logged.levelname == "ERROR"
+
+
 def test_a_queue_that_is_left_is_empty(server: Running) -> None:
     """Rows that wait for a slot leave too."""
     with server.openai() as client:
         streams = [client.completions.create(model="toy", **LONG, stream=True) for _ in range(3)]
-        assert server.worker.num_open == 3
+        assert server.num_open == 3
         for stream in reversed(streams):
             stream.close()
         wait_until(lambda: is_free(server))

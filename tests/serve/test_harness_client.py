@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness as a client: its ``local-completions`` gets the numbers that ``outrider eval`` gets."""
+"""The lm-evaluation-harness as a client: its ``local-completions`` gets the numbers of our model of the harness."""
 
 from pathlib import Path
 from typing import Any

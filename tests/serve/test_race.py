@@ -55,7 +55,7 @@ def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running
     events = race(server, acceptance=acceptance, num_draft_tokens=3, temperature=0.8)
     start, *rounds, end = events
     assert (start["type"], {one["type"] for one in rounds}, end["type"]) == ("start", {"round"}, "end")
-    assert (start["target"], start["prompt"], start["seed"], start["acceptance"]) == ("fable", PROMPT, 3, acceptance)
+    assert (start["target"], start["prompt"], start["seed"], start["acceptance"]) == ("toy", PROMPT, 3, acceptance)
     assert [(arm["draft"], arm["k"]) for arm in start["arms"]] == [(None, None), ("fable-draft", 3)]
     options: dict[str, Any] = {"seed": 3, "max_new_tokens": 40, "temperature": 0.8, "acceptance": acceptance}
     for which, one in enumerate((decoder.plain(), decoder)):
@@ -115,8 +115,7 @@ def test_choices(server: Running) -> None:
     with server.http() as http:
         found = http.get("/v1/race/choices").json()
     assert found == {
-        "models": ["toy"],
-        "target": "fable",
+        "target": "toy",
         "drafts": ["fable-draft", "ngram", "suffix", "none"],
         "acceptances": ["rejection", "block", "gumbel"],
         "acceptance": "block",
@@ -165,11 +164,11 @@ def test_a_race_that_is_left_ends() -> None:
         body = {"prompt": "w1", "max_tokens": 900_000, "drafter": "ngram"}
         with http.stream("POST", "/v1/race", json=body) as response:
             next(lines := response.iter_lines())
-            assert server.worker.num_open == 1
+            assert server.num_open == 1
             waiting = threading.Thread(target=lambda: race(server, prompt="w1"))
             waiting.start()
             next(lines)
-        wait_until(lambda: server.worker.num_open == 0 and not waiting.is_alive())
+        wait_until(lambda: server.num_open == 0 and not waiting.is_alive())
 
 
 def test_a_race_beside_a_full_queue() -> None:
@@ -225,7 +224,7 @@ def test_too_many_races(monkeypatch: pytest.MonkeyPatch) -> None:
             other = http.post("/v1/race", json=body)
             assert other.status_code == 503 and int(other.headers["retry-after"]) >= 1
             next(lines)
-        wait_until(lambda: server.worker.num_open == 0)
+        wait_until(lambda: server.num_open == 0)
         assert race(server, prompt="w1", max_tokens=2)[-1]["type"] == "end"
 
 

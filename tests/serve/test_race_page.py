@@ -228,24 +228,6 @@ def test_a_race_that_fails_says_so(driver: Any, tmp_path: Path) -> None:
         assert not driver.find_element("id", "pause").is_enabled()
 
 
-def test_the_model_can_be_chosen(driver: Any, server: Running) -> None:
-    """Where there are several."""
-    driver.get(server.url)
-    wait_until(driver.find_element("id", "start").is_enabled)
-    assert not driver.find_element("id", "model-field").is_displayed()
-    with running(embedded(), words(), names=("pair", "words"), context_len=256) as several:
-        assert raced(driver, several, max_tokens=2)[0]["target"] == "fable"
-        assert driver.find_element("id", "model-field").is_displayed()
-        fill(driver, model="words", prompt="w1")
-        start, target, drafter = (driver.find_element("id", name) for name in ("start", "target", "drafter"))
-        wait_until(lambda: start.is_enabled() and target.text == "target")
-        assert drafter.get_attribute("value") == "none"
-        start.click()
-        wait_until(lambda: is_over(driver) and target.text == "target")
-        assert [lane["prompt"] for lane in driver.execute_script(SHOWN)] == ["w1", "w1"]
-    assert not complaints(driver)
-
-
 def test_a_server_with_a_full_queue_says_so(driver: Any) -> None:
     with running(words(1_000_000), context_len=1_000_000, num_slots=1, max_queue=0) as server, server.http() as http:
         driver.get(server.url)

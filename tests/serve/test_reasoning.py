@@ -1,10 +1,12 @@
 """Thoughts over HTTP: apart from the content, whether the template or the model begins them; and constraints after."""
 
+import itertools
+import json
 from typing import Any
 
 import pytest
 from scripted import TEMPLATES, scripted, talker, tool
-from servers import running
+from servers import Running, running
 
 ASK: Any = [{"role": "user", "content": "Will it rain?"}]
 MARKERS = {"<think>": False, "</think>": False}
@@ -86,3 +88,73 @@ def test_a_thought_can_be_continued() -> None:
             assert (getattr(message, "reasoning_content", None), message.content) == (thoughts, content)
             assert answer.usage is not None and answer.usage.completion_tokens_details is not None
             assert answer.usage.completion_tokens_details.reasoning_tokens == (4 if thoughts else 0)
+
+
+def said(server: Running, door: str, *, is_stream: bool, **body: Any) -> tuple[str, str, str | None]:
+    """Thoughts and content of an answer, and the stop string that ended it (which responses do not tell)."""
+    asked = {"input": "Will it rain?"} if door == "responses" else {"messages": ASK}
+    if "stop" in body and door == "messages":
+        body["stop_sequences"] = body.pop("stop")
+    asked |= {"max_tokens": 50} if door == "messages" else {}
+    with server.http() as http:
+        answer = http.post(f"/v1/{door}", json={"model": "toy", "stream": is_stream} | asked | body)
+    assert answer.status_code == 200
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    if door == "chat/completions":
+        choices = [event["choices"][0] for event in events] if is_stream else answer.json()["choices"]
+        parts = [choice["delta" if is_stream else "message"] for choice in choices]
+        texts = ["".join(part.get(key) or "" for part in parts) for key in ("reasoning_content", "content")]
+        return texts[0], texts[1], choices[-1]["stop_reason"]
+    if door == "responses":
+        output = (events[-1]["response"] if is_stream else answer.json())["output"]
+        by_type = {item["type"]: item["content"][0]["text"] for item in output}
+        return by_type.get("reasoning", ""), by_type.get("message", ""), None
+    if not is_stream:
+        blocks = {block["type"]: block[block["type"]] for block in answer.json()["content"]}
+        return blocks.get("thinking", ""), blocks.get("text", ""), answer.json()["stop_sequence"]
+    deltas = [event["delta"] for event in events if "delta" in event]
+    texts = ["".join(delta.get(key, "") for delta in deltas) for key in ("thinking", "text")]
+    return texts[0], texts[1], deltas[-1]["stop_sequence"]
+
+
+@pytest.mark.parametrize(
+    ("script", "template", "expected"),
+    [
+        (["<think>", "Hm, Q: a", "\n\n", "</think>", "\n\n", "Yes", ".", " Q", ": b"], "", ("Hm, Q: a", "Yes. ")),
+        (["<think>", "Hm, Q: a", " Q", ": </think>", "\n\n", "Yes.\n", "\nQ: b"], "<think>", ("Hm, Q: a Q:", "Yes.")),
+        (["<think>", "Q: a", "</", "thi", "nk>", "Yes Q", ":"], "", ("Q: a", "Yes ")),  # a marker of several tokens
+        (["<think>", "Q: a Q", "</th", "ink>: \n\nYes Q: b"], "", ("Q: a Q", ": ")),  # the end and a stop in one
+        (["\n", "\n", "<think>", "Hm", "</think>", "Q: b"], "", ("Hm", "")),
+        (["\n", " Yes", ".", " Q:", " b"], "", ("", "\n Yes. ")),  # no thought
+        (["\n", "\n", "Q: b"], "", ("", "")),
+        (["</think>", "\n\n", "Yes", ". Q: <think>", "Q"], "</think>", ("", "Yes. ")),
+        (["<th", "ese> Q: b", "c"], "", ("", "<these> ")),
+        (["<think>", "Q: a", " Q:"], "", ("Q: a Q:", "")),  # cut
+    ],
+)
+def test_stop_strings_wait_for_the_end_of_a_thought(
+    script: list[str], template: str, expected: tuple[str, str]
+) -> None:
+    """However long a round is, whole and streamed."""
+    stop = ["Q:", "\n\n"]
+    decoder = scripted(script, template or "{{ messages[0].content }}", MARKERS, has_draft=True)
+    doors = ("chat/completions", "responses", "messages")
+    with running(decoder) as server:
+        for door, is_stream, k in itertools.product(doors, (False, True), range(9)):
+            thoughts, content, reason = said(server, door, is_stream=is_stream, stop=stop, num_draft_tokens=k)
+            assert (thoughts, content) == expected
+            assert reason in ([None] if door == "responses" or script[-1] == " Q:" else stop)
+
+
+def test_whoever_reads_no_thoughts_stops_in_them() -> None:
+    """Neither do stop tokens wait."""
+    with running(scripted(SCRIPT, "{{ messages[0].content }}", MARKERS)) as server, server.http() as http:
+        for path, body, text in [
+            ("completions", {"prompt": "a", "stop": "rain"}, "<think>\nIt may "),
+            ("chat/completions", {"messages": ASK, "stop": "rain", "separate_reasoning": False}, "<think>\nIt may "),
+            ("chat/completions", {"messages": ASK, "stop_token_ids": [5]}, ""),
+            ("chat/completions", {"messages": ASK, "stop": ".", "min_tokens": 10}, 'Yes.{"a": 1}'),
+            ("chat/completions", {"messages": ASK, "stop": ".", "include_stop_str_in_output": True}, "Yes."),
+        ]:
+            (choice,) = http.post(f"/v1/{path}", json=body).json()["choices"]
+            assert choice.get("text", choice.get("message", {}).get("content")) == text

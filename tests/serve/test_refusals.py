@@ -303,6 +303,11 @@ def test_other_refusals(http: httpx.Client) -> None:
     error = refused(http.post("/v1/completions", json={"prompt": "A", "model": "gpt"}), 404)
     assert error["param"] == "model" and error["code"] == "model_not_found" and "fable" in error["message"]
     refused(http.get("/v1/models/gpt"), 404)
+    for path in ("/tokenize", "/detokenize", "/v1/race"):
+        refused(http.post(path, json={"prompt": "A", "model": "gpt"}), 404)
+    for path in ("/tokenizer_info", "/v1/race/choices"):
+        refused(http.get(path, params={"model": "gpt"}), 404)
+    assert refused(http.post("/tokenize", json={"prompt": "A", "model": 7}))["param"] == "model"
     half = b'{"prompt": "a \\ud800 b"}'
     error = refused(http.post("/v1/completions", content=half, headers={"content-type": "application/json"}))
     assert error["param"] == "prompt"
@@ -415,5 +420,5 @@ def test_any_body_is_answered() -> None:
         check()
         assert seen >= {200, 400}
         assert http.get("/health").status_code == 200
-        assert server.worker.num_open == 0
+        assert server.num_open == 0
         assert server.metric("outrider:num_free_slots") == 4

@@ -71,6 +71,19 @@ def test_some_tool_is_called(client: OpenAI) -> None:
     assert choice.finish_reason == "length"
 
 
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_forced_call_that_is_cut_shows_no_marker(kind: str) -> None:
+    """There is no text beside a call that is forced: half a marker is none."""
+    with running(talker(TEMPLATES[kind], MARKERS[kind]), num_slots=2) as server, server.openai() as client:
+        for most in range(1, 34, 4):
+            body: Any = {"messages": ASK, "tools": [tool()], "tool_choice": "required", "seed": 1, "max_tokens": most}
+            (choice,) = client.chat.completions.create(model="toy", **body).choices
+            content, calls, reasons = streamed(client, **body)
+            assert not choice.message.content and not content and reasons == [choice.finish_reason] == ["length"]
+            assert [name for _, name, _ in calls] == [one.function.name for one in choice.message.tool_calls or []]
+    assert calls
+
+
 def test_histories_reach_the_template(client: OpenAI, server: Running) -> None:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     asked: Any = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -142,7 +155,8 @@ def test_calls_are_found_in_free_text() -> None:
         ("parallel_tool_calls", {"tools": [tool()], "parallel_tool_calls": 1}),
         ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}),
         ("messages[0].tool_calls", {"messages": [{"role": "assistant", "content": None, "tool_calls": {}}]}),
-        ("messages[0]", {"messages": [{"role": "assistant", "content": None}]}),
+        ("messages[0]", {"messages": [{"role": "user", "content": None}]}),
+        ("messages[0]", {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "time"}}]}),
         ("response_format", {"tools": [tool()], "guided_regex": "a+"}),
         ("response_format", {"tools": [tool()], "guided_regex": "a+", "tool_choice": "required"}),
         ("stop", {"tools": [tool()], "tool_choice": "required", "stop": "a"}),

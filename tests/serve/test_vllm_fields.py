@@ -48,6 +48,31 @@ def test_the_last_prompt_tokens_are_kept(http: httpx.Client) -> None:
     assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == same["choices"][0]["text"]
 
 
+def test_a_prompt_that_is_cut_keeps_its_bos() -> None:
+    """Whoever has written the token: the tokenizer, the template or the client. Other prompts have none."""
+    decoder = words()
+    decoder.tokenizer.bos_token = "w9"
+    decoder.tokenizer.chat_template = "w9 {{ messages[0].content }}"
+    own = processors.TemplateProcessing(single="w9 $A", special_tokens=[("w9", 9)])
+    decoder.tokenizer.backend_tokenizer.post_processor = own
+    asked: list[tuple[str, dict[str, Any], list[int]]] = [
+        ("/v1/completions", {"prompt": "w1 w2 w3 w4"}, [9, 3, 4]),
+        ("/v1/completions", {"prompt": [9, 1, 2, 3, 4]}, [9, 3, 4]),
+        ("/v1/completions", {"prompt": [9, 1, 2, 3, 4], "truncate_prompt_tokens": 1}, [9]),
+        ("/v1/completions", {"prompt": [1, 9, 2, 3, 4]}, [2, 3, 4]),
+        ("/v1/chat/completions", {"messages": CHAT}, [9, 3, 7]),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1 w2 w3 w4"}]}, [9, 3, 4]),
+    ]
+    scored = {"prompt_logprobs": 0, "max_tokens": 1}  # each token depends on the one before
+    with running(decoder) as server, server.http() as http:
+        for path, body, ids in asked:
+            answer = http.post(path, json={"truncate_prompt_tokens": 3, **scored, **body}).json()
+            (want,) = http.post("/v1/completions", json={"prompt": ids, **scored}).json()["choices"]
+            assert answer["usage"]["prompt_tokens"] == len(ids)
+            found = answer if path.startswith("/v1/chat") else answer["choices"][0]
+            assert found["prompt_logprobs"] == want["prompt_logprobs"]
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -101,7 +126,7 @@ def test_prompts_are_scored(http: httpx.Client) -> None:
         ranks = {str(i): rank for rank, i in enumerate(ids.tolist(), 1)} | {str(token): place + 1}
         assert {i: entry["rank"] for i, entry in found.items()} == ranks and next(iter(found)) == str(token)
         for i, entry in found.items():
-            assert entry["decoded_token"] == f"w{i}" and entry["logprob"] == pytest.approx(float(scores[1, int(i)]))
+            assert entry["decoded_token"] == f" w{i}" and entry["logprob"] == pytest.approx(float(scores[1, int(i)]))
         assert choices[0]["logprobs"]["token_logprobs"][1] == found[str(token)]["logprob"]
         assert len(choices[0]["logprobs"]["top_logprobs"][1]) == (1 if place == 0 else 2)
         assert torch.isclose(values[0], scores[1].max())

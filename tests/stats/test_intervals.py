@@ -320,15 +320,6 @@ def test_paired_scores_by_hand() -> None:
     assert ends(paired.difference) == pytest.approx((0.125 - half, 0.125 + half), abs=1e-6)
 
 
-def test_the_unit_of_a_score_does_not_matter() -> None:
-    first, second = [0.1, 0.9, 0.4, 0.7], [0.2, 0.9, 0.3, 0.1]
-    one = paired_difference(first, second, margin=0.3)
-    percent = [[100 * value for value in values] for values in (first, second)]
-    other = paired_difference(*percent, margin=30, span=100)
-    assert other.tost_p == pytest.approx(one.tost_p)
-    assert other.difference.value == pytest.approx(100 * one.difference.value)
-
-
 def test_scores_that_differ_by_the_margin_seldom_pass_as_equivalent() -> None:
     """The level for numbers from 0 to 1: at a true difference of just the margin 5% of 600 experiments, or fewer."""
     generator = np.random.default_rng(3)

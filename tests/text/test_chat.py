@@ -70,6 +70,30 @@ def test_what_is_not_text_is_refused(content: Any, message: str) -> None:
         Chat([{"role": "user", "content": content}])
 
 
+@pytest.mark.parametrize(
+    ("answer", "want"),
+    [
+        ({}, ""),
+        ({"content": None}, ""),
+        ({"content": []}, ""),
+        ({"content": None, "refusal": None, "tool_calls": []}, ""),
+        ({"content": None, "refusal": "w5"}, "w5"),
+        ({"content": [{"type": "refusal", "refusal": "w5"}]}, "w5"),
+        ({"content": "w4 ", "refusal": "w5", "tool_calls": [TOOL]}, "w4 w5"),
+    ],
+    ids=str,
+)
+def test_an_assistant_may_refuse_or_say_nothing(answer: dict[str, Any], want: str) -> None:
+    """As in OpenAI's chats. Templates know no refusals: these are text."""
+    chat = Chat([{"role": "user", "content": "w1"}, {"role": "assistant", **answer}])
+    assert chat_text(with_template(OF_STRINGS), chat) == f"[user] w1 [assistant] {want} "
+    assert Chat(chat.messages) == chat
+    with pytest.raises(PromptError, match="the content of message 0 is text"):
+        Chat([{"role": "user"}])
+    with pytest.raises(PromptError, match="a part of type 'refusal'"):
+        Chat([{"role": "assistant", "refusal": 5}])
+
+
 @pytest.mark.parametrize("message", [{"content": "w1"}, {"role": None, "content": "w1"}, "w1"])
 def test_messages_have_a_role(message: Any) -> None:
     with pytest.raises(PromptError, match="message 1 is not an object with a 'role' and a 'content'"):
@@ -172,6 +196,29 @@ def test_options_are_checked(options: Any, message: str) -> None:
 def test_there_is_one_system_message() -> None:
     with pytest.raises(OptionError, match="the chat has a system message"):
         Chat([{"role": "system", "content": "w0"}, {"role": "user", "content": "w1"}], ChatOptions(system="w2"))
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        OF_STRINGS,
+        "{% if messages[1].role != 'user' %}{{ raise_exception('one system message') }}{% endif %}" + OF_STRINGS,
+        "{% for m in messages if m == messages[0] or m.role == 'user' %}[{{ m.role }}] {{ m.content }} {% endfor %}",
+    ],
+    ids=["of several", "fails", "skips"],
+)
+def test_system_messages_are_joined_where_the_template_takes_one(template: str) -> None:
+    """Those at the beginning. The role ``developer`` is another name for the same."""
+    user = {"role": "user", "content": "w3"}
+    first = [{"role": "system", "content": "w1"}, {"role": "developer", "content": "w2"}]
+    want = "[system] w1 [system] w2 [user] w3 " if template == OF_STRINGS else "[system] w1\n\nw2 [user] w3 "
+    assert written(template, [*first, user]) == want
+    assert written(template, [first[1], user]) == "[system] w2 [user] w3 "
+    with pytest.raises(OptionError, match="the chat has a system message"):
+        Chat([first[1], user], ChatOptions(system="w1"))
+    if template != OF_STRINGS:
+        with pytest.raises(PromptError, match="chat template"):
+            written(template, [user, *first, user])
 
 
 def test_a_template_may_be_chosen_by_its_name() -> None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from outrider.records import FinishReason
 from outrider.text.row_text import RowText
+from outrider.text.thinking import Stage, Thinking, ThoughtSplitter
 from outrider.text.tokenizer import Detokenizer
 from pairs import byte_level_tokenizer, embedded_tokenizer, metaspace_tokenizer
 
@@ -148,6 +149,38 @@ def test_text_keeps_the_token_that_it_came_with(pieces: list[str], stop: list[st
         by_token[index] += piece
     assert all(piece.startswith(part) for piece, part in zip(pieces, by_token, strict=True))
     assert shown.owners == sorted(shown.owners, key=lambda owner: owner[0])
+
+
+MARKERS = Thinking("[a", "b]", 90, 91)
+THOUGHTS = st.lists(st.sampled_from(["[a", "b]", "[", "a", "b", "]", " ", "ab", "b] a", "a "]), max_size=12)
+
+
+@given(THOUGHTS, st.lists(st.sampled_from(["a", "b", " ", "ab", "]", "[", "b] a"]), max_size=2), st.data())
+def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: list[str], data: st.DataObject) -> None:
+    """They are searched in the content that a client sees; thoughts and all that is decided are shown at once."""
+    stage: Stage = data.draw(st.sampled_from(("before", "in", "after")))
+    is_continued = data.draw(st.booleans())
+
+    def split(text: str) -> tuple[ThoughtSplitter, str]:
+        splitter = ThoughtSplitter(MARKERS, stage, is_continued=is_continued)
+        return splitter, splitter.feed(text)[1]
+
+    row = RowText(Pieces(pieces), (), stop, thoughts=split("")[0])  # type: ignore[arg-type]
+    shown = ""
+    for count in range(1, len(pieces) + 1):
+        reason = row.push(count - 1)
+        shown += "".join(piece for _, piece in row.take())
+        text = "".join(pieces[:count])
+        splitter, content = split(text)
+        begins = len(text) - len(content)
+        at = ends_at(content, stop)
+        if at is not None:
+            assert (reason, shown) == ("stop", text[: begins + at])
+            return
+        held = held_back(content, stop) + splitter.num_waiting if stop else 0
+        assert (reason, shown) == (None, text[: len(text) - held])
+    row.finish()
+    assert shown + "".join(piece for _, piece in row.take()) == "".join(pieces)
 
 
 def test_a_stop_string_may_be_spread_over_tokens() -> None:

@@ -28,12 +28,19 @@ CALL = '<tool_call>\n{"name": "time"}\n</tool_call>'
         ("before", " <thi", ("", " <thi", "")),
         ("after", "\n\nYes <think>.", ("", "Yes <think>.", "")),
         ("in", f"Hm {CALL}</think>\n\n{CALL}", (f"Hm {CALL}", "", "time")),
+        ("in", f"Hm</think>Yes \n{CALL} \nand <tool_call>no", ("Hm", "Yes \nand <tool_call>no", "time")),
     ],
 )
 def test_parts_of_a_text(stage: Stage, text: str, expected: tuple[str, str, str]) -> None:
     for chunks in ([text], list(text), [text[:9], text[9:]]):
         parser = OutputParser(ThoughtSplitter(MARKERS, stage), TOOL_FORMATS["hermes"].parser(["time"]))
-        pieces = [piece for chunk in chunks for piece in parser.feed(chunk)] + parser.feed("", is_end=True)
+        pieces, fed = [], ""
+        for i, chunk in enumerate([*chunks, ""]):
+            fed += chunk
+            pieces += (new := parser.feed(chunk, is_end=i == len(chunks)))
+            for piece in new:
+                end = len(fed) - piece.num_after
+                assert piece.kind != "content" or fed[end - len(piece.text) : end] == piece.text
         kinds = ("reasoning", "content", "call")
         found = tuple("".join(piece.text for piece in pieces if piece.kind == kind) for kind in kinds)
         assert found[0] == expected[0] and found[2] == expected[2] and found[1].strip() == expected[1].strip()

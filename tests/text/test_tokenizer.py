@@ -28,7 +28,8 @@ def decoded(tokenizer: Any, ids: list[int]) -> str:
 
 
 def random_ids(min_size: int) -> st.SearchStrategy[list[int]]:
-    return st.lists(st.integers(0, len(embedded_tokenizer()) - 1), min_size=min_size, max_size=24)
+    """Loads no model before a test runs."""
+    return st.deferred(lambda: st.lists(st.integers(0, len(embedded_tokenizer()) - 1), min_size=min_size, max_size=24))
 
 
 @given(prompt_ids=random_ids(1), ids=random_ids(0))

@@ -19,7 +19,6 @@ from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from outrider.bench.report import ArmSummary
-    from outrider.distill.shapes import ShapeCost
     from outrider.records import Stats
     from outrider.scoring.alpha import Alpha
 
@@ -132,18 +131,6 @@ def plot_alpha(results: Mapping[str, Sequence[Alpha]], path: Path, title: str) -
             label = draft if top_ps == [1.0] else f"{draft}, top-p {top_p:g}"
             values = [one.alpha for one in points]
             bars(axes, [one.sampling.temperature for one in points], values, label, marker="o")
-    _save(figure, axes, path)
-
-
-def plot_shapes(costs: Sequence[ShapeCost], path: Path, title: str) -> None:
-    """Plot milliseconds per drafted token against parameters, a line for each number of layers, labelled by width."""
-    figure, axes = _axes(title, "parameters, millions", "ms per drafted token")
-    for num_layers in sorted({one.shape.num_layers for one in costs}):
-        row = sorted((one for one in costs if one.shape.num_layers == num_layers), key=lambda one: one.num_params)
-        at, values = [one.num_params / 1e6 for one in row], [1e3 * one.draft_s for one in row]
-        axes.plot(at, values, marker="o", label=f"{num_layers} layer{'s' * (num_layers > 1)}")
-        for one, x, y in zip(row, at, values, strict=True):
-            axes.annotate(str(one.shape.hidden_size), (x, y), textcoords="offset points", xytext=(4, 4), fontsize=8)
     _save(figure, axes, path)
 
 

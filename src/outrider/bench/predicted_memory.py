@@ -24,9 +24,10 @@ from outrider.errors import OptionError
 from outrider.models.cpu_weights import narrowed
 from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import load_head, load_mtp_of
-from outrider.models.loading import context_len, read_config
+from outrider.models.loading import context_len
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.quantize import by_groups
+from outrider.models.reading import read_config
 from outrider.models.registry import ModelSpec
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
@@ -45,7 +46,7 @@ class Workload:
         context: tokens per row, prompt and output together.
         num_rows: batch size.
         k: drafted tokens.
-        is_prepared: compiled or captured, which rounds the cache length to a power of two.
+        is_prepared: captured, which rounds the cache length to a power of two.
     """
 
     context: int
@@ -112,7 +113,7 @@ class Predictor:
             length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)
             cache = SlotCache.empty(lm.layer_shapes, work.num_rows, length)
             self._cache = sum(store.nbytes for store in cache.storage)
-            # Shapes follow from bounds, as in compiled programs, since there is no data.
+            # Shapes follow from bounds, as in captured steps, since there is no data.
             # One long prompt has the most activations, many short ones attend to the most keys.
             shapes = {1, min(work.num_rows, PREFILL_TOKENS)}
             needed = [_most_at_a_time(_prefill(lm, cache.on(cache.storage), n, work.context)) for n in shapes]

@@ -157,7 +157,7 @@ def _furthest_behind(seconds: Mapping[int, float]) -> int:
 def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:
     """Run every arm without measuring: the first use allocates memory and selects kernels.
 
-    If steps are compiled for each size, this compiles the sizes that the cases need: it runs the shortest and the
+    If steps are captured for each size, this captures the sizes that the cases need: it runs the shortest and the
     longest case for each cache capacity and initial view of the cache. (The sizes that K = ``auto`` needs depend on the
     output.)
     """

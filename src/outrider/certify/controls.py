@@ -18,12 +18,13 @@ from outrider.decoding.verify import verify_step
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.records import Draft, Verdict
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.cache_layers import LayerShape
-from outrider.runtime.execution import Execution, Step
+from outrider.runtime.cache_shapes import LayerShape
+from outrider.runtime.calls import Step
+from outrider.runtime.execution import Execution
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import RoundUniforms, round_uniforms
-from outrider.sampling.probs import draw
-from outrider.sampling.rules import BLOCK, REJECTION, Rule
+from outrider.sampling.probs import Probs, draw, full
+from outrider.sampling.rules import BLOCK, REJECTION, Rule, prob_at
 
 _ALWAYS = -1.0  # a uniform number that accepts any token
 
@@ -59,10 +60,11 @@ def _draw_argmax(draft_rows: Tensor, uniform: Tensor) -> Tensor:
     return draft_rows.argmax(dim=-1)
 
 
-def _draw_filtered(draft_rows: Tensor, uniform: Tensor) -> Tensor:
+def _draw_filtered(draft_rows: Probs, uniform: Tensor) -> Tensor:
     """Draft from the top two tokens, but report the unfiltered row as q."""
-    second = draft_rows.topk(2, dim=-1).values[:, -1:]
-    return draw(torch.where(draft_rows >= second, draft_rows, 0.0), uniform)
+    rows = full(draft_rows)
+    second = rows.topk(2, dim=-1).values[:, -1:]
+    return draw(torch.where(rows >= second, rows, 0.0), uniform)
 
 
 def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> RoundUniforms:
@@ -112,7 +114,7 @@ def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
     def alter(rows: Rows, k: int, draft: Draft) -> Draft:
         if draft.probs is None:
             return draft
-        q_x = draft.probs.gather(-1, draft.ids[..., None]).squeeze(-1)
+        q_x = prob_at(draft.probs, draft.ids)
         num_likely = (q_x >= least_prob).long().cumprod(dim=1).sum(dim=1)
         return dataclasses.replace(draft, num_drafted=torch.minimum(draft.num_drafted, num_likely))
 
@@ -128,10 +130,8 @@ class OffByOneRollback:
         self.name = inner.name
         self.favoured_k = inner.favoured_k
         self.lookahead = inner.lookahead
-        self.is_prepared = inner.is_prepared
         self.rounds_per_look = inner.rounds_per_look
-        self.fuses = inner.fuses
-        self.waits = inner.waits
+        self.is_prepared = inner.is_prepared
         self.turn = inner.turn
 
     def round_length(self, length: int) -> int:

@@ -24,6 +24,7 @@ from outrider.certify.constrained import NewConstraint
 from outrider.certify.observed import draft_rows
 from outrider.certify.rounds import Tree, coupling_gap, noise_gap, round_gap, two_rounds_gap
 from outrider.drafters.base import Drafter
+from outrider.models.probe import unrounded
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import normalised, wide
@@ -124,16 +125,17 @@ def check_exactly(
 @torch.inference_mode()
 def forcing_gap(target: LM, text: Sequence[int]) -> float:
     """Largest total variation, over all tokens but the first, between teacher forcing and one forward of the model over
-    the whole sequence without a cache."""
+    the whole sequence without a cache, in which activations are not rounded."""
     if len(text) < 2:
         return 0.0
     ids = torch.tensor([list(text)], device=target.device)
-    plain = target.model(input_ids=ids, use_cache=False).logits[0, :-1, : target.vocab_size]
     gaps, begin = [], 0
-    for chunk in force(target, [Text(text)]):
-        forced = wide(chunk.logits).softmax(-1)
-        gaps.append(float((wide(plain[begin : begin + len(forced)]).softmax(-1) - forced).abs().sum(-1).max() / 2))
-        begin += len(forced)
+    with unrounded(target):
+        plain = target.model(input_ids=ids, use_cache=False).logits[0, :-1, : target.vocab_size]
+        for chunk in force(target, [Text(text)]):
+            forced = wide(chunk.logits).softmax(-1)
+            gaps.append(float((wide(plain[begin : begin + len(forced)]).softmax(-1) - forced).abs().sum(-1).max() / 2))
+            begin += len(forced)
     return _largest(gaps)
 
 

@@ -144,5 +144,5 @@ def _unenforced(request: Request) -> Request:
 
 
 def eager(decoder: Decoder) -> Decoder:
-    """Decoder with eager execution, for controls and their reference: compiling steps for each would dominate."""
-    return replace(decoder, target=decoder.target.eager(), drafter=decoder.drafter.with_models(LM.eager))
+    """Decoder with eager execution, for controls and their reference: capturing steps for each would dominate."""
+    return replace(decoder, target=decoder.target.uncaptured(), drafter=decoder.drafter.with_models(LM.uncaptured))

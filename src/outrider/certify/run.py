@@ -126,7 +126,7 @@ class Pilot:
 
 def run_pilot(job: CertifyTask) -> Pilot:
     """Run the pilot."""
-    # Warm up; if steps are compiled for each size, with a whole batch, whose rows end one after the other. (Other
+    # Warm up; if steps are captured for each size, with a whole batch, whose rows end one after the other. (Other
     # prompts may need further sizes, which makes the sample smaller.)
     first = _PILOT_TEXTS + (job.batch_size if job.decoder.target.execution.is_prepared else 1)
     generate_texts(job, range(_PILOT_TEXTS, first))
@@ -218,7 +218,6 @@ def check_greedily(
     job: CertifyTask,
     plain: Iterable[Sequence[Sequence[int]]],
     control: Control | None = None,
-    on_texts: Callable[[int], None] = lambda done: None,
 ) -> GreedyReport:
     """Compare the output for all prompts with plain decoding, and explain differences.
 
@@ -233,7 +232,6 @@ def check_greedily(
         plain,
         texts,
         num_draft_tokens=job.num_draft_tokens,
-        on_texts=on_texts,
     )
     return GreedyReport(len(job.prompts), num_tokens, differences, job.sampling.temperature > 0)
 

@@ -11,15 +11,11 @@ import typer
 
 from outrider.cli.commands import (
     alpha,
-    analyze,
     certify,
     certify_samples,
     chat,
     compare,
-    compile,
-    costs,
     distill,
-    divergence,
     export,
     generate,
     latency,
@@ -27,12 +23,11 @@ from outrider.cli.commands import (
     plan,
     record,
     replay,
-    schema,
     serve,
-    shapes,
 )
 from outrider.cli.commands import eval as eval_
 from outrider.cli.shared.help import Command, Group
+from outrider.cli.shared.logs import log_to_stderr
 from outrider.cli.shared.processes import run_together
 from outrider.cli.shared.streams import guard_streams
 from outrider.cli.shared.wrapping import say
@@ -46,8 +41,6 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "serve": serve.serve,
         "compare": compare.compare,
         "latency": latency.latency,
-        "compile": compile.compile,
-        "costs": costs.costs,
     },
     "Choose a draft": {
         "models": models.models,
@@ -55,15 +48,12 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "alpha": alpha.alpha,
         "record": record.record,
         "replay": replay.replay,
-        "analyze": analyze.analyze,
-        "shapes": shapes.shapes,
     },
     "Train": {"distill": distill.distill},
-    "Hand over": {"export": export.export, "schema": schema.schema},
+    "Hand over": {"export": export.export},
     "Trust and score": {
         "certify": certify.certify,
         "certify-samples": certify_samples.certify_samples,
-        "divergence": divergence.divergence,
         "eval": eval_.app,
     },
 }
@@ -94,8 +84,12 @@ def _show_version(is_asked: bool) -> None:
 @app.callback()
 def _root(
     version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+    verbose: bool = typer.Option(
+        False, "--verbose", help="Before a command: tell on standard error how models are read, and where texts end."
+    ),
 ) -> None:
-    pass
+    if verbose:
+        log_to_stderr()
 
 
 def main() -> None:

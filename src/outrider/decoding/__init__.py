@@ -1,1 +1,1 @@
-"""The loop: draft, verify, commit. Batches, slots, prefill, readback and schedules."""
+"""The loop: draft, verify, commit. Scheduler and slots, batches, prefills and rounds, readback, choice of K."""

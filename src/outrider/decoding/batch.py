@@ -132,7 +132,6 @@ class Head:
     settings: Settings
     history: History
     constraints: Sequence[Constraint | None] | None
-    is_repeatable: bool
     reports_drafts: bool
     reports_logits: bool
     num_logprobs: int | None
@@ -182,11 +181,21 @@ class Batch:
         history: of the sequences, as far as the settings need it.
     """
 
-    def __init__(self, num_slots: int, capacity: int, max_k: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        capacity: int,
+        max_k: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        takes_candidates: bool = False,
+    ) -> None:
         """
         Args:
             capacity: most tokens in a row.
             max_k: most tokens drafted in a round; the buffer has room for them beyond the last token.
+            takes_candidates: see ``Settings``.
         """
         self.rows: list[Row | None] = [None] * num_slots
         self.ids = torch.zeros(num_slots, capacity + max_k + 1, dtype=torch.long, device=device)
@@ -194,7 +203,7 @@ class Batch:
         self.limits, self.draft_ends, self.seeds = (torch.zeros_like(self.lengths) for _ in range(3))
         self.last_ids = torch.zeros(num_slots, 2, dtype=torch.long, device=device)
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
-        self._vocab_size = vocab_size
+        self._vocab_size, self._takes_candidates = vocab_size, takes_candidates
         self._heads: dict[int, Head] = {}
         self._view: Rows | None = None  # of the last round
         self._view_of = 0, 0  # its number of rows, and K
@@ -203,7 +212,7 @@ class Batch:
 
     def reset_options(self) -> None:
         """Reset the form of the options. All slots must be free."""
-        self.settings = Settings.neutral(len(self.rows), self.ids.device)
+        self.settings = Settings.neutral(len(self.rows), self.ids.device, takes_candidates=self._takes_candidates)
         self.history = NO_HISTORY
         self._note_change()
 
@@ -286,7 +295,6 @@ class Batch:
             most_wanted=[0 if row is None else row.most_drafted(chosen_k) for row in head.rows],
             longest=longest + num_kept * (most_k + 1),
             masks=masks,
-            is_repeatable=head.is_repeatable,
         )
         self._view_of, self.num_kept = (len(head), chosen_k), num_kept
         return self._view
@@ -313,7 +321,6 @@ class Batch:
             constraints=[None if row is None else row.request.constraint for row in self.rows[:num_rows]]
             if self.has_constraints
             else None,
-            is_repeatable=any(one.is_repeatable for one in own),
             reports_drafts=any(one.reports_drafts for one in own),
             reports_logits=any(one.reports_logits for one in own),
             num_logprobs=max((n for one in own if (n := one.sampling.logprobs) is not None), default=None),

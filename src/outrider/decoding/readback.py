@@ -43,11 +43,13 @@ class StartedRound:
     """A round that the device may still be computing. Its tensors are on the host, and filled by the last mark.
 
     Attributes:
+        k: the number of drafted tokens that the schedule chose.
         rows: the active row of each slot at the start. The slot may get another row before the round is read.
         marks: when drafting began, when verifying began and ended, and when all results were on the host.
         prefills: the beginning and end of each chunk of prefill since the round before.
     """
 
+    k: int
     rows: Sequence[Row | None]
     report: Report
     marks: tuple[Any, Any, Any, Any]

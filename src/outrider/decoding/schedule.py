@@ -1,42 +1,90 @@
 """Schedules: how many tokens to draft in the next round.
 
-``AdaptiveSchedule`` chooses the K with the most expected tokens per second, from the tokens and times of earlier rounds
-(of earlier generations too), never from unverified drafts. So K is known before the drafts are drawn, and the output
-follows the target's distribution as with a constant K.
+``AdaptiveSchedule`` chooses the K with the most expected tokens per second. It measures nothing beforehand: it begins
+with a guess from the sizes of the models, and learns from its own rounds (of earlier generations too).
 
-The estimate: with a_i the probability that the i-th drafted token is accepted if those before it are, a round of K
-drafted tokens commits tau(K) tokens (speedup.py), and tokens per second are tau(K) over the seconds of such a round,
-which depend on the number of rows. Rows are verified together, padded to the longest draft, so that a shorter draft in
-one row would save nothing: all rows share the K that is best for their sum, except rows with a constant K of their own.
+A round for which K was chosen commits tau(K) tokens on average (speedup.py), with a_i how often a row's i-th token was
+drafted and accepted where those before it were. Its time is that of the columns that were verified: a look-up drafts
+fewer tokens than K, often none. All rows share one K: they are verified together, padded to the longest draft, so that
+a shorter draft in one row would save nothing. (A row may have a constant K of its own.)
+
+K is chosen before the drafts are drawn, from committed tokens and times alone, never from unverified drafts. So the
+output follows the target's distribution, as with a constant K. Two sequences with one seed share their noise, though:
+where it matters, K is constant in rows whose seed was given (requests/call.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import threading
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Protocol
+from statistics import median_low
+from typing import Any, NamedTuple, Protocol
 
-from outrider.decoding.acceptance_estimates import PRIOR, KHistory, PairEstimates, RowEstimate
+import numpy as np
+
 from outrider.decoding.batch import Row
-from outrider.records import RowRound
+from outrider.drafters.base import Drafter
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import Rule
 from outrider.stats.speedup import expected_tokens
+from outrider.system.ranks import current_ranks
 
-_WORTH_A_CHANGE = 1.03  # times as many tokens per second: the first round of another K takes longer
+# Acceptance
+_PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # of a_1, in drafted tokens
+_NEXT_WEIGHT = 6.0  # of a_i in the estimate of a_i+1: they differ little, and later ones are rare
+_MEMORY = 0.97  # weight of a round after its next one, so that the estimate follows the text
+_FADE = 0.99  # of what is known, for each round without drafts since
+
+# Times. A guess: each further token of a forward takes 7% of a plain step, a draft step its share of the sizes.
+_MORE = 0.07
+_GUESS_SD = 0.4  # of the logarithm of a cost, before a round of its K
+_DRIFT = 2e-5  # of the first doubt that comes back with every round, as sequences grow and neighbours come
+_PACE_SD = 0.04  # of the machine's pace, from round to round
+_SPREAD = 0.1  # mean distance of a time from the median, on a logarithmic scale, before any is known
+_FLOOR = 4e-4  # variance of a median that more rounds do not lessen
+_SURPRISE = 4.0  # squared standard errors
+
+# Choices
+_ROUNDS, _ROUNDS_AGAIN = 4, 8  # between choices, and if K did not change: a choice takes a tenth of a millisecond
+_CHANGE = 1.04  # times as many tokens per second: the first round of another K takes longer
 # With several sequences, drafting must promise 5%, to cover hidden costs: the draft must prefill each prompt, and rows
 # that began together end one after the other.
 _WORTH_DRAFTS = 1.05
-# Rounds between choices, unless the number of rows changes before: a choice takes a tenth of a millisecond.
-_ROUNDS = 4
-_ROUNDS_AGAIN = 8  # if K did not change
-_SEEN = 0.25  # rounds: the weight of one that ran 2,800 rounds ago
-_LOST = 0.03  # share of the time for tries of K that did not run for so long
-_TRIED_ROUNDS = 2  # only the second consecutive round of a K shows its cost
-_PLAIN_ROUNDS = 2  # and for K = 0 the third: until then the CPU caches hold the draft
+_TRIED_ROUNDS = 3  # the first one of a K takes longer
+_PLAIN_ROUNDS = 2  # and the second without drafts: until then the CPU caches hold the draft
+# Tries of another K may cost this share of all rounds, two rounds at the start, and twelve after a long time.
+_LOST, _FIRST_LOST, _MOST_LOST = 0.007, 2.0, 12.0
+_SWITCH = 0.5  # rounds that a change of K costs
 
 
-_Rates = Callable[[Sequence[float], Callable[[int, int], float]], dict[int, float]]
-"""(acceptance, seconds by number of rows and K) -> tokens per second, by K."""
+class RowCounts(NamedTuple):
+    """Tokens of a row in a round: the most that it was to draft, drafted, and accepted."""
+
+    num_wanted: int
+    num_drafted: int
+    num_accepted: int
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOutcome:
+    """The facts of a round from which a schedule learns.
+
+    Attributes:
+        k: the number chosen for it.
+        num_rows: rows that were computed.
+        num_columns: tokens verified beyond the first, in each row, padding included.
+        rows: the counts of each sequence.
+        seconds: its time; None where that says little: it had a prefill, or followed a round of another K.
+    """
+
+    k: int
+    num_rows: int
+    num_columns: int
+    rows: Sequence[RowCounts]
+    seconds: float | None
 
 
 class Schedule(Protocol):
@@ -53,17 +101,8 @@ class Schedule(Protocol):
         """K for the next round of these rows, which is computed for ``num_rows`` rows."""
         ...
 
-    def learn(self, rounds: Sequence[RowRound]) -> None:
-        """Learn from the tokens of the last round."""
-        ...
-
-    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        """Learn from the time of a round of ``num_rows`` rows with k drafted tokens, like the one before it, without a
-        prefill."""
-        ...
-
-    def row_ended(self, index: int) -> None:
-        """Drop the state of a row that has ended."""
+    def learn(self, outcome: RoundOutcome) -> None:
+        """Learn from a round. Another may have been started since."""
         ...
 
 
@@ -81,189 +120,270 @@ class ConstantSchedule:
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
         return self.k
 
-    def learn(self, rounds: Sequence[RowRound]) -> None:
-        pass
-
-    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        pass
-
-    def row_ended(self, index: int) -> None:
+    def learn(self, outcome: RoundOutcome) -> None:
         pass
 
 
-@dataclass(frozen=True, slots=True)
-class KChoice:
-    """The best K at one load, and its reasons.
+def favoured_ks(target: LM, drafter: Drafter) -> tuple[int, ...]:
+    """Values of K for adaptive schedules, 0 included: those that the execution or the drafter favours, and the drafter
+    can draft."""
+    most = drafter.most_drafted
+    return tuple(k for k in sorted({*target.execution.favoured_k, *drafter.favoured_k}) if most is None or k <= most)
+
+
+class _Chain:
+    """Counts of chains of tokens: how often one of i tokens might grow, and how often it did. Each round weighs
+    ``_MEMORY`` times as much as the next one."""
+
+    def __init__(self, most: int) -> None:
+        self._tried, self._grown = [0.0] * most, [0.0] * most
+
+    def learn(self, chains: Sequence[tuple[int, int]]) -> None:
+        """Learn the lengths of chains from a round, and their limits."""
+        self._tried = [_MEMORY * num for num in self._tried]
+        self._grown = [_MEMORY * num for num in self._grown]
+        for length, limit in chains:
+            for i in range(min(length + 1, limit)):
+                self._tried[i] += 1
+                self._grown[i] += i < length
+
+    def chances(self, prior: float, fade: float = 1.0) -> list[float]:
+        """The probability that a chain of 0, 1, ... tokens grows, each beginning with the one before it."""
+        found, weight = [], _PRIOR_WEIGHT
+        for tried, grown in zip(self._tried, self._grown, strict=True):
+            prior = (fade * grown + weight * prior) / (fade * tried + weight)
+            found.append(prior)
+            weight = _NEXT_WEIGHT
+        return found
+
+
+class _Load:
+    """Seconds of rounds at about one number of rows, and K there.
+
+    The logarithm of a time is that of the guess, plus a deviation for each K, plus the machine's pace, which changes
+    from round to round for all K alike, and so affects no choice. A Kalman filter estimates deviations and pace
+    together (Kalman 1960): near K deviate alike, and two K are compared by rounds that ran close to one another.
+    A surprise is a change of the pace, unless another K contradicts it.
 
     Attributes:
-        seconds: K -> seconds of a round of ``num_rows`` rows.
-        acceptance: assumed for every drafted token.
-        best_k: with that acceptance.
-        least_acceptance: the least acceptance at which drafting pays, to a hundredth; None if it never does.
+        usual_k: the last K chosen and not merely tried; None before the first.
+        credit: what tries may cost, in rounds of the usual K.
     """
 
-    num_rows: int
-    seconds: Mapping[int, float]
-    acceptance: float
-    best_k: int
-    least_acceptance: float | None
+    def __init__(self, ks: Sequence[int], draft_share: float, drafts_at_once: bool, like: _Load | None) -> None:
+        """
+        Args:
+            draft_share: size of the draft over that of the target.
+            like: another load, with whose deviations it begins.
+        """
+        self.usual_k: int | None = None
+        self.credit = _FIRST_LOST
+        self._ks, self._draft_share, self._drafts_at_once = ks, draft_share, drafts_at_once
+        self._widths = _Chain(ks[-1])
+        self._spread = _SPREAD
+        places = np.log2(1 + np.array(ks))
+        self._doubt = np.pad(_GUESS_SD**2 * np.exp(-np.abs(places[:, None] - places)), (0, 1))
+        self._mean: Any = np.zeros(len(ks) + 1) if like is None else like._mean.copy()
+        self._covariance: Any = self._doubt.copy() if like is None else like._covariance + self._doubt / 4
+        self._covariance[-1, -1] += 100.0  # of the pace, which is the last entry
+        self._index = [min(range(len(ks)), key=lambda i: abs(ks[i] - k)) for k in range(ks[-1] + 1)]
+
+    def _log_guess(self, num_rows: int, k: int) -> float:
+        num_steps = min(k, 1) if self._drafts_at_once else k
+        return math.log(1 + _MORE * (num_rows * (k + 1) - 1) + self._draft_share * num_steps)
+
+    def learn_width(self, outcome: RoundOutcome) -> None:
+        """Learn how many columns were verified, of those that were wanted."""
+        most_wanted = max((row.num_wanted for row in outcome.rows), default=0)
+        self._widths.learn([(outcome.num_columns, most_wanted)])
+
+    def learn_times(self, num_rows: int, k: int, seconds: Sequence[float]) -> None:
+        """Learn the times of rounds with k columns, from their median."""
+        logs = [math.log(max(one, 1e-9)) for one in seconds]
+        middle, num = median_low(logs), len(logs)
+        if num > 1:
+            self._spread += 0.1 * (sum(abs(one - middle) for one in logs) / (num - 1) - self._spread)
+        noise = 1.5 * self._spread**2 / num + _FLOOR  # of a normal distribution the variance is 1.57 times the square
+        i, covariance = self._index[k], self._covariance
+        covariance += num * _DRIFT * self._doubt
+        covariance[-1, -1] += num * _PACE_SD**2
+        error = middle - self._log_guess(num_rows, k) - self._mean[i] - self._mean[-1]
+        variance = covariance[i, i] + 2 * covariance[i, -1] + covariance[-1, -1] + noise
+        if error**2 > _SURPRISE * variance:
+            covariance[-1, -1] += error**2
+            variance += error**2
+        gain = covariance[i] + covariance[-1]
+        self._mean += gain * (error / variance)
+        covariance -= np.outer(gain, gain) / variance
+
+    def seconds(self, num_rows: int, least_k: int) -> list[float]:
+        """Expected time of a round for which K = 0, 1, ... was chosen.
+
+        Args:
+            least_k: verified in any case.
+        """
+        mean, pace = self._mean.tolist(), float(self._mean[-1])
+        by_width = [
+            math.exp(self._log_guess(num_rows, k) + mean[self._index[k]] + pace)
+            for k in (max(k, least_k) for k in range(self._ks[-1] + 1))
+        ]
+        expected, reached = by_width[:1], 1.0
+        for k, chance in enumerate(self._widths.chances(1.0), start=1):
+            reached *= chance
+            expected.append(expected[-1] + reached * (by_width[k] - by_width[k - 1]))
+        return expected
+
+    def doubts(self, k: int) -> list[float]:
+        """Standard error of the logarithm of each cost over that of k, in the order of the K."""
+        i, variances = self._index[k], np.diagonal(self._covariance)[:-1]
+        of_ratios = variances + variances[i] - 2 * self._covariance[i, :-1]
+        found: list[float] = np.sqrt(np.maximum(of_ratios, 0.0)).tolist()
+        return found
 
 
-@dataclass(slots=True)
+class Estimates:
+    """Estimates from the rounds of a pair under one rule, for any number of generations, also at the same time.
+    Thread-safe."""
+
+    def __init__(self, ks: Sequence[int], draft_share: float = 0.1, drafts_at_once: bool = False) -> None:
+        self.ks = tuple(ks)
+        self._guess = draft_share, drafts_at_once
+        self._lock = threading.Lock()
+        # Other threads append while one empties it.
+        self._outcomes: deque[RoundOutcome] = deque()
+        self._accepted = _Chain(self.ks[-1])
+        self._num_plain = 0  # rounds since the last one with drafts
+        self._loads: dict[int, _Load] = {}
+
+    def note(self, outcome: RoundOutcome) -> None:
+        """Queue a round, in a microsecond, to be learned with the next choice."""
+        self._outcomes.append(outcome)
+
+    def choose(self, rows: Sequence[Row], num_rows: int) -> tuple[int, int]:
+        """K for these rows, and the number of rounds for which it stands."""
+        with self._lock:
+            self._catch_up()
+            return self._choose(rows, num_rows)
+
+    def _catch_up(self) -> None:
+        """Learn from the queued rounds. The ranks of a job use the times of the first rank."""
+        outcomes = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        times: dict[tuple[int, int], list[float]] = {}
+        for one in outcomes:
+            if any(row.num_wanted for row in one.rows):
+                self._accepted.learn([(row.num_accepted, row.num_wanted) for row in one.rows])
+                self._at(one.num_rows).learn_width(one)
+                self._num_plain = 0
+            else:
+                self._num_plain += 1
+            if one.seconds is not None:
+                times.setdefault((one.num_rows, one.num_columns), []).append(one.seconds)
+        for (num_rows, k), seconds in current_ranks().shared(times).items():
+            self._at(num_rows).learn_times(num_rows, k, seconds)
+
+    def _at(self, num_rows: int) -> _Load:
+        """The load of the nearest power of two."""
+        size = 2 ** round(math.log2(num_rows))
+        if size not in self._loads:
+            nearest = min(self._loads, key=lambda other: max(size, other) / min(size, other), default=None)
+            like = None if nearest is None else self._loads[nearest]
+            self._loads[size] = _Load(self.ks, *self._guess, like)
+        return self._loads[size]
+
+    def _tokens(self, rows: Sequence[Row], fade: float = 1.0) -> list[float]:
+        """Expected tokens of a round of all rows, for K = 0, 1, ..."""
+        tau = expected_tokens(self._accepted.chances(_PRIOR, fade))
+        constant = [k for row in rows if (k := row.request.num_draft_tokens) is not None]
+        fixed = sum(tau[k] for k in constant)
+        tokens = [fixed + (len(rows) - len(constant)) * one for one in tau]
+        if len(rows) > 1 and not constant:
+            tokens[0] *= _WORTH_DRAFTS
+        return tokens
+
+    def _choose(self, rows: Sequence[Row], num_rows: int) -> tuple[int, int]:
+        load, tokens = self._at(num_rows), self._tokens(rows)
+        seconds = load.seconds(num_rows, max((row.request.num_draft_tokens or 0 for row in rows), default=0))
+        rates = {k: tokens[k] / seconds[k] for k in self.ks}
+        best = max(rates, key=rates.__getitem__)
+        if load.usual_k is not None and rates[best] < _CHANGE * rates[load.usual_k]:
+            best = load.usual_k
+        num = _ROUNDS_AGAIN if best == load.usual_k else _ROUNDS
+        load.usual_k = best
+        load.credit = min(load.credit + _LOST * num, _MOST_LOST)
+        # The K with the best hopes, given how little is known of its cost, and of drafts after a time without them.
+        hoped = self._tokens(rows, _FADE**self._num_plain)
+        tried, most = None, _CHANGE * rates[best]
+        for k, doubt in zip(self.ks, load.doubts(best), strict=True):
+            hope = hoped[k] / seconds[k] * math.exp(doubt)
+            if k != best and hope > most and _cost_of_try(k, best, rates, seconds) <= load.credit:
+                tried, most = k, hope
+        if tried is None:
+            return best, num
+        load.credit -= _cost_of_try(tried, best, rates, seconds)
+        return tried, _rounds_of_try(tried)
+
+
+def _rounds_of_try(k: int) -> int:
+    return _TRIED_ROUNDS if k > 0 else _TRIED_ROUNDS + _PLAIN_ROUNDS - 1
+
+
+def _cost_of_try(k: int, best: int, rates: dict[int, float], seconds: Sequence[float]) -> float:
+    """Expected loss by a few rounds of k, in rounds of the best K."""
+    return _SWITCH + _rounds_of_try(k) * seconds[k] / seconds[best] * max(0.0, 1 - rates[k] / rates[best])
+
+
 class AdaptiveSchedule:
-    """Chooses the K with the most expected tokens per second at this load, 0 included. A choice lasts for four rounds,
-    and for eight if K did not change. Rounds are only queued; the next choice learns from them.
+    """Chooses the K with the most expected tokens per second at this load, 0 included, for four rounds, or for eight if
+    K did not change. Now and then another K is tried for a few rounds, since a K that never runs cannot show that its
+    drafts have become better, or its cost lower."""
 
-    Acceptance and costs are estimated from all rows and rounds, of earlier generations too (acceptance_estimates.py);
-    a row's own rounds shift its acceptance. From time to time another K is tried for two rounds (``_tried_k``), since
-    a K that never runs cannot show that its drafts have become better, or its cost lower.
-
-    K is chosen before the draft draws, from earlier rounds and sequences alone. Their noise has no part in the next
-    round or sequence, so that the distribution is that of a constant K. (Two sequences with one seed share their noise,
-    so K is constant in rows whose seed was given, where it matters: ``Decoder.stream_many``.)
-    """
-
-    learned: PairEstimates
-    _estimates: dict[int, RowEstimate] = field(default_factory=dict, init=False)
-    _usual: list[float] = field(init=False)  # acceptance of all rows when K was last chosen
-    _k: int = field(default=0, init=False)
-    _num_left: int = field(default=0, init=False)  # rounds until the next choice
-    _num_rows: int = field(default=0, init=False)  # at the last choice
-    _num_plain: int = field(default=0, init=False)  # consecutive timed rounds without drafts
-    _noted: list[Sequence[RowRound]] = field(default_factory=list, init=False)  # since the last choice
-
-    def __post_init__(self) -> None:
-        with self.learned.lock:
-            self.learned.catch_up()
-            self._usual = self.learned.acceptance.acceptance()
+    def __init__(self, estimates: Estimates) -> None:
+        self._estimates = estimates
+        self._k = 0
+        self._num_left = 0  # rounds until the next choice
+        self._num_rows = 0  # at the last choice
+        self._num_plain = 0  # consecutive rounds without drafts
 
     @property
     def max_k(self) -> int:
-        return self.learned.costs.ks[-1]
+        return self._estimates.ks[-1]
 
     def next_k(self, rows: Sequence[Row], num_rows: int) -> int:
         if self._num_left == 0 or len(rows) != self._num_rows:
             self._num_left, self._num_rows = _ROUNDS, len(rows)
-            self._learn_rows(rows)
-            with self.learned.lock:
-                self.learned.catch_up()
-                # If all rows have a constant K, there is nothing to choose.
-                if any(row.request.num_draft_tokens is None for row in rows):
-                    self._k = self._chosen_k(rows, num_rows)
+            # If all rows have a constant K, there is nothing to choose.
+            if any(row.request.num_draft_tokens is None for row in rows):
+                self._k, self._num_left = self._estimates.choose(rows, num_rows)
         self._num_left -= 1
         return self._k
 
-    def _learn_rows(self, rows: Sequence[Row]) -> None:
-        """Update the estimates of these rows with the rounds since the last choice."""
-        for row in rows:
-            self._estimates.setdefault(row.index, RowEstimate())
-        for round_ in chain.from_iterable(self._noted):
-            if round_.row in self._estimates:
-                self._estimates[round_.row].learn(round_, self._usual)
-        self._noted.clear()
-
-    def _chosen_k(self, rows: Sequence[Row], num_rows: int) -> int:
-        costs, history = self.learned.costs, self.learned.k_history(num_rows)
-        estimate = self.learned.acceptance
-        usual = self._usual = estimate.acceptance()
-        shifts = [self._estimates[row.index].shift for row in rows]
-        least = max((row.request.num_draft_tokens or 0 for row in rows), default=0)  # verified in any case
-
-        def rates(acceptance: Sequence[float], seconds: Callable[[int, int], float]) -> dict[int, float]:
-            tokens = _tokens(rows, shifts, acceptance)
-            found = {k: tokens[k] / seconds(num_rows, max(k, least)) for k in costs.ks}
-            if len(rows) > 1 and least == 0:
-                found[0] *= _WORTH_DRAFTS
-            return found
-
-        expected = rates(usual, costs.seconds)
-        best = max(expected, key=expected.__getitem__)
-        if history.usual_k is not None and expected[best] < _WORTH_A_CHANGE * expected[history.usual_k]:
-            best = history.usual_k
-        if best == history.usual_k:
-            self._num_left = _ROUNDS_AGAIN
-        history.usual_k = best
-        history.time_s += self._num_left * costs.seconds(num_rows, max(best, least))
-        tried = self._tried_k(history, num_rows, least, expected, rates)
-        if tried is None:
-            return best
-        history.note_try(tried, expected)
-        self._num_left = _rounds_of_try(tried)
-        return tried
-
-    def _tried_k(
-        self, history: KHistory, num_rows: int, least: int, expected: Mapping[int, float], rates: _Rates
-    ) -> int | None:
-        """A K to try in place of the best one, if any:
-
-        - its last round took an unexpected time, so that another one must confirm its cost;
-        - or neither it nor any other on its side (drafting or not) has run for long, and trying it is expected to lose
-          little of the time since the last such try;
-        - or it would be the best at the highest plausible acceptance and its optimistic cost, given how few of its
-          rounds were seen.
-        """
-        costs, best = self.learned.costs, history.usual_k
-        surprises, may_try = costs.surprises(num_rows), history.may_try(expected)
-        assert best is not None
-        if not (surprises or may_try):
-            return None
-        others = [k for k in costs.ks if k != best and k >= least]
-        if history.may_try_again:
-            for k in others:
-                if k in surprises:
-                    return k
-        if not may_try:
-            return None
-        other_side = [k for k in costs.ks if (k > 0) != (best > 0)]
-        if sum(costs.num_seen(num_rows, k) for k in other_side) < _SEEN:
-            for k in others:
-                lost_s = _rounds_of_try(k) * costs.seconds(num_rows, k) * (1 - expected[k] / expected[best])
-                if k in other_side and lost_s < _LOST * history.time_s:
-                    history.time_s = 0.0
-                    return k
-        hoped = rates(self.learned.acceptance.acceptance(doubt=1.0), costs.least_seconds)
-        tried = max([best, *others], key=hoped.__getitem__)
-        return tried if tried != best and hoped[tried] > _WORTH_A_CHANGE * expected[best] else None
-
-    def choices(self) -> list[KChoice]:
-        """The best K at the prior acceptance, for each measured load."""
-        found = []
-        with self.learned.lock:
-            measured = self.learned.costs.measured
-        for num_rows, seconds in measured.items():
-            paying = (percent / 100 for percent in range(101) if _best(seconds, percent / 100) > 0)
-            found.append(KChoice(num_rows, seconds, PRIOR, _best(seconds, PRIOR), next(paying, None)))
-        return found
-
-    def learn(self, rounds: Sequence[RowRound]) -> None:
-        self.learned.note(rounds)
-        self._noted.append(rounds)
-
-    def learn_cost(self, num_rows: int, k: int, seconds: float) -> None:
-        self._num_plain = self._num_plain + 1 if k == 0 else 0
-        if k > 0 or self._num_plain >= _PLAIN_ROUNDS:
-            self.learned.note_time(num_rows, k, seconds)
-
-    def row_ended(self, index: int) -> None:
-        self._estimates.pop(index, None)
+    def learn(self, outcome: RoundOutcome) -> None:
+        self._num_plain = self._num_plain + 1 if outcome.k == 0 else 0
+        if 0 < self._num_plain <= _PLAIN_ROUNDS:
+            outcome = RoundOutcome(0, outcome.num_rows, outcome.num_columns, outcome.rows, None)
+        self._estimates.note(outcome)
 
 
-def _tokens(rows: Sequence[Row], shifts: Sequence[float], acceptance: Sequence[float]) -> list[float]:
-    """Expected tokens of a round of all rows, for K = 0, 1, ..."""
-    totals = [0.0] * (len(acceptance) + 1)
-    for row, shift in zip(rows, shifts, strict=True):
-        tokens = expected_tokens([min(max(a + shift, 0.0), 1.0) for a in acceptance])
-        constant_k = row.request.num_draft_tokens
-        for k in range(len(totals)):
-            totals[k] += tokens[k if constant_k is None else constant_k]
-    return totals
+@dataclass(frozen=True, slots=True)
+class PairState:
+    """Estimates of one pair, kept from one generation to the next, for each rule. Sampling options are not part of it:
+    the last rounds correct the estimates soon. The ranks of a job learn the same, since they commit the same tokens and
+    share the times of the first rank."""
 
+    target: LM
+    drafter: Drafter
+    _by_rule: dict[str, Estimates] = field(default_factory=dict, init=False)
 
-def _rounds_of_try(k: int) -> int:
-    return _TRIED_ROUNDS if k > 0 else _PLAIN_ROUNDS + 2
+    def is_of(self, target: LM, drafter: Drafter) -> bool:
+        """Whether these are its models, with their executions."""
+        return target is self.target and drafter is self.drafter
 
-
-def _best(seconds: Mapping[int, float], acceptance: float) -> int:
-    """The K with the most tokens per second if every drafted token has this acceptance."""
-    tokens = expected_tokens([acceptance] * max(seconds))
-    return max(sorted(seconds), key=lambda k: tokens[k] / seconds[k])
+    def estimates(self, rule: Rule) -> Estimates:
+        """The estimates under this rule."""
+        if rule.name not in self._by_rule:
+            sizes = [sum(one.numel() for one in lm.weights.parameters()) for lm in (self.target, *self.drafter.models)]
+            share = current_ranks().shared(sum(sizes[1:]) / max(1, sizes[0]))
+            # Drafters that favour some K draft all tokens in one forward.
+            new = Estimates(favoured_ks(self.target, self.drafter), share, bool(self.drafter.favoured_k))
+            self._by_rule.setdefault(rule.name, new)
+        return self._by_rule[rule.name]

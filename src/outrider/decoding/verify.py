@@ -16,8 +16,7 @@ from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked
-from outrider.sampling.noise import made
-from outrider.sampling.probs import Settings, is_finite, to_probs
+from outrider.sampling.probs import Settings, rows_of
 from outrider.sampling.rules import Rule
 
 
@@ -76,7 +75,6 @@ def verify_step(
     Returns:
         The fields of a ``VerifyResult``, the features only if asked for.
     """
-    noise = made(noise)
     offsets = torch.arange(draft.ids.shape[1] + 1, device=lengths.device)
     is_active = lengths < limits
     num_drafted = draft.num_drafted
@@ -88,9 +86,9 @@ def verify_step(
     places = lengths[:, None] + offsets  # of the tokens after the fed ones
     positions = torch.where(is_fed, places - 1, -1)
     logits, found = lm.forward_with_features(ids, positions, cache, view_len, features, keeps_finite=True)
-    is_bad = is_fed & ~is_finite(logits)
+    probs, is_finite = rows_of(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V], [B, K+1]
+    is_bad = is_fed & ~is_finite
     num_verified = torch.minimum(num_drafted, _first(is_bad))
-    probs = to_probs(logits, settings, history.along(draft.ids), allowed)  # [B, K+1, V]
     verdict = rule.verify(probs, replace(draft, num_drafted=num_verified), noise)
     if cache.has_states:
         cache.settle(lengths + verdict.num_accepted)

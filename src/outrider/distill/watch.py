@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from outrider.decoding.measured_costs import measure_round_costs
+from outrider.bench.round_costs import measure_round_costs
 from outrider.distill.kinds import Student
 from outrider.distill.recipe import Budget, Recipe
 from outrider.errors import NumericsError
@@ -124,8 +124,7 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         drafter = self._student.as_stored(self._output.name, self._save_dtype)
-        length = len(self._held_out[0].ids)
-        self._costs = _of_first(dict(measure_round_costs(self._student.target, drafter, REJECTION, 1, length).seconds))
+        self._costs = _of_first(measure_round_costs(self._student.target, drafter, REJECTION))
         if not self.progress.checks:
             self._check(state)
         self.spent = self._budget.spent(state.global_step, self.progress.seconds)

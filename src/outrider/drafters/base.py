@@ -41,7 +41,6 @@ class Rows:
         most_wanted: the host's upper bounds of ``num_wanted``, which it may not have read. B numbers
         longest: its upper bound of the lengths of active rows.
         masks: the effects of constraints; None if no row has a constraint.
-        is_repeatable: one of the rows has to be (see ``Request``).
         most_drafted: where this drafter is one of several, the host's upper bounds of the tokens that all of them draft
             for each row; None: ``most_wanted``. B numbers
     """
@@ -55,7 +54,6 @@ class Rows:
     most_wanted: Sequence[int]
     longest: int
     masks: Masks | None = None
-    is_repeatable: bool = False
     most_drafted: Sequence[int] | None = None
 
     def __len__(self) -> int:
@@ -177,7 +175,7 @@ class Drafter(Protocol):
 
     @property
     def models(self) -> tuple[LM, ...]:
-        """Its models: for memory, compilation and checksums."""
+        """Its models: for memory and checksums."""
         ...
 
     @property
@@ -216,7 +214,7 @@ class Drafter(Protocol):
         ...
 
     def with_models(self, change: Callable[[LM], LM]) -> Drafter:
-        """A copy whose models are changed (``compiled_lm``, ``LM.eager``)."""
+        """A copy whose models are changed (``LM.eager``, for example)."""
         ...
 
 

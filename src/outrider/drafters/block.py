@@ -32,7 +32,6 @@ from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked
-from outrider.sampling.noise import made
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -115,7 +114,7 @@ def _block_step(
     positions = torch.where((num_drafted > 0)[:, None], positions, -1)
     cache.at(positions, view_len, is_single=False, keeps_finite=True)
     with head.lock:
-        outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache)
+        outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache.argument)
         logits = module.logits(outputs[:, first : first + k])
     correction = module.correction
     state = outputs[:, 0, :0] if correction is None else correction.start(outputs[:, :first], last_ids[:, 0])
@@ -177,7 +176,7 @@ def _draft_step(
         ids [B, K]; whether q is finite [B, K]; q [B, K, V]; and the number of drafted tokens [B]
     """
     logits, outputs, state = _block_step(head, view_len, k, cache, last_ids, lengths, num_drafted)
-    noise, drawn, ids = made(noise), list[tuple[Tensor, ...]](), last_ids[:, 0]
+    drawn, ids = list[tuple[Tensor, ...]](), last_ids[:, 0]
     for i in range(k):
         if drawn:
             history = history.then(ids)
@@ -215,7 +214,7 @@ class BlockSession(Session):
         """Write the context of tokens: [B, T, F], and their positions, -1 for padding [B, T]."""
         states = self._module.fuse(features.to(self._head.device, self._head.dtype))
         cache.at(positions, cache.capacity, is_single=False, keeps_finite=True)
-        self._module.keep(states, positions, cache)
+        self._module.keep(states, positions, cache.argument)
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         k = min(k, self._module.most_drafted)
@@ -229,11 +228,9 @@ class BlockSession(Session):
         static = view_len, k
         if rows.masks is None:
             arguments = *blocks, rows.settings, rows.history, noise
-            *results, num_drafted = head.run(
-                _draft_step, (rule, self._options, *static), *arguments, is_repeatable=rows.is_repeatable
-            )
+            *results, num_drafted = head.run(_draft_step, (rule, self._options, *static), *arguments)
         else:
-            fed = head.run(_block_step, static, *blocks, is_repeatable=rows.is_repeatable)
+            fed = head.run(_block_step, static, *blocks)
             (logits, outputs, state), ids = fed, rows.last_ids[:, 1]
 
             def draft(

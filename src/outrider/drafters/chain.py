@@ -31,7 +31,6 @@ from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.vocabulary import spread
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked
-from outrider.sampling.noise import made
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -91,12 +90,12 @@ def _keep_states(head: LM, cache: SlotCache, features: Tensor, positions: Tensor
     module: Any = head.model
     states = module.fuse(features.to(head.device, head.dtype))[:, None]  # [B, 1, T, H]
     cache.at(positions, cache.capacity, is_single=False, keeps_finite=True)
-    cache.layers[-1].update(states, states[..., :0])
+    cache.argument.layers[-1].update(states, states[..., :0])
 
 
 def _states(cache: SlotCache, positions: Tensor) -> Tensor:
     """The stored states of tokens: [B, T] -> [B, T, H]"""
-    layer: Any = cache.layers[-1]
+    layer: Any = cache.argument.layers[-1]
     store: Tensor = layer.keys[:, :, 0]
     return store.gather(1, positions.clamp_min(0)[..., None].expand(-1, -1, store.shape[-1]))
 
@@ -109,7 +108,7 @@ def _feed(
     cache.at(positions, view_len, is_single=False, keeps_finite=True)
     mask = head.visibility.masks(positions, view_len, head.dtype)
     with head.lock:
-        logits, outputs = module(ids, states, positions.clamp_min(0), mask, cache)
+        logits, outputs = module(ids, states, positions.clamp_min(0), mask, cache.argument)
     return spread(logits, module.token_ids, head.vocab_size), outputs
 
 
@@ -145,7 +144,6 @@ def draft_steps(
         [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
-    noise = made(noise)
     if options.is_greedy:
         settings = settings.greedy()
     width = ids.shape[1]
@@ -271,9 +269,7 @@ class ChainSession(Session):
         shape = rule, self._options, view_len
         if rows.masks is None:
             arguments = cache, ids, None, cached, rows.lengths, num_wanted, rows.settings, rows.history, None, noise
-            drafted, is_finite, _, num_drafted, *probs = head.run(
-                draft_steps, (*shape, k), *arguments, is_repeatable=rows.is_repeatable
-            )
+            drafted, is_finite, _, num_drafted, *probs = head.run(draft_steps, (*shape, k), *arguments)
         else:
             states: Tensor | None = None
 
@@ -282,7 +278,7 @@ class ChainSession(Session):
             ) -> tuple[Tensor, ...]:
                 nonlocal ids, states
                 given = cache, ids, states, cached, lengths, is_wanted, rows.settings, history, allowed, noise
-                results = head.run(draft_steps, (*shape, 1), *given, is_repeatable=rows.is_repeatable)
+                results = head.run(draft_steps, (*shape, 1), *given)
                 ids, states = results[0].clone(), results[2].clone()
                 return results[3] < is_wanted, *results[:2], *results[4:]
 

@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 from outrider.drafters.base import Rows
-from outrider.errors import CompileError
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked, Masks, masked
-from outrider.sampling.noise import made
-from outrider.sampling.probs import Settings, is_finite, to_probs
+from outrider.sampling.probs import Settings, only_ids, rows_of
 from outrider.sampling.rules import Rule
 
 NextToken = Callable[[int, Tensor, Tensor, History, Masked, Any], tuple[Tensor, ...]]
@@ -29,7 +27,7 @@ def draw_next(
     noise: Any,
     *,
     is_greedy: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Any, Tensor]:
     """Draw a token for each row.
 
     Args:
@@ -41,16 +39,17 @@ def draw_next(
         is_greedy: take the most probable token instead.
 
     Returns:
-        ids [B]; q, from which they were drawn [B, V]; whether the logits are finite [B]
+        ids [B]; q, from which they were drawn, as ``Probs`` [B, V]; whether the logits are finite [B]
     """
     here = history.map(lambda values: values[:, None])
-    q = to_probs(logits[:, None], settings, here, allowed)[:, 0]
-    return q.argmax(dim=-1) if is_greedy else rule.draw(q, noise), q, is_finite(logits)
+    rows, finite = rows_of(logits[:, None], settings, here, allowed)
+    q = rows[:, 0]
+    return only_ids(q) if is_greedy else rule.draw(q, noise), q, finite[:, 0]
 
 
 def draw_all(
     rule: Rule, logits: Tensor, settings: Settings, history: History, noise: Any, *, is_greedy: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Any, Tensor]:
     """Draw K tokens for each row, whose logits do not depend on each other. Arguments: see ``draw_next``.
 
     Args:
@@ -62,9 +61,9 @@ def draw_all(
     """
     num_tokens = logits.shape[1]
     if not any(True for _ in history.tensors):  # all rows of q at once: most of the time is spent in calls
-        q = to_probs(logits, settings)
-        drawn = [q[:, i].argmax(dim=-1) if is_greedy else rule.draw(q[:, i], noise.at(i)) for i in range(num_tokens)]
-        return torch.stack(drawn, dim=1), q, is_finite(logits)
+        q, finite = rows_of(logits, settings)
+        drawn = [only_ids(q[:, i]) if is_greedy else rule.draw(q[:, i], noise.at(i)) for i in range(num_tokens)]
+        return torch.stack(drawn, dim=1), q, finite
     steps: list[tuple[Tensor, ...]] = []
     for i in range(num_tokens):
         steps.append(draw_next(rule, logits[:, i], settings, history, None, noise.at(i), is_greedy=is_greedy))
@@ -107,16 +106,11 @@ def one_by_one(rows: Rows, masks: Masks, k: int, noise: Any, draft: NextToken) -
     Returns:
         The number of drafted tokens [B], and the results of all steps, [B, K, ...] each.
     """
-    noise = made(noise)
     num_drafted, lengths, history = rows.num_wanted, rows.lengths, rows.history
     steps: list[tuple[Tensor, ...]] = []
     for i in range(k):
         is_wanted = (num_drafted - i).clamp(0, 1)
-        try:
-            is_cut, *results = draft(i, is_wanted, lengths, history, masks.here(), noise.token(i))
-        except CompileError:
-            masks.roll_back()  # other rows may continue
-            raise
+        is_cut, *results = draft(i, is_wanted, lengths, history, masks.here(), noise.token(i))
         # Copied, since a prepared step overwrites its results.
         num_drafted = end_before(num_drafted, i, is_cut)
         steps.append(tuple(part.clone() for part in results))

@@ -16,13 +16,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, padded
 from outrider.drafters.suffix import SuffixDrafter, SuffixSession, looked_up
 from outrider.records import Draft
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import one_hot
+from outrider.sampling.probs import Settings, certain_rows, one_hot_rows
 from outrider.sampling.rules import Rule
 
 RIVAL_ACCEPTANCE = 0.7
@@ -104,7 +103,7 @@ class HybridSession(Session):
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         other = self._other.propose(self._rest(rows), k, rule, noise)
-        return self._merged(looked_up(rows, self._found), other)
+        return self._merged(looked_up(rows, self._found), other, rows.settings)
 
     def _rival_score(self, k: int) -> float:
         """Expected number of accepted tokens of k, each accepted with the rival's probability if the ones before it
@@ -120,27 +119,28 @@ class HybridSession(Session):
         num_wanted = torch.minimum(rows.num_wanted, torch.tensor(most_wanted, device=rows.ids.device))
         return replace(rows, num_wanted=num_wanted, most_wanted=most_wanted, most_drafted=rows.most_wanted)
 
-    def _merged(self, found: Draft, other: Draft) -> Draft:
+    def _merged(self, found: Draft, other: Draft, settings: Settings) -> Draft:
         """Both drafts as one, of the same form whoever drafted: each form is a program of its own, and those for the
         suffix could not be prepared before it finds something."""
         if found.ids.shape[1] == 0:
             return other
         if other.ids.shape[1] == 0:
-            other = self._nothing(found.ids)
+            other = self._nothing(found.ids, settings)
         k = max(found.ids.shape[1], other.ids.shape[1])
         found, other = padded(found, k), padded(other, k)
         is_found = found.num_drafted > 0
         ids = torch.where(is_found[:, None], found.ids, other.ids)
         probs, is_finite = other.probs, other.is_finite
         if probs is not None:
-            probs = torch.where(is_found[:, None, None], one_hot(ids, probs), probs)
+            certain: Any = one_hot_rows(ids, probs)
+            probs = torch.where(is_found[:, None, None], certain, probs)
         if is_finite is not None:
             is_finite = is_finite | is_found[:, None]
         return Draft(ids, probs, torch.where(is_found, found.num_drafted, other.num_drafted), is_finite)
 
-    def _nothing(self, like: Tensor) -> Draft:
+    def _nothing(self, like: Tensor, settings: Settings) -> Draft:
         """A draft of the other drafter, with columns but without tokens."""
         ids = torch.zeros_like(like)
-        probs = None if self._drafter.is_one_hot else functional.one_hot(ids, self._drafter.vocab_size).float()
+        probs = None if self._drafter.is_one_hot else certain_rows(ids, self._drafter.vocab_size, settings)
         is_finite = torch.ones_like(ids, dtype=torch.bool) if self._drafter.models else None
         return Draft(ids, probs, torch.zeros_like(ids[:, 0]), is_finite)

@@ -20,14 +20,13 @@ from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.padding import num_together
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked, Masks
-from outrider.sampling.noise import made
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
 
 def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS) -> ModelDrafter:
     """The drafter of a loaded model. Raises UnsupportedModel, OptionError."""
-    return ModelDrafter(lm, options, mask_token_of(lm.name, lm.model))
+    return ModelDrafter(lm, options, mask_token_of(lm.name, lm.weights))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,6 @@ def draft_steps(
         [B, K, V] unless it is one-hot
     """
     assert allowed is None or k == 1
-    noise = made(noise)
     cached = torch.minimum(cached, lengths - 1)
     if options.is_greedy:
         settings = settings.greedy()
@@ -270,7 +268,7 @@ class ModelSession(Session):
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         lm, num_rows = self._lm, len(rows)
         if rows is self._last_rows:
-            results = self._draft(*self._last_call, noise, is_repeatable=rows.is_repeatable)
+            results = self._draft(*self._last_call, noise)
             cached, (ids, is_good, now_cached, num_drafted, *others) = self._heads[num_rows], results
             cached.copy_(now_cached)
             self._count_late(rows)
@@ -300,12 +298,12 @@ class ModelSession(Session):
             if self._mask_id is None:
                 static = *shape, k, self._stops_early
                 call = static, *arguments, None
-                results = self._draft(*call, noise, is_repeatable=rows.is_repeatable)
+                results = self._draft(*call, noise)
                 if lm.execution.is_prepared and not lm.has_states:  # neither ``fed`` nor the cache's bound changes
                     self._last_rows, self._last_call = rows, call
             else:
                 static = *shape, k, self._mask_id
-                results = lm.run(draft_at_once, static, *arguments, noise, is_repeatable=rows.is_repeatable)
+                results = lm.run(draft_at_once, static, *arguments, noise)
         ids, is_good, now_cached, num_drafted, *others = results
         probs = others[0] if others else None
         if self._stops_early:
@@ -335,7 +333,7 @@ class ModelSession(Session):
         ) -> tuple[Tensor, ...]:
             nonlocal states, fed, cached
             arguments = states, fed, cached, lengths, is_wanted, rows.settings, history, allowed, noise
-            results = self._lm.run(draft_steps, static, *arguments, is_repeatable=rows.is_repeatable)
+            results = self._lm.run(draft_steps, static, *arguments)
             fed, cached = results[0].clone(), results[2].clone()
             if cache.has_states:
                 states = cache.scratch() if i == 0 else states  # drafts advance a copy
@@ -361,7 +359,7 @@ class ModelSession(Session):
         settings = rows.settings.greedy() if options.is_greedy else rows.settings
         arguments = cache, fed, cached, rows.lengths, rows.num_wanted
         static = view_len, k, self._mask_id
-        logits, now_cached = self._lm.run(parallel_logits, static, *arguments, is_repeatable=rows.is_repeatable)
+        logits, now_cached = self._lm.run(parallel_logits, static, *arguments)
 
         def draft(
             i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Masked, noise: Any

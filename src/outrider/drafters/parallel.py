@@ -20,7 +20,6 @@ from outrider.errors import UnsupportedModel
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.history import History
-from outrider.sampling.noise import made
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
@@ -93,6 +92,6 @@ def draft_at_once(
     if options.min_prob > 0:
         for i, is_cut in enumerate(is_unsure(logits, options.min_prob).unbind(dim=1)):
             num_drafted = end_before(num_drafted, i, is_cut)
-    ids, probs, finite = draw_all(rule, logits, settings, history, made(noise), is_greedy=options.is_greedy)
+    ids, probs, finite = draw_all(rule, logits, settings, history, noise, is_greedy=options.is_greedy)
     results = ids, finite, cached, num_drafted
     return results if options.is_greedy else (*results, probs)

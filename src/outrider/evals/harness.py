@@ -1,4 +1,4 @@
-"""Tasks of EleutherAI's lm-evaluation-harness, plain and speculative.
+"""Model of EleutherAI's lm-evaluation-harness.
 
 ``OutriderLM`` implements the harness's model interface. Likelihoods of given text (``loglikelihood``,
 ``loglikelihood_rolling``) come from teacher forcing of the target, without a draft; ``generate_until`` uses the decoder
@@ -9,7 +9,7 @@ The harness's own command line, with this model:
 
     python -m outrider.evals.harness --model outrider --model_args target=T,draft=D --tasks NAME
 
-The harness (lm-eval) is an extra (``eval``), so this module is imported only to run tasks.
+The harness (lm-eval) is an extra (``eval``); only this module imports it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from __future__ import annotations
 import difflib
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from inspect import signature
 from itertools import groupby
@@ -36,7 +35,6 @@ from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
-from outrider.records import Stats
 from outrider.scoring.teacher_forcing import ForcedTokens, Text, sums_by_text
 from outrider.text.chat import Chat, ChatOptions, chat_text
 
@@ -47,24 +45,13 @@ _SAMPLING = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens"),
 )
 
-Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Opens a progress bar from a description and a total; calls add the number just done."""
 
-
-@contextmanager
-def _bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Progress bar like those of the harness."""
-    with tqdm(total=total, desc=what) as bar:
-        yield bar.update
-
-
-def task_sampling(gen_kwargs: Mapping[str, Any], overrides: Mapping[str, Any]) -> Sampling:
+def task_sampling(gen_kwargs: Mapping[str, Any]) -> Sampling:
     """Sampling options of a task.
 
     Args:
         gen_kwargs: the task's ``generation_kwargs``. The harness's defaults apply: greedy without ``do_sample`` or a
             temperature, 256 tokens without a length.
-        overrides: fields of ``Sampling`` that replace the task's.
 
     Raises:
         OptionError: the task uses an unsupported option (such as beams), or a value is out of range.
@@ -75,7 +62,7 @@ def task_sampling(gen_kwargs: Mapping[str, Any], overrides: Mapping[str, Any]) -
         "max_new_tokens": given.pop("max_gen_toks"),
     }
     is_sampled = given.pop("do_sample")
-    options |= {name: given.pop(name) for name in _SAMPLING if name in given} | {**overrides}
+    options |= {name: given.pop(name) for name in _SAMPLING if name in given}
     if given.get("num_beams") == 1:  # some tasks set it explicitly; it changes nothing
         del given["num_beams"]
     for name, value in given.items():
@@ -108,27 +95,13 @@ class OutriderLM(TemplateLM):
         decoder: with a tokenizer.
         batch_size: requests per batch.
         seed: base seed; request i to generate gets seed + i.
-        overrides: fields of ``Sampling`` that replace those of tasks.
-        chat: options of chats, where the task is run as one.
-        progress: opens a progress bar.
-        on_generated: called with the task and the counts of every request to generate.
 
     Raises:
         OptionError: the batch size is not valid.
         PromptError: there is no tokenizer.
     """
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        batch_size: int = 1,
-        seed: int = 0,
-        overrides: Mapping[str, Any] | None = None,
-        chat: ChatOptions | None = None,
-        progress: Progress = _bar,
-        on_generated: Callable[[str, Stats], None] = lambda task, stats: None,
-    ) -> None:
+    def __init__(self, decoder: Decoder, *, batch_size: int = 1, seed: int = 0) -> None:
         super().__init__()
         if not isinstance(batch_size, int) or batch_size < 1:
             raise OptionError("batch_size", batch_size, "a whole number >= 1")
@@ -137,11 +110,7 @@ class OutriderLM(TemplateLM):
         self.decoder = decoder
         self.tokenizer = decoder.tokenizer
         self.batch_size = batch_size
-        self.chat = chat or ChatOptions()
         self._seed = seed
-        self._overrides = overrides or {}
-        self._progress = progress
-        self._on_generated = on_generated
 
     @classmethod
     def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> OutriderLM:
@@ -201,9 +170,8 @@ class OutriderLM(TemplateLM):
 
         Raises:
             PromptError: there is no chat template, or it does not accept these messages.
-            OptionError: it does not read an option.
         """
-        options = replace(self.chat, system=None, continue_final_message=not add_generation_prompt)
+        options = ChatOptions(continue_final_message=not add_generation_prompt)
         return chat_text(self.tokenizer, Chat(chat_history, options))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
@@ -259,13 +227,13 @@ class OutriderLM(TemplateLM):
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))  # longest first
         scores: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
         if texts:
-            with self._progress("texts scored", len(texts)) as advance:
+            with tqdm(total=len(texts), desc="texts scored") as bar:
                 logprobs, num_missed = sums_by_text(
                     [self.decoder.target],
                     [texts[i] for i in order],
                     measure,
                     batch_size=self.batch_size,
-                    on_done=advance,
+                    on_done=bar.update,
                 ).tolist()
             for place, i in enumerate(order):
                 scores[i] = (logprobs[place], num_missed[place] == 0)
@@ -282,7 +250,7 @@ class OutriderLM(TemplateLM):
             )
         order = sorted(range(len(rows)), key=lambda i: (rows[i].eos_ids, -len(rows[i].ids)))
         texts, names = [""] * len(rows), [field.name for field in fields(Sampling)]
-        with self._progress("texts generated", len(rows)) as advance:
+        with tqdm(total=len(rows), desc="texts generated") as bar:
             for eos_ids, alike in groupby(order, key=lambda i: rows[i].eos_ids):
                 decoder = replace(self.decoder, eos_ids=self.decoder.eos_ids | set(eos_ids))
                 numbers = list(alike)
@@ -294,12 +262,11 @@ class OutriderLM(TemplateLM):
                     # Detokenize without the prompt, like the harness's own models.
                     text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
                     texts[i] = postprocess_generated_text(text, list(rows[i].sampling.stop), None)
-                    self._on_generated(requests[i].task_name, completion.stats)
-                    advance(1)
+                    bar.update(1)
         return texts
 
     def _row(self, prompt: str, gen_kwargs: Mapping[str, Any], *, seed: int) -> _Row:
-        sampling = task_sampling(gen_kwargs, self._overrides)
+        sampling = task_sampling(gen_kwargs)
         target = self.decoder.target
         room = target.context_len - sampling.max_new_tokens
         if room < 1:
@@ -321,7 +288,7 @@ def load_lm(
     acceptance: str = DEFAULT_ACCEPTANCE,
     device: str = "auto",
     dtype: str = "auto",
-    compile: bool = False,
+    execution: str = "auto",
     models_file: str | None = None,
     batch_size: int = 1,
     seed: int = 0,
@@ -339,7 +306,7 @@ def load_lm(
         dtype=dtype,
         acceptance=acceptance,
         num_draft_tokens=num_draft_tokens,
-        compile=compile,
+        execution=execution,
         models_file=None if models_file is None else Path(models_file),
         allow_pickle=allow_pickle,
     )

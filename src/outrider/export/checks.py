@@ -11,7 +11,8 @@ from outrider.errors import OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.models.heads.checkpoint import open_tensors
 from outrider.models.heads.checkpoint import read_config as read_head_config
 from outrider.models.heads.loading import kind_of_head
-from outrider.models.loading import context_len, load_tokenizer, read_config
+from outrider.models.loading import context_len
+from outrider.models.reading import load_tokenizer, read_config
 from outrider.models.registry import ModelSpec
 from outrider.text.tokenizer import check_same_tokens
 
@@ -102,12 +103,12 @@ def describe_head(spec: ModelSpec, target: DescribedModel) -> DescribedModel:
     return DescribedModel(spec, config, target.tokenizer, _HEADS[kind], target.context_len, stated, kind)
 
 
-def check_pair(target: DescribedModel, draft: DescribedModel, context: int | None, vocab_gap: int | None) -> int:
+def check_pair(target: DescribedModel, draft: DescribedModel, context: int | None, vocab_gap: int) -> int:
     """Check that an engine can serve the pair.
 
     Args:
         context: requested maximum length of a sequence; None for the target's.
-        vocab_gap: largest difference of the vocabulary sizes; None for any.
+        vocab_gap: largest difference of the vocabulary sizes.
 
     Returns:
         The maximum length of a sequence.
@@ -122,7 +123,7 @@ def check_pair(target: DescribedModel, draft: DescribedModel, context: int | Non
             f"{target.vocab_size}"
         )
     check_same_tokens(target.tokenizer, draft.tokenizer, *names)
-    if vocab_gap is not None and abs(target.vocab_size - draft.vocab_size) > vocab_gap:
+    if abs(target.vocab_size - draft.vocab_size) > vocab_gap:
         raise TokenizerMismatch(
             f"{names[0]} has a vocab_size of {target.vocab_size}, {names[1]} of {draft.vocab_size}, and this engine "
             "requires equal sizes: choose another draft, or pad the smaller embedding"

@@ -139,39 +139,6 @@ def llama_cpp_files(handover: Handover) -> dict[str, str]:
     return {"serve.sh": _script(command), "request.json": _json(body)}
 
 
-def tensorrt_llm_files(handover: Handover) -> dict[str, str]:
-    lines = [
-        f"max_seq_len: {handover.context}",
-        "disable_overlap_scheduler: true",
-        "speculative_config:",
-        "  decoding_type: Draft_Target",
-        f"  max_draft_len: {handover.k}",
-        f"  speculative_model: {json.dumps(handover.draft)}",
-    ]
-    command = ["trtllm-serve", handover.target, "--config", "config.yaml"]
-    files = {"config.yaml": "\n".join(lines) + "\n", "serve.sh": _script(command)}
-    return files | {"request.json": _json(_request(handover))}
-
-
-def openvino_files(handover: Handover) -> dict[str, str]:
-    convert = [
-        ["optimum-cli", "export", "openvino", "--model", model, "--weight-format", "fp16", f"openvino-{name}"]
-        for name, model in (("target", handover.target), ("draft", handover.draft))
-    ]
-    program = f"""\
-import openvino_genai
-
-draft = openvino_genai.draft_model("openvino-draft", "CPU")
-pipeline = openvino_genai.LLMPipeline("openvino-target", "CPU", draft_model=draft)
-config = openvino_genai.GenerationConfig()
-config.max_new_tokens = 128
-config.do_sample = False
-config.num_assistant_tokens = {handover.k}
-print(pipeline.generate("Once upon a time", config))
-"""
-    return {"convert.sh": _script(*convert), "generate.py": program}
-
-
 def transformers_options(handover: Handover) -> tuple[dict[str, Any], dict[str, Any]]:
     """Arguments of ``generate``, and entries of the draft's ``generation_config``."""
     sampling = handover.sampling
@@ -212,12 +179,3 @@ output = target.generate(
 print(tokenizer.decode(output[0], skip_special_tokens=True))
 """
     return {"generate.py": program}
-
-
-def mlx_files(handover: Handover) -> dict[str, str]:
-    sampling = handover.sampling
-    command = ["mlx_lm.generate", "--model", handover.target, "--draft-model", handover.draft]
-    command += ["--num-draft-tokens", str(handover.k), "--temp", f"{sampling.temperature:g}"]
-    command += ["--top-k", str(sampling.top_k), "--top-p", f"{sampling.top_p:g}", "--min-p", f"{sampling.min_p:g}"]
-    command += ["--ignore-chat-template", "--max-tokens", "128", "--prompt", "Once upon a time"]
-    return {"generate.sh": _script(command)}

@@ -3,8 +3,7 @@
 All are lossless, and equal at temperature 0. At higher temperatures they differ in how many tokens are accepted:
 
 - *ratio*: drafts are sampled from q and accepted with probability min(1, p/q): sum min(p, q) on average;
-- *greedy*: drafts are the draft's argmax, q is one-hot: p at the argmax of q;
-- *match*: drafts are sampled, and accepted if the target, sampling independently, draws the same: sum p q.
+- *greedy*: drafts are the draft's argmax, q is one-hot: p at the argmax of q.
 
 Engines that sample drafts do so under options of their own, which change q and thereby tau. The rules were read in
 the engines' sources (engines.py cites them).
@@ -21,7 +20,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.replay.log_format import Header, Record
 from outrider.replay.plan import Costs, choices
-from outrider.replay.replay import MATCH, ExpectedRounds, replay, summarise
+from outrider.replay.replay import ExpectedRounds, replay, summarise
 from outrider.runtime.lm import LM
 
 KS = tuple(range(1, 9))
@@ -33,7 +32,7 @@ class EngineRule:
     """How an engine drafts and accepts.
 
     Attributes:
-        name: "ratio", "greedy" or "match".
+        name: "ratio" or "greedy".
         about: description for the README.
         acceptance: one of ``outrider.replay.replay.PREDICTED_RULES``.
         is_greedy: the draft takes its argmax.
@@ -89,9 +88,6 @@ RATIO_OF_TEN = EngineRule(
     draft_sampling=lambda sampling: Sampling(temperature=sampling.temperature, top_k=10),
 )
 GREEDY = EngineRule("greedy", "p at the draft's argmax: drafts are greedy", is_greedy=True)
-EQUALITY = EngineRule(
-    "match", "sum p q: a sampled draft is accepted if the target, sampling independently, draws the same", MATCH
-)
 
 
 @dataclass(frozen=True, slots=True)

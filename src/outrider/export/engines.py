@@ -13,14 +13,11 @@ from outrider.export.engine_files import (
     LLAMA_CPP_PORT,
     Handover,
     llama_cpp_files,
-    mlx_files,
-    openvino_files,
     sglang_files,
-    tensorrt_llm_files,
     transformers_files,
     vllm_files,
 )
-from outrider.export.engine_rules import EQUALITY, GREEDY, RATIO, RATIO_BY_TEMPERATURE, RATIO_OF_TEN, EngineRule
+from outrider.export.engine_rules import GREEDY, RATIO, RATIO_BY_TEMPERATURE, RATIO_OF_TEN, EngineRule
 from outrider.models.heads.saving import convert_to_specforge, convert_to_zlab
 
 # The most used text models that Outrider can load, in the registries of the versions below.
@@ -57,13 +54,12 @@ class ServingEngine:
         version: whose sources were read.
         rules: acceptance rules, by the engine's own setting; the key is "" if there is no choice.
         options: fields of ``Sampling`` that it supports exactly with a draft.
-        families: architectures that it is known to serve; None if not looked up.
-        vocab_gap: largest difference of the vocabulary sizes of a pair; None if not checked by the engine.
+        families: architectures that it is known to serve.
+        vocab_gap: largest difference of the vocabulary sizes of a pair.
         files: returns name -> content.
         start: command that starts it, in the folder.
         port: default port of its server; None for a script.
         notes: for the README.
-        is_exact_sampled: whether sampling with a draft is lossless.
         needs_gguf: needs GGUF files, target.gguf and draft.gguf.
         heads: by kind, "eagle3" or "dflash".
         convert: writes a head in the speculators layout anew, as the engine reads it; None if it reads that.
@@ -73,13 +69,12 @@ class ServingEngine:
     version: str
     rules: Mapping[str, EngineRule]
     options: frozenset[str]
-    families: frozenset[str] | None
-    vocab_gap: int | None
+    families: frozenset[str]
+    vocab_gap: int
     files: Callable[[Handover], dict[str, str]]
     start: str
     port: int | None = None
     notes: tuple[str, ...] = ()
-    is_exact_sampled: bool = True
     needs_gguf: bool = False
     heads: Mapping[str, Heads] = field(default_factory=dict)
     convert: Converter | None = None
@@ -185,35 +180,6 @@ ENGINES = {
             ),
         },
     ),
-    "tensorrt-llm": ServingEngine(
-        name="TensorRT-LLM",
-        version="1.2.1",
-        rules={"": GREEDY},
-        options=_FILTERS,
-        families=None,
-        vocab_gap=None,
-        files=tensorrt_llm_files,
-        start="sh serve.sh",
-        port=8000,
-        notes=(
-            "The default attention backend drafts greedily. With another backend, or a `draft_len_schedule`, drafts "
-            "are sampled.",
-            "No table of K by load is written: the keys of `draft_len_schedule` changed their meaning between "
-            "versions.",
-        ),
-    ),
-    "openvino": ServingEngine(
-        name="OpenVINO GenAI",
-        version="2026.4.1",
-        rules={"": GREEDY},
-        options=frozenset({"temperature"}),
-        families=None,
-        vocab_gap=None,
-        files=openvino_files,
-        start="sh convert.sh && python generate.py",
-        notes=("`convert.sh` needs optimum-intel. The weights are converted to float16.",),
-        is_exact_sampled=False,
-    ),
     "transformers": ServingEngine(
         name="Transformers",
         version="5.23.0",
@@ -228,16 +194,5 @@ ENGINES = {
             "read from the draft's own `generation_config`.",
             "One prompt at a time: Transformers has no batches with an assistant.",
         ),
-    ),
-    "mlx": ServingEngine(
-        name="mlx-lm",
-        version="0.32.2",
-        rules={"": EQUALITY},
-        options=_FILTERS | {"min_p"},
-        families=_FAMILIES,
-        vocab_gap=None,
-        files=mlx_files,
-        start="sh generate.sh",
-        notes=("With a draft, requests are served one at a time.",),
     ),
 }

@@ -209,9 +209,7 @@ def _checks(engine: ServingEngine, facts: Facts) -> list[str]:
     else:
         lines = [f"The head is for a target of {draft.vocab_size} tokens."]
         architectures.remove(draft.architecture)
-    if engine.families is None:
-        lines.append(f"Not checked: whether this version serves {' and '.join(architectures)}.")
-    elif unknown := [name for name in architectures if name not in engine.families]:
+    if unknown := [name for name in architectures if name not in engine.families]:
         lines.append(f"**{' and '.join(unknown)}: not among the architectures checked** in {engine.version}.")
     else:
         lines.append(f"{' and '.join(architectures)}: known to {engine.name} {engine.version}.")

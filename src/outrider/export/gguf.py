@@ -1,8 +1,8 @@
 """GGUF files for llama.cpp, from checkpoints of Llama, Mistral, Qwen2 and Qwen3.
 
 Weights are converted one by one. The tokenizer is supported if it is a byte-level BPE whose pre-tokenizer llama.cpp
-knows by name; the table of names is in ``llama_vocab`` (llama.cpp, src/llama-vocab.cpp, build 11549), and the file
-format in the package ``gguf``. Use llama.cpp's converter for anything else.
+knows by name (models/gguf/splitters.py); the file format is in the package ``gguf``. Use llama.cpp's converter for
+anything else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from outrider.errors import MissingExtra, UnsupportedModel
-from outrider.models.loading import context_len, load_tokenizer, read_config
+from outrider.models.gguf.splitters import name_of
+from outrider.models.loading import context_len
+from outrider.models.reading import load_tokenizer, read_config
 from outrider.models.registry import ModelSpec
 
 if TYPE_CHECKING:
@@ -33,10 +35,6 @@ _ARCHITECTURES = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
 }
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_SPLITS = {_WORDS + r"\p{N}{1,3}" + _REST: "llama-bpe", _WORDS + r"\p{N}" + _REST: "qwen2"}
-_IGNORES_MERGES = {"llama-bpe"}  # a word that is a token is not split, whatever the merges
 _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int8: "Q8_0"}
 
 
@@ -210,23 +208,11 @@ def _add_sizes(writer: GGUFWriter, config: Any) -> None:
 
 def _split_name(tokenizer: Mapping[str, Any]) -> str | None:
     """llama.cpp's name for the pre-tokenizer of a tokenizer (its JSON); None if unknown."""
-    model, steps = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
+    model = tokenizer["model"]
     normalizer = (tokenizer["normalizer"] or {"type": "NFC"})["type"]  # NFC leaves usual text unchanged
     if model["type"] != "BPE" or model.get("byte_fallback") or normalizer != "NFC":
         return None
-    *first, last = steps.get("pretokenizers", [steps])
-    if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
-        return None
-    name = None
-    if last.get("use_regex", True):
-        if not first:
-            name = "gpt-2"
-        elif len(first) == 1 and first[0]["type"] == "Digits" and first[0]["individual_digits"]:
-            name = "smollm"
-    elif len(first) == 1 and first[0]["type"] == "Split" and first[0]["behavior"] == "Isolated":
-        name = _SPLITS.get(first[0]["pattern"].get("Regex", ""))
-    is_alike = bool(model.get("ignore_merges")) == (name in _IGNORES_MERGES)
-    return name if is_alike else None
+    return name_of(tokenizer["pre_tokenizer"] or {}, ignores_merges=bool(model.get("ignore_merges")))
 
 
 def _add_vocabulary(writer: GGUFWriter, spec: ModelSpec, config: Any) -> None:

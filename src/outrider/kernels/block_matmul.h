@@ -5,7 +5,7 @@
 // rounded_rows.h). A sum's order depends on the width alone: all processors with fused multiply-add get the same bits.
 #pragma once
 
-#include "weight_chunks.h"
+#include "products.h"
 
 namespace {
 
@@ -37,7 +37,7 @@ INLINE void add_chunk_of(int64_t num_rows, const Rows& x, int64_t i, int64_t row
 // This thread's panels of one matrix.
 template <typename Rows, typename Block>
 void share_of_panels(const Rows& x, int64_t num_rows, const Interleaved<Block>& weights, int64_t begin, int64_t end,
-                     float* y, int64_t num_channels) {
+                     float* y, int64_t stride) {
   for (int64_t done = 0; done < num_rows; done += MOST_OF_ROWS) {
     const int64_t left = num_rows - done < MOST_OF_ROWS ? num_rows - done : MOST_OF_ROWS;
     const int64_t num_tiles = (left + Rows::TILE - 1) / Rows::TILE;
@@ -52,50 +52,20 @@ void share_of_panels(const Rows& x, int64_t num_rows, const Interleaved<Block>& 
         }
       });
       for (int64_t r = 0; r < left; r++) {
-        memcpy(y + (done + r) * num_channels + panel * LANES, &sums[r], weights.rows_of(panel) * sizeof(float));
+        memcpy(y + (done + r) * stride + panel * LANES, &sums[r], weights.rows_of(panel) * sizeof(float));
       }
     }
   }
 }
 
-// Products of the same rows with several matrices: `outrider_few_row_matmul`.
-template <typename Rows>
-void block_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
-                    const int64_t* nums_channels, int64_t num_matrices, float* y, int64_t all_channels,
-                    int64_t num_threads) {
-  typedef typename Rows::Block Block;
-  const Rows rows(x, num_rows, width, num_threads);
-#pragma omp parallel for schedule(static) num_threads(num_threads)
-  for (int64_t thread = 0; thread < num_threads; thread++) {
-    float* to = y;
-    for (int64_t m = 0; m < num_matrices; m++) {
-      const Interleaved<Block> weights(matrices[m], nums_channels[m], width / Block::NUMBERS);
-      const int64_t number = weights.num_panels();
-      share_of_panels(rows, num_rows, weights, number * thread / num_threads, number * (thread + 1) / num_threads, to,
-                      all_channels);
-      to += nums_channels[m];
-    }
-  }
-}
-
-// The same for any form, with rows of one kind.
-template <template <typename Block> typename Rows>
-void products_of_form(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
-                      const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y, int64_t all_channels,
-                      int64_t num_threads) {
-  of_blocks(form, matrices[0], [&](auto blocks) {
+// Calls `run(weights, begin, end)` with the matrix and the panels of a share.
+template <typename Run>
+INLINE void of_panels(const Matrix& matrix, Share share, Run run) {
+  of_blocks(matrix.form, matrix.data, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
-    block_products<Rows<Block>>(x, num_rows, width, matrices, nums_channels, num_matrices, y, all_channels,
-                                num_threads);
+    const Interleaved<Block> weights(matrix.data, matrix.num_channels, matrix.width / Block::NUMBERS);
+    run(weights, share.begin / LANES, (share.end + LANES - 1) / LANES, blocks);
   });
 }
 
 }  // namespace
-
-// In files of their own, which are compiled in parallel: each takes many seconds.
-void float_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
-                    const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y, int64_t all_channels,
-                    int64_t num_threads);
-void rounded_products(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
-                      const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y, int64_t all_channels,
-                      int64_t num_threads);

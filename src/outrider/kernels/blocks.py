@@ -18,19 +18,15 @@ class BlockForm:
         number: of the type in ggml; groups have their own.
         num_numbers: of a block.
         num_bytes: of a block.
-        rounds: whether rows are rounded to 8 bits before they are multiplied with it (rounded_rows.h).
+        num_digits: of the integers to which rows are rounded before products: 1 of 8 bits, 2 of 15 bits
+            (rounded_rows.h), 0 for rows of float32.
     """
 
     name: str
     number: int
     num_numbers: int
     num_bytes: int
-    rounds: bool = False
-
-    @property
-    def product(self) -> int:
-        """Number of the form for products (``Form`` in blocks.h)."""
-        return self.number + 256 * self.rounds
+    num_digits: int = 0
 
     def width_of(self, num_bytes: int) -> int:
         """Numbers in so many bytes of a row."""

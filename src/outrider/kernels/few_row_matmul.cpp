@@ -11,13 +11,10 @@
 // depends neither on other rows, nor on their number, nor on the number of threads. On processors with AMX tiles, 8-bit
 // weights use them (int8_tiles.h).
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <memory>
 
-#include <vector>
-
-#include "block_matmul.h"
 #include "int8_tiles.h"
-#include "vectors.h"
+#include "products.h"
 
 namespace {
 
@@ -113,89 +110,63 @@ void share(int64_t num_rows, int64_t most, const float* x, const Weight* weights
 
 template <typename Weight>
 void product(int64_t num_rows, const float* x, const Weight* weights, int64_t width, int64_t begin, int64_t end, float* y,
-             int64_t num_channels) {
+             int64_t stride) {
   int64_t num_tiles = num_rows <= MOST_ROWS ? 1 : (num_rows + TILE_ROWS - 1) / TILE_ROWS;
   int64_t most = (num_rows + num_tiles - 1) / num_tiles;
   auto run = channels_for(most) == MANY_CHANNELS ? share<MANY_CHANNELS, Weight> : share<FEW_CHANNELS, Weight>;
-  run(num_rows, most, x, weights, width, begin, end, y, num_channels);
+  run(num_rows, most, x, weights, width, begin, end, y, stride);
 }
 
 }  // namespace
 
+void products(const Rows& x, const Matrix& matrix, Share share, float* y, int64_t stride) {
+  auto run = [&](auto weights) {
+    product(x.number, x.x, weights, x.width, share.begin, share.end, y, stride);
+  };
+  switch (matrix.form) {
+    case Form::F32: return run(static_cast<const float*>(matrix.data));
+    case Form::BF16: return run(static_cast<const BFloat16*>(matrix.data));
+    case Form::I8: {
+      auto weights = static_cast<const int8_t*>(matrix.data);
+#ifdef HAS_TILES
+      if (fits_tiles(x.width)) {
+        return tile_share(Digits(x.x, x.number, x.width), x.number, weights, x.width, share.begin, share.end, y, stride);
+      }
+#endif
+      return run(weights);
+    }
+  }
+  auto of_digits = x.num_digits == 2 ? two_digit_products : x.num_digits ? one_digit_products : float_products;
+  of_digits(x, matrix, share, y, stride);
+}
+
 extern "C" {
 
 // Products of the same rows x [T, I] with several matrices [O, I] of one form (blocks.h), concatenated in y [T, sum of
-// O]. All are contiguous. Matrices in blocks are interleaved (interleaved.h); with ROUNDS added to their form, rows are
-// rounded to 8 bits.
+// O]. All are contiguous. Matrices in blocks are interleaved (interleaved.h), and rows are rounded to integers of
+// `num_digits` digits.
 void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
-                            const int64_t* nums_channels, int64_t num_matrices, int64_t form, float* y,
-                            int64_t num_threads) {
+                            const int64_t* nums_channels, int64_t num_matrices, int64_t form, int64_t num_digits,
+                            float* y, int64_t num_threads) {
+  constexpr int64_t SHARED_CHUNKS = 128;  // fewer are rounded sooner than several threads begin
+  const int64_t num_chunks = num_digits ? (width + CHUNK - 1) / CHUNK : 0;
+  const std::unique_ptr<RoundedChunk[]> chunks(new RoundedChunk[num_rows * num_chunks]);
+#pragma omp parallel for schedule(static) num_threads(num_threads) if (num_rows * num_chunks >= SHARED_CHUNKS)
+  for (int64_t at = 0; at < num_rows * num_chunks; at++) {
+    const int64_t begin = at / num_rows * CHUNK, left = width - begin;
+    chunks[at].round(x + at % num_rows * width + begin, left < CHUNK ? left : CHUNK, num_digits);
+  }
   int64_t all_channels = 0;
   for (int64_t m = 0; m < num_matrices; m++) all_channels += nums_channels[m];
-  if (form != Form::F32 && form != Form::BF16 && form != Form::I8) {
-    auto products = form & ROUNDS ? rounded_products : float_products;
-    return products(x, num_rows, width, matrices, nums_channels, num_matrices, form & ~ROUNDS, y, all_channels,
-                    num_threads);
-  }
+  const Rows rows{x, chunks.get(), num_rows, width, num_digits};
 #pragma omp parallel for schedule(static) num_threads(num_threads)
   for (int64_t thread = 0; thread < num_threads; thread++) {
-    int64_t before = 0;
-#ifdef HAS_TILES
-    bool by_tiles = form == Form::I8 && fits_tiles(width);
-    Digits digits(x, by_tiles ? num_rows : 0, width);
-#endif
+    float* to = y;
     for (int64_t m = 0; m < num_matrices; m++) {
-      int64_t number = nums_channels[m];
-      int64_t begin = number * thread / num_threads, end = number * (thread + 1) / num_threads;
-      auto run = [&](auto weights) { product(num_rows, x, weights, width, begin, end, y + before, all_channels); };
-      if (form == Form::F32) run(static_cast<const float*>(matrices[m]));
-      if (form == Form::BF16) run(static_cast<const BFloat16*>(matrices[m]));
-      if (form == Form::I8) {
-        auto weights = static_cast<const int8_t*>(matrices[m]);
-#ifdef HAS_TILES
-        if (by_tiles) tile_share(digits, num_rows, weights, width, begin, end, y + before, all_channels);
-        else
-#endif
-          run(weights);
-      }
-      before += number;
+      const Matrix matrix{matrices[m], form, nums_channels[m], width, nullptr, nullptr};
+      products(rows, matrix, share_of(nums_channels[m], thread, num_threads), to, all_channels);
+      to += nums_channels[m];
     }
   }
-}
-
-// The operator outrider::few_row_matmul, as compiled programs call it.
-AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTensorHandle* weights, int64_t num_weights,
-                                            int64_t form, int64_t num_threads, AtenTensorHandle* result) {
-  std::vector<const void*> matrices(num_weights);
-  std::vector<int64_t> nums_channels(num_weights);
-  int64_t shape[2], width, stride, all_channels = 0;
-  void *rows, *results;
-  aoti_torch_get_size(x, 0, &shape[0]);
-  aoti_torch_get_size(x, 1, &width);
-  aoti_torch_get_stride(x, 0, &stride);
-  aoti_torch_get_data_ptr(x, &rows);
-  std::vector<float> contiguous(stride == width ? 0 : shape[0] * width);  // they may be part of another result
-  if (!contiguous.empty()) {
-    for (int64_t t = 0; t < shape[0]; t++) {
-      memcpy(&contiguous[t * width], static_cast<float*>(rows) + t * stride, width * sizeof(float));
-    }
-    rows = contiguous.data();
-  }
-  for (int64_t m = 0; m < num_weights; m++) {
-    void* matrix;
-    aoti_torch_get_data_ptr(weights[m], &matrix);
-    aoti_torch_get_size(weights[m], 0, &nums_channels[m]);
-    matrices[m] = matrix;
-    all_channels += nums_channels[m];
-  }
-  shape[1] = all_channels;
-  const int64_t strides[2] = {all_channels, 1};
-  AOTITorchError error = aoti_torch_empty_strided(2, shape, strides, aoti_torch_dtype_float32(),
-                                                  aoti_torch_device_type_cpu(), 0, result);
-  if (error != AOTI_TORCH_SUCCESS) return error;
-  aoti_torch_get_data_ptr(*result, &results);
-  outrider_few_row_matmul(static_cast<float*>(rows), shape[0], width, matrices.data(), nums_channels.data(),
-                         num_weights, form, static_cast<float*>(results), num_threads);
-  return AOTI_TORCH_SUCCESS;
 }
 }

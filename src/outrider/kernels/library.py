@@ -1,7 +1,6 @@
-"""The C++ kernels as operators: compiled for this processor when first needed.
+"""The C++ kernels as functions of tensors: compiled for this processor when first needed.
 
-Programs compiled ahead of time call them by name in the library, which is loaded for the whole process. The library is
-cached on disk, under a hash of its source, the compiler and the processor.
+The library is cached on disk, under a hash of its sources, the compiler and the level of vectors (levels.py).
 """
 
 from __future__ import annotations
@@ -11,70 +10,55 @@ import hashlib
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.cpp_builder import CppBuilder, CppTorchOptions
-from torch._inductor.cpu_vec_isa import pick_vec_isa
-from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+from torch._subclasses import FakeTensor
 
-from outrider.errors import CompileError
-from outrider.kernels.toolchain import compiler, processor
+from outrider.kernels.build import FLAGS, HEADERS, SOURCES, CompilerError, build, compiler, macros
+from outrider.kernels.levels import Level, levels_here
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
-_NAMES = (
-    *("few_row_matmul.cpp", "float_products.cpp", "rounded_products.cpp", "widen_blocks.cpp", "attention.cpp"),
-    *("threads.cpp", "block_matmul.h", "blocks.h", "float_rows.h", "int8_tiles.h", "interleaved.h", "rounded_rows.h"),
-    *("vectors.h", "weight_chunks.h"),
-)
-SOURCES = [Path(__file__).with_name(name) for name in _NAMES]
-# The sources write fused multiply-adds explicitly (vectors.h). No others are contracted, whatever Inductor allows:
-# no result depends on the compiler. The order of floating-point exceptions need not be kept.
-FLAGS = ("-ffp-contract=off", "-fno-trapping-math")
 _MOST_BYTES = 2**24  # on disk
-# Declarations for compiled programs.
-SHIM = (
-    "AOTITorchError aoti_torch_cpu_few_row_matmul(AtenTensorHandle x, const AtenTensorHandle* weights, "
-    "int64_t num_weights, int64_t form, int64_t num_threads, AtenTensorHandle* result)"
-)
-WIDEN_SHIM = (
-    "AOTITorchError aoti_torch_cpu_widen_rows(AtenTensorHandle matrix, AtenTensorHandle rows, int64_t form, "
-    "int64_t width, int64_t num_threads, AtenTensorHandle* result)"
-)
 FORMS = {torch.float32: 0, torch.int8: 24, torch.bfloat16: 30}  # numbers in ggml, as those of blocks (blocks.py)
 WEIGHT_DTYPES = tuple(FORMS)
 
 
-@torch.library.custom_op("outrider::few_row_matmul", mutates_args=())
-def few_row_matmul(x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int) -> Tensor:
+def few_row_matmul(x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int, num_digits: int = 0) -> Tensor:
     """Products of the same few rows with several matrices, concatenated; each matrix is read once.
 
     Args:
         x: float32. [T, I]
         weights: of one type among WEIGHT_DTYPES, or bytes of blocks of one form, interleaved. [O, I] each; [O, bytes of
             a row]
-        form: one of FORMS, or that of products with the blocks (blocks.py).
+        form: one of FORMS, or the number of the blocks' form (blocks.py).
+        num_digits: of the integers to which rows are rounded for products with blocks; 0 for float32.
 
     Returns:
         float32, accumulated in float32. [T, sum of O]
     """
     y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+    if isinstance(x, FakeTensor):  # memory is predicted: shapes are all there is
+        return y
     x, weights = x.contiguous(), [weight.contiguous() for weight in weights]  # named, so that copies outlive the call
-    into(y, x, weights, form, num_threads)()
+    into(y, x, weights, form, num_threads, num_digits)()
     return y
 
 
-def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int) -> Callable[[], None]:
+def into(
+    y: Tensor, x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int, num_digits: int = 0
+) -> Callable[[], None]:
     """Kernel call that writes these products to ``y``. All tensors are contiguous and must outlive it."""
     kernel = library()
     assert kernel is not None and x.dtype == torch.float32
+    assert num_digits in (0, 1, 2) and not (num_digits and weights[0].dtype in FORMS)
     assert form == FORMS.get(weights[0].dtype, form) and (form in FORMS.values()) == (weights[0].dtype in FORMS)
     return partial(
         kernel.outrider_few_row_matmul,
@@ -83,18 +67,12 @@ def into(y: Tensor, x: Tensor, weights: Sequence[Tensor], form: int, num_threads
         (ctypes.c_void_p * len(weights))(*(weight.data_ptr() for weight in weights)),
         (ctypes.c_int64 * len(weights))(*(weight.shape[0] for weight in weights)),
         ctypes.c_int64(len(weights)),
-        ctypes.c_int64(form),
+        *map(ctypes.c_int64, (form, num_digits)),
         ctypes.c_void_p(y.data_ptr()),
         ctypes.c_int64(num_threads),
     )
 
 
-@few_row_matmul.register_fake
-def _(x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int) -> Tensor:
-    return x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
-
-
-@torch.library.custom_op("outrider::widen_rows", mutates_args=())
 def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
     """Numbers of some rows of a matrix in blocks.
 
@@ -110,16 +88,13 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
     Raises:
         IndexError: a row is not there.
     """
+    if isinstance(rows, FakeTensor):
+        return matrix.new_empty(len(rows), width, dtype=torch.float32)
     kernel, stored, places = library(), matrix.cpu().contiguous(), rows.cpu().contiguous()
     assert kernel is not None and stored.dtype == torch.uint8 and places.dtype == torch.int64
     wide = torch.empty(len(places), width)
     _write_rows(kernel.outrider_widen_rows, stored, places, form, width, num_threads, wide)
     return wide.to(matrix.device)
-
-
-@widen_rows.register_fake
-def _(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
-    return matrix.new_empty(rows.shape[0], width, dtype=torch.float32)
 
 
 def interleaved(matrix: Tensor, form: int, width: int, num_threads: int, result: Tensor) -> Tensor:
@@ -168,36 +143,28 @@ def _write_rows(
 
 @lru_cache
 def library() -> ctypes.CDLL | None:
-    """The compiled kernels, loaded so that programs find their symbols; None where they cannot be compiled: no
-    compiler, or no folder that allows executables."""
+    """The compiled kernels; None where they cannot be compiled or loaded: no compiler, no folder that allows
+    executables, or an OpenMP besides PyTorch's."""
     try:
         return _library()
-    except (CppCompileError, InvalidCxxCompiler, OSError) as error:
-        _LOG.warning("the kernels for few rows cannot be compiled: %s", str(error).splitlines()[-1])
+    except (CompilerError, OSError) as error:
+        _LOG.warning(
+            "the C++ kernels cannot be used (%s): models run in PyTorch alone, several times slower where weights are "
+            "quantized or in bfloat16",
+            error,
+        )
         return None
 
 
-def check_threads(num_threads: int) -> None:
-    """Load the kernels for programs with ``num_threads`` threads.
-
-    Raises:
-        CompileError: sums by such programs would be wrong here (threads.cpp).
-    """
-    kernels = library()
-    if num_threads > 1 and kernels is not None and not kernels.outrider_threads_are_numbered():
-        command, *_ = compiler()
-        raise CompileError(
-            f"with several threads its sums would be wrong, since {command} links another OpenMP than PyTorch's: "
-            "set CXX=g++, or OMP_NUM_THREADS=1"
-        )
-
-
 def _library() -> ctypes.CDLL:
-    sources = [path.read_bytes() for path in SOURCES]
-    name = hashlib.sha256(repr((torch.__version__, processor(), compiler(), FLAGS, sources)).encode()).hexdigest()
+    command = compiler()
+    level, predefined = _best_level(command)
+    sources = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
+    name = hashlib.sha256(repr((command, predefined, FLAGS, level.flags, sources)).encode()).hexdigest()
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
+    wait = partial(_LOG.warning, "another process compiles the C++ kernels: waiting for it")
     # If several processes start together, the first compiles and the others wait.
-    with alone(cache_folder("locks") / name), tempfile.TemporaryDirectory() as folder:
+    with alone(cache_folder("locks") / name, wait), tempfile.TemporaryDirectory() as folder:
         kept = kernels.read(name)
         if kept is not None:
             path = Path(folder) / f"kept-{name}.so"
@@ -207,25 +174,34 @@ def _library() -> ctypes.CDLL:
             except OSError as error:  # a library that it needs is gone, for example
                 _LOG.warning("%s cannot be loaded (%s): compiling it again", kernels.path / name, error)
         path = Path(folder) / f"{name}.so"
-        _compile(path)
+        build(command, level, path)
         loaded = _loaded(path)
         kernels.keep(name, path.read_bytes())
         return loaded
 
 
+def _best_level(command: Sequence[str]) -> tuple[Level, str]:
+    """The best level that the processor has and the compiler knows, and the compiler's macros for it.
+
+    Raises:
+        CompilerError: it does not even know the last one.
+    """
+    *better, last = levels_here()
+    for level in better:
+        with suppress(CompilerError):
+            return level, macros(command, level)
+    return last, macros(command, last)
+
+
 def _loaded(path: Path) -> ctypes.CDLL:
-    kernels = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    kernels.outrider_widen_rows.restype = kernels.outrider_separate_rows.restype = ctypes.c_bool
+    """Load the library.
+
+    Raises:
+        OSError: it cannot be loaded, or its threads are not numbered (threads.cpp).
+    """
+    kernels = ctypes.CDLL(str(path))
+    if not kernels.outrider_threads_are_numbered():
+        raise OSError("it uses another OpenMP than PyTorch: set CXX=g++")
+    for function in (kernels.outrider_widen_rows, kernels.outrider_separate_rows, kernels.outrider_forward):
+        function.restype = ctypes.c_bool
     return kernels
-
-
-def _compile(path: Path) -> None:
-    _LOG.info("compiling the kernels for few rows")
-    of_objects: Any = CppTorchOptions(vec_isa=pick_vec_isa(), extra_flags=FLAGS, compile_only=True)
-    sources = [source for source in SOURCES if source.suffix == ".cpp"]
-    builders = [CppBuilder(source.stem, str(source), of_objects, str(path.parent)) for source in sources]
-    with ThreadPoolExecutor(len(builders)) as threads:
-        list(threads.map(CppBuilder.build, builders))
-    options: Any = CppTorchOptions(vec_isa=pick_vec_isa(), extra_flags=FLAGS)
-    objects = [one.get_target_file_path() for one in builders]
-    CppBuilder(path.stem, objects, options, str(path.parent)).build()

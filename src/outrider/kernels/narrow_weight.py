@@ -2,7 +2,7 @@
 
 Most checkpoints are stored in bfloat16, and processors compute in float32. Widening a matrix doubles its bytes without
 adding information, and a forward of few rows takes as long as reading the bytes. ``NarrowWeight`` is a tensor of the
-wider type to its users: layers, Transformers, torch.export. It holds the stored numbers. Products of few rows read them
+wider type to its users: layers and Transformers. It holds the stored numbers. Products of few rows read them
 directly (library.py); all other operations use a widened copy, freed at once. So results equal those of the widened
 model up to the order of sums. The stored numbers may be integers with a scale for each row of the matrix, blocks
 (blocks.py), or even of the wider type themselves: the kernel is faster for few rows.
@@ -11,16 +11,18 @@ model up to the order of sums. The stored numbers may be integers with a scale f
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from outrider.kernels.blocks import BlockForm
-from outrider.kernels.library import FORMS, few_row_matmul, interleaved, into, separated, widen_rows
+from outrider.kernels.library import FORMS, few_row_matmul, interleaved, separated, widen_rows
 
 _aten = torch.ops.aten
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
@@ -85,8 +87,8 @@ class NarrowWeight(Tensor):
 
     @property
     def rounds(self) -> bool:
-        """Whether rows are rounded to 8 bits before they are multiplied with it."""
-        return self.blocks is not None and self.blocks.rounds
+        """Whether rows are rounded before they are multiplied with it."""
+        return self.blocks is not None and self.blocks.num_digits > 0
 
     def stored_rows(self, rows: Tensor) -> Tensor:
         """Some of its rows as checkpoints have them. Only for weights in blocks.
@@ -113,7 +115,7 @@ class NarrowWeight(Tensor):
         with torch.inference_mode(False):
             if self.blocks is None:
                 return self.stored.index_select(0, rows).to(self.dtype)
-            wide: Tensor = widen_rows(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
+            wide = widen_rows(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
             return _back(wide, self.order).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -163,6 +165,20 @@ class NarrowWeight(Tensor):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def without_rounding(model: nn.Module) -> Iterator[None]:
+    """Multiply rows of float32 with the model's blocks for a while."""
+    rounding = [one for one in model.parameters() if isinstance(one, NarrowWeight) and one.rounds]
+    forms = [one.blocks for one in rounding]
+    try:
+        for weight, form in zip(rounding, forms, strict=True):
+            weight.blocks = None if form is None else replace(form, num_digits=0)
+        yield
+    finally:
+        for weight, form in zip(rounding, forms, strict=True):
+            weight.blocks = form
+
+
 def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Arguments that an operation writes to."""
     if not func._schema.is_mutable:
@@ -178,7 +194,7 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     if not isinstance(weight, NarrowWeight) or (x.requires_grad and torch.is_grad_enabled()):
         return None
     stored, (num_channels, width) = weight.stored, weight.shape
-    form = FORMS.get(stored.dtype) if weight.blocks is None else weight.blocks.product
+    form = FORMS.get(stored.dtype) if weight.blocks is None else weight.blocks.number
     if x.shape[-1] != width or x.dtype != torch.float32 or weight.dtype != torch.float32 or form is None:
         return None
     if x.device.type != "cpu" or stored.device.type != "cpu":
@@ -187,19 +203,10 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     if num_rows > _most_rows(weight):
         if weight.blocks is None:
             return None
-        if type(x) is Tensor:
-            return _by_panels(x, weight, bias)
-        with torch._C.DisableTorchFunctionSubclass():
-            result: Tensor = functional.linear(x, weight, bias)  # traced, or fake
-            return result
-    rows, num_threads = _ordered(x, weight.order).reshape(num_rows, width), torch.get_num_threads()
-    if type(rows) is Tensor:
-        # Bypasses the dispatcher, which takes longer than many products.
-        rows = rows.contiguous()  # named, so that a copy outlives the call
-        result = rows.new_empty(num_rows, num_channels)
-        into(result, rows, [stored], form, num_threads)()
-    else:  # traced, or fake
-        result = few_row_matmul(rows, [stored], form, num_threads)
+        return _by_panels(x, weight, bias)
+    rows = _ordered(x, weight.order).reshape(num_rows, width)
+    num_digits = 0 if weight.blocks is None else weight.blocks.num_digits
+    result = few_row_matmul(rows, [stored], form, torch.get_num_threads(), num_digits)
     if weight.scale is not None:
         result = result * weight.scale[:, 0]
     result = result.view(*x.shape[:-1], num_channels)

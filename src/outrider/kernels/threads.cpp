@@ -1,8 +1,8 @@
 // Checks that OpenMP's thread numbers come from the library that starts the threads.
 //
 // Clang links LLVM's OpenMP, and PyTorch for Linux ships GCC's. Both export omp_get_thread_num; with both in a process
-// the first one answers, so all threads of the other one get the number 0. Inductor's parallel sums index per-thread
-// buffers by this number, so that such sums would be wrong.
+// the first one answers, so all threads of the other one get the number 0. Kernels that share work by this number would
+// be wrong, and the threads of the two would wait for one another's processors.
 
 #include <omp.h>
 

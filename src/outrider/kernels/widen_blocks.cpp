@@ -1,8 +1,6 @@
 // Rows of a matrix in blocks, interleaved (interleaved.h) and taken out again: as they were, or as float32.
 
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-
-#include "weight_chunks.h"
+#include "products.h"
 
 namespace {
 
@@ -36,6 +34,29 @@ bool are_all_there(const int64_t* rows, int64_t num_rows, int64_t num_channels) 
 }
 
 }  // namespace
+
+void widen_row(const Matrix& matrix, int64_t row, float* to) {
+  auto put = [&](auto weights) {
+    for (int64_t i = 0; i < matrix.width; i++) to[i] = weights[row * matrix.width + i];
+    if (matrix.scales != nullptr) for (int64_t i = 0; i < matrix.width; i++) to[i] *= matrix.scales[row];
+  };
+  switch (matrix.form) {
+    case Form::F32: return put(static_cast<const float*>(matrix.data));
+    case Form::I8: return put(static_cast<const int8_t*>(matrix.data));
+    case Form::BF16: {
+      auto from = static_cast<const BFloat16*>(matrix.data) + row * matrix.width;
+      for (int64_t i = 0; i < matrix.width; i++) {
+        const uint32_t bits = uint32_t(from[i].bits) << 16;
+        memcpy(to + i, &bits, sizeof bits);
+      }
+      return;
+    }
+  }
+  of_blocks(matrix.form, matrix.data, [&](auto blocks) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
+    widen_panel(Interleaved<Block>(matrix.data, matrix.num_channels, matrix.width / Block::NUMBERS), &row, 1, to);
+  });
+}
 
 extern "C" {
 
@@ -93,26 +114,5 @@ bool outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channe
     }
   });
   return true;
-}
-
-// The operator outrider::widen_rows, as compiled programs call it.
-AOTITorchError aoti_torch_cpu_widen_rows(AtenTensorHandle matrix, AtenTensorHandle rows, int64_t form, int64_t width,
-                                         int64_t num_threads, AtenTensorHandle* result) {
-  int64_t num_channels, shape[2] = {0, width};
-  const int64_t strides[2] = {width, 1};
-  void *from, *places, *to;
-  aoti_torch_get_size(matrix, 0, &num_channels);
-  aoti_torch_get_size(rows, 0, &shape[0]);
-  AOTITorchError error = aoti_torch_empty_strided(2, shape, strides, aoti_torch_dtype_float32(),
-                                                  aoti_torch_device_type_cpu(), 0, result);
-  if (error != AOTI_TORCH_SUCCESS) return error;
-  aoti_torch_get_data_ptr(matrix, &from);
-  aoti_torch_get_data_ptr(rows, &places);
-  aoti_torch_get_data_ptr(*result, &to);
-  const bool are_there = outrider_widen_rows(from, form, num_channels, width, static_cast<int64_t*>(places), shape[0],
-                                             static_cast<float*>(to), num_threads);
-  if (are_there) return AOTI_TORCH_SUCCESS;
-  aoti_torch_delete_tensor_object(*result);
-  return AOTI_TORCH_FAILURE;
 }
 }

@@ -8,6 +8,7 @@ is calibrated. ``benchmarks/four_bits.py`` compares other choices.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.quantize import quantizable
 
 _SIZE = 32
-_FORM = GROUP_FORMS[_SIZE, True]
+_FORM = replace(GROUP_FORMS[_SIZE, True], num_digits=2)
 # A group's range is divided into 15 steps and this for a scale: the integers reach a bit less or further than to it.
 _STEPS = (-1.2, -0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9, 1.2)
 _NUMBERS = 2**19  # rounded at a time: they stay in the processor's cache

@@ -7,13 +7,10 @@ weights, (q - z) * s in float32.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from outrider.kernels.narrow_weight import NarrowWeight
@@ -21,32 +18,13 @@ from outrider.models.block_weights import BlockWeights
 from outrider.models.cpu_weights import files_of, narrow_layers
 from outrider.models.group_layouts import Layout
 from outrider.models.registry import ModelSpec
+from outrider.models.safetensors_files import SafetensorsFiles
 
 _LOG = logging.getLogger(__name__)
 
 
-class _Checkpoint(Mapping[str, Tensor]):
-    """Tensors of safetensors files, in memory that the system reads when it is used."""
-
-    def __init__(self, files: list[Path]) -> None:
-        self._files: dict[str, Any] = {}
-        for file in files:
-            opened: Any = safe_open(file, framework="pt")
-            self._files |= dict.fromkeys(opened.keys(), opened)
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[name].get_tensor(name)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
 def group_weights(
-    spec: ModelSpec, layout: Layout, bare: nn.Module, *, keeps: bool, rounds: bool = False
+    spec: ModelSpec, layout: Layout, bare: nn.Module, *, keeps: bool, num_digits: int = 0
 ) -> BlockWeights | None:
     """Find the matrices of a checkpoint that can stay in groups; None if its weights are not those of the model, by
     names and shapes (some are converted by Transformers: experts, for example).
@@ -54,9 +32,9 @@ def group_weights(
     Args:
         bare: the skeleton.
         keeps: whether matrices may stay in groups; else all are widened.
-        rounds: whether rows are rounded to 8 bits before they are multiplied with groups.
+        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
     """
-    tensors = _Checkpoint(files_of(spec))
+    tensors = SafetensorsFiles(files_of(spec))
     suffix = f".{layout.words}"
     quantized = {name.removesuffix(suffix) for name in tensors if name.endswith(suffix)}
     linear = {name: module for name, module in bare.named_modules() if isinstance(module, nn.Linear)}
@@ -80,7 +58,9 @@ def group_weights(
             shape = linear[layer].out_features, width // form.num_numbers * form.num_bytes
             order = None if groups.order is None else groups.order.to("meta")
             in_bytes = torch.empty(shape, dtype=torch.uint8, device="meta")
-            kept[f"{layer}.weight"] = NarrowWeight(in_bytes, torch.float32, None, replace(form, rounds=rounds), order)
+            kept[f"{layer}.weight"] = NarrowWeight(
+                in_bytes, torch.float32, None, replace(form, num_digits=num_digits), order
+            )
 
     def matrix(name: str, empty_like: Callable[[Tensor], Tensor]) -> NarrowWeight:
         form = kept[name].blocks

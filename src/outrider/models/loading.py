@@ -5,24 +5,19 @@ Models that are known not to work are refused by name; all others are probed (pr
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from outrider.errors import (
     DeviceError,
     ModelCorrupt,
-    ModelNotFound,
     OptionError,
-    OutriderError,
     TokenizerMismatch,
     UnsupportedModel,
 )
@@ -30,16 +25,16 @@ from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.adapters import check_mergeable, merged
 from outrider.models.block_weights import BlockWeights
 from outrider.models.cpu_weights import has_kernel, kept_type, narrowed, widened
+from outrider.models.executions import executed
 from outrider.models.generation_config import generation_config_of
 from outrider.models.group_rounding import predict_groups, round_to_groups
-from outrider.models.kinds import auto_class, check_adapter, check_head, check_kind, check_missing
+from outrider.models.kinds import auto_class, check_kind, check_missing
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.models.memory_fit import check_fits, fastest_with_room, forms, room_of, stored_bytes
-from outrider.models.notices import without_bars, without_notices
+from outrider.models.notes import has_notes, notes_name, read_notes, write_notes
 from outrider.models.parallel import check_shares, num_shares
 from outrider.models.pickled import check_unpickled
 from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
-from outrider.models.probe import probe
 from outrider.models.quantize import (
     by_groups,
     check_quantization,
@@ -47,20 +42,23 @@ from outrider.models.quantize import (
     picks_outliers,
     quantization_config,
     quantized_share,
-    require_packages,
     require_quantizer,
     unquantized,
     without_outliers,
 )
-from outrider.models.registry import ADAPTER_CONFIG, ROUNDS_ROWS, ModelSpec
+from outrider.models.reading import held_file, load_processor, load_tokenizer, read_config, reading
+from outrider.models.registry import ARITHMETICS, QUANTIZATIONS, ModelSpec
+from outrider.models.reopening import reopened
 from outrider.models.shared_weights import share_weights
 from outrider.models.stored_blocks import are_in_groups, stored_blocks
 from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
-from outrider.runtime.tensor_parts import stored_tensors, whole
 from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import vocab_size
+
+if TYPE_CHECKING:
+    pass
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
@@ -70,12 +68,19 @@ _UNBOUNDED = 2**31  # context of a model that states none (or -1, as XLNet does)
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A Hugging Face model and its tokenizer, and its processor if it takes images."""
+    """A Hugging Face model and its tokenizer, its processor if it takes images, and how it is to run.
+
+    Attributes:
+        execution: one of EXECUTIONS (registry.py); eager for a model in memory, which may be changed.
+        notes: name of the notes about the model (notes.py).
+    """
 
     name: str
     model: Any
     tokenizer: Any | None
     processor: Any | None = None
+    execution: str = "eager"
+    notes: str | None = None
 
     @property
     def eos_ids(self) -> frozenset[int]:
@@ -92,12 +97,14 @@ def load_checkpoint(
     placement: Placement = _ANYWHERE,
     *,
     is_target: bool = False,
+    may_stand_in: bool = False,
     shares_with: Sequence[nn.Module] = (),
 ) -> Checkpoint:
     """Load a model and its tokenizer.
 
     Args:
         is_target: all processes of the job share it, unless the placement states otherwise.
+        may_stand_in: load a ``StandIn`` if there are notes about the model (notes.py).
         shares_with: loaded models, whose weights take the place of equal ones.
 
     Raises:
@@ -108,19 +115,26 @@ def load_checkpoint(
     device, device_map = pick_device(placed.device), device_map_of(placed)
     if isinstance(device_map, str) and placed.device == "cpu" and torch.cuda.is_available():
         raise OptionError("device_map", device_map, "it spreads the model over CUDA devices: leave out --device cpu")
+    is_alone = size == 1 and device_map is None
+    file, noted_in = held_file(spec), notes_name(spec, placed)
+    is_native = is_alone and device.type == "cpu" and placed.execution in ("auto", "native")
+    if may_stand_in and is_native and placed.max_memory is None and placed.quantization not in QUANTIZATIONS:
+        notes = None if noted_in is None else read_notes(noted_in)
+        model = None if notes is None else reopened(name, spec, placed, notes, shares_with)
+        if notes is not None and model is not None:
+            return Checkpoint(name, model, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
     config = read_config(spec)
     method = "gguf" if spec.gguf else method_of(config)
-    with _loading(spec, f"model on {device}"):
+    with reading(spec, f"model on {device}"):
         if spec.adapter is not None:
             check_mergeable(name, placed, size, method)
         if not placed.allow_pickle:
             check_unpickled(spec, config)
         check_quantization(name, placed.quantization or "none", method)
         without_outliers(config)
-        rounds = placed.quantization == ROUNDS_ROWS
-        quantization = "none" if rounds else str(placed.quantization)  # of the weights
+        has_arithmetic = placed.quantization in ARITHMETICS
+        quantization = "none" if has_arithmetic else str(placed.quantization)  # of the weights
         dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
-        is_alone = size == 1 and device_map is None
         in_groups = is_alone and by_groups(quantization, device.type, dtype)
         how: dict[str, Any] = {"dtype": dtype or "auto"}
         if size > 1:
@@ -160,8 +174,10 @@ def load_checkpoint(
             if quantization != "none":
                 assert dtype is not None
                 how["quantization_config"] = quantization_config(quantization, device, dtype, bare, size)
-        if rounds and (blocks is None or kept is None):
-            raise OptionError("quantization", ROUNDS_ROWS, f"{name} is not multiplied in its blocks here: leave it out")
+        if has_arithmetic and (blocks is None or kept is None):
+            raise OptionError(
+                "quantization", placed.quantization, f"{name} is not multiplied in its blocks here: leave it out"
+            )
         if placed.device == "auto" and device_map is None and current_ranks().size == 1 and not is_target:
             device = fastest_with_room(needed) or device
         limits = max_memory_of(placed.max_memory)
@@ -184,7 +200,7 @@ def load_checkpoint(
                 "first: raise --max-memory, or choose fewer bits with --quantize"
             )
     if spec.adapter is not None:
-        with _loading(spec, "adapter"):
+        with reading(spec, "adapter"):
             model = merged(name, model, spec.adapter)
     if kept is not None:
         model = model if kept == dtype else widened(model, config)
@@ -199,34 +215,32 @@ def load_checkpoint(
     if quantization != "none":
         _report_share(name, quantization, quantized_share(model) if share is None else share)
     tokenizer = load_tokenizer(spec)
+    if file is not None:
+        from outrider.models.gguf.ends import end_ids
+
+        model.generation_config.eos_token_id = end_ids(file.metadata, tokenizer.eos_token_id)
     if spec.adapter is not None and vocab_size(tokenizer) > (num_rows := len(model.get_input_embeddings().weight)):
         raise UnsupportedModel(
             f"the adapter {spec.adapter} adds tokens: its tokenizer has {vocab_size(tokenizer)}, the base {num_rows}: "
             "merge it (merge_and_unload) and save the model"
         )
-    return Checkpoint(name, model, tokenizer, _load_processor(spec) if is_target and takes_images(model) else None)
-
-
-def _load_processor(spec: ModelSpec) -> Any | None:
-    """Load the processor of a model of text and images; None without one, or without its packages. Text needs none."""
-    import transformers
-
-    try:
-        return transformers.AutoProcessor.from_pretrained(spec.location, trust_remote_code=False)
-    except Exception as error:  # whatever its libraries raise
-        _LOG.info("%s reads no images in chats: %s", spec.name, " ".join(str(error).split())[:300])
-        return None
+    reads_images = is_target and spec.gguf is None and takes_images(model)
+    processor = load_processor(spec) if reads_images else None
+    return Checkpoint(name, model, tokenizer, processor, placed.execution, noted_in)
 
 
 def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, Any]) -> Any:
-    model, info = auto_class(name, config).from_pretrained(
-        spec.location,
-        config=config,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-        **_form(spec),
-        **how,
-    )
+    given: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "config": config, **how}
+    if spec.gguf is None:
+        model, info = auto_class(name, config).from_pretrained(spec.location, trust_remote_code=False, **given)
+    else:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        from outrider.models.gguf.checkpoint import gguf_numbers
+
+        dtype = given["dtype"] if isinstance(given["dtype"], torch.dtype) else torch.bfloat16  # as most are stored
+        cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # auto classes want a name
+        model, info = cls.from_pretrained(None, state_dict=gguf_numbers(spec, dtype), **given)
     check_missing(spec.location, info["missing_keys"], info["unexpected_keys"])
     mismatched = sorted(key for key, *_ in info["mismatched_keys"])
     if mismatched:
@@ -243,109 +257,6 @@ def _report_share(name: str, quantization: str, share: float) -> None:
     _LOG.log(level, "%s: %.0f%% of the weights are quantized", name, 100 * share)
 
 
-def read_config(spec: ModelSpec) -> Any:
-    """Read the configuration of a model, and nothing else; refuse kinds that do not work.
-
-    Raises:
-        ModelNotFound, ModelCorrupt, UnsupportedModel, MissingExtra
-    """
-    import transformers
-
-    with _loading(spec, "adapter"):
-        check_adapter(spec.name, _adapter_of(spec))
-    if spec.path is not None and spec.gguf is None and not (spec.path / "config.json").is_file():
-        raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
-    with _loading(spec, "configuration"):
-        if spec.gguf is None:
-            check_head(spec.name, transformers.PreTrainedConfig.get_config_dict(spec.location)[0])
-        config = transformers.AutoConfig.from_pretrained(spec.location, **_form(spec))
-        check_kind(spec.name, config)
-        auto_class(spec.name, config)
-    return config
-
-
-def _adapter_of(spec: ModelSpec) -> Path | None:
-    """The adapter_config.json beside or instead of a model; None if there is none."""
-    from transformers.utils.peft_utils import find_adapter_config_file
-
-    if spec.path is not None:
-        file = spec.path / ADAPTER_CONFIG
-        return file if file.is_file() else None
-    found = find_adapter_config_file(spec.location)
-    return None if found is None else Path(found)
-
-
-def _form(spec: ModelSpec) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for the format of a checkpoint. None of its code is run (Transformers would ask
-    on standard input)."""
-    return {"trust_remote_code": False} | ({} if spec.gguf is None else {"gguf_file": spec.gguf})
-
-
-def _reading(spec: ModelSpec) -> contextlib.AbstractContextManager[None]:
-    """Readers for the format of a checkpoint. Raises MissingExtra."""
-    if spec.gguf is None:
-        return contextlib.nullcontext()
-    require_packages("gguf", f"{spec.gguf}")
-    from outrider.models.gguf_reader import fast_reading
-
-    return fast_reading()
-
-
-def stored_dtype(spec: ModelSpec) -> torch.dtype:
-    """Type of a checkpoint's weights on disk, by its configuration; float32 if it states none."""
-    dtype: torch.dtype | None = read_config(spec).dtype
-    return dtype or torch.float32
-
-
-def load_tokenizer(spec: ModelSpec) -> Any:
-    """Load the tokenizer alone, of the adapter if it has one. Raises ModelNotFound, ModelCorrupt."""
-    import transformers
-    from transformers.utils import cached_file
-
-    with _loading(spec, "tokenizer"):
-        if spec.adapter is not None:
-            name = "tokenizer_config.json"
-            if cached_file(spec.adapter, name, _raise_exceptions_for_missing_entries=False) is not None:
-                return transformers.AutoTokenizer.from_pretrained(spec.adapter, trust_remote_code=False)
-        return transformers.AutoTokenizer.from_pretrained(spec.location, **_form(spec))
-
-
-@contextlib.contextmanager
-def _loading(spec: ModelSpec, what: str) -> Iterator[None]:
-    """Translate errors of loading; show no progress bars for small models."""
-    from safetensors import SafetensorError
-
-    weights = [] if spec.path is None else spec.path.glob(spec.gguf or "*.safetensors")
-    is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
-    try:
-        with without_notices(), without_bars() if is_quiet else contextlib.nullcontext(), _reading(spec):
-            yield
-    except (OutriderError, torch.OutOfMemoryError):
-        raise
-    except SafetensorError as error:
-        raise ModelCorrupt(f"the weights of {spec.location} cannot be read ({error}): download them again") from None
-    except Exception as error:  # for damaged files the libraries may raise anything
-        reason = " ".join(str(error).split())[:300]
-        if "trust_remote_code" in str(error):
-            raise UnsupportedModel(
-                f"the {what} of {spec.name} needs code of its own, which is never run here: if you trust it, load "
-                "model and tokenizer yourself (from_pretrained with trust_remote_code=True) and pass them to "
-                "outrider.load"
-            ) from None
-        if spec.hub is not None and "gated" in reason:
-            raise ModelNotFound(
-                f"the hub model {spec.hub!r} is gated: accept its licence on its page, then run 'hf auth login' or set "
-                "HF_TOKEN"
-            ) from None
-        if spec.hub is not None and isinstance(error, OSError):
-            raise ModelNotFound(
-                f"the hub model {spec.hub!r} cannot be fetched, and is not in the local cache: check its name and the "
-                f"network, or give a local folder ({reason})"
-            ) from None
-        kind = type(error).__name__
-        raise ModelCorrupt(f"the {what} of {spec.location} cannot be loaded ({kind}: {reason})") from None
-
-
 def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ...] = ()) -> LM:
     """Build an LM of ``num_tokens`` tokens, and probe it.
 
@@ -354,11 +265,11 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
 
     Raises:
         UnsupportedModel: its cache cannot be rolled back.
+        OptionError: it does not have its execution.
         TokenizerMismatch: it has logits for fewer tokens.
     """
     model: nn.Module = checkpoint.model
     config: Any = model.config
-    kind = config.model_type
     check_kind(checkpoint.name, config)
     if config._attn_implementation not in _ATTENTION:
         raise UnsupportedModel(
@@ -375,40 +286,11 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
         )
     model.eval()
     lm = LM(model, name=checkpoint.name, vocab_size=min(width, num_tokens), context_len=context_len(config))
-    probe(lm, kind)
+    is_known = checkpoint.notes is not None and has_notes(checkpoint.notes)
+    lm = executed(lm, checkpoint.execution, is_known=is_known)
+    if checkpoint.notes is not None and lm.native is not None and not is_known:
+        write_notes(checkpoint.notes, model, checkpoint.tokenizer)
     return lm.with_vocabulary(num_tokens, unknown_ids) if unknown_ids else lm
-
-
-def weights_checksum(model: nn.Module) -> str:
-    """SHA-256 of names, shapes, types and bytes of all weights.
-
-    All processes of a job must call it. Weights that they share are gathered one by one. Quantized shares cannot be
-    gathered; then it is the SHA-256 of the checksums of all processes.
-    """
-    digest = hashlib.sha256()
-    for name, weight in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        for stored in portable_tensors(whole(weight.detach())):
-            # As bytes: NumPy does not support all of torch's types.
-            digest.update(stored.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    checksums = current_ranks().of_all(digest.hexdigest())
-    if len(set(checksums)) == 1:
-        return checksums[0]
-    return hashlib.sha256("".join(checksums).encode()).hexdigest()
-
-
-def portable_tensors(weight: Tensor, num_rows: int | None = None) -> list[Tensor]:
-    """Tensors with the bytes of a weight, the same on all processors. (In memory, as many rows of blocks are
-    interleaved as the processor's vectors have lanes.)
-
-    Args:
-        num_rows: about so many rows of a weight in blocks, evenly spaced; None for all.
-    """
-    if not isinstance(weight, NarrowWeight) or weight.blocks is None:
-        return stored_tensors(weight)
-    step = 1 if num_rows is None else max(1, len(weight) // num_rows)
-    rows = weight.stored_rows(torch.arange(0, len(weight), step))
-    return [rows] if weight.order is None else [rows, weight.order]
 
 
 def context_len(config: Any) -> int:

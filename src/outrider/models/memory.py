@@ -53,7 +53,7 @@ class Sizes:
         """Bytes of the cache for keys and values of ``batch_size`` sequences of ``num_tokens``, allocated at once.
 
         Args:
-            is_prepared: compiled or captured, where fewer lengths occur.
+            is_prepared: captured, where fewer lengths occur.
         """
         per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER[dtype]
         capacity = prepared_length(num_tokens) if is_prepared else eager_length(num_tokens)

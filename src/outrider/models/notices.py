@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 # Logger -> how its notices begin.
 _WHILE_LOADING = {
@@ -45,17 +44,14 @@ def without_notices() -> Iterator[None]:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Disable Transformers' progress bars. Those of GGUF files are tqdm's own."""
-    from transformers import modeling_gguf_pytorch_utils as of_gguf
+    """Disable Transformers' progress bars."""
     from transformers.utils import logging as of_transformers
 
-    had_bars, tqdm = of_transformers.is_progress_bar_enabled(), of_gguf.tqdm
+    had_bars = of_transformers.is_progress_bar_enabled()
     of_transformers.disable_progress_bar()
-    of_gguf.tqdm = partial(tqdm, disable=True)
     try:
         yield
     finally:
-        of_gguf.tqdm = tqdm
         if had_bars:
             of_transformers.enable_progress_bar()
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from outrider.errors import DeviceError, FileError, OptionError
-from outrider.models.registry import QUANTIZATIONS, ROUNDS_ROWS, STORES, ModelSpec
+from outrider.models.registry import ARITHMETICS, EXECUTIONS, QUANTIZATIONS, STORES, ModelSpec
 
 DTYPES = {
     "float64": torch.float64,
@@ -34,7 +34,7 @@ class Placement:
         dtype: compute type, and type of all weights that are not quantized: "auto" (float32 on the CPU, else the
             checkpoint's own), "float64", "float32", "bfloat16", "float16".
         quantization: of the weights of linear layers, while loading: "none", "int8", "int4", "fp8", "8bit", "nf4" (see
-            quantize.py); or "a8", of the activations that are multiplied with a checkpoint's blocks.
+            quantize.py); or "a32", "a15" or "a8", of the activations that are multiplied with a checkpoint's blocks.
         device_map: spreads the layers over several devices: "none", "auto", "balanced" (by Accelerate), or a JSON file
             from module names to devices.
         store: on the CPU with float32: "auto" keeps large matrices in the checkpoint's type, mostly bfloat16, and
@@ -43,6 +43,9 @@ class Placement:
         max_memory: limits of a device map: "0=20GiB,1=20GiB,cpu=60GiB".
         tensor_parallel: number of processes that share each layer (``torchrun``).
         allow_pickle: read weights from a pickled file (pytorch_model.bin) where there are no others.
+        execution: how forwards run: "auto", "eager" (any model), "native" (known families on the CPU; not available
+            yet) or "captured" (CUDA graphs). "auto" is the last of these on a CUDA device, where steps that cannot be
+            captured run eagerly.
     """
 
     device: str = "auto"
@@ -53,6 +56,7 @@ class Placement:
     tensor_parallel: int | None = None
     store: str | None = None
     allow_pickle: bool = False
+    execution: str = "auto"
 
     def over(self, spec: ModelSpec) -> Placement:
         """Fill in open choices from the spec, and check all.
@@ -69,14 +73,17 @@ class Placement:
             tensor_parallel=spec.tensor_parallel if self.tensor_parallel is None else self.tensor_parallel,
             store=self.store or spec.store or "auto",
             allow_pickle=self.allow_pickle,
+            execution=spec.execution or "auto" if self.execution == "auto" else self.execution,
         )
         if placed.dtype != "auto" and placed.dtype not in DTYPES:
             raise OptionError("dtype", placed.dtype, f"choose auto, {', '.join(DTYPES)}")
-        if placed.quantization not in ("none", *QUANTIZATIONS, ROUNDS_ROWS):
-            names = ", ".join(("none", *QUANTIZATIONS, ROUNDS_ROWS))
+        if placed.quantization not in ("none", *QUANTIZATIONS, *ARITHMETICS):
+            names = ", ".join(("none", *QUANTIZATIONS, *ARITHMETICS))
             raise OptionError("quantization", placed.quantization, f"choose one of {names}")
         if placed.store not in STORES:
             raise OptionError("store", placed.store, f"choose {' or '.join(STORES)}")
+        if placed.execution not in EXECUTIONS:
+            raise OptionError("execution", placed.execution, f"choose {', '.join(EXECUTIONS)}")
         if placed.tensor_parallel is not None and placed.tensor_parallel < 1:
             raise OptionError("tensor_parallel", placed.tensor_parallel, "a whole number >= 1")
         if placed.max_memory is not None and placed.device_map not in _MAPS:
@@ -84,12 +91,14 @@ class Placement:
         return placed
 
     def inheriting(self, target: Placement) -> Placement:
-        """Placement of a draft: the target's device and dtype, unless chosen. If pickles are allowed, then for both."""
+        """Placement of a draft: the target's device and dtype, and eager execution if chosen for the target, unless
+        stated. If pickles are allowed, then for both."""
         return replace(
             self,
             device=target.device if self.device == "auto" else self.device,
             dtype=target.dtype if self.dtype == "auto" else self.dtype,
             allow_pickle=self.allow_pickle or target.allow_pickle,
+            execution="eager" if (self.execution, target.execution) == ("auto", "eager") else self.execution,
         )
 
     def name_of(self, spec: ModelSpec) -> str:

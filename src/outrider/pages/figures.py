@@ -130,21 +130,6 @@ def svg_of_lines(
     return _svg(name, across, up, draw)
 
 
-def svg_of_groups(name: str, groups: Mapping[str, Sequence[float]], across: str, up: str) -> str:
-    """SVG of bars at 0, 1, 2 ..., those of the groups side by side."""
-    from matplotlib.ticker import MaxNLocator
-
-    def draw(axes: Any) -> None:
-        width = 0.8 / len(groups)
-        for place, ((label, values), (colour, _)) in enumerate(zip(groups.items(), cycle(_LINES), strict=False)):
-            lefts = [i - 0.4 + (place + 0.5) * width for i in range(len(values))]
-            axes.bar(lefts, values, width=width, color=colour, label=label)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _legend(axes, 2)
-
-    return _svg(name, across, up, draw)
-
-
 def svg_of_parts(name: str, rows: Mapping[str, Mapping[str, float]], across: str) -> str:
     """SVG of horizontal bars, one for each row from the top, each made of parts."""
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.pages.figures import svg_of_groups, svg_of_lines, svg_of_parts
+from outrider.pages.figures import svg_of_lines, svg_of_parts
 from outrider.pages.templates import render
 from outrider.stats.intervals import Interval
 
@@ -63,7 +63,7 @@ def render_report(document: _Document) -> str:
     """Page of a document.
 
     Args:
-        document: of alpha, analyze, latency or plan, as read from JSON.
+        document: of alpha, latency or plan, as read from JSON.
     """
     report = _REPORTS[_command(document)](document)
     return render("outrider.pages", "report.html", document, report=report)
@@ -243,73 +243,8 @@ def _alpha(document: _Document) -> Report:
     )
 
 
-def _analyze(document: _Document) -> Report:
-    arms = document["arms"]
-    labels = _labels(arms)
-    label, best = max(zip(labels, arms, strict=True), key=lambda pair: pair[1]["tau"]["value"])
-    facts = [Fact("Most tokens per round", _interval(best["tau"]), f"{label}; 95% interval over the prompts")]
-    shares = {
-        label: [count / (arm["stats"]["num_rounds"] or 1) for count in arm["stats"]["acceptance_histogram"]]
-        for label, arm in zip(labels, arms, strict=True)
-    }
-    rates = {
-        label: [
-            (at["position"], _as_interval(at["conditional"]))
-            for at in arm["positions"]
-            if at["conditional"] is not None
-        ]
-        for label, arm in zip(labels, arms, strict=True)
-    }
-    figures = [
-        Figure(
-            svg_of_groups("accepted", shares, "accepted tokens in a round", "share of rounds"),
-            f"Share of rounds by number of accepted tokens for {', '.join(labels)}.",
-            "How many drafted tokens a round accepts.",
-        ),
-        Figure(
-            svg_of_lines("positions", rates, "drafted token of the round", "share accepted", most=1.05),
-            f"Acceptance by position in the round for {', '.join(labels)}.",
-            "How often a drafted token is accepted if those before it are, with 95% intervals that treat rounds as "
-            "independent.",
-        ),
-    ]
-    columns = "arm", "category", "prompts", "rounds", "tau, 95%", "by prompt", "accepted"
-    rows = [
-        (
-            label,
-            category,
-            f"{part['num_prompts']:,}",
-            f"{round(part['stats']['num_rounds']):,}",
-            _interval(part["tau"]),
-            "–" if part["prompt_tau"] is None else f"{part['prompt_tau']:.2f}",
-            _percent(part["stats"]["draft_acceptance_rate"]),
-        )
-        for label, arm in zip(labels, arms, strict=True)
-        for category, part in [("all", arm), *((one["category"], one) for one in arm["categories"])]
-    ]
-    note = "tau: tokens per round, with an interval over the prompts; by prompt: the mean of their own tau."
-    tables = [Table("Rounds", columns, rows, note, num_texts=2)]
-    more = "arm", "position", "drafted", "reached", "accepted", "of reached", "of drafted"
-    positions = [
-        (
-            label,
-            *(f"{round(at[name]):,}" for name in ("position", "num_drafted", "num_judged", "num_accepted")),
-            _interval(at["conditional"]),
-            _interval(at["unconditional"]),
-        )
-        for label, arm in zip(labels, arms, strict=True)
-        for at in arm["positions"]
-    ]
-    note = "reached: the tokens before it were accepted."
-    tables.append(Table("Acceptance by position", more, positions, note))
-    file = document["options"]["file"]
-    lead = f"{sum(round(arm['stats']['num_rounds']) for arm in arms):,} recorded rounds."
-    return Report("analyze: recorded rounds", f"Rounds of {file}", lead, facts, figures, tables, document["notes"])
-
-
 _REPORTS: dict[str, Callable[[_Document], Report]] = {
     "alpha": _alpha,
-    "analyze": _analyze,
     "latency": _latency,
     "plan": _plan,
 }
@@ -366,13 +301,6 @@ def _by_draft(arms: Sequence[_Document]) -> dict[str, list[tuple[float, Interval
     return found
 
 
-def _labels(arms: Sequence[_Document]) -> list[str]:
-    """Draft and K of each arm, and the rule where there are several."""
-    has_rules = len({arm["acceptance"] for arm in arms}) > 1
-    known = [[arm["draft"], arm["k"] and f"K = {arm['k']}", arm["acceptance"] if has_rules else None] for arm in arms]
-    return [", ".join(filter(None, parts)) or "all" for parts in known]
-
-
 def _where(setting: _Document) -> str:
     return f"{setting['num_rows']} row{'s' * (setting['num_rows'] > 1)} of {setting['context']} tokens"
 
@@ -390,7 +318,3 @@ def _interval(value: _Document | None, digits: int = 2) -> str:
 
 def _pm(value: _Document, digits: int) -> str:
     return f"{value['mean']:.{digits}f}" + ("" if value["std"] is None else f" ±{value['std']:.{digits}f}")
-
-
-def _percent(rate: float | None) -> str:
-    return "–" if rate is None else f"{rate:.1%}"

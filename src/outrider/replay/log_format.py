@@ -22,7 +22,7 @@ from torch import Tensor
 
 from outrider.options import Sampling
 from outrider.records import FinishReason
-from outrider.schemas.titles import title_of
+from outrider.system.titles import title_of
 
 SCHEMA = title_of("log")
 HEADER, INDEX = "log.json", "index.jsonl"

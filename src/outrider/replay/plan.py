@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.decoding.measured_costs import CostArm, average_of, time_rounds
+from outrider.bench.round_costs import CostArm, average_of, time_rounds
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.options import Sampling
 from outrider.records import Stats, Timing, add_counts

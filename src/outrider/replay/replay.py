@@ -25,7 +25,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.window import window_start
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.heads.loading import MTP, is_head
-from outrider.models.loading import load_tokenizer
+from outrider.models.reading import load_tokenizer
 from outrider.models.registry import resolve
 from outrider.options import Sampling, looks_up
 from outrider.records import Stats

@@ -175,7 +175,7 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
     for number, line in lines:
         try:
             row = json.loads(line)
-            arm, prompt = _from_origins(row) if "origins" in row else _from_rounds(row)
+            arm, prompt = _from_origins(row) if "origins" in row else read_row(row)
             _check(arm, prompt)
         except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
             raise FileError(
@@ -185,7 +185,7 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
         if first != number:
             raise FileError(
                 f"{path}, line {number}: prompt {prompt.index} already occurs on line {first} ({arm.label}): "
-                "analyze each run by itself"
+                "give each run by itself"
             )
         arms.setdefault(arm, []).append(prompt)
     return RoundsFile({arm: tuple(prompts) for arm, prompts in arms.items()})
@@ -221,7 +221,12 @@ def _check(arm: RecordedArm, prompt: PromptRounds) -> None:
         raise ValueError
 
 
-def _from_rounds(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
+def read_row(row: Mapping[str, Any]) -> tuple[RecordedArm, PromptRounds]:
+    """Read what ``round_row`` has made.
+
+    Raises:
+        ValueError, KeyError, TypeError: the row is something else.
+    """
     pairs = list(zip(row["num_drafted"], row["num_accepted"], strict=True))
     if any(not 0 <= accepted <= drafted <= MAX_NUM_DRAFT_TOKENS for drafted, accepted in pairs):
         raise ValueError

@@ -12,9 +12,8 @@ from typing import Any
 
 from outrider.decoding.batch import final_room
 from outrider.decoding.engine import Engine
-from outrider.decoding.pair_state import PairState
 from outrider.decoding.prefill import PREFILL_CHUNK
-from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, Schedule
+from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, PairState, Schedule
 from outrider.drafters.base import Drafter
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling, check_n, check_num_slots
@@ -30,6 +29,7 @@ from outrider.system.ranks import current_ranks
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.prompts import check_ids, check_padding, is_chat, media_of, prompts_of, without_media
 from outrider.text.row_text import RowText
+from outrider.text.thinking import ThoughtSplitter
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
 
 
@@ -53,6 +53,7 @@ class GenerateCall:
     target: LM
     tokenizer: Any | None
     eos_ids: frozenset[int]
+    turn_ids: frozenset[int]
     drafter: Drafter
     pair_state: PairState
     num_draft_tokens: NumDraftTokens
@@ -77,13 +78,13 @@ class GenerateCall:
             self.rule,
             num_slots=num_slots,
             capacity=capacity,
-            schedule=self._schedule(num_slots, capacity),
+            schedule=self._schedule(),
             prefill_chunk=prefill_chunk,
         )
 
-    def _schedule(self, num_slots: int, num_tokens: int) -> Schedule:
+    def _schedule(self) -> Schedule:
         if self.num_draft_tokens == "auto" and self.drafter.most_drafted != 0:
-            return AdaptiveSchedule(self.pair_state.estimates(self.rule, num_slots, num_tokens))
+            return AdaptiveSchedule(self.pair_state.estimates(self.rule))
         return ConstantSchedule(self._constant_k)
 
     def shared_engine(self, num_slots: int, *, prefill_chunk: int | None = PREFILL_CHUNK) -> SharedEngine:
@@ -197,13 +198,14 @@ class GenerateCall:
         resume_ids: Sequence[int] = (),
         shown_ids: Collection[int] = (),
         includes_stop: bool = False,
+        thoughts: ThoughtSplitter | None = None,
     ) -> RequestState:
         """A checked request.
 
         Args:
             options: fields of ``Sampling``, one value each.
             shown_ids: special tokens that have text.
-            includes_stop: see ``RowText``.
+            includes_stop, thoughts: see ``RowText``.
         """
         check_names(options)
         ids = prompt.ids
@@ -212,14 +214,15 @@ class GenerateCall:
         seed = options["seed"] if has_seed else current_ranks().shared(secrets.randbits(53))
         lists = {name: () for name in LISTS if options.get(name) is None}
         sampling = Sampling(**{**options, "seed": seed, **lists})
-        check_tokens(sampling, self.target.vocab_size, self.eos_ids)
+        ends = ends_of(ids, self.eos_ids, self.turn_ids)
+        check_tokens(sampling, self.target.vocab_size, ends)
         if sampling.stop and self.tokenizer is None:
             raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
-        constraint = constraint_of(sampling, self.tokenizer, self.target.vocab_size, self.eos_ids, ids)
+        constraint = constraint_of(sampling, self.tokenizer, self.target.vocab_size, ends, ids)
         detokenizer = None if self.tokenizer is None else Detokenizer(self.tokenizer, ids, shown_ids)
-        eos_ids = () if sampling.ignore_eos else self.eos_ids
-        ends = eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens
-        text = RowText(detokenizer, *ends, includes_stop)
+        eos_ids = () if sampling.ignore_eos else ends
+        stops = eos_ids, sampling.stop, sampling.stop_token_ids, sampling.min_tokens
+        text = RowText(detokenizer, *stops, includes_stop, thoughts)
         _check_list(resume_ids)
         if len(resume_ids) >= sampling.max_new_tokens or len(ids) + len(resume_ids) >= self.target.context_len:
             raise OptionError(
@@ -233,18 +236,17 @@ class GenerateCall:
             if constraint is not None and not constraint.push(token_id):
                 raise OptionError("resume_ids", token_id, "the constraint forbids this token")
         text.take()  # emitted before the cut
-        # The output for a given seed must not depend on what is compiled. If it depends on K, it must not depend on the
-        # load either, so that under "auto" K is constant. With a constant K it must not depend on its own end, since a
-        # drawn seed is reported and may be given.
+        # If the output for a given seed depends on K, it must not depend on the load, so that under "auto" K is
+        # constant. With a constant K it must not depend on its own end, since a drawn seed is reported and may be
+        # given.
         is_repeatable, is_auto = has_seed and self.is_repeatable, self.num_draft_tokens == "auto"
         depends_on_k = self.drafter.most_drafted != 0 and self.rule.name != "gumbel" and sampling.temperature > 0
         request = Request(
             [*ids, *resume_ids],
-            sampling.with_ends(self.eos_ids),
+            sampling.with_ends(ends),
             text,
             num_draft_tokens=self._constant_k if is_auto and is_repeatable and depends_on_k else None,
             reports_drafts=self.reports_drafts,
-            is_repeatable=is_repeatable,
             drafts_beyond_end=depends_on_k and (is_repeatable or not is_auto),
             num_resumed=len(resume_ids),
             constraint=constraint,
@@ -267,8 +269,14 @@ def checked_ids(target: LM, tokenizer: Any | None, prompt: Prompt, *, has_images
             f"the prompt has {len(ids)} tokens, but {target.name} can take {target.context_len} in all, "
             "prompt and output together: shorten it"
         )
-    check_ids(ids, target.vocab_size, target.model.config, tokenizer, has_images=has_images)
+    check_ids(ids, target.vocab_size, target.weights.config, tokenizer, has_images=has_images)
     return ids
+
+
+def ends_of(prompt_ids: Sequence[int], eos_ids: frozenset[int], turn_ids: frozenset[int]) -> frozenset[int]:
+    """Tokens that end the output of a prompt. One in which turns end is a chat, so that its output ends with a turn,
+    whoever has applied the template."""
+    return eos_ids if turn_ids.isdisjoint(prompt_ids) else eos_ids | turn_ids
 
 
 def check_tokens(sampling: Sampling, vocab_size: int, eos_ids: frozenset[int]) -> None:

@@ -23,14 +23,14 @@ import math
 import mmap
 import sys
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from outrider.errors import DeviceError
-from outrider.runtime.cache_layers import WINDOW, LayerShape, Plan, StateLayer, Windows, make_layers
+from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, Windows
 from outrider.system.available import available_bytes, size_text
 
 STRIDE = 8
@@ -64,7 +64,7 @@ def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> N
             )
 
 
-class SlotCache(Cache):
+class SlotCache:
     """KV cache and states of B sequences of at most ``capacity`` tokens.
 
     Attributes:
@@ -73,7 +73,7 @@ class SlotCache(Cache):
             keys and values of each layer in turn, and the ids if states are kept at anchors. Then those per row: the
             states and the anchors, [B, ...]; or the offsets of positions, [B].
         capacity: L.
-        state_layers: layers with states that are kept at an anchor.
+        has_states: whether states are kept at anchors.
         num_token_stores: tensors per token, the first of ``storage``.
         bound: for programs: the most tokens that a fed row is behind its sequence.
     """
@@ -99,9 +99,23 @@ class SlotCache(Cache):
         self._reached = self._is_full = torch.empty(0)  # see ``from_anchors``
         self._heads: dict[int, SlotCache] = {}
         self._scratch: SlotCache | None = None
+        self.has_states = any(not state.width for state in states)
+
+    @cached_property
+    def argument(self) -> Any:
+        """The cache as models of Transformers take it (cache_layers.py, imported only then)."""
+        from outrider.runtime.cache_layers import ModelCache
+
         tokens, rows = self.storage[: self.num_token_stores], self.storage[self.num_token_stores :]
-        super().__init__(layers=make_layers(self.shapes, self._plan, iter(tokens), iter(rows)))
-        self.state_layers = [layer for layer in self.layers if isinstance(layer, StateLayer)]
+        return ModelCache(self.shapes, self._plan, iter(tokens), iter(rows))
+
+    @cached_property
+    def state_layers(self) -> list[Any]:
+        """Layers with states that are kept at an anchor."""
+        if not self.has_states:
+            return []
+        pairs = zip(self.shapes, self.argument.layers, strict=True)
+        return [layer for shape, layer in pairs if any(not state.width for state in shape.states)]
 
     @classmethod
     def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int, *, is_sparse: bool = False) -> SlotCache:
@@ -183,7 +197,7 @@ class SlotCache(Cache):
         """Reset the states of a slot if they are beyond its tokens."""
         if self._width and num_tokens == 0:
             self.anchors[slot] = 0
-        if self.state_layers and int(self.anchors[slot]) > num_tokens:
+        if self.has_states and int(self.anchors[slot]) > num_tokens:
             for store in self.storage[self.num_token_stores :]:
                 store[slot] = 0
 
@@ -198,7 +212,7 @@ class SlotCache(Cache):
 
     def num_spared(self, slot: int, num_tokens: int) -> int:
         """Number of cached tokens that need not be fed again: those before the anchor."""
-        return min(num_tokens, int(self.anchors[slot])) if self.state_layers else num_tokens
+        return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens
 
     def at(self, positions: Tensor, view_len: int, *, is_single: bool, keeps_finite: bool = False) -> None:
         """Set up the next forward.
@@ -231,14 +245,6 @@ class SlotCache(Cache):
             return None
         return ~torch.stack([one.to(is_padding.device) for one in sums]).sum(dim=0).isfinite() & ~is_padding
 
-    # One answer for all layers: some models ask a layer without attention.
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return self._plan.view_len
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        return self._plan.view_len, 0
-
     def _places(self, positions: Tensor) -> Tensor:
         """Indices into the flattened block [B * (L+1)]. [B * T]"""
         row_starts = torch.arange(positions.shape[0], device=positions.device)[:, None] * (self.capacity + 1)
@@ -262,11 +268,6 @@ class SlotCache(Cache):
             self.storage[-1][slot] = offset
 
     # States
-
-    @property
-    def has_states(self) -> bool:
-        """Whether states are kept at anchors."""
-        return bool(self.state_layers)
 
     @property
     def anchors(self) -> Tensor:
@@ -307,7 +308,7 @@ class SlotCache(Cache):
         Args:
             num_committed: tokens of each row that were fed and are committed. [B]
         """
-        if not self.state_layers:
+        if not self.has_states:
             return
         is_kept = self._is_full & (self._reached <= num_committed.to(self._reached.device))
         if self._most_behind is None and not bool(is_kept.any()):

@@ -10,14 +10,14 @@ This is the only file that knows the cache classes of Hugging Face.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
+    Cache,
     CacheLayerMixin,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
@@ -25,55 +25,7 @@ from transformers.cache_utils import (
 )
 
 from outrider.runtime.cache_argument import cache_argument, cache_of
-
-WINDOW = 64
-"""R: convolution inputs are kept for the last R tokens of a row: those that may be rejected, and those that a
-convolution still sees."""
-
-
-@dataclass(frozen=True, slots=True)
-class StateShape:
-    """One state of a row.
-
-    Attributes:
-        kind: "conv", the last inputs of a convolution; "recurrent"; or "window", inputs of a convolution by place.
-        index: a layer may have several of a kind.
-        size: without the rows.
-        width: of a window: W, the earlier tokens that a forward sees.
-    """
-
-    kind: str
-    index: int
-    size: tuple[int, ...]
-    dtype: torch.dtype
-    width: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.size) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """Cache of one layer: per token H keys of ``key_dim`` and H values of ``value_dim`` numbers (H is 0 without
-    attention), per row its states; and, with the first layer, an offset of positions if images have other places than
-    their tokens (``SlotCache.shift``)."""
-
-    num_heads: int
-    key_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    device: torch.device
-    states: tuple[StateShape, ...] = ()
-    has_offset: bool = False
-
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
-
-    @property
-    def bytes_per_row(self) -> int:
-        return sum(state.num_bytes for state in self.states)
+from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, StateShape
 
 
 def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
@@ -131,75 +83,6 @@ def _shape_of(layer: Any, device: torch.device) -> LayerShape:
         return LayerShape(0, 0, 0, dtype, device, tuple(states))
     _, num_heads, _, key_dim = layer.keys.shape
     return LayerShape(num_heads, key_dim, layer.values.shape[-1], layer.keys.dtype, layer.keys.device, tuple(states))
-
-
-@dataclass(slots=True)
-class Plan:
-    """The next forward, shared by all layers. (A layer that pointed back to its cache would make a reference cycle.)
-
-    Attributes:
-        capacity: L.
-        places: indices of its tokens in the flattened block [B * (L+1)].
-        is_padding: [B, T]
-        view_len: it sees the places 0 .. view_len-1.
-        windows: for layers with convolution windows.
-        sums: if the cache is to stay finite: sums over the numbers of each token, not finite if one of them is not.
-            [B, T] each
-    """
-
-    capacity: int
-    places: Tensor
-    is_padding: Tensor
-    view_len: int = 0
-    windows: Windows | None = None
-    sums: list[Tensor] | None = None
-
-    def kept(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Numbers of tokens, with zeros for those that are not finite if the cache is to stay finite.
-
-        Args:
-            dims: all but those of rows and tokens.
-        """
-        if self.sums is None:
-            return values
-        self.sums.append(values.sum(dim=dims, dtype=torch.promote_types(values.dtype, torch.float32)))
-        return values.nan_to_num(0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Indices at which convolution inputs are read and written, in flattened blocks [B * (R+2)].
-
-    Attributes:
-        is_fed: tokens that are not padding. [B, T]
-        seen: the W tokens before those that are fed, then these. [B, W+T]
-        written: the tokens that are fed. [B, T]
-    """
-
-    is_fed: Tensor
-    seen: Tensor
-    written: Tensor
-
-    @classmethod
-    def at(cls, positions: Tensor, width: int) -> Windows:
-        """
-        Args:
-            positions: of tokens, which follow one another in each row; -1 is padding. [B, T]
-            width: W
-        """
-        num_rows, num_columns = positions.shape
-        offsets = torch.arange(-width, num_columns, device=positions.device)
-        is_fed = positions >= 0
-        # Where left padding would begin; before the sequence in a row of padding alone.
-        begins = torch.where(is_fed, positions - offsets[width:], -num_columns).amax(dim=1, keepdim=True)
-        seen = begins + offsets
-        row_starts = torch.arange(num_rows, device=positions.device)[:, None] * (WINDOW + 2)
-        is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # each place is written once
-        return cls(
-            is_fed,
-            row_starts + torch.where(seen >= 0, seen % WINDOW, WINDOW + 1),
-            row_starts + torch.where(is_kept, positions % WINDOW, WINDOW),
-        )
 
 
 class SlotLayer(CacheLayerMixin):
@@ -335,20 +218,30 @@ class EmptyLayer:
         return -1
 
 
-def make_layers(
-    shapes: Sequence[LayerShape], plan: Plan, token_stores: Iterator[Tensor], row_stores: Iterator[Tensor]
-) -> list[Any]:
-    """Layers of a cache over their storage, which is consumed in order."""
-    layers: list[Any] = []
-    for shape in shapes:
-        pair = [next(token_stores) for _ in range(2)] if shape.num_heads else []
-        states = [(state, next(row_stores)) for state in shape.states]
-        if states and states[0][0].kind == "window":
-            layers.append(WindowLayer(states, plan))
-        elif states and pair:
-            layers.append(StateSlotLayer(states, plan, *pair))
-        elif states:
-            layers.append(StateLayer(states))
-        else:
-            layers.append(SlotLayer(plan, *pair) if pair else EmptyLayer())
-    return layers
+class ModelCache(Cache):
+    """Cache as models of Transformers take it."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], plan: Plan, token_stores: Iterator[Tensor], row_stores: Iterator[Tensor]
+    ) -> None:
+        """Layers are built over their storage, which is consumed in order."""
+        self._plan = plan
+        super().__init__(layers=[_layer(shape, plan, token_stores, row_stores) for shape in shapes])
+
+    # One answer for all layers: some models ask a layer without attention.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._plan.view_len
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        return self._plan.view_len, 0
+
+
+def _layer(shape: LayerShape, plan: Plan, token_stores: Iterator[Tensor], row_stores: Iterator[Tensor]) -> Any:
+    pair = [next(token_stores) for _ in range(2)] if shape.num_heads else []
+    states = [(state, next(row_stores)) for state in shape.states]
+    if states and states[0][0].kind == "window":
+        return WindowLayer(states, plan)
+    if states:
+        return StateSlotLayer(states, plan, *pair) if pair else StateLayer(states)
+    return SlotLayer(plan, *pair) if pair else EmptyLayer()

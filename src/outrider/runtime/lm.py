@@ -2,9 +2,10 @@
 
     logits = lm.forward(ids, positions, cache, view_len)
 
-The model is Hugging Face's own modelling code. This module adds the mask (attention_mask.py), the vocabulary size, and,
-for models with recurrent states, the forward from the anchors of the cache to the new tokens. Its execution decides
-how steps are run (eager, compiled, captured). It does not know sampling, drafts or text, nor where a model comes from.
+The model is Hugging Face's own modelling code, or a stand-in for it (stand_in.py). This module adds the mask
+(attention_mask.py), the vocabulary size, and, for models with recurrent states, the forward from the anchors of the
+cache to the new tokens. Its execution decides how steps are run (eager, native, captured). It does not know sampling,
+drafts or text, nor where a model comes from.
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from outrider.errors import OptionError
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_argument import cache_argument
-from outrider.runtime.cache_layers import WINDOW, LayerShape, layer_shapes
-from outrider.runtime.execution import Bound, EagerExecution, Execution, Step
+from outrider.runtime.cache_shapes import WINDOW, LayerShape
+from outrider.runtime.calls import Bound, Step
+from outrider.runtime.execution import EagerExecution, Execution
 from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.mixers import find_mixers, token_by_token, with_finite_numbers
+from outrider.runtime.native import Native
+from outrider.runtime.stand_in import StandIn
 from outrider.runtime.vocabulary import UNKNOWN
 
 PREFILL_TOKENS = 1024
@@ -39,6 +43,7 @@ class LM:
     """A model with what the decoding loop needs to know of it.
 
     Attributes:
+        weights: module with its parameters and its ``config``: the model, or a stand-in.
         name: for messages.
         vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
         unknown_ids: tokens of the vocabulary that the model does not know; their logits are -10,000.
@@ -48,11 +53,11 @@ class LM:
         dtype: of its activations.
         num_shares: processes that share the model (tensor parallel); each runs the same forwards.
         execution: runs its steps.
-        lock: held while the model runs in Python or is traced; compiled programs do not need it.
+        lock: held while the model runs in Python or is captured.
         least_columns: minimum width of a forward of a model with states: 2 if a single token gets other logits than
             the same token among several.
-        visibility: builds its attention masks.
         is_stepped: call layers with states token by token, since they can continue from a state by one token only.
+        native: runs the forwards in place of the model's own code; None for the model.
     """
 
     def __init__(
@@ -70,7 +75,7 @@ class LM:
             layer_shapes: cache shapes of each layer; None to find them by running the model. A head, which is no model
                 by itself, states them.
         """
-        self.model = model
+        self.weights = model
         self.name = name
         self.vocab_size = vocab_size
         self.unknown_ids = unknown_ids
@@ -82,17 +87,36 @@ class LM:
         # Masks match the type of the activations: quantized weights are integers.
         self.dtype = next(p.dtype for p in model.parameters() if p.is_floating_point())
         self.num_shares: int = getattr(model, "tp_size", None) or 1
-        self.visibility = Visibility.of(model)
         if layer_shapes is not None:
             self.layer_shapes = tuple(layer_shapes)
-        self._cache_name = cache_argument(model)
         self.least_columns = 1
         self.is_stepped = False
+        self.native: Native | None = None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model in its own code, built when first asked for if there is a stand-in."""
+        return self.weights.original if isinstance(self.weights, StandIn) else self.weights
+
+    @cached_property
+    def visibility(self) -> Visibility:
+        """Builds attention masks."""
+        return Visibility.of(self.model)
+
+    @cached_property
+    def _cache_name(self) -> str:
+        return cache_argument(self.model)
 
     def with_execution(self, execution: Execution) -> LM:
         """This model with another execution. Weights and what was learned about it are shared."""
         lm = copy.copy(self)
         lm.execution = execution
+        return lm
+
+    def with_name(self, name: str) -> LM:
+        """This model under another name."""
+        lm = copy.copy(self)
+        lm.name = name
         return lm
 
     def with_vocabulary(self, vocab_size: int, unknown_ids: tuple[int, ...]) -> LM:
@@ -110,29 +134,15 @@ class LM:
         lm.vocab_size, lm.own_ids = len(own_ids), own_ids
         return lm
 
-    def eager(self) -> LM:
-        """This model with eager execution."""
-        return self.with_execution(EagerExecution())
-
-    @property
-    def parts(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Arguments of ``from_parts``, to rebuild the model in another process: its constructor arguments, and what was
-        learned about it (there, a forward to learn it would be traced with the step)."""
-        names = ("model", "name", "vocab_size", "context_len", "unknown_ids")
-        made_of = {name: getattr(self, name) for name in names}
-        learned = {name: getattr(self, name) for name in ("own_ids", "layer_shapes", "least_columns", "is_stepped")}
-        return made_of, learned
-
-    @classmethod
-    def from_parts(cls, made_of: dict[str, Any], learned: dict[str, Any]) -> LM:
-        """Rebuild a model, with eager execution."""
-        lm = cls(**made_of)
-        vars(lm).update(learned)
-        return lm
+    def uncaptured(self) -> LM:
+        """This model without CUDA graphs."""
+        return self.with_execution(EagerExecution()) if self.execution.is_prepared else self
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
         """Cache shapes of each layer."""
+        from outrider.runtime.cache_layers import layer_shapes  # which imports Transformers
+
         return layer_shapes(self.model, self.device)
 
     @cached_property
@@ -147,7 +157,7 @@ class LM:
     @cached_property
     def _fed(self) -> Tensor:
         """The model's ids of the tokens that it is fed with (``with_tokens``). [V + its own]"""
-        model: Any = self.model
+        model: Any = self.weights
         num_own = len(model.get_input_embeddings().weight)
         return torch.cat((self._own.clamp_min(0), torch.arange(num_own, device=self.device)))
 
@@ -204,11 +214,10 @@ class LM:
         step: Step,
         static: tuple[Any, ...],
         *arguments: Any,
-        is_repeatable: bool = True,
         bound: Bound | None = None,
     ) -> tuple[Tensor, ...]:
         """Run ``step(self, *static, *arguments)`` with this model's execution (see there)."""
-        return self.execution.run(step, self, static, arguments, is_repeatable=is_repeatable, bound=bound)
+        return self.execution.run(step, self, static, arguments, bound=bound)
 
     def forward(
         self,
@@ -295,27 +304,38 @@ class LM:
         Returns:
             logits [B, T, V]; and hidden states of all columns, by the index of the feature
         """
-        model: Any = self.model
         if self.unknown_ids:
-            ids = ids.clamp_max(len(model.get_input_embeddings().weight) - 1)
+            weights: Any = self.weights
+            ids = ids.clamp_max(len(weights.get_input_embeddings().weight) - 1)
         if self.own_ids:
             ids = self._fed[ids]
+        if self.native is not None:
+            with self.lock:
+                results = self.native(
+                    ids, positions, cache, view_len, num_logits=num_logits, features=features, keeps_finite=keeps_finite
+                )
+            parts = () if results.features is None else results.features.chunk(len(features), dim=-1)
+            has_broken = results.broken is not None and bool(results.broken.any())
+            logits = self._finished(results.logits, results.broken if has_broken else None, None)
+            return logits, dict(zip(features, parts, strict=True))
+        model: Any = self.model
+        wanted = None if columns is None else columns[:, -num_logits:]
         is_single = self.is_stepped or positions.shape[1] == 1
         cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite)
-        # One forward at a time: hooks and tracing change the model for all threads.
-        with self.lock, recorded_states(self.model, features) as states, ExitStack() as stack:
+        # One forward at a time: hooks and captures change the model for all threads.
+        with self.lock, recorded_states(model, features) as states, ExitStack() as stack:
             if self.is_stepped:
                 stack.enter_context(token_by_token(self.mixers))
             if keeps_finite:
                 stack.enter_context(with_finite_numbers(self.mixers, (len(ids), ids.shape[1]), cache.kept))
-            if columns is not None:
+            if wanted is not None:
                 # The LM head is often the largest product: compute it for the wanted columns only.
-                wanted, num_logits = columns[:, -num_logits:], 0
+                num_logits = 0
                 hook = model.get_output_embeddings().register_forward_pre_hook(
                     lambda _, arguments: (_take(arguments[0], wanted), *arguments[1:])
                 )
                 stack.callback(hook.remove)
-            arguments: dict[str, Any] = {self._cache_name: cache}
+            arguments: dict[str, Any] = {self._cache_name: cache.argument}
             position_ids = positions.clamp_min(0)
             if cache.offsets is not None:
                 position_ids = position_ids + cache.offsets[:, None]
@@ -327,7 +347,15 @@ class LM:
                 logits_to_keep=num_logits,
                 **arguments,
             )
-        logits: Tensor = output.logits
+        return self._finished(output.logits, cache.find_broken(), wanted), states
+
+    def _finished(self, logits: Tensor, broken: Tensor | None, wanted: Tensor | None) -> Tensor:
+        """Logits of the tokens of ``vocab_size``, NaN from a broken token on. [B, N, V]
+
+        Args:
+            broken: tokens with a number that is not finite; None if there are none, or if nobody looked. [B, T]
+            wanted: their columns whose logits these are; None for the last ones. [B, N]
+        """
         if self.own_ids:
             own = self._own.to(logits.device)
             logits = logits.index_select(-1, own.clamp_min(0)).masked_fill(own < 0, UNKNOWN)
@@ -335,12 +363,11 @@ class LM:
         if self.unknown_ids:
             logits = functional.pad(logits, (0, self.vocab_size - logits.shape[-1]))
             logits = logits.index_fill(-1, self._unknown.to(logits.device), UNKNOWN)
-        broken = cache.find_broken()
         if broken is not None:
             broken = broken.to(logits.device).cumsum(dim=1) > 0
-            broken = broken[:, -logits.shape[1] :] if columns is None else broken.gather(1, wanted)
+            broken = broken[:, -logits.shape[1] :] if wanted is None else broken.gather(1, wanted)
             logits.masked_fill_(broken[..., None], torch.nan)
-        return logits, states
+        return logits
 
     @torch.inference_mode()
     def prefill(

@@ -141,6 +141,6 @@ def prefill_media(lm: LM, media: MediaPrompt, cache: SlotCache, features: Sequen
             inputs_embeds=media.embeddings,
             attention_mask=masks,
             position_ids=positions if media.position_ids is None else media.position_ids,
-            **{**media.more, cache_argument(decoder): cache, "use_cache": True},
+            **{**media.more, cache_argument(decoder): cache.argument, "use_cache": True},
         )
     return torch.cat([states[i] for i in features], dim=-1) if features else None

@@ -18,5 +18,5 @@ def eager_length(length: int) -> int:
 
 
 def prepared_length(length: int) -> int:
-    """Length of a cache or view where each shape has to be compiled or captured."""
+    """Length of a cache or view where each shape has to be captured."""
     return max(_SMALLEST_PREPARED, power_of_two(length))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, TypeGuard
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -14,11 +14,8 @@ if TYPE_CHECKING:
 
 def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether several processes share the tensor, each with a part."""
-    if not torch.distributed.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(tensor, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # where none is imported, none is there
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from outrider.records import Constraint, Draft, Effect
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """Effects of which some are functions of the logits. Steps with them cannot be compiled.
+    """Effects of which some are functions of the logits. Steps with them cannot be captured.
 
     Attributes:
         others: the other effects. [B, T, V]

@@ -7,6 +7,9 @@ the largest logit (the lowest id on ties), so that greedy decoding is sampling f
 
 Every function works row by row: the result for a row does not depend on the other rows.
 
+Rows of probabilities are tensors [..., V], or candidates (candidates.py): ``rows_of`` makes whichever is fast here,
+and the functions below take either. ``to_probs`` is the definition.
+
 This module does not know models, drafts or acceptance.
 """
 
@@ -14,14 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from outrider.options import Sampling
 from outrider.runtime.shape_buckets import power_of_two
+from outrider.sampling.candidates import Candidates, are_here
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.masks import Masked, masked
+
+Probs: TypeAlias = Tensor | Candidates
+"""Rows of probabilities, up to a factor for each row. [..., V]"""
 
 _TINY = torch.finfo(torch.float32).tiny
 _MOST_TOKENS = torch.iinfo(torch.int32).max  # in a sequence
@@ -44,6 +52,7 @@ class Settings:
     is_end: Tensor | None = None  # tokens forbidden before min_tokens; set together with it. [B, V]
     has_greedy: bool = False
     has_sampled: bool = False
+    takes_candidates: bool = False  # else rows are tensors, as steps that are compiled or captured need
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocab_size: int, device: torch.device) -> Settings:
@@ -56,9 +65,9 @@ class Settings:
         return settings
 
     @classmethod
-    def neutral(cls, num_rows: int, device: torch.device) -> Settings:
+    def neutral(cls, num_rows: int, device: torch.device, *, takes_candidates: bool = False) -> Settings:
         """Settings of unused rows."""
-        return cls(torch.ones(num_rows, device=device))
+        return cls(torch.ones(num_rows, device=device), takes_candidates=takes_candidates and are_here(device))
 
     @property
     def has_counts(self) -> bool:
@@ -187,16 +196,11 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
     return (ids[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)
 
 
-def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None) -> Tensor:
-    """Probabilities from logits.
-
-    Args:
-        logits: [B, T, V]
-        history: before each of T positions, with the fields that the settings need.
-        allowed: the effects of constraints (masks.py). [B, T, V]
+def changed(logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None) -> Tensor:
+    """Logits after the options that change those of single tokens. The arguments are those of ``to_probs``.
 
     Returns:
-        [B, T, V] in float32, or float64 where the logits are.
+        The logits themselves where nothing changes them, else [B, T, V] in the dtype of ``to_probs``.
     """
     x = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if settings.logit_bias is not None:
@@ -215,47 +219,91 @@ def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY, 
         assert history.num_generated is not None and settings.is_end is not None
         is_early = history.num_generated < settings.min_tokens[:, None]
         x = x.masked_fill(is_early[..., None] & settings.is_end[:, None], -torch.inf)
-    x = masked(x, allowed)
+    return masked(x, allowed)
+
+
+def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None) -> Tensor:
+    """Probabilities from logits.
+
+    Args:
+        logits: [B, T, V]
+        history: before each of T positions, with the fields that the settings need.
+        allowed: the effects of constraints (masks.py). [B, T, V]
+
+    Returns:
+        [B, T, V] in float32, or float64 where the logits are.
+    """
+    x = changed(logits, settings, history, allowed)
     if not settings.has_sampled:
         return one_hot(x.argmax(dim=-1), x)
     temperature = settings.temperature[:, None, None]
     # Subtracting the maximum first keeps tiny temperatures from overflowing; rows at temperature 0 are replaced below.
     scores = (x - x.amax(dim=-1, keepdim=True)) / torch.where(temperature > 0, temperature, 1.0)
     if settings.top_k is not None:
-        scores = _keep_top_k(scores, settings.top_k, settings.largest_top_k)
+        scores = scores.masked_fill(_is_below_top_k(x, settings.top_k, settings.largest_top_k), -torch.inf)
     if settings.top_p is not None:
         scores = _keep_top_p(scores, settings.top_p)
-    if settings.min_p is not None:
-        scores = _keep_min_p(scores, settings.min_p)
+    if settings.min_p is not None:  # the largest score is 0
+        scores = scores.masked_fill(scores < settings.min_p.log()[:, None, None], -torch.inf)
     probs = scores.softmax(dim=-1)
     if settings.has_greedy:
         probs = torch.where(temperature > 0, probs, one_hot(x.argmax(dim=-1), x))
     return probs
 
 
-def _keep_top_k(scores: Tensor, top_k: Tensor, largest: int) -> Tensor:
-    vocab_size = scores.shape[-1]
-    values = scores.topk(largest, dim=-1).values  # [B, T, largest]
-    index = (top_k - 1).clamp_max(largest - 1)[:, None, None].expand(*scores.shape[:2], 1)
-    threshold = values.gather(-1, index)
+def rows_of(
+    logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None
+) -> tuple[Probs, Tensor]:
+    """Rows of probabilities for the loop, and whether the logits are finite. The arguments are those of ``to_probs``,
+    which says what the rows are. [B, T, V], [B, T]"""
+    if logits.dtype == torch.float64 or not settings.takes_candidates:
+        return to_probs(logits, settings, history, allowed), is_finite(logits)
+    x = changed(logits, settings, history, allowed)
+    rows, finite = Candidates.of_logits(x, settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+    return rows, finite if x is logits else is_finite(logits)
+
+
+def full(probs: Probs) -> Tensor:
+    """Rows as a tensor. [..., V]"""
+    return probs.full() if isinstance(probs, Candidates) else probs
+
+
+def only_ids(rows: Probs) -> Tensor:
+    """The tokens of one-hot rows. [B, V] -> [B]"""
+    if isinstance(rows, Candidates):
+        return rows.draw(torch.full((len(rows.table),), 0.5, dtype=torch.float64))
+    return rows.argmax(dim=-1)
+
+
+def certain_rows(ids: Tensor, vocab_size: int, settings: Settings) -> Probs:
+    """Rows of one token each. ids [B, T] -> [B, T, V]"""
+    if settings.takes_candidates:
+        return Candidates.one_hot(ids, vocab_size)
+    return one_hot(ids, torch.empty(vocab_size, device=ids.device))
+
+
+def one_hot_rows(ids: Tensor, like: Probs) -> Probs:
+    """Rows of one token each, of the same kind as ``like``. ids [B, T] -> [B, T, V]"""
+    return Candidates.one_hot(ids, like.vocab_size) if isinstance(like, Candidates) else one_hot(ids, like)
+
+
+def _is_below_top_k(x: Tensor, top_k: Tensor, largest: int) -> Tensor:
+    vocab_size = x.shape[-1]
+    values = x.topk(largest, dim=-1).values  # [B, T, largest]
+    index = (top_k - 1).clamp_max(largest - 1)[:, None, None].expand(*x.shape[:2], 1)
     is_off = (top_k == vocab_size)[:, None, None]
-    return scores.masked_fill((scores < threshold) & ~is_off, -torch.inf)
+    return (x < values.gather(-1, index)) & ~is_off
 
 
 def _keep_top_p(scores: Tensor, top_p: Tensor) -> Tensor:
     # Ascending, as in Hugging Face: cut the lower tail of mass at most 1 - top_p.
     ascending, order = scores.sort(dim=-1, stable=True)
-    is_cut = ascending.softmax(dim=-1).cumsum(dim=-1) <= (1.0 - top_p)[:, None, None]
+    is_cut = wide(ascending.softmax(dim=-1)).cumsum(dim=-1) <= (1.0 - top_p)[:, None, None]
     is_cut[..., -1] = False  # the most probable token always stays
     return scores.masked_fill(torch.zeros_like(is_cut).scatter_(-1, order, is_cut), -torch.inf)
 
 
-def _keep_min_p(scores: Tensor, min_p: Tensor) -> Tensor:
-    probs = scores.softmax(dim=-1)
-    return scores.masked_fill(probs < min_p[:, None, None] * probs.amax(dim=-1, keepdim=True), -torch.inf)
-
-
-def draw(weights: Tensor, uniform: Tensor) -> Tensor:
+def draw(weights: Probs, uniform: Tensor) -> Tensor:
     """Draw from each row by inverting its cumulative sum.
 
     Args:
@@ -265,6 +313,8 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         [B]; never a token of weight zero.
     """
+    if isinstance(weights, Candidates):
+        return weights.draw(uniform)
     cumulative = wide(weights).cumsum(dim=-1)
     threshold = uniform[:, None] * cumulative[:, -1:]
     # The first index whose cumulative sum is above the threshold: never one of weight zero if the sum is sequential, as

@@ -15,20 +15,23 @@ The noise may have more offsets than were drafted; the rest is unused.
 
 A rule also defines how drafts are drawn and which noise it needs, since the three belong together. This module does not
 know where p and q come from.
+
+On rows of candidates (candidates.py) each rule is the same function in C++; the functions here are its definition.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.records import Draft, Verdict
+from outrider.sampling.candidates import Candidates
 from outrider.sampling.noise import GumbelNoise, RoundUniforms, TokenGumbels, round_uniforms
-from outrider.sampling.probs import draw, draw_gumbel, normalised, one_hot, wide, wide_sum
+from outrider.sampling.probs import Probs, draw, draw_gumbel, full, normalised, one_hot, wide, wide_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,14 +40,15 @@ class Rule:
 
     Attributes:
         make_noise: (seeds [B], round starts [B], K, V) -> noise of one round.
-        draw: (q rows [B, V], ``noise.at(offset)``) -> ids [B]; how drafters draw the token at an offset.
+        draw: (q rows [B, V], ``noise.at(offset)``) -> ids [B]; how drafters draw the token at an offset. Rows are
+            ``Probs``, here and below.
         verify: (p [B, K+1, V], draft, noise) -> verdict.
     """
 
     name: str
     make_noise: Callable[[Tensor, Tensor, int, int], Any]
-    draw: Callable[[Tensor, Any], Tensor]
-    verify: Callable[[Tensor, Draft, Any], Verdict]
+    draw: Callable[[Any, Any], Tensor]
+    verify: Callable[[Any, Draft, Any], Verdict]
 
 
 def _draft_probs(target_probs: Tensor, draft: Draft) -> Tensor:
@@ -172,6 +176,39 @@ def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
     return Verdict(num_accepted, _row_at(target_ids, num_accepted), torch.stack((p_x, q_x), dim=-1))
 
 
+def prob_at(probs: Probs, ids: Tensor) -> Tensor:
+    """Probability of one token of each row: [B, K, V] at ids [B, K] -> float64 [B, K]"""
+    return probs.at(ids) if isinstance(probs, Candidates) else _normalised_at(probs, ids)
+
+
+def _rejection(target_probs: Probs, draft: Draft, noise: RoundUniforms) -> Verdict:
+    p, draft = _of_one_kind(target_probs, draft)
+    return p.verify(0, draft, _uniforms(noise)) if isinstance(p, Candidates) else rejection(p, draft, noise)
+
+
+def _block(target_probs: Probs, draft: Draft, noise: RoundUniforms) -> Verdict:
+    p, draft = _of_one_kind(target_probs, draft)
+    return p.verify(1, draft, _uniforms(noise)) if isinstance(p, Candidates) else block(p, draft, noise)
+
+
+def _gumbel(target_probs: Probs, draft: Draft, noise: GumbelNoise) -> Verdict:
+    p, draft = _of_one_kind(target_probs, draft)
+    if not isinstance(p, Candidates):
+        return gumbel(p, draft, noise)
+    return p.verify(2, draft, (None, 0, noise.seeds.contiguous(), noise.round_starts.contiguous()))
+
+
+def _uniforms(noise: RoundUniforms) -> tuple[Tensor | int | None, ...]:
+    return noise.values.contiguous(), noise.values.shape[1], None, None
+
+
+def _of_one_kind(target_probs: Probs, draft: Draft) -> tuple[Probs, Draft]:
+    """p and a draft whose q is of the same kind: full rows if either is."""
+    if draft.probs is None or isinstance(target_probs, Candidates) == isinstance(draft.probs, Candidates):
+        return target_probs, draft
+    return full(target_probs), replace(draft, probs=full(draft.probs))
+
+
 def _make_uniforms(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> RoundUniforms:
     return round_uniforms(seeds, round_starts, k)
 
@@ -180,11 +217,13 @@ def _make_gumbels(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) 
     return GumbelNoise(seeds, round_starts, vocab_size)
 
 
-def _draw_gumbel(draft_rows: Tensor, noise: TokenGumbels) -> Tensor:
-    return draw_gumbel(draft_rows, noise.values())
+def _draw_gumbel(rows: Probs, noise: TokenGumbels) -> Tensor:
+    if isinstance(rows, Candidates):
+        return rows.draw_with_noise(noise.seeds, noise.positions)
+    return draw_gumbel(rows, noise.values())
 
 
-REJECTION = Rule("rejection", _make_uniforms, draw, rejection)
-BLOCK = Rule("block", _make_uniforms, draw, block)
-GUMBEL = Rule("gumbel", _make_gumbels, _draw_gumbel, gumbel)
+REJECTION = Rule("rejection", _make_uniforms, draw, _rejection)
+BLOCK = Rule("block", _make_uniforms, draw, _block)
+GUMBEL = Rule("gumbel", _make_gumbels, _draw_gumbel, _gumbel)
 RULES = {"rejection": REJECTION, "block": BLOCK, "gumbel": GUMBEL}

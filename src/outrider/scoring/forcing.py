@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from outrider.drafters.base import Drafter
 from outrider.options import Sampling
 from outrider.records import Constraint, Draft, FinishReason, Request, Verdict
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import one_hot
+from outrider.sampling.probs import Probs, full, one_hot
 from outrider.sampling.rules import Rule
 from outrider.scoring.teacher_forcing import Text
 
@@ -68,7 +69,7 @@ def table_of(sequences: Sequence[Sequence[int]], num_columns: int, device: torch
 
 
 def forcing_rule(
-    table: Tensor, verify: Callable[[Tensor, Draft, GivenTokens], Verdict], draw: Callable[[Tensor, Tensor], Tensor]
+    table: Tensor, verify: Callable[[Probs, Draft, GivenTokens], Verdict], draw: Callable[[Any, Tensor], Tensor]
 ) -> Rule:
     """A rule whose noise is a table of tokens. Its functions may have effects, so it must run eagerly.
 
@@ -137,11 +138,11 @@ def force_drafts(
     ends = torch.tensor([len(text.ids) for text in texts], device=ids.device)
     num_given = torch.tensor([text.num_given for text in texts], device=ids.device)
     num_done = torch.zeros_like(num_given)
-    rounds: deque[tuple[Tensor, Draft]] = deque()
+    rounds: deque[tuple[Probs, Draft]] = deque()
 
-    def verify(p: Tensor, draft: Draft, noise: GivenTokens) -> Verdict:
+    def verify(p: Probs, draft: Draft, noise: GivenTokens) -> Verdict:
         rounds.append((p, draft))
-        return Verdict(torch.zeros_like(draft.num_drafted), noise.at(0), p.new_zeros(*draft.ids.shape, 2))
+        return Verdict(torch.zeros_like(draft.num_drafted), noise.at(0), torch.zeros(*draft.ids.shape, 2))
 
     requests = [
         Request(
@@ -154,7 +155,7 @@ def force_drafts(
         for i, (text, sampling) in enumerate(zip(texts, samplings, strict=True))
     ]
     rule = forcing_rule(ids, verify, lambda q, tokens: tokens)
-    eager = target.eager(), drafter.with_models(LM.eager)
+    eager = target.uncaptured(), drafter.with_models(LM.uncaptured)
     for round_ in decode(*eager, requests, rule, num_draft_tokens=k, num_slots=num_slots):
         p, draft = rounds.popleft()
         rows, slots = torch.tensor([(row.row, row.slot) for row in round_.rows], device=ids.device).T
@@ -165,14 +166,15 @@ def force_drafts(
         own, drafted, num_drafted = ids[rows[:, None], positions], draft.ids[slots], draft.num_drafted[slots]
         num_led = (drafted == own).long().cumprod(dim=1).sum(dim=1)  # drafted tokens that are the sequence's
         is_reached = offsets <= num_led[:, None]
-        q = one_hot(drafted, p) if draft.probs is None else draft.probs[slots]
+        p_rows = full(p[slots, :-1])
+        q = one_hot(drafted, p_rows) if draft.probs is None else full(draft.probs[slots])
         yield ForcedRound(
             rows=rows,
             places=places,
             num_drafted=num_drafted,
             ids=own,
             is_scored=is_reached & (offsets < num_drafted[:, None]) & (positions < ends[rows][:, None]),
-            p=p[slots, :-1],
+            p=p_rows,
             q=q,
         )
 

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import ipaddress
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from importlib.metadata import version
@@ -31,15 +32,16 @@ from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve import messages
 from outrider.serve.connections import network_of
 from outrider.serve.fair_queue import TurnsPool
-from outrider.serve.http_errors import Refusal, refusal_of, unavailable
+from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable
 from outrider.serve.image_fetch import ImageFetcher
-from outrider.serve.models import Models
+from outrider.serve.model_names import check_name, model_card
+from outrider.serve.pending import Ticket
 from outrider.serve.prepare import Parsed, Preparer
 from outrider.serve.protocol import parse_body
 from outrider.serve.race import Race, choices, parse_race, streamed_race
 from outrider.serve.responses_answer import streamed_response, whole_response
 from outrider.serve.served_model import ServedModel
-from outrider.serve.streaming import AcceptedRequest, PreparedRequest, begin, ended, streamed, until_disconnect, whole
+from outrider.serve.streaming import PreparedRequest, ended, streamed, until_disconnect, whole
 from outrider.text.constraint_check import Reading
 
 _LOG = logging.getLogger("outrider.serve")
@@ -59,15 +61,18 @@ _OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", *PAGE}
 class App:
     """ASGI application."""
 
-    def __init__(self, models: Models, api_keys: tuple[str, ...], image_hosts: tuple[str, ...] = ()) -> None:
-        self._models, self._num_keys = models, len(api_keys)
+    _preparer: Preparer
+
+    def __init__(self, model: ServedModel, api_keys: tuple[str, ...], image_hosts: tuple[str, ...] = ()) -> None:
+        self._model, self._num_keys = model, len(api_keys)
+        self._created = int(time.time())
         self._num_races = 0
         self._tokenizing = TurnsPool(_NUM_TOKENIZING, "outrider-tokenizer")
         self._constraining = TurnsPool(_NUM_CONSTRAINING, "outrider-constraints")
         self._fetching = TurnsPool(_NUM_FETCHING, "outrider-images")
         self._images = ImageFetcher(image_hosts)
         self._registry = CollectorRegistry()
-        self._registry.register(models.metrics)
+        self._registry.register(model.metrics)
         generation = [
             ("/v1/completions", Generation(self, Preparer.completions, self.answer)),
             ("/v1/chat/completions", Generation(self, Preparer.chat, self.answer)),
@@ -77,7 +82,7 @@ class App:
         ]
         others = [
             Route("/v1/models", self._list_models),
-            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/models/{name:path}", self._card),
             Route("/tokenize", self._tokenize, methods=["POST"]),
             Route("/detokenize", self._detokenize, methods=["POST"]),
             Route("/tokenizer_info", self._tokenizer_info),
@@ -96,32 +101,33 @@ class App:
                 OutriderError: _refuse,
                 HTTPException: _refuse_http,
                 ClientDisconnect: _leave,
-                Exception: _refuse,
+                Exception: _fail,
             },
         )
+
+    def open(self, preparer: Preparer) -> None:
+        """Take what prepares requests, once the model is loaded."""
+        self._preparer = preparer
 
     def close(self) -> None:
         self._tokenizing.close()
         self._constraining.close()
         self._fetching.close()
 
-    async def prepare(self, parse: Parse, body: bytes, client: str) -> tuple[ServedModel, Any]:
-        """Prepare a request off the event loop, while it counts as queued, for its model. Constraints, which may take
-        seconds to parse, and images, whose hosts may be slow, have threads of their own. Raises Refusal."""
+    async def prepare(self, parse: Parse, body: bytes, client: str) -> Any:
+        """Prepare a request off the event loop, while it counts as queued. Constraints, which may take seconds to
+        parse, and images, whose hosts may be slow, have threads of their own. Raises Refusal."""
 
-        def parse_it() -> tuple[ServedModel, Parsed]:
+        def parse_it() -> Parsed:
             value = parse_body(body)
-            preparer = self._models.of(value.get("model"))
-            return preparer.model, parse(preparer, value)
+            return parse(self._preparer_of(value.get("model")), value)
 
-        with self._models.place(client) as keep, Reading() as reading:
-            model, parsed = await self._tokenizing.run(parse_it, client)
-            keep(model.room)
-            model.check_room(0, client)
+        with self._model.reserve(client), Reading() as reading:
+            parsed = await self._tokenizing.run(parse_it, client)
             if urls := self._images.urls_of(parsed.ask.prompts):
                 parsed.ask.fetched.update(await self._fetching.run(lambda: self._images.fetch(urls), client))
             pool = self._tokenizing if parsed.ask.structured_by is None else self._constraining
-            return model, await pool.run(lambda: parsed.prepare(reading), client)
+            return await pool.run(lambda: parsed.prepare(reading), client)
 
     def client_of(self, scope: Scope) -> str:
         """Identify a client: by its API key if the server has several, else by its address and the key it sent, if
@@ -132,43 +138,45 @@ class App:
         host, _ = scope.get("client") or ("", 0)
         return f"{network_of(host)} {digest}"
 
-    async def answer(self, model: ServedModel, prepared: PreparedRequest, client: str, send: Send) -> None:
-        await self._answer(model, prepared, client, send, whole, streamed)
+    async def answer(self, prepared: PreparedRequest, client: str, send: Send) -> None:
+        await self._answer(prepared, client, send, whole, streamed)
 
-    async def answer_response(self, model: ServedModel, prepared: PreparedRequest, client: str, send: Send) -> None:
-        await self._answer(model, prepared, client, send, whole_response, streamed_response)
+    async def answer_response(self, prepared: PreparedRequest, client: str, send: Send) -> None:
+        await self._answer(prepared, client, send, whole_response, streamed_response)
 
     async def _answer(
         self,
-        model: ServedModel,
         prepared: PreparedRequest,
         client: str,
         send: Send,
-        in_one_piece: Callable[[AcceptedRequest], dict[str, Any]],
-        as_events: Callable[[AcceptedRequest], AsyncIterator[bytes]],
+        in_one_piece: Callable[[PreparedRequest, Ticket], dict[str, Any]],
+        as_events: Callable[[PreparedRequest, Ticket], AsyncIterator[bytes]],
     ) -> None:
-        begun = await begin(model, prepared, client)
+        ask = prepared.ask
+        ticket = self._model.submit(prepared.jobs, client, ask.priority)
         try:
-            if not prepared.ask.is_stream:
-                await ended(begun)
-                await _send(await asyncio.to_thread(lambda: JSONResponse(in_one_piece(begun))), send)
+            if ask.scores:
+                ticket.scored = await self._model.score(prepared.prompt_ids, max(ask.scores.values()), client)
+            if not ask.is_stream:
+                await ended(prepared, ticket)
+                await _send(await asyncio.to_thread(lambda: JSONResponse(in_one_piece(prepared, ticket))), send)
                 return
-            await _send_stream(as_events(begun), send)
+            await _send_stream(as_events(prepared, ticket), send)
         finally:
-            model.close(begun.ticket)
+            self._model.close(ticket)
 
-    async def answer_race(self, model: ServedModel, race: Race, client: str, send: Send) -> None:
+    async def answer_race(self, race: Race, client: str, send: Send) -> None:
         if self._num_races >= _MOST_RACES:
             raise unavailable(f"{self._num_races} races are running or waiting: try again later", _RACE_RETRY_S)
         self._num_races += 1
         try:
-            async with aclosing(model.between_rounds(race.events(), client, is_alone=True)) as events:
+            async with aclosing(self._model.between_rounds(race.events(), client, is_alone=True)) as events:
                 await _send_stream(streamed_race(events), send)
         finally:
             self._num_races -= 1
 
     async def _health(self, request: Request) -> Response:
-        return Response(status_code=200 if self._models.is_ready else 503)
+        return Response(status_code=200 if self._model.admission.state == "ready" else 503)
 
     async def _version(self, request: Request) -> Response:
         return JSONResponse({"version": version("outrider")})
@@ -177,23 +185,38 @@ class App:
         return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _list_models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": self._models.cards()})
+        self._model.admission.check_ready()
+        cards = [model_card(self._model, name, self._created) for name in self._model.names]
+        return JSONResponse({"object": "list", "data": cards})
 
-    async def _model(self, request: Request) -> Response:
-        return JSONResponse(self._models.card(request.path_params["name"]))
+    async def _card(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        return JSONResponse(model_card(self._preparer_of(name).model, name, self._created))
 
     async def _race_choices(self, request: Request) -> Response:
-        preparer = self._models.of(request.query_params.get("model"))
-        return JSONResponse(choices(preparer, self._models.first_names))
+        return JSONResponse(choices(self._preparer_of(request.query_params.get("model"))))
 
     async def _tokenize(self, request: Request) -> Response:
         return await self._json_response(Preparer.tokenize, request)
 
     async def _tokenizer_info(self, request: Request) -> Response:
-        return JSONResponse(self._models.of(request.query_params.get("model")).tokenizer_info())
+        return JSONResponse(self._preparer_of(request.query_params.get("model")).tokenizer_info())
 
     async def _detokenize(self, request: Request) -> Response:
         return await self._json_response(Preparer.detokenize, request)
+
+    def _preparer_of(self, name: Any) -> Preparer:
+        """Find what prepares a request. May be called from any thread.
+
+        Args:
+            name: the model that the request asks for; None for any.
+
+        Raises:
+            Refusal: not ready, or the model has another name.
+        """
+        self._model.admission.check_ready()
+        check_name(name, self._model.names)
+        return self._preparer
 
     async def _json_response(
         self, make: Callable[[Preparer, Mapping[str, Any]], dict[str, Any]], request: Request
@@ -202,9 +225,9 @@ class App:
 
         def make_it() -> dict[str, Any]:
             value = parse_body(body)
-            return make(self._models.of(value.get("model")), value)
+            return make(self._preparer_of(value.get("model")), value)
 
-        with self._models.place(client):
+        with self._model.reserve(client):
             return JSONResponse(await self._tokenizing.run(make_it, client))
 
 
@@ -215,11 +238,11 @@ class Generation:
         self,
         app: App,
         parse: Parse,
-        answer: Callable[[ServedModel, Any, str, Send], Coroutine[Any, Any, None]],
+        answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]],
     ) -> None:
         """
         Args:
-            answer: takes the model, what ``parse`` has prepared, and the client.
+            answer: takes what ``parse`` has prepared, and the client.
         """
         self._app, self._parse, self._answer = app, parse, answer
 
@@ -228,8 +251,8 @@ class Generation:
         await until_disconnect(receive, self._respond(body, self._app.client_of(scope), send))
 
     async def _respond(self, body: bytes, client: str, send: Send) -> None:
-        model, prepared = await self._app.prepare(self._parse, body, client)
-        await self._answer(model, prepared, client, send)
+        prepared = await self._app.prepare(self._parse, body, client)
+        await self._answer(prepared, client, send)
 
 
 class HostGuard:
@@ -350,6 +373,11 @@ def _response(refusal: Refusal, path: str, headers: Mapping[str, str] | None = N
 
 async def _refuse(request: Request, error: Exception) -> Response:
     return _response(refusal_of(error), request.url.path)
+
+
+async def _fail(request: Request, error: Exception) -> Response:
+    """Answer an error of ours. Starlette raises it again, so that uvicorn logs it."""
+    return _response(internal_error(), request.url.path)
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:

@@ -5,11 +5,13 @@ Sources: OpenAI's API reference; DeepSeek's (``reasoning_content``).
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from outrider.records import FinishReason
-from outrider.serve.completion_json import FINISH, ScoredTokens, TokenTexts, finite
+from outrider.serve.completion_json import FINISH, finite
+from outrider.serve.token_texts import PlacedToken, ScoredTokens, TokenTexts, WaitingTokens
 from outrider.text.output_parser import OutputParser
 from outrider.text.pieces import Piece
 
@@ -38,16 +40,18 @@ class ChatForm:
         self._shows_thoughts = shows_thoughts
         self._parsers: dict[int, OutputParser] = {}
         self._callers: set[int] = set()  # choices with calls
+        self._waiting: dict[int, WaitingTokens] = defaultdict(WaitingTokens)  # of each choice
 
     def whole(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
-        delta = self._delta(self._pieces(index, text, is_last=True), index)
+        pieces = self._pieces(index, text, is_last=True)
+        delta = self._delta(pieces, index)
         calls = [{key: part for key, part in call.items() if key != "index"} for call in delta.pop("tool_calls", [])]
         content = delta.pop("content", None if calls else "")
         message = {"role": "assistant", "content": content, "refusal": None, **delta}
         return {
             "index": index,
             "message": message | ({"tool_calls": calls} if calls else {}),
-            "logprobs": self._logprobs(scored),
+            "logprobs": self._logprobs(index, text, pieces, scored),
             "finish_reason": self._finish_reason(index, reason),
         }
 
@@ -58,13 +62,14 @@ class ChatForm:
     def part(
         self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
     ) -> dict[str, Any] | None:
-        delta = self._delta(self._pieces(index, text, is_last=reason is not None), index)
-        if not (delta or scored or reason):
+        pieces = self._pieces(index, text, is_last=reason is not None)
+        delta, logprobs = self._delta(pieces, index), self._logprobs(index, text, pieces, scored)
+        if not (delta or reason):
             return None
         return {
             "index": index,
             "delta": delta,
-            "logprobs": self._logprobs(scored),
+            "logprobs": logprobs,
             "finish_reason": None if reason is None else self._finish_reason(index, reason),
         }
 
@@ -97,18 +102,30 @@ class ChatForm:
         has_calls = index in self._callers and not self._parsers[index].is_in_call  # stop strings may cut a call
         return "tool_calls" if has_calls and reason != "length" else FINISH[reason]
 
-    def _logprobs(self, scored: ScoredTokens | None) -> dict[str, Any] | None:
+    def _logprobs(
+        self, index: int, text: str, pieces: Sequence[Piece], scored: ScoredTokens | None
+    ) -> dict[str, Any] | None:
+        """Those of the content: without thoughts, calls, their markers and the end."""
         if scored is None:
             return None
-        content = []
-        for token_id, logprob in zip(scored.token_ids, scored.logprobs, strict=True):
-            assert logprob is not None
-            top = [self._token(*pair) for pair in logprob.top]
-            content.append({**self._token(token_id, logprob.logprob), "top_logprobs": top})
+        waiting, content = self._waiting[index], []
+        waiting.add(text, scored)
+        for piece in pieces:
+            if piece.kind == "content":
+                tokens = waiting.take(len(piece.text), piece.num_after)
+                # Special tokens may have no text.
+                content += [self._scored(one) for one in tokens if one.piece or self.tokens.token(one.id).is_part]
         return {"content": content, "refusal": None}
 
-    def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self.tokens.of(token_id)
-        # A partial character has bytes that its text does not show.
-        bytes_ = None if "\ufffd" in text else list(text.encode("utf-8"))
-        return {"token": text, "logprob": finite(logprob), "bytes": bytes_}
+    def _scored(self, token: PlacedToken) -> dict[str, Any]:
+        assert token.logprob is not None
+        top = [self._token(i, value, token.piece if i == token.id else "") for i, value in token.logprob.top]
+        return self._token(token.id, token.logprob.logprob, token.piece) | {"top_logprobs": top}
+
+    def _token(self, token_id: int, logprob: float, piece: str) -> dict[str, Any]:
+        found = self.tokens.token(token_id).bytes
+        return {
+            "token": self.tokens.of(token_id, piece),
+            "logprob": finite(logprob),
+            "bytes": None if found is None else list(found),
+        }

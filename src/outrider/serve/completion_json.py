@@ -1,7 +1,6 @@
 """OpenAI's response objects: their choices, and text completions, whole and streamed.
 
-Log-probabilities are of the target's raw logits. Each token is decoded alone, so the token strings need not add up to
-the response's text (partial characters).
+Log-probabilities are of the target's raw logits. Streamed, they come with the text of their tokens.
 
 Source: OpenAI's API reference.
 """
@@ -9,12 +8,13 @@ Source: OpenAI's API reference.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from outrider.records import FinishReason, TokenLogprob
+from outrider.records import FinishReason
 from outrider.serve.scoring import ScoredToken
+from outrider.serve.token_texts import PlacedToken, ScoredTokens, TokenTexts, WaitingTokens, id_text
 
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -27,35 +27,6 @@ def event(value: dict[str, Any]) -> bytes:
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredTokens:
-    """Tokens with their log-probabilities; the first token of a prompt has none."""
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob | None]
-
-
-class TokenTexts:
-    """Decodes single tokens.
-
-    Args:
-        tokenizer: a Hugging Face tokenizer.
-        as_ids: return ``token_id:7`` instead.
-    """
-
-    def __init__(self, tokenizer: Any, as_ids: bool) -> None:
-        self._tokenizer, self._as_ids = tokenizer, as_ids
-        self._texts: dict[int, str] = {}
-
-    def of(self, token_id: int) -> str:
-        if self._as_ids:
-            return f"token_id:{token_id}"
-        text = self._texts.get(token_id)
-        if text is None:
-            text = self._texts[token_id] = self._tokenizer.decode([token_id], clean_up_tokenization_spaces=False)
-        return text
 
 
 def prompt_logprobs_json(
@@ -109,7 +80,7 @@ class CompletionForm:
 
     def __init__(self, tokens: TokenTexts) -> None:
         self.tokens = tokens
-        self._offsets: dict[int, int] = {}
+        self._waiting: dict[int, WaitingTokens] = defaultdict(WaitingTokens)  # of each choice
 
     def whole(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
         return self._choice(index, text, scored, reason)
@@ -120,7 +91,8 @@ class CompletionForm:
     def part(
         self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
     ) -> dict[str, Any] | None:
-        return self._choice(index, text, scored, reason) if text or scored or reason else None
+        choice = self._choice(index, text, scored, reason)
+        return choice if text or reason else None
 
     def _choice(
         self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
@@ -128,29 +100,31 @@ class CompletionForm:
         return {
             "index": index,
             "text": text,
-            "logprobs": None if scored is None else self._logprobs(index, scored),
+            "logprobs": None if scored is None else self._logprobs(index, text, scored, is_end=reason is not None),
             "finish_reason": None if reason is None else FINISH[reason],
         }
 
-    def _logprobs(self, index: int, scored: ScoredTokens) -> dict[str, Any]:
-        texts, values, tops, offsets = [], [], [], []
-        offset = self._offsets.get(index, 0)
-        for token_id, logprob in zip(scored.token_ids, scored.logprobs, strict=True):
-            text = self.tokens.of(token_id)
-            texts.append(text)
-            offsets.append(offset)
-            offset += len(text)
-            values.append(None if logprob is None else finite(logprob.logprob))
-            tops.append(None if logprob is None else self._top(text, logprob))
-        self._offsets[index] = offset
-        return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}
+    def _logprobs(self, index: int, text: str, scored: ScoredTokens, *, is_end: bool) -> dict[str, Any]:
+        waiting = self._waiting[index]
+        waiting.add(text, scored)
+        tokens = waiting.take(len(text)) + (waiting.rest() if is_end else [])
+        return {
+            "tokens": [self.tokens.of(token.id, token.piece) for token in tokens],
+            "token_logprobs": [None if token.logprob is None else finite(token.logprob.logprob) for token in tokens],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": [token.at for token in tokens],
+        }
 
-    def _top(self, text: str, logprob: TokenLogprob) -> dict[str, float]:
-        """The most probable tokens and the chosen one; of tokens with equal text, the most probable."""
-        top: dict[str, float] = {}
-        for token_id, value in logprob.top:
-            top.setdefault(self.tokens.of(token_id), finite(value))
-        top.setdefault(text, finite(logprob.logprob))
+    def _top(self, token: PlacedToken) -> dict[str, float] | None:
+        """The most probable tokens and the chosen one, by their texts. Of several with the same text the chosen one
+        has it, else the most probable; the others are ``token_id:7``."""
+        if token.logprob is None:
+            return None
+        chosen, top = self.tokens.of(token.id, token.piece), {}
+        for token_id, value in (dict(token.logprob.top) | {token.id: token.logprob.logprob}).items():
+            text = chosen if token_id == token.id else self.tokens.of(token_id)
+            is_taken = text in top or (text == chosen and token_id != token.id)
+            top[id_text(token_id) if is_taken else text] = finite(value)
         return top
 
 

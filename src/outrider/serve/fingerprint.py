@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from outrider.decoder import Decoder
-from outrider.models.loading import portable_tensors
+from outrider.models.checksums import portable_tensors
 
 _NUM_SAMPLED = 1024  # numbers of each weight
 _NUM_ROWS = 16  # of a weight in blocks, from which they are taken
@@ -24,7 +24,7 @@ def fingerprint_of(decoder: Decoder) -> str:
     names = f"{target.name}+{drafter.name}"
     dtype = str(target.dtype).removeprefix("torch.")
     k = decoder.num_draft_tokens
-    weights = [sample_of(lm.model) for lm in (target, *drafter.models)]
+    weights = [sample_of(lm.weights) for lm in (target, *drafter.models)]
     facts: tuple[object, ...] = version("outrider"), names, dtype, decoder.acceptance, k, target.execution.name, weights
     if decoder.sampling_defaults:
         facts = *facts, sorted(decoder.sampling_defaults.items())

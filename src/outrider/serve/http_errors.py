@@ -5,10 +5,12 @@ Source: the error objects of OpenAI's API reference; clients retry 429 and 5xx, 
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from outrider.errors import ConstraintNotRead, OptionError, OutriderError, UsageError
 
+_LOG = logging.getLogger("outrider.serve")
 _MOST_CHARACTERS = 400  # per message or name, which may quote the request
 _RETRY_S = 10  # when the machine is overloaded
 
@@ -61,8 +63,13 @@ def too_many(message: str, retry_after_s: int) -> Refusal:
     )
 
 
+def internal_error() -> Refusal:
+    """Refusal for an error of ours. Its details are for the log: clients should not see them."""
+    return Refusal("internal server error", status=500, type_="server_error")
+
+
 def refusal_of(error: Exception) -> Refusal:
-    """Error reported to a client."""
+    """Error reported to a client. An error of ours is logged, with its traceback."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, OptionError):
@@ -71,6 +78,7 @@ def refusal_of(error: Exception) -> Refusal:
         return unavailable(str(error), _RETRY_S)
     if isinstance(error, UsageError):
         return Refusal(str(error), param="prompt")
-    # The log has details of internal errors that clients should not see.
-    message = str(error) if isinstance(error, OutriderError) else "internal server error"
-    return Refusal(message, status=500, type_="server_error")
+    if isinstance(error, OutriderError):
+        return Refusal(str(error), status=500, type_="server_error")
+    _LOG.error("a request has failed", exc_info=error)
+    return internal_error()

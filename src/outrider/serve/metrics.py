@@ -1,5 +1,5 @@
 """Prometheus metrics under Outrider's names; those of speculative decoding also under vLLM's, for its benchmark and
-dashboards. The label ``model_name`` tells the models of a server apart.
+dashboards. The label ``model_name`` is the model's first name.
 
 Source of the names: vLLM, docs/features/speculative_decoding (``vllm:spec_decode_*``).
 """
@@ -8,17 +8,16 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from outrider.decoding.engine import Load
+from outrider.decoding.scheduler import Load
 from outrider.records import Chunk, Stats, Timing
-from outrider.requests.state import RequestState
-from outrider.serve.pending import Times
+from outrider.serve.pending import TicketRow
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
@@ -38,11 +37,15 @@ class _Histogram:
         family.add_metric([model_name], buckets, self._sum)
 
 
-class ModelMetrics:
-    """The counts of one model. Written by the engine thread, read by any."""
+class Metrics(Collector):
+    """The counts of the server. Written by the engine thread, read by any.
+
+    Args:
+        load: tells the load of the engine.
+    """
 
     def __init__(self, load: Callable[[], Load], model_name: str) -> None:
-        self.load, self.model_name = load, model_name
+        self._load, self._model_name = load, model_name
         self.stats, self.timing = Stats(), Timing()
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.num_ended: Counter[str] = Counter()
@@ -57,11 +60,11 @@ class ModelMetrics:
         """Add the queue time of a row that got its slot."""
         self.queue.add(seconds)
 
-    def count_first(self, chunk: Chunk, job: RequestState, times: Times) -> None:
+    def count_first(self, chunk: Chunk, row: TicketRow) -> None:
         """Add the first chunk of a row."""
-        self.num_prompt_tokens += job.num_prompt_tokens
+        self.num_prompt_tokens += row.job.num_prompt_tokens
         self.num_cached_tokens += chunk.num_cached_tokens
-        self.first.add(times.first_s - times.submitted_s)
+        self.first.add(row.first_s - row.submitted_s)
 
     def count_chunk(self, chunk: Chunk) -> None:
         self.stats += chunk.stats
@@ -70,74 +73,63 @@ class ModelMetrics:
         if num_rows:
             self.num_ended[reason] += num_rows
 
-    def count_latency(self, num_tokens: int, times: Times) -> None:
+    def count_latency(self, row: TicketRow) -> None:
         """Add the latencies of a finished row."""
-        self.whole.add(times.last_s - times.submitted_s)
+        num_tokens = len(row.job.origins)
+        self.whole.add(row.last_s - row.submitted_s)
         if num_tokens > 1:
-            self.token.add((times.last_s - times.first_s) / (num_tokens - 1))
-
-
-class Metrics(Collector):
-    """Those of all models of a server."""
-
-    def __init__(self, models: Sequence[ModelMetrics]) -> None:
-        self._models = models
+            self.token.add((row.last_s - row.first_s) / (num_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         # Each is read once, so that the counts of a scrape belong together.
-        found = [(one.model_name, one, one.stats, one.load()) for one in self._models]
+        name, stats, load = self._model_name, self.stats, self._load()
 
-        def gauge(name: str, about: str, value: Callable[[Load], float]) -> Metric:
-            family = GaugeMetricFamily(f"outrider:{name}", about, labels=["model_name"])
-            for model, _, _, load in found:
-                family.add_metric([model], value(load))
+        def gauge(key: str, about: str, value: float) -> Metric:
+            family = GaugeMetricFamily(f"outrider:{key}", about, labels=["model_name"])
+            family.add_metric([name], value)
             return family
 
-        def counter(name: str, about: str, value: Callable[[ModelMetrics, Stats], float]) -> Metric:
-            family = CounterMetricFamily(f"outrider:{name}", about, labels=["model_name"])
-            for model, one, stats, _ in found:
-                family.add_metric([model], value(one, stats))
+        def counter(key: str, about: str, value: float) -> Metric:
+            family = CounterMetricFamily(f"outrider:{key}", about, labels=["model_name"])
+            family.add_metric([name], value)
             return family
 
-        def histogram(name: str, about: str, value: Callable[[ModelMetrics], _Histogram]) -> Metric:
-            family = HistogramMetricFamily(f"outrider:{name}_seconds", about, labels=["model_name"])
-            for model, one, _, _ in found:
-                value(one).add_to(family, model)
+        def histogram(key: str, about: str, values: _Histogram) -> Metric:
+            family = HistogramMetricFamily(f"outrider:{key}_seconds", about, labels=["model_name"])
+            values.add_to(family, name)
             return family
 
-        yield gauge("num_requests_running", "Sequences being generated.", lambda load: load.num_running)
-        yield gauge("num_requests_filling", "Sequences in prefill.", lambda load: load.num_filling)
-        yield gauge("num_requests_waiting", "Sequences waiting for a slot.", lambda load: load.num_waiting)
-        yield gauge("num_free_slots", "Free slots.", lambda load: load.num_free_slots)
-        yield counter("prompt_tokens", "Prompt tokens.", lambda one, _: one.num_prompt_tokens)
-        yield counter("cached_tokens", "Prompt tokens found in the cache.", lambda one, _: one.num_cached_tokens)
-        yield counter("generation_tokens", "Generated tokens.", lambda _, stats: stats.num_generated_tokens)
+        yield gauge("num_requests_running", "Sequences being generated.", load.num_running)
+        yield gauge("num_requests_filling", "Sequences in prefill.", load.num_filling)
+        yield gauge("num_requests_waiting", "Sequences waiting for a slot.", load.num_waiting)
+        yield gauge("num_free_slots", "Free slots.", load.num_free_slots)
+        yield counter("prompt_tokens", "Prompt tokens.", self.num_prompt_tokens)
+        yield counter("cached_tokens", "Prompt tokens found in the cache.", self.num_cached_tokens)
+        yield counter("generation_tokens", "Generated tokens.", stats.num_generated_tokens)
         ended, seconds = (
-            CounterMetricFamily(f"outrider:{name}", about, labels=["model_name", label])
-            for name, about, label in (
+            CounterMetricFamily(f"outrider:{key}", about, labels=["model_name", label])
+            for key, about, label in (
                 ("requests", "Sequences ended, by reason.", "finished_reason"),
                 ("seconds", "Time of the engine, by phase.", "part"),
             )
         )
-        for model, one, _, _ in found:
-            for reason, count in sorted(one.num_ended.items()):
-                ended.add_metric([model, reason], count)
-            times = one.timing.to_json()
-            for part in ("prefill", "draft", "verify", "rest"):
-                seconds.add_metric([model, part], times[part])
+        for reason, count in sorted(self.num_ended.items()):
+            ended.add_metric([name, reason], count)
+        times = self.timing.to_json()
+        for part in ("prefill", "draft", "verify", "rest"):
+            seconds.add_metric([name, part], times[part])
         yield ended
         yield seconds
-        yield histogram("request_queue_time", "Time from submission to a slot.", lambda one: one.queue)
-        yield histogram("time_to_first_token", "Time from submission to the first tokens.", lambda one: one.first)
-        yield histogram("time_per_output_token", "Mean time per token after the first ones.", lambda one: one.token)
-        yield histogram("e2e_request_latency", "Time from submission to the end.", lambda one: one.whole)
-        all_stats = {model: stats for model, _, stats, _ in found}
-        yield from _spec_decode("outrider:spec_decode", all_stats)
-        yield from _spec_decode("vllm:spec_decode", all_stats)
+        yield histogram("request_queue_time", "Time from submission to a slot.", self.queue)
+        yield histogram("time_to_first_token", "Time from submission to the first tokens.", self.first)
+        yield histogram("time_per_output_token", "Mean time per token after the first ones.", self.token)
+        yield histogram("e2e_request_latency", "Time from submission to the end.", self.whole)
+        yield from _spec_decode("outrider:spec_decode", name, stats)
+        yield from _spec_decode("vllm:spec_decode", name, stats)
 
 
-def _spec_decode(prefix: str, all_stats: Mapping[str, Stats]) -> Iterator[Metric]:
-    """Counts of drafts, by model."""
+def _spec_decode(prefix: str, model_name: str, stats: Stats) -> Iterator[Metric]:
+    """Counts of drafts."""
     counts: dict[str, tuple[str, Callable[[Stats], float]]] = {
         "num_drafts": ("Rounds of sequences in which tokens were drafted.", num_spec_steps),
         "num_draft_tokens": ("Drafted tokens.", lambda stats: stats.num_draft_tokens),
@@ -145,17 +137,15 @@ def _spec_decode(prefix: str, all_stats: Mapping[str, Stats]) -> Iterator[Metric
     }
     for name, (about, count) in counts.items():
         family = CounterMetricFamily(f"{prefix}_{name}", about, labels=["model_name"])
-        for model, stats in all_stats.items():
-            family.add_metric([model], count(stats))
+        family.add_metric([model_name], count(stats))
         yield family
     by_place = CounterMetricFamily(
         f"{prefix}_num_accepted_tokens_per_pos",
         "Accepted drafted tokens, by position.",
         labels=["model_name", "position"],
     )
-    for model, stats in all_stats.items():
-        for place in range(len(stats.drafted_histogram) - 1):
-            by_place.add_metric([model, str(place)], sum(stats.acceptance_histogram[place + 1 :]))
+    for place in range(len(stats.drafted_histogram) - 1):
+        by_place.add_metric([model_name, str(place)], sum(stats.acceptance_histogram[place + 1 :]))
     yield by_place
 
 

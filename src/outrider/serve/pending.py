@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from outrider.records import Chunk
 from outrider.requests.state import RequestState
+from outrider.serve.scoring import ScoredToken
 
 _KEEP_ALIVE_S = 15.0
 
@@ -31,20 +32,26 @@ async def arrival(queue: asyncio.Queue[_Item]) -> _Item | None:
         return None
 
 
-@dataclass(slots=True)
-class Times:
-    """Times of a row, in seconds of one clock; 0 if not reached.
+@dataclass(slots=True, eq=False)
+class TicketRow:
+    """One row of a ticket. Times are in seconds of one clock; 0 if not reached. The engine thread sets them before it
+    sends the event.
 
     Attributes:
-        submitted_s: queued.
-        begun_s: got a slot.
-        first_s, last_s: first and last tokens.
+        which: the row's number in the ticket.
+        submitted_s: when the row was queued.
+        begun_s: when the row got a slot.
+        first_s, last_s: when the first and the last tokens came.
+        index: the engine's number of the row while the row has a slot, as the engine thread knows.
     """
 
+    job: RequestState
+    which: int
     submitted_s: float
     begun_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
+    index: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -52,46 +59,26 @@ class Ticket:
     """Rows of one HTTP request.
 
     Attributes:
-        jobs: one per row.
         client: the sender.
         priority: within a client, the lowest number goes first.
-        submitted_s: see ``Times``.
-        times: of each row. The engine thread sets them before it sends the event.
-        events: (row, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
+        submitted_s: when the rows were queued.
+        events: (row's number, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
         num_open: unfinished rows, as the event loop knows.
-        indices: the engine's number of each row with a slot, as the engine thread knows.
-        has_begun: one of its rows has had a slot.
+        has_begun: one of the rows has had a slot, as the engine thread knows.
+        scored: tokens of each prompt but the first, if their log-probabilities are requested.
     """
 
-    jobs: Sequence[RequestState]
+    rows: Sequence[TicketRow]
     client: str
     priority: int
     submitted_s: float
-    times: list[Times] = field(init=False)
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     num_open: int = field(init=False)
-    indices: dict[int, int] = field(default_factory=dict)
     has_begun: bool = False
+    scored: list[list[ScoredToken]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.num_open = len(self.jobs)
-        self.times = [Times(self.submitted_s) for _ in self.jobs]
-
-
-@dataclass(frozen=True, slots=True)
-class TicketRow:
-    """One row of a ticket."""
-
-    ticket: Ticket
-    which: int
-
-    @property
-    def job(self) -> RequestState:
-        return self.ticket.jobs[self.which]
-
-    @property
-    def times(self) -> Times:
-        return self.ticket.times[self.which]
+        self.num_open = len(self.rows)
 
 
 @dataclass(slots=True, eq=False)
@@ -100,7 +87,7 @@ class EngineTask:
 
     Attributes:
         client: the sender.
-        submitted_s: see ``Times``.
+        submitted_s: when the task was queued.
         is_alone: it allocates its own caches, so only one such task runs at a time.
         found: results of the steps, in order; then an error, or StopIteration at the end.
         has_begun: its first step is done.

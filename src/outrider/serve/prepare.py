@@ -16,7 +16,7 @@ from outrider.requests.call import ReadPrompt
 from outrider.requests.state import RequestState
 from outrider.serve import messages, responses
 from outrider.serve.chat_json import ChatForm
-from outrider.serve.completion_json import CompletionForm, Form, TokenTexts
+from outrider.serve.completion_json import CompletionForm, Form
 from outrider.serve.fields import check_names
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.messages_json import MessageForm
@@ -27,14 +27,15 @@ from outrider.serve.responses_json import ResponseForm, asked_of
 from outrider.serve.scoring import check_scores
 from outrider.serve.served_model import ServedModel
 from outrider.serve.streaming import PreparedRequest
+from outrider.serve.token_texts import TokenTexts
 from outrider.serve.tools import described, tools_of
 from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.constraint_check import Reading
 from outrider.text.output_parser import OutputParser
-from outrider.text.prompts import is_chat, rows_of, without_media
+from outrider.text.prompts import is_chat, last_ids, rows_of, without_media
 from outrider.text.structure import read_constraint
-from outrider.text.thinking import AfterThinking, Stage, Thinking, ThoughtSplitter
+from outrider.text.thinking import AfterThinking, Thinking, ThoughtSplitter
 from outrider.text.tokenizer import Prompt, encode, special_ids
 from outrider.text.tools.formats import ToolFormat
 
@@ -147,7 +148,7 @@ class Preparer:
         """Token ids of a prompt that fits; with images it is the processor's output.
 
         Args:
-            most: the last ones are kept.
+            most: see ``last_ids``; None: all.
             has_special: see ``encode``.
 
         Raises:
@@ -158,7 +159,8 @@ class Preparer:
             if not isinstance(prompt, Mapping) and (has_messages or isinstance(prompt, str)):
                 self._check_room(_num_bytes(prompt), self.most_bytes, "bytes")
             if not isinstance(prompt, Mapping):
-                ids = self.decoder.encode(encode(self._tokenizer, prompt, has_special=has_special)[-(most or 0) :])
+                ids = encode(self._tokenizer, prompt, has_special=has_special)
+                ids = self.decoder.encode(ids if most is None else last_ids(self._tokenizer, ids, most))
             elif most is None:
                 ids = rows_of(without_media(prompt))[0]
             else:
@@ -262,8 +264,8 @@ class Preparer:
         if thinking is not None:
             stage = thinking.stage_of(self._tokenizer, all_ids[0], _begun(ask))
             num_thoughts = partial(thinking.num_thoughts, self._tokenizer, stage)
-        name, fingerprint = ask.model or self.model.names[0], self.model.fingerprint
-        return PreparedRequest(ask, all_ids, texts, jobs, form_of(all_ids[0]), name, fingerprint, num_thoughts)
+        name, fingerprint, max_k = ask.model or self.model.names[0], self.model.fingerprint, self.model.schedule.max_k
+        return PreparedRequest(ask, all_ids, texts, jobs, form_of(all_ids[0]), name, fingerprint, max_k, num_thoughts)
 
     def _with_tool_constraint(self, ask: ParsedRequest) -> ParsedRequest:
         """The request with the constraint that its tools demand. Raises Refusal."""
@@ -311,16 +313,23 @@ class Preparer:
         self, ask: ParsedRequest, thinking: Thinking | None, ids: Sequence[int]
     ) -> Callable[[], OutputParser]:
         format_, tools = self.tool_format, ask.tools
-        begun = _begun(ask)
-        stage: Stage = "before" if thinking is None else thinking.stage_of(self._tokenizer, ids, begun)
 
         def new_parser() -> OutputParser:
             return OutputParser(
-                None if thinking is None else ThoughtSplitter(thinking, stage, is_continued=bool(begun)),
+                self._new_splitter(ask, thinking, ids),
                 None if tools is None or format_ is None else format_.parser(tools.names),
+                has_content=tools is None or not tools.is_forced,
             )
 
         return new_parser
+
+    def _new_splitter(
+        self, ask: ParsedRequest, thinking: Thinking | None, ids: Sequence[int]
+    ) -> ThoughtSplitter | None:
+        if thinking is None:
+            return None
+        begun = _begun(ask)
+        return ThoughtSplitter(thinking, thinking.stage_of(self._tokenizer, ids, begun), is_continued=bool(begun))
 
     def _new_call_id(self) -> str:
         assert self.tool_format is not None
@@ -349,10 +358,16 @@ class Preparer:
         if not ask.skips_special:
             shown_ids = [*special_ids(self._tokenizer)]
         options = {**ask.options, **own}
-        job = self.decoder.request(prompt, options, shown_ids=shown_ids, includes_stop=ask.includes_stop)
+        job = self.decoder.request(
+            prompt,
+            options,
+            shown_ids=shown_ids,
+            includes_stop=ask.includes_stop,
+            thoughts=self._new_splitter(ask, thinking, prompt.ids),
+        )
         if thinking is not None and ask.structured_by is not None and job.request.constraint is not None:
             stage = thinking.stage_of(self._tokenizer, job.request.prompt_ids, _begun(ask))
-            ends = self.decoder.target.vocab_size, self.decoder.eos_ids
+            ends = self.decoder.target.vocab_size, self.decoder.ends_of(job.request.prompt_ids)
             constraint = AfterThinking(job.request.constraint, thinking, stage, *ends)
             job.request = replace(job.request, constraint=constraint)
         if ask.num_draft_tokens is not None:

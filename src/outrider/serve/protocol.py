@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.errors import UsageError
+from outrider.errors import PromptError, UsageError
 from outrider.serve.fields import SAMPLING, check_names, given_names
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.json_input import read_json
 from outrider.serve.structured import structure_of
 from outrider.serve.tools import ToolUse, described, tools_of, with_calls_read
-from outrider.text.chat import FIELDS, Chat, ChatOptions
+from outrider.text.chat import FIELDS, Chat, ChatOptions, read_message
 from outrider.text.chat_images import has_images
 from outrider.text.tokenizer import Prompt
 
@@ -25,6 +25,7 @@ MOST_CHOICES = 16  # n
 _MOST_BAD_WORDS = 1000
 _MOST_STOPS, _MOST_STOP_CHARACTERS = 16, 1000
 _MOST_LOGPROBS = 20
+_NOT_READ = ("audio", "function_call")  # of messages: no template reads these
 _DEFAULT_MAX_TOKENS = 16  # of completions, as OpenAI's; a chat may fill the context
 
 
@@ -239,20 +240,16 @@ def parse_messages(value: Any) -> list[dict[str, Any]]:
         where = f"messages[{index}]"
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refusal(f"{where} must be an object with a role", param=where)
+        if (name := next((one for one in _NOT_READ if message.get(one) is not None), None)) is not None:
+            raise Refusal(f"{where}.{name} is not supported: leave it out", param=where)
         message = with_calls_read(index, message)
         content = message.get("content")
-        if content is None and message.get("tool_calls"):
-            messages.append({**message})
-            continue
-        if isinstance(content, list) and any(map(_is_image, content)):
-            messages.append({**message})
-            continue
-        if isinstance(content, list):
-            texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]
-            content = "".join(texts) if len(texts) == len(content) else None
-        if not isinstance(content, str):
-            raise Refusal(f"{where}.content must be a string, or a list of text parts and image_url parts", param=where)
-        messages.append({**message, "content": content})
+        try:
+            has_image = isinstance(content, list) and any(map(_is_image, content))
+            messages.append({**message} if has_image else read_message(index, message))
+        except PromptError:
+            parts = "text parts and image_url parts"
+            raise Refusal(f"{where}.content must be a string, or a list of {parts}", param=where) from None
     return messages
 
 

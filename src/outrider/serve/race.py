@@ -7,7 +7,7 @@ rule. The engine thread runs it between rounds, one round of an arm at a time.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,16 +45,10 @@ class Race:
         return race_events(self.arms, self.case, self.options)
 
 
-def choices(preparer: Preparer, models: Sequence[str]) -> dict[str, Any]:
-    """Options of a race.
-
-    Args:
-        preparer: of the chosen model.
-        models: all of the server.
-    """
+def choices(preparer: Preparer) -> dict[str, Any]:
+    """Options of a race."""
     decoder = preparer.decoder
     return {
-        "models": models,
         "target": decoder.target.name,
         "drafts": _drafts(decoder),
         "acceptances": list(RULES),
@@ -100,8 +94,6 @@ def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading
         decoder = replace(preparer.decoder, acceptance=ask.acceptance or preparer.decoder.acceptance)
         read_constraint(options, reading)
         decoder.request(ids, options)  # raises if impossible
-        if not decoder.target.execution.waits:  # an arm must not change its execution halfway
-            decoder = decoder.compiled()
         arms = Arm("plain", decoder.plain()), _speculative(decoder, name, ask.num_draft_tokens)
     except Exception as error:
         raise named_refusal(ask, error) from None

@@ -125,9 +125,7 @@ def _messages(value: Any, instructions: Any) -> tuple[list[dict[str, Any]], list
         where = f"input[{index}]"
         kind = item.get("type", "message") if isinstance(item, Mapping) else None
         if kind == "message":
-            # Templates know the role under its older name.
-            role = "system" if item.get("role") == "developer" else item.get("role")
-            messages.append({"role": role, "content": _content(item.get("content"), where)})
+            messages.append({"role": item.get("role"), "content": _content(item.get("content"), where)})
             places.append(where)
         elif kind == "function_call":
             if not isinstance(item.get("name"), str):
@@ -156,10 +154,11 @@ def _content(value: Any, where: str) -> str:
     parts = [{"type": "input_text", "text": value}] if isinstance(value, str) else value
     texts: list[str] = []
     for part in parts if isinstance(parts, list) else [{}]:
-        is_text = isinstance(part, Mapping) and part.get("type") in ("input_text", "output_text", "text")
-        if not is_text or not isinstance(part.get("text"), str):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        key = "refusal" if kind == "refusal" else "text"
+        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(key), str):
             raise Refusal(f"{where} must have text, or parts of text", param=where)
-        texts.append(part["text"])
+        texts.append(part[key])
     return "".join(texts)
 
 

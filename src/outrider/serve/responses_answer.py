@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator, Iterator, Mapping
 from typing import Any, Protocol
 
-from outrider.errors import OutriderError
 from outrider.records import FinishReason
 from outrider.serve.completion_json import KEEP_ALIVE
 from outrider.serve.http_errors import Refusal, refusal_of
-from outrider.serve.streaming import AcceptedRequest, arrivals, chained, totals
-
-_LOG = logging.getLogger("outrider.serve")
+from outrider.serve.pending import Ticket
+from outrider.serve.streaming import PreparedRequest, arrivals, chained, totals
 
 
 class ItemForm(Protocol):
@@ -31,26 +28,26 @@ class ItemForm(Protocol):
     def failure(self, refusal: Refusal) -> bytes: ...
 
 
-def whole_response(begun: AcceptedRequest) -> dict[str, Any]:
+def whole_response(prepared: PreparedRequest, ticket: Ticket) -> dict[str, Any]:
     """Response in one piece."""
-    form, completion = _form(begun), begun.prepared.jobs[0].completion
+    form, completion = _form(prepared), prepared.jobs[0].completion
     assert completion.finish_reason is not None
     for _ in form.part(completion.text, completion.finish_reason):
         pass
-    found = totals(begun, [completion])
-    return form.response(_head(begun), completion.finish_reason, found["usage"]) | {"metrics": found["metrics"]}
+    found = totals(prepared, ticket, [completion])
+    return form.response(_head(prepared), completion.finish_reason, found["usage"]) | {"metrics": found["metrics"]}
 
 
-async def streamed_response(begun: AcceptedRequest) -> AsyncIterator[bytes]:
+async def streamed_response(prepared: PreparedRequest, ticket: Ticket) -> AsyncIterator[bytes]:
     """Response as server-sent events, errors included.
 
     Raises:
         Exception: an error before the first event, while the status can still report it.
     """
-    form, job = _form(begun), begun.prepared.jobs[0]
-    events = arrivals(begun)
+    form, job = _form(prepared), prepared.jobs[0]
+    events = arrivals(prepared, ticket)
     first = [await anext(events)]
-    for event in form.begin(_head(begun)):
+    for event in form.begin(_head(prepared)):
         yield event
     try:
         async for item in chained(first, events):
@@ -62,20 +59,17 @@ async def streamed_response(begun: AcceptedRequest) -> AsyncIterator[bytes]:
                 yield event
         completion = job.completion
         assert completion.finish_reason is not None
-        yield form.end(_head(begun), completion.finish_reason, totals(begun, [completion])["usage"])
+        yield form.end(_head(prepared), completion.finish_reason, totals(prepared, ticket, [completion])["usage"])
     except Exception as error:
-        if not isinstance(error, Refusal | OutriderError):
-            _LOG.exception("a stream has failed")
         yield form.failure(refusal_of(error))
 
 
-def _form(begun: AcceptedRequest) -> ItemForm:
-    form: ItemForm = begun.prepared.form
+def _form(prepared: PreparedRequest) -> ItemForm:
+    form: ItemForm = prepared.form
     return form
 
 
-def _head(begun: AcceptedRequest) -> dict[str, Any]:
-    prepared = begun.prepared
+def _head(prepared: PreparedRequest) -> dict[str, Any]:
     return {
         "id": prepared.id,
         "created": prepared.created,

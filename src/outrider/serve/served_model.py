@@ -1,9 +1,9 @@
-"""One model of the server: a target with its drafter, an engine, a queue, and the requests of clients.
+"""The model of the server: a target with its drafter, an engine with its thread, a queue, and the requests of clients.
 
 The event loop hands the engine thread functions and receives the chunks of all requests, in one call per round. Neither
 waits for the other: chunks for a slow reader wait in memory, at most as many tokens as it requested.
 
-This module does not know HTTP, and no other models.
+This module does not know HTTP.
 """
 
 from __future__ import annotations
@@ -12,45 +12,48 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Container, Generator, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 from outrider.decoder import Decoder
 from outrider.decoding import engine
 from outrider.decoding.schedule import Schedule
-from outrider.errors import CompileError, NumericsError, OutriderError
+from outrider.decoding.scheduler import Load
+from outrider.errors import NumericsError, OutriderError
 from outrider.records import Chunk, Round, Timing
 from outrider.requests.loop_thread import LoopThread
 from outrider.requests.state import RequestState
+from outrider.runtime.lm import LM
+from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission
 from outrider.serve.fair_queue import Turns
 from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.http_errors import Refusal, unavailable
-from outrider.serve.metrics import ModelMetrics
+from outrider.serve.metrics import Metrics
 from outrider.serve.pending import EngineTask, Event, Ticket, TicketRow, arrival
-from outrider.serve.quota import Quota
-from outrider.serve.readiness import LEAST_RETRY_AFTER_S, Readiness
 from outrider.serve.scoring import ScoredToken, prompt_logprobs
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_RETRY_AFTER_S = 60  # the openai client waits no longer
-_NO_LOAD = engine.Load(0, 0, 0, 0)
-_NO_PROGRAMS = "a request with a seed needs compiled programs, and compiling failed on this server: leave the seed out"
+_NO_LOAD = Load(0, 0, 0, 0)
 
 _NEWEST = 0.1  # weight of the latest row in the moving average of row times
 
-LoadDecoder = Callable[[Sequence[Decoder]], Decoder]
+LoadDecoder = Callable[[], Decoder]
+_Queued = tuple[Ticket, TicketRow]
 _Step = TypeVar("_Step")
 
 
 class ServedModel:
-    """Takes requests and delivers chunks. Call all methods from the event loop, except ``*_on_thread``.
+    """Takes requests and delivers chunks. Call all methods from the event loop, except ``*_on_thread`` and ``join``.
 
     Attributes:
-        names: for clients; responses use the first.
-        decoder, capacity, schedule, fingerprint: set when it is open.
-        room: its rows, running and waiting.
-        has_work: the engine thread has to run it, as that thread knows.
+        names: the model's names for clients; responses use the first.
+        decoder, capacity, schedule, fingerprint: set once the model is loaded; the decoder's models have names for
+            clients.
+        admission: the state of the server, and accepted requests.
+        error: the reason of a failure.
     """
 
     decoder: Decoder
@@ -58,43 +61,77 @@ class ServedModel:
     schedule: Schedule
     fingerprint: str
     _engine: engine.Engine
+    _own_name: str
 
     def __init__(
         self,
-        thread: LoopThread,
-        readiness: Readiness,
         names: Sequence[str],
         load: LoadDecoder,
         *,
         num_slots: int,
         context_len: int,
-        room: Quota,
-        waiting: Turns[TicketRow],
+        admission: Admission,
+        waiting: Turns[_Queued],
         queue_timeout_s: float,
     ) -> None:
         """
         Args:
-            thread: the engine thread.
-            readiness: of the server.
-            load: called in the thread, with the decoders of the models before this one.
+            load: loads the decoder, in the thread that will own it.
             context_len: maximum tokens of a sequence, prompt included.
-            room: limits running and waiting rows; more are refused.
             waiting: decides which row gets the next slot.
             queue_timeout_s: maximum wait for a first slot.
         """
-        self.names, self.num_slots, self.room = tuple(names), num_slots, room
-        self.metrics = ModelMetrics(lambda: self.load, self.names[0])
-        self.has_work = self._is_open = False
-        self._thread, self._readiness, self._waiting, self._load = thread, readiness, waiting, load
+        self.names, self.num_slots, self.admission = tuple(names), num_slots, admission
+        self.metrics = Metrics(lambda: self.load, self.names[0])
+        self.error: Exception | None = None
+        self._is_open = False
+        self._thread, self._waiting, self._load = LoopThread("outrider-engine"), waiting, load
         self._context_len, self._queue_timeout_s = context_len, queue_timeout_s
-        self._rows: dict[int, TicketRow] = {}  # rows with a slot, by the engine's row number
+        self._rows: dict[int, _Queued] = {}  # rows with a slot, by the engine's row number
         self._row_s = 0.0  # moving average of how long a row keeps its slot
         self._works_on_thread: Turns[EngineTask] = Turns()
         self._alone_on_thread: Turns[EngineTask] = Turns()  # wait until the running one ends
         self._running_alone: EngineTask | None = None
 
+    def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
+        """Start loading. The event loop must be running; both callbacks are called in it."""
+
+        def set_ready() -> None:
+            if self.admission.state == "loading":  # else a shutdown signal came first
+                self.admission.state = "ready"
+                on_ready()
+
+        def set_failed(error: Exception) -> None:
+            self.admission.state, self.error = "failed", error
+            self.abort(Refusal("the engine has failed", status=500, type_="server_error"))
+            on_failure()
+
+        def begin_on_thread() -> None:
+            self._open_on_thread()
+            self._thread.call(set_ready)
+
+        def fail_on_thread(error: Exception) -> None:
+            if not isinstance(error, OutriderError):
+                _LOG.error("the engine has failed", exc_info=error)
+            self._thread.call(set_failed, error)
+
+        self._thread.start(self._run_on_thread, begin=begin_on_thread, fail=fail_on_thread)
+
+    def stop(self) -> None:
+        """Stop the thread after its current round."""
+        self._thread.stop()
+
+    def join(self, timeout_s: float) -> None:
+        """Wait for the thread to end."""
+        self._thread.join(timeout_s)
+
+    def drain(self) -> None:
+        """Accept no more requests."""
+        if self.admission.state in ("loading", "ready"):
+            self.admission.state = "draining"
+
     @property
-    def load(self) -> engine.Load:
+    def load(self) -> Load:
         """Load of the engine, including rows that wait here."""
         if not self._is_open:
             return _NO_LOAD
@@ -103,12 +140,11 @@ class ServedModel:
     @property
     def most_rows(self) -> int:
         """Maximum rows per client, running or waiting."""
-        return self.room.most_of_one
+        return self.admission.most_of_one
 
-    def check_room(self, num_rows: int, client: str) -> None:
-        """Raises Refusal: not ready, or so many more rows exceed a limit."""
-        self._readiness.check()
-        self.room.check(num_rows, client, self._retry_after_s())
+    def reserve(self, client: str) -> AbstractContextManager[None]:
+        """Count a request as one row while the request is prepared. Raises Refusal: not ready, or the queue is full."""
+        return self.admission.reserve(client, self._retry_after_s())
 
     def submit(self, jobs: Sequence[RequestState], client: str, priority: int) -> Ticket:
         """Queue rows. The caller must ``close`` the ticket.
@@ -116,18 +152,19 @@ class ServedModel:
         Raises:
             Refusal: not ready, or the queue is full.
         """
-        self.check_room(len(jobs), client)
-        ticket = Ticket(jobs, client, priority, time.perf_counter())
-        self.room.tickets.add(ticket)
-        self._post(lambda: self._queue_on_thread(ticket))
+        self.admission.check(len(jobs), client, self._retry_after_s())
+        now_s = time.perf_counter()
+        ticket = Ticket([TicketRow(job, which, now_s) for which, job in enumerate(jobs)], client, priority, now_s)
+        self.admission.tickets.add(ticket)
+        self._thread.post(lambda: self._queue_on_thread(ticket))
         return ticket
 
     def close(self, ticket: Ticket) -> None:
         """Cancel unfinished rows; they leave before the next round."""
-        self.room.tickets.discard(ticket)
+        self.admission.tickets.discard(ticket)
         if ticket.num_open:
             ticket.num_open = 0
-            self._post(lambda: self._cancel_on_thread(ticket))
+            self._thread.post(lambda: self._cancel_on_thread(ticket))
 
     async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[ScoredToken]]:
         """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
@@ -165,11 +202,11 @@ class ServedModel:
             Refusal: not ready, the queue is full, or it waited too long.
         """
         if not is_taken:
-            self.check_room(1, client)
+            self.admission.check(1, client, self._retry_after_s())
         work = EngineTask(steps, client, time.perf_counter(), is_alone)
-        self.room.works.add(work)
+        self.admission.tasks.add(work)
         waiting = self._alone_on_thread if is_alone else self._works_on_thread
-        self._post(lambda: waiting.push(work, client))
+        self._thread.post(lambda: waiting.push(work, client))
         try:
             while not isinstance(found := await arrival(work.found), StopIteration):
                 if isinstance(found, Exception):
@@ -177,26 +214,17 @@ class ServedModel:
                 yield found
         finally:
             work.is_closed = True
-            self.room.works.discard(work)
+            self.admission.tasks.discard(work)
 
     def abort(self, error: Exception) -> None:
         """End all running requests with an error."""
-        for ticket in list(self.room.tickets):
-            for which in range(len(ticket.jobs)):
+        for ticket in list(self.admission.tickets):
+            for which in range(len(ticket.rows)):
                 ticket.events.put_nowait((which, error))
             self.close(ticket)
-        for work in self.room.works:
+        for work in self.admission.tasks:
             work.is_closed = True
             work.found.put_nowait(error)
-
-    def _post(self, function: Callable[[], None]) -> None:
-        """Run a function in the thread, before this model's next round."""
-
-        def run() -> None:
-            function()
-            self.has_work = True
-
-        self._thread.post(run)
 
     def _retry_after_s(self) -> int:
         """Estimated time until the rows waiting now have slots."""
@@ -215,19 +243,17 @@ class ServedModel:
 
     # In the thread
 
-    def open_on_thread(self, others: Sequence[Decoder]) -> None:
-        """Load the model, build its engine, and run it once.
-
-        Args:
-            others: of the models before this one.
-        """
-        self.decoder = decoder = self._load(others)
+    def _open_on_thread(self) -> None:
+        """Load the model, build its engine, and run it once."""
+        loaded = self._load()
+        self.decoder = decoder = _client_view(loaded, self.names[0])
         self.capacity = min(self._context_len, decoder.target.context_len)
         self.fingerprint = fingerprint_of(decoder)
-        self._engine = decoder.engine(self.num_slots, self.capacity)
+        # The costs of a pair are kept under its own names.
+        self._engine, self._own_name = loaded.engine(self.num_slots, self.capacity), loaded.target.name
         self.schedule = self._engine.schedule
         self._is_open = True
-        # Warm up: generating once detects models that cannot generate, and does one-time work like compiling. (NaN in
+        # Warm up: generating once detects models that cannot generate, and does one-time work like capturing. (NaN in
         # this sequence is no reason to refuse all requests.)
         is_prepared = decoder.target.execution.is_prepared
         sizes = [2**i for i in range(self.num_slots.bit_length())] if is_prepared else [1]
@@ -239,33 +265,33 @@ class ServedModel:
             while self._engine.step() is not None:
                 pass
 
-    def run_on_thread(self) -> None:
-        """Run one round, and a step of other work, and find out whether there is more."""
+    def _run_on_thread(self) -> bool:
+        """Run one round, and a step of other work. Returns whether there is more to do."""
         self._time_out_on_thread()
         self._begin_on_thread()
-        round_ = self._step_on_thread()
+        round_ = self._engine.step()
         if round_ is not None:
             self._deliver_on_thread(round_)
         self._work_on_thread()
-        self.has_work = round_ is not None or bool(self._works_on_thread or self._alone_on_thread or self._waiting)
+        return round_ is not None or bool(self._works_on_thread or self._alone_on_thread or self._waiting)
 
     def _queue_on_thread(self, ticket: Ticket) -> None:
-        for which in range(len(ticket.jobs)):
-            self._waiting.push(TicketRow(ticket, which), ticket.client, ticket.priority)
+        for row in ticket.rows:
+            self._waiting.push((ticket, row), ticket.client, ticket.priority)
 
     def _begin_on_thread(self) -> None:
         """Submit the next rows to free slots. (The engine's own queue knows only the order of arrival.)"""
         while len(self._rows) < self.num_slots and (found := self._waiting.pop()) is not None:
-            _, row = found
-            index = self._engine.submit(row.job.request)
-            self._rows[index], row.ticket.indices[row.which], row.ticket.has_begun = row, index, True
-            row.times.begun_s = time.perf_counter()
-            self.metrics.count_queue(row.times.begun_s - row.times.submitted_s)
+            _, (ticket, row) = found
+            row.index = self._engine.submit(row.job.request)
+            self._rows[row.index], ticket.has_begun = (ticket, row), True
+            row.begun_s = time.perf_counter()
+            self.metrics.count_queue(row.begun_s - row.submitted_s)
 
     def _time_out_on_thread(self) -> None:
         """Refuse requests that waited too long for a first slot or forward."""
         least_s = time.perf_counter() - self._queue_timeout_s
-        late = {row.ticket for row in self._waiting if row.ticket.submitted_s < least_s and not row.ticket.has_begun}
+        late = {ticket for ticket, _ in self._waiting if ticket.submitted_s < least_s and not ticket.has_begun}
         both = (self._works_on_thread, self._alone_on_thread)
         works = {one for works in both for one in works if one.submitted_s < least_s and not one.has_begun}
         if not (late or works):
@@ -280,58 +306,42 @@ class ServedModel:
             self._thread.call(work.found.put_nowait, error)
 
     def _drop_waiting_on_thread(self, tickets: Container[Ticket], reason: str) -> None:
-        self.metrics.count_end(reason, self._waiting.remove(lambda row: row.ticket in tickets))
+        self.metrics.count_end(reason, self._waiting.remove(lambda queued: queued[0] in tickets))
 
     def _cancel_on_thread(self, ticket: Ticket) -> None:
-        for index in ticket.indices.values():
+        indices = [row.index for row in ticket.rows if row.index is not None]
+        for index in indices:
             self._engine.cancel(index)
             del self._rows[index]
-        self.metrics.count_end("abort", len(ticket.indices))
-        ticket.indices.clear()
+        self.metrics.count_end("abort", len(indices))
         self._drop_waiting_on_thread({ticket}, "abort")
-
-    def _step_on_thread(self) -> Round | None:
-        """Step the engine. If compiling fails, requests with a seed end with an error; the others continue eagerly."""
-        while True:
-            try:
-                return self._engine.step()
-            except CompileError as error:
-                ended = {index: row for index, row in self._rows.items() if row.job.request.is_repeatable}
-                if not ended:
-                    raise
-                _LOG.warning("%d requests with a seed ended: %s", len(ended), error)
-                for index, row in ended.items():
-                    self._engine.cancel(index)
-                    del self._rows[index], row.ticket.indices[row.which]
-                self.metrics.count_end("error", len(ended))
-                refusal = Refusal(_NO_PROGRAMS, param="seed")  # with a status that clients do not retry
-                self._thread.call(self._deliver, [(row.ticket, (row.which, refusal)) for row in ended.values()])
 
     def _deliver_on_thread(self, round_: Round) -> None:
         now_s, timing = time.perf_counter(), round_.timing
         self.metrics.count_time(timing)
         events: list[tuple[Ticket, Event]] = []
         for row_round in round_.rows:
-            row = self._rows[row_round.row]
-            times = row.times
+            ticket, row = self._rows[row_round.row]
             event: Chunk | Exception
             if row_round.error is not None:
-                event, reason = NumericsError(row_round.error), "error"
+                message = row_round.error.replace(f"the model {self._own_name} ", f"the model {self.names[0]} ")
+                event, reason = NumericsError(message), "error"
             else:
                 event = row.job.chunk(row_round, Timing(), row_round.row)
                 reason = row_round.finish_reason or ""
-                if times.first_s == 0.0:
-                    times.first_s = now_s
-                    self.metrics.count_first(event, row.job, times)
+                if row.first_s == 0.0:
+                    row.first_s = now_s
+                    self.metrics.count_first(event, row)
                 self.metrics.count_chunk(event)
             if reason:
-                times.last_s = now_s
+                row.last_s = now_s
                 self.metrics.count_end(reason)
                 if row_round.error is None:
-                    self.metrics.count_latency(len(row.job.origins), times)
-                self._row_s += _NEWEST * (now_s - times.begun_s - self._row_s)
-                del self._rows[row_round.row], row.ticket.indices[row.which]
-            events.append((row.ticket, (row.which, event)))
+                    self.metrics.count_latency(row)
+                self._row_s += _NEWEST * (now_s - row.begun_s - self._row_s)
+                del self._rows[row_round.row]
+                row.index = None
+            events.append((ticket, (row.which, event)))
         self._thread.call(self._deliver, events)
 
     def _work_on_thread(self) -> None:
@@ -349,11 +359,22 @@ class ServedModel:
                 raise StopIteration
             found = work.step()
         except Exception as error:  # of this task alone: the engine continues
-            if not isinstance(error, OutriderError | StopIteration):
-                _LOG.exception("a task between rounds has failed")
             found = error
         if not isinstance(found, Exception):
             self._works_on_thread.push(work, client)
         elif work is self._running_alone:
             self._running_alone = None
         self._thread.call(work.found.put_nowait, found)
+
+
+def _client_view(decoder: Decoder, name: str) -> Decoder:
+    """A decoder that shows clients no path of this machine.
+
+    Args:
+        name: of the target. Those of drafts lose their folders.
+    """
+
+    def without_folders(draft: LM) -> LM:
+        return draft.with_name("+".join(Path(part).absolute().name for part in draft.name.split("+")))
+
+    return replace(decoder, target=decoder.target.with_name(name), drafter=decoder.drafter.with_models(without_folders))

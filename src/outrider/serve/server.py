@@ -12,16 +12,12 @@ from functools import partial
 import uvicorn
 
 from outrider.errors import OptionError
-from outrider.requests.loop_thread import LoopThread
+from outrider.serve.admission import Admission
 from outrider.serve.app import App
 from outrider.serve.connections import BACKLOG, Connection
-from outrider.serve.engine_thread import EngineThread
 from outrider.serve.fair_queue import Turns
 from outrider.serve.http_errors import unavailable
-from outrider.serve.models import Models
 from outrider.serve.prepare import Preparer
-from outrider.serve.quota import Quota
-from outrider.serve.readiness import Readiness
 from outrider.serve.served_model import LoadDecoder, ServedModel
 from outrider.text.thinking import thinking_of
 from outrider.text.tools.formats import tool_format_of
@@ -33,22 +29,8 @@ _GRACE_S = 5.0  # to send errors after running requests are cancelled
 
 
 @dataclass(frozen=True, slots=True)
-class ModelToServe:
-    """A model, for the server.
-
-    Attributes:
-        names: for clients, at least one; those of all models differ.
-        load: loads the decoder, in the thread that will own it. It takes those loaded before, whose weights it may
-            share.
-    """
-
-    names: tuple[str, ...]
-    load: LoadDecoder
-
-
-@dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """Server options. Each model has so many slots, and a queue of this length.
+    """Server options.
 
     Attributes:
         num_slots: sequences generated concurrently.
@@ -83,37 +65,31 @@ class Server:
     """HTTP server on a bound socket.
 
     Args:
-        models: the first is the default.
+        names: of the model for clients, at least one; responses have the first.
+        load: loads the decoder, in the thread that will own it.
         listener: bound; the server closes it.
-        on_ready: called with the engine thread when requests are accepted.
+        on_ready: called with the model when requests are accepted.
     """
 
     def __init__(
         self,
-        models: Sequence[ModelToServe],
+        names: Sequence[str],
+        load: LoadDecoder,
         options: ServerOptions,
         listener: socket.socket,
-        on_ready: Callable[[EngineThread], None] = lambda worker: None,
+        on_ready: Callable[[ServedModel], None] = lambda model: None,
     ) -> None:
         self._options, self._listener, self._on_ready = options, listener, on_ready
-        thread, readiness = LoopThread("outrider-engine"), Readiness()
-        served = [
-            ServedModel(
-                thread,
-                readiness,
-                one.names,
-                one.load,
-                num_slots=options.num_slots,
-                context_len=options.context_len,
-                room=Quota(options.num_slots + options.max_queue, options.max_per_client),
-                waiting=Turns(has_priority_across_clients=options.has_priority_across_clients),
-                queue_timeout_s=options.queue_timeout_s,
-            )
-            for one in models
-        ]
-        self.worker = EngineThread(thread, readiness, served)
-        self._models = Models(served, readiness)
-        self._app = App(self._models, options.api_keys, options.image_hosts)
+        self.model = ServedModel(
+            names,
+            load,
+            num_slots=options.num_slots,
+            context_len=options.context_len,
+            admission=Admission(options.num_slots + options.max_queue, options.max_per_client),
+            waiting=Turns(has_priority_across_clients=options.has_priority_across_clients),
+            queue_timeout_s=options.queue_timeout_s,
+        )
+        self._app = App(self.model, options.api_keys, options.image_hosts)
         config = uvicorn.Config(
             self._app.asgi,
             http=partial(Connection, most=options.max_connections),  # type: ignore[arg-type]
@@ -132,15 +108,15 @@ class Server:
         """Serve until SIGTERM, SIGINT or ``stop``.
 
         Raises:
-            OutriderError, Exception: loading the models or the engine failed.
+            OutriderError, Exception: loading the model or the engine failed.
         """
         try:
             asyncio.run(self._run())
         finally:
             self._app.close()
-            self.worker.join(_GRACE_S)  # a thread that still computes at exit may crash
-        if self.worker.error is not None:
-            raise self.worker.error
+            self.model.join(_GRACE_S)  # a thread that still computes at exit may crash
+        if self.model.error is not None:
+            raise self.model.error
 
     @property
     def connections(self) -> Collection[object]:
@@ -152,36 +128,33 @@ class Server:
         self._uvicorn.should_exit = True
 
     async def _run(self) -> None:
-        self.worker.start(self._set_ready, self.stop)
+        self.model.start(self._set_ready, self.stop)
         draining = asyncio.create_task(self._drain())
         try:
             await self._uvicorn.serve([self._listener])
         finally:
             draining.cancel()
-            self.worker.stop()
+            self.model.stop()
 
     def _set_ready(self) -> None:
-        self._models.open([self._preparer(model) for model in self.worker.models])
-        self._on_ready(self.worker)
-
-    def _preparer(self, model: ServedModel) -> Preparer:
-        tokenizer, options = model.decoder.tokenizer, self._options
-        return Preparer(
-            model, tool_format_of(tokenizer, options.tool_parser), thinking_of(tokenizer, options.reasoning_parser)
-        )
+        options = self._options
+        tokenizer = self.model.decoder.tokenizer
+        tool_format = tool_format_of(tokenizer, options.tool_parser)
+        self._app.open(Preparer(self.model, tool_format, thinking_of(tokenizer, options.reasoning_parser)))
+        self._on_ready(self.model)
 
     async def _drain(self) -> None:
         """Handle a shutdown signal: refuse new requests; running ones may finish in time."""
         while not self._uvicorn.should_exit:
             await asyncio.sleep(_TICK_S)
-        self.worker.drain()
+        self.model.drain()
         loop = asyncio.get_running_loop()
         end_s = loop.time() + self._options.shutdown_timeout_s
-        while self.worker.num_open and loop.time() < end_s:
+        while self.model.admission.num_open and loop.time() < end_s:
             await asyncio.sleep(_TICK_S)
-        if self.worker.num_open:
-            _LOG.warning("%d requests did not end in time and are cancelled", self.worker.num_open)
-        self.worker.abort(unavailable("the server is shutting down", 1))
+        if self.model.admission.num_open:
+            _LOG.warning("%d requests did not end in time and are cancelled", self.model.admission.num_open)
+        self.model.abort(unavailable("the server is shutting down", 1))
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.records import Completion
 from outrider.serve.metrics import num_spec_steps
-from outrider.serve.pending import Times
+from outrider.serve.pending import TicketRow
 
 
 def usage_of(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
@@ -22,18 +22,18 @@ def usage_of(num_prompt_tokens: int, num_completion_tokens: int, num_cached_toke
     }
 
 
-def metrics_of(completion: Completion, times: Times, max_k: int) -> dict[str, Any]:
+def metrics_of(completion: Completion, row: TicketRow, max_k: int) -> dict[str, Any]:
     """Metrics of one sequence, in vLLM's form. Times in milliseconds.
 
     Args:
         max_k: maximum tokens drafted per round for this sequence.
     """
     num_tokens = len(completion.token_ids)
-    decode_s, whole_s = times.last_s - times.first_s, times.last_s - times.begun_s
+    decode_s, whole_s = row.last_s - row.first_s, row.last_s - row.begun_s
     return {
-        "time_to_first_token_ms": 1e3 * (times.first_s - times.begun_s),
+        "time_to_first_token_ms": 1e3 * (row.first_s - row.begun_s),
         "generation_time_ms": 1e3 * decode_s,
-        "queue_time_ms": 1e3 * (times.begun_s - times.submitted_s),
+        "queue_time_ms": 1e3 * (row.begun_s - row.submitted_s),
         "mean_itl_ms": 1e3 * decode_s / (num_tokens - 1) if num_tokens > 1 else None,
         "tokens_per_second": num_tokens / whole_s,
         "speculative_decoding": _drafts(completion, max_k),
@@ -59,11 +59,11 @@ def _drafts(completion: Completion, max_k: int) -> dict[str, Any] | None:
     }
 
 
-def timings_of(completion: Completion, times: Times) -> dict[str, Any]:
+def timings_of(completion: Completion, row: TicketRow) -> dict[str, Any]:
     """Timings of one sequence, in llama.cpp's form: prompt time ends with the first tokens."""
     stats, num_cached = completion.stats, completion.num_cached_tokens
     num_fed, num_tokens = completion.num_prompt_tokens - num_cached, len(completion.token_ids)
-    prompt_s, decode_s = times.first_s - times.begun_s, times.last_s - times.first_s
+    prompt_s, decode_s = row.first_s - row.begun_s, row.last_s - row.first_s
     timings = {
         "cache_n": num_cached,
         "prompt_n": num_fed,

@@ -157,25 +157,24 @@ class PairedDifference:
 
 
 def paired_difference(
-    first: Sequence[float], second: Sequence[float], margin: float, level: float = 0.95, *, span: float = 1.0
+    first: Sequence[float], second: Sequence[float], margin: float, level: float = 0.95
 ) -> PairedDifference:
     """Compare two arms trial by trial.
 
     With n trials and the differences d, the variance of their mean is estimated as
-    (sum d^2 + span^2 - (sum d)^2 / n) / n^2. The span adds half a trial won by the first arm only, and half a trial
-    won by the second only, so that full agreement does not look like certainty.
+    (sum d^2 + 1 - (sum d)^2 / n) / n^2. The 1 adds half a trial won by the first arm only, and half a trial won by the
+    second only, so that full agreement does not look like certainty.
 
     Args:
-        first, second: the score of each trial; True or 1 is a success.
-        span: the largest possible difference between two scores of a trial.
+        first, second: the score of each trial, from 0 to 1; True or 1 is a success.
     """
     n = len(first)
-    assert n == len(second) > 0 and margin > 0 and span > 0
+    assert n == len(second) > 0 and margin > 0
     differences = np.asarray(second, dtype=float) - np.asarray(first, dtype=float)
     value = float(differences.mean())
-    se = math.sqrt(float((differences**2).sum()) + span**2 - n * value**2) / n
+    se = math.sqrt(float((differences**2).sum()) + 1 - n * value**2) / n
     half = _z(level) * se
-    tost_p = max(_p_of_worse(value, se, margin, span, n), _p_of_worse(-value, se, margin, span, n))
+    tost_p = max(_p_of_worse(value, se, margin, n), _p_of_worse(-value, se, margin, n))
     only_first, only_second = int((differences < 0).sum()), int((differences > 0).sum())
     # A few differences in the same direction are not normal: five of five have a normal p of 0.04, and truly 0.06.
     sign_p = 2 * stats.binom.cdf(min(only_first, only_second), only_first + only_second, 0.5)
@@ -201,12 +200,13 @@ def num_trials_to_decide(share: float, margin: float, power: float = 0.95) -> in
     return math.ceil((z**2 * share + z * math.sqrt(z**2 * share**2 + 4 * margin**2)) / (2 * margin**2))
 
 
-def _p_of_worse(value: float, se: float, margin: float, span: float, n: int) -> float:
+def _p_of_worse(value: float, se: float, margin: float, n: int) -> float:
     """Probability of a loss this small or smaller, if the second arm is worse by the margin: the larger of two
-    p-values. The normal one covers differences both ways. A fault in one direction only, in margin/span of the trials,
-    appears in few of them, and the observed variance is then no evidence; the number of losses is then binomial."""
-    num_losses = math.ceil(-value * n / span - 1e-9)
-    return max(stats.norm.sf((value + margin) / se), stats.binom.cdf(num_losses, n, min(1.0, margin / span)))
+    p-values. The normal one covers differences both ways. A fault in one direction only, in a share ``margin`` of the
+    trials, appears in few of them, and the observed variance is then no evidence; the number of losses is then
+    binomial."""
+    num_losses = math.ceil(-value * n - 1e-9)
+    return max(stats.norm.sf((value + margin) / se), stats.binom.cdf(num_losses, n, min(1.0, margin)))
 
 
 def _t(level: float, num_groups: int) -> float:

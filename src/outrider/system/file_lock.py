@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
@@ -44,11 +44,12 @@ def open_locked(path: Path) -> FileIO:
 
 
 @contextmanager
-def alone(path: Path) -> Iterator[None]:
+def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Let one process at a time run the context; the others wait. If files cannot be locked, none waits.
 
     Args:
         path: a lock file, removed at the end.
+        on_wait: called before this process waits.
     """
     try:
         import fcntl
@@ -56,7 +57,11 @@ def alone(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             stream = FileIO(path, "a")
-            fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
+            try:
+                fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                on_wait()
+                fcntl.flock(stream.fileno(), fcntl.LOCK_EX)
             if _is_at(path, stream):
                 break
             stream.close()  # the previous holder has removed the file

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import secrets
 from contextlib import suppress
@@ -11,8 +10,6 @@ from pathlib import Path
 
 from outrider.errors import FileError
 from outrider.system.ranks import current_ranks
-
-_LOG = logging.getLogger(__name__)
 
 
 def read_text(path: Path) -> str:
@@ -123,14 +120,3 @@ def cache_folder(name: str) -> Path:
     """Folder of a disk cache: ``$XDG_CACHE_HOME/outrider/name``, or below ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "outrider" / name
-
-
-def keep_in_cache(path: Path, data: bytes) -> None:
-    """Cache a file that can be made again; if that fails, warn."""
-    if not current_ranks().is_first:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, data)
-    except OSError as error:
-        _LOG.warning("cannot cache %s: %s", path, error.strerror)

@@ -1,4 +1,4 @@
-"""Disk cache of files that are executed: compiled programs and kernels.
+"""Disk cache of files that are trusted: the compiled kernels, and notes about models.
 
 Whoever can write such a file can do all that the user may do, so a file is used only if nobody but the user and root
 can have written it. A damaged one would crash the process, so each begins with a checksum of the rest. The size of the

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
+from itertools import takewhile
 from typing import Any
 
 from outrider.errors import OptionError, PromptError
@@ -20,7 +21,6 @@ from outrider.options import NumDraftTokens, SamplingChanges
 
 FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 """Options that a request, or a row of a file, may have beside its messages."""
-_SYSTEM = ("system", "developer")  # roles of a system message
 _THINKING = ("enable_thinking", "thinking")  # names of the switch: Qwen's and others', DeepSeek's and Granite's
 _MOST_TRIALS = 8  # messages that are left out on trial, at the price of the whole template for each
 
@@ -89,8 +89,9 @@ class Chat:
     """A chat as a prompt.
 
     Attributes:
-        messages: objects with a "role" and a "content" of text; further fields (``tool_calls``, ...) are the template's
-            matter. A string is one message of the user.
+        messages: objects with a "role" and a "content" of text; the text of a "refusal" is added, and the role
+            "developer" becomes "system". Further fields (``tool_calls``, ...) are the template's matter. A string is a
+            message of the user.
         options: for the chat template.
 
     Raises:
@@ -105,21 +106,20 @@ class Chat:
             object.__setattr__(self, "messages", [{"role": "user", "content": self.messages}])
         if isinstance(self.messages, Mapping) or not isinstance(self.messages, Sequence) or not self.messages:
             raise PromptError("a chat is a list of messages, at least one")
-        for index, message in enumerate(self.messages):
-            _text_of(index, message)
-        if self.options.system is not None and self.messages[0]["role"] in _SYSTEM:
+        object.__setattr__(self, "messages", [read_message(*pair) for pair in enumerate(self.messages)])
+        if self.options.system is not None and self.messages[0]["role"] == "system":
             raise OptionError("system", self.options.system, "the chat has a system message: leave one of them out")
 
     @property
     def asked(self) -> str:
         """Text of the last message of the user; else of the last message."""
         said = [message for message in self.messages if message["role"] == "user"]
-        return _text_of(0, (said or self.messages)[-1]) or ""
+        return (said or self.messages)[-1].get("content") or ""
 
     @property
     def begun(self) -> str:
         """Text that the output continues; empty if it answers."""
-        return (_text_of(0, self.messages[-1]) or "") if self.options.continue_final_message else ""
+        return (self.messages[-1].get("content") or "") if self.options.continue_final_message else ""
 
 
 class ChatChanges(SamplingChanges, total=False):
@@ -137,7 +137,7 @@ class ChatChanges(SamplingChanges, total=False):
 
 
 def chat_text(tokenizer: Any | None, chat: Chat) -> str:
-    """Prompt text of a chat.
+    """Prompt text of a chat. Many templates take one system message: for these, those at the beginning are joined.
 
     Raises:
         PromptError: there is no template, or it does not accept these messages.
@@ -146,11 +146,23 @@ def chat_text(tokenizer: Any | None, chat: Chat) -> str:
     options = chat.options
     if tokenizer is None or not (tokenizer.chat_template or options.chat_template):
         raise PromptError("this model has no chat template: give the prompt as text")
-    from jinja2 import TemplateError
-
     own = [] if options.system is None else [{"role": "system", "content": options.system}]
     messages = [*own, *chat.messages]
-    texts = [_text_of(index, message) for index, message in enumerate(messages)]
+    try:
+        return _text_of(tokenizer, messages, options)
+    except PromptError:
+        first = list(takewhile(lambda message: message["role"] == "system", messages))
+        if len(first) < 2:
+            raise
+        joined = {**first[0], "content": "\n\n".join(message["content"] for message in first)}
+        return _text_of(tokenizer, [joined, *messages[len(first) :]], options)
+
+
+def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: ChatOptions) -> str:
+    """Text that the template makes of these messages. Raises PromptError, OptionError."""
+    from jinja2 import TemplateError
+
+    texts = [message.get("content") for message in messages]
     said = [text.strip() for message, text in zip(messages, texts, strict=True) if text and message["role"] == "user"]
 
     def write(form: Callable[[str, int], Any], without: int | None = None) -> str:
@@ -282,21 +294,32 @@ def _variables_of(template: str) -> frozenset[str]:
     return frozenset(find_undeclared_variables(environment.parse(template)) - functions)
 
 
-def _text_of(index: int, message: Any) -> str | None:
-    """Text of a message, which may be in parts; None if it has none (tool calls)."""
+def read_message(index: int, message: Any) -> dict[str, Any]:
+    """A message as chat templates know it: its text in one piece, a refusal as text, and the role ``developer`` as
+    ``system``, its older name. The text of an assistant may be missing: it is None beside calls of tools, else empty.
+
+    Raises:
+        PromptError: the message is no object, has no role, or has no text.
+    """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"message {index} is not an object with a 'role' and a 'content'")
-    content = message.get("content")
-    if content is None or isinstance(content, str):
-        return content
-    if not isinstance(content, Sequence):
+    read = {name: value for name, value in message.items() if name != "refusal"}
+    read["role"] = "system" if message["role"] == "developer" else message["role"]
+    content, refusal = message.get("content"), message.get("refusal")
+    may_lack = content is None and message["role"] == "assistant"
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else [] if may_lack else content
+    if not isinstance(parts, Sequence):
         raise PromptError(f"the content of message {index} is text, or a list of parts of text")
-    return "".join(_text_of_part(index, part) for part in content)
+    if refusal is not None:
+        parts = [*parts, {"type": "refusal", "refusal": refusal}]
+    if parts or not (may_lack and message.get("tool_calls")):
+        read["content"] = "".join(_text_of_part(index, part) for part in parts)
+    return read
 
 
 def _text_of_part(index: int, part: Any) -> str:
-    text = part.get("text") if isinstance(part, Mapping) else None
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
         raise PromptError(f"message {index} has a part of type {kind!r}: only text can be given here")
     return text

@@ -18,7 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import MissingExtra, OptionError, PromptError
-from outrider.text.chat import Chat, ChatOptions
+from outrider.text.chat import Chat, ChatOptions, read_message
 from outrider.text.prompts import is_chat, media_of
 
 _KINDS = ("image", "image_url")
@@ -109,6 +109,8 @@ def chat_inputs(
     images: list[Any] = []
     written = []
     for index, message in enumerate(messages):
+        if not any(map(_is_image, _parts(message))):
+            message = read_message(index, message)
         parts = []
         for part in _parts(message):
             if _is_image(part):

@@ -13,10 +13,13 @@ class OutputParser:
     Args:
         thoughts: splits them off; None if there are none.
         tools: finds calls; None if there are none.
+        has_content: otherwise what looks like content is the beginning of a call that was cut.
     """
 
-    def __init__(self, thoughts: ThoughtSplitter | None = None, tools: ToolParser | None = None) -> None:
-        self._thoughts, self._tools = thoughts, tools
+    def __init__(
+        self, thoughts: ThoughtSplitter | None = None, tools: ToolParser | None = None, *, has_content: bool = True
+    ) -> None:
+        self._thoughts, self._tools, self._has_content = thoughts, tools, has_content
 
     @property
     def is_in_call(self) -> bool:
@@ -34,5 +37,6 @@ class OutputParser:
             thoughts, text = self._thoughts.feed(text, is_end=is_end)
         pieces = [Piece("reasoning", thoughts)] if thoughts else []
         if self._tools is not None:
-            return [*pieces, *self._tools.feed(text), *(self._tools.finish() if is_end else ())]
+            found = [*self._tools.feed(text), *(self._tools.finish() if is_end else ())]
+            return pieces + [piece for piece in found if self._has_content or piece.kind != "content"]
         return [*pieces, Piece("content", text)] if text else pieces

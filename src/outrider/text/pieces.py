@@ -15,11 +15,13 @@ class Piece:
         kind: "call" begins a call, whose arguments follow.
         text: content; thoughts; the name of the tool; or a part of the arguments, which are JSON.
         call: the number of the call, from 0.
+        num_after: characters of the output so far that follow content, and are not decided or no content.
     """
 
     kind: Literal["content", "reasoning", "call", "arguments"]
     text: str
     call: int = 0
+    num_after: int = 0
 
 
 def num_undecided(text: str, markers: Sequence[str]) -> int:

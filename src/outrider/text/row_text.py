@@ -1,7 +1,9 @@
 """Stop conditions of a row, and the part of its text that is final.
 
 End tokens, stop tokens and stop strings are applied token by token, before streaming and counting. Text that could be
-the prefix of a stop string is held back until it is decided.
+the prefix of a stop string is held back until it is decided. Where thoughts are split off, stop strings count in the
+content alone. Only the token after white space tells whether a thought follows: there, a stop string of white space
+ends the row one token late.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from operator import itemgetter
 
 from outrider.records import FinishReason
 from outrider.text.pieces import num_undecided
+from outrider.text.thinking import ThoughtSplitter
 from outrider.text.tokenizer import Detokenizer
 
 
@@ -24,9 +27,11 @@ class RowText:
         stop_ids: more tokens that end the row; they have no text either.
         min_tokens: stop strings that are complete by then do not end the row.
         includes_stop: the token or string that ends the row is part of its text.
+        thoughts: splits off the thoughts of this row; None if all of its text is content.
 
     Attributes:
         stop_reason: the stop string or stop token that has ended the row; None if none has.
+        pieces: for each token, the text that has come with it, also where a stop string cuts it off.
     """
 
     def __init__(
@@ -37,20 +42,23 @@ class RowText:
         stop_ids: Collection[int] = (),
         min_tokens: int = 0,
         includes_stop: bool = False,
+        thoughts: ThoughtSplitter | None = None,
     ) -> None:
         assert detokenizer is not None or not stop
         self._detokenizer = detokenizer
         self._eos_ids, self._stop_ids = frozenset(eos_ids), frozenset(stop_ids)
         self._stop = tuple(stop)
         self._min_tokens, self._includes_stop = min_tokens, includes_stop
-        self._num_tokens = 0
+        self._thoughts = thoughts
         self.stop_reason: str | int | None = None
+        self.pieces: list[str] = []
         self._held: list[tuple[int, str]] = []  # (index of the token, its text), not yet final
+        self._content = ""  # of the held text, at its end: stop strings are searched in it
         self._certain: list[tuple[int, str]] = []
 
     def push(self, token_id: int) -> FinishReason | None:
         """Add the next token; return the finish reason if the row ends with it."""
-        index, self._num_tokens = self._num_tokens, self._num_tokens + 1
+        self.pieces.append("")
         reason: FinishReason | None = None
         if token_id in self._eos_ids:
             reason = "eos"
@@ -58,32 +66,36 @@ class RowText:
             reason, self.stop_reason = "stop", token_id
         if self._detokenizer is None or (reason is not None and not self._includes_stop):
             return reason
-        before = sum(len(piece) for _, piece in self._held)
         if piece := self._detokenizer.push(token_id):
-            self._held.append((index, piece))
+            self.pieces[-1] = piece
+            self._held.append((len(self.pieces) - 1, piece))
         if reason is not None:
             return reason
         if not self._stop:  # nothing is held back
             self._certain += self._held
             self._held.clear()
             return None
-        text = "".join(piece for _, piece in self._held)
+        before, num_held = len(self._content), sum(len(piece) for _, piece in self._held)
+        text = self._content + (piece if self._thoughts is None else self._thoughts.feed(piece)[1])
         # A stop string that was complete before this token came too early; it is held as the prefix of a longer one.
         found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self._stop]
         ends = [(at, string) for at, string in found if at >= 0]
-        if ends and self._num_tokens > self._min_tokens:
+        if ends and len(self.pieces) > self._min_tokens:
             at, self.stop_reason = min(ends, key=itemgetter(0))
-            self._release(at + len(self.stop_reason) if self._includes_stop else at)
+            end = at + len(self.stop_reason) if self._includes_stop else at
+            self._release(num_held - len(text) + end)
             self._held.clear()
             self._detokenizer = None  # any remainder lies beyond the end
             return "stop"
-        self._release(len(text) - num_undecided(text, self._stop))
+        num_waiting = 0 if self._thoughts is None else self._thoughts.num_waiting
+        self._content = text[len(text) - num_undecided(text, self._stop) :]
+        self._release(num_held - num_waiting - len(self._content))
         return None
 
     def finish(self) -> None:
         """End the row: held text cannot become a stop string any more."""
         if self._detokenizer is not None:
-            self._held.append((self._num_tokens - 1, self._detokenizer.flush()))
+            self._held.append((len(self.pieces) - 1, self._detokenizer.flush()))
             self._release(sum(len(piece) for _, piece in self._held))
 
     def take(self) -> list[tuple[int, str]]:

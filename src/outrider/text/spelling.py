@@ -1,19 +1,19 @@
 """The tokens of one tokenizer, spelled in those of another.
 
-Tokens are compared as bytes: tokenizers write a leading space as "Ġ" or "▁", and other bytes as letters or as "<0x41>".
-Special tokens are compared by their role (end, beginning) and by their names. A token without an equal is spelled by
-itself, not within its text; so the spelling of a sequence grows token by token, and is a function of it.
+Tokens are compared as bytes. Special tokens are compared by their role (end, beginning) and by their names. A token
+without an equal is spelled by itself, not within its text; so the spelling of a sequence grows token by token, and is a
+function of it.
 
 Source: the token-level intersection of Timor et al. 2502.05202, algorithm 4; the spelling is ours.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
+
+from outrider.text.token_bytes import TokenBytes, is_byte, letters, token_bytes
 
 _MOST = 8  # tokens of a spelling; of longer ones the last are kept
 
@@ -52,9 +52,10 @@ def spelling_of(target: Any, draft: Any, num_target: int, num_draft: int) -> Spe
     Returns:
         None if the tokens of one of them cannot be read as bytes.
     """
-    if not (_is_readable(target) and _is_readable(draft)):
+    own_bytes, draft_bytes = token_bytes(target), token_bytes(draft)
+    if own_bytes is None or draft_bytes is None:
         return None
-    ours, theirs = _Tokens(target, num_target), _Tokens(draft, num_draft)
+    ours, theirs = _Tokens(target, own_bytes, num_target), _Tokens(draft, draft_bytes, num_draft)
     equals = [-1] * num_target
     for token, i in ours.ids.items():
         equals[i] = theirs.ids.get(token, -1)
@@ -63,7 +64,7 @@ def spelling_of(target: Any, draft: Any, num_target: int, num_draft: int) -> Spe
     instead = next((i for i in (draft.unk_token_id, draft.eos_token_id) if i is not None and i < num_draft), 0)
     spelled = []
     for i, equal in enumerate(equals):
-        ids = [equal] if equal >= 0 else theirs.spell(ours.bytes_of(i))[-_MOST:]
+        ids = [equal] if equal >= 0 else theirs.spell(ours.bytes.of(i))[-_MOST:]
         spelled.append(tuple(ids or [instead]))
     begin = None if _first_id(target) is not None else _first_id(draft)
     return Spelling(tuple(equals), tuple(spelled), () if begin is None else (begin,))
@@ -73,45 +74,31 @@ class _Tokens:
     """The tokens of a tokenizer as bytes.
 
     Attributes:
+        bytes: of each.
         ids: of ordinary tokens. Of equal ones the first, and rather one that is not written as a byte.
         specials: ids of the special tokens, by name.
     """
 
-    def __init__(self, tokenizer: Any, num_tokens: int) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, bytes_: TokenBytes, num_tokens: int) -> None:
+        self.tokenizer, self.bytes = tokenizer, bytes_
         self._model, self._num_tokens = tokenizer.backend_tokenizer.model, num_tokens
-        self._has_letters = "ByteLevel" in _decoders(tokenizer)
         self._vocab = {token: i for token, i in tokenizer.get_vocab().items() if i < num_tokens}
-        self._names = {i: token for token, i in self._vocab.items()}
+        names = {i: token for token, i in self._vocab.items()}
         added = tokenizer.added_tokens_decoder
-        self._added = {i for i in added if i < num_tokens}
-        self.specials = {str(added[i]): i for i in self._added if added[i].special}
+        self.specials = {str(token): i for i, token in added.items() if token.special and i < num_tokens}
         self.ids: dict[bytes, int] = {}
         special_ids = {*self.specials.values()}
-        for i in sorted(self._names.keys() - special_ids, key=lambda i: (_is_byte(self._names[i]), i)):
-            self.ids.setdefault(self.bytes_of(i), i)
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """The text of a token; of a special one its name; nothing for an id without a token."""
-        name: str = self._names.get(token_id, "")
-        if token_id in self._added:
-            return name.encode()
-        if self._has_letters:
-            return bytes(_bytes()[letter] for letter in name if letter in _bytes())
-        return bytes([int(name[3:-1], 16)]) if _is_byte(name) else name.replace("▁", " ").encode()
+        for i in sorted(names.keys() - special_ids, key=lambda i: (is_byte(names[i]), i)):
+            self.ids.setdefault(self.bytes.of(i), i)
 
     def spell(self, text: bytes) -> list[int]:
         """A text in these tokens; as bytes where it is no whole character."""
         try:
-            written = "".join(map(_letters().__getitem__, text)) if self._has_letters else text.decode()
+            written = "".join(map(letters().__getitem__, text)) if self.bytes.has_letters else text.decode()
         except UnicodeDecodeError:
             return [i for byte in text if (i := self._vocab.get(f"<0x{byte:02X}>")) is not None]
-        found = self._model.tokenize(written if self._has_letters else written.replace(" ", "▁"))
+        found = self._model.tokenize(written if self.bytes.has_letters else written.replace(" ", "▁"))
         return [token.id for token in found if token.id < self._num_tokens]
-
-
-def _is_byte(name: str) -> bool:
-    return len(name) == 6 and name.startswith("<0x")
 
 
 def _equal_specials(ours: _Tokens, theirs: _Tokens) -> Iterator[tuple[int, int]]:
@@ -125,39 +112,8 @@ def _equal_specials(ours: _Tokens, theirs: _Tokens) -> Iterator[tuple[int, int]]
             yield i, j
 
 
-def _is_readable(tokenizer: Any) -> bool:
-    from tokenizers.models import BPE, Unigram
-
-    decoders = _decoders(tokenizer)
-    return bool({"ByteLevel", "Metaspace", "Replace"} & decoders) and isinstance(
-        tokenizer.backend_tokenizer.model, (BPE, Unigram)
-    )
-
-
-def _decoders(tokenizer: Any) -> set[str]:
-    """Types of the parts of a tokenizer's decoder."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None or backend.decoder is None:
-        return set()
-    state = json.loads(backend.decoder.__getstate__())
-    return {one["type"] for one in (state, *state.get("decoders", ()))}
-
-
 def _first_id(tokenizer: Any) -> int | None:
     """The token that it puts before every text; None if it puts none there."""
     ids = tokenizer("a").input_ids
     first: int | None = tokenizer.bos_token_id
     return first if first is not None and ids[:1] == [first] else None
-
-
-@cache
-def _letters() -> dict[int, str]:
-    """The letter that byte-level tokenizers write for each byte: itself where it is printed, else one from 256 on."""
-    printed = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return {byte: chr(byte if byte in printed else next(others)) for byte in range(256)}
-
-
-@cache
-def _bytes() -> dict[str, int]:
-    return {letter: byte for byte, letter in _letters().items()}

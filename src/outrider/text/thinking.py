@@ -90,6 +90,11 @@ class ThoughtSplitter:
         self._text = ""  # not yet split
         self._is_dropping = stage != "before" and not is_continued  # white space
 
+    @property
+    def num_waiting(self) -> int:
+        """Characters at the end that are neither thoughts nor the rest for certain."""
+        return len(self._text)
+
     def feed(self, text: str, *, is_end: bool = False) -> tuple[str, str]:
         """Add text; return the thoughts and the rest that are certain."""
         self._text += text

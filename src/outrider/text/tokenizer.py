@@ -166,6 +166,19 @@ class Detokenizer:
         return alone == "" and between == self._decode(around * 2) != ""
 
 
+def pieces_of(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str]:
+    """Split a prompt's text into those of its tokens.
+
+    Args:
+        text: decoded from the tokens; or encoded, and then without special tokens that were added.
+    """
+    shown_ids = [i for i in special_ids(tokenizer).intersection(token_ids) if tokenizer.decode([i]) in text]
+    detokenizer = Detokenizer(tokenizer, (), shown_ids)
+    pieces = [detokenizer.push(token_id) for token_id in token_ids[:-1]]
+    # The last one has the rest, also where the tokenizer has changed the text.
+    return [*pieces, text[sum(map(len, pieces)) :]]
+
+
 def _decoder_of(tokenizer: Any) -> Callable[[list[int]], str]:
     """A tokenizer's ``decode``, special tokens included; where its class adds nothing to that of the Rust tokenizer
     inside, the latter, since the layers between take ten times as long."""

@@ -107,7 +107,7 @@ def alpha(
     body: dict[str, Any] = {"alphas": [one.to_json() | {"draft": name} for name, row in results.items() for one in row]}
     options = {"temperatures": grid[0], "top_ps": grid[1], "prompts": prompts, "batch_size": batch_size}
     options |= template.to_json()
-    write_json(json_target, "alpha", options_json(pair, {}, **options), body, decoder.target, html)
+    write_json(json_target, "alpha", options_json(pair, {}, **options), body, decoder, html)
     if html is not None:
         console.print(f"Page: {html}", markup=False)
 

@@ -33,6 +33,7 @@ from outrider.cli.shared.options import (
     SeedOption,
     SignificanceOption,
     StructureOptions,
+    check_alone,
     check_batch_size,
     check_constraint,
     check_detect_tv,
@@ -51,7 +52,7 @@ from outrider.cli.shared.output import (
     write_outputs,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
-from outrider.cli.shared.stored_certificates import INPUTS, check_alone, read_certificate
+from outrider.cli.shared.stored_certificates import INPUTS, read_certificate
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_row import PromptLine
@@ -114,6 +115,8 @@ def certify(
 ) -> None:
     """Test that a draft does not change the distribution. With this pair, on this machine.
 
+    With -t 0: that greedy text is that of plain decoding; differences are explained, by rounding or by a bug.
+
     Exit code 0: certified; 1: not certified; 3: inconclusive (too little data)."""
     check_json_target(json_target)
     sizes = {"--num-tokens": num_tokens, "--detect-tv": detect_tv, "--budget": budget}
@@ -125,7 +128,8 @@ def certify(
         constraint = structure.to_options()
         sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
     else:
-        check_alone(context)
+        remedy = "with --again all options come from the file; leave it out"
+        check_alone(context, ("again", "html", "json_target"), remedy)
         pair, sampling, template, constraint, own, stored = read_certificate(again)
         prompts, chosen_k, max_new_tokens, significance, detect_tv, num_tokens, batch_size, seed = own
         num_draft_tokens = str(chosen_k)
@@ -151,7 +155,7 @@ def certify(
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
-    decoder, job = job_of(pair, options, k, lines, prompts, significance, batch_size, seed)
+    decoder, job = _job_of(pair, options, k, lines, prompts, significance, batch_size, seed)
     checksums = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
     if stored is not None and stored != checksums:
         what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != checksums[name])
@@ -174,12 +178,12 @@ def certify(
         batch_size=batch_size,
         **template.to_json(),
     )
-    document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder.target)
+    document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder)
     write_outputs(document, json_target, html, render_certificate)
     exit_with(certificate.verdict)
 
 
-def job_of(
+def _job_of(
     pair: PairOptions,
     options: dict[str, Any],
     k: NumDraftTokens,
@@ -205,6 +209,7 @@ def job_of(
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)
     prompts = encode_lines(decoder, lines, path)
+    decoder = decoder.of_one_kind(prompts)
     job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompts, options["max_new_tokens"])
     return decoder, job
@@ -212,10 +217,10 @@ def job_of(
 
 def _weights(decoder: Decoder) -> dict[str, str | None]:
     """Checksum of each model's weights."""
-    from outrider.models.loading import weights_checksum
+    from outrider.models.checksums import weights_checksum
 
-    drafts = [weights_checksum(lm.model) for lm in decoder.drafter.models]
-    return {"target": weights_checksum(decoder.target.model), "draft": " ".join(drafts) or None}
+    drafts = [weights_checksum(lm.weights) for lm in decoder.drafter.models]
+    return {"target": weights_checksum(decoder.target.weights), "draft": " ".join(drafts) or None}
 
 
 def _checksum(prompts: Sequence[Sequence[int]]) -> str:

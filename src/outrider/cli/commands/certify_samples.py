@@ -117,7 +117,7 @@ def certify_samples(
         pair, options, file=file, significance=significance, detect_tv=detect_tv, batch_size=batch_size, seed=seed
     )
     body = {**report.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
-    document = make_document("certify-samples", settings, body, decoder.target)
+    document = make_document("certify-samples", settings, body, decoder)
     write_outputs(document, json_target, html, render_samples)
     exit_with(report.verdict)
 
@@ -142,9 +142,10 @@ def _samples(
         given = replace(sampling, **line.options)
         try:
             own = Sampling(**given.to_options(seed=None, num_seeds=1))
-            check_tokens(own, decoder.target.vocab_size, decoder.eos_ids)
-            own = own.with_ends(decoder.eos_ids)
             prompt_ids = line.prompt if isinstance(line.prompt, tuple) else tuple(decoder.encode(line.prompt))
+            ends = decoder.ends_of(prompt_ids)
+            check_tokens(own, decoder.target.vocab_size, ends)
+            own = own.with_ends(ends)
             whole = prompt_ids
             if isinstance(line.output, str):
                 assert isinstance(line.prompt, str)

@@ -25,6 +25,7 @@ from outrider.records import Chunk, Completion, Timing
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.status import Status
 
     from outrider.decoder import Decoder
     from outrider.requests.session import Session
@@ -72,12 +73,13 @@ def chat(
 
     Each line of standard input is a message. A model without a chat template continues the text instead."""
     pair = _named(pair, target_name, draft_name)
-    sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
-    draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
-    template = TemplateOptions(True, system, chat_template_kwargs).options
-    options = sampling.to_options(seed=seed, num_seeds=1, **end.to_options(_ANSWER_TOKENS))
-    decoder = pair.load(waits=False)
-    decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
+    with _loading_line(pair.target, pair.single_draft):
+        sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
+        draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
+        template = TemplateOptions(True, system, chat_template_kwargs).options
+        options = sampling.to_options(seed=seed, num_seeds=1, **end.to_options(_ANSWER_TOKENS))
+        decoder = pair.load()
+        decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
     is_chat = decoder.tokenizer is not None and bool(decoder.tokenizer.chat_template)
     conversation: Conversation = ChatConversation(template) if is_chat else Continuation(decoder.target.name)
     if not is_chat:
@@ -100,6 +102,15 @@ def _named(pair: PairOptions, target: str | None, draft: str | None) -> PairOpti
             raise OptionError(option, value, f"give it or the argument {argument!r}, not both")
     target_name = pair.target if target is None else target
     return replace(pair, target=target_name, draft=pair.draft if draft is None else [draft])
+
+
+def _loading_line(target: str, draft: str) -> Status:
+    """A line while models are loaded, which begins with imports of seconds. It is for terminals, and removed at the
+    end."""
+    from rich.console import Console
+    from rich.text import Text
+
+    return Console(stderr=True).status(Text(f"loading {target} with {draft} ..."))  # names may contain brackets
 
 
 def _lines_of(console: Console) -> Iterator[str]:

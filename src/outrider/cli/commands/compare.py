@@ -97,8 +97,7 @@ def compare(
         from outrider.bench.run import Case, interleave, warm_up
         from outrider.race.events import RaceEvents
 
-        num_arms = 1 + len(pair.draft_names) * len(ks)
-        decoder = pair.load(num_arms * (num_runs + 2) * end.max_new_tokens)
+        decoder = pair.load()
         arms = _arms(pair, decoder, ks)
     hint_at_chat(decoder, [asked])
     report_context_limit(decoder.target.name, decoder.target.context_len, [decoder.encode(asked)], end.max_new_tokens)
@@ -134,7 +133,7 @@ def compare(
         from outrider.race.page import recorded_page
 
         events = [teller.start(), *rounds, teller.end(summaries)]
-        document = make_document("compare", settings, body, decoder.target)
+        document = make_document("compare", settings, body, decoder)
         write_outputs(document, json_target, html, lambda document: recorded_page(events, document))
     if is_interrupted:
         raise typer.Exit(130)

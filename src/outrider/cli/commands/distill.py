@@ -131,7 +131,7 @@ def distill(
     from outrider.distill.kinds import ModelStudent
     from outrider.distill.recipe import Budget, Recipe
     from outrider.distill.train import check_same_run, distil
-    from outrider.models.loading import stored_dtype
+    from outrider.models.reading import stored_dtype
     from outrider.models.registry import resolve
 
     if steps is None and minutes is None:

@@ -1,19 +1,15 @@
-"""``outrider eval``: task scores and perplexity; one file per command."""
+"""``outrider eval``: scores, plain and speculative."""
 
 from __future__ import annotations
 
 import typer
 
-from outrider.cli.commands.eval_harness import harness
 from outrider.cli.commands.eval_multiplication import multiplication
-from outrider.cli.commands.eval_perplexity import perplexity
 from outrider.cli.shared.help import Command, Group
 
 app = typer.Typer(
     cls=Group,
-    help="Score tasks with and without speculative decoding. Or measure perplexity.",
+    help="Score a task with and without speculative decoding.",
     no_args_is_help=True,
 )
 app.command("multiplication", cls=Command)(multiplication)
-app.command("harness", cls=Command)(harness)
-app.command("perplexity", cls=Command)(perplexity)

@@ -46,10 +46,10 @@ def multiplication(
     check_json_target(json_target)
 
     from outrider.bench.tables import new_table
-    from outrider.evals.multiplication import MAX_ANSWER_TOKENS, compare_scores, problems, score
+    from outrider.evals.multiplication import compare_scores, problems, score
     from outrider.stats.intervals import num_trials_to_decide
 
-    decoder = pair.load(2 * num_prompts * MAX_ANSWER_TOKENS)
+    decoder = pair.load()
     arms = {
         "plain": decoder,
         "speculative": replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k),
@@ -97,7 +97,7 @@ def multiplication(
     settings = options_json(
         pair, options, num_draft_tokens=k, num_prompts=num_prompts, batch_size=batch_size, margin=margin
     )
-    write_json(json_target, "eval-multiplication", settings, body, decoder.target)
+    write_json(json_target, "eval-multiplication", settings, body, decoder)
 
 
 def _score_json(result: SheetScore) -> dict[str, Any]:

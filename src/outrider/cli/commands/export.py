@@ -126,7 +126,7 @@ def export(
 
     header, outlooks, basis = _predict(engine, (described[0], described[1]), machine, options, log, measure, draft_cost)
     asked = header.sampling if header is not None else Sampling(**options)
-    _check_sampling(to, engine, asked)
+    _check_sampling(engine, asked)
     k = ks[0] if isinstance(ks[0], int) else None
     setting = _setting(engine, outlooks, asked, k)
     chosen = outlooks.get(setting)
@@ -158,20 +158,13 @@ def export(
     write_json(json_target, "export", settings | {"draft_cost": draft_cost, "seed": seed, **asdict(sampling)}, body)
 
 
-def _check_sampling(to: str, engine: ServingEngine, sampling: Sampling) -> None:
+def _check_sampling(engine: ServingEngine, sampling: Sampling) -> None:
     """Raises OptionError if the engine cannot sample with these options and a draft exactly."""
     for one in fields(SamplingOptions):
         value = getattr(sampling, one.name)
         if value != one.default and one.name not in engine.options:
             option = f"--{one.name.replace('_', '-')}"
             raise OptionError(option, value, f"{engine.name} {engine.version} cannot do this exactly with a draft")
-    if sampling.temperature > 0 and not engine.is_exact_sampled:
-        raise OptionError(
-            "--temperature",
-            sampling.temperature,
-            f"with a draft, {engine.name} {engine.version} does not sample from the target's distribution "
-            "(docs/how-it-works/certificates.md): give -t 0, or choose another engine than --to " + to,
-        )
 
 
 def _predict(
@@ -186,7 +179,7 @@ def _predict(
     """Predict tau under each of the engine's rules, as far as there is data; returns its source too."""
     if log is None and not measure:
         return None, {}, ""
-    from outrider.decoding.measured_costs import tokens_needed
+    from outrider.bench.round_costs import tokens_needed
     from outrider.export.engine_rules import KS, by_draft_cost, by_measured_costs
     from outrider.models.memory import sizes_of
     from outrider.replay.plan import Setting, measure_costs

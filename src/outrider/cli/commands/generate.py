@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from array import array
@@ -132,7 +131,7 @@ def generate(
         totals = Totals(None if json_target is None or output is not None else [])
         workers: Workers
         if lines is None:
-            workers = worker = LocalWorker(setup, 1, end.max_new_tokens)
+            workers = worker = LocalWorker(setup, 1)
             console = console_for(json_target, has_colours=show_origin or None)
             _show(setup, worker.decoder, text, console, show_origin, totals)
         else:
@@ -148,11 +147,10 @@ def generate(
                 write = file.write
             finished.leave_out(invalid.reasons)
             totals.num_failed = finished.num_failed
-            num_tokens = sum(setup.max_new_tokens(lines[index]) for index in finished.missing())
             if cluster.ray is None:
-                workers = LocalWorker(setup, batch_size, num_tokens)
+                workers = LocalWorker(setup, batch_size)
             else:
-                many = open_ray_workers(cluster, setup, batch_size, finished.num_missing, num_tokens)
+                many = open_ray_workers(cluster, setup, batch_size, finished.num_missing)
                 workers = files.enter_context(many)
             _continue_all(setup, workers, invalid, finished, batch_size, write, totals)
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
@@ -241,9 +239,6 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
     hint_at_chat(decoder, [setup.template.prompt(prompt)])
     ids = setup.encode(decoder, prompt)
     report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
-    waits = decoder.target.execution.waits or setup.options["seed"] is not None
-    if not waits and console.file.isatty():  # log lines of the compiler would interrupt the text
-        logging.getLogger("outrider.compile.service").setLevel(logging.WARNING)
     chunks: list[Chunk] = []
     stream = decoder.stream(ids, **setup.options)
     try:
@@ -264,8 +259,6 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
     finally:
         console.file.write("\n")
         console.file.flush()
-    if not waits:
-        _report_missing()
     if has_colours:
         legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
         console.print(legend)
@@ -286,18 +279,6 @@ def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
     return f"seed {seed}" + (
         " (K adapted to the load: to repeat an output, give -k 4 with the seed)" if depends_on_k else ""
     )
-
-
-def _report_missing() -> None:
-    """Report how many programs were not compiled in time."""
-    from outrider.compile.service import shared_service
-
-    service = shared_service()
-    if service.num_open:
-        say(
-            f"{service.num_open} of {service.num_orders} programs were not compiled before generation ended: "
-            "'outrider compile' compiles them ahead of time"
-        )
 
 
 def _print(stream: IO[str], text: str) -> None:

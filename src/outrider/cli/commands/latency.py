@@ -66,8 +66,7 @@ def latency(
     from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
 
     check_figure_files(plot, html)
-    num_arms = 1 + 2 * len(pair.draft_names) * len(ks)
-    decoder = pair.load(num_arms * len(lines) * max_new_tokens)
+    decoder = pair.load()
     prompts = encode_lines(decoder, lines)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompts, max_new_tokens)
     arms = _arms(pair, decoder, ks)
@@ -95,7 +94,7 @@ def latency(
         "peak_memory_bytes": peak,
     }
     settings = options_json(pair, options, num_draft_tokens=ks, **template.to_json())
-    write_json(json_target, "latency", settings, body, decoder.target, html)
+    write_json(json_target, "latency", settings, body, decoder, html)
     if html is not None:
         console.print(f"Page: {html}", markup=False)
     if is_interrupted:

@@ -101,7 +101,7 @@ def models(
         from outrider.models.registry import user_file
 
         if is_wide:
-            console.print("The cache is preallocated; when compiled, its length is a power of two.", style="dim")
+            console.print("The cache is preallocated; with CUDA graphs, its length is a power of two.", style="dim")
         else:
             console.print("Where they come from: --json, or a wider terminal.", style="dim")
         console.print("Pairs that fit into a memory: outrider models --memory 24GiB", style="dim")
@@ -109,8 +109,9 @@ def models(
     else:
         from outrider.bench.predicted_memory import Workload, head_memory
         from outrider.models.heads.loading import MTP, is_head
-        from outrider.models.loading import context_len, read_config
+        from outrider.models.loading import context_len
         from outrider.models.placement import DTYPES
+        from outrider.models.reading import read_config
         from outrider.models.registry import resolve
 
         sizes = _numbers_of_devices(devices)
@@ -210,8 +211,8 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
     import torch
 
     from outrider.models.cpu_weights import kept_type, narrowed
-    from outrider.models.loading import read_config
     from outrider.models.placement import Placement, pick_device
+    from outrider.models.reading import read_config
 
     try:
         placed = Placement(dtype=dtype).over(spec)
@@ -231,7 +232,7 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
 def _list(rows: list[dict[str, Any]], context: int, batch_size: int, is_wide: bool) -> Table:
     from outrider.bench.tables import NameCell
 
-    columns = "name", "parameters", "context", "weights", "cache", "dtype", *("compiled", "from") * is_wide
+    columns = "name", "parameters", "context", "weights", "cache", "dtype", *("captured", "from") * is_wide
     title = f"cache for {batch_size} x {context} tokens, at most the model's context"
     table = _table(title, *columns, texts=("name", "dtype", "from"))
     for row in rows:
@@ -263,11 +264,11 @@ def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> lis
 
     from outrider.bench.predicted_memory import Predictor
     from outrider.models.cpu_weights import kept_type
-    from outrider.models.loading import read_config
     from outrider.models.memory import skeleton
     from outrider.models.parallel import check_shares
     from outrider.models.placement import DTYPES, Placement, pick_device
     from outrider.models.quantize import method_of
+    from outrider.models.reading import read_config
     from outrider.models.registry import QUANTIZATIONS
     from outrider.system.available import available_bytes
 

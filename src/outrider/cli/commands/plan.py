@@ -56,7 +56,7 @@ def plan(
     num_draft_tokens: Annotated[
         str | None,
         typer.Option(
-            "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few when compiled."
+            "-k", "--num-draft-tokens", help="K to choose from, like 1-8. Default: 1-16; a few with CUDA graphs."
         ),
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
@@ -111,7 +111,8 @@ def plan(
         raise OptionError("--log", str(log), "leave out --prompts and --chat: the log has its own prompts")
     lines = template.read(prompts)
 
-    from outrider.decoding.measured_costs import favoured_ks, tokens_needed
+    from outrider.bench.round_costs import tokens_needed
+    from outrider.decoding.schedule import favoured_ks
     from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
     from outrider.replay.replay import MATCH
     from outrider.sampling.rules import RULES
@@ -187,7 +188,7 @@ def plan(
     more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
     more |= template.to_json()
     document_options = options_json(pair, options, **more) | {"acceptance": acceptance}
-    write_json(json_target, "plan", document_options, body, decoder.target, html)
+    write_json(json_target, "plan", document_options, body, decoder, html)
     if html is not None:
         console.print(f"Page: {html}", markup=False)
     if is_interrupted:
@@ -283,7 +284,7 @@ def _show(
     if is_ours:
         print_command(console, command)
     else:
-        console.print("The numbers are for engines that accept by equality: outrider export --to mlx.", style="dim")
+        console.print("The numbers are for engines that accept by equality, such as mlx-lm.", style="dim")
 
 
 def _command(
@@ -301,11 +302,9 @@ def _command(
         words += ["--logit-bias", f"{token_id}={bias:g}"]
     for field in fields(PairOptions):
         value = getattr(pair, field.name)
-        if field.name not in ("target", "draft", "acceptance", "compile") and value != field.default:
+        if field.name not in ("target", "draft", "acceptance") and value != field.default:
             words += [f"--{field.name.replace('_', '-')}", str(value)]
     words += template.to_words()
-    if pair.compile is not None:
-        words.append("--compile" if pair.compile else "--no-compile")
     return shlex.join(words)
 
 

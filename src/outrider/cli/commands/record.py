@@ -12,7 +12,7 @@ import typer
 from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import BatchSizeOption, EndOptions, SamplingOptions, SeedOption, check_batch_size, flat
-from outrider.cli.shared.output import check_outputs, json_text, progress_bar
+from outrider.cli.shared.output import check_outputs, json_text, origin_of, progress_bar
 from outrider.cli.shared.pair_options import MachineOptions, TargetOption
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.cli.shared.wrapping import say
@@ -81,13 +81,14 @@ def record(
         check_outputs({"--tensors": tensors}, [prompts, output])
         check_writable(tensors)
 
-    decoder = machine.load(target, len(lines) * end.max_new_tokens)
+    decoder = machine.load(target)
 
     from outrider.replay.log import Log
     from outrider.replay.log_writer import LogWriter
     from outrider.replay.other_formats import tensor_text
 
     prompt_ids = encode_lines(decoder, lines, prompts)
+    decoder = decoder.of_one_kind(prompt_ids)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, end.max_new_tokens)
     header = _header(decoder, options, probs, template)
     labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
@@ -107,9 +108,8 @@ def record(
 
 def _header(decoder: Decoder, options: dict[str, Any], num_probs: int | None, template: TemplateOptions) -> Header:
     from outrider.replay.record import header_of
-    from outrider.system.provenance import provenance
 
-    origin = provenance(str(decoder.target.device)) | {"dtype": str(decoder.target.dtype).removeprefix("torch.")}
+    origin = origin_of(decoder)
     settings = {**template.to_json(), "dtype": origin["dtype"]}
     return header_of(decoder, options, num_probs, settings=settings, provenance=json.loads(json_text(origin)))
 

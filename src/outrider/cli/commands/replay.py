@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TextIO
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,23 +14,24 @@ from outrider.cli.shared.options import (
     MODELS_PANEL,
     BatchSizeOption,
     JsonOption,
-    NumDraftTokensListOption,
+    check_alone,
     check_batch_size,
     flat,
     parse_constant_k,
 )
 from outrider.cli.shared.output import (
+    check_figure_files,
     check_json_target,
     check_outputs,
     console_for,
     counted,
-    json_text,
     print_table,
     progress_bar,
     write_json,
 )
 from outrider.cli.shared.own_text import recorded
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
+from outrider.cli.shared.per_prompt import DrawnRounds, show, show_file
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_ACCEPTANCE
@@ -41,17 +42,29 @@ if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
     from outrider.replay.log import Log
     from outrider.replay.log_format import Header, Record
-    from outrider.replay.replay import AlphaRange, ExpectedRounds, ReplayedRecord, Summary
+    from outrider.replay.replay import AlphaRange, ExpectedRounds, Summary
 
 
 _FORMATS = ("outrider", "tensors")
 _OUTPUT_FORMATS = ("outrider", "cumulative")
+# Options with a file of rounds.
+_OF_ROUNDS = (
+    "log",
+    "per_prompt",
+    "num_draft_tokens",
+    "tokens_per_prompt",
+    "plot",
+    "json_target",
+)  # of a file of rounds
 
 
 @flat
 def replay(
+    context: typer.Context,
     drafts: DraftOptions,
-    log: Annotated[Path, typer.Argument(help="Log written by outrider record.")],
+    log: Annotated[
+        Path, typer.Argument(help="Log written by outrider record. With --per-prompt: or a file of rounds.")
+    ],
     target: Annotated[
         str | None,
         typer.Option(
@@ -60,9 +73,29 @@ def replay(
             rich_help_panel=MODELS_PANEL,
         ),
     ] = None,
-    num_draft_tokens: NumDraftTokensListOption = "1-8",
+    num_draft_tokens: Annotated[
+        str | None,
+        typer.Option(
+            "-k",
+            "--num-draft-tokens",
+            help="One or several K: 4, 1-8, 1,2,4. Default: 1-8; of cumulative counts: the most accepted in a round.",
+            rich_help_panel=MODELS_PANEL,
+        ),
+    ] = None,
     batch_size: BatchSizeOption = 8,
-    output: Annotated[Path | None, typer.Option(help="Write the rounds, for outrider analyze. As JSON lines.")] = None,
+    per_prompt: Annotated[
+        bool,
+        typer.Option(
+            "--per-prompt",
+            help="Summarise rounds by prompt and category. Of the log, drawn at random; or of a file: the --output of "
+            "replay or of generate, or lines of cumulative counts like [3, 5] (decoding-speculative-decoding), where a "
+            "decrease starts a new prompt, unless --tokens-per-prompt is given.",
+        ),
+    ] = False,
+    tokens_per_prompt: Annotated[
+        int | None, typer.Option(help="For cumulative counts: tokens generated per prompt.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the rounds, for --per-prompt. As JSON lines.")] = None,
     output_format: Annotated[
         str,
         typer.Option(
@@ -70,7 +103,9 @@ def replay(
             "the --batch-size prompts (decoding-speculative-decoding; one draft, one K)."
         ),
     ] = "outrider",
-    seed: Annotated[int, typer.Option(help="Seed for --output. Rounds over sampled logs are random.")] = 0,
+    seed: Annotated[
+        int, typer.Option(help="Seed for --output and --per-prompt. Rounds over sampled logs are random.")
+    ] = 0,
     log_format: Annotated[
         str,
         typer.Option(
@@ -85,12 +120,26 @@ def replay(
     tokenizer_of: Annotated[
         str | None, typer.Option(help="With --format tensors: the model that the ids belong to.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot tau against K: FILE.png or FILE.svg.")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Plot tau against K: FILE.png or FILE.svg. Of a file of rounds: rounds and positions."),
+    ] = None,
     json_target: JsonOption = None,
 ) -> None:
     """Compute tokens per round of drafts from a log. For every draft and K, without generating it again."""
+    if tokens_per_prompt is not None and tokens_per_prompt < 1:
+        raise OptionError("--tokens-per-prompt", tokens_per_prompt, "a whole number >= 1")
+    check_json_target(json_target)
+    if per_prompt and log_format == "outrider" and not log.is_dir():
+        check_alone(context, _OF_ROUNDS, "a file of rounds has been replayed already: leave it out")
+        check_outputs({"--json": json_target, "--plot": plot}, [log])
+        check_figure_files(plot)
+        show_file(log, tokens_per_prompt, _single_k(num_draft_tokens), plot, json_target)
+        return
+    if tokens_per_prompt is not None:
+        raise OptionError("--tokens-per-prompt", tokens_per_prompt, "it needs --per-prompt and a file of counts")
     check_batch_size(batch_size)
-    ks = parse_constant_k(num_draft_tokens)
+    ks = parse_constant_k(num_draft_tokens or "1-8")
     for option, value, known in (
         ("--format", log_format, _FORMATS),
         ("--output-format", output_format, _OUTPUT_FORMATS),
@@ -110,11 +159,10 @@ def replay(
         {"--output": output, "--json": json_target, "--plot": plot},
         [log, prompts, drafts.models, *(drafts.corpus or ())],
     )
-    check_json_target(json_target)
     if output is not None:
         check_writable(output)
 
-    from outrider.bench.plots import check_plot_file, plot_tau
+    from outrider.bench.plots import plot_tau
     from outrider.replay.log import Log
     from outrider.replay.replay import PREDICTED_RULES, load_draft, summarise
     from outrider.replay.replay import replay as judge
@@ -122,8 +170,7 @@ def replay(
 
     if drafts.acceptance not in PREDICTED_RULES:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
-    if plot is not None:
-        check_plot_file(plot)
+    check_figure_files(plot)
     set_threads(drafts.threads)
     decoder = pair = None
     if target is not None:
@@ -153,14 +200,14 @@ def replay(
     loaded: list[tuple[str, Drafter]] = [
         (name, alone(name) if pair is None or decoder is None else pair.load_draft(decoder, name)) for name in names
     ]
-    rounds = _Rounds(drafts.acceptance, ks, seed)
+    rounds = DrawnRounds(drafts.acceptance, ks, seed)
     summaries: list[Summary] = []
     with progress_bar("prompts", len(loaded) * len(records)) as advance:
         for name, drafter in loaded:
             lm = None if decoder is None else decoder.target
             replayed = judge(records, header, drafter, drafts.acceptance, ks, target=lm, batch_size=batch_size)
-            if output is not None:
-                replayed = rounds.drawn(replayed, name)
+            if output is not None or per_prompt:
+                replayed = rounds.draw(replayed, name)
             summaries.append(summarise(counted(replayed, advance), ks))
     if output is not None:
         with current_ranks().own_path(output).open("w", encoding="utf-8") as stream:
@@ -173,6 +220,8 @@ def replay(
     console = console_for(json_target)
     title = f"{header.target}, {len(records)} prompts, temperature {header.sampling.temperature:g}, {drafts.acceptance}"
     _show(console, title, arms, dict(zip(names, summaries, strict=True)))
+    if per_prompt:
+        show(console, "Rounds", rounds.analyses())
     if log_format == "tensors":
         console.print("Note: assumes greedy outputs, each ended by its length limit")
     if plot is not None:
@@ -207,9 +256,19 @@ def replay(
     write_json(json_target, "replay", settings, body, _a_model([drafter for _, drafter in loaded]))
 
 
+def _single_k(text: str | None) -> int | None:
+    """K of a file of counts. Raises OptionError."""
+    if text is None:
+        return None
+    ks = parse_constant_k(text)
+    if len(ks) > 1:
+        raise OptionError("-k/--num-draft-tokens", text, "one number: that of the file")
+    return ks[0]
+
+
 def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -> tuple[Header, list[Record]]:
     """Read a log of printed tensors as greedy outputs, each ended by its length."""
-    from outrider.models.loading import load_tokenizer
+    from outrider.models.reading import load_tokenizer
     from outrider.models.registry import resolve
     from outrider.options import Sampling
     from outrider.replay.log_format import Header, Record
@@ -243,45 +302,6 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
         for index, (line, given, ids) in enumerate(zip(lines, prompt_ids, texts, strict=True))
     ]
     return header, records
-
-
-@dataclass
-class _Rounds:
-    """Rounds for ``--output``, drawn at random."""
-
-    acceptance: str
-    ks: Sequence[int]
-    seed: int
-    rows: list[dict[str, Any]] = field(default_factory=list)
-
-    def drawn(self, replayed: Iterator[ReplayedRecord], draft: str) -> Iterator[ReplayedRecord]:
-        import numpy as np
-
-        from outrider.replay.rounds import RecordedArm, round_row
-
-        for one in replayed:
-            for k in self.ks:
-                least, most = one.distributions(k)
-                if least is not most:
-                    raise OptionError(
-                        "--output",
-                        self.acceptance,
-                        "the log holds bounds only, from which rounds cannot be drawn: choose another rule, or "
-                        "record with --probs as large as the vocabulary",
-                    )
-                rounds, is_truncated = least.draw(np.random.default_rng([self.seed, one.index, k]))
-                arm = RecordedArm(draft, k, self.acceptance)
-                num_tokens = len(least.num_drafted)
-                self.rows.append(round_row(arm, one.index, one.category, rounds, is_truncated, num_tokens))
-            yield one
-
-    def write(self, stream: TextIO, output_format: str, batch_size: int) -> None:
-        from outrider.replay.other_formats import round_lines
-
-        if output_format == "cumulative":
-            stream.writelines(round_lines([[n + 1 for n in row["num_accepted"]] for row in self.rows], batch_size))
-        else:
-            stream.writelines(json_text(row) for row in self.rows)
 
 
 def _a_model(drafters: Sequence[Drafter]) -> Any:

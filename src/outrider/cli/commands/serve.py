@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.shared.added_models import named_pairs
 from outrider.cli.shared.generation_config import GenerationConfigOption
 from outrider.cli.shared.options import flat, parse_k
 from outrider.cli.shared.pair_options import PairOptions
@@ -23,7 +21,7 @@ from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
-    from outrider.serve.engine_thread import EngineThread
+    from outrider.serve.served_model import ServedModel
 
 _LOG = logging.getLogger("outrider.serve")
 _SERVER = "Server"
@@ -71,16 +69,6 @@ def serve(
         typer.Option(
             metavar="NAME",
             help="Model name for clients. Repeatable. Default: the target's name.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = None,
-    add_model: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=TARGET",
-            help="Serve another model, too, to requests whose field model is NAME, with --draft or its own "
-            "(NAME=TARGET,draft=DRAFT); weights that models have in common are in memory once. Repeatable. Other "
-            "options are the same for all.",
             rich_help_panel=_SERVER,
         ),
     ] = None,
@@ -143,19 +131,11 @@ def serve(
             rich_help_panel=_SERVER,
         ),
     ] = None,
-    wait: Annotated[
-        bool,
-        typer.Option(
-            "--wait",
-            help="With --compile: become ready only when all programs are compiled. Default: run eagerly until then.",
-            rich_help_panel=_SERVER,
-        ),
-    ] = False,
     shutdown_timeout: Annotated[
         float, typer.Option(help="Seconds that running requests may continue after SIGTERM.", rich_help_panel=_SERVER)
     ] = 30.0,
 ) -> None:
-    """Serve a target and its draft, or several such pairs, over OpenAI's API.
+    """Serve a target and its draft over OpenAI's API.
 
     Endpoints: /v1/chat/completions, /v1/responses, /v1/completions and others; the page at / shows a race."""
     (k, *more) = parse_k(num_draft_tokens)
@@ -180,15 +160,14 @@ def serve(
     keys = tuple(key.strip() for key in api_key or () if key.strip())
     if is_one_of_several():
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
-    names = served_model_name or [pair.target]
-    pairs = named_pairs(pair, names, add_model or ())
+    names, draft = served_model_name or [pair.target], pair.single_draft
     check_choice(generation_config)
     try:
         from outrider.serve.app import is_loopback
         from outrider.serve.connections import room_for_connections
         from outrider.serve.image_fetch import check_hosts
         from outrider.serve.log_limit import RateLimitFilter
-        from outrider.serve.server import ModelToServe, Server, ServerOptions, listen
+        from outrider.serve.server import Server, ServerOptions, listen
         from outrider.serve.startup_log import about
         from outrider.text.thinking import thinking_of
         from outrider.text.tools.formats import tool_format_of
@@ -198,24 +177,19 @@ def serve(
     if not keys and not is_loopback(host):
         raise OptionError("--host", host, "without --api-key only loopback is allowed: use 127.0.0.1")
 
-    def load(name: str, pair: PairOptions, others: Sequence[Decoder]) -> Decoder:
-        draft = pair.single_draft
-        _LOG.info("loading %s: %s with draft %s; %s/health is 503 until ready", name, pair.target, draft, url)
-        decoder = pair.load(waits=wait, generation_config=generation_config, shares_with=others)
+    def load() -> Decoder:
+        _LOG.info("loading %s: %s with draft %s; %s/health is 503 until ready", names[0], pair.target, draft, url)
+        decoder = pair.load(generation_config=generation_config)
         tool_format_of(decoder.tokenizer, tool_parser)  # before the server is ready
         thinking_of(decoder.tokenizer, reasoning_parser)
-        for handler in logging.getLogger("outrider.compile.service").handlers:
-            handler.setFormatter(_lines())
-        return replace(decoder, drafter=pair.load_draft(decoder, draft, others), num_draft_tokens=k)
+        return replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
 
     listener = listen(host, port)
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
-    def on_ready(worker: EngineThread) -> None:
-        for model in worker.models:
-            prefix = f"{model.names[0]}: " if len(worker.models) > 1 else ""
-            for line in about(model.decoder, model.schedule, model.num_slots, model.capacity):
-                _LOG.info("%s%s", prefix, line)
+    def on_ready(model: ServedModel) -> None:
+        for line in about(model.decoder, model.schedule, model.num_slots, model.capacity):
+            _LOG.info("%s", line)
         _LOG.info("ready: %s/v1", url)
         _LOG.info("web page with a race of plain and speculative decoding: %s", url)
 
@@ -234,8 +208,7 @@ def serve(
         image_hosts=tuple(allow_image_host or ()),
     )
     with listener, _log_on_stderr(RateLimitFilter()):
-        models = [ModelToServe(names, partial(load, names[0], pair)) for names, pair in pairs.items()]
-        Server(models, options, listener, on_ready).run()
+        Server(names, load, options, listener, on_ready).run()
 
 
 class _TerminalLines(logging.Formatter):
@@ -259,8 +232,8 @@ def _log_on_stderr(lines: logging.Filter) -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(_lines())
     handler.addFilter(lines)
-    # Not "outrider" as a whole: the model options set up the compiler's log (``load``).
-    names = {"outrider.serve": logging.INFO, "outrider.decoding": logging.INFO}
+    # Not "outrider" as a whole, which tells how models are read (--verbose).
+    names = dict.fromkeys(("outrider.serve", "outrider.decoding", "outrider.kernels"), logging.INFO)
     names |= {"uvicorn": logging.WARNING, "asyncio": logging.WARNING}
     levels = {logging.getLogger(name): level for name, level in names.items()}
     for logger, level in levels.items():

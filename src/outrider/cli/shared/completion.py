@@ -14,7 +14,7 @@ from outrider.options import LOOKUPS
 if TYPE_CHECKING:
     from outrider.models.registry import ModelSpec
 
-ENGINES = ("vllm", "sglang", "llama.cpp", "tensorrt-llm", "openvino", "transformers", "mlx")  # of --to
+ENGINES = ("vllm", "sglang", "llama.cpp", "transformers")  # of --to
 RULES = ("block", "rejection", "gumbel")  # of --acceptance
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 

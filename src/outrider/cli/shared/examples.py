@@ -13,8 +13,6 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "serve": ("serve --port 8080", f"serve {_PAIR} --slots 16"),
     "compare": ("compare --html race.html", f"compare {_PAIR} -k 2-6"),
     "latency": ("latency -k 1-4", f"latency {_PAIR} --html latency.html"),
-    "compile": ("compile -k 4", f"compile {_PAIR} --slots 8"),
-    "costs": ("costs", "costs --target fable --clear"),
     "models": ("models --memory 24GiB", f"models {_PAIR}"),
     "plan": (f"plan {_PAIR} --html plan.html", "plan --what-if alpha=0.8,c=0.05"),
     "alpha": ("alpha -t 0.5,1", f"alpha {_PAIR} --prompts texts.txt"),
@@ -24,10 +22,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     ),
     "replay": (
         "replay log --draft ngram --draft suffix -k 1-8",
-        "replay log --draft qwen3-0.6b --output rounds.jsonl",
+        "replay log --draft qwen3-0.6b -k 4 --per-prompt",
     ),
-    "analyze": ("analyze rounds.jsonl", "analyze rounds.jsonl --html rounds.html"),
-    "shapes": ("shapes", "shapes qwen3-8b --shape 2x1024 --shape 4x512 --plot shapes.png"),
     "distill": (
         "distill fable --output draft --minutes 5",
         "distill qwen3-8b --output head --kind eagle3 --minutes 240",
@@ -36,17 +32,10 @@ EXAMPLES: dict[str, tuple[str, str]] = {
         "export --to transformers --output out",
         f"export {_PAIR} --to vllm --output out",
     ),
-    "schema": ("schema compare", "schema generate-output"),
     "certify": ("certify --html certificate.html", f"certify {_PAIR} --budget 5m"),
     "certify-samples": (
         "certify-samples qwen3-8b samples.jsonl --draft qwen3-0.6b",
         "certify-samples fable samples.jsonl -t 0.8 --html findings.html",
     ),
-    "divergence": ("divergence", f"divergence {_PAIR} --dtype float32"),
     "eval multiplication": ("eval multiplication", "eval multiplication --num-prompts 100 --draft ngram"),
-    "eval harness": (
-        "eval harness --tasks arithmetic_2da --limit 50",
-        f"eval harness --tasks gsm8k {_PAIR}",
-    ),
-    "eval perplexity": ("eval perplexity text.txt", f"eval perplexity text.txt {_PAIR}"),
 }

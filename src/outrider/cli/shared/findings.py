@@ -1,4 +1,4 @@
-"""Findings of ``certify``, ``certify-samples`` and ``divergence``, as rows and sentences."""
+"""Findings of ``certify`` and ``certify-samples``, as rows and sentences."""
 
 from __future__ import annotations
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import typer
 
 from outrider.cli.shared.options import SAMPLING_PANEL, SamplingOptions
 from outrider.cli.shared.wrapping import say
 
-_Options = TypeVar("_Options", bound=SamplingOptions)
 GenerationConfigOption = Annotated[
     str,
     typer.Option(
@@ -24,19 +22,12 @@ GenerationConfigOption = Annotated[
 
 
 def over_checkpoint(
-    sampling: _Options,
-    context: typer.Context,
-    choice: str,
-    target: str,
-    models: Path | None,
-    *,
-    leaves: Collection[str] = (),
-) -> _Options:
+    sampling: SamplingOptions, context: typer.Context, choice: str, target: str, models: Path | None
+) -> SamplingOptions:
     """The options of a command line, over those that the target's checkpoint states. Says which it takes.
 
     Args:
         context: knows which options were given.
-        leaves: options that the command states itself.
 
     Raises:
         OptionError, ModelNotFound, FileError
@@ -46,11 +37,7 @@ def over_checkpoint(
 
     spec = resolve(target, models)
     given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
-    taken = {
-        name: value
-        for name, value in sampling_defaults(spec, choice).items()
-        if name not in given and name not in leaves
-    }
+    taken = {name: value for name, value in sampling_defaults(spec, choice).items() if name not in given}
     if taken:
         say(defaults_text(spec.name, taken))
     return replace(sampling, **taken)

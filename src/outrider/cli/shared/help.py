@@ -18,7 +18,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 from outrider.cli.shared.examples import EXAMPLES
 from outrider.cli.shared.options import MACHINE_PANEL, MODELS_PANEL
 from outrider.cli.shared.other_names import ALIASES, PROMPT_OPTIONS, check_names, hint_at_threads
-from outrider.errors import OptionError
+from outrider.errors import OptionError, UsageError
 
 if TYPE_CHECKING:
     _Base = TyperCommand
@@ -30,12 +30,21 @@ _COMMON = frozenset(
     {
         *("target", "draft", "num_draft_tokens", "acceptance"),
         *("temperature", "top_k", "top_p", "max_new_tokens", "seed"),
-        *("device", "dtype", "quantize", "compile", "threads"),
+        *("device", "dtype", "quantize", "execution", "threads"),
         *("slots", "context", "host", "port", "api_key"),
         *("kind", "layers", "init", "steps", "minutes", "loss"),
         *("budget", "detect_tv"),
     }
 )
+_GONE = {  # commands of earlier versions
+    "analyze": "run outrider replay FILE --per-prompt",
+    "compile": "nothing is compiled any more, and models start at once",
+    "costs": "no costs are stored any more, and ~/.cache/outrider/costs is of no use",
+    "divergence": "run outrider certify -t 0, which tells rounding from a bug",
+    "eval harness": "run python -m outrider.evals.harness --model outrider --tasks TASKS",
+    "eval perplexity": "run python -m outrider.evals.harness --model outrider --tasks wikitext",
+    "shapes": "run python benchmarks/shapes.py in a clone of Outrider",
+}
 _PLACES = {MODELS_PANEL: 0, MACHINE_PANEL: 2}  # of the panels; others in between
 _FIRST_SENTENCE = re.compile(r".*?[.?](?= |$)", re.DOTALL)
 _BLANK_LINES = re.compile(r"\A(?:(?: |\x1b\[[\d;]*m)*\r?\n)+")
@@ -136,7 +145,11 @@ class Command(_Help, TyperCommand):
 
 
 class Group(_Help, TyperGroup):
-    pass
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        words = f"{ctx.command_path.partition(' ')[2]} {args[0]}".strip()
+        if words in _GONE:
+            raise UsageError(f"outrider {words} is gone: {_GONE[words]}")
+        return super().resolve_command(ctx, args)
 
 
 _ALL = "outrider.help_all"

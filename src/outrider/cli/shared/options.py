@@ -10,7 +10,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -85,38 +85,6 @@ class SamplingOptions:
         if seed is not None:
             Sampling(seed=seed + num_seeds - 1)
         return options | {"seed": seed}
-
-
-def _of_sampling(name: str) -> Any:
-    """Declaration of an option of ``SamplingOptions``."""
-    return get_type_hints(SamplingOptions, include_extras=True)[name].__metadata__[0]
-
-
-@dataclass(frozen=True)
-class TaskSamplingOptions:
-    """Sampling options that override a task's own."""
-
-    temperature: Annotated[float | None, _of_sampling("temperature")] = None
-    top_k: Annotated[int | None, _of_sampling("top_k")] = None
-    top_p: Annotated[float | None, _of_sampling("top_p")] = None
-    min_p: Annotated[float | None, _of_sampling("min_p")] = None
-    repetition_penalty: Annotated[float | None, _of_sampling("repetition_penalty")] = None
-    presence_penalty: Annotated[float | None, _of_sampling("presence_penalty")] = None
-    frequency_penalty: Annotated[float | None, _of_sampling("frequency_penalty")] = None
-    logit_bias: Annotated[list[str] | None, _of_sampling("logit_bias")] = None
-    min_tokens: Annotated[int | None, _of_sampling("min_tokens")] = None
-
-    def to_options(self, **more: Any) -> dict[str, Any]:
-        """Given fields of ``outrider.Sampling``, and those of ``more`` that are not None, checked.
-
-        Raises:
-            OptionError
-        """
-        given = {field.name: getattr(self, field.name) for field in fields(self)} | more
-        given["logit_bias"] = _parse_biases(self.logit_bias)
-        options = {name: value for name, value in given.items() if value is not None}
-        Sampling(**options)
-        return options
 
 
 @dataclass(frozen=True)
@@ -252,6 +220,18 @@ def check_batch_size(batch_size: int) -> None:
     """Raises OptionError."""
     if batch_size < 1:
         raise OptionError("--batch-size", batch_size, "a whole number >= 1")
+
+
+def check_alone(context: typer.Context, kept: Collection[str], remedy: str) -> None:
+    """Check that no option was given but those kept.
+
+    Raises:
+        OptionError: another option was given; the message ends with the remedy.
+    """
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        if source is not None and source.name == "COMMANDLINE" and param.name not in kept:
+            raise OptionError(max(param.opts, key=len), context.params[param.name or ""], remedy)
 
 
 def check_significance(level: float) -> None:

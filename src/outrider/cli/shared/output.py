@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.errors import OptionError
-from outrider.schemas.titles import title_of
 from outrider.system.files import check_writable, write_text
+from outrider.system.titles import title_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from outrider.bench.run import Measurement
     from outrider.cli.shared.pair_options import PairOptions
+    from outrider.decoder import Decoder
     from outrider.runtime.lm import LM
 
 
@@ -131,7 +132,7 @@ def write_json(
     command: str,
     options: dict[str, Any],
     body: dict[str, Any],
-    target: LM | None = None,
+    ran: Decoder | LM | None = None,
     html: Path | None = None,
 ) -> None:
     """Write a command's document, if requested. See ``make_document``.
@@ -142,7 +143,7 @@ def write_json(
     if json_target is not None or html is not None:
         from outrider.pages.reports import render_report
 
-        write_outputs(make_document(command, options, body, target), json_target, html, render_report)
+        write_outputs(make_document(command, options, body, ran), json_target, html, render_report)
 
 
 def write_outputs(
@@ -175,31 +176,35 @@ def make_document(
     command: str,
     options: dict[str, Any],
     body: dict[str, Any],
-    target: LM | None = None,
+    ran: Decoder | LM | None = None,
     *,
     origin: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Document of a command, as it reads back from JSON (outrider.schemas).
+    """Document of a command, as it reads back from JSON.
 
     Args:
-        target: the model that ran, if any; its device and dtype go into the provenance.
+        ran: the decoder or model that ran, if any; device, dtype and end tokens go into the provenance.
         origin: the provenance, if the model ran in another process.
     """
-    origin = origin_of(target) if origin is None else origin
+    origin = origin_of(ran) if origin is None else origin
     return _as_read({"schema": title_of(command), "options": options, **body, "provenance": origin})
 
 
-def origin_of(target: LM | None) -> dict[str, Any]:
+def origin_of(ran: Decoder | LM | None) -> dict[str, Any]:
     """Provenance of a document.
 
     Args:
-        target: see ``make_document``.
+        ran: see ``make_document``.
     """
+    from outrider.decoder import Decoder
     from outrider.system.provenance import provenance
 
-    origin = provenance("cpu" if target is None else str(target.device))
-    if target is not None:
-        origin["dtype"] = str(target.dtype).removeprefix("torch.")
+    lm = ran.target if isinstance(ran, Decoder) else ran
+    origin = provenance("cpu" if lm is None else str(lm.device))
+    if lm is not None:
+        origin["dtype"] = str(lm.dtype).removeprefix("torch.")
+    if isinstance(ran, Decoder):
+        origin["end_ids"] = {"texts": sorted(ran.eos_ids), "chats": sorted(ran.eos_ids | ran.turn_ids)}
     return origin
 
 

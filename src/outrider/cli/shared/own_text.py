@@ -59,7 +59,7 @@ def own_text(
     """
     from outrider.replay.record import header_of, record_batch
 
-    seed = options["seed"]
+    decoder, seed = decoder.of_one_kind(prompts), options["seed"]
     without_seed = {name: value for name, value in options.items() if name != "seed"}
     labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
     with progress_bar("generating with the target", len(lines)) as advance:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from outrider.cli.shared.completion import DTYPES, RULES, complete_draft, complete_target, one_of
+from outrider.cli.shared.logs import log_to_stderr
 from outrider.cli.shared.options import (
     MACHINE_PANEL,
     MODELS_PANEL,
     SamplingOptions,
-    TaskSamplingOptions,
     parse_k,
 )
-from outrider.cli.shared.wrapping import say
-from outrider.errors import CompileError, OptionError
-from outrider.models.registry import QUANTIZATIONS, ROUNDS_ROWS
+from outrider.errors import OptionError
+from outrider.models.registry import ARITHMETICS, EXECUTIONS, QUANTIZATIONS
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
 from outrider.system.cores import useful_threads
 
@@ -30,24 +26,6 @@ if TYPE_CHECKING:
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
     from outrider.models.placement import Placement
-
-_LONG_WORK = 50_000  # tokens; compiling saves milliseconds per token and costs minutes
-
-
-class _OnStderr(logging.Handler):
-    """Logs to the current standard error."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
-
-
-def _log_to_stderr(name: str) -> logging.Logger:
-    """Show a logger's messages about long work on standard error."""
-    logger = logging.getLogger(name)
-    if not logger.handlers:
-        logger.addHandler(_OnStderr())
-    logger.setLevel(logging.INFO)
-    return logger
 
 
 def set_threads(threads: int | None) -> None:
@@ -122,9 +100,9 @@ class PairOptions:
     quantize: Annotated[
         str | None,
         typer.Option(
-            help="int8, int4, fp8, 8bit, nf4, a8 or none. Quantizes the target's weights; a8, with a GGUF file or a "
-            "4-bit checkpoint on the CPU, its activations. A name ending in :int8 does the same.",
-            autocompletion=one_of(("none", *QUANTIZATIONS, ROUNDS_ROWS)),
+            help="int8, int4, fp8, 8bit, nf4 or none, of the target's weights. Or the arithmetic of a GGUF file or a "
+            "4-bit checkpoint on the CPU: a8, a15 or a32. A name ending in :int8 does the same.",
+            autocompletion=one_of(("none", *QUANTIZATIONS, *ARITHMETICS)),
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
@@ -183,15 +161,21 @@ class PairOptions:
             rich_help_panel=MACHINE_PANEL,
         ),
     ] = False
-    compile: Annotated[
-        bool | None,
+    execution: Annotated[
+        str,
         typer.Option(
-            "--compile/--no-compile",
-            help="Compile the models; on CUDA, capture graphs. Compiling takes minutes the first time ('outrider "
-            "compile' does it ahead). Default: only for long jobs on the CPU.",
+            help="How forwards run: auto, eager, native (CPU) or captured (CUDA graphs). auto takes the fastest that "
+            "the model and its device allow.",
+            autocompletion=one_of(EXECUTIONS),
             rich_help_panel=MACHINE_PANEL,
         ),
-    ] = None
+    ] = "auto"
+    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", hidden=True)] = None
+
+    def __post_init__(self) -> None:
+        if self.compile is not None:
+            remedy = "nothing is compiled any more, and --execution chooses how models run: leave it out"
+            raise OptionError("--compile" if self.compile else "--no-compile", self.compile, remedy)
 
     @property
     def draft_names(self) -> list[str]:
@@ -235,54 +219,30 @@ class PairOptions:
             if option.name in ("target", "draft") or value == option.default:
                 continue
             if isinstance(value, bool):
-                words.append(name if value else f"--no-{option.name}")
+                words.append(name)
             else:
                 values = value if isinstance(value, list) else [value]
                 words += [word for one in values for word in (name, str(one))]
         return words
 
-    def load(
-        self,
-        num_tokens: int = 0,
-        *,
-        waits: bool = True,
-        generation_config: str = "none",
-        shares_with: Sequence[Decoder] = (),
-    ) -> Decoder:
+    def load(self, *, generation_config: str = "none") -> Decoder:
         """Load the target, without a draft.
 
         Args:
-            num_tokens: estimated tokens to generate; decides whether compiling pays.
-            waits: see ``Decoder.compiled``. Measurements and certificates wait, to run one execution only.
             generation_config: see ``outrider.load``. Commands state all sampling options; the server's clients do not.
-            shares_with: see ``outrider.load``.
         """
         from outrider import load
 
         set_threads(self.threads)
-        _log_to_stderr("outrider.decoding")  # measures round costs for adaptive K
-        decoder = load(
+        log_to_stderr("outrider.kernels")
+        log_to_stderr("outrider.decoding")  # measures round costs for adaptive K
+        return load(
             self.target,
             **asdict(self.placement),
             acceptance=self.acceptance,
             generation_config=generation_config,
             models_file=self.models,
-            shares_with=shares_with,
         )
-        target = decoder.target
-        pays = target.device.type == "cpu" and target.num_shares == 1 and not target.has_states
-        is_long = num_tokens >= _LONG_WORK and pays
-        if not (is_long if self.compile is None else self.compile):
-            return decoder
-        logger = _log_to_stderr("outrider.compile.service")
-        compiled = decoder.compiled(waits=waits)
-        if self.compile is None and waits:
-            try:
-                compiled.generate([[0]], max_new_tokens=1)
-            except CompileError as error:  # not requested, so continue without
-                logger.warning("%s", error)
-                return decoder
-        return compiled
 
     @property
     def placement(self) -> Placement:
@@ -290,7 +250,7 @@ class PairOptions:
         from outrider.models.placement import Placement
 
         plain = Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory)
-        return replace(plain, store=self.store, allow_pickle=self.allow_pickle)
+        return replace(plain, store=self.store, allow_pickle=self.allow_pickle, execution=self.execution)
 
     @property
     def draft_placement(self) -> Placement:
@@ -305,48 +265,15 @@ class PairOptions:
             max_memory=self.draft_max_memory,
             store=self.store,
             allow_pickle=self.allow_pickle,
+            execution="eager" if self.execution == "eager" else "auto",
         )
 
-    def against(self, name: str) -> PairOptions:
-        """Options for another target on the same machine, placed by the draft's options."""
-        placed = self.draft_placement
-        return replace(
-            self,
-            target=name,
-            device=placed.device,
-            dtype=placed.dtype,
-            quantize=placed.quantization,
-            device_map=placed.device_map,
-            max_memory=placed.max_memory,
-            store=placed.store,
-        )
-
-    def load_draft(self, decoder: Decoder, name: str, shares_with: Sequence[Decoder] = ()) -> Drafter:
-        """Load a draft for the target, compiled if the target is.
-
-        Args:
-            shares_with: see ``outrider.load``.
-        """
+    def load_draft(self, decoder: Decoder, name: str) -> Drafter:
+        """Load a draft for the target."""
         from outrider.api import load_drafter
-        from outrider.compile.compiled_lm import compiled_lm
 
         corpus = (self.corpus or ()) if reads_corpus(name) else ()
-        drafter = load_drafter(
-            decoder,
-            name,
-            placement=self.draft_placement,
-            models_file=self.models,
-            corpus=corpus,
-            shares_with=shares_with,
-        )
-        if not decoder.target.execution.is_prepared:
-            return drafter
-        try:
-            return drafter.with_models(partial(compiled_lm, waits=decoder.target.execution.waits))
-        except CompileError:
-            if self.compile:
-                raise
-            return drafter  # not requested
+        return load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models, corpus=corpus)
 
 
 def _of_pair(name: str) -> Any:
@@ -367,11 +294,12 @@ class MachineOptions:
     store: Annotated[str | None, _of_pair("store")] = None
     threads: Annotated[int | None, _of_pair("threads")] = None
     allow_pickle: Annotated[bool, _of_pair("allow_pickle")] = False
+    execution: Annotated[str, _of_pair("execution")] = "auto"
     compile: Annotated[bool | None, _of_pair("compile")] = None
 
-    def load(self, target: str, num_tokens: int = 0) -> Decoder:
+    def load(self, target: str) -> Decoder:
         """See ``PairOptions.load``."""
-        return PairOptions(target=target, **asdict(self)).load(num_tokens)
+        return PairOptions(target=target, **asdict(self)).load()
 
 
 @dataclass(frozen=True)
@@ -396,9 +324,7 @@ TargetOption = Annotated[str, _of_pair("target")]
 AllowPickleOption = Annotated[bool, _of_pair("allow_pickle")]
 
 
-def single_k(
-    text: str | None, pair: PairOptions, sampling: SamplingOptions | TaskSamplingOptions, seed: int | None
-) -> NumDraftTokens:
+def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, seed: int | None) -> NumDraftTokens:
     """K of a command that takes one. The default is "auto"; with a seed it is a number, since most rules repeat an
     output only with constant K.
 

@@ -76,14 +76,12 @@ class RayOptions:
 
 
 @contextmanager
-def open_ray_workers(
-    options: RayOptions, setup: Setup, num_slots: int, num_prompts: int, num_tokens: int
-) -> Iterator[RayWorkers]:
+def open_ray_workers(options: RayOptions, setup: Setup, num_slots: int, num_prompts: int) -> Iterator[RayWorkers]:
     """Open workers that end with the context, or with this process.
 
     Args:
         num_slots: prompts generated concurrently by each worker.
-        num_prompts, num_tokens: prompts to do, and estimated tokens to generate.
+        num_prompts: prompts to do.
 
     Raises:
         MissingExtra: Ray is not installed.
@@ -101,7 +99,7 @@ def open_ray_workers(
         reason = str(error).strip().splitlines()[0]
         raise OptionError("--ray", options.ray, f"{reason} (local: this machine, without a cluster)") from None
     try:
-        yield RayWorkers(setup, num_slots, options.ray_workers, num_prompts, num_tokens)
+        yield RayWorkers(setup, num_slots, options.ray_workers, num_prompts)
     finally:
         ray.shutdown()
 
@@ -113,9 +111,7 @@ class RayWorkers:
         num_workers: None for as many as fit.
     """
 
-    def __init__(
-        self, setup: Setup, num_slots: int, num_workers: int | None, num_prompts: int, num_tokens: int
-    ) -> None:
+    def __init__(self, setup: Setup, num_slots: int, num_workers: int | None, num_prompts: int) -> None:
         import ray
 
         num_cpus, num_gpus = max(1, setup.pair.threads or 1), _num_gpus(setup.pair.device)
@@ -126,7 +122,7 @@ class RayWorkers:
         self._num_workers = room if num_workers is None else num_workers
         self._num_slots, self._num_prompts = num_slots, num_prompts
         actor = ray.remote(_RemoteWorker).options(num_cpus=num_cpus, num_gpus=num_gpus)
-        self._new: Callable[[], Any] = lambda: actor.remote(setup, num_slots, num_tokens // self._num_workers)
+        self._new: Callable[[], Any] = lambda: actor.remote(setup, num_slots)
         self._actors = [self._new() for _ in range(self._num_workers)]
         # Requested first: after Ctrl-C it would wait for the current batch.
         self._about = [actor.about.remote() for actor in self._actors]
@@ -220,8 +216,8 @@ class _RemoteWorker:
     """A worker in its own process. Sends lengths in lists, since they are fast to compute, and each row alone, since
     the next may take long."""
 
-    def __init__(self, setup: Setup, num_slots: int, num_tokens: int) -> None:
-        self._worker = LocalWorker(setup, num_slots, num_tokens)
+    def __init__(self, setup: Setup, num_slots: int) -> None:
+        self._worker = LocalWorker(setup, num_slots)
 
     def lengths(self, prompts: list[tuple[int, PromptLine]]) -> Iterator[list[tuple[int, Length | OutriderError]]]:
         yield list(self._worker.lengths(prompts))

@@ -7,15 +7,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-import typer
-
 from outrider.cli.shared.options import SamplingOptions
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions
-from outrider.errors import FileError, OptionError
+from outrider.errors import FileError
 from outrider.options import CONSTRAINTS
-from outrider.schemas.titles import title_of
 from outrider.system.files import read_text
+from outrider.system.titles import title_of
 
 # Options that 0.1.0 did not have.
 _LATER: dict[str, Any] = {
@@ -29,6 +27,7 @@ _LATER: dict[str, Any] = {
     "min_tokens": 0,
     **dict.fromkeys(CONSTRAINTS),
     "bad_words": [],
+    "execution": "auto",
 }
 INPUTS = ("weights", "prompts_sha256")  # must be unchanged to run a certificate again
 
@@ -53,15 +52,6 @@ class OwnOptions(NamedTuple):
     num_tokens: int
     batch_size: int
     seed: int
-
-
-def check_alone(context: typer.Context) -> None:
-    """Raises OptionError if other options accompany --again."""
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE" and name not in ("again", "html", "json_target"):
-            option = "--" + name.replace("_", "-")
-            raise OptionError(option, context.params[name], "with --again all options come from the file; leave it out")
 
 
 def read_certificate(

@@ -56,8 +56,8 @@ class Setup:
         seed: int | None = line.options.get("seed", None if first is None else first + index)
         return seed
 
-    def load(self, num_tokens: int) -> Decoder:
-        decoder = self.pair.load(num_tokens, waits=False)
+    def load(self) -> Decoder:
+        decoder = self.pair.load()
         return replace(decoder, drafter=self.pair.load_draft(decoder, self.draft), num_draft_tokens=self.k)
 
     def encode(self, decoder: Decoder, prompt: str | Chat) -> list[int]:
@@ -97,15 +97,14 @@ class LocalWorker:
 
     Args:
         num_slots: prompts generated concurrently.
-        num_tokens: estimated tokens to generate.
     """
 
-    def __init__(self, setup: Setup, num_slots: int, num_tokens: int) -> None:
-        self._setup, self._num_slots, self._num_tokens = setup, num_slots, num_tokens
+    def __init__(self, setup: Setup, num_slots: int) -> None:
+        self._setup, self._num_slots = setup, num_slots
 
     @cached_property
     def decoder(self) -> Decoder:
-        return self._setup.load(self._num_tokens)
+        return self._setup.load()
 
     def lengths(self, prompts: Prompts) -> Iterator[tuple[int, Length | OutriderError]]:
         self._check_tokens(self._setup.options)
@@ -151,4 +150,4 @@ class LocalWorker:
         return f"{target} with {draft}, K = {decoder.num_draft_tokens}, {decoder.acceptance}"
 
     def origin(self) -> dict[str, Any]:
-        return origin_of(self.decoder.target)
+        return origin_of(self.decoder)

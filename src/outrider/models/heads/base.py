@@ -1,6 +1,6 @@
 """Heads as modules: the interface that their sessions use, and the parts that they borrow from their target.
 
-A head is built of Transformers' own layer classes, so that attention kernels, compilation and quantized weights work as
+A head is built of Transformers' own layer classes, so that attention kernels and quantized weights work as
 in models. Embedding, LM head and rotary embedding are mostly those of the target: the same modules, not copies.
 """
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
-from outrider.runtime.cache_layers import LayerShape
+from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
 

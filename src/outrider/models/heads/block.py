@@ -42,7 +42,7 @@ from outrider.models.heads.block_parts import (
     part_of,
 )
 from outrider.runtime.cache_argument import cache_argument
-from outrider.runtime.cache_layers import LayerShape
+from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
 _UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training

@@ -28,7 +28,7 @@ from outrider.models.heads.base import (
     set_vocabulary,
 )
 from outrider.runtime.cache_argument import cache_argument
-from outrider.runtime.cache_layers import LayerShape
+from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
 _RENAMED = {"midlayer.": "layers.0."}  # in the layouts of SafeAILab, SpecForge and AngelSlim

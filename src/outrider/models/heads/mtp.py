@@ -22,7 +22,7 @@ from outrider.errors import UnsupportedModel
 from outrider.models.heads.base import ChainHead, fill, layer_config, rotation
 from outrider.models.heads.checkpoint import open_tensors
 from outrider.runtime.cache_argument import cache_argument
-from outrider.runtime.cache_layers import LayerShape
+from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
 # The layout of DeepSeek and GLM, in the names of Qwen's.

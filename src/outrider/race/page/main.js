@@ -4,7 +4,7 @@ import { Player } from "./race.js";
 import { Refused, getJson, post } from "./stream.js";
 import { LaneView, element, pairs, verdict, watchTokens } from "./view.js";
 
-const RETRY_MS = 1000; // while the models load
+const RETRY_MS = 1000; // while the model loads
 
 /** @param {string} id @returns {any} */
 function at(id) {
@@ -119,7 +119,6 @@ async function race() {
   const { signal } = running;
   const seed = at("seed").value;
   const body = {
-    model: at("model").value,
     prompt: at("prompt").value,
     drafter: at("drafter").value,
     num_draft_tokens: Number(at("k").value),
@@ -143,17 +142,13 @@ async function race() {
   }
 }
 
-/** List the models of this server, and the drafts and rules of the chosen one, once it is ready. */
+/** List the drafts and rules of the server, once it is ready. */
 async function offer() {
-  const model = at("model").value; // empty at first
   at("start").disabled = true;
   try {
-    const query = model === "" ? "" : `?model=${encodeURIComponent(model)}`;
-    const found = await getJson(`v1/race/choices${query}`, at("key").value);
+    const found = await getJson("v1/race/choices", at("key").value);
     at("target").textContent = found.target;
-    at("model-field").hidden = found.models.length === 1;
     for (const [id, names, chosen] of [
-      ["model", found.models, model],
       ["drafter", found.drafts, found.drafts[0]],
       ["acceptance", found.acceptances, found.acceptance],
     ]) {
@@ -191,7 +186,6 @@ at("controls").addEventListener("submit", (event) => {
   race();
 });
 at("key").addEventListener("change", offer);
-at("model").addEventListener("change", offer);
 at("pause").addEventListener("click", () => show?.setPaused(!show.isPaused));
 at("again").addEventListener("click", () => show?.again());
 at("keep").addEventListener("change", () => at("lanes").classList.toggle("keep", at("keep").checked));

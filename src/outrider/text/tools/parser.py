@@ -115,6 +115,6 @@ class ToolParser(ABC):
         """Pass on the beginning of the text as content; white space at its end waits."""
         text, self._text = self._space + self._text[:num_characters], self._text[num_characters:]
         said = text.rstrip()
-        if said:
-            self._pieces.append(Piece("content", said))
         self._space = text[len(said) :]
+        if said:
+            self._pieces.append(Piece("content", said, num_after=len(self._space) + len(self._text)))

@@ -1,1 +1,0 @@
-"""Programs compiled ahead of time and CUDA graphs: prepared, cached and run."""

@@ -1,0 +1,143 @@
+"""Runner: prefills and rounds, on the target and the drafter.
+
+Each row has a slot of a preallocated cache. Before each round the target's cache holds all of its tokens but the last.
+The verify forward feeds that one and the K drafted tokens, which gives p at K+1 positions; the rule decides how many
+drafted tokens are accepted, and draws the one after them. Cache entries of rejected tokens are overwritten later (see
+runtime/cache.py).
+
+Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.decoding.batch import Batch, Head, Row
+from outrider.decoding.readback import StartedRound, report_of
+from outrider.decoding.verify import VerifyResult, verify_step
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, padded
+from outrider.runtime.device_timer import Clock
+from outrider.runtime.lm import LM
+from outrider.runtime.media import prefill_media
+from outrider.sampling.noise import NoiseAhead
+from outrider.sampling.rules import Rule
+
+
+class Runner:
+    """The models, with their caches of S slots.
+
+    Attributes:
+        cache: the target's.
+        session: the drafter's.
+        clock: times the device.
+        reads_rounds: whether the host must read a round before it starts the next one.
+    """
+
+    def __init__(self, target: LM, drafter: Drafter, rule: Rule, *, num_slots: int, capacity: int, max_k: int) -> None:
+        """
+        Args:
+            num_slots: S
+            capacity: most tokens in a slot.
+            max_k: most tokens drafted in a round.
+        """
+        self._target, self._drafter, self._rule = target, drafter, rule
+        lms = target, *drafter.models
+        for lm in lms:
+            lm.check_rollback(max_k)
+        # States are advanced by lengths on the host.
+        self.reads_rounds = drafter.reads_on_host or any(lm.has_states for lm in lms)
+        self.cache = target.new_cache(num_slots, capacity)
+        self.session = drafter.open(num_slots, capacity, target.device, max_k)
+        self.clock = Clock(target.device)
+        self._noise = NoiseAhead(rule.make_noise, max_k, target.vocab_size)
+        self._verify = target.bind(verify_step)
+        self._copies_reports = not self.reads_rounds and target.execution.lookahead > 0
+        self._prefills: list[tuple[Any, Any]] = []
+
+    def assign(self, slot: int, source: int, num_tokens: int) -> None:
+        """Begin a slot with the first tokens of a slot (another or itself), in all caches."""
+        self.cache.copy(source, slot, num_tokens)
+        self.session.assign(slot, source, num_tokens)
+        self._noise.invalidate()
+
+    def erase(self, slot: int, num_kept: int, end: int | None) -> None:
+        """Erase a slot, in all caches.
+
+        Args:
+            num_kept: its first tokens, which stay.
+            end: the place up to which it may have been written; None for all.
+        """
+        self.cache.erase(slot, num_kept, end)
+        self.session.assign(slot, None, num_kept)
+
+    def feed(self, rows: Sequence[Row], width: int, ids: Tensor) -> None:
+        """Prefill the next tokens of rows in adjacent slots, at most ``width`` of each.
+
+        Args:
+            ids: of all slots; column j holds the token at position j. [S, N]
+        """
+        begin, end = rows[0].slot, rows[-1].slot + 1
+        ids = ids[begin:end]
+        starts = [row.num_filled for row in rows]
+        ends = [min(start + width, row.prompt_length - 1) for row, start in zip(rows, starts, strict=True)]
+        mark = self.clock.mark()
+        cache, wanted = self.cache.rows(begin, end), self._drafter.features
+        media = rows[0].request.media
+        if media is not None and rows[0].num_media:
+            features = prefill_media(self._target, media, cache, wanted)
+        else:
+            features = self._target.prefill(
+                ids,
+                torch.tensor(starts, device=ids.device),
+                torch.tensor(ends, device=ids.device),
+                cache,
+                latest=max(starts),
+                num_columns=width,
+                features=wanted,
+            )
+        lengths = [row.prompt_length for row in rows]
+        self.session.prefill(Prefill(ids, begin, starts, ends, lengths, features))
+        self._prefills.append((mark, self.clock.mark()))
+        for row, filled in zip(rows, ends, strict=True):
+            row.num_filled = filled
+
+    def start(self, batch: Batch, head: Head, rows: Rows, chosen_k: int) -> StartedRound:
+        """Start a round, which the device may still be computing on return.
+
+        Args:
+            head, rows: of the batch; the view of the first slots.
+            chosen_k: K that the schedule chose.
+        """
+        target, execution = self._target, self._target.execution
+        k = execution.round_drafts(max(rows.most_wanted), head.most_k(chosen_k))
+        noise = self._noise.at(head.seeds, rows.lengths, k)
+        mark = drafting = self.clock.mark()
+        if self.session.catch_up(rows):
+            drafting = self.clock.mark()
+            self._prefills.append((mark, drafting))
+        with execution.turn():
+            draft = self.session.propose(rows, k, self._rule, noise)
+            draft = padded(draft, execution.round_drafts(draft.ids.shape[1], k))
+
+            verifying = self.clock.mark()
+            cache = self.cache.head(len(head))
+            view_len = target.view_len(rows.longest + draft.ids.shape[1], cache)
+            if target.has_states:
+                target.advance(cache, torch.where(rows.lengths < head.limits, rows.lengths - 1, 0))
+            allowed = None if rows.masks is None else rows.masks.along(draft)
+            static = self._rule, view_len, self._drafter.features
+            given = cache, rows.last_ids, rows.lengths, head.limits, draft, rows.settings, rows.history, allowed, noise
+            result = VerifyResult(*self._verify(static, *given))
+            verified = self.clock.mark()
+
+            batch.commit(rows, result)
+            self.session.observe(CommittedTokens(result.committed, result.places, result.lengths, result.features))
+            # Prepared steps overwrite their results: copy what is read after the next round starts.
+            report = report_of(head, draft, result, copy=self._copies_reports)
+        prefills, self._prefills = self._prefills, []
+        marks = drafting, verifying, verified, self.clock.mark()
+        return StartedRound(chosen_k, head.rows, report, marks, prefills)

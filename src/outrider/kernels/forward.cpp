@@ -1,0 +1,470 @@
+// A forward of a causal language model in one call: from token ids to logits, with its keys and values in a slot cache.
+//
+// The model is data (the structures below; native/engine.py builds them). The tokens are those of any number of
+// sequences; all threads go through the layers together, and wait for each other between the stages. A stage is divided
+// by tokens, heads or channels, none of whose results depends on how it is divided.
+#include <omp.h>
+
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "barrier.h"
+#include "products.h"
+
+namespace {
+
+constexpr int64_t MOST_TOKENS = 128;  // go through all layers at once: what a layer needs of them stays in the cache
+
+typedef std::unique_ptr<float[]> Buffer;
+Buffer buffer(int64_t number) { return Buffer(new float[number]); }
+
+struct Rope {
+  int64_t width, is_interleaved;  // whether the pairs are neighbours, or in the two halves
+  double scale;
+  const float* frequencies;  // [width / 2]
+};
+
+struct Layer {
+  Norm attention_norm, query_norm, key_norm, attention_post_norm, mlp_norm, mlp_post_norm;
+  int64_t rope;    // its number; -1 for none
+  int64_t window;  // places that a token sees, itself included; 0 for all
+  int64_t norms_whole_rows;  // query_norm and key_norm: of all heads together
+  int64_t num_inputs, num_ups;
+  Matrix inputs[3];  // queries, keys and values, one after the other
+  Matrix out;
+  Matrix ups[2];  // of the gate, if there is one, and of what it multiplies
+  Matrix down;
+};
+
+struct Model {
+  int64_t num_layers, hidden, num_heads, num_groups, head_width, activation, num_ropes, num_digits;
+  double attention_scale, attention_cap, embedding_scale, residual_scale, logit_scale, logit_cap;  // cap 0: none
+  Matrix embedding, head;
+  const float* place_embedding;  // [num_places, hidden], or null
+  int64_t num_places;
+  Norm last_norm;
+  const Rope* ropes;
+  const Layer* layers;
+};
+
+// Columns of tokens of several rows of a cache.
+struct Batch {
+  int64_t num_rows, num_columns;
+  const int64_t *ids, *places;  // a place below 0 is padding; the others of a row ascend [B, T]
+  const int64_t* offsets;       // from places to positions [B], or null
+  void* const* stores;          // keys and values of each layer in turn [B, L + 1, groups, head_width]
+  int64_t bits, row_places;     // of a number of the stores; L + 1
+  int64_t num_wanted;           // last columns whose logits are wanted; those of padding are zeros
+  float* logits;                // [B, num_wanted, V]
+  int64_t num_features;
+  const int64_t* feature_layers;  // whose inputs are wanted; the number of layers for the last output
+  float* features;                // those of padding are zeros [B, T, num_features, hidden]
+  bool* broken;  // with a key or value that is not finite, for which zero is stored; or null [B, T]
+};
+
+// A token, and where its results go.
+struct Token {
+  int64_t id, row, place, position, column;  // row * num_columns + column
+  float* logits;                             // or null
+};
+
+void put(float* to, float number) { *to = number; }
+void put(BFloat16* to, float number) {
+  uint32_t bits;
+  memcpy(&bits, &number, sizeof bits);
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  to->bits = is_nan ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, ties to even
+}
+
+// Queries of a sequence and of the heads that share keys, number first .. first + number - 1 if those of a token follow
+// one another; and a part of their sequence.
+struct Task {
+  int64_t group, first, number, part = 0, num_parts = 0;
+  bool is_first = true;  // of the parts
+};
+
+// Tasks of attention with one window: the parts of the same queries follow one another.
+struct Tasks {
+  int64_t window;
+  bool has_parts;
+  std::vector<Task> list;
+};
+
+// Tokens that go through the layers together, and what they need.
+struct Block {
+  Block(const Model& m, const Batch& batch, const Token* tokens, int64_t number)
+      : m(m), batch(batch), tokens(tokens), number(number), q_width(m.num_heads * m.head_width),
+        inputs_width(q_width + 2 * m.num_groups * m.head_width), kept_width(m.head_width + 2) {
+    int64_t widest = std::max(m.hidden, q_width);
+    size_t num_tasks = 0;
+    for (int64_t l = 0; l < m.num_layers; l++) {
+      const Layer& layer = m.layers[l];
+      ups_width = std::max(ups_width, layer.down.width * layer.num_ups);
+      widest = std::max(widest, layer.down.width);
+      if (tasks_with(layer.window) == nullptr) tasks.push_back(tasks_of(layer.window));
+    }
+    for (const Tasks& one : tasks) num_tasks = std::max(num_tasks, one.list.size());
+    x = buffer(number * m.hidden), y = buffer(number * m.hidden), normed = buffer(number * m.hidden);
+    inputs = buffer(number * inputs_width), attended = buffer(number * q_width), ups = buffer(number * ups_width);
+    turns = buffer(number * m.num_ropes * m.head_width);
+    kept = buffer(num_tasks * MOST_QUERIES * kept_width);
+    if (m.num_digits) chunks.reset(new RoundedChunk[number * ((widest + CHUNK - 1) / CHUNK)]);
+    for (int64_t t = 0; t < number; t++) {
+      if (tokens[t].logits != nullptr) wanted.push_back(t);
+    }
+    apart = buffer(wanted.empty() || batch.num_rows == 1 ? 0 : wanted.size() * m.head.num_channels);
+  }
+
+  const Tasks* tasks_with(int64_t window) const {
+    for (const Tasks& one : tasks) {
+      if (one.window == window) return &one;
+    }
+    return nullptr;
+  }
+
+  // Cosines and sines of a rope for a token: [width / 2] each.
+  float* turns_of(int64_t t, int64_t rope) const { return &turns[(t * m.num_ropes + rope) * m.head_width]; }
+
+  const Model& m;
+  const Batch& batch;
+  const Token* const tokens;
+  const int64_t number, q_width, inputs_width, kept_width;
+  int64_t ups_width = 0;
+  std::vector<int64_t> wanted;
+  std::vector<Tasks> tasks;
+  Buffer x, y, normed, inputs, attended, ups, turns, kept, apart;
+  std::unique_ptr<RoundedChunk[]> chunks;
+  mutable Barrier barrier;
+
+ private:
+  Tasks tasks_of(int64_t window) const {
+    Tasks found{window, false, {}};
+    const int64_t shared = m.num_heads / m.num_groups;  // heads with the same keys
+    for (int64_t begin = 0, end = 0; begin < number; begin = end) {
+      while (end < number && tokens[end].row == tokens[begin].row) end++;
+      const int64_t all = (end - begin) * shared, num_tiles = (all + MOST_QUERIES - 1) / MOST_QUERIES;
+      for (int64_t g = 0; g < m.num_groups; g++) {
+        for (int64_t tile = 0; tile < num_tiles; tile++) {
+          Task task{g, begin * shared + all * tile / num_tiles, all * (tile + 1) / num_tiles - all * tile / num_tiles};
+          const int64_t last = task.first + task.number - 1;
+          const int64_t highest = tokens[last / shared].place;
+          const int64_t lowest = tokens[task.first / shared].place + 1 - window;
+          const int64_t from = window ? std::max<int64_t>(0, lowest) / PLACES : 0;
+          task.num_parts = highest / PLACES - from + 1;
+          for (task.part = from; task.part <= highest / PLACES; task.part++) {
+            task.is_first = task.part == from;
+            found.list.push_back(task);
+          }
+          found.has_parts = found.has_parts || task.num_parts > 1;
+        }
+      }
+    }
+    return found;
+  }
+};
+
+// One thread's share of a block.
+template <typename Number>
+class Worker {
+ public:
+  Worker(const Block& b, int64_t thread, int64_t num_threads) : b(b), m(b.m), me(thread), n(num_threads) {}
+
+  void run() const {
+    for (int64_t t = me; t < b.number; t += n) embed(t);
+    for (int64_t l = 0; l < m.num_layers; l++) {
+      const Layer& layer = m.layers[l];
+      keep_features(l);
+      norm_and_round(layer.attention_norm);
+      for (int64_t i = 0, at = 0; i < layer.num_inputs; at += layer.inputs[i].num_channels, i++) {
+        product(of(b.normed, m.hidden, b.number), layer.inputs[i], &b.inputs[at], b.inputs_width);
+      }
+      wait();
+      place(layer, l);
+      wait();
+      attend(layer, l);
+      wait();
+      round(b.attended, b.q_width);
+      product(of(b.attended, b.q_width, b.number), layer.out, b.y.get(), m.hidden);
+      wait();
+      add(layer.attention_post_norm);
+      norm_and_round(layer.mlp_norm);
+      const int64_t width = layer.down.width;
+      for (int64_t i = 0; i < layer.num_ups; i++) {
+        product(of(b.normed, m.hidden, b.number), layer.ups[i], &b.ups[i * b.number * width], width);
+      }
+      activate(share_of(width, me, n), width, layer.num_ups == 2 ? &b.ups[b.number * width] : nullptr);
+      wait();
+      round(b.ups, width);
+      product(of(b.ups, width, b.number), layer.down, b.y.get(), m.hidden);
+      wait();
+      add(layer.mlp_post_norm);
+    }
+    keep_features(m.num_layers);
+    if (!b.wanted.empty()) find_logits();
+  }
+
+ private:
+  void wait() const { b.barrier.wait(n); }
+
+  // The first rows of a buffer as products take them.
+  Rows of(const Buffer& rows, int64_t width, int64_t number) const {
+    return {rows.get(), b.chunks.get(), number, width, m.num_digits};
+  }
+
+  void product(const Rows& rows, const Matrix& matrix, float* to, int64_t stride) const {
+    const Share share = share_of(matrix.num_channels, me, n);
+    products(rows, matrix, share, to, stride);
+    if (matrix.scales == nullptr && matrix.bias == nullptr) return;
+    for (int64_t t = 0; t < rows.number; t++) {
+      float* row = to + t * stride;
+      if (matrix.scales != nullptr) for (int64_t o = share.begin; o < share.end; o++) row[o] *= matrix.scales[o];
+      if (matrix.bias != nullptr) for (int64_t o = share.begin; o < share.end; o++) row[o] += matrix.bias[o];
+    }
+  }
+
+  // Rounds rows of which each thread has written some; the threads wait before, by the caller, and after.
+  void round(const Buffer& rows, int64_t width) const {
+    if (m.num_digits == 0) return;
+    for (int64_t i = me; i < b.number * ((width + CHUNK - 1) / CHUNK); i += n) {
+      round_chunk(&rows[i % b.number * width], width, i / b.number, i % b.number, b.number);
+    }
+    wait();
+  }
+  // Norms number t of `number` rows to `normed`, and rounds what this gives.
+  void norm_and_round(const Norm& norm, const float* row, int64_t t, int64_t number) const {
+    float* to = &b.normed[t * m.hidden];
+    norm.apply(row, m.hidden, to);
+    for (int64_t c = 0; m.num_digits && c * CHUNK < m.hidden; c++) round_chunk(to, m.hidden, c, t, number);
+  }
+  // Of a row that is no whole number of groups, which no matrix in blocks takes, the last numbers are left out.
+  void round_chunk(const float* row, int64_t width, int64_t c, int64_t t, int64_t number) const {
+    const int64_t whole = std::min(CHUNK, (width - c * CHUNK) / GROUP * GROUP);
+    b.chunks[c * number + t].round(row + c * CHUNK, whole, m.num_digits);
+  }
+
+  void embed(int64_t t) const {
+    float* x = &b.x[t * m.hidden];
+    widen_row(m.embedding, b.tokens[t].id, x);
+    const float scale = m.embedding_scale;
+    const int64_t position = b.tokens[t].position;
+    if (scale != 1.0f) for (int64_t i = 0; i < m.hidden; i++) x[i] *= scale;
+    if (m.place_embedding != nullptr) {
+      for (int64_t i = 0; i < m.hidden; i++) x[i] += m.place_embedding[position * m.hidden + i];
+    }
+    for (int64_t r = 0; r < m.num_ropes; r++) {
+      const Rope& rope = m.ropes[r];
+      float* turns = b.turns_of(t, r);
+      const float scale = rope.scale;
+      for (int64_t i = 0; i < rope.width / 2; i++) {
+        const float angle = static_cast<float>(position) * rope.frequencies[i];
+        turns[i] = std::cos(angle) * scale;
+        turns[rope.width / 2 + i] = std::sin(angle) * scale;
+      }
+    }
+  }
+
+  void keep_features(int64_t l) const {
+    for (int64_t f = 0; f < b.batch.num_features; f++) {
+      if (b.batch.feature_layers[f] != l) continue;
+      for (int64_t t = me; t < b.number; t += n) {
+        float* to = b.batch.features + (b.tokens[t].column * b.batch.num_features + f) * m.hidden;
+        std::copy_n(&b.x[t * m.hidden], m.hidden, to);
+      }
+    }
+  }
+
+  void norm_and_round(const Norm& norm) const {
+    for (int64_t t = me; t < b.number; t += n) norm_and_round(norm, &b.x[t * m.hidden], t, b.number);
+    wait();
+  }
+
+  // Norms and turns queries and keys; stores keys and values.
+  void place(const Layer& layer, int64_t l) const {
+    const int64_t H = m.num_heads, G = m.num_groups, D = m.head_width;
+    if (layer.norms_whole_rows) {
+      for (int64_t t = me; t < b.number; t += n) {
+        float* q = &b.inputs[t * b.inputs_width];
+        layer.query_norm.apply(q, H * D, q);
+        layer.key_norm.apply(q + H * D, G * D, q + H * D);
+      }
+      wait();
+    }
+    for (int64_t i = me; i < b.number * (H + G); i += n) {
+      const int64_t t = i / (H + G), h = i % (H + G);
+      const Token& token = b.tokens[t];
+      float* x = &b.inputs[t * b.inputs_width + h * D];
+      if (!layer.norms_whole_rows) (h < H ? layer.query_norm : layer.key_norm).apply(x, D, x);
+      if (layer.rope >= 0) turn(x, m.ropes[layer.rope], b.turns_of(t, layer.rope));
+      if (h < H) continue;
+      const int64_t at = ((token.row * b.batch.row_places + token.place) * G + h - H) * D;
+      store_finite(x, static_cast<Number*>(b.batch.stores[2 * l]) + at, token);
+      store_finite(x + G * D, static_cast<Number*>(b.batch.stores[2 * l + 1]) + at, token);
+    }
+  }
+
+  static void turn(float* x, const Rope& rope, const float* cosines) {
+    const int64_t half = rope.width / 2;
+    const float* sines = cosines + half;
+    const int64_t apart = rope.is_interleaved ? 1 : half, step = rope.is_interleaved ? 2 : 1;
+    for (int64_t i = 0; i < half; i++) {
+      float *first = x + i * step, *second = first + apart;
+      const float a = *first, c = *second;
+      *first = a * cosines[i] - c * sines[i];
+      *second = c * cosines[i] + a * sines[i];
+    }
+  }
+
+  void store_finite(const float* from, Number* to, const Token& token) const {
+    for (int64_t i = 0; i < m.head_width; i++) {
+      float number = from[i];
+      if (b.batch.broken != nullptr && !std::isfinite(number)) {
+        number = 0.0f;
+        __atomic_store_n(b.batch.broken + token.column, true, __ATOMIC_RELAXED);
+      }
+      put(to + i, number);
+    }
+  }
+
+  void attend(const Layer& layer, int64_t l) const {
+    const Tasks& tasks = *b.tasks_with(layer.window);
+    const int64_t number = tasks.list.size(), D = m.head_width, padded = (D + LANES - 1) / LANES * LANES;
+    const Buffer queries = buffer(MOST_QUERIES * padded);
+    std::fill_n(queries.get(), MOST_QUERIES * padded, 0.0f);
+    for (int64_t i = me; i < number; i += n) {
+      const Task& task = tasks.list[i];
+      const int64_t row = b.tokens[token_of(task, 0)].row, begin = task.part * PLACES;
+      const int64_t at = ((row * b.batch.row_places + begin) * m.num_groups + task.group) * D;
+      Part<Number> part{queries.get(), padded, D, static_cast<Number*>(b.batch.stores[2 * l]) + at,
+                        static_cast<Number*>(b.batch.stores[2 * l + 1]) + at, m.num_groups * D, {}, {},
+                        static_cast<float>(m.attention_scale), static_cast<float>(m.attention_cap),
+                        &b.kept[i * MOST_QUERIES * b.kept_width]};
+      for (int64_t q = 0; q < task.number; q++) {
+        const int64_t t = token_of(task, q), end = b.tokens[t].place + 1;
+        std::copy_n(&b.inputs[t * b.inputs_width + head_of(task, q) * D], D, &queries[q * padded]);
+        const int64_t seen = layer.window ? std::max<int64_t>(0, end - layer.window) : 0;
+        part.ends[q] = std::clamp<int64_t>(end - begin, 0, PLACES);
+        part.begins[q] = std::clamp<int64_t>(seen - begin, 0, part.ends[q]);
+      }
+      switch (task.number) {
+        case 1: part.template attend<1>(); break;
+        case 2: part.template attend<2>(); break;
+        case 3: part.template attend<3>(); break;
+        case 4: part.template attend<4>(); break;
+        case 5: part.template attend<5>(); break;
+        case 6: part.template attend<6>(); break;
+      }
+      if (task.num_parts == 1) gather(task, i);
+    }
+    if (!tasks.has_parts) return;
+    wait();
+    for (int64_t i = me; i < number; i += n) {
+      if (tasks.list[i].is_first && tasks.list[i].num_parts > 1) gather(tasks.list[i], i);
+    }
+  }
+  // Of a query of a task: its token, and its head.
+  int64_t token_of(const Task& task, int64_t q) const { return (task.first + q) / (m.num_heads / m.num_groups); }
+  int64_t head_of(const Task& task, int64_t q) const {
+    const int64_t shared = m.num_heads / m.num_groups;
+    return task.group * shared + (task.first + q) % shared;
+  }
+  void gather(const Task& task, int64_t i) const {
+    for (int64_t q = 0; q < task.number; q++) {
+      const float* parts = &b.kept[(i * MOST_QUERIES + q) * b.kept_width];
+      float* to = &b.attended[token_of(task, q) * b.q_width + head_of(task, q) * m.head_width];
+      combine(parts, task.num_parts, MOST_QUERIES * b.kept_width, m.head_width, to);
+    }
+  }
+
+  // Adds what a half of a layer has found.
+  void add(const Norm& norm) const {
+    const float scale = m.residual_scale;
+    for (int64_t t = me; t < b.number; t += n) {
+      float *x = &b.x[t * m.hidden], *y = &b.y[t * m.hidden];
+      norm.apply(y, m.hidden, y);
+      each(x, m.hidden, [=, this](int64_t i, Floats values) __attribute__((always_inline)) {
+        const Floats more = load_to(y, i, m.hidden);
+        return scale == 1.0f ? values + more : multiply_add(more, all_lanes(scale), values);
+      });
+    }
+  }
+
+  void activate(Share share, int64_t width, const float* factors) const {
+    const int64_t number = share.end - share.begin;
+    for (int64_t t = 0; t < b.number; t++) {
+      const float* factor = factors == nullptr ? nullptr : factors + t * width + share.begin;
+      each(&b.ups[t * width + share.begin], number, [=, this](int64_t i, Floats values) {
+        values = activated(m.activation, values);
+        return factor == nullptr ? values : values * load_to(factor, i, number);
+      });
+    }
+  }
+
+  void find_logits() const {
+    wait();  // for all rows of x
+    const int64_t number = b.wanted.size(), V = m.head.num_channels;
+    for (int64_t w = me; w < number; w += n) norm_and_round(m.last_norm, &b.x[b.wanted[w] * m.hidden], w, number);
+    wait();
+    float* first = b.tokens[b.wanted[0]].logits;
+    bool are_neighbours = true;
+    for (int64_t w = 0; w < number; w++) are_neighbours &= b.tokens[b.wanted[w]].logits == first + w * V;
+    float* logits = are_neighbours ? first : b.apart.get();
+    product(of(b.normed, m.hidden, number), m.head, logits, V);
+    const Share share = share_of(V, me, n);
+    const float scale = m.logit_scale, cap = m.logit_cap;
+    for (int64_t w = 0; w < number; w++) {
+      float* row = logits + w * V + share.begin;
+      if (scale != 1.0f || cap != 0.0f) {
+        each(row, share.end - share.begin, [=](int64_t, Floats values) {
+          values *= scale;
+          return cap == 0.0f ? values : cap * tangent(values / cap);
+        });
+      }
+      if (!are_neighbours) std::copy_n(row, share.end - share.begin, b.tokens[b.wanted[w]].logits + share.begin);
+    }
+  }
+
+  const Block& b;
+  const Model& m;
+  const int64_t me, n;
+};
+
+template <typename Number>
+void run(const Block& block, int64_t num_threads) {
+  if (num_threads == 1) return Worker<Number>(block, 0, 1).run();
+#pragma omp parallel num_threads(num_threads)
+  Worker<Number>(block, omp_get_thread_num(), omp_get_num_threads()).run();
+}
+
+}  // namespace
+
+extern "C" {
+
+// Runs a forward. Returns false, and does nothing, if an id or a place is not there.
+bool outrider_forward(const Model* model, const Batch* batch, int64_t num_threads) {
+  const int64_t B = batch->num_rows, T = batch->num_columns, V = model->head.num_channels;
+  std::vector<Token> tokens;
+  tokens.reserve(B * T);
+  for (int64_t i = 0; i < B * T; i++) {
+    const int64_t row = i / T, column = i % T - (T - batch->num_wanted), place = batch->places[i];
+    float* logits = column < 0 ? nullptr : batch->logits + (row * batch->num_wanted + column) * V;
+    if (place < 0) {
+      if (logits != nullptr) std::fill_n(logits, V, 0.0f);
+      const int64_t num_features = batch->num_features * model->hidden;
+      if (num_features) std::fill_n(batch->features + i * num_features, num_features, 0.0f);
+      continue;
+    }
+    if (batch->ids[i] < 0 || batch->ids[i] >= model->embedding.num_channels || place >= batch->row_places - 1) return false;
+    const int64_t position = place + (batch->offsets == nullptr ? 0 : batch->offsets[row]);
+    if (model->place_embedding != nullptr && (position < 0 || position >= model->num_places)) return false;
+    tokens.push_back({batch->ids[i], row, place, position, i, logits});
+  }
+  if (batch->broken != nullptr) std::fill_n(batch->broken, B * T, false);
+  for (size_t first = 0; first < tokens.size(); first += MOST_TOKENS) {
+    const Block block(*model, *batch, &tokens[first], std::min<int64_t>(MOST_TOKENS, tokens.size() - first));
+    if (batch->bits == 32) run<float>(block, num_threads);
+    if (batch->bits == 16) run<BFloat16>(block, num_threads);
+  }
+  return true;
+}
+}

@@ -1,0 +1,10 @@
+// Products of rows of 8 bits with weights in blocks.
+
+#include "block_matmul.h"
+
+void one_digit_products(const Rows& x, const Matrix& matrix, Share share, float* y, int64_t stride) {
+  of_panels(matrix, share, [&](auto weights, int64_t begin, int64_t end, auto blocks) {
+    typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;
+    share_of_panels(RoundedRows<Block, 1>{x.chunks, x.number}, x.number, weights, begin, end, y, stride);
+  });
+}

@@ -1,0 +1,88 @@
+"""Which execution runs a model: eager (any model), native (known families on the CPU), captured (CUDA graphs)."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from outrider.errors import OptionError, UnsupportedModel
+from outrider.models.probe import probe
+from outrider.models.quantize import num_bytes
+from outrider.models.registry import EXECUTIONS
+from outrider.native.engine import NativeForward
+from outrider.native.plan import NotPlanned
+from outrider.runtime.cuda_graphs import CapturedExecution
+from outrider.runtime.execution import EagerExecution
+from outrider.runtime.lm import LM
+
+_LOG = logging.getLogger(__name__)
+_MOST_ROUNDS, _BYTES_PER_LOOK = 8, 100_000_000
+
+
+def executed(lm: LM, name: str = "auto", *, is_known: bool = False) -> LM:
+    """This model with an execution, probed.
+
+    Args:
+        name: one of EXECUTIONS (registry.py); "auto" is "native" on the CPU for models that the native engine knows,
+            "captured" on a CUDA device, where steps that cannot be captured run eagerly, and else "eager".
+        is_known: the native engine was found to give the model's logits.
+
+    Raises:
+        OptionError: there is no such execution, or the model or its device has not got it.
+        UnsupportedModel: its cache cannot be rolled back.
+    """
+    if name not in EXECUTIONS:
+        raise OptionError("execution", name, f"choose {', '.join(EXECUTIONS)}")
+    is_on_cuda = lm.device.type == "cuda"
+    if name == "captured" and not is_on_cuda:
+        raise OptionError("execution", name, f"CUDA graphs need a CUDA device, and {lm.name} is on {lm.device}")
+    if name == "native" or name == "auto" and not is_on_cuda:
+        try:
+            return _native(lm, is_known=is_known)
+        except NotPlanned as reason:
+            if name == "native":
+                raise OptionError("execution", name, f"{lm.name} runs eagerly: {reason}") from None
+            _LOG.info("%s runs eagerly: %s", lm.name, reason)
+    probe(lm)
+    is_alone = lm.num_shares == 1 and len({parameter.device for parameter in lm.weights.parameters()}) == 1
+    if name == "captured" or name == "auto" and is_on_cuda and is_alone:
+        return captured(lm, is_required=name == "captured")
+    return lm
+
+
+def captured(lm: LM, *, is_required: bool = False) -> LM:
+    """This model in CUDA graphs.
+
+    Args:
+        is_required: a step that cannot be captured is an error; else it runs eagerly.
+    """
+    lm.mixers  # noqa: B018 - found now, or that forward would be captured with a step
+    return lm.with_execution(CapturedExecution(is_required=is_required))
+
+
+def _native(lm: LM, *, is_known: bool) -> LM:
+    """This model by the native engine. Raises NotPlanned: the engine does not know the model, or differs from it."""
+    if lm.device.type != "cpu" or lm.dtype != torch.float32 or lm.num_shares > 1:
+        raise NotPlanned(f"it computes in {lm.dtype} on {lm.device}, in {lm.num_shares} shares")
+    forward = NativeForward(lm.weights)
+    native = lm.with_execution(EagerExecution("native", _rounds_per_look(num_bytes(lm.weights))))
+    native.native, native.layer_shapes = forward, forward.layer_shapes
+    if not is_known:
+        try:
+            probe(native)
+        except UnsupportedModel as difference:
+            _LOG.warning("the native engine gives other logits than the model's own code: %s", difference)
+            raise NotPlanned("the native engine gives other logits") from None
+    return native
+
+
+def _rounds_per_look(weights: int) -> int:
+    """Rounds of a few milliseconds together: after each one the host's code and data have to be read again, since the
+    weights have displaced them in the CPU's caches. (A function of the model and not of measured time, as the bounds of
+    lengths, and so the views, depend on it.)
+
+    Args:
+        weights: bytes, all of which a round reads.
+    """
+    return max(1, min(_MOST_ROUNDS, _BYTES_PER_LOOK // weights))

@@ -1,0 +1,252 @@
+"""A GGUF file as it is: metadata as plain values, and the places of tensors. What the values mean is not known here.
+
+Every length and offset is checked before use: a file that is cut or damaged is refused in one line.
+
+Source: the specification of the format, docs/gguf.md of ggml, versions 2 and 3.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from outrider.errors import ModelCorrupt, ModelNotFound
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+# Types of values: struct's letter, and NumPy's.
+_NUMBERS = {
+    0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8",
+}  # fmt: skip
+_STRING, _ARRAY = 8, 9
+_MOST_DIMENSIONS = 4
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        shape: of its numbers, the last one along a row.
+        kind: ggml's number of its type.
+        begin: byte in the file.
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    begin: int
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """Shape of the bytes, those of a row along the last dimension."""
+        block, block_bytes = _block_sizes()[self.kind]
+        return (*self.shape[:-1], self.shape[-1] // block * block_bytes)
+
+    def raw(self) -> Any:
+        """The bytes, uint8, mapped. PyTorch takes writable memory only: a page that is written to becomes a private
+        copy, which does not happen."""
+        return np.memmap(self.file, np.uint8, "c", self.begin, self.stored_shape)
+
+    def numbers(self) -> Tensor:
+        """The numbers, float32."""
+        from gguf import GGMLQuantizationType, dequantize
+
+        kind, stored = GGMLQuantizationType(self.kind), self.raw()
+        own = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8, "I16": np.int16, "I32": np.int32}
+        wide = stored.view(own[kind.name]) if kind.name in own else dequantize(stored, kind)
+        return torch.from_numpy(np.array(wide, np.float32).reshape(self.shape))
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class GgufFile:
+    """A GGUF file, or all shards of one.
+
+    Attributes:
+        metadata: by key; lists of numbers and texts are lists.
+        tensors: by name.
+    """
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+    @classmethod
+    def open(cls, path: Path) -> GgufFile:
+        """Read the header of a file, and of its other shards.
+
+        Raises:
+            ModelNotFound: a shard is missing.
+            ModelCorrupt: the file is of another format, or damaged.
+        """
+        shards = shards_of(path)
+        missing = [shard.name for shard in shards if not shard.is_file()]
+        if missing and len(shards) > 1:
+            raise ModelNotFound(
+                f"{path} is one of {len(shards)} shards of a model, and {missing[0]} is not beside it: all are needed"
+            )
+        key = tuple((shard, shard.stat().st_mtime_ns) for shard in shards)
+        found = _HELD.get(key)
+        if found is None:
+            found = _HELD[key] = _read(shards)
+        return found
+
+
+def shards_of(path: Path) -> list[Path]:
+    """All files of a model, in order: one, unless the name ends in -00001-of-00003.gguf or alike."""
+    found = _SHARD.fullmatch(path.name)
+    if found is None:
+        return [path]
+    count = int(found["count"])
+    return [path.with_name(f"{found['stem']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+
+
+# Files that somebody holds: while a model is loaded, configuration, weights and tokenizer are read one after the other.
+_HELD: WeakValueDictionary[tuple[tuple[Path, int], ...], GgufFile] = WeakValueDictionary()
+
+
+def _read(shards: Sequence[Path]) -> GgufFile:
+    headers = [_Header(path) for path in shards]
+    tensors: dict[str, StoredTensor] = {}
+    for header in headers:
+        for tensor in header.tensors:
+            if tensor.name in tensors:
+                raise ModelCorrupt(f"{header.path}: the tensor {tensor.name} is there twice")
+            tensors[tensor.name] = tensor
+    first = headers[0].metadata
+    stated = first.get("split.count", 1)
+    if stated not in (0, 1, len(headers)):  # a shard under another name
+        raise ModelCorrupt(
+            f"{headers[0].path} is one of {stated} shards of a model: name them ...-00001-of-{stated:05}.gguf and on, "
+            "in one folder"
+        )
+    return GgufFile(shards[0], first, tensors)
+
+
+class _Header:
+    """The header of one file, read from beginning to end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._at = path, 0
+        with path.open("rb") as file:
+            self._size = file.seek(0, 2)
+            self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self._size else b""
+        if self._take(4) != _MAGIC:
+            raise ModelCorrupt(f"{path} is not a GGUF file: it does not begin with GGUF")
+        version = self._number("<I")
+        if version not in _VERSIONS:
+            is_big = int.from_bytes(version.to_bytes(4, "little"), "big") in _VERSIONS
+            told = "for big-endian machines" if is_big else f"of version {version}: versions 2 and 3 are read"
+            raise ModelCorrupt(f"{path} is a GGUF file {told}")
+        num_tensors, num_values = self._number("<Q"), self._number("<Q")
+        self.metadata = dict(self._pairs(num_values))
+        if len(self.metadata) < num_values:
+            raise self._damage("a key twice")
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise self._damage(f"general.alignment = {alignment!r:.40}")
+        places = [self._place() for _ in range(self._count(num_tensors, 24))]
+        begin = -(-self._at // alignment) * alignment
+        self.tensors = [self._tensor(*place, begin) for place in places]
+
+    def _pairs(self, num_values: int) -> Iterator[tuple[str, Any]]:
+        for _ in range(self._count(num_values, 12)):
+            key = self._text()
+            yield key, self._value(self._number("<I"))
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array(self._number("<I"), self._number("<Q"))
+        dtype = self._dtype(kind)
+        return np.frombuffer(self._take(dtype.itemsize), dtype)[0].item()
+
+    def _array(self, kind: int, length: int) -> Any:
+        if kind != _STRING:  # no file has lists of lists
+            dtype = self._dtype(kind)
+            return np.frombuffer(self._take(self._count(length, dtype.itemsize) * dtype.itemsize), dtype).tolist()
+        texts, data, at, size_at = [], self._data, self._at, struct.Struct("<Q").unpack_from
+        for _ in range(self._count(length, 8)):  # a vocabulary: a call for each would take seconds
+            if at + 8 > self._size:
+                raise self._damage("a text")
+            begin = at + 8
+            at = begin + size_at(data, at)[0]
+            texts.append(data[begin:at])
+        if at > self._size:
+            raise self._damage("a text")
+        self._at = at
+        return [_text(self.path, text) for text in texts]
+
+    def _place(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, num_dimensions = self._text(), self._number("<I")
+        if not 1 <= num_dimensions <= _MOST_DIMENSIONS:
+            raise self._damage(f"{name:.60} with {num_dimensions} dimensions")
+        shape = tuple(self._number("<Q") for _ in range(num_dimensions))
+        return name, shape[::-1], self._number("<I"), self._number("<Q")
+
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, begin: int) -> StoredTensor:
+        if kind not in _block_sizes():
+            raise ModelCorrupt(f"{self.path}: {name:.60} is of ggml's type {kind}, which is not known")
+        tensor = StoredTensor(self.path, name, shape, kind, begin + offset)
+        if min(shape) < 1 or shape[-1] % _block_sizes()[kind][0]:
+            raise self._damage(f"{name:.60} of the shape {list(shape)}")
+        if tensor.begin + math.prod(tensor.stored_shape) > self._size:
+            raise ModelCorrupt(f"{self.path} is cut: {name:.60} lies beyond its end: download it again")
+        return tensor
+
+    def _count(self, stated: int, least_bytes: int) -> int:
+        """Length of a list, if so many entries fit into the rest of the file."""
+        if stated * least_bytes > self._size - self._at:
+            raise self._damage(f"a list of {stated} entries")
+        return stated
+
+    def _dtype(self, kind: int) -> np.dtype[Any]:
+        if kind not in _NUMBERS:
+            raise self._damage(f"a value of type {kind}")
+        return np.dtype(_NUMBERS[kind])
+
+    def _number(self, form: str) -> int:
+        number: int = struct.unpack(form, self._take(struct.calcsize(form)))[0]
+        return number
+
+    def _text(self) -> str:
+        return _text(self.path, self._take(self._number("<Q")))
+
+    def _take(self, num_bytes: int) -> bytes:
+        if num_bytes > self._size - self._at:
+            raise self._damage("its end")
+        self._at += num_bytes
+        return self._data[self._at - num_bytes : self._at]
+
+    def _damage(self, what: str) -> ModelCorrupt:
+        return ModelCorrupt(f"{self.path} is cut or damaged ({what} in its header, byte {self._at}): download it again")
+
+
+def _text(path: Path, text: bytes) -> str:
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError:
+        raise ModelCorrupt(f"{path} is damaged: a text in its header is not UTF-8: download it again") from None
+
+
+@lru_cache(maxsize=1)
+def _block_sizes() -> dict[int, tuple[int, int]]:
+    """Numbers in a block, and its bytes, for each of ggml's types."""
+    from gguf import GGML_QUANT_SIZES
+
+    return {int(kind): sizes for kind, sizes in GGML_QUANT_SIZES.items()}

@@ -1,0 +1,227 @@
+"""The keys of a GGUF file's architecture, as fields of Transformers' configurations: those that families share.
+
+Every key is read, or known to be without effect; a file with any other is refused by name, since it states a model that
+would not be the one that runs.
+
+Source: ``load_hparams`` in llama.cpp's src/llama-model.cpp, and src/llama-context.cpp for what scalings mean, in the
+build of llama-cpp-python 0.3.36.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.models.gguf.file import GgufFile
+
+# Keys without effect, whatever they state: llama.cpp takes the vocabulary from its tokens, the kind of norms from the
+# architecture (converters may write what both kinds add), and nothing from the others.
+_WITHOUT_EFFECT = {
+    "vocab_size",
+    "attention.layer_norm_epsilon",
+    "attention.layer_norm_rms_epsilon",
+    "rope.scaling.finetuned",
+    "pooling_type",  # of embeddings
+    "tensor_data_layout",
+}
+# Keys without effect if they have this value.
+_NEUTRAL: dict[str, Any] = {
+    "attention.causal": True,
+    "attention.max_alibi_bias": 0.0,
+    "attention.sliding_window": 0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "expert_shared_count": 0,
+    "expert_weights_scale": 1.0,
+    "nextn_predict_layers": 0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+    "ssm.dt_b_c_rms": False,
+}
+
+
+class Stated:
+    """The keys of a file's architecture, and the tensors that are part of a configuration.
+
+    Args:
+        name: of the model, for errors.
+
+    Attributes:
+        read_tensors: names of those that were read.
+    """
+
+    def __init__(self, file: GgufFile, name: str) -> None:
+        self.file, self.name = file, name
+        self.architecture: str = file.metadata.get("general.architecture", "")
+        prefix = f"{self.architecture}."
+        self._values = {key.removeprefix(prefix): file.metadata[key] for key in file.metadata if key.startswith(prefix)}
+        self._unread = {*self._values}
+        self.read_tensors: set[str] = set()
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """Value of a key. Raises ModelCorrupt: the file lacks it, and there is no default."""
+        self._unread.discard(key)
+        value = self._values.get(key, default)
+        if value is None:
+            raise ModelCorrupt(f"{self.name}: the file states no {self.architecture}.{key}")
+        return value
+
+    def single(self, key: str, default: Any = None) -> Any:
+        """Value of a key that may have one for each layer. Raises UnsupportedModel: they differ."""
+        value = self.take(key, default)
+        if isinstance(value, list):
+            if len({*value}) != 1:
+                raise self.refusal(key, value)
+            return value[0]
+        return value
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self.file.tensors
+
+    def numbers(self, tensor: str, count: int) -> list[float]:
+        """Numbers of a tensor. Raises ModelCorrupt: they are not ``count``, or there is none."""
+        if not self.has(tensor) or self.file.tensors[tensor].shape != (count,):
+            raise ModelCorrupt(f"{self.name}: the file lacks {tensor}, of {count} numbers, which its scaling needs")
+        self.read_tensors.add(tensor)
+        return [float(number) for number in self.file.tensors[tensor].numbers()]
+
+    def refusal(self, key: str, value: Any) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"{self.name}: the file states {self.architecture}.{key} = {value!r:.60}, which is not known for this "
+            "architecture: its effect would be missing"
+        )
+
+    def check_all_read(self) -> None:
+        """Raises UnsupportedModel: a key has an effect that is not known here."""
+        for key in sorted(self._unread - _WITHOUT_EFFECT):
+            if key not in _NEUTRAL or self._values[key] != _NEUTRAL[key]:
+                raise self.refusal(key, self._values[key])
+
+
+def head_fields(stated: Stated) -> dict[str, Any]:
+    """Numbers of heads, and their size."""
+    num_heads = stated.single("attention.head_count")
+    num_kv_heads, head_dim = stated.single("attention.head_count_kv", num_heads), head_size(stated, num_heads)
+    return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+
+
+def head_size(stated: Stated, num_heads: int) -> int:
+    """Size of keys and values."""
+    size: int = stated.take("attention.key_length", stated.take("embedding_length") // num_heads)
+    if (value_length := stated.take("attention.value_length", size)) != size:
+        raise stated.refusal("attention.value_length", value_length)
+    return size
+
+
+def rope_parameters(stated: Stated, head_dim: int, *, is_partial: bool = False) -> dict[str, Any]:
+    """Base and scaling of rotary positions.
+
+    Args:
+        is_partial: the model may rotate a part of each head.
+    """
+    found = {"rope_theta": stated.take("rope.freq_base", 10_000.0)}
+    num_rotated = stated.take("rope.dimension_count", head_dim)
+    if num_rotated != head_dim:
+        if not is_partial:
+            raise stated.refusal("rope.dimension_count", num_rotated)
+        found["partial_rotary_factor"] = num_rotated / head_dim
+    return found | _scaling(stated, num_rotated // 2)
+
+
+def _scaling(stated: Stated, num_frequencies: int) -> dict[str, Any]:
+    kind = stated.take("rope.scaling.type", "linear")
+    factor = stated.take("rope.scaling.factor", stated.take("rope.scale_linear", 0.0)) or 1.0  # 0: not scaled
+    if factor < 1.0:
+        raise stated.refusal("rope.scaling.factor", factor)
+    longest = stated.take("context_length")
+    original = stated.take("rope.scaling.original_context_length", longest)
+    attention_factor = stated.take("rope.scaling.attn_factor", 1.0)
+    tensors = {name for name in _DIVISORS if stated.has(name)}
+    if kind == "longrope" or tensors == {_SHORT, _LONG}:
+        if factor != 1.0:
+            raise stated.refusal("rope.scaling.factor", factor)
+        divisors = {"short_factor": _SHORT, "long_factor": _LONG}
+        found: dict[str, Any] = {key: stated.numbers(name, num_frequencies) for key, name in divisors.items()}
+        found |= {"factor": longest / original, "attention_factor": attention_factor}
+        return found | {"rope_type": "longrope", "original_max_position_embeddings": original}
+    betas = {name: stated.take(f"rope.scaling.yarn_{name}", value) for name, value in _BETAS.items()}
+    if kind == "yarn" and factor != 1.0 and not tensors:
+        usual = 0.1 * math.log(factor) + 1.0
+        own = stated.take("rope.scaling.yarn_attn_factor", 1.0)  # if any, converters write the usual factor here
+        if own != 1.0 and not math.isclose(own, usual, rel_tol=1e-3):
+            raise stated.refusal("rope.scaling.yarn_attn_factor", own)
+        found = {"factor": factor, "attention_factor": attention_factor * usual, **betas}
+        return found | {"rope_type": "yarn", "original_max_position_embeddings": original}
+    if attention_factor != 1.0:
+        raise stated.refusal("rope.scaling.attn_factor", attention_factor)
+    if kind == "linear" and factor != 1.0 and not tensors:
+        return {"rope_type": "linear", "factor": factor}
+    if kind not in ("linear", "yarn", "none") or (kind != "none" and factor != 1.0):
+        raise stated.refusal("rope.scaling.type", kind)
+    if not tensors:
+        return {"rope_type": "default"}
+    # Llama 3's scaling, as divisors of the frequencies: longrope whose long and short ones are equal.
+    found = dict.fromkeys(("short_factor", "long_factor"), stated.numbers(_ALL, num_frequencies))
+    found |= {"attention_factor": 1.0, "factor": 1.0, "original_max_position_embeddings": longest}
+    return found | {"rope_type": "longrope"}
+
+
+_SOFTMAX = 1  # of llama.cpp's functions that weigh experts
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+_ALL, _SHORT, _LONG = _DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
+def window_of_all(stated: Stated) -> int | None:
+    """Sliding window of all layers; None if there is none, or it is no smaller than the context."""
+    window: int = stated.take("attention.sliding_window", 0)
+    return window if 0 < window < stated.take("context_length") else None
+
+
+def layer_types(stated: Stated, period: int) -> list[str]:
+    """Layers with a window, and each ``period``-th one without; or as the file states."""
+    pattern = stated.take("attention.sliding_window_pattern", period)
+    num_layers = stated.take("block_count")
+    if isinstance(pattern, int):
+        pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(num_layers)]
+    return ["sliding_attention" if has_window else "full_attention" for has_window in pattern[:num_layers]]
+
+
+def decoder_fields(stated: Stated, *, is_partial: bool = False) -> dict[str, Any]:
+    """Heads, rotary positions and the width of the MLP."""
+    heads = head_fields(stated)
+    rope = rope_parameters(stated, heads["head_dim"], is_partial=is_partial)
+    return heads | {"intermediate_size": stated.single("feed_forward_length"), "rope_parameters": rope}
+
+
+def whole_fields(stated: Stated, *, is_partial: bool = False) -> dict[str, Any]:
+    """Fields of a decoder whose configuration has no size of heads, since heads share the hidden size."""
+    fields = decoder_fields(stated, is_partial=is_partial)
+    head_dim = fields.pop("head_dim")
+    if head_dim * fields["num_attention_heads"] != stated.take("embedding_length"):
+        raise stated.refusal("attention.key_length", head_dim)
+    return fields
+
+
+def expert_fields(stated: Stated, *, is_normalized: bool) -> dict[str, Any]:
+    """Numbers of experts, and their width.
+
+    Args:
+        is_normalized: the architecture divides the weights of the chosen experts by their sum.
+    """
+    for key, value in (("expert_weights_norm", is_normalized), ("expert_gating_func", _SOFTMAX)):
+        if (own := stated.take(key, value)) != value:
+            raise stated.refusal(key, own)
+    num_used = stated.single("expert_used_count")
+    width = stated.single("expert_feed_forward_length", stated.single("feed_forward_length") // max(num_used, 1))
+    sizes = {"num_experts": stated.take("expert_count"), "num_experts_per_tok": num_used}
+    return sizes | {"moe_intermediate_size": width, "norm_topk_prob": is_normalized}
+
+
+def query_scale(stated: Stated, fields: Mapping[str, Any], num_layers_of_largest: int) -> dict[str, Any]:
+    """Scale of Gemma's queries. That of the largest models is the hidden size over the heads, which no key states:
+    llama.cpp counts layers, too."""
+    if stated.take("block_count") == num_layers_of_largest:
+        return {"query_pre_attn_scalar": stated.take("embedding_length") // fields["num_attention_heads"]}
+    return {"query_pre_attn_scalar": fields["head_dim"]}

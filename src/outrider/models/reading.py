@@ -1,0 +1,158 @@
+"""Reads what a checkpoint states besides its weights: configuration, tokenizer, processor of images."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
+from outrider.models.kinds import auto_class, check_adapter, check_head, check_kind
+from outrider.models.notices import without_bars, without_notices
+from outrider.models.registry import ADAPTER_CONFIG, ModelSpec
+from outrider.models.stated_tokenizer import as_stated
+
+if TYPE_CHECKING:
+    from outrider.models.gguf.file import GgufFile
+
+_LOG = logging.getLogger(__name__)
+
+
+def read_config(spec: ModelSpec) -> Any:
+    """Read the configuration of a model, and nothing else; refuse kinds that do not work.
+
+    Raises:
+        ModelNotFound, ModelCorrupt, UnsupportedModel, MissingExtra
+    """
+    import transformers
+
+    with reading(spec, "adapter"):
+        check_adapter(spec.name, _adapter_of(spec))
+    if spec.path is not None and spec.gguf is None and not (spec.path / "config.json").is_file():
+        raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
+    with reading(spec, "configuration"):
+        if spec.gguf is None:
+            check_head(spec.name, transformers.PreTrainedConfig.get_config_dict(spec.location)[0])
+            config = transformers.AutoConfig.from_pretrained(spec.location, trust_remote_code=False)
+        else:
+            from outrider.models.gguf.checkpoint import gguf_config
+
+            config = gguf_config(spec)
+        check_kind(spec.name, config)
+        auto_class(spec.name, config)
+        if getattr(config.get_text_config(decoder=True), "attn_logit_softcapping", None) is not None:
+            config._attn_implementation = "eager"  # some releases of Transformers leave the cap out of "sdpa"
+    return config
+
+
+def _adapter_of(spec: ModelSpec) -> Path | None:
+    """The adapter_config.json beside or instead of a model; None if there is none."""
+    from transformers.utils.peft_utils import find_adapter_config_file
+
+    if spec.path is not None:
+        file = spec.path / ADAPTER_CONFIG
+        return file if file.is_file() else None
+    found = find_adapter_config_file(spec.location)
+    return None if found is None else Path(found)
+
+
+def stored_dtype(spec: ModelSpec) -> torch.dtype:
+    """Type of a checkpoint's weights on disk, by its configuration; float32 if it states none."""
+    dtype: torch.dtype | None = read_config(spec).dtype
+    return dtype or torch.float32
+
+
+def load_tokenizer(spec: ModelSpec, kind: str | None = None) -> Any:
+    """Load the tokenizer alone, of the adapter if it has one, as its files state it.
+
+    Args:
+        kind: name of its class; None to find it by the configuration of the model.
+
+    Raises:
+        ModelNotFound, ModelCorrupt
+    """
+    import transformers
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+    from transformers.utils import cached_file
+
+    location, name = spec.location, "tokenizer_config.json"
+    with reading(spec, "tokenizer"):
+        if spec.adapter is not None and cached_file(spec.adapter, name, _raise_exceptions_for_missing_entries=False):
+            location = spec.adapter
+        elif spec.gguf is not None:
+            from outrider.models.gguf.checkpoint import gguf_file
+            from outrider.models.gguf.vocabulary import gguf_tokenizer
+
+            return gguf_tokenizer(gguf_file(spec).metadata, spec.name)
+        known = None if kind is None else tokenizer_class_from_name(kind)
+        if known is not None:
+            return as_stated(known.from_pretrained(location), location)
+        return as_stated(transformers.AutoTokenizer.from_pretrained(location, trust_remote_code=False), location)
+
+
+@contextlib.contextmanager
+def reading(spec: ModelSpec, what: str) -> Iterator[None]:
+    """Translate errors of reading; show no progress bars for small models."""
+    from safetensors import SafetensorError
+
+    weights = [] if spec.path is None else spec.path.glob(spec.gguf or "*.safetensors")
+    where = spec.location if spec.gguf is None else f"{spec.location}/{spec.gguf}"
+    is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
+    try:
+        with (
+            without_notices(),
+            without_bars() if is_quiet and "transformers" in sys.modules else contextlib.nullcontext(),
+        ):
+            yield
+    except (OutriderError, torch.OutOfMemoryError):
+        raise
+    except SafetensorError as error:
+        raise ModelCorrupt(f"the weights of {where} cannot be read ({error}): download them again") from None
+    except Exception as error:  # for damaged files the libraries may raise anything
+        reason = " ".join(str(error).split())[:300]
+        if "trust_remote_code" in str(error):
+            raise UnsupportedModel(
+                f"the {what} of {spec.name} needs code of its own, which is never run here: if you trust it, load "
+                "model and tokenizer yourself (from_pretrained with trust_remote_code=True) and pass them to "
+                "outrider.load"
+            ) from None
+        if spec.hub is not None and "gated" in reason:
+            raise ModelNotFound(
+                f"the hub model {spec.hub!r} is gated: accept its licence on its page, then run 'hf auth login' or set "
+                "HF_TOKEN"
+            ) from None
+        if spec.hub is not None and isinstance(error, OSError):
+            raise ModelNotFound(
+                f"the hub model {spec.hub!r} cannot be fetched, and is not in the local cache: check its name and the "
+                f"network, or give a local folder ({reason})"
+            ) from None
+        kind = type(error).__name__
+        raise ModelCorrupt(f"the {what} of {where} cannot be loaded ({kind}: {reason})") from None
+
+
+def load_processor(spec: ModelSpec) -> Any | None:
+    """Load the processor of a model of text and images; None without one, or without its packages. Text needs none."""
+    import transformers
+
+    try:
+        processor = transformers.AutoProcessor.from_pretrained(spec.location, trust_remote_code=False)
+        as_stated(getattr(processor, "tokenizer", None), spec.location)
+        return processor
+    except Exception as error:  # whatever its libraries raise
+        _LOG.info("%s reads no images in chats: %s", spec.name, " ".join(str(error).split())[:300])
+        return None
+
+
+def held_file(spec: ModelSpec) -> GgufFile | None:
+    """The GGUF file of a checkpoint; None if it is none. Its header is read once while somebody holds it."""
+    if spec.gguf is None:
+        return None
+    from outrider.models.gguf.checkpoint import gguf_file
+
+    with reading(spec, "file"):
+        return gguf_file(spec)

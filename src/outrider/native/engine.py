@@ -1,0 +1,273 @@
+"""The native forward of a model: its plan with the addresses of its weights, and the call of the C++ library.
+
+The weights are those of a module of Transformers, as they are stored (kernels/narrow_weight.py). The module keeps them
+alive, and may run beside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from ctypes import byref, c_int64, c_void_p
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from outrider.kernels.library import FORMS, library
+from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.native import structures as native
+from outrider.native.families import plan_of
+from outrider.native.plan import LayerPlan, MatrixPlan, NormPlan, NotPlanned, Plan
+from outrider.native.team import Team
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache_shapes import LayerShape
+from outrider.runtime.native import NativeResults
+from outrider.runtime.stand_in import StandIn
+
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # functions.h
+_NORMS = {"rms": 1, "layer": 2}
+_FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
+_WHOLE_VECTOR = 16  # rows: parts of a matrix begin at multiples of this, on all processors
+
+
+class NativeForward:
+    """Forwards of one model on the CPU.
+
+    Attributes:
+        vocab_size: V, rows of the head.
+        width: of hidden states.
+        layer_shapes: of a cache.
+    """
+
+    def __init__(self, model: Any) -> None:
+        """
+        Args:
+            model: module of Transformers, in float32; or a stand-in for one.
+
+        Raises:
+            NotPlanned: its family, its configuration or the form of its weights is not known here.
+        """
+        kernels = library()
+        if kernels is None:
+            raise NotPlanned("the native library cannot be compiled here")
+        self._run = kernels.outrider_forward
+        plan = model.plan if isinstance(model, StandIn) else plan_of(model.config)
+        weights = _Weights(dict(model.named_parameters(remove_duplicate=False)))
+        self._weights = weights  # which keeps them alive
+        self._model = _structure(plan, weights)
+        weights.check()
+        self.vocab_size = int(self._model.head.num_channels)
+        self.width = int(self._model.hidden)
+        one = LayerShape(plan.num_groups, plan.head_width, plan.head_width, torch.float32, torch.device("cpu"))
+        self.layer_shapes = (one,) * len(plan.layers)
+        self._team = Team()
+        self._stores: WeakKeyDictionary[SlotCache, Any] = WeakKeyDictionary()
+
+    def __call__(
+        self,
+        ids: Tensor,
+        places: Tensor,
+        cache: SlotCache,
+        view_len: int,
+        *,
+        num_logits: int = 0,
+        features: Sequence[int] = (),
+        keeps_finite: bool = False,
+    ) -> NativeResults:
+        """Run a forward. The arguments are those of ``LM.forward_with_features``; logits and hidden states of padding
+        are zeros.
+
+        Raises:
+            IndexError: an id or a place is not there.
+        """
+        (num_rows, num_columns), num_wanted = ids.shape, num_logits or ids.shape[1]
+        ids, places = ids.contiguous(), places.contiguous()
+        assert ids.dtype == places.dtype == torch.long
+        stores, bits, row_places = self._stores_of(cache)
+        offsets = cache.offsets
+        logits = torch.empty(num_rows, num_wanted, self.vocab_size)
+        found = torch.empty(num_rows, num_columns, len(features) * self.width) if features else None
+        broken = torch.empty(num_rows, num_columns, dtype=torch.bool) if keeps_finite else None
+        batch = native.Batch(
+            *(num_rows, num_columns, ids.data_ptr(), places.data_ptr()),
+            *(None if offsets is None else offsets.data_ptr(), stores, bits, row_places),
+            *(num_wanted, logits.data_ptr(), len(features), (c_int64 * len(features))(*features)),
+            *(None if found is None else found.data_ptr(), None if broken is None else broken.data_ptr()),
+        )
+        num_threads = torch.get_num_threads()
+        size = self._team.size(num_threads)
+        begin_s = time.perf_counter()
+        if not self._run(byref(self._model), byref(batch), c_int64(size)):
+            raise IndexError("a token id or a position is out of range")
+        if ids.numel() <= _FEW_TOKENS:
+            kind = ids.numel(), num_wanted, view_len // _SIMILAR_PLACES
+            self._team.learn(kind, size, num_threads, time.perf_counter() - begin_s)
+        return NativeResults(logits, found, broken)
+
+    @contextmanager
+    def without_rounding(self) -> Iterator[None]:
+        """Multiply rows of float32 with blocks for a while."""
+        num_digits = self._model.num_digits
+        try:
+            self._model.num_digits = 0
+            yield
+        finally:
+            self._model.num_digits = num_digits
+
+    def _stores_of(self, cache: SlotCache) -> Any:
+        found = self._stores.get(cache)
+        if found is None:
+            stores = cache.storage[: 2 * self._model.num_layers]
+            assert all(store.is_contiguous() and store.shape[1] == cache.capacity + 1 for store in stores)
+            addresses = (c_void_p * len(stores))(*(store.data_ptr() for store in stores))
+            found = self._stores[cache] = addresses, 8 * stores[0].itemsize, cache.capacity + 1
+        return found
+
+
+class _Weights:
+    """Parameters of a model by name, and their addresses."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._used: set[str] = set()
+        self._made: list[Tensor] = []
+        self.num_digits: set[int] = set()
+
+    def matrix(self, plan: MatrixPlan) -> native.Matrix:
+        weight = self._named(plan.weight)
+        stored: Tensor = weight
+        form, scales = FORMS.get(stored.dtype), None
+        if isinstance(weight, NarrowWeight):
+            stored, form = weight.stored, FORMS.get(weight.stored.dtype)
+            scales = None if weight.scale is None else self._keep(weight.scale[:, 0].contiguous())
+            if weight.order is not None or plan.is_transposed:
+                raise NotPlanned(f"{plan.weight} has columns in another order")
+            if weight.blocks is not None:
+                form = weight.blocks.number
+                self.num_digits.add(weight.blocks.num_digits)
+        elif type(weight) is not torch.nn.Parameter:  # others' types state one type and store another
+            raise NotPlanned(f"{plan.weight} is stored as {type(weight).__name__}")
+        if plan.is_transposed:
+            stored = stored.detach().t().contiguous()
+            weight.data = stored.t()  # of the same memory
+        if form is None or stored.device.type != "cpu" or not stored.is_contiguous():
+            raise NotPlanned(f"{plan.weight} is stored as {stored.dtype} on {stored.device}")
+        self._keep(stored)
+        num_channels, width = stored.shape[0] // plan.num_parts, weight.shape[0 if plan.is_transposed else 1]
+        first = plan.part * num_channels
+        if plan.num_parts > 1 and num_channels % _WHOLE_VECTOR:
+            raise NotPlanned(f"{plan.weight} has parts of {num_channels} rows, no multiple of {_WHOLE_VECTOR}")
+        address = stored.data_ptr() + first * stored.stride(0) * stored.itemsize
+        scales_at = None if scales is None else scales.data_ptr() + first * scales.itemsize
+        bias = None if plan.bias is None else self.vector(plan.bias, len(stored)).data_ptr() + first * 4
+        return native.Matrix(address, form, num_channels, width, scales_at, bias)
+
+    def vector(self, name: str, *shape: int, added: float = 0.0) -> Tensor:
+        weight = self._named(name)
+        if type(weight) is not torch.nn.Parameter or weight.dtype != torch.float32 or weight.shape != shape:
+            raise NotPlanned(f"{name} is {type(weight).__name__} {tuple(weight.shape)} of {weight.dtype}")
+        return self._keep((weight.detach() + added if added else weight.detach()).contiguous())
+
+    def norm(self, plan: NormPlan | None, length: int) -> native.Norm:
+        if plan is None:
+            return native.Norm(0, 0.0, None, None)
+        weight = self.vector(plan.weight, length, added=plan.added)
+        bias = None if plan.bias is None else self.vector(plan.bias, length).data_ptr()
+        return native.Norm(_NORMS[plan.kind], plan.epsilon, weight.data_ptr(), bias)
+
+    def check(self) -> None:
+        """Raises NotPlanned: there are parameters that the plan does not use."""
+        used = {id(self._parameters[name]) for name in self._used}
+        unused = [name for name, weight in self._parameters.items() if id(weight) not in used]
+        if unused:
+            raise NotPlanned(f"its plan does not know {unused[0]}")
+
+    def _named(self, name: str) -> Tensor:
+        if name not in self._parameters:
+            raise NotPlanned(f"it has no {name}")
+        self._used.add(name)
+        return self._parameters[name]
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._made.append(tensor)
+        return tensor
+
+
+def _structure(plan: Plan, weights: _Weights) -> native.Model:
+    embedding, head = weights.matrix(MatrixPlan(plan.embedding)), weights.matrix(plan.head)
+    _check("head", head.width, embedding.width)
+    _check("heads", plan.num_heads % plan.num_groups, 0)
+    layers = (native.Layer * len(plan.layers))(
+        *(_layer(layer, plan, embedding.width, weights) for layer in plan.layers)
+    )
+    ropes = (native.Rope * len(plan.ropes))()
+    for rope, stated in zip(ropes, plan.ropes, strict=True):
+        frequencies = weights._keep(torch.tensor(stated.frequencies))
+        rope.width, rope.is_interleaved = 2 * len(stated.frequencies), stated.is_interleaved
+        rope.scale, rope.frequencies = stated.scale, frequencies.data_ptr()
+        _check("rope", max(rope.width, plan.head_width), plan.head_width)
+    if len(weights.num_digits) > 1:
+        raise NotPlanned("its matrices have several arithmetics")
+    model = native.Model(
+        num_layers=len(plan.layers),
+        hidden=embedding.width,
+        num_heads=plan.num_heads,
+        num_groups=plan.num_groups,
+        head_width=plan.head_width,
+        activation=_ACTIVATIONS.index(plan.activation),
+        num_ropes=len(plan.ropes),
+        num_digits=max(weights.num_digits, default=0),
+        attention_scale=plan.attention_scale,
+        attention_cap=plan.attention_cap or 0.0,
+        embedding_scale=plan.embedding_scale,
+        residual_scale=plan.residual_scale,
+        logit_scale=plan.logit_scale,
+        logit_cap=plan.logit_cap or 0.0,
+        embedding=embedding,
+        head=head,
+        last_norm=weights.norm(plan.last_norm, embedding.width),
+        ropes=ropes,
+        layers=layers,
+    )
+    if plan.place_embedding is not None:
+        places = weights.vector(plan.place_embedding, plan.num_places, embedding.width)
+        model.place_embedding, model.num_places = places.data_ptr(), len(places)
+    return model
+
+
+def _layer(plan: LayerPlan, model: Plan, hidden: int, weights: _Weights) -> native.Layer:
+    q_width, kv_width = model.num_heads * model.head_width, model.num_groups * model.head_width
+    lengths = dict.fromkeys(native.NORMS, hidden)
+    whole = plan.norms_whole_rows
+    lengths |= {
+        "query_norm": q_width if whole else model.head_width,
+        "key_norm": kv_width if whole else model.head_width,
+    }
+    layer = native.Layer()
+    for name, length in lengths.items():
+        setattr(layer, name, weights.norm(getattr(plan, name), length))
+    layer.rope = -1 if plan.rope is None else plan.rope
+    layer.window, layer.norms_whole_rows = plan.window or 0, whole
+    layer.num_inputs, layer.num_ups = len(plan.inputs), len(plan.ups)
+    for i, one in enumerate(plan.inputs):
+        layer.inputs[i] = weights.matrix(one)
+        _check(one.weight, layer.inputs[i].width, hidden)
+    _check("queries, keys and values", sum(one.num_channels for one in layer.inputs), q_width + 2 * kv_width)
+    layer.out, layer.down = weights.matrix(plan.out), weights.matrix(plan.down)
+    for i, one in enumerate(plan.ups):
+        layer.ups[i] = weights.matrix(one)
+        _check(one.weight, layer.ups[i].width, hidden)
+        _check(one.weight, layer.ups[i].num_channels, layer.down.width)
+    _check(plan.out.weight, layer.out.width, q_width)
+    for matrix in (layer.out, layer.down):
+        _check("output of a half", matrix.num_channels, hidden)
+    return layer
+
+
+def _check(name: str, size: int, expected: int) -> None:
+    """Raises NotPlanned: a size is not the expected one, so that the C++ code would read beyond it."""
+    if size != expected:
+        raise NotPlanned(f"{name} has the size {size}, not {expected}")

@@ -1,0 +1,141 @@
+"""Plans: what the layers of a model compute, as data.
+
+A plan names the parameters that each step uses. So it is checked against a model by its names alone, and weights may
+come from anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, is_dataclass
+from types import UnionType
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
+
+
+class NotPlanned(Exception):
+    """A model has no plan; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class NormPlan:
+    """Normalization of rows.
+
+    Attributes:
+        kind: "rms" (Zhang and Sennrich 2019), or "layer" (Ba et al. 2016).
+        weight: name of its factors.
+        added: to these factors.
+        bias: name, or None.
+    """
+
+    kind: Literal["rms", "layer"]
+    weight: str
+    epsilon: float
+    added: float = 0.0
+    bias: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixPlan:
+    """Product with a matrix.
+
+    Attributes:
+        weight: name of a matrix [O, I].
+        bias: name, or None.
+        part: this one of ``num_parts`` equal parts of its rows.
+        is_transposed: it is stored as [I, O].
+    """
+
+    weight: str
+    bias: str | None = None
+    part: int = 0
+    num_parts: int = 1
+    is_transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RopePlan:
+    """Rotary position embedding (Su et al. 2021).
+
+    Attributes:
+        frequencies: radians per position, of each pair of numbers.
+        scale: of cosines and sines.
+        is_interleaved: pairs are neighbours; else a number of the first half and one of the second.
+    """
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+    is_interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """A decoder layer: attention, then an MLP, each added to the stream.
+
+    Attributes:
+        inputs: matrices of queries, keys and values, in this order.
+        ups: of the MLP: one, or that of the gate and that of what the gate multiplies.
+        rope: number of its RopePlan; None for none.
+        window: tokens that a token sees, itself included; None for all.
+        norms_whole_rows: ``query_norm`` and ``key_norm`` are those of all heads together.
+    """
+
+    inputs: tuple[MatrixPlan, ...]
+    out: MatrixPlan
+    ups: tuple[MatrixPlan, ...]
+    down: MatrixPlan
+    attention_norm: NormPlan | None = None
+    query_norm: NormPlan | None = None
+    key_norm: NormPlan | None = None
+    attention_post_norm: NormPlan | None = None
+    mlp_norm: NormPlan | None = None
+    mlp_post_norm: NormPlan | None = None
+    rope: int | None = 0
+    window: int | None = None
+    norms_whole_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A causal language model. Scales are factors; a cap c of numbers x means c * tanh(x / c).
+
+    Attributes:
+        place_embedding: name of the embeddings of ``num_places`` positions, or None.
+        head: of logits.
+    """
+
+    layers: tuple[LayerPlan, ...]
+    num_heads: int
+    num_groups: int
+    head_width: int
+    activation: Activation
+    embedding: str
+    last_norm: NormPlan
+    head: MatrixPlan
+    attention_scale: float
+    ropes: tuple[RopePlan, ...] = ()
+    place_embedding: str | None = None
+    num_places: int = 0
+    attention_cap: float | None = None
+    embedding_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
+
+
+def read_plan(fields: Mapping[str, Any]) -> Plan:
+    """Plan of what ``dataclasses.asdict`` made of one, perhaps through JSON."""
+    plan: Plan = _read(Plan, fields)
+    return plan
+
+
+def _read(kind: Any, value: Any) -> Any:
+    if is_dataclass(kind):
+        kinds = get_type_hints(kind)
+        return kind(**{name: _read(kinds[name], one) for name, one in value.items()})  # type: ignore[operator]
+    if get_origin(kind) is tuple:
+        return tuple(_read(get_args(kind)[0], one) for one in value)
+    if get_origin(kind) is UnionType and value is not None:
+        return _read(get_args(kind)[0], value)
+    return value

@@ -1,0 +1,72 @@
+"""Structures of the C++ forward (kernels/forward.cpp), in the same order."""
+
+from __future__ import annotations
+
+from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+
+
+class Norm(Structure):
+    """``functions.h``"""
+
+    _fields_ = [("kind", c_int64), ("epsilon", c_double), ("weight", c_void_p), ("bias", c_void_p)]
+
+
+class Matrix(Structure):
+    """``products.h``"""
+
+    _fields_ = [
+        *((name, c_void_p if name == "data" else c_int64) for name in ("data", "form", "num_channels", "width")),
+        *((name, c_void_p) for name in ("scales", "bias")),
+    ]
+
+
+class Rope(Structure):
+    """``forward.cpp``, as all that follow"""
+
+    _fields_ = [("width", c_int64), ("is_interleaved", c_int64), ("scale", c_double), ("frequencies", c_void_p)]
+
+
+NORMS = ("attention_norm", "query_norm", "key_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+
+
+class Layer(Structure):
+    _fields_ = [
+        *((name, Norm) for name in NORMS),
+        *((name, c_int64) for name in ("rope", "window", "norms_whole_rows", "num_inputs", "num_ups")),
+        ("inputs", Matrix * 3),
+        ("out", Matrix),
+        ("ups", Matrix * 2),
+        ("down", Matrix),
+    ]
+
+
+SIZES = ("num_layers", "hidden", "num_heads", "num_groups", "head_width", "activation", "num_ropes", "num_digits")
+SCALES = ("attention_scale", "attention_cap", "embedding_scale", "residual_scale", "logit_scale", "logit_cap")
+
+
+class Model(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in SIZES),
+        *((name, c_double) for name in SCALES),
+        ("embedding", Matrix),
+        ("head", Matrix),
+        ("place_embedding", c_void_p),
+        ("num_places", c_int64),
+        ("last_norm", Norm),
+        ("ropes", POINTER(Rope)),
+        ("layers", POINTER(Layer)),
+    ]
+
+
+class Batch(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in ("num_rows", "num_columns")),
+        *((name, c_void_p) for name in ("ids", "places", "offsets")),
+        ("stores", POINTER(c_void_p)),
+        *((name, c_int64) for name in ("bits", "row_places", "num_wanted")),
+        ("logits", c_void_p),
+        ("num_features", c_int64),
+        ("feature_layers", POINTER(c_int64)),
+        ("features", c_void_p),
+        ("broken", c_void_p),
+    ]

@@ -1,0 +1,127 @@
+"""Shapes of a cache, and what its layers share in a forward."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WINDOW = 64
+"""R: convolution inputs are kept for the last R tokens of a row: those that may be rejected, and those that a
+convolution still sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateShape:
+    """One state of a row.
+
+    Attributes:
+        kind: "conv", the last inputs of a convolution; "recurrent"; or "window", inputs of a convolution by place.
+        index: a layer may have several of a kind.
+        size: without the rows.
+        width: of a window: W, the earlier tokens that a forward sees.
+    """
+
+    kind: str
+    index: int
+    size: tuple[int, ...]
+    dtype: torch.dtype
+    width: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.size) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Cache of one layer: per token H keys of ``key_dim`` and H values of ``value_dim`` numbers (H is 0 without
+    attention), per row its states; and, with the first layer, an offset of positions if images have other places than
+    their tokens (``SlotCache.shift``)."""
+
+    num_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    states: tuple[StateShape, ...] = ()
+    has_offset: bool = False
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+    @property
+    def bytes_per_row(self) -> int:
+        return sum(state.num_bytes for state in self.states)
+
+
+@dataclass(slots=True)
+class Plan:
+    """The next forward, shared by all layers. (A layer that pointed back to its cache would make a reference cycle.)
+
+    Attributes:
+        capacity: L.
+        places: indices of its tokens in the flattened block [B * (L+1)].
+        is_padding: [B, T]
+        view_len: it sees the places 0 .. view_len-1.
+        windows: for layers with convolution windows.
+        sums: if the cache is to stay finite: sums over the numbers of each token, not finite if one of them is not.
+            [B, T] each
+    """
+
+    capacity: int
+    places: Tensor
+    is_padding: Tensor
+    view_len: int = 0
+    windows: Windows | None = None
+    sums: list[Tensor] | None = None
+
+    def kept(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
+        """Numbers of tokens, with zeros for those that are not finite if the cache is to stay finite.
+
+        Args:
+            dims: all but those of rows and tokens.
+        """
+        if self.sums is None:
+            return values
+        self.sums.append(values.sum(dim=dims, dtype=torch.promote_types(values.dtype, torch.float32)))
+        return values.nan_to_num(0.0, 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Indices at which convolution inputs are read and written, in flattened blocks [B * (R+2)].
+
+    Attributes:
+        is_fed: tokens that are not padding. [B, T]
+        seen: the W tokens before those that are fed, then these. [B, W+T]
+        written: the tokens that are fed. [B, T]
+    """
+
+    is_fed: Tensor
+    seen: Tensor
+    written: Tensor
+
+    @classmethod
+    def at(cls, positions: Tensor, width: int) -> Windows:
+        """
+        Args:
+            positions: of tokens, which follow one another in each row; -1 is padding. [B, T]
+            width: W
+        """
+        num_rows, num_columns = positions.shape
+        offsets = torch.arange(-width, num_columns, device=positions.device)
+        is_fed = positions >= 0
+        # Where left padding would begin; before the sequence in a row of padding alone.
+        begins = torch.where(is_fed, positions - offsets[width:], -num_columns).amax(dim=1, keepdim=True)
+        seen = begins + offsets
+        row_starts = torch.arange(num_rows, device=positions.device)[:, None] * (WINDOW + 2)
+        is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # each place is written once
+        return cls(
+            is_fed,
+            row_starts + torch.where(seen >= 0, seen % WINDOW, WINDOW + 1),
+            row_starts + torch.where(is_kept, positions % WINDOW, WINDOW),
+        )

@@ -1,0 +1,212 @@
+"""Captured: steps as CUDA graphs.
+
+A step of a large model is a thousand kernels, each of which Python and the driver launch. A CUDA graph captures them
+once and launches them all with one call. It reads and writes the addresses of the capture: so inputs are copied to
+static buffers first, results lie in static buffers, and caches reuse storage that stays allocated (as much as was ever
+in use at once by caches of one size).
+
+A model that is spread over several devices cannot be captured. Nothing here is measured yet.
+
+On other devices nothing is captured: the step is called on the same static buffers. This is for tests.
+
+Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import OutOfMemoryError, Tensor
+
+from outrider.errors import ExecutionError
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache_shapes import LayerShape
+from outrider.runtime.calls import Bound, Call, Program, Step, put_together
+from outrider.runtime.rotary import constant_frequencies
+from outrider.runtime.shape_buckets import power_of_two, prepared_length
+
+_LOG = logging.getLogger(__name__)
+MOST_PROGRAMS = 128  # per model; a server of 8 slots with one set of options uses about 30 per view length
+_TURN = threading.RLock()  # one for all models: draft and verify steps of a round share it
+_NUM_WARM_UPS = 2  # libraries pick algorithms and allocate workspace on first use: not while capturing
+
+
+class CapturedExecution:
+    """Runs steps as CUDA graphs, captured when they are first needed. For one model. Capturing one takes as long as a
+    few eager runs; nothing is cached on disk, and each graph has its own memory pool.
+
+    Lengths and batch sizes are rounded up to powers of two. Keeps the MOST_PROGRAMS graphs that were looked up most
+    recently (one that is bound may run on without that). A step that cannot be captured is not tried again.
+
+    Args:
+        is_required: such a step is an error; else it runs eagerly, and a warning says so.
+    """
+
+    name = "captured"
+    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
+    lookahead = 1  # the device works on while the host reads
+    rounds_per_look = 1
+    is_prepared = True
+
+    def __init__(self, *, is_required: bool = True) -> None:
+        self._is_required, self._has_warned = is_required, False
+        self._programs: OrderedDict[Any, Program | str] = OrderedDict()  # or why there is none
+        self._preparing = threading.RLock()
+        self._free: dict[Any, list[tuple[Tensor, ...]]] = {}
+        self._side: Any = None  # capture stream; libraries keep a workspace for each stream
+
+    @property
+    def num_programs(self) -> int:
+        """Number of graphs."""
+        return len(self._programs)
+
+    def round_length(self, length: int) -> int:
+        return prepared_length(length)
+
+    def round_rows(self, num_rows: int) -> int:
+        return power_of_two(num_rows)
+
+    def round_drafts(self, num_wanted: int, k: int) -> int:
+        return k if num_wanted else 0
+
+    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
+        """Cache on storage that no other cache is using: graphs know storage by its address."""
+        free = self._free.setdefault((tuple(shapes), num_rows, capacity), [])
+        try:
+            storage = free.pop()
+        except IndexError:
+            storage = SlotCache.allocate(shapes, num_rows, capacity).storage
+        for store in storage:
+            store.zero_()  # since 0 * value of a masked place must not be NaN
+        cache = SlotCache(shapes, storage, capacity)
+        weakref.finalize(cache, free.append, storage).atexit = False
+        return cache
+
+    def turn(self) -> AbstractContextManager[Any]:
+        return _TURN
+
+    def run(
+        self,
+        step: Step,
+        lm: Any,
+        static: tuple[Any, ...],
+        arguments: tuple[Any, ...],
+        *,
+        bound: Bound | None = None,
+    ) -> tuple[Tensor, ...]:
+        bound = bound or Bound()
+        if not bound.take(static, arguments):
+            bound.program = None
+        if bound.program is None:
+            first = tuple(store.data_ptr() for store in bound.stores[:1])  # which identifies them all
+            program = self._program((step, id(lm.model), static, bound.form, first), Call(step, lm, static, arguments))
+            if isinstance(program, str):
+                return self._eagerly(program, step, lm, static, arguments)
+            bound.program = program
+        return bound.program.run(bound.tensors, bound.stores)
+
+    def _program(self, key: Any, call: Call) -> Program | str:
+        with self._preparing:
+            if key not in self._programs:
+                self._programs[key] = self._prepare(call)
+                if len(self._programs) > MOST_PROGRAMS:
+                    self._programs.popitem(last=False)
+            self._programs.move_to_end(key)
+            return self._programs[key]
+
+    def _eagerly(
+        self, reason: str, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]
+    ) -> tuple[Tensor, ...]:
+        """Run a step that cannot be captured."""
+        if self._is_required:
+            raise ExecutionError(f"{reason} (leave out execution='captured')")
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning("%s: such steps run eagerly", reason)
+        return step(lm, *static, *arguments)
+
+    def _prepare(self, call: Call) -> Program | str:
+        """Capture a step, or tell why it cannot be."""
+        try:
+            return self._record(call)
+        except OutOfMemoryError:
+            raise
+        except Exception as error:  # what arbitrary models and drivers may raise has no common type
+            reason = " ".join(str(error).split())[:300]
+            return f"{call.lm.name} cannot be captured here: {type(error).__name__}: {reason}"
+
+    def _record(self, call: Call) -> Program:
+        inputs, stores = [tensor.clone() for tensor in call.tensors], call.stores
+        # On the same storage, but not the cache itself, whose end frees its storage. (Arguments are rebuilt in each
+        # run, since they may keep what they derived from their tensors: see noise.py.)
+        fixed = Call(call.step, call.lm, call.static, put_together(call.arguments, iter(inputs), iter(stores)))
+        run = partial(fixed.on, inputs, stores)
+        lm = call.lm
+        states = [state.clone() for state in call.states]
+        try:
+            with constant_frequencies(lm.model):
+                if lm.device.type != "cuda":
+                    return _UnrecordedGraph(inputs, run)
+                with torch.cuda.device(lm.device):
+                    self._side = self._side or torch.cuda.Stream()
+                    return _Graph(inputs, stores, lm.model, run, self._side)
+        finally:
+            _copy(states, call.states)  # undo the warm-up runs
+
+
+class _Graph:
+    """One captured step, on the current device."""
+
+    def __init__(
+        self,
+        inputs: list[Tensor],
+        stores: Sequence[Tensor],
+        model: Any,
+        call: Callable[[], tuple[Tensor, ...]],
+        side: Any,
+    ) -> None:
+        self._inputs = inputs
+        self._alive = tuple(stores), model  # the graph knows their tensors by address
+        side.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(_NUM_WARM_UPS):
+                    call()
+        finally:
+            torch.cuda.current_stream().wait_stream(side)
+        self._graph = torch.cuda.CUDAGraph()
+        # No shared pool: one graph's intermediate values would overwrite another's results.
+        # This device's stream: torch makes only one by itself, on whichever device comes first.
+        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
+            self._results = call()
+
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        _copy(tensors, self._inputs)
+        self._graph.replay()
+        return self._results
+
+
+class _UnrecordedGraph:
+    """Calls the step on static buffers, without a capture."""
+
+    def __init__(self, inputs: list[Tensor], call: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._inputs, self._call = inputs, call
+        self._results = tuple(result.clone() for result in call())
+
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        _copy(tensors, self._inputs)
+        _copy(self._call(), self._results)
+        return self._results
+
+
+def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    for source, place in zip(sources, places, strict=True):
+        place.copy_(source)

@@ -1,1 +1,0 @@
-"""JSON Schemas of the documents and files that commands write and read; they know no models and no commands."""

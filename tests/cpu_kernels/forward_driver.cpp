@@ -1,0 +1,310 @@
+// The forward (kernels/forward.cpp) of a small random model: with weights of float32 against a forward in double; and
+// with any weights, tokens together and one by one, by one thread and by three, give equal bits.
+
+#include "checks.h"
+
+extern "C" {
+bool outrider_forward(const void* model, const void* batch, int64_t num_threads);
+void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
+                         int64_t num_threads);
+}
+
+namespace {
+
+typedef std::vector<double> Doubles;
+
+// The structures of forward.cpp and of its headers.
+struct Norm {
+  int64_t kind;  // 0 for none, 1 for the root mean square
+  double epsilon;
+  const float *weight, *bias;
+};
+struct Matrix {
+  const void* data;
+  int64_t form, num_channels, width;
+  const float *scales, *bias;
+};
+struct Rope {
+  int64_t width, is_interleaved;
+  double scale;
+  const float* frequencies;
+};
+struct Layer {
+  Norm attention_norm, query_norm, key_norm, attention_post_norm, mlp_norm, mlp_post_norm;
+  int64_t rope, window, norms_whole_rows, num_inputs, num_ups;
+  Matrix inputs[3], out, ups[2], down;
+};
+struct Model {
+  int64_t num_layers, hidden, num_heads, num_groups, head_width, activation, num_ropes, num_digits;
+  double attention_scale, attention_cap, embedding_scale, residual_scale, logit_scale, logit_cap;
+  Matrix embedding, head;
+  const float* place_embedding;
+  int64_t num_places;
+  Norm last_norm;
+  const Rope* ropes;
+  const Layer* layers;
+};
+struct Batch {
+  int64_t num_rows, num_columns;
+  const int64_t *ids, *places, *offsets;
+  void* const* stores;
+  int64_t bits, row_places, num_wanted;
+  float* logits;
+  int64_t num_features;
+  const int64_t* feature_layers;
+  float* features;
+  bool* broken;
+};
+
+constexpr int64_t NUM_LAYERS = 2, NUM_ROWS = 2, V = 53;
+constexpr int64_t OFFSETS[NUM_ROWS] = {0, 5};  // from places to positions
+
+// A model like Llama; its second layer has a window and norms of queries and keys. Its matrices are of float32, of Q4_0
+// with rows of one digit, or of Q6_K with rows of two.
+class Toy {
+ public:
+  Toy(int64_t form, int64_t window) : form_(form) {
+    // Rows of whole blocks; or of no whole vectors.
+    const int64_t H = form == 14 ? 256 : form == 2 ? 64 : 44, D = form == 14 ? 32 : form == 2 ? 16 : 10;
+    const int64_t heads = form == 14 ? 8 : 4, groups = 2, wide = form == 14 ? 256 : form == 2 ? 96 : 70;
+    for (Layer& layer : layers_) {
+      const bool is_second = &layer == &layers_[1];
+      const Norm none{}, of_heads = is_second ? norm(D) : none, of_keys = is_second ? norm(D) : none;
+      layer = {norm(H), of_heads, of_keys, none, norm(H), none, 0, is_second ? window : 0, 0, 3, 2};
+      layer.inputs[0] = matrix(heads * D, H);
+      for (int i : {1, 2}) layer.inputs[i] = matrix(groups * D, H);
+      layer.out = matrix(H, heads * D), layer.down = matrix(H, wide);
+      for (Matrix& up : layer.ups) up = matrix(wide, H);
+    }
+    std::vector<float> frequencies(D / 2);
+    for (int64_t i = 0; i < D / 2; i++) frequencies[i] = std::pow(10000.0, -2.0 * i / D);
+    rope_ = {D, 0, 1.0, keep(frequencies)};
+    const int64_t num_digits = form == 14 ? 2 : form == 2 ? 1 : 0;
+    model = {NUM_LAYERS, H, heads, groups, D, 0, 1, num_digits, 1 / std::sqrt(double(D)), 0, 1, 1, 1, 0,
+             matrix(V, H), matrix(V, H), nullptr, 0, norm(H), &rope_, layers_};
+  }
+  Toy(const Toy&) = delete;
+
+  Model model;
+
+ private:
+  const float* keep(std::vector<float> made) {
+    floats_.push_back(std::move(made));
+    return floats_.back().data();
+  }
+  Norm norm(int64_t number) {
+    std::vector<float> made = numbers(number);
+    for (float& one : made) one = 1 + one / 8;
+    return {1, 1e-5, keep(made), nullptr};
+  }
+  Matrix matrix(int64_t num_channels, int64_t width) {
+    const void* data;
+    if (form_ == 0) {
+      std::vector<float> made = numbers(num_channels * width);
+      for (float& one : made) one /= std::sqrt(float(width));
+      data = keep(made);
+    } else {
+      const int64_t size = form_ == 14 ? 210 : 18, exponent = form_ == 14 ? 209 : 1;
+      std::vector<uint8_t> blocks(num_channels * width / (form_ == 14 ? 256 : 32) * size);
+      for (uint8_t& one : blocks) one = static_cast<uint8_t>(generator());
+      for (size_t b = 0; b < blocks.size(); b += size) blocks[b + exponent] = form_ == 14 ? 4 : 36;  // 2^-14, 2^-6
+      std::vector<uint8_t> interleaved(blocks.size());
+      outrider_interleave(blocks.data(), form_, num_channels, width, interleaved.data(), 1);
+      blocks_.push_back(std::move(interleaved));
+      data = blocks_.back().data();
+    }
+    return {data, form_, num_channels, width, nullptr, nullptr};
+  }
+
+  const int64_t form_;
+  std::vector<std::vector<float>> floats_;
+  std::vector<std::vector<uint8_t>> blocks_;
+  Layer layers_[NUM_LAYERS];
+  Rope rope_;
+};
+
+// Tokens of two rows, of which the second is shorter: before it is padding.
+struct Tokens {
+  explicit Tokens(int64_t length) : length(length) {
+    for (int64_t row = 0; row < NUM_ROWS; row++) {
+      for (int64_t t = 0; t < length; t++) {
+        ids.push_back(generator() % V);
+        places.push_back(t - num_padding(row));
+      }
+    }
+  }
+  int64_t num_padding(int64_t row) const { return row * (length / 3); }
+
+  int64_t length;
+  std::vector<int64_t> ids, places;  // [B, T]
+};
+
+struct Results {
+  std::vector<float> logits;               // [B, T, V]
+  std::vector<std::vector<char>> stores;  // keys and values of each layer in turn [B, T + 1, groups, head_width]
+};
+
+// Results of forwards over so many columns each.
+Results run(const Model& m, const Tokens& tokens, int64_t bits, int64_t step, int64_t num_threads) {
+  const int64_t T = tokens.length, row_places = T + 1;
+  Results found{std::vector<float>(NUM_ROWS * T * V, NAN), {}};
+  std::vector<void*> stores;
+  found.stores.resize(2 * NUM_LAYERS);
+  for (std::vector<char>& store : found.stores) {
+    store.resize(NUM_ROWS * row_places * m.num_groups * m.head_width * bits / 8);
+    stores.push_back(store.data());
+  }
+  for (int64_t first = 0; first < T; first += step) {
+    std::vector<int64_t> ids, places;
+    for (int64_t row = 0; row < NUM_ROWS; row++) {
+      for (int64_t t = first; t < first + step; t++) {
+        ids.push_back(tokens.ids[row * T + t]);
+        places.push_back(tokens.places[row * T + t]);
+      }
+    }
+    std::vector<float> logits(NUM_ROWS * step * V, NAN);
+    const Batch batch{NUM_ROWS, step, ids.data(), places.data(), OFFSETS, stores.data(), bits, row_places, step,
+                      logits.data(), 0, nullptr, nullptr, nullptr};
+    compare(outrider_forward(&m, &batch, num_threads), 1.0, 0.0, "ids and places that are there");
+    for (int64_t row = 0; row < NUM_ROWS; row++) {
+      std::copy_n(&logits[row * step * V], step * V, &found.logits[(row * T + first) * V]);
+    }
+  }
+  return found;
+}
+
+// A forward of one row in double.
+class Twin {
+ public:
+  Twin(const Model& m, const Tokens& tokens, int64_t bits, const Results& results, int64_t row)
+      : m(m), tokens(tokens), bits(bits), results(results), row(row) {}
+
+  void check() const {
+    const int64_t first = tokens.num_padding(row), number = tokens.length - first;
+    std::vector<Doubles> x;
+    for (int64_t t = 0; t < number; t++) {
+      const float* from = static_cast<const float*>(m.embedding.data);
+      from += tokens.ids[row * tokens.length + first + t] * m.hidden;
+      x.emplace_back(from, from + m.hidden);
+    }
+    for (int64_t l = 0; l < NUM_LAYERS; l++) {
+      const Layer& layer = m.layers[l];
+      for (int64_t t = 0; t < number; t++) {
+        const Doubles inputs = normed(layer.attention_norm, x[t]);
+        check_stored(2 * l, t, heads(times(layer.inputs[1], inputs), layer.key_norm, t));
+        check_stored(2 * l + 1, t, times(layer.inputs[2], inputs));
+        add(x[t], times(layer.out, attended(l, t, heads(times(layer.inputs[0], inputs), layer.query_norm, t))));
+        const Doubles normal = normed(layer.mlp_norm, x[t]), factors = times(layer.ups[1], normal);
+        Doubles ups = times(layer.ups[0], normal);
+        for (size_t i = 0; i < ups.size(); i++) ups[i] *= factors[i] / (1 + std::exp(-ups[i]));
+        add(x[t], times(layer.down, ups));
+      }
+    }
+    for (int64_t t = 0; t < first; t++) {
+      for (int64_t v = 0; v < V; v++) compare(logits(t)[v], 0.0, 0.0, "a logit of padding");
+    }
+    for (int64_t t = 0; t < number; t++) {
+      compare_all(logits(first + t), times(m.head, normed(m.last_norm, x[t])), 0.0, "a logit");
+    }
+  }
+
+ private:
+  static Doubles times(const Matrix& matrix, const Doubles& x) {
+    const float* weights = static_cast<const float*>(matrix.data);
+    Doubles y(matrix.num_channels);
+    for (size_t o = 0; o < y.size(); o++) {
+      for (int64_t i = 0; i < matrix.width; i++) y[o] += weights[o * matrix.width + i] * x[i];
+    }
+    return y;
+  }
+  static void add(Doubles& x, const Doubles& more) {
+    for (size_t i = 0; i < x.size(); i++) x[i] += more[i];
+  }
+  static Doubles normed(const Norm& norm, Doubles x) {
+    double squares = 0;
+    for (double one : x) squares += one * one;
+    for (size_t i = 0; norm.kind && i < x.size(); i++) {
+      x[i] *= norm.weight[i] / std::sqrt(squares / x.size() + norm.epsilon);
+    }
+    return x;
+  }
+
+  // Queries or keys, normed and turned.
+  Doubles heads(const Doubles& all, const Norm& norm, int64_t t) const {
+    const int64_t D = m.head_width, half = D / 2;
+    Doubles made;
+    for (auto begin = all.begin(); begin != all.end(); begin += D) {
+      const Doubles x = normed(norm, Doubles(begin, begin + D));
+      Doubles turned(D);
+      for (int64_t i = 0; i < half; i++) {
+        const float angle = float(t + OFFSETS[row]) * m.ropes[0].frequencies[i];  // in float32, as models define it
+        turned[i] = x[i] * std::cos(double(angle)) - x[half + i] * std::sin(double(angle));
+        turned[half + i] = x[half + i] * std::cos(double(angle)) + x[i] * std::sin(double(angle));
+      }
+      made.insert(made.end(), turned.begin(), turned.end());
+    }
+    return made;
+  }
+
+  Doubles attended(int64_t l, int64_t t, const Doubles& queries) const {
+    const int64_t D = m.head_width, shared = m.num_heads / m.num_groups, window = m.layers[l].window;
+    Doubles made(m.num_heads * D);
+    for (int64_t h = 0; h < m.num_heads; h++) {
+      double total = 0;
+      for (int64_t j = window ? std::max<int64_t>(0, t + 1 - window) : 0; j <= t; j++) {
+        double score = 0;
+        for (int64_t i = 0; i < D; i++) score += queries[h * D + i] * stored(2 * l, j, h / shared * D + i);
+        const double weight = std::exp(m.attention_scale * score);
+        total += weight;
+        for (int64_t i = 0; i < D; i++) made[h * D + i] += weight * stored(2 * l + 1, j, h / shared * D + i);
+      }
+      for (int64_t i = 0; i < D; i++) made[h * D + i] /= total;
+    }
+    return made;
+  }
+
+  // What the forward has stored is what the twin reads, too: else a key rounded to the other side would spread.
+  void check_stored(int64_t store, int64_t t, const Doubles& want) const {
+    std::vector<float> got;
+    for (size_t i = 0; i < want.size(); i++) got.push_back(stored(store, t, i));
+    compare_all(got.data(), want, bits == 16 ? std::ldexp(1.0, -8) : 0.0, "a key or value");
+  }
+  float stored(int64_t store, int64_t place, int64_t i) const {
+    const int64_t at = (row * (tokens.length + 1) + place) * m.num_groups * m.head_width + i;
+    uint32_t word = 0;
+    std::memcpy(reinterpret_cast<char*>(&word) + 4 - bits / 8, &results.stores[store][at * bits / 8], bits / 8);
+    float number;
+    std::memcpy(&number, &word, sizeof number);
+    return number;
+  }
+
+  const float* logits(int64_t column) const { return &results.logits[(row * tokens.length + column) * V]; }
+
+  static void compare_all(const float* got, const Doubles& want, double rounding, const char* what) {
+    double most = 0;
+    for (double one : want) most = std::fmax(most, std::fabs(one));
+    for (size_t i = 0; i < want.size(); i++) compare(got[i], want[i], rounding * std::fabs(want[i]) + 1e-5 * most, what);
+  }
+
+  const Model& m;
+  const Tokens& tokens;
+  const int64_t bits;
+  const Results& results;
+  const int64_t row;
+};
+
+}  // namespace
+
+void check_forward(int64_t form, int64_t bits, int64_t length) {
+  const Toy toy(form, length / 2);
+  const Tokens tokens(length);
+  const Results together = run(toy.model, tokens, bits, length, 3);
+  for (auto [step, num_threads] : {std::pair<int64_t, int64_t>{1, 1}, {1, 3}, {length, 1}}) {
+    const Results again = run(toy.model, tokens, bits, step, num_threads);
+    for (size_t i = 0; i < again.logits.size(); i++) {
+      compare(again.logits[i], together.logits[i], 0.0, "a logit with tokens one by one, or by another number of threads");
+    }
+    compare(again.stores == together.stores, 1.0, 0.0, "keys and values that are the same");
+  }
+  for (int64_t row = 0; form == 0 && row < NUM_ROWS; row++) Twin(toy.model, tokens, bits, together, row).check();
+}

@@ -1,0 +1,255 @@
+"""The library of kernels: compiled once, for this processor, by the compiler that is there."""
+
+import ctypes
+import logging
+import platform
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from outrider.kernels import build as kernel_build
+from outrider.kernels import levels as kernel_levels
+from outrider.kernels import library as kernel_library
+from outrider.kernels.build import SOURCES, CompilerError, compiler
+from outrider.kernels.levels import BASELINE, LEVELS, Level, levels_here
+from outrider.kernels.library import FORMS, few_row_matmul
+from outrider.system.files import cache_folder
+from outrider.system.private import PrivateFolder
+
+
+def _fail(*_: object) -> None:
+    raise AssertionError("it is there already")
+
+
+def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kept on disk."""
+    assert kernel_library.library() is not None
+    monkeypatch.setattr(kernel_library, "build", _fail)
+    assert kernel_library.library.__wrapped__() is not None
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        (None, "there is no no-such-compiler: install g++, or set CXX"),
+        ("#!/bin/sh\nexit 3\n", "exit code 3"),
+        ("#!/bin/sh\necho 'this.cpp:1: error: out of memory' >&2\nexit 1\n", "this.cpp:1: error: out of memory"),
+        ("no program", "cannot be run: Exec format error"),
+        # It knows all levels, and compiles nothing.
+        ("#!/bin/sh\ncase \"$*\" in *-dM*) exit 0;; esac\necho 'internal compiler error' >&2\nexit 4\n", "internal"),
+    ],
+)
+def test_machines_without_a_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str | None, reason: str
+) -> None:
+    """Or with one that fails: a warning tells why, and the cost."""
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    if script is not None:
+        (tmp_path / "c++").write_text(script)
+        (tmp_path / "c++").chmod(0o700)
+        monkeypatch.setenv("CXX", str(tmp_path / "c++"))
+    assert kernel_library.library.__wrapped__() is None
+    assert reason in caplog.text and "PyTorch alone, several times slower" in caplog.text
+
+
+def test_the_first_compiler_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless one is named, perhaps with options."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(CompilerError, match="there is no C\\+\\+ compiler"):
+        compiler()
+    for name in ("clang++", "g++"):
+        (tmp_path / name).touch(0o700)
+        assert compiler() == [name]
+    monkeypatch.setenv("CXX", "'g++' -mtune=native")
+    assert compiler() == ["g++", "-mtune=native"]
+
+
+def test_a_folder_that_allows_no_executables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """As with ``noexec``: the system refuses to load the library, the kept one and a new one."""
+
+    def refuse(path: str, *_: object) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    assert kernel_library.library() is not None
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    monkeypatch.setattr(kernel_library, "build", lambda command, level, path: path.write_bytes(b"a library"))
+    assert kernel_library.library.__wrapped__() is None
+    assert "failed to map segment" in caplog.text and "several times slower" in caplog.text
+
+
+def test_threads_that_another_library_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in code by Clang beside GCC's OpenMP: all have the number 0. Such a library is not used."""
+    (tmp_path / "another.cpp").write_text('extern "C" int omp_get_thread_num() { return 0; }')
+    (threads,) = (path for path in SOURCES if path.name == "threads.cpp")
+    flags = ["-shared", "-fPIC", "-fopenmp", "-Wl,-Bsymbolic", "-o", str(tmp_path / "threads.so")]
+    subprocess.run([*compiler(), str(threads), str(tmp_path / "another.cpp"), *flags], check=True)
+    with pytest.raises(OSError, match="another OpenMP than PyTorch: set CXX=g\\+\\+$"):
+        kernel_library._loaded(tmp_path / "threads.so")
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux")
+def test_checking_threads_leaves_none_behind() -> None:
+    """With a second team of threads in the process, those of GCC's OpenMP sleep where they would wait."""
+    program = """if True:
+        import os, threading, time
+        from outrider.kernels.library import library
+        def check():
+            before = len(os.listdir("/proc/self/task"))
+            library().outrider_threads_are_numbered()
+            until = time.monotonic() + 20  # they end beside us
+            while (left := len(os.listdir("/proc/self/task")) - before) and time.monotonic() < until:
+                time.sleep(0.01)
+            print(left)
+        assert library() is not None
+        asking = threading.Thread(target=check)
+        asking.start()
+        asking.join()
+    """
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "0"
+
+
+@pytest.mark.parametrize("is_damaged", [True, False])
+def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_damaged: bool
+) -> None:
+    """A damaged one would end the process; another may need a library that has gone."""
+    assert kernel_library.library.__wrapped__() is not None
+    kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    folder = PrivateFolder(kept.parent, 2**30)
+    library = folder.read(kept.name)
+    assert library is not None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(
+        kernel_library, "build", lambda command, level, path: path.write_bytes(library)
+    )  # without its seconds
+    caplog.clear()  # the first call may have compiled
+    assert kernel_library.library.__wrapped__() is not None and not caplog.text
+    (file,) = cache_folder("kernels").iterdir()
+    if is_damaged:
+        whole, fifth = file.read_bytes(), len(library) // 5
+        file.write_bytes(whole[: 2 * fifth] + bytes(fifth) + whole[3 * fifth :])
+    else:
+        PrivateFolder(file.parent, 2**30).keep(file.name, b"no library")
+    again = kernel_library.library.__wrapped__()
+    assert again is not None and ("is damaged" if is_damaged else "cannot be loaded") in caplog.text
+    monkeypatch.setattr(kernel_library, "library", lambda: again)
+    x, weights = torch.randn(3, 40), torch.randn(9, 40)
+    assert torch.allclose(few_row_matmul(x, [weights], FORMS[torch.float32], 2), x @ weights.T, atol=1e-4)
+    assert file.read_bytes()[32:] == library  # after its checksum
+
+
+def test_compiling_is_not_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It takes minutes on a busy machine: the beginning is shown to everybody, the progress in commands."""
+    commands: list[Sequence[str]] = []
+
+    def output(command: Sequence[str]) -> str:
+        assert "a minute, or several" in caplog.text
+        commands.append(command)
+        return ""
+
+    monkeypatch.setattr(kernel_build, "_output", output)
+    caplog.set_level(logging.INFO)
+    kernel_build.build(["c++"], levels_here()[0], tmp_path / "kernels.so")
+    first, *others = caplog.records
+    assert first.levelname == "WARNING" and {one.levelname for one in others} == {"INFO"}
+    assert str(tmp_path / "kernels.so") in commands[-1] and len(others) == len(commands) - 1 == len(SOURCES)
+    assert others[-1].getMessage().startswith(f"{len(others)} of {len(others)} files are compiled, ")
+
+
+def test_who_comes_second_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As the processes of one job do, which start together. It says so."""
+    assert kernel_library.library.__wrapped__() is not None
+    file = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+    kept = file.read_bytes()[32:]  # after its checksum
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    found: list[object] = []
+    second = threading.Thread(target=lambda: found.append(kernel_library.library.__wrapped__()))
+    compiled: list[Path] = []
+
+    def build(command: object, level: object, path: Path) -> None:
+        compiled.append(path)
+        if len(compiled) == 1:
+            second.start()
+            second.join(0.5)  # it would compile, too, if it did not wait
+        path.write_bytes(kept)
+
+    monkeypatch.setattr(kernel_library, "build", build)
+    assert kernel_library.library.__wrapped__() is not None
+    second.join()
+    assert len(compiled) == 1 and found[0] is not None and "another process compiles" in caplog.text
+
+
+_ZEN_3 = "avx2 fma f16c bmi1 bmi2 movbe abm sse4_2"
+_ZEN_4 = f"{_ZEN_3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "capability", "want"),
+    [
+        ("x86_64", "sse4_2 avx", "", "baseline"),
+        ("x86_64", _ZEN_3, "", "avx2 baseline"),
+        ("x86_64", f"{_ZEN_3} avx_vnni", "", "avx2-vnni avx2 baseline"),
+        ("x86_64", _ZEN_4, "", "avx512-vnni avx512 avx2 baseline"),
+        ("AMD64", _ZEN_4, "", "avx512-vnni avx512 avx2 baseline"),
+        ("x86_64", f"{_ZEN_4} amx_tile amx_int8", "", "amx avx512-vnni avx512 avx2 baseline"),
+        ("x86_64", f"{_ZEN_4} amx_tile amx_int8", "avx2", "avx2 baseline"),
+        ("x86_64", f"{_ZEN_4} amx_tile amx_int8", "avx512", "amx avx512-vnni avx512 avx2 baseline"),
+        ("x86_64", _ZEN_4, "default", "baseline"),
+        ("aarch64", "fp asimd", "", "baseline"),
+        ("arm64", "fp asimd asimddp", "", "dotprod baseline"),
+        ("riscv64", _ZEN_4, "", "baseline"),
+    ],
+)
+def test_levels_of_processors(
+    machine: str, features: str, capability: str, want: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that it has, best first; PyTorch's variable forbids some."""
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+    assert [level.name for level in levels_here(set(features.split()))] == want.split()
+
+
+def test_levels_where_the_system_lists_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on macOS and Windows: PyTorch tells."""
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setattr(kernel_levels, "_PROCESSORS", tmp_path / "none")
+    for machine, capability, want in (
+        ("AMD64", "AVX512", ["avx512", "avx2", "baseline"]),
+        ("x86_64", "AVX2", ["avx2", "baseline"]),
+        ("x86_64", "DEFAULT", ["baseline"]),
+        ("arm64", "DEFAULT", ["dotprod", "baseline"]),
+    ):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
+        assert [level.name for level in levels_here()] == want
+
+
+def test_a_compiler_that_does_not_know_the_best_level(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An old one. It compiles for the next level; and not again at the next start."""
+    unknown = Level("unknown", ("-mno-such-vectors",))
+    monkeypatch.setattr(kernel_library, "levels_here", lambda: [unknown, BASELINE])
+    level, predefined = kernel_library._best_level(compiler())
+    assert level == BASELINE and "__VERSION__" in predefined
+
+
+def test_levels_have_libraries_of_their_own() -> None:
+    """The compiler's macros tell them apart, for it and for the sources."""
+    command = compiler()
+    found = {kernel_build.macros(command, level) for level in levels_here()}
+    assert len(found) == len(levels_here())
+    assert len({level.name for levels in LEVELS.values() for level in levels}) == sum(map(len, LEVELS.values()))

@@ -1,0 +1,50 @@
+"""Golden logits of tests/gguf_models.py: llama.cpp's, of the same files (llama-cpp-python 0.3.36, a build of minutes).
+
+    pip install llama-cpp-python==0.3.36 && python tests/golden/make_gguf_logits.py
+
+Weights, keys and values are float32, without flash attention.
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import llama_cpp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from gguf_models import CASES, IDS, PLACES, write_case
+
+_FILE = Path(__file__).with_name("gguf_logits.json")
+
+
+def logits_of(file: Path) -> list[list[float]]:
+    """Logits after ``PLACES`` of ``IDS``, rounded to 5 digits."""
+    model = llama_cpp.Llama(
+        str(file),
+        n_ctx=len(IDS),
+        n_batch=len(IDS),
+        n_ubatch=len(IDS),
+        logits_all=True,
+        flash_attn=False,
+        type_k=llama_cpp.GGML_TYPE_F32,
+        type_v=llama_cpp.GGML_TYPE_F32,
+        verbose=False,
+    )
+    model.eval(IDS)
+    return [[float(f"{number:.5g}") for number in model.scores[place]] for place in PLACES]
+
+
+def main() -> None:
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, case in CASES.items():
+            if case.has_oracle:
+                found[name] = logits_of(write_case(Path(folder) / "case.gguf", case))
+    lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(rows)}" for name, rows in found.items())
+    _FILE.write_text(f"{{\n{lines}\n}}\n")
+
+
+if __name__ == "__main__":
+    main()

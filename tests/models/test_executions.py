@@ -1,0 +1,100 @@
+"""Which execution runs a model, and how it is chosen: in Python, on the command line, in a file of names."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import outrider
+from outrider.errors import FileError, OptionError
+from outrider.models.executions import executed
+from outrider.models.placement import Placement
+from outrider.models.registry import EXECUTIONS, resolve
+from toys import as_lm, tiny_llama
+
+
+@pytest.fixture
+def model() -> PreTrainedModel:
+    return tiny_llama()
+
+
+@pytest.mark.parametrize(("name", "want"), [("auto", "eager"), ("eager", "eager"), ("native", "native")])
+def test_a_model_in_memory(name: str, want: str, model: PreTrainedModel) -> None:
+    """It may be changed later, so it runs in its own code unless asked for."""
+    lm = outrider.load(model.float(), execution=name).target
+    assert lm.execution.name == want and (lm.native is None) == (want == "eager")
+
+
+def test_a_model_from_files_runs_natively(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the native engine knows its configuration and gives its logits; else the log says why it does not."""
+    source, folder = resolve("fable-draft").path, tmp_path / "known"
+    assert source is not None
+    shutil.copytree(source, folder)
+    assert outrider.load(folder).target.execution.name == "native"
+    assert outrider.load(folder, execution="eager").target.execution.name == "eager"
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"hidden_act"', '"more_experts": 3, "hidden_act"'))
+    with caplog.at_level("INFO"):
+        assert outrider.load(folder).target.execution.name == "eager"
+    assert "runs eagerly: its plan does not know more_experts=3" in caplog.text
+    with pytest.raises(OptionError, match="execution = 'native' is invalid: .* its plan does not know more_experts=3"):
+        outrider.load(folder, execution="native")
+
+
+def test_what_there_is_not(model: PreTrainedModel) -> None:
+    for name, reason in (
+        ("captured", "CUDA graphs need a CUDA device, and .* is on cpu"),
+        ("compiled", "choose auto, eager, native, captured"),
+    ):
+        with pytest.raises(OptionError, match=f"execution = '{name}' is invalid: {reason}"):
+            outrider.load(model, execution=name)
+
+
+def test_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as this can be told without one. A model of several processes is not captured unless asked for."""
+    lm = as_lm(tiny_llama())
+    assert not lm.has_states  # found while it can run
+    monkeypatch.setattr(lm, "device", torch.device("cuda"))
+    monkeypatch.setattr("outrider.models.executions.probe", lambda lm: None)
+    found = {name: executed(lm, name).execution.name for name in ("auto", "eager", "captured")}
+    assert found == {"auto": "captured", "eager": "eager", "captured": "captured"}
+    lm.num_shares = 2
+    assert executed(lm, "auto").execution.name == "eager" and executed(lm, "captured").execution.name == "captured"
+    assert lm.execution.name == "eager"
+
+
+def test_a_file_of_names_may_choose(tmp_path: Path) -> None:
+    """Where the call does not."""
+    file = tmp_path / "models.toml"
+    for name in EXECUTIONS:
+        file.write_text(f'[models.mine]\npath = "{tmp_path}"\nexecution = "{name}"\n')
+        spec = resolve("mine", file)
+        assert Placement().over(spec).execution == name
+        assert Placement(execution="eager").over(spec).execution == "eager"
+    file.write_text(f'[models.mine]\npath = "{tmp_path}"\nexecution = "fast"\n')
+    with pytest.raises(FileError, match="models.mine.execution = 'fast' should be one of auto, eager, native"):
+        resolve("mine", file)
+
+
+def test_a_draft_is_as_eager_as_its_target() -> None:
+    for own, of_target, want in (
+        ("auto", "eager", "eager"),
+        ("auto", "captured", "auto"),
+        ("captured", "eager", "captured"),
+        ("eager", "auto", "eager"),
+    ):
+        assert Placement(execution=own).inheriting(Placement(execution=of_target)).execution == want
+
+
+def test_former_names_still_work(model: PreTrainedModel) -> None:
+    """With a warning that names the successor."""
+    with pytest.warns(FutureWarning, match="'execution' chooses how a model runs"):
+        decoder = outrider.load(model, compile=True)
+    with pytest.warns(FutureWarning, match="the fast execution is the default"):
+        assert decoder.compiled(waits=False) is decoder
+    with pytest.warns(FutureWarning, match="CompileError is now ExecutionError"):
+        assert outrider.errors.CompileError is outrider.errors.ExecutionError
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        outrider.errors.Nothing  # noqa: B018

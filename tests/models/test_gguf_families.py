@@ -1,0 +1,160 @@
+"""GGUF files of every family that is read: the model is the one that the file states, or the file is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import outrider
+from gguf_models import CASES, IDS, PLACES, random_case, write_case
+from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel
+from outrider.models.gguf.families import FAMILIES
+from outrider.models.reading import read_config
+from outrider.models.registry import resolve
+
+_GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_logits.json").read_text())
+_GELU = ("gemma", "gpt2", "falcon", "starcoder2")  # from a table of float16 in llama.cpp
+
+
+_YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
+
+
+def _logits(model: nn.Module) -> torch.Tensor:
+    with torch.inference_mode():
+        logits: torch.Tensor = model(torch.tensor([IDS])).logits[0]
+    return logits
+
+
+def test_every_family_has_a_case() -> None:
+    assert {case.architecture for case in CASES.values()} == set(FAMILIES)
+    assert _GOLDEN.keys() == {name for name, case in CASES.items() if case.has_oracle}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_model_that_was_written(name: str, tmp_path: Path) -> None:
+    """Transformers' logits of the same configuration, and llama.cpp's of the same file."""
+    case = CASES[name]
+    model = random_case(case)
+    file = write_case(tmp_path / "tiny.gguf", case, model)
+    loaded = outrider.load(file).target.model
+    logits, want = _logits(loaded), _logits(model)
+    spread = float(want.std())
+    torch.testing.assert_close(logits, want, rtol=0.0, atol=2e-5 * spread)
+    if name in _GOLDEN:
+        bound = 1e-2 if case.architecture.startswith(_GELU) else 1e-4
+        golden = torch.tensor(_GOLDEN[name])
+        torch.testing.assert_close(logits[list(PLACES)], golden, rtol=0.0, atol=bound * spread)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", _GOLDEN)
+def test_llama_gives_what_is_golden(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
+    from golden.make_gguf_logits import logits_of
+
+    found, golden = (
+        torch.tensor(logits_of(write_case(tmp_path / "tiny.gguf", CASES[name]))),
+        torch.tensor(_GOLDEN[name]),
+    )
+    torch.testing.assert_close(found, golden, rtol=0.0, atol=5e-3 * float(golden.std()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_not_known_is_refused(name: str, tmp_path: Path) -> None:
+    """A key of the architecture, and a tensor."""
+    case = CASES[name]
+    model = random_case(case)
+    key = f"{case.architecture}.attention.clamp_kqv"
+    with pytest.raises(UnsupportedModel, match=f"states {key} = 8.0"):
+        outrider.load(write_case(tmp_path / "key.gguf", case, model, attention__clamp_kqv=8.0))
+    for tensor in ("blk.0.attn_q.scale", "output.bias", "blk.1.attn_sinks.weight"):
+        more = replace(case, tensors=case.tensors | {tensor: np.ones(8, np.float32)})
+        with pytest.raises(UnsupportedModel, match=f"has a tensor {tensor}, for which"):
+            outrider.load(write_case(tmp_path / "tensor.gguf", more, model))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"rope__scaling__type": "longrope"}, "lacks rope_factors_short.weight, of 6 numbers"),
+        ({"rope__scaling__type": "dynamic"}, "states llama.rope.scaling.type = 'dynamic'"),
+        ({"rope__dimension_count": 6}, "states llama.rope.dimension_count = 6"),
+        ({"attention__value_length": 6}, "states llama.attention.value_length = 6"),
+        ({"attention__sliding_window": 64}, "states llama.attention.sliding_window = 64"),
+        ({"attention__head_count_kv": [2, 4]}, r"states llama.attention.head_count_kv = \[2, 4\]"),
+        ({"expert_count": 8}, "states llama.expert_count = 8"),
+        ({"attention__causal": False}, "states llama.attention.causal = False"),
+        ({"rope__scaling__attn_factor": 1.5}, "states llama.rope.scaling.attn_factor"),
+        ({"logit_scale": 2.0}, "states llama.logit_scale"),
+        (_YARN | {"rope__scaling__factor": 0.5}, "states llama.rope.scaling.factor = 0.5"),
+        ({"embedding_length": "x"}, "metadata is no llama model"),
+        ({"attention__head_count": 0}, "metadata is no llama model"),
+        ({"attention__key_length": 2**26, "attention__value_length": 2**26, "rope__dimension_count": 2**26}, "not fit"),
+        (_YARN | {"rope__scaling__yarn_attn_factor": 0.5}, "states llama.rope.scaling.yarn_attn_factor = 0.5"),
+        (_YARN | {"rope__scaling__yarn_ext_factor": 0.5}, "states llama.rope.scaling.yarn_ext_factor = 0.5"),
+    ],
+)
+def test_values_that_would_be_another_model(keys: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=told) as refused:
+        outrider.load(write_case(tmp_path / "tiny.gguf", CASES["llama"], **keys))
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"expert_count": 0, "expert_used_count": 0},
+        {"attention__causal": True, "rope__scaling__type": "none", "rope__scaling__finetuned": False},
+        {"rope__scaling__type": "linear", "rope__scaling__factor": 0.0},
+        {"attention__head_count_kv": [2, 2], "feed_forward_length": [56, 56]},
+        {
+            "attention__layer_norm_epsilon": 0.5,
+            "attention__sliding_window": 0,
+            "tensor_data_layout": "Meta AI original pth",
+        },
+    ],
+)
+def test_keys_without_effect(keys: dict[str, Any], tmp_path: Path) -> None:
+    """As llama.cpp takes them: 0 for no scaling, lists of equal numbers."""
+    case = CASES["llama"]
+    model = random_case(case)
+    loaded = outrider.load(write_case(tmp_path / "tiny.gguf", case, model, **keys)).target.model
+    torch.testing.assert_close(_logits(loaded), _logits(model), rtol=0.0, atol=1e-5)
+
+
+def test_layers_with_a_window(tmp_path: Path) -> None:
+    """A period of 0 is none without a window, as in llama.cpp; without a window no layer has one."""
+    case = CASES["gemma3"]
+    config = read_config(resolve(str(write_case(tmp_path / "0.gguf", case, attention__sliding_window_pattern=0))))
+    assert set(config.layer_types) == {"sliding_attention"}
+    keys = {"attention__sliding_window": 0, "attention__sliding_window_pattern": 2}
+    config = read_config(resolve(str(write_case(tmp_path / "none.gguf", case, **keys))))
+    assert set(config.layer_types) == {"full_attention"}
+
+
+def test_sizes_that_do_not_fit_name_the_tensor(tmp_path: Path) -> None:
+    with pytest.raises(
+        ModelCorrupt, match=r"tensor blk.0.ffn_\w+.weight has the shape \[.*\], which does not fit the file"
+    ):
+        outrider.load(write_case(tmp_path / "tiny.gguf", CASES["qwen3"], feed_forward_length=72))
+    with pytest.raises(ModelCorrupt, match="lacks 9 of the model's weights, model.layers.2."):
+        outrider.load(write_case(tmp_path / "tiny.gguf", CASES["llama"], block_count=3))
+    with pytest.raises(ModelCorrupt, match="states 2147483648 layers, and has 21 tensors"):
+        outrider.load(write_case(tmp_path / "tiny.gguf", CASES["llama"], block_count=2**31))
+
+
+def test_tokens_without_embeddings(tmp_path: Path) -> None:
+    tokens = {"tokenizer.ggml.tokens": [f"w{i}" for i in range(99)]}
+    with pytest.raises(ModelCorrupt, match="has 99 tokens, but embeddings of 48 alone"):
+        outrider.load(write_case(tmp_path / "tiny.gguf", CASES["llama"], keys=tokens))
+
+
+def test_other_architectures_are_named(tmp_path: Path) -> None:
+    file = write_case(tmp_path / "tiny.gguf", replace(CASES["llama"], architecture="minicpm"))
+    with pytest.raises(UnsupportedModel, match="GGUF files of the architecture 'minicpm' are not read: llama, "):
+        outrider.load(file)

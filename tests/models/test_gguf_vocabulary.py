@@ -1,0 +1,177 @@
+"""Tokenizers of GGUF files, against llama.cpp's tokens of the same vocabularies (golden/vocabularies.py)."""
+
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+import golden.vocabularies as golden
+from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
+from outrider.models.gguf.splitters import SPLITTERS, name_of
+from outrider.models.gguf.vocabulary import gguf_tokenizer
+
+_STATED = golden.stated()
+_CASES = golden.cases(_STATED["merges"])
+_GPT2, _SCORES = _CASES["splitter gpt-2"], _CASES["scores"]
+
+
+def _want(case: str) -> list[list[int]]:
+    return [[*map(int, line.split())] for line in _STATED["tokens"][_STATED["equal"][case]]]
+
+
+def _tokens(metadata: dict[str, Any], text: str) -> list[str]:
+    """Tokens by their names, without those that the file adds to texts."""
+    tokenizer = gguf_tokenizer(metadata, "tiny")
+    return list(tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False).input_ids))
+
+
+def _with(metadata: dict[str, Any], **values: Any) -> dict[str, Any]:
+    return metadata | {f"tokenizer.ggml.{key}": value for key, value in values.items()}
+
+
+def test_the_golden_file_is_of_this_page_and_table() -> None:
+    assert tuple(_STATED["page"]) == golden.PAGE
+    assert _STATED["equal"].keys() == _CASES.keys()
+
+
+@pytest.mark.parametrize("case", _CASES)
+def test_tokens_are_those_of_llama(case: str) -> None:
+    tokenizer = gguf_tokenizer(_CASES[case], case)
+    for text, want in zip(golden.PAGE, _want(case), strict=True):
+        assert tokenizer(text).input_ids == want, text
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", _CASES)
+def test_llama_gives_the_golden_tokens(case: str) -> None:
+    pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
+    from golden.make_vocabularies import tokens_of_llama
+
+    assert tokens_of_llama(_CASES[case]) == _want(case)
+
+
+def test_the_page_tells_rules_apart() -> None:
+    """But for three, whose expressions differ from another's in rare text alone."""
+    names = {splitter: name for name, splitter in reversed(SPLITTERS.items())}
+    found = {name: _STATED["equal"][f"splitter {name}"] for name in names.values()}
+    alike = {(one, other) for one, other in combinations(found, 2) if found[one] == found[other]}
+    assert {name for pair in alike for name in pair} <= {"qwen2", "bailingmoe", "ufakzeka", "smaug-bpe", "chatglm-bpe"}
+
+
+def test_all_ids_are_texts_again() -> None:
+    for case in ("splitter smollm", "gemma4", "scores", "scores, without a space"):
+        tokenizer = gguf_tokenizer(_CASES[case], case)
+        for text in golden.PAGE:
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+            assert tokenizer.decode(ids).replace(" ", "") == text.replace(" ", ""), (case, text)
+            if "<" not in text:  # a space is put before each text between special tokens
+                assert tokenizer.decode(ids) == text
+
+
+def test_a_leading_space_is_kept() -> None:
+    assert _tokens(_SCORES, " x")[0] == "▁▁" != _tokens(_SCORES, "x")[0][:2]
+    assert _tokens(_with(_SCORES, add_space_prefix=False), " x") == _tokens(_SCORES, "x")
+    assert _tokens(_with(_SCORES, add_space_prefix=False), "x") == ["x"]
+
+
+def test_merges_may_be_ignored() -> None:
+    text = "kings are kings"
+    assert _tokens(_with(_GPT2, pre="llama-bpe"), text)[0::2] == ["kings", "Ġkings"]
+    assert not {"kings", "Ġkings"} & {*_tokens(_with(_GPT2, pre="smaug-bpe"), text)}
+
+
+def test_the_default_splitter_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    gguf_tokenizer(_CASES["no splitter"], "tiny")
+    assert caplog.messages == [
+        "tiny names no splitter of its text (tokenizer.ggml.pre): 'default' is used, as in llama.cpp"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "error", "message"),
+    [
+        (_with(_GPT2, pre="nonsense"), UnsupportedModel, "tiny splits text by the rule 'nonsense'"),
+        (_with(_GPT2, pre="whitespace"), UnsupportedModel, "by the rule 'whitespace'"),
+        (_with(_GPT2, model="bert"), UnsupportedModel, "kind 'bert': gpt2, llama, gemma4 are supported"),
+        (_with(_GPT2, suppress_tokens=[7]), UnsupportedModel, r"tokenizer.ggml.suppress_tokens = \[7\], which is not"),
+        (_GPT2 | {"tokenizer.unheard": "of"}, UnsupportedModel, "tiny states tokenizer.unheard = 'of', which is not"),
+        (_with(_GPT2, tokens=["a", "b", "a"]), ModelCorrupt, "has 3 tokens, of which only 2 differ"),
+        ({key: _GPT2[key] for key in _GPT2 if "merges" not in key}, ModelCorrupt, "states no tokenizer.ggml.merges"),
+        ({key: _SCORES[key] for key in _SCORES if "scores" not in key}, ModelCorrupt, "no tokenizer.ggml.scores"),
+        (
+            {key: value for key, value in _with(_GPT2, pre="llama3").items() if "bos" not in key},
+            ModelCorrupt,
+            "adds BOS to texts, but states no tokenizer.ggml.bos_token_id",
+        ),
+    ],
+)
+def test_what_is_not_known_is_refused(metadata: dict[str, Any], error: type[OutriderError], message: str) -> None:
+    with pytest.raises(error, match=message) as caught:
+        gguf_tokenizer(metadata, "tiny")
+    assert "\n" not in str(caught.value)
+
+
+def test_harmless_keys_are_read_over() -> None:
+    more = {"eot_token_id": 3, "fim_pre_token_id": 4, "remove_extra_whitespaces": True, "add_sep_token": False}
+    assert _tokens(_with(_GPT2, **more), "a b") == _tokens(_GPT2, "a b")
+
+
+def test_roles_of_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    ids = [f"tokenizer.ggml.{role}_token_id" for role in ("bos", "eos", "unknown")]
+    bare = {key: value for key, value in _SCORES.items() if key not in ids}
+    tokenizer = gguf_tokenizer(bare, "tiny")
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == ("<s>", "</s>", "<unk>")
+    assert tokenizer.pad_token is None
+    tokenizer = gguf_tokenizer(_with(_SCORES, padding_token_id=0, eos_token_id=10**6), "tiny")
+    assert (tokenizer.pad_token, tokenizer.eos_token) == ("<unk>", "</s>")
+    assert caplog.messages == ["tiny: eos_token_id = 1000000 is no token: it is left out"]
+    bare = {key: value for key, value in _GPT2.items() if key not in ids}
+    assert gguf_tokenizer(bare, "tiny").eos_token is None  # 11 is a letter here
+
+
+def test_control_tokens_are_special() -> None:
+    """An end of a turn is, whatever the file says; what a user has defined is text."""
+    tokenizer = gguf_tokenizer(_GPT2, "tiny")
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    assert special == {"<|end|>", "<|endoftext|>", "<|im_end|>"}
+    ids = tokenizer("a<|im_end|><tool><|end|>b").input_ids
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool>b"
+    assert len(tokenizer) == len(_GPT2["tokenizer.ggml.tokens"])
+
+
+def test_a_byte_without_a_token_is_left_out() -> None:
+    tokens, types = (list(_GPT2[f"tokenizer.ggml.{key}"]) for key in ("tokens", "token_type"))
+    tokens[tokens.index("ÿ")] = "none"  # the byte 255, which is in no text
+    assert _tokens(_with(_GPT2, tokens=tokens, token_type=types), "a b") == _tokens(_GPT2, "a b")
+    tokens = ["a", "b", "ab"]
+    assert _tokens(_with(_GPT2, tokens=tokens, token_type=[1, 1, 1], merges=["a b"]), "ab acb") == ["ab", "a", "b"]
+
+
+def test_chat_templates() -> None:
+    key = "tokenizer.chat_template"
+    assert gguf_tokenizer(_GPT2, "tiny").chat_template is None
+    assert gguf_tokenizer(_GPT2 | {key: "one"}, "tiny").chat_template == "one"
+    named = {key: "one", f"{key}.tool_use": "two", "tokenizer.chat_templates": ["tool_use"]}
+    assert gguf_tokenizer(_GPT2 | named, "tiny").chat_template == {"default": "one", "tool_use": "two"}
+
+
+def test_splitters_of_other_files_are_named() -> None:
+    last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+
+    def named(*expressions: str, ignores_merges: bool = False, **more: Any) -> str | None:
+        split = {"type": "Split", "behavior": "Isolated", "invert": False} | more
+        steps = [split | {"pattern": {"Regex": expression}} for expression in expressions]
+        return name_of({"type": "Sequence", "pretokenizers": [*steps, last]}, ignores_merges=ignores_merges)
+
+    for name, splitter in SPLITTERS.items():
+        found = named(*splitter.steps, ignores_merges=splitter.ignores_merges)
+        if splitter.is_raw:
+            assert found is None
+        else:
+            assert found is not None
+            assert SPLITTERS[found].steps == splitter.steps
+            assert found == name or [*SPLITTERS].index(found) < [*SPLITTERS].index(name)
+    assert named(*SPLITTERS["qwen2"].steps, behavior="Removed") is None
+    assert named(*SPLITTERS["qwen2"].steps, ignores_merges=True) is None
+    assert name_of({}, ignores_merges=False) is None
+    assert name_of(last | {"use_regex": True}, ignores_merges=False) == "gpt-2"

@@ -1,0 +1,143 @@
+"""Published files of models: tokens and ends are llama.cpp's, logits and greedy texts those of Transformers.
+
+Transformers reads the file with code of its own; llama.cpp's answers are golden (golden/make_real.py).
+"""
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import outrider
+from golden.vocabularies import PAGE
+from outrider.certify.divergence import explain
+from outrider.decoder import Decoder
+from outrider.options import Sampling
+from real_files import FILES, NAMES, PROMPTS
+
+_GOLDEN: dict[str, dict[str, Any]] = json.loads((Path(__file__).parents[1] / "golden" / "real.json").read_text())
+_LLAMA_MEAN, _LLAMA_MOST = 0.01, 0.05  # KL divergence in nats from llama.cpp, which rounds activations to 8 bits
+
+pytestmark = pytest.mark.parametrize("name", NAMES, scope="module")
+
+
+@pytest.fixture(scope="module")
+def decoder(name: str) -> Iterator[Decoder]:
+    """As users load it: large matrices in the file's blocks, activations of 8 bits."""
+    yield outrider.load(FILES[name])
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def unrounded(name: str) -> Iterator[Decoder]:
+    """The same with activations in float32, as Transformers has them."""
+    yield outrider.load(f"{FILES[name]}:a32")
+    gc.collect()
+
+
+@pytest.fixture(scope="module")
+def reference(name: str) -> Iterator[Any]:
+    """Transformers' reading of the file, which is not ours."""
+    file = FILES[name]
+    yield AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    gc.collect()
+
+
+@torch.inference_mode()
+def _logits(model: Any, ids: list[int]) -> Tensor:
+    """Logits after each token. [T, V]"""
+    logits: Tensor = model(torch.tensor([ids])).logits[0]
+    return logits
+
+
+@torch.inference_mode()
+def _own_logits(decoder: Decoder, ids: list[int]) -> Tensor:
+    """The same, by the execution that users get. [T, V]"""
+    lm = decoder.target
+    assert lm.execution.name == "native"
+    cache = lm.new_cache(1, len(ids))
+    return lm.forward(torch.tensor([ids]), torch.arange(len(ids))[None], cache, lm.view_len(len(ids), cache))[0]
+
+
+def _divergence(top: dict[str, float], log_probs: Tensor) -> float:
+    """KL divergence of a distribution from the one whose most probable tokens are given; all others count as one.
+
+    Args:
+        top: log-probabilities by id.
+        log_probs: [V]
+    """
+    p = torch.tensor([*top.values()], dtype=torch.float64).exp()
+    q = log_probs.double().exp()[[*map(int, top)]]
+    p, q = (torch.cat([probs, (1 - probs.sum(0, keepdim=True)).clamp(min=1e-9)]) for probs in (p, q))
+    return float((p * (p / q).log()).sum())
+
+
+def test_tokens_are_those_of_llama(name: str, decoder: Decoder) -> None:
+    for texts, want in ((PAGE, _GOLDEN[name]["page"]), (PROMPTS, _GOLDEN[name]["prompts"])):
+        for text, ids in zip(texts, want, strict=True):
+            assert decoder.encode(text) == ids, text
+
+
+def test_ends_are_those_of_llama(name: str, decoder: Decoder) -> None:
+    assert sorted(decoder.eos_ids) == _GOLDEN[name]["ends"]
+
+
+@pytest.mark.parametrize(("store", "bound"), [("plain", 1e-4), ("auto", 1e-4)])
+def test_logits_are_those_of_transformers(
+    name: str, store: str, bound: float, unrounded: Decoder, reference: Any
+) -> None:
+    """With weights widened, and in the file's blocks, whose sums have another order."""
+    ours = unrounded if store == "auto" else outrider.load(FILES[name], store=store)
+    for ids in _GOLDEN[name]["page"][:5]:
+        want = _logits(reference, ids)
+        torch.testing.assert_close(_own_logits(ours, ids), want, rtol=0.0, atol=bound * float(want.std()))
+
+
+def test_distributions_are_near_those_of_llama(name: str, decoder: Decoder) -> None:
+    golden = _GOLDEN[name]
+    found = [
+        _divergence(top, _own_logits(decoder, ids)[-1].log_softmax(-1))
+        for ids, top in zip(golden["prompts"], golden["top"], strict=True)
+    ]
+    assert sum(found) / len(found) < _LLAMA_MEAN and max(found) < _LLAMA_MOST
+
+
+@pytest.mark.parametrize("num_prompts", [5, pytest.param(len(PROMPTS), marks=pytest.mark.slow)])
+def test_greedy_texts_are_those_of_transformers(
+    name: str, num_prompts: int, unrounded: Decoder, reference: Any
+) -> None:
+    """Where one parts, two tokens are so near to each other that rounding decides."""
+    decoder, greedy = unrounded, Sampling(temperature=0.0, max_new_tokens=32)
+    ends = {"eos_token_id": [*decoder.eos_ids], "pad_token_id": min(decoder.eos_ids)}
+    num_equal = 0
+    for number in range(0, len(PROMPTS), len(PROMPTS) // num_prompts):
+        ids = decoder.encode(PROMPTS[number])
+        [ours] = decoder.generate([ids], greedy)
+        prompt = torch.tensor([ids])
+        mask = torch.ones_like(prompt)
+        texts = reference.generate(prompt, attention_mask=mask, do_sample=False, max_new_tokens=32, **ends)
+        want = texts[0, len(ids) :].tolist()
+        found = explain(decoder.target, number, ids, want, ours.token_ids, greedy, num_draft_tokens=4)
+        assert found is None or found.verdict == "numerics", (PROMPTS[number], found)
+        num_equal += found is None
+    assert num_equal >= 0.8 * num_prompts
+
+
+@pytest.mark.oracle
+def test_llama_gives_what_is_golden(name: str) -> None:
+    pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
+    from golden.make_real import stated_by_llama
+
+    found, golden = stated_by_llama(FILES[name]), _GOLDEN[name]
+    for key in ("page", "prompts", "ends"):
+        assert found[key] == golden[key]
+    for now, then in zip(found["top"], golden["top"], strict=True):
+        log_probs = torch.full((1 + max(map(int, [*now, *then])),), -20.0)
+        log_probs[[*map(int, now)]] = torch.tensor([*now.values()])
+        assert _divergence(then, log_probs) < _LLAMA_MOST

@@ -1,0 +1,175 @@
+"""Tokenizers of folders: the text goes the way that their own files state."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+import golden.vocabularies as golden
+from outrider.errors import ModelCorrupt
+from outrider.models.gguf.splitters import SPLITTERS
+from outrider.models.reading import load_tokenizer
+from outrider.models.registry import ModelSpec
+from outrider.models.stated_tokenizer import as_stated
+
+_TEXTS = ("Steps:\n\n1.", "2023 a  1", "a<tool>b <tool> c", *(text for text in golden.PAGE if "<|" not in text))
+_LOGGER = "outrider.models.stated_tokenizer"
+
+
+def _backend(splitter: str) -> Tokenizer:
+    """A byte-level BPE whose merges cross the bounds of words."""
+    tokenizer = Tokenizer(BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<|endoftext|>", "<unk>", "<s>", "</s>", "<pad>"]
+    trainer = BpeTrainer(vocab_size=900, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(golden.lessons() * 2, trainer)
+    steps: list[Any] = [pre_tokenizers.Split(Regex(step), "isolated") for step in SPLITTERS[splitter].steps]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*steps, tokenizer.pre_tokenizer])
+    tokenizer.add_tokens([AddedToken("<tool>", normalized=False)])
+    return tokenizer
+
+
+def _saved(folder: Path, backend: Tokenizer, model_type: str, kind: str | None, **config: Any) -> ModelSpec:
+    """A folder of a tokenizer, whose class is another one."""
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(folder)
+    file = folder / "tokenizer_config.json"
+    document = {**json.loads(file.read_text()), "tokenizer_class": kind, "chat_template": "{{ messages }}", **config}
+    file.write_text(json.dumps({key: value for key, value in document.items() if value is not None}))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return ModelSpec(name="folder", path=folder)
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    if isinstance(tokenizer, Tokenizer):
+        return list(tokenizer.encode(text, add_special_tokens=False).ids)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "splitter"),
+    [
+        ("llama", "GPT2Tokenizer", "smollm"),
+        ("smollm3", "GPT2Tokenizer", "llama-bpe"),
+        ("gpt_neox", "GPTNeoXTokenizer", "smollm"),
+        ("starcoder2", "GPT2Tokenizer", "starcoder"),
+        ("falcon", "GPT2Tokenizer", "falcon"),
+        ("qwen2", "Qwen2Tokenizer", "llama-bpe"),
+        ("qwen3", None, "smollm"),
+        ("gemma2", "GemmaTokenizer", "llama-bpe"),
+    ],
+)
+def test_the_splitter_of_the_file_is_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str, kind: str | None, splitter: str
+) -> None:
+    spec = _saved(tmp_path, _backend(splitter), model_type, kind)
+    stated, by_class = Tokenizer.from_file(str(tmp_path / "tokenizer.json")), AutoTokenizer.from_pretrained(tmp_path)
+    assert any(_ids(by_class, text) != _ids(stated, text) for text in _TEXTS)
+    tokenizer = load_tokenizer(spec)
+    for text in _TEXTS:
+        ids = _ids(tokenizer, text)
+        assert ids == _ids(stated, text), text
+        assert tokenizer.decode(ids) == stated.decode(ids, skip_special_tokens=False)
+    assert (tokenizer.chat_template, tokenizer.eos_token) == ("{{ messages }}", "<|endoftext|>")
+    [line] = [record.getMessage() for record in caplog.records if record.name == _LOGGER]
+    how = f"text is split as in tokenizer.json, not as by Transformers' {type(by_class).__name__}"
+    assert line == f"{tmp_path}: {how}: 'Steps:\\n\\n1. Mix "
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind", "splitter"),
+    [("gpt2", "GPT2Tokenizer", "gpt-2"), ("llama", "PreTrainedTokenizerFast", "llama-bpe"), ("phi", None, "gpt-2")],
+)
+def test_a_class_that_splits_as_its_file_is_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, model_type: str, kind: str | None, splitter: str
+) -> None:
+    spec = _saved(tmp_path, _backend(splitter), model_type, kind)
+    want = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = load_tokenizer(spec)
+    assert tokenizer.backend_tokenizer.to_str() == want.backend_tokenizer.to_str()
+    assert not [record for record in caplog.records if record.name == _LOGGER]
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "PreTrainedTokenizerFast"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_switch_of_the_configuration_is_stated_too(tmp_path: Path, kind: str, adds: bool) -> None:
+    """It is applied to the file's splitter, as Transformers 4 did."""
+    backend = _backend("gpt-2")
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=not adds)
+    tokenizer = load_tokenizer(_saved(tmp_path, backend, "gpt2", kind, add_prefix_space=adds))
+    assert (_ids(tokenizer, "Mix") == _ids(tokenizer, " Mix")) == adds
+
+
+def _by_letters() -> Tokenizer:
+    """A vocabulary like that of SentencePiece, which puts a space before each text between added tokens."""
+    letters = sorted({letter for text in golden.PAGE for letter in text} | {"▁"})
+    vocab = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", "<|endoftext|>", *letters, "▁a"])}
+    tokenizer = Tokenizer(BPE(vocab, [("▁", "a")], byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    joined = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(joined)
+    tokenizer.add_special_tokens([AddedToken("</s>", normalized=False)])
+    tokenizer.post_processor = processors.TemplateProcessing("<s> $A", "<s> $A <s> $B", [("<s>", 1)])
+    return tokenizer
+
+
+def test_spaces_after_added_tokens(tmp_path: Path) -> None:
+    """Llama's class puts a space before the first text alone."""
+    spec = _saved(tmp_path, _by_letters(), "llama", "LlamaTokenizer")
+    assert AutoTokenizer.from_pretrained(tmp_path).tokenize("x</s>a") == ["▁", "x", "</s>", "a"]
+    assert load_tokenizer(spec).tokenize("x</s>a") == ["▁", "x", "</s>", "▁a"]
+
+
+@pytest.mark.parametrize("adds", [None, True, False])
+def test_bos_is_as_transformers_reads_it(tmp_path: Path, adds: bool | None) -> None:
+    """Transformers 5 prefers the file's template to the configuration."""
+    spec = _saved(tmp_path, _by_letters(), "llama", "LlamaTokenizer", bos_token="<s>", add_bos_token=adds)
+    assert load_tokenizer(spec)("a").input_ids == AutoTokenizer.from_pretrained(tmp_path)("a").input_ids
+
+
+def test_bos_that_a_class_has_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _saved(tmp_path, _by_letters(), "llama", "LlamaTokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("$A", "$A $B", [])
+    assert tokenizer("a").input_ids[0] != 1
+    assert as_stated(tokenizer, str(tmp_path))("a").input_ids[0] == 1
+    assert caplog.messages[-1] == f"{tmp_path}: texts begin and end as in tokenizer.json"
+
+
+def test_the_tokenizer_of_an_adapter(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _saved(tmp_path / "adapter", _backend("smollm"), "llama", "GPT2Tokenizer")
+    base = _saved(tmp_path / "base", _backend("gpt-2"), "llama", "GPT2Tokenizer")
+    spec = ModelSpec(name="both", path=base.path, adapter=str(tmp_path / "adapter"))
+    stated = Tokenizer.from_file(str(tmp_path / "adapter" / "tokenizer.json"))
+    assert _ids(load_tokenizer(spec), _TEXTS[1]) == _ids(stated, _TEXTS[1])
+
+
+def test_parts_in_any_order(tmp_path: Path) -> None:
+    spec = _saved(tmp_path, _backend("smollm"), "llama", "GPT2Tokenizer")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(dict(reversed(json.loads(file.read_text()).items()))))
+    assert _ids(load_tokenizer(spec), _TEXTS[1]) == _ids(Tokenizer.from_file(str(file)), _TEXTS[1])
+
+
+def test_a_file_that_nobody_can_read_is_refused(tmp_path: Path) -> None:
+    spec = _saved(tmp_path, _backend("gpt-2"), "llama", "GPT2Tokenizer")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pre_tokenizer": {"type": "ByMagic"}}))
+    with pytest.raises(ModelCorrupt, match=f"the tokenizer of {tmp_path} cannot be loaded"):
+        load_tokenizer(spec)
+
+
+def test_without_a_file_the_class_is_right(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    spec = _saved(tmp_path, _backend("smollm"), "llama", "GPT2Tokenizer")
+    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("".join(f"{left} {right}\n" for left, right in model["merges"]))
+    assert _ids(load_tokenizer(spec), _TEXTS[1]) == _ids(AutoTokenizer.from_pretrained(tmp_path), _TEXTS[1])
+    assert not [record for record in caplog.records if record.name == _LOGGER]

@@ -1,0 +1,175 @@
+"""The result of a token depends on the tokens before it alone, to the bit: not on how many tokens a forward has, on
+other rows, on threads, on the pieces of a prompt, or on the size of the cache. So a greedy text is the same with and
+without a draft."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import outrider
+from native_cases import CASES, VOCAB, random_model
+from native_weights import model_in
+from outrider.native.engine import NativeForward
+from outrider.runtime.cache import SlotCache
+from pairs import embedded
+from real_files import FILES, NAMES, PROMPTS
+
+_PROMPT, _MORE = 190, 130  # tokens: the second beyond the first part of attention, and beyond a block of tokens
+_MIXED = {"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}
+
+
+def _of(family: str, name: str) -> Callable[[], PreTrainedModel]:
+    return lambda: random_model(family, CASES[family][name])
+
+
+_MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama, float32": _of("llama", "biases, tied"),
+    "gemma2, float32": _of("gemma2", "low caps"),
+    "olmo2, float32": _of("olmo2", "plain"),
+    "phi3, float32": _of("phi3", "a window"),
+    "gpt2, float32": _of("gpt2", "plain"),
+    "llama, bfloat16": lambda: model_in("bfloat16"),
+    "llama, int8": lambda: model_in("int8"),
+    "llama, blocks": lambda: model_in(_MIXED, 0),
+    "llama, blocks and 8 bits": lambda: model_in(_MIXED, 1),
+    "llama, blocks and 15 bits": lambda: model_in(_MIXED, 2),
+}
+
+
+@dataclass(frozen=True)
+class _Run:
+    """A native forward, and a text."""
+
+    native: NativeForward
+    ids: Tensor  # [PROMPT + MORE]
+    dtype: torch.dtype  # of the cache
+
+    def cache(self, num_rows: int = 1, capacity: int = _PROMPT + _MORE) -> SlotCache:
+        shapes = tuple(replace(shape, dtype=self.dtype) for shape in self.native.layer_shapes)
+        return SlotCache.empty(shapes, num_rows, capacity)
+
+    def feed(self, cache: SlotCache, *bounds: int) -> Tensor:
+        """Logits of the tokens between the bounds, fed in pieces. [T, V]"""
+        found = []
+        for begin, end in zip(bounds, bounds[1:], strict=False):
+            places = torch.arange(begin, end)[None]
+            found.append(self.native(self.ids[None, begin:end], places, cache, cache.capacity).logits[0])
+        return torch.cat(found)
+
+
+@pytest.fixture(
+    scope="module",
+    params=[(name, dtype) for name in _MODELS for dtype in (torch.float32, torch.bfloat16)],
+    ids=lambda one: f"{one[0]}, {one[1]}",
+)
+def run(request: pytest.FixtureRequest) -> _Run:
+    name, dtype = request.param
+    ids = torch.randint(VOCAB, (_PROMPT + _MORE,), generator=torch.Generator().manual_seed(0))
+    return _Run(NativeForward(_MODELS[name]()), ids, dtype)
+
+
+@pytest.fixture(scope="module")
+def alone(run: _Run) -> tuple[Tensor, SlotCache]:
+    """Logits of all tokens, fed one by one, and their cache."""
+    cache = run.cache()
+    return run.feed(cache, *range(_PROMPT + _MORE + 1)), cache
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def _same(cache: SlotCache, other: SlotCache, num_rows: int = 1) -> bool:
+    pairs = zip(cache.storage, other.storage, strict=True)
+    return all(torch.equal(one[:num_rows, : _PROMPT + _MORE], two[:num_rows, : _PROMPT + _MORE]) for one, two in pairs)
+
+
+@pytest.mark.parametrize("num_tokens", [2, 5, 8, _MORE])
+def test_tokens_at_once(num_tokens: int, run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
+    want, of_singles = alone
+    cache, end = run.cache(), _PROMPT + _MORE
+    got = run.feed(cache, 0, *range(_PROMPT, end, num_tokens), end)
+    assert torch.equal(got, want) and _same(cache, of_singles)
+
+
+def test_prompts_in_pieces(run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
+    want, _ = alone
+    for pieces in ((_PROMPT,), (1, 100, _PROMPT), (127, 129, _PROMPT), (_PROMPT + _MORE,)):
+        assert torch.equal(run.feed(run.cache(), 0, *pieces), want[: pieces[-1]])
+
+
+def test_a_bigger_cache(run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
+    assert torch.equal(run.feed(run.cache(capacity=1000), 0, _PROMPT, _PROMPT + 5), alone[0][: _PROMPT + 5])
+
+
+def test_other_rows(run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
+    """Of other lengths and texts, and padding; last and first."""
+    want, _ = alone
+    others = torch.randint(VOCAB, (3, _PROMPT + 5), generator=torch.Generator().manual_seed(1))
+    for at in (0, 2):
+        ids, cache = others.clone(), run.cache(3)
+        ids[at] = run.ids[: _PROMPT + 5]
+        lengths = torch.tensor([0, 40, _PROMPT - 3])
+        lengths[at] = _PROMPT
+        places = torch.arange(_PROMPT).expand(3, _PROMPT)
+        got = run.native(ids[:, :_PROMPT], torch.where(places < lengths[:, None], places, -1), cache, _PROMPT).logits
+        assert torch.equal(got[at], want[:_PROMPT])
+        places = lengths[:, None] + torch.arange(5)
+        got = run.native(ids[:, _PROMPT:], places, cache, _PROMPT + 5, num_logits=4).logits
+        assert torch.equal(got[at], want[_PROMPT + 1 : _PROMPT + 5])
+
+
+def test_some_slots_of_a_cache(run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
+    """Nothing is written to the others."""
+    cache = run.cache(3)
+    assert torch.equal(run.feed(cache.rows(1, 2), 0, _PROMPT), alone[0][:_PROMPT])
+    assert not any(store[::2].any() for store in cache.storage)
+
+
+@pytest.mark.parametrize("num_threads", [2, 3])
+def test_threads(num_threads: int, run: _Run, alone: tuple[Tensor, SlotCache], threads: Callable[[int], None]) -> None:
+    want, of_singles = alone
+    cache = run.cache()
+    threads(num_threads)
+    got = run.feed(cache, 0, _PROMPT, *range(_PROMPT + 1, _PROMPT + 4), _PROMPT + 9, _PROMPT + _MORE)
+    assert torch.equal(got, want) and _same(cache, of_singles)
+
+
+# Texts
+
+_GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
+
+
+def test_a_greedy_text_with_a_draft() -> None:
+    decoder = embedded()
+    assert decoder.target.execution.name == "native"
+    prompts = ["Once upon a time", "The old man", "A", "There was a little girl who"]
+    plain = [decoder.plain().generate([prompt], **_GREEDY)[0] for prompt in prompts]
+    for k in (1, 4, 7):
+        for drafted in (
+            [decoder.generate([prompt], num_draft_tokens=k, **_GREEDY)[0] for prompt in prompts],
+            decoder.generate(prompts, num_draft_tokens=k, **_GREEDY),
+        ):
+            assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+            assert [one.text for one in drafted] == [one.text for one in plain]
+            assert all(one.stats.num_accepted_draft_tokens for one in drafted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_greedy_text_of_a_published_file(name: str) -> None:
+    """With drafts from the text itself."""
+    plain, drafted = outrider.load(FILES[name]), outrider.load(FILES[name], "suffix")
+    prompts = [*PROMPTS[:3], "1, 2, 3, 1, 2, 3, 1, 2,"]
+    texts = [one.generate(prompts, **_GREEDY) for one in (plain, drafted)]
+    assert [one.token_ids for one in texts[0]] == [one.token_ids for one in texts[1]]
+    assert [one.text for one in texts[0]] == [one.text for one in texts[1]]
+    assert any(one.stats.num_accepted_draft_tokens for one in texts[1])

@@ -1,0 +1,183 @@
+"""Every family that the native engine knows gives what Transformers' modelling code gives, in every variation of its
+configuration. The oracle is one forward of that code over whole sequences, without a cache."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedModel
+
+from native_cases import ALL, CASES, CONTEXT, VOCAB, random_model
+from outrider.native import engine
+from outrider.native.engine import NativeForward
+from outrider.native.families import _FAMILIES, FAMILIES, plan_of
+from outrider.native.plan import LayerPlan, NotPlanned, Plan
+from outrider.runtime.cache import SlotCache
+
+TOLERANCE = 1e-5  # of the spread of the numbers
+LENGTH = 300  # more than a part of attention (256 places), and than go through the layers together (128 tokens)
+LENGTHS = torch.tensor([LENGTH, LENGTH - 10, 5])  # of the prompts
+NUM_MORE = 6  # tokens of the round that follows
+# Sizes, which all cases change; and fields that change no logits.
+_OTHERS = set(
+    "n_embd n_head n_layer n_positions "
+    "attn_pdrop n_ctx summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
+    "task_specific_params cache_implementation _sliding_window_pattern".split()
+)
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """Largest difference, relative to the spread of the numbers."""
+    return float((got - want).abs().max() / want.std())
+
+
+def tokens(num_rows: int, length: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCAB, (num_rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def prompts() -> Tensor:
+    """Positions of ragged rows, with padding at their ends. [3, LENGTH]"""
+    places = torch.arange(LENGTH).expand(3, LENGTH)
+    return torch.where(places < LENGTHS[:, None], places, -1)
+
+
+def oracle(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Logits, and inputs of the layers, the last norm's the last."""
+    last: list[Tensor] = []
+    norm = model.get_submodule(plan_of(model.config).last_norm.weight.removesuffix(".weight"))
+    hook = norm.register_forward_pre_hook(lambda _, given: last.append(given[0]))
+    output = model(input_ids=ids, use_cache=False, output_hidden_states=True)
+    hook.remove()
+    return output.logits, [*output.hidden_states[:-1], *last]
+
+
+@torch.inference_mode()
+def largest_error(model: PreTrainedModel) -> float:
+    """Of logits and hidden states of prompts, and of the logits of a round whose rows are at their own positions."""
+    native, ids, places = NativeForward(model), tokens(3, LENGTH + NUM_MORE), prompts()
+    num_layers, is_there = len(native.layer_shapes), places >= 0
+    layers = (0, num_layers // 2, num_layers)
+    want, states = oracle(model, ids)
+    cache = SlotCache.empty(native.layer_shapes, 3, CONTEXT)
+    got = native(ids[:, :LENGTH], places, cache, LENGTH, features=layers, keeps_finite=True)
+    assert got.features is not None and got.broken is not None and not got.broken.any()
+    assert not got.logits[~is_there].any() and not got.features[~is_there].any()
+    errors = [error(got.logits[is_there], want[:, :LENGTH][is_there])]
+    for layer, found in zip(layers, got.features.chunk(len(layers), -1), strict=True):
+        errors.append(error(found[is_there], states[layer][:, :LENGTH][is_there]))
+    places = LENGTHS[:, None] + torch.arange(NUM_MORE)
+    wanted = want.gather(1, places[..., None].expand(-1, -1, VOCAB))
+    ids = ids.gather(1, places)
+    places = torch.where((places >= LENGTH + 2) & (LENGTHS == LENGTH)[:, None], -1, places)  # padding in the first row
+    for num_logits in (2, 0):  # and again, over what is there
+        logits = native(ids, places, cache, CONTEXT, num_logits=num_logits).logits
+        is_there = places[:, -num_logits:] >= 0
+        assert not logits[~is_there].any()
+        errors.append(error(logits[is_there], wanted[:, -num_logits:][is_there]))
+    return max(errors)
+
+
+@pytest.mark.parametrize(("family", "name"), ALL)
+def test_the_modelling_code(family: str, name: str) -> None:
+    assert largest_error(random_model(family, CASES[family][name])) <= TOLERANCE
+
+
+def test_each_family_and_each_of_its_fields_has_a_case() -> None:
+    """With a value other than the default."""
+    assert CASES.keys() == set(FAMILIES)
+    for family, cases in CASES.items():
+        default = AutoConfig.for_model(family)
+        stated = [(name, value) for fields in cases.values() for name, value in fields.items()]
+        varied = {name for name, value in stated if value != getattr(default, name, None)}
+        known = {name for name in _FAMILIES[family].fields if hasattr(default, name)}  # other fields it has by mistake
+        assert known - _OTHERS <= varied, family
+
+
+def _window(plan: Plan) -> Plan:
+    return replace(plan, layers=tuple(_wider(layer) for layer in plan.layers))
+
+
+def _wider(layer: LayerPlan) -> LayerPlan:
+    return replace(layer, window=layer.window and layer.window + 1)
+
+
+def _epsilon(plan: Plan) -> Plan:
+    return replace(plan, last_norm=replace(plan.last_norm, epsilon=1e-3))
+
+
+def _angle(plan: Plan) -> Plan:
+    frequencies = tuple(1.001 * one for one in plan.ropes[0].frequencies)
+    return replace(plan, ropes=(replace(plan.ropes[0], frequencies=frequencies), *plan.ropes[1:]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _window,
+        _epsilon,
+        _angle,
+        lambda plan: replace(plan, activation="silu"),
+        lambda plan: replace(plan, attention_cap=None),
+        lambda plan: replace(plan, logit_cap=plan.logit_cap * 1.01),
+        lambda plan: replace(plan, embedding_scale=plan.embedding_scale * 1.01),
+    ],
+)
+def test_a_wrong_plan_is_seen(change: Callable[[Plan], Plan], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "plan_of", lambda config: change(plan_of(config)))
+    assert largest_error(random_model("gemma2", CASES["gemma2"]["low caps"])) > 20 * TOLERANCE
+
+
+# What a plan does not know
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "reason"),
+    [
+        ("llama", {"num_experts": 4}, "its plan does not know num_experts=4"),
+        ("qwen2", {"attention_bias": True}, "its plan does not know attention_bias=True"),
+        ("llama", {"hidden_act": "tanh"}, "there is no activation tanh"),
+        ("gpt2", {"activation_function": "tanh"}, "there is no activation tanh"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention=True"),
+        ("gemma3_text", {"attn_logit_softcapping": 2.0}, "its plan does not know attn_logit_softcapping=2.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 3}, "does not know layers of chunked_attention"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}},
+            "its rope depends on the length of the text",
+        ),
+        (
+            "phi3",
+            {
+                "original_max_position_embeddings": 160,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 500.0,
+                    "short_factor": [1.0] * 5,
+                    "long_factor": [2.0] * 5,
+                    "original_max_position_embeddings": 160,
+                },
+            },
+            "its rope depends on the length of the text",
+        ),
+        ("phi3", {"intermediate_size": 72}, "parts of 72 rows, no multiple of 16"),
+        ("starcoder2", {"head_dim": 14}, "queries, keys and values has the size 112, not 80"),
+    ],
+)
+def test_a_configuration_without_a_plan(family: str, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(NotPlanned, match=reason):
+        NativeForward(random_model(family, fields))
+
+
+def test_a_family_without_a_plan() -> None:
+    with pytest.raises(NotPlanned, match="gpt_neox has no plan"):
+        plan_of(AutoConfig.for_model("gpt_neox"))
+
+
+def test_empty_fields_change_nothing() -> None:
+    model = random_model("llama", {"quantization": None, "more_experts": False})
+    assert largest_error(model) <= TOLERANCE

@@ -1,0 +1,55 @@
+"""The number of threads follows the times of forwards, which are given here."""
+
+from outrider.native.team import Team
+
+
+def _run(team: Team, seconds: dict[int, float], num_forwards: int, num_threads: int = 2) -> list[int]:
+    """Sizes of the team in forwards that take so long with so many threads."""
+    sizes = []
+    for _ in range(num_forwards):
+        size = team.size(num_threads)
+        team.learn("step", size, num_threads, seconds[size])
+        sizes.append(size)
+    return sizes
+
+
+def test_a_quiet_machine_keeps_all_threads() -> None:
+    team = Team()
+    assert _run(team, {2: 1.0, 1: 1.7}, 500) == [2, 2, 2, 1, 1] + [2] * 495
+
+
+def test_a_neighbour_at_the_beginning_is_found() -> None:
+    assert _run(Team(), {2: 30.0, 1: 1.8}, 60)[7:] == [1] * 53
+
+
+def test_a_neighbour_costs_a_thread_until_it_is_gone() -> None:
+    """With it, at most one forward in twenty has two threads; without, one with 64 forwards all have."""
+    team = Team()
+    _run(team, {2: 1.0, 1: 1.7}, 100)
+    beside = _run(team, {2: 30.0, 1: 1.8}, 4000)
+    assert beside[:2] == [2, 2] and beside[2:60] == [1] * 58
+    assert beside.count(2) < 4000 // 20
+    after = _run(team, {2: 1.0, 1: 1.7}, 5000)
+    assert after[-1000:] == [2] * 1000
+
+
+def test_one_late_forward_is_an_accident() -> None:
+    team = Team()
+    _run(team, {2: 1.0, 1: 1.7}, 10)
+    _run(team, {2: 9.0}, 1)
+    assert set(_run(team, {2: 1.0, 1: 1.7}, 10)) == {2}
+
+
+def test_of_many_threads_one_is_spared_at_a_time() -> None:
+    team = Team()
+    _run(team, {8: 1.0, 7: 1.1}, 10, 8)
+    assert _run(team, {8: 5.0, 7: 1.1}, 20, 8)[2:] == [7] * 18
+
+
+def test_a_longer_context_is_no_neighbour() -> None:
+    """Whose forwards are another kind after some hundred places."""
+    team = Team()
+    for step in range(2000):
+        size = team.size(2)
+        team.learn(step // 250, size, 2, (3 - size) * (1.0 + step / 500))
+        assert size == 2 or step in (3, 4)

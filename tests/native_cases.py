@@ -1,0 +1,181 @@
+"""Tiny random models of the families that the native engine knows, with every variation of their configurations.
+
+Sizes are no multiples of a vector's, and differ from one another, so that a mistaken one shows.
+"""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 99
+CONTEXT = 640
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 40,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_WIDE = {"head_dim": 14}
+_BIASES = {"attention_bias": True, "mlp_bias": True}
+_UNTIED, _TIED = {"tie_word_embeddings": False}, {"tie_word_embeddings": True}
+_DEFAULT = {"rope_type": "default", "rope_theta": 500.0}
+_LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 160}
+_YARN_OF_ITS_OWN = _YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.2, "truncate": False}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 500.0,
+    "short_factor": [1.0, 1.5, 2.0],
+    "long_factor": [1.0, 1.5, 2.0],
+    "original_max_position_embeddings": 160,
+    "partial_rotary_factor": 0.6,
+}
+
+
+def _rope(stated: dict[str, Any], **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": stated | more}
+
+
+def _layers(*kinds: str) -> dict[str, Any]:
+    return {"layer_types": [f"{kind}_attention" for kind in kinds]}
+
+
+_MIXED = _layers("sliding", "full", "sliding")
+_GEMMA2 = {"head_dim": 14, "query_pre_attn_scalar": 11, "sliding_window": 6} | _MIXED
+_TWO_ROPES = {"rope_parameters": {"sliding_attention": _DEFAULT, "full_attention": _LINEAR | {"rope_theta": 9000.0}}}
+
+# By family: what differs from the sizes, and from the defaults of the configuration.
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "plain": {},
+        "biases, tied": _WIDE | _BIASES | _TIED,
+        "a head for each": {"num_key_value_heads": 4} | _rope(_LINEAR),
+        "one group, llama3": {"num_key_value_heads": 1} | _rope(_LLAMA3),
+        "five heads a group, yarn": {"num_attention_heads": 10, "head_dim": 20} | _rope(_YARN),
+        "yarn of its own": _rope(_YARN_OF_ITS_OWN),
+        "biases of attention": {"attention_bias": True, "hidden_act": "gelu"},
+        "biases of the MLP": {"mlp_bias": True, "hidden_act": "relu"},
+        "relu2": {"hidden_act": "relu2", "rms_norm_eps": 0.1},
+        "gelu_new": {"hidden_act": "gelu_new"},
+        "a factor that it does not read": _rope(_DEFAULT, partial_rotary_factor=0.5),
+        "of published files": {"is_llama_config": True, "unsloth_fixed": True, "auto_map": {"AutoModel": "mine.Model"}},
+    },
+    "mistral": {
+        "plain": {"sliding_window": None},
+        "a window": {"sliding_window": 7} | _WIDE | _TIED,
+        "a window beyond a part": {"sliding_window": 260},
+        "layers that it does not read": {"sliding_window": 7} | _MIXED,
+    },
+    "qwen2": {
+        "plain": {},
+        "windows": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1} | _TIED,
+        "stated layers": {"use_sliding_window": True, "sliding_window": 130} | _MIXED | _rope(_YARN),
+    },
+    "qwen3": {
+        "plain": _WIDE,
+        "windows": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2, "attention_bias": True},
+        "tied, yarn": {"rms_norm_eps": 0.1} | _TIED | _rope(_YARN),
+    },
+    "smollm3": {
+        "plain": {},
+        "no ropes": {"no_rope_layers": [1, 0, 1]} | _BIASES | _UNTIED,
+        "every second": {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7},
+        "stated layers": {"use_sliding_window": True, "sliding_window": 7, "no_rope_layers": [0, 0, 1]} | _MIXED,
+    },
+    "olmo2": {"plain": {}, "biases, tied": {"attention_bias": True, "rms_norm_eps": 0.1} | _TIED | _rope(_LINEAR)},
+    "granite": {
+        "plain": {"attention_multiplier": 0.4},
+        "multipliers": {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 2.5,
+        },
+        "multipliers, biases, tied": {"attention_multiplier": 0.5, "residual_multiplier": 1.2} | _BIASES | _TIED,
+    },
+    "phi3": {
+        "plain": {},
+        "partly turned": _rope(_DEFAULT, partial_rotary_factor=0.6) | _TIED,
+        "of published files": {"full_attn_mod": 1, "interpolate_factor": 1, "partial_rotary_factor": 0.6},
+        "a window": {"sliding_window": 7} | _MIXED,  # which it does not read
+        "longrope": {"original_max_position_embeddings": 160} | _rope(_LONGROPE),
+    },
+    "glm4": {
+        "plain": {"head_dim": 16},
+        "turned": {"head_dim": 14, "attention_bias": False} | _TIED | _rope(_DEFAULT, partial_rotary_factor=1.0),
+        "linear": {"head_dim": 24} | _rope(_LINEAR, partial_rotary_factor=0.5),
+    },
+    "gemma": {
+        "plain": _WIDE,
+        "untied, biases": {"head_dim": 10, "attention_bias": True, "hidden_act": "relu"} | _UNTIED,
+        "of published files": {"head_dim": 10, "hidden_act": "gelu"},  # it means gelu_pytorch_tanh
+        "two activations": {"head_dim": 10, "hidden_act": "silu", "hidden_activation": "relu"},
+    },
+    "gemma2": {
+        "plain": _GEMMA2,
+        "no caps": _GEMMA2 | {"attn_logit_softcapping": None, "final_logit_softcapping": None} | _UNTIED,
+        "low caps": _GEMMA2 | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
+        "biases, relu": _GEMMA2 | {"attention_bias": True, "hidden_activation": "relu", "sliding_window": 257},
+        "layers by default": {"head_dim": 14, "query_pre_attn_scalar": 20, "sliding_window": 9},
+    },
+    "gemma3_text": {
+        "plain": _GEMMA2,
+        "two ropes": _GEMMA2 | _TWO_ROPES | {"attention_bias": True},
+        "a low cap": _GEMMA2 | {"final_logit_softcapping": 2.0} | _UNTIED,
+        "of published files": _GEMMA2 | {"layer_types": None, "sliding_window_pattern": 2, "hidden_activation": "silu"},
+        "one kind": _GEMMA2 | _layers("full", "full", "full"),
+    },
+    "starcoder2": {
+        "plain": {},
+        "no biases, untied": {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 0.1} | _UNTIED,
+        "a window": {"sliding_window": 7} | _rope(_LINEAR),
+        "of published files": {"norm_type": "layer_norm", "mlp_type": "default"},
+    },
+    "gpt2": {
+        "plain": {},
+        "an MLP of its own, untied": {"n_inner": 72, "activation_function": "gelu"} | _UNTIED,
+        "unscaled scores": {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "layer_norm_epsilon": 0.1},
+    },
+}
+ALL = [(family, name) for family, cases in CASES.items() for name in cases]
+
+
+def random_model(family: str, fields: dict[str, Any], seed: int = 0, **sizes: Any) -> PreTrainedModel:
+    """A model, float32, whose logits depend on the whole text."""
+    stated = _SIZES | sizes | fields
+    if family == "gpt2":
+        for name, its_name in (
+            ("hidden_size", "n_embd"),
+            ("num_hidden_layers", "n_layer"),
+            ("num_attention_heads", "n_head"),
+            ("max_position_embeddings", "n_positions"),
+        ):
+            stated[its_name] = stated.pop(name)
+        for name in ("intermediate_size", "num_key_value_heads"):
+            del stated[name]
+    config = AutoConfig.for_model(family, **stated)
+    # Eager: "sdpa" leaves caps out.
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.eval().requires_grad_(False).parameters():
+        drawn = torch.randn(parameter.shape, generator=generator)
+        if parameter.ndim == 1:
+            parameter.add_(0.2 * drawn)  # norms around what they begin with
+        else:
+            parameter.copy_(0.7 * drawn / parameter.shape[-1] ** 0.5)
+    return model

@@ -1,0 +1,62 @@
+"""Tiny random Llamas whose matrices are stored in each form that the native engine knows."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ggml_blocks import block_bytes, numbers_of
+from native_cases import random_model
+from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm, in_groups
+from outrider.kernels.narrow_weight import NarrowWeight
+
+_GGUF = {form.name: form for form in BLOCK_FORMS.values()}
+_GROUPS = {form.name: form for form in GROUP_FORMS.values() if form.name not in _GGUF}
+BLOCKS = _GGUF | _GROUPS
+PLAIN = ("float32", "float32, kept", "bfloat16", "int8")
+# Widths are whole blocks of all forms.
+_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+
+
+def stored_matrix(weight: Tensor, form: str, num_digits: int, seed: int) -> Tensor:
+    """A matrix in a form; in blocks, any numbers of the same spread. [O, I]"""
+    if form == "bfloat16":
+        return NarrowWeight(weight.bfloat16(), torch.float32)
+    if form == "int8":
+        scale = weight.abs().amax(1, keepdim=True) / 127
+        return NarrowWeight((weight / scale).round().to(torch.int8), torch.float32, scale)
+    if form not in BLOCKS:
+        return NarrowWeight(weight, torch.float32) if form == "float32, kept" else weight
+    blocks = replace(BLOCKS[form], num_digits=num_digits)
+    if form in _GROUPS:
+        return NarrowWeight.of_blocks(_group_bytes(weight, blocks, seed), blocks)
+    spread = numbers_of(block_bytes(tuple(weight.shape), form, seed), form).std()
+    rows = block_bytes(tuple(weight.shape), form, seed, float(weight.std()) / spread)
+    return NarrowWeight.of_blocks(torch.from_numpy(rows), blocks)
+
+
+def _group_bytes(weight: Tensor, form: BlockForm, seed: int) -> Tensor:
+    (number, width), generator = weight.shape, torch.Generator().manual_seed(seed)
+    wholes = torch.randint(16, (number, width), dtype=torch.uint8, generator=generator)
+    scales = (float(weight.std()) / 6 * torch.randn(number, width // form.num_numbers, generator=generator)).half()
+    zeros = torch.randint(16, scales.shape, dtype=torch.uint8, generator=generator)
+    return in_groups(wholes, scales, zeros if "zero" in form.name else None)
+
+
+def model_in(form: str | dict[str, str], num_digits: int = 0, **fields: Any) -> PreTrainedModel:
+    """A model with all matrices in a form, those of embeddings too; or those whose names end in the given keys."""
+    model = random_model("llama", fields, **_SIZES)
+    forms = {"weight": form} if isinstance(form, str) else {f"{name}.weight": one for name, one in form.items()}
+    made: dict[int, nn.Parameter] = {}
+    for seed, (name, weight) in enumerate([*model.named_parameters(remove_duplicate=False)]):
+        found = next((one for end, one in forms.items() if name.endswith(end)), None)
+        if weight.ndim != 2 or found is None:
+            continue
+        if id(weight) not in made:  # a tied head once
+            stored = stored_matrix(weight.detach(), found, num_digits, seed)
+            made[id(weight)] = nn.Parameter(stored, requires_grad=False)
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, made[id(weight)])
+    return model

@@ -1,0 +1,145 @@
+"""Captured steps, without a recording: fixed places give the same tokens, and storage is used again, never shared.
+
+The loop's own tests run with this execution too (see conftest.py).
+"""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from hybrids import hybrid, hybrid_lm
+from outrider.decoding.engine import decode
+from outrider.drafters.model import ModelDrafter
+from outrider.errors import ExecutionError
+from outrider.models.executions import executed
+from outrider.options import Sampling
+from outrider.records import Request
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.cuda_graphs import CapturedExecution
+from outrider.runtime.lm import LM, _advance_step
+from outrider.sampling.rules import REJECTION, RULES, Rule
+from toys import as_lm, llama_pair, perturbed, tiny_llama, tokens
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3], [9]]
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_a_second_run_prepares_nothing(rule: Rule) -> None:
+    """Rows end one after the other; the smaller batches take turns on storage too."""
+    target, drafter = llama_pair()
+    requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
+    want = tokens(target, drafter, requests, rule, 2)
+    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
+    assert tokens(target, drafter, requests, rule, 2) == want
+    before = target.execution.num_programs, drafter.lm.execution.num_programs
+    assert tokens(target, drafter, requests, rule, 2) == want
+    assert (target.execution.num_programs, drafter.lm.execution.num_programs) == before
+
+
+def test_storage_is_used_again_but_not_shared() -> None:
+    lm = as_lm(tiny_llama())
+    lm.execution = CapturedExecution()
+    first, second = lm.new_cache(2, 100), lm.new_cache(2, 100)
+    addresses = {cache.storage[0].data_ptr() for cache in (first, second)}
+    assert len(addresses) == 2
+    first.storage[0].fill_(torch.nan)  # as from a model gone wrong
+    del first
+    third = lm.new_cache(2, 90)  # rounded up to the same capacity
+    assert third.storage[0].data_ptr() in addresses - {second.storage[0].data_ptr()}
+    assert not any(store.any() for store in third.storage)
+    assert lm.new_cache(1, 100).storage[0].data_ptr() not in addresses
+
+
+def test_a_step_that_cannot_be_captured_is_tried_once_and_leaves_states_alone() -> None:
+    """It fails after a real advance, as where a model reads a value on the host. Other shapes of it may work."""
+    lm = hybrid_lm(hybrid("qwen3_5_text"))
+    lm.execution = CapturedExecution()
+    cache, ids = lm.new_cache(1, 40), torch.arange(1, 30)[None]
+    lm.prefill(ids, torch.tensor([0]), torch.tensor([16]), cache, latest=0, num_columns=16)
+    cache.remember(ids[:, 16:], torch.arange(16, 29)[None])
+    tried: list[int] = []
+
+    def step(lm: LM, width: int, cache: SlotCache, lengths: Tensor) -> tuple[Tensor, ...]:
+        tried.append(width)
+        result = _advance_step(lm, 8, 32, (), True, cache, lengths)
+        if width == 9:
+            raise RuntimeError("a value is read")
+        return result
+
+    states = cache.storage[cache.num_token_stores :]
+    before = [state.clone() for state in states]
+    for _ in range(2):
+        with pytest.raises(
+            ExecutionError, match="^target cannot be captured here: RuntimeError: a value is read .leave"
+        ):
+            lm.run(step, (9,), cache, torch.tensor([24]))
+    assert tried == [9] and before
+    for state, was in zip(states, before, strict=True):
+        assert torch.equal(state, was)
+    lm.run(step, (8,), cache, torch.tensor([24]))
+    assert cache.anchors.tolist() == [24] and not all(map(torch.equal, states, before))
+
+
+def test_steps_that_cannot_be_captured_run_eagerly_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    """Once each, and it is told once. Others are captured."""
+    lm = as_lm(tiny_llama())
+    lm.execution = CapturedExecution(is_required=False)
+
+    tried: list[int] = []
+
+    def step(lm: LM, factor: int, values: Tensor) -> tuple[Tensor, ...]:
+        tried.append(factor)
+        if factor > 1 and tried.count(factor) == 1:  # while it is captured
+            raise RuntimeError("a value is read")
+        return (factor * values,)
+
+    for factor in (1, 2, 3, 2):
+        (got,) = lm.run(step, (factor,), torch.tensor([1.0, 2.0, 3.0]))
+        assert got.sum().item() == 6.0 * factor
+    assert lm.execution.num_programs == 3
+    assert caplog.messages == ["target cannot be captured here: RuntimeError: a value is read: such steps run eagerly"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
+def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
+    model = tiny_llama()
+    drafter = ModelDrafter(as_lm(perturbed(model, 0.1).to("cuda"), "draft"))
+    target = as_lm(model.to("cuda"))
+    requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
+    want = tokens(target, drafter, requests, rule, 2)
+    fast, fast_drafter = executed(target), drafter.with_models(executed)
+    for _ in range(2):
+        assert tokens(fast, fast_drafter, requests, rule, 2) == want
+
+
+@pytest.mark.gpu
+def test_rotary_frequencies_that_are_chosen_in_each_forward() -> None:
+    """On the host, by the highest position; within the context they are always the same."""
+    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0})
+    target = as_lm(model.to("cuda"))
+    requests = [Request([1, 2, 3], Sampling(seed=0, max_new_tokens=20))]
+    drafter = ModelDrafter(target)
+    want = tokens(target, drafter, requests, REJECTION, 2)
+    assert tokens(executed(target), drafter.with_models(executed), requests, REJECTION, 2) == want
+    assert model.model.rotary_emb.rope_type == "dynamic"
+
+
+@pytest.mark.gpu
+def test_the_host_waits_for_nothing_but_reports() -> None:
+    """Three rows of a batch of four, after the first steps of each kind were recorded."""
+    target, drafter = (executed(as_lm(tiny_llama(seed).to("cuda"))) for seed in (0, 1))
+    requests = [Request(ids, Sampling(seed=i, max_new_tokens=60)) for i, ids in enumerate(PROMPTS)]
+    requests.append(Request([5], Sampling(max_new_tokens=1, seed=3)))
+    rounds = decode(target, ModelDrafter(drafter), requests, REJECTION, num_draft_tokens=2)
+    for _ in range(3):
+        next(rounds)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # it is called a prototype
+            torch.cuda.set_sync_debug_mode("error")
+        for _ in range(8):
+            next(rounds)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,219 @@
+"""Candidates against full rows, their slow twin: the same tokens with the same probabilities, the same draws."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import scipy.stats
+import torch
+from torch import Tensor
+
+from candidate_rows import as_candidates, on_candidates
+from outrider.drafters.base import NoDrafter
+from outrider.drafters.model import ModelDrafter
+from outrider.options import Sampling
+from outrider.records import Draft
+from outrider.sampling.candidates import Candidates
+from outrider.sampling.noise import RoundUniforms, gumbels
+from outrider.sampling.probs import (
+    Probs,
+    Settings,
+    certain_rows,
+    draw,
+    draw_gumbel,
+    full,
+    normalised,
+    rows_of,
+    to_probs,
+)
+from outrider.sampling.rules import RULES, Rule
+from toys import random_table, request, table_lm, tokens
+
+OPTIONS = [
+    {},
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"top_k": 1},
+    {"top_k": 50, "top_p": 0.9},
+    {"top_k": 3000, "temperature": 1.5},
+    {"top_p": 0.9},
+    {"top_p": 0.25, "temperature": 2.0},
+    {"top_p": 1e-9},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"top_p": 0.95, "min_p": 0.02},
+    {"top_k": 64, "top_p": 0.95, "min_p": 0.02, "temperature": 0.8},
+]
+SIZES = [1, 2, 63, 64, 65, 1000, 5000]
+
+
+def _settings(rows: list[Sampling], vocab_size: int) -> Settings:
+    return dataclasses.replace(Settings.of(rows, vocab_size, torch.device("cpu")), takes_candidates=True)
+
+
+def _logits(vocab_size: int, scale: float, seed: int = 0) -> Tensor:
+    """Two rows at three places, with a forbidden token. In quarters for a scale of 2, so that many are equal."""
+    x = scale * torch.randn(2, 3, vocab_size, generator=torch.Generator().manual_seed(seed))
+    x[0, 0, vocab_size // 2 : vocab_size // 2 + (vocab_size > 2)] = -torch.inf
+    return (4 * x).round() / 4 if scale == 2 else x
+
+
+def _rows(logits: Tensor, settings: Settings) -> Candidates:
+    rows, finite = rows_of(logits, settings)
+    assert isinstance(rows, Candidates), "there is a compiler"
+    assert bool(finite.all())
+    return rows
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_rows_equal_full_rows(options: dict) -> None:
+    """The same tokens, and probabilities up to the rounding of an exponential in float32; the same draws from them, by
+    uniform numbers and with the noise of four positions."""
+    for vocab_size, scale in itertools.product(SIZES, (0.1, 2, 5)):
+        logits, settings = _logits(vocab_size, scale), _settings([Sampling(**options)] * 2, vocab_size)
+        want, rows = normalised(to_probs(logits, settings)), _rows(logits, settings)
+        found = full(rows)
+        assert torch.equal(found > 0, want > 0), (vocab_size, scale)
+        torch.testing.assert_close(found, want, rtol=3e-6, atol=0)
+        torch.testing.assert_close(rows.at(found.argmax(-1)), found.amax(-1), rtol=0, atol=0)
+        seeds = torch.tensor([5, 2**40 + 3])
+        for i, u in ((0, 1e-9), (1, 0.37), (2, 1 - 2**-53)):
+            uniforms = torch.tensor([u, 1 - u if u < 0.9 else u], dtype=torch.float64)
+            assert torch.equal(rows[:, i].draw(uniforms), draw(found[:, i], uniforms))
+            noise = gumbels(seeds, torch.full((2, 1), 7 + i), vocab_size)[:, 0]
+            drawn = rows[:, i].draw_with_noise(seeds, torch.full((2,), 7 + i))
+            assert torch.equal(drawn, draw_gumbel(found[:, i], noise))
+
+
+def test_a_row_depends_on_nothing_but_itself() -> None:
+    """Rows of all options in one batch, of which some list all tokens: bit for bit as alone."""
+    samplings = [Sampling(**options) for options in OPTIONS]
+    logits = _logits(3000, 2)[:, :1].repeat(len(samplings), 1, 1)[: len(samplings)]
+    together = _rows(logits, _settings(samplings, 3000))
+    for b, sampling in enumerate(samplings):
+        assert torch.equal(full(together)[b], full(_rows(logits[b : b + 1], _settings([sampling], 3000)))[0])
+
+
+def test_only_candidates_travel() -> None:
+    """Their numbers: what the filters keep, or all tokens; ties at the edge stay, however many there are."""
+    x = torch.zeros(1, 1, 4096)
+    x[0, 0, 7] = 1.0
+    for options, num in (
+        ({"top_k": 1}, 1),
+        ({"top_k": 2}, 4096),
+        ({}, 4096),
+        ({"min_p": 0.5}, 1),
+        ({"temperature": 0}, 1),
+    ):
+        assert _rows(x, _settings([Sampling(**options)], 4096)).table[0, 0, 2] == num
+
+
+def test_greedy_ties_go_to_the_lowest_id() -> None:
+    x = torch.zeros(1, 1, 500)
+    x[0, 0, [130, 129, 400]] = 3.0
+    assert _rows(x, _settings([Sampling(temperature=0.0)], 500))[:, 0].draw(torch.tensor([0.9]).double()).item() == 129
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 5, 63, 64, 98, 99])
+def test_logits_that_are_not_finite_are_told(value: float, place: int) -> None:
+    """The other rows are as they were; the row itself is none that can be drawn from, and is not read."""
+    x = torch.randn(2, 1, 100, generator=torch.Generator().manual_seed(1))
+    x[0, 0, place] = value
+    for options in ({}, {"top_k": 5}, {"temperature": 0.0}):
+        rows, finite = rows_of(x, _settings([Sampling(**options)] * 2, 100))
+        assert finite.tolist() == [[False], [True]]
+        assert torch.equal(full(rows)[1], full(_rows(x[1:], _settings([Sampling(**options)], 100)))[0])
+    assert rows_of(torch.full((1, 1, 9), -torch.inf), _settings([Sampling()], 9))[1].tolist() == [[False]]
+
+
+def test_tables_move_as_rows_do() -> None:
+    """Stacked, concatenated, chosen, cut, selected; and rows that are alive are not written over."""
+    settings = _settings([Sampling(top_k=5)] * 2, 300)
+    rows = [_rows(_logits(300, 3, seed), settings) for seed in range(4)]
+    wholes = [full(one) for one in rows]
+    moved: list[tuple[Probs, Tensor]] = [
+        (torch.stack([one[:, 0] for one in rows], dim=1), torch.stack([one[:, 0] for one in wholes], dim=1)),
+        (torch.cat(rows, dim=1), torch.cat(wholes, dim=1)),
+        (rows[0][:, 1:][[1, 0]], wholes[0][:, 1:][[1, 0]]),
+    ]
+    mask = torch.tensor([True, False])[:, None, None]
+    moved.append((torch.where(mask, rows[1], rows[2]), torch.where(mask, wholes[1], wholes[2])))
+    ids = torch.tensor([[4, 299, 0], [7, 7, 7]])
+    moved.append((certain_rows(ids, 300, settings), torch.nn.functional.one_hot(ids, 300).double()))
+    del rows
+    for seed in range(10, 20):
+        _rows(_logits(300, 3, seed), settings)
+    for found, want in moved:
+        assert isinstance(found, Candidates) and found.shape == want.shape
+        assert torch.equal(full(found), want)
+    with pytest.raises(TypeError, match="full rows"):
+        torch.exp(moved[0][0])
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_full_rows_of_a_draft_are_taken(rule: Rule) -> None:
+    """A drafter may give its q as a tensor: the verdict is the same."""
+    settings = _settings([Sampling(top_k=20)] * 2, 200)
+    p, q = _rows(_logits(200, 2), settings), _rows(_logits(200, 2, seed=1), settings)[:, :2]
+    noise = rule.make_noise(torch.tensor([1, 2]), torch.tensor([4, 9]), 2, 200)
+    draft = Draft(torch.stack([rule.draw(q[:, i], noise.at(i)) for i in range(2)], dim=1), q, torch.tensor([2, 2]))
+    one, other = rule.verify(p, draft, noise), rule.verify(p, dataclasses.replace(draft, probs=full(q)), noise)
+    assert torch.equal(one.num_accepted, other.num_accepted) and torch.equal(one.next_ids, other.next_ids)
+    torch.testing.assert_close(one.drafted_probs, other.drafted_probs)
+
+
+@pytest.mark.parametrize("lists_all", [False, True])
+@pytest.mark.parametrize("rule", [RULES["rejection"], RULES["block"]], ids=lambda rule: rule.name)
+def test_a_token_that_neither_can_draw_is_rejected(rule: Rule, lists_all: bool) -> None:
+    """A drafter that breaks its word costs no token of the target."""
+    p, q = torch.tensor([[[0.5, 0.5, 0.0]] * 2]), torch.tensor([[[0.25, 0.75, 0.0]]])
+    uniforms = RoundUniforms.of(*(torch.tensor(x, dtype=torch.float64) for x in ([[0.1]], [[0.0]], [0.3])))
+    verdict = on_candidates(rule, lists_all=lists_all).verify(
+        p, Draft(torch.tensor([[2]]), q, torch.tensor([1])), uniforms
+    )
+    assert verdict.num_accepted.tolist() == [0] and verdict.next_ids.tolist() == [0]
+
+
+# The loop, with models in float32.
+
+
+def _pair(vocab_size: int, seed: int = 0) -> tuple[object, ModelDrafter]:
+    table = random_table(vocab_size, seed, 1.5).float()
+    draft = (0.5 * table + random_table(vocab_size, seed + 1)).float()
+    return table_lm(table), ModelDrafter(table_lm(draft, name="draft"))
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 9, "top_p": 0.9}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str)
+def test_gumbel_texts_depend_on_no_draft(options: dict) -> None:
+    """Nor on K, nor on the batch: 130 tokens, so that the noise has three blocks."""
+    target, drafter = _pair(130)
+    asked = [request([i], max_new_tokens=40, seed=i, **options) for i in range(3)]
+    plain = [tokens(target, NoDrafter(), [one], RULES["gumbel"], 0)[0] for one in asked]
+    for k in (1, 4):
+        assert tokens(target, drafter, asked, RULES["gumbel"], k) == plain
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 3}], ids=str)
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_the_loop_follows_the_law(rule: Rule, options: dict) -> None:
+    """Two tokens of 8,000 seeds, chi-square. False alarm: 1e-6 for all six."""
+    target, drafter = _pair(5, seed=7)
+    table = random_table(5, 7, 1.5).float()
+    rows = to_probs(table[:, None], _settings([Sampling(**options)] * 5, 5))[:, 0].double()
+    law = (rows[2][:, None] * rows).flatten()
+    asked = [request([2], max_new_tokens=2, seed=seed, **options) for seed in range(8000)]
+    texts = torch.tensor(tokens(target, drafter, asked, rule, 2))
+    counts = (5 * texts[:, -2] + texts[:, -1]).bincount(minlength=25)
+    assert not counts[law == 0].any()
+    expected = law[law > 0] / law.sum() * 8000
+    assert scipy.stats.chisquare(counts[law > 0].numpy(), expected.numpy()).pvalue > 1e-6 / 6
+
+
+def test_the_draw_sees_a_wrong_weight() -> None:
+    """The control: rows of which one weight is off by a thousandth draw another token at the edge."""
+    p = torch.tensor([[0.25, 0.5, 0.25]])
+    off = torch.tensor([[0.251, 0.499, 0.25]])
+    u = torch.tensor([0.2505], dtype=torch.float64)
+    assert as_candidates(p).draw(u).item() == 1 and as_candidates(off).draw(u).item() == 0

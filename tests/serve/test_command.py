@@ -1,0 +1,55 @@
+"""``outrider serve`` as a process."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from servers import LIMIT_S
+
+from pairs import random_llama, save, word_tokenizer
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Clients see no folder of this machine. At SIGTERM running requests go on to their end, then the process ends."""
+    target, draft = (str(tmp_path / name) for name in ("target", "poet-draft"))
+    save(Path(target), random_llama(context_len=4096), word_tokenizer())
+    save(Path(draft), random_llama(hidden_size=16, context_len=4096), word_tokenizer())
+    arguments = ["serve", "--target", target, "--draft", draft, "--served-model-name", "poet", "--device", "cpu"]
+    arguments += ["-k", "2", "--context", "512", "--port", "0"]
+    arguments += ["--shutdown-timeout", "3600"]  # not to be a race against a busy machine
+    code = "import sys; from outrider.cli.app import main; main()"
+    with subprocess.Popen([sys.executable, "-c", code, *arguments], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            lines: list[str] = []
+            while not lines or " ready: " not in lines[-1]:
+                lines.append(next(process.stderr))
+            url = lines[-1].rpartition("ready: ")[2].strip()
+            assert next(process.stderr).rstrip().endswith(f"speculative decoding: {url.removesuffix('/v1')}")
+            assert any(f"loading poet: {target} with draft {draft}" in line for line in lines)
+            assert any("drafts by poet-draft, K = 2" in line for line in lines)
+            body = {"model": "poet", "prompt": "w3 w5 w8", "max_tokens": 8, "temperature": 0}
+            answer = httpx.post(f"{url}/completions", json=body, timeout=LIMIT_S)
+            assert "-poet+poet-draft-" in answer.json()["system_fingerprint"]
+            race = httpx.post(f"{url}/race", json=body, timeout=LIMIT_S)
+            paths = ("/v1/models", "/metrics", "/v1/race/choices", "/tokenizer_info")
+            seen = [httpx.get(url.removesuffix("/v1") + path, timeout=LIMIT_S) for path in paths]
+            assert all(one.status_code == 200 for one in (answer, race, *seen))
+            assert not any(str(tmp_path) in one.text for one in (answer, race, *seen))
+            body = {"prompt": "w1", "max_tokens": 300, "seed": 1, "ignore_eos": True, "stream": True}
+            with httpx.stream("POST", f"{url}/completions", json=body, timeout=LIMIT_S) as response:
+                parts = response.iter_lines()
+                next(parts)
+                process.send_signal(signal.SIGTERM)
+                *_, last, done = (part for part in parts if part)
+            assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+            assert done == "data: [DONE]"
+            assert process.wait(LIMIT_S) == -signal.SIGTERM
+            with pytest.raises(httpx.ConnectError):
+                httpx.get(f"{url}/models")
+        finally:
+            process.kill()

@@ -1,0 +1,256 @@
+"""Tokens in log-probabilities: their texts, bytes and places, whole and streamed, however long a round is."""
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from scripted import MARKERS, TEMPLATES, scripted, tool
+from servers import Running, running
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import Unigram
+from transformers import PreTrainedTokenizerFast
+
+from outrider.decoder import Decoder
+from outrider.drafters.model import ModelDrafter
+from outrider.serve.token_texts import TokenTexts
+from outrider.text.tokenizer import pieces_of
+from pairs import embedded_tokenizer, metaspace_tokenizer, word_tokenizer
+from toys import random_table, table_lm
+
+KS = range(9)
+SMILE = "🙂"
+PARTS = [r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x99", r"bytes:\x82"]
+CHAT: Any = [{"role": "user", "content": "Once"}]
+
+
+def spaced() -> Any:
+    """Like Llama 2's tokenizer, which drops the first space of a text."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁Once", "▁upon", "▁a", "▁time", "s", "▁", "."]
+    tokenizer = Tokenizer(Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = metaspace_tokenizer().backend_tokenizer.decoder
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="<end>")
+    wrapped.chat_template = "{{ messages[0].content }}"
+    return wrapped
+
+
+def saying(tokenizer: Any, tokens: Sequence[str]) -> Decoder:
+    """It says these tokens after any other, and so does its draft."""
+    ids = tokenizer.convert_tokens_to_ids([*tokens, "<end>"])
+    assert len(set(ids)) == len(ids) and None not in ids
+    table = random_table(len(tokenizer), 0)
+    table[:, ids[0]] += 100
+    for one, following in itertools.pairwise(ids):
+        table[one, ids[0]] -= 100
+        table[one, following] += 100
+    lm, draft = table_lm(table), table_lm(table, name="draft")
+    return Decoder(lm, tokenizer, frozenset([ids[-1]]), ModelDrafter(draft), num_draft_tokens=8)
+
+
+def asked(server: Running, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The choices of a response; and those that its stream adds up to are the same, for any K."""
+    chat = path.startswith("chat")
+    body = {"model": "toy", "temperature": 0, "prompt": None if chat else "Once"} | dict(body)
+    with server.http() as http:
+        whole = http.post(f"/v1/{path}", json=body).json()["choices"]
+        for k in KS:
+            own = body | {"num_draft_tokens": k}
+            assert shown_of(http.post(f"/v1/{path}", json=own).json()["choices"]) == shown_of(whole)
+            lines = http.post(f"/v1/{path}", json=own | {"stream": True}).text.split("\n\n")
+            parts = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
+            for choice in whole:
+                of_choice = [part for part in parts if part["index"] == choice["index"]]
+                logprobs = [part["logprobs"] for part in of_choice if part["logprobs"] is not None]
+                for name, values in choice["logprobs"].items():
+                    if values is not None:
+                        assert [item for one in logprobs for item in one[name]] == values
+                if not chat:
+                    shown = ""
+                    for part in of_choice:  # tokens come with their text
+                        shown += part["text"]
+                        if part["finish_reason"] is None:
+                            assert all(at < len(shown) for at in part["logprobs"]["text_offset"])
+                    assert shown == choice["text"]
+    return whole
+
+
+def shown_of(choices: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Without seeds and numbers of calls, which are random."""
+    return [(one.get("text") or one["message"]["content"], one["logprobs"], one["finish_reason"]) for one in choices]
+
+
+def sliced(choice: Mapping[str, Any]) -> list[str]:
+    """The text between the places of the tokens."""
+    offsets = [*choice["logprobs"]["text_offset"], len(choice["text"])]
+    return [choice["text"][begin:end] for begin, end in itertools.pairwise(offsets)]
+
+
+def test_texts_and_places() -> None:
+    """A character is at the place of its tokens; the end is after the text."""
+    tokens = ["▁upon", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "▁a", "s", "▁time", "."]
+    texts = [" upon", *PARTS, " a", "s", " time", ".", "<end>"]
+    slices = [" upon", "", "", "", SMILE, " a", "s", " time", ".", ""]
+    with running(saying(spaced(), tokens)) as server:
+        for echo, as_ids in itertools.product((False, True), repeat=2):
+            body = {"echo": echo, "n": 2, "logprobs": 20, "return_tokens_as_token_ids": as_ids}
+            for choice in asked(server, "completions", body):
+                found = choice["logprobs"]
+                own = found["tokens"][echo:]
+                assert choice["text"] == "Once" * echo + f" upon{SMILE} as time."
+                assert sliced(choice) == ["Once"] * echo + slices
+                if as_ids:
+                    assert own == [f"token_id:{i}" for i in server.model.decoder.tokenizer.convert_tokens_to_ids(
+                        [*tokens, "<end>"])]  # fmt: skip
+                else:
+                    assert own == texts and (not echo or found["tokens"][0] == "Once")
+                for token, value, top in zip(own, *(found[name][echo:] for name in ("token_logprobs", "top_logprobs")),
+                                             strict=True):  # fmt: skip
+                    assert top[token] == value and len(top) == 20
+
+
+def test_tokens_with_equal_texts_do_not_overwrite_one_another() -> None:
+    """The chosen one has the text, else the most probable."""
+    tokenizer = spaced()
+    decoder = saying(tokenizer, ["▁upon", "s"])
+    ids = dict(zip(("▁upon", "▁a", "s", "<0x73>", ".", "<0x2E>"), tokenizer.convert_tokens_to_ids(
+        ["▁upon", "▁a", "s", "<0x73>", ".", "<0x2E>"]), strict=True))  # fmt: skip
+    table = decoder.target.model.table
+    table[ids["▁upon"], ids["<0x73>"]], table[ids["▁upon"], ids["s"]] = 201.0, 200.0
+    table[ids["▁upon"], ids["."]], table[ids["▁upon"], ids["<0x2E>"]] = 198.0, 199.0
+    with running(decoder) as server:
+        forced = {"max_tokens": 2, "logprobs": 4, "logit_bias": {str(ids["s"]): 50}}
+        (choice,) = asked(server, "completions", forced)
+        assert list(choice["logprobs"]["top_logprobs"][1]) == [
+            f"token_id:{ids['<0x73>']}", "s", ".", f"token_id:{ids['.']}"]  # fmt: skip
+        found = choice["logprobs"]["top_logprobs"][1]
+        assert found["s"] == choice["logprobs"]["token_logprobs"][1] < found[f"token_id:{ids['<0x73>']}"]
+        assert found["."] > found[f"token_id:{ids['.']}"]
+
+
+@pytest.mark.parametrize("includes_stop", [False, True])
+def test_places_beyond_a_stop_string(includes_stop: bool) -> None:
+    """They are at the end of the text."""
+    with running(saying(spaced(), ["▁upon", "▁a", "▁time", "s", "."])) as server:
+        body = {"stop": ["n a times"], "logprobs": 0, "include_stop_str_in_output": includes_stop}
+        (choice,) = asked(server, "completions", body)
+        assert choice["text"] == (" upon a times" if includes_stop else " upo")
+        assert choice["logprobs"]["tokens"] == [" upon", " a", " time", "s"]
+        assert choice["logprobs"]["text_offset"] == ([0, 5, 7, 12] if includes_stop else [0, 4, 4, 4])
+
+
+def test_a_text_that_ends_within_a_character() -> None:
+    with running(saying(spaced(), ["▁upon", "<0xF0>", "<0x9F>"])) as server:
+        for echo in (False, True):
+            (choice,) = asked(server, "completions", {"echo": echo, "logprobs": 0, "max_tokens": 3})
+            assert choice["text"] == "Once" * echo + " upon\ufffd\ufffd"
+            assert choice["logprobs"]["tokens"][echo:] == [" upon", *PARTS[:2]]
+            assert sliced(choice) == ["Once"] * echo + [" upon", "", "\ufffd\ufffd"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        (f"Once a{SMILE}s.", ["Once", " a", *PARTS, "s", "."]),
+        ("<s> Once a", ["<s>", " Once", " a"]),
+        ("Once <s> a", ["Once", " ", "<s>", " a"]),
+        ("Once<end>", ["Once", "<end>"]),
+    ],
+)
+def test_an_echo(prompt: str, expected: list[str]) -> None:
+    """Of text and of ids; special tokens are where they are written, and nowhere if they were added."""
+    tokenizer = spaced()
+    with running(saying(tokenizer, ["▁upon", "▁time"])) as server:
+        ids = tokenizer(prompt, add_special_tokens=False).input_ids
+        for given in (prompt, ids, [tokenizer.bos_token_id, *ids]):
+            (choice,) = asked(server, "completions", {"prompt": given, "echo": True, "logprobs": 1})
+            text, found = choice["text"], choice["logprobs"]
+            begun = len(text) - len(" upon time")
+            assert text[:begun] == (prompt if given == prompt else tokenizer.decode(given))
+            assert found["tokens"][-3:] == [" upon", " time", "<end>"]
+            assert found["text_offset"][-3:] == [begun, begun + 5, len(text)]
+            assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+            assert [one.strip() for one in found["tokens"][-3 - len(expected) : -3]] == [
+                one.strip() for one in expected
+            ]
+            for token, part in zip(found["tokens"], sliced(choice), strict=True):
+                assert part in (token, "", SMILE)
+
+
+def test_special_tokens_that_were_added_have_no_place() -> None:
+    tokenizer = spaced()
+    once, upon = tokenizer.convert_tokens_to_ids(["▁Once", "▁upon"])
+    assert pieces_of(tokenizer, [tokenizer.bos_token_id, once, upon], "Once upon") == ["", "Once", " upon"]
+    assert pieces_of(tokenizer, [tokenizer.bos_token_id, once], "<s> Once") == ["<s>", " Once"]
+    assert pieces_of(tokenizer, [once, upon], "ONCE  UPON") == ["Once", "  UPON"]
+
+
+def test_several_prompts() -> None:
+    with running(saying(spaced(), ["▁upon", "▁time"])) as server:
+        choices = asked(server, "completions", {"prompt": ["Once", "Once a"], "n": 2, "echo": True, "logprobs": 1})
+        assert [choice["logprobs"]["text_offset"] for choice in choices] == [[0, 4, 9, 14]] * 2 + [
+            [0, 4, 6, 11, 16]
+        ] * 2
+
+
+def test_tokens_of_a_chat() -> None:
+    """Parts of a character have their bytes; the end is no content."""
+    tokens = ["▁upon", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "▁a"]
+    with running(saying(spaced(), tokens)) as server:
+        (choice,) = asked(server, "chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 3})
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == [" upon", *PARTS, " a"]
+        assert bytes(itertools.chain(*(one["bytes"] for one in content))).decode() == f" upon{SMILE} a"
+        for one in content:
+            assert len(one["top_logprobs"]) == 3
+            assert {key: one[key] for key in ("token", "logprob", "bytes")} == one["top_logprobs"][0]
+        as_ids = {"messages": CHAT, "logprobs": True, "return_tokens_as_token_ids": True}
+        (choice,) = asked(server, "chat/completions", as_ids)
+        assert [one["bytes"] for one in choice["logprobs"]["content"]] == [one["bytes"] for one in content]
+
+
+THINK = {"<think>": False, "</think>": False}
+CALL = ["<tool_call>", '{"name": "weather", ', '"arguments": {"city"', ': "Rome"}}', "</tool_call>"]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        (["<think>", "Yes", ".", "</think>", "\n\n", "Yes", "."], ["Yes", "."]),
+        (["<think>", "Hm", "</think>", "\n", "\nYes", " and", "\n", *CALL], ["\nYes", " and"]),
+        (["<think>", "Hm", "</think>", *CALL, "\n", "So", "."], ["\n", "So", "."]),
+        (["Yes", "\n", "<tool", "_call", " or so"], ["Yes", "\n", "<tool", "_call", " or so"]),
+        (["Yes", "\n", "<tool_call>", "no"], ["Yes", "\n", "<tool_call>", "no"]),
+        (["\n", "Yes"], ["\n", "Yes"]),
+        (["<think>", "Hm"], []),
+    ],
+)
+def test_tokens_of_content_alone(script: list[str], expected: list[str]) -> None:
+    """Neither thoughts nor calls, nor their markers."""
+    with running(scripted(script, TEMPLATES["hermes"], MARKERS["hermes"] | THINK, has_draft=True)) as server:
+        body = {"messages": CHAT, "logprobs": True, "tools": [tool()]}
+        (choice,) = asked(server, "chat/completions", body)
+        found = [one["token"] for one in choice["logprobs"]["content"]]
+        assert found == expected
+        assert "".join(found).strip() == (choice["message"]["content"] or "").strip()
+
+
+def test_texts_of_a_vocabulary() -> None:
+    """By its bytes where they can be read, else decoded within a text."""
+    texts = TokenTexts(spaced(), False)
+    ids = spaced().convert_tokens_to_ids(["▁a", "<0x41>", "<0xF0>", "<end>", "▁"])
+    assert [texts.of(i) for i in ids] == [" a", "A", r"bytes:\xf0", "<end>", " "]
+    assert [texts.token(i).bytes for i in ids] == [b" a", b"A", b"\xf0", b"<end>", b" "]
+    assert texts.of(ids[0], "a") == "a" and texts.of(ids[2], "x") == r"bytes:\xf0" and texts.of(10**6) == ""
+    gemma = spaced()
+    gemma.add_tokens(["▁▁", "<b>"])
+    assert [TokenTexts(gemma, False).of(i) for i in gemma.convert_tokens_to_ids(["▁▁", "<b>"])] == ["  ", "<b>"]
+    words = TokenTexts(word_tokenizer(), False)
+    assert words.of(3) == " w3" and words.token(3).bytes == b" w3"
+    fable = embedded_tokenizer()
+    texts = TokenTexts(fable, False)
+    for token_id in range(0, len(fable), 7):
+        token, text = texts.token(token_id), fable.decode([token_id])
+        assert token.is_part == ("\ufffd" in text) and token.bytes is not None
+        assert token.is_part or (token.text, token.bytes) == (text, text.encode())
