@@ -81,7 +81,6 @@ def load(
     generation_config: str = "auto",
     models_file: Path | None = None,
     corpus: Sequence[str | Path] = (),
-    shares_with: Sequence[Decoder] = (),
 ) -> Decoder:
     """Load a target and a draft.
 
@@ -112,8 +111,6 @@ def load(
         models_file: a TOML file with names of models, beside the user's own.
         corpus: files in which the draft "suffix" looks up the text, too: text, or JSON lines with "prompt" and "text"
             (or "prompt_ids" and "token_ids"), as ``outrider generate --output`` writes them.
-        shares_with: decoders loaded before: weights that equal theirs are not in memory twice, so that several adapters
-            of one base take little more than what they change. (Then a change of one model's weights changes others.)
 
     Raises:
         ModelError: a model cannot be loaded, or its cache cannot be rolled back.
@@ -128,7 +125,7 @@ def load(
     if placement is not None and by_keywords != _ANYWHERE:
         raise OptionError("placement", placement, "give it or the keywords for a device, a dtype ..., not both")
     placement = placement or by_keywords
-    checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True, shares_with=shares_with)
+    checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True)
     num_tokens = num_tokens_of(checkpoint)
     check_choice(generation_config)
     defaults: dict[str, Any] = {}
@@ -159,7 +156,6 @@ def load(
         placement=of_draft,
         models_file=models_file,
         corpus=corpus,
-        shares_with=shares_with,
     )
     return replace(plain, drafter=drafter)
 
@@ -173,7 +169,6 @@ def load_drafter(
     placement: Placement = _ANYWHERE,
     models_file: Path | None = None,
     corpus: Sequence[str | Path] = (),
-    shares_with: Sequence[Decoder] = (),
 ) -> Drafter:
     """Load a drafter for the decoder's target. Arguments and errors: see ``load``."""
     if isinstance(corpus, (str, Path)):
@@ -192,7 +187,7 @@ def load_drafter(
         name = draft.removeprefix(HYBRID)
         if looks_up(name) or name in ("", "none"):
             raise OptionError("draft", draft, f"give the name of a model after {HYBRID!r}")
-        other = load_drafter(decoder, name, placement=placement, models_file=models_file, shares_with=shares_with)
+        other = load_drafter(decoder, name, placement=placement, models_file=models_file)
         vocab_size = decoder.target.vocab_size
         return HybridDrafter(load_suffix(decoder.tokenizer, vocab_size, corpus), other, vocab_size)
     model, options = split_name(draft)
@@ -209,7 +204,7 @@ def load_drafter(
             head = load_head(spec, decoder.target, allow_pickle=placement.allow_pickle)
             kind = BlockDrafter if isinstance(head.model, BlockHead) else ChainDrafter
             return kind(_beside(decoder.target, head), options)
-    checkpoint = _checkpoint(model, tokenizer, placement, models_file, shares_with=shares_with)
+    checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     num_tokens = decoder.target.vocab_size
     differing = _differing(decoder, checkpoint)
     if len(differing) >= _MOST_UNKNOWN * num_tokens:
@@ -299,14 +294,11 @@ def _checkpoint(
     models_file: Path | None,
     *,
     is_target: bool = False,
-    shares_with: Sequence[Decoder] = (),
 ) -> Checkpoint:
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
             raise OptionError("tokenizer", type(tokenizer).__name__, f"the model {str(model)!r} has its own")
-        loaded = tuple(lm.weights for other in shares_with for lm in (other.target, *other.drafter.models))
-        spec = resolve(str(model), models_file)
-        return load_checkpoint(spec, placement, is_target=is_target, may_stand_in=True, shares_with=loaded)
+        return load_checkpoint(resolve(str(model), models_file), placement, is_target=is_target, may_stand_in=True)
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, torch.nn.Module):
         raise OptionError(

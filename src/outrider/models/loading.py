@@ -6,7 +6,7 @@ Models that are known not to work are refused by name; all others are probed (pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,7 +49,6 @@ from outrider.models.quantize import (
 from outrider.models.reading import held_file, load_processor, load_tokenizer, read_config, reading
 from outrider.models.registry import ARITHMETICS, QUANTIZATIONS, ModelSpec
 from outrider.models.reopening import reopened
-from outrider.models.shared_weights import share_weights
 from outrider.models.stored_blocks import are_in_groups, stored_blocks
 from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.lm import LM
@@ -98,14 +97,12 @@ def load_checkpoint(
     *,
     is_target: bool = False,
     may_stand_in: bool = False,
-    shares_with: Sequence[nn.Module] = (),
 ) -> Checkpoint:
     """Load a model and its tokenizer.
 
     Args:
         is_target: all processes of the job share it, unless the placement states otherwise.
         may_stand_in: load a ``StandIn`` if there are notes about the model (notes.py).
-        shares_with: loaded models, whose weights take the place of equal ones.
 
     Raises:
         ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError, MissingExtra, FileError
@@ -120,7 +117,7 @@ def load_checkpoint(
     is_native = is_alone and device.type == "cpu" and placed.execution in ("auto", "native")
     if may_stand_in and is_native and placed.max_memory is None and placed.quantization not in QUANTIZATIONS:
         notes = None if noted_in is None else read_notes(noted_in)
-        model = None if notes is None else reopened(name, spec, placed, notes, shares_with)
+        model = None if notes is None else reopened(spec, placed, notes)
         if notes is not None and model is not None:
             return Checkpoint(name, model, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
     config = read_config(spec)
@@ -208,10 +205,9 @@ def load_checkpoint(
         of_base = kept_type(replace(spec, adapter=None), placed, device, bare)
         narrowed(model, *dict.fromkeys((of_base or kept, kept)))
     share = round_to_groups(model, keeps=has_kernel(placed)) if in_groups else None
-    shared = share_weights(name, model, shares_with)
     if device.type == "cpu" and is_alone:
         narrow = [] if blocks is None else [one for one in model.parameters() if isinstance(one, NarrowWeight)]
-        move_weights(model, [*shared, *(one for one in narrow if one.blocks is not None)])  # blocks are there
+        move_weights(model, [one for one in narrow if one.blocks is not None])  # blocks are there
     if quantization != "none":
         _report_share(name, quantization, quantized_share(model) if share is None else share)
     tokenizer = load_tokenizer(spec)

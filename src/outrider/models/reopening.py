@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.generation_config import generation_config_of
@@ -18,20 +18,13 @@ from outrider.models.quantize import unquantized
 from outrider.models.reading import read_config, reading
 from outrider.models.registry import ModelSpec
 from outrider.models.safetensors_files import SafetensorsFiles
-from outrider.models.shared_weights import share_weights
 from outrider.models.stored_blocks import num_digits_of
 from outrider.runtime.huge_pages import Room, move_weights
 from outrider.runtime.stand_in import StandIn
 
 
-def reopened(
-    name: str, spec: ModelSpec, placed: Placement, notes: Notes, shares_with: Sequence[nn.Module]
-) -> StandIn | None:
+def reopened(spec: ModelSpec, placed: Placement, notes: Notes) -> StandIn | None:
     """Stand-in for a model on the CPU; None if its weights do not fit, or have other names.
-
-    Args:
-        name: for messages.
-        shares_with: loaded models, whose weights take the place of equal ones.
 
     Raises:
         ModelCorrupt, UnsupportedModel
@@ -45,9 +38,8 @@ def reopened(
         if weights is None:
             return None
         model.fill(weights)
-    shared = share_weights(name, model, shares_with)
     in_blocks = [one for one in model.parameters() if isinstance(one, NarrowWeight) and one.blocks is not None]
-    move_weights(model, [*shared, *in_blocks])  # blocks are there
+    move_weights(model, in_blocks)  # blocks are there
     return model
 
 
