@@ -1,10 +1,10 @@
 """Workers on a Ray cluster: processes with the models, perhaps on other machines.
 
 The driver process reads prompts and writes rows, so files are the same with and without Ray, and the output file is the
-only record of progress. Workers receive batches of prompts and send each row when it ends. If a worker is lost, other
-workers get the prompts of its batch that have no row yet.
+only record of progress. Workers receive batches of prompts, and send the rows of a batch when the batch ends. Ray
+starts a lost worker again, and repeats the worker's batch.
 
-Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/actors.html and .../ray-core/ray-generator.html.
+Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/fault_tolerance/actors.html, and ``ray.util.ActorPool``.
 (docs/internals/log/2026.md explains why it is not Ray Data.)
 """
 
@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Annotated, Any
@@ -28,12 +27,11 @@ from outrider.offline.prompt_row import PromptLine
 from outrider.records import Stats
 from outrider.system.ranks import current_ranks
 
-# Slots idle at the end of a batch, so a batch refills each slot many times. Rows already sent survive the loss of a
-# worker, so a long batch costs nothing else, except at the end of the job (see _batches).
-_MOST_ROUNDS = 32
-_MOST_LOSSES = 3  # of workers in succession, without a row in between
+# Slots idle at the end of a batch, so a batch refills each slot several times; but a batch is lost with its worker.
+_MOST_ROUNDS = 8
+_MAX_RESTARTS = 3  # of a worker
 
-_Batch = dict[int, PromptLine]
+_Batch = list[tuple[int, PromptLine]]
 
 
 @dataclass(frozen=True)
@@ -119,11 +117,13 @@ class RayWorkers:
         if not room:
             wanted = f"{num_cpus} CPU cores" + (" and a GPU" if num_gpus else "")
             raise DeviceError(f"no node of the Ray cluster has {wanted} for a worker: lower --threads, or --device cpu")
-        self._num_workers = room if num_workers is None else num_workers
+        if num_workers is not None and num_workers > room:
+            raise OptionError("--ray-workers", num_workers, f"the cluster has room for {room}")
+        self._num_workers = num_workers or room
         self._num_slots, self._num_prompts = num_slots, num_prompts
-        actor = ray.remote(_RemoteWorker).options(num_cpus=num_cpus, num_gpus=num_gpus)
-        self._new: Callable[[], Any] = lambda: actor.remote(setup, num_slots)
-        self._actors = [self._new() for _ in range(self._num_workers)]
+        retried = {"max_restarts": _MAX_RESTARTS, "max_task_retries": _MAX_RESTARTS}
+        actor = ray.remote(_RemoteWorker).options(num_cpus=num_cpus, num_gpus=num_gpus, **retried)
+        self._actors = [actor.remote(setup, num_slots) for _ in range(self._num_workers)]
         # Requested first: after Ctrl-C it would wait for the current batch.
         self._about = [actor.about.remote() for actor in self._actors]
 
@@ -144,68 +144,36 @@ class RayWorkers:
         """Pair and provenance from the first worker that answers."""
         import ray
 
-        answers = list(self._about)
-        while answers:
-            (answer,), answers = ray.wait(answers)
-            with suppress(ray.exceptions.RayActorError):  # lost
-                about: tuple[str, dict[str, Any]] = _get(answer)
-                return about
-        raise WorkerError("all workers were lost before they were ready")
+        (answer, *_), _ = ray.wait(self._about)
+        with _own_errors():
+            about: tuple[str, dict[str, Any]] = ray.get(answer)
+        return about
 
     def _all(self, method: str, prompts: Prompts) -> Iterator[tuple[int, Any]]:
-        """Hand prompts out in batches, and yield the results as they come, one per prompt.
+        """Hand prompts out in batches, and yield the results of each batch when the batch ends.
 
         Raises:
-            WorkerError: too many workers were lost in succession.
+            WorkerError: a worker was lost too often.
         """
-        import ray
+        from ray.util import ActorPool
 
-        running: dict[Any, tuple[Any, _Batch]] = {}  # by result stream: the worker, and its unfinished prompts
-
-        def start(actor: Any, batch: _Batch) -> None:
-            running[getattr(actor, method).remote(list(batch.items()))] = actor, batch
-
-        for actor in self._actors:
-            start(actor, {})  # ends when the worker is up: a pending one must not hold prompts
-        fresh = self._batches(iter(prompts))
-        todo = deque(islice(fresh, 1))
-        idle: list[Any] = []
-        num_losses = 0
-        while todo or any(batch for _, batch in running.values()):
-            (stream,), _ = ray.wait(list(running), num_returns=1)
-            actor, batch = running[stream]
-            try:
-                results = _get(next(stream))
-            except StopIteration:
-                del running[stream]
-                idle.append(actor)
-            except ray.exceptions.RayError as error:
-                num_losses += 1
-                if num_losses > _MOST_LOSSES:
-                    reason = " ".join(str(error).split())
-                    raise WorkerError(f"{num_losses} workers were lost in succession: {reason}") from None
-                del running[stream]
-                if batch:
-                    todo.appendleft(batch)
-                ray.kill(actor)  # it may still run, with only its results lost
-                self._actors[self._actors.index(actor)] = new = self._new()
-                start(new, {})
-            else:
-                for index, result in results:
-                    num_losses = 0
-                    del batch[index]
-                    yield index, result
-            while idle and todo:
-                start(idle.pop(), todo.popleft())
-                if not todo:
-                    todo.extend(islice(fresh, 1))
+        pool = ActorPool(self._actors)
+        batches = self._batches(iter(prompts))
+        for batch in islice(batches, 2 * self._num_workers):  # a worker's next batch waits at the worker
+            pool.submit(lambda actor, batch: getattr(actor, method).remote(batch), batch)
+        while pool.has_next():
+            with _own_errors():
+                results = pool.get_next_unordered()
+            for batch in islice(batches, 1):
+                pool.submit(lambda actor, batch: getattr(actor, method).remote(batch), batch)
+            yield from results
 
     def _batches(self, prompts: Iterator[tuple[int, PromptLine]]) -> Iterator[_Batch]:
         """Yield batches that shrink as fewer prompts are left, so that workers end at about the same time."""
         num_left = self._num_prompts
         while True:
             share = num_left // (2 * self._num_workers)
-            batch = dict(islice(prompts, min(max(share, self._num_slots), _MOST_ROUNDS * self._num_slots)))
+            batch = list(islice(prompts, min(max(share, self._num_slots), _MOST_ROUNDS * self._num_slots)))
             if not batch:
                 return
             num_left -= len(batch)
@@ -213,31 +181,32 @@ class RayWorkers:
 
 
 class _RemoteWorker:
-    """A worker in its own process. Sends lengths in lists, since they are fast to compute, and each row alone, since
-    the next may take long."""
+    """A worker in its own process. A batch is sent whole, so that no row comes twice when Ray repeats a batch."""
 
     def __init__(self, setup: Setup, num_slots: int) -> None:
         self._worker = LocalWorker(setup, num_slots)
 
-    def lengths(self, prompts: list[tuple[int, PromptLine]]) -> Iterator[list[tuple[int, Length | OutriderError]]]:
-        yield list(self._worker.lengths(prompts))
+    def lengths(self, prompts: _Batch) -> list[tuple[int, Length | OutriderError]]:
+        return list(self._worker.lengths(prompts))
 
-    def rows(self, prompts: list[tuple[int, PromptLine]]) -> Iterator[list[tuple[int, tuple[dict[str, Any], Stats]]]]:
-        for row in self._worker.rows(prompts):
-            yield [row]
+    def rows(self, prompts: _Batch) -> list[tuple[int, tuple[dict[str, Any], Stats]]]:
+        return list(self._worker.rows(prompts))
 
     def about(self) -> tuple[str, dict[str, Any]]:
         return self._worker.pair(), self._worker.origin()
 
 
-def _get(answer: Any) -> Any:
-    """Wait for a result. Raises errors of our own code, which would recur on any worker."""
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """Raise errors of our own code, which would recur on any worker, as they were raised there."""
     import ray
 
     try:
-        return ray.get(answer)
+        yield
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
+    except ray.exceptions.RayError as error:
+        raise WorkerError(f"a worker was lost too often: {' '.join(str(error).split())}") from None
 
 
 def _num_gpus(device: str) -> int:
