@@ -17,14 +17,14 @@ import typer
 from api_page import api
 
 from outrider.cli.app import app
-from outrider.cli.shared.help import EXAMPLES
+from outrider.cli.shared.examples import EXAMPLES
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FEW = 3  # commands with the same row of options: it is written once
 HEAD = """# Commands
 
-Made from the commands' own help, which `outrider COMMAND --help-all` shows. Common to all:
+Made from the commands' own help, which `outrider COMMAND --help` shows. Common to all:
 
 | exit code | meaning |
 |---|---|

@@ -26,8 +26,9 @@ from outrider.cli.commands import (
     serve,
 )
 from outrider.cli.commands import eval as eval_
-from outrider.cli.shared.help import Command, Group
+from outrider.cli.shared.examples import example_lines
 from outrider.cli.shared.logs import log_to_stderr
+from outrider.cli.shared.parsing import Command, Group
 from outrider.cli.shared.processes import run_together
 from outrider.cli.shared.streams import guard_streams
 from outrider.cli.shared.wrapping import say
@@ -70,7 +71,7 @@ for _panel, _commands in _COMMANDS.items():
         if isinstance(_command, typer.Typer):
             app.add_typer(_command, name=_name, rich_help_panel=_panel)
         else:
-            app.command(_name, cls=Command, rich_help_panel=_panel)(_command)
+            app.command(_name, cls=Command, rich_help_panel=_panel, epilog=example_lines(_name))(_command)
 
 
 def _show_version(is_asked: bool) -> None:

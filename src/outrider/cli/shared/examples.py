@@ -39,3 +39,8 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     ),
     "eval multiplication": ("eval multiplication", "eval multiplication --num-prompts 100 --draft ngram"),
 }
+
+
+def example_lines(command: str) -> str:
+    """Examples of a command, as Typer shows them below the command's options: each on a line of its own."""
+    return "\n\n".join(("Examples:", *(f"outrider {words}" for words in EXAMPLES[command])))
