@@ -1,8 +1,13 @@
 """The page of the JSON documents, from the examples that the tests hold."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+
+from outrider.offline.prompt_row import NOTES
+from outrider.options import Sampling
+from outrider.text.chat import FIELDS
 
 _EXAMPLES = Path(__file__).parents[1] / "tests" / "golden" / "documents.json"
 _FILES = {
@@ -10,6 +15,11 @@ _FILES = {
     "rounds": "a line of `replay --output`",
     "log": "`log.json` of `record`",
     "log-index": "a line of its `index.jsonl`",
+}
+_NAMES = {  # of fields, by their place in the text
+    "@CHAT@": FIELDS,
+    "@OPTIONS@": [option.name for option in fields(Sampling) if option.name != "processor"],
+    "@IGNORED@": [name for names in NOTES.values() for name in names if name != "metadata"],
 }
 _ONCE = "options", "provenance"  # keys in the first document alone
 HEAD = """# The JSON documents of the commands
@@ -26,6 +36,28 @@ type or meaning.
 An undefined ratio or rate (no tokens were drafted, a single run has no interval) is `null`. Times are in seconds unless
 the name contains `ms`, sizes in bytes, logarithms natural.
 
+## Files of prompts
+
+`--prompts FILE` takes plain lines, each a prompt; or JSON lines, or one JSON array, of objects with these fields. A
+field that is not in this list is refused.
+
+| field | meaning |
+|---|---|
+| `prompt` | a string |
+| `messages` | a chat in its place, as OpenAI's API takes it, with @CHAT@ |
+| `turns` | a list of strings, of which the first is the prompt (Spec-Bench, MT-bench) |
+| `category` | a string: reports give figures for each |
+| `id` | any value; copied to the output |
+| @OPTIONS@ | as the options of `outrider generate`, for this prompt alone (`null`: absent) |
+| `metadata` | your own notes, ignored |
+
+`logit_bias` maps token ids to numbers, or to `"-inf"`. Ignored, too, since common files have them: @IGNORED@.
+
+A row may be a request of [OpenAI's batch format](https://platform.openai.com/docs/api-reference/batch/request-input) in
+their place: `custom_id`, `method` ("POST"), `url` (`/v1/chat/completions` or `/v1/completions`) and `body`.
+
+## Output
+
 If the reader of standard output leaves (`| head`), generation stops, files are still written, and the exit code is 141,
 as after SIGPIPE. If standard output is closed or its disk is full, the exit code is 2, with one line of error.
 
@@ -34,6 +66,8 @@ as after SIGPIPE. If standard output is closed or its disk is full, the exit cod
 
 def page() -> str:
     text, is_first = HEAD, True
+    for place, names in _NAMES.items():
+        text = text.replace(place, ", ".join(f"`{name}`" for name in names))
     for name, (example, *_) in json.loads(_EXAMPLES.read_text(encoding="utf-8")).items():
         shown = {key: one for key, one in example.items() if is_first or name in _FILES or key not in _ONCE}
         about = f"{_FILES[name][0].upper()}{_FILES[name][1:]}:\n\n" if name in _FILES else ""

@@ -19,12 +19,15 @@ def examples() -> dict[str, list[Any]]:
 
 
 def check(document: Any, name: str) -> None:
-    """Hold a document against the examples: at every place, it has the keys that all of them have, and none that no
-    example has. Where no example has an object, any is right."""
+    """Hold a document against the examples: at every place, it has the keys that all of them have, none that no
+    example has, and values of the JSON types that the examples have, or null. Where the examples have null alone, any
+    value is right."""
     _check(document, examples()[name], name)
 
 
 def _check(value: Any, like: Sequence[Any], place: str) -> None:
+    kinds = {_kind(one) for one in like if one is not None}
+    assert value is None or not kinds or _kind(value) in kinds, f"{place}: {value!r} is none of {sorted(kinds)}"
     if isinstance(value, dict):
         known = [one for one in like if isinstance(one, dict)]
         if not known or place.rpartition(".")[2] in _DATA:
@@ -38,6 +41,11 @@ def _check(value: Any, like: Sequence[Any], place: str) -> None:
         items = [item for one in like if isinstance(one, list) for item in one]
         for item in value:
             _check(item, items, f"{place}[]")
+
+
+def _kind(value: Any) -> str:
+    """JSON type of a value."""
+    return {bool: "boolean", int: "number", float: "number"}.get(type(value), type(value).__name__)
 
 
 def check_lines(text: str, name: str) -> None:

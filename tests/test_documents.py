@@ -22,6 +22,11 @@ def test_a_key_too_many_or_too_few_is_found(place: tuple[Any, ...]) -> None:
     for part in place:
         inner = inner[part]
     check(document, "generate")
+    key = next(iter(inner))
+    kept, inner[key] = inner[key], {"another": "type"}
+    with pytest.raises(AssertionError, match=key):
+        check(document, "generate")
+    inner[key] = kept
     inner["unknown"] = 1
     with pytest.raises(AssertionError, match="unknown"):
         check(document, "generate")

@@ -16,7 +16,7 @@ from outrider.text.chat import FIELDS, Chat
 
 _OPTIONS = tuple(field.name for field in fields(Sampling))
 _LABELS = ("category", "id", "custom_id")
-_NOTES = {  # ignored fields of common files
+NOTES = {  # ignored fields of common files
     "anyone's": ("metadata",),
     "Spec-Bench, MT-bench": ("question_id", "reference"),
     "HumanEval": ("task_id", "entry_point", "canonical_solution", "test"),
@@ -29,7 +29,7 @@ _NOTES = {  # ignored fields of common files
 }
 _PROMPTS = ("prompt", "messages", "turns")
 _FIELDS = (*_PROMPTS, *FIELDS, "category", "id", *_OPTIONS)
-_KNOWN = frozenset(_FIELDS).union(*_NOTES.values())
+_KNOWN = frozenset(_FIELDS).union(*NOTES.values())
 _BATCH_FIELDS = ("custom_id", "method", "url", "body", "id", "category", "metadata")
 
 
