@@ -3,7 +3,7 @@
 Integers from 0 to 15, less the zero of each 32 inputs, times their scale: 4.75 bits for each weight, about those of
 Q4_K_M. Of a few scales, each fitted to its own integers by least squares, the one with the least error is taken. Errors
 of large weights count more (by their size plus the root mean square of the group, as in llama.cpp's K-quants). Nothing
-is calibrated. ``benchmarks/four_bits.py`` compares other choices.
+is calibrated. ``benchmarks/results/four_bits_fable.txt`` compares other choices.
 """
 
 from __future__ import annotations
