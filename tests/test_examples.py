@@ -14,11 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
-SLOW = {"choose_and_train_a_draft", "prove_it"}  # half a minute each
-NOTEBOOKS = [
-    pytest.param(path, id=path.stem, marks=[pytest.mark.slow] if path.stem in SLOW else [])
-    for path in sorted((EXAMPLES / "notebooks").glob("*.py"))
-]
+NOTEBOOKS = sorted((EXAMPLES / "notebooks").glob("*.py"))
 
 
 def needs(*modules: str) -> pytest.MarkDecorator:
@@ -44,7 +40,8 @@ def test_each_file_is_listed_and_short() -> None:
     assert max(len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) for name in files) <= 90
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As a script, and as a list of cells: each begins with a marker, prose is commented."""
     cells = re.split(r"^# %%", path.read_text(encoding="utf-8"), flags=re.MULTILINE)

@@ -105,7 +105,7 @@ def check(block: Block) -> None:
 def test_blocks_can_be_parsed(page: Path) -> None:
     for block in blocks_of(page):
         assert block.language in ("bash", "python", "toml", "json", "yaml", "text"), f"{page}:{block.line}"
-        assert not block.mark or block.mark == "slow" or block.mark.startswith("not run: "), f"{page}:{block.line}"
+        assert not block.mark or block.mark.startswith("not run: "), f"{page}:{block.line}"
         try:
             check(block)
         except Exception as error:
@@ -188,20 +188,10 @@ def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("page_folder")
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_blocks_run(
     page: Path, outrider: Outrider, address: Callable[[], str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    quick = [block for block in blocks_of(page) if block.is_run and block.mark != "slow"]
-    run_blocks(page, quick, outrider, address, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("page_folder")
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_slow_blocks_run(
-    page: Path, outrider: Outrider, address: Callable[[], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    if any(block.mark == "slow" for block in blocks_of(page)):
-        run_blocks(page, [block for block in blocks_of(page) if block.is_run], outrider, address, capsys)
+    run_blocks(page, [block for block in blocks_of(page) if block.is_run], outrider, address, capsys)

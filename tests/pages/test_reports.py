@@ -173,6 +173,7 @@ def test_no_draft_may_be_the_best() -> None:
     assert words_of(render_report(document)).startswith("No draft")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dark", [False, True])
 def test_everyone_can_read_a_report(tmp_path: Path, is_dark: bool) -> None:
     """axe (by Deque) finds nothing; on a phone nothing but tables scrolls sideways."""

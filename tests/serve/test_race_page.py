@@ -17,6 +17,7 @@ from outrider.race.events import race_events
 from outrider.race.page import recorded_page
 from pairs import broken_model, embedded, word_tokenizer
 
+pytestmark = pytest.mark.slow
 # All that a lane shows, in text and colour, and what the server sent for it.
 SHOWN = """
 const style = (one) => { const {color, textDecorationLine, textDecorationStyle} = getComputedStyle(one);
