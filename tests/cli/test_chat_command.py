@@ -211,6 +211,7 @@ def test_ctrl_c_at_the_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch, caps
     assert "Ctrl-D or /quit ends the chat" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_loading_is_not_silent() -> None:
     """The line comes first, and is removed. It is only for terminals."""
     terminal = _Terminal("fable", "none")

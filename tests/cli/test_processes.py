@@ -17,7 +17,10 @@ from launch import launched, ranks_of
 from pairs import save
 from toys import perturbed, tiny_llama
 
-pytestmark = pytest.mark.skipif(not Path("/proc").is_dir(), reason="the processes are found by their entries there")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc").is_dir(), reason="the processes are found by their entries there"),
+]
 _OF_TORCH = re.compile(r"\[?(rank\d\]:)?[WE]\d{4} |Failed to load .*torchao")
 _LONG = ("-n", 200, "--ignore-eos")
 _LIMIT_S = 120  # of waiting, which no verdict depends on unless something hangs
@@ -64,7 +67,6 @@ def _texts(path: Path) -> dict[int, Any]:
     return {row["index"]: row["token_ids"] for row in rows}
 
 
-@pytest.mark.slow
 def test_output_is_that_of_one_process(folder: Path, tmp_path: Path, outrider: Outrider) -> None:
     """The shared target is asked for by its name; rank 0 prints one summary and writes each file once."""
     more = ["--prompts", folder / "prompts", "--batch-size", 2, "-n", 12]
@@ -92,7 +94,7 @@ def generating(folder: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         yield process
 
 
-@pytest.mark.parametrize("rank", ["1", pytest.param("0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_process_that_is_killed_ends_the_job(
     generating: subprocess.Popen[str], rank: str, folder: Path, tmp_path: Path, outrider: Outrider
 ) -> None:
@@ -109,7 +111,6 @@ def test_a_process_that_is_killed_ends_the_job(
     assert all(lines.get(index, tokens) == tokens for index, tokens in expected.items())
 
 
-@pytest.mark.slow
 def test_ctrl_c_ends_all(generating: subprocess.Popen[str], tmp_path: Path) -> None:
     """torchrun hands it on to its processes, and the first tells what was done until then."""
     os.kill(generating.pid, signal.SIGINT)
@@ -119,7 +120,6 @@ def test_ctrl_c_ends_all(generating: subprocess.Popen[str], tmp_path: Path) -> N
     assert _texts(tmp_path / "lines")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
@@ -139,7 +139,6 @@ def test_an_error_is_told_once(folder: Path, more: list[str], expected: str) -> 
     assert "another process" not in "\n".join(err)
 
 
-@pytest.mark.slow
 def test_other_commands(folder: Path, tmp_path: Path) -> None:
     """A race, and a log, which the first process writes and all go on with."""
     pair = ["--target", "shared", "--models", folder / "names.toml", "--dtype", "float64"]

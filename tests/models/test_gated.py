@@ -31,6 +31,7 @@ def hub() -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_gated_model_tells_how_to_open_it(hub: str, tmp_path: os.PathLike[str]) -> None:
     environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
     command = [sys.executable, "-m", "outrider", "generate", "--target", "org/gated", "--draft", "none", "Hello"]

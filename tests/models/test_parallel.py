@@ -37,6 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1)]
 
 
+@pytest.mark.slow
 def test_each_process_has_its_share(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert (one["num_shares"], one["heads"]) == (2, 1)
@@ -45,6 +46,7 @@ def test_each_process_has_its_share(found: list[dict[str, Any]]) -> None:
         assert one["checksums"][0] == one["checksums"][1], "put together, the weights are those of the whole"
 
 
+@pytest.mark.slow
 def test_the_texts_are_those_of_one_process(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert len(one["tokens"]) == 6
@@ -52,11 +54,13 @@ def test_the_texts_are_those_of_one_process(found: list[dict[str, Any]]) -> None
         assert one["captured"]
 
 
+@pytest.mark.slow
 def test_a_shared_target_is_certified(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert one["certificate"]["is_ok"] and one["certificate"]["is_caught"] == [True]
 
 
+@pytest.mark.slow
 def test_what_is_drawn_and_measured_is_that_of_the_first(found: list[dict[str, Any]]) -> None:
     first, second = found
     assert first["drawn_seed"] == second["drawn_seed"]
@@ -65,16 +69,19 @@ def test_what_is_drawn_and_measured_is_that_of_the_first(found: list[dict[str, A
     assert first["first"] == second["first"] == [0, "OptionError: a = 'b' is invalid: process 0 cannot", [0, 1]]
 
 
+@pytest.mark.slow
 def test_quantized_shares(found: list[dict[str, Any]]) -> None:
     first, second = found
     assert first["quantized"] == second["quantized"]
 
 
+@pytest.mark.slow
 def test_processes_that_part_end_with_an_error(found: list[dict[str, Any]]) -> None:
     for one in found:
         assert one["parted"].startswith("RankError: the processes of this job have generated different tokens")
 
 
+@pytest.mark.slow
 def test_what_the_processes_refuse(found: list[dict[str, Any]]) -> None:
     for one in found:
         refused = one["refused"]
