@@ -107,7 +107,7 @@ def test_more_prompts_than_slots() -> None:
     assert [one.token_ids for one in few] == [one.token_ids for one in many]
 
 
-@pytest.mark.parametrize("execution", ["eager", "captured"])
+@pytest.mark.parametrize("execution", ["eager", pytest.param("captured", marks=pytest.mark.slow)])
 def test_eight_threads_may_share_a_decoder(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each gets the texts that it gets alone."""
     monkeypatch.setattr(toys, "execution", toys.EXECUTIONS[execution])

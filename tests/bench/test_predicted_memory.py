@@ -35,6 +35,7 @@ def test_weights_and_cache_are_those_of_the_loaded_model(dtype: torch.dtype) -> 
     assert predicted.cache == sum(store.nbytes for store in cache.storage)
 
 
+@pytest.mark.slow
 def test_states_are_predicted_too() -> None:
     model = hybrid("qwen3_5_text")
     predicted = Predictor(model.config, Workload(128, 2, 4), torch.float64).memory()

@@ -106,7 +106,7 @@ def test_a_real_model_is_certified(
     assert not any(report.differences for report in certificate.greedy)
 
 
-@pytest.mark.parametrize("name", ["head", "parallel"])
+@pytest.mark.parametrize("name", ["head", pytest.param("parallel", marks=pytest.mark.slow)])
 def test_heads_are_certified(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By tests that look towards their own q; mistakes are caught. False alarm: 1e-6."""
     monkeypatch.setattr(module, "CONTROLS", _controls("accept-all", "argmax-drafts"))
@@ -222,7 +222,9 @@ def _part(whole, begin: int, end: int):
     return of(whole)
 
 
-@pytest.mark.parametrize("acceptance", RULES)
+@pytest.mark.parametrize(
+    "acceptance", ["block", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rejection", "gumbel"))]
+)
 def test_false_alarms_are_as_rare_as_stated(acceptance: str) -> None:
     """60 certificates at a level of 5%. More alarms than the bound come with a probability under 1e-6."""
     assert _alarms(acceptance, 60, 300, 0.05) <= stats.binom.isf(1e-6, 60, 0.05)
@@ -291,6 +293,7 @@ def test_what_is_hardly_a_mistake_is_excused(monkeypatch: pytest.MonkeyPatch) ->
     assert "deviates by less than 0.2" in excuses[0] and excuses[1] is None
 
 
+@pytest.mark.slow
 def test_what_never_comes_up_is_excused_at_temperature_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft that agrees so seldom that none is accepted whole leaves no bonus to be forgotten. That says something
     from 922 tokens on."""

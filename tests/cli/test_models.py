@@ -121,6 +121,7 @@ def test_a_pair_is_predicted_in_every_form(outrider: Outrider) -> None:
     assert rows["fable", "int8", 1]["weights_bytes"] < whole["weights_bytes"]
 
 
+@pytest.mark.slow
 def test_heads_are_predicted_beside_their_target(outrider: Outrider, tmp_path: Path) -> None:
     """In its type, unquantized; also the MTP layer in the checkpoint of a target."""
     write_eagle3(tmp_path / "head", embedded().target.model, token_ids=[3, 5, 8])

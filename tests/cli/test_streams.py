@@ -58,6 +58,7 @@ def test_lost_messages_change_nothing() -> None:
         assert ended("--nonsense", **how).returncode == 2
 
 
+@pytest.mark.slow
 def test_files_are_written_when_nobody_reads(tmp_path: Path) -> None:
     """Work of hours must not be lost with a table. With all streams closed, no file takes the place of one of them."""
     path = tmp_path / "models.json"

@@ -96,6 +96,7 @@ def test_alpha_is_the_overlap_with_a_q_of_the_whole_vocabulary(token_ids: list[i
         assert alpha.value == pytest.approx(sum(values) / len(values), abs=1e-6)
 
 
+@pytest.mark.slow
 def test_a_head_learns_its_target(tmp_path: Path) -> None:
     """Trained on greedy texts, by the recipe of users: it drafts nearly all of them; with the target's states one place
     late, nearly nothing. (At K = 4 a round commits at most 5 tokens.)"""

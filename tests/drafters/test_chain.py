@@ -128,7 +128,12 @@ def test_an_entry_of_another_token_is_detected(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.eager_only
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3_5_text", "qwen"), ("qwen3_next", "qwen"), ("deepseek_v3", "deepseek"), ("glm4_moe", "deepseek")],
+    [
+        pytest.param("qwen3_5_text", "qwen", marks=pytest.mark.slow),
+        pytest.param("qwen3_next", "qwen", marks=pytest.mark.slow),
+        ("deepseek_v3", "deepseek"),
+        pytest.param("glm4_moe", "deepseek", marks=pytest.mark.slow),
+    ],
 )
 def test_mtp_layers_give_what_plain_decoding_gives(family: str, layout: str) -> None:
     target, drafter = mtp_pair(hybrid(family), layout)
@@ -139,7 +144,10 @@ def test_mtp_layers_give_what_plain_decoding_gives(family: str, layout: str) -> 
 
 
 @pytest.mark.eager_only
-@pytest.mark.parametrize(("family", "layout"), [("qwen3_5_text", "qwen"), ("glm4_moe", "deepseek")])
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3_5_text", "qwen"), pytest.param("glm4_moe", "deepseek", marks=pytest.mark.slow)],
+)
 def test_drafts_of_mtp_layers_are_a_function_of_the_sequence(family: str, layout: str) -> None:
     """In float32, or with recurrences in float32."""
     target, drafter = mtp_pair(hybrid(family), layout)

@@ -404,6 +404,7 @@ def test_a_head_is_refused_without_the_target() -> None:
         list(replay(records, header, drafter, "rejection", [1]))
 
 
+@pytest.mark.slow
 def test_a_wrong_agreement_shows_on_average(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: ``gumbel`` keeps fewer tokens than ``rejection``, whose formula it does not follow."""
     target, drafter = table_pair(8)

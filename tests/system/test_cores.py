@@ -80,6 +80,7 @@ def test_the_default_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> Non
     assert chosen == [3, 5]
 
 
+@pytest.mark.slow
 def test_threads_that_are_bound_to_cores() -> None:
     """PyTorch's OpenMP binds the main thread as PyTorch is imported; all cores are counted nevertheless."""
     program = "from outrider.cli.shared.pair_options import set_threads; set_threads(None)\n"
