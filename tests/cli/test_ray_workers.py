@@ -176,6 +176,7 @@ def test_a_killed_command_is_continued_without_ray(
         (("--target", "fabel"), "no model is called 'fabel': did you mean 'fable'?"),
         (("--top-k", "-1"), "top_k = -1 is invalid"),
         (("--logit-bias", "99999999=1"), "99999999"),
+        (("--ray-workers", "99"), "--ray-workers = 99 is invalid: the cluster has room for "),
     ],
 )
 def test_errors_are_one_line(prompts: Path, tmp_path: Path, more: tuple[str, ...], reason: str) -> None:
