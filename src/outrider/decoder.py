@@ -43,12 +43,12 @@ class Decoder:
 
     Attributes:
         target: the model whose distribution the output follows.
-        tokenizer: of Hugging Face; None for token ids in and out.
+        tokenizer: a tokenizer of Hugging Face; None for token ids in and out.
         eos_ids: end tokens.
         turn_ids: tokens that end turns, by the chat template: they end the output of a prompt that has one of them.
         drafter: proposes tokens.
         acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.sampling.rules).
-        processor: of Hugging Face, for chats with images; None where there are none.
+        processor: a processor of Hugging Face, for chats with images; None where there are none.
         num_draft_tokens: default K; "auto" chooses it each round for the most tokens per second. (Under "auto" a row
             whose seed is given keeps K = 4 where its output depends on K.)
         sampling_defaults: fields of ``Sampling`` for calls without one: those that the target's checkpoint states (see

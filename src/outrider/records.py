@@ -79,7 +79,7 @@ class TokenLogprob:
     """Log-probability of a committed token and of the most probable ones, natural logarithm, raw target logits.
 
     Attributes:
-        logprob: of the token.
+        logprob: the token's.
         top: ids and log-probabilities, the largest first.
     """
 
@@ -322,7 +322,7 @@ class Completion:
         text: without the stop string and without special tokens.
         token_ids: the generated tokens, an end token included.
         origins: for each token, whether it was accepted, a correction or a bonus.
-        logprobs: for each token, if asked for.
+        logprobs: the log-probabilities of each token, if requested.
         finish_reason: "eos" (an end token), "stop" (a stop string or token), "length" (``max_new_tokens``, or the
             context is full), "error"; None if it was interrupted.
         stats: counts of all its rounds.

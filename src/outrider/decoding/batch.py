@@ -42,16 +42,16 @@ class Row:
     """The host's state of one request, from its submission to its end. Never reused for another.
 
     Attributes:
-        index: of its request.
-        token_ids: prompt and output, as far as it was read.
+        index: the index of the row's request.
+        token_ids: prompt and output, as far as the host has read them.
         limit: the length at which the row ends.
-        room: the length that its rounds may reach; more than the limit where drafts are not shortened for it.
-        slot: its slot; -1 while it waits.
+        room: the length that the row's rounds may reach; more than the limit where drafts are not shortened for it.
+        slot: the row's slot; -1 while the row waits.
         num_cached: prompt tokens found in the slot's cache.
         num_filled: prompt tokens in the target's cache.
-        awaited: the row in prefill whose prefix it waits for.
-        is_done: it has ended, or was cancelled.
-        is_spoilt: its slot holds NaN or infinite values.
+        awaited: the row in prefill whose prefix this row waits for.
+        is_done: whether the row has ended, or was cancelled.
+        is_spoilt: whether the row's slot holds NaN or infinite values.
     """
 
     index: int
@@ -99,7 +99,7 @@ class Row:
         return min(self.length + most_unread, self.room)
 
     def most_drafted(self, k: int) -> int:
-        """The most tokens that it drafts in a round, if the schedule chose k."""
+        """The most tokens that the row drafts in a round, if the schedule chose k."""
         constant_k = self.request.num_draft_tokens
         return max(0, min(k if constant_k is None else constant_k, self.draft_end - self.length))
 
@@ -110,12 +110,12 @@ class Head:
 
     Attributes:
         rows: the active row of each slot, or None.
-        constant_k: None where the schedule chooses for all rows.
-        most_constant_k: the largest one of a row; None where the schedule chooses for all rows.
+        constant_k: each row's own K, -1 where the schedule chooses; None if the schedule chooses for all rows. [B]
+        most_constant_k: the largest K that a row has of its own; None if the schedule chooses for all rows.
         is_adaptive: whether the schedule chooses for a row.
-        constraints: None where no row has any.
-        reports_drafts, reports_logits: whether a row asks for them.
-        num_logprobs: the most that a row asks for; None where none does.
+        constraints: the constraint of each row; None if no row has one.
+        reports_drafts, reports_logits: whether a row asks for drafts, or for logits.
+        num_logprobs: the most log-probabilities that a row asks for; None if no row asks for any.
         wanted: the numbers of tokens to draft, for each K, where every row has room for all of them. [B]
     """
 
@@ -178,7 +178,7 @@ class Batch:
         seeds: [S]
         settings: sampling options. Their form (which of them are in use) grows with the rows that join and does not
             shrink when they leave, since each form is a program of its own; it is reset when all slots are free.
-        history: of the sequences, as far as the settings need it.
+        history: counts of the tokens in each sequence, as far as the settings need them.
     """
 
     def __init__(

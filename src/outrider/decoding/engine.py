@@ -192,7 +192,7 @@ class Engine:
         host reads the first one. Each unread round commits a token or more.
 
         Returns:
-            the seconds that the rounds of the second kind took
+            The seconds that the rounds of the second kind took.
         """
         lookahead = 0 if self._batch.has_constraints else self._lookahead
         seconds = 0.0
@@ -208,7 +208,7 @@ class Engine:
         not depend on which rounds were read together.
 
         Returns:
-            the seconds that they took
+            The seconds that these rounds took.
         """
         begin_s = time.perf_counter()
         is_calm = not (self._batch.has_constraints or self._scheduler.filling or self._scheduler.has_waiting)
@@ -238,7 +238,7 @@ class Engine:
         """Timing of a round.
 
         Args:
-            begin_s: time at which the host began to wait for it.
+            begin_s: time at which the host began to wait for the round.
         """
         drafting, verifying, verified, end = done.marks
         seconds = self._runner.clock.seconds
@@ -273,7 +273,7 @@ class Engine:
         )
 
     def _warn_of_broken_drafts(self, row_rounds: Sequence[RowRound]) -> None:
-        """Log it once: it costs speed, and changes no output."""
+        """Log once that a draft was cut, which costs speed and changes no output."""
         if not self._has_warned and any(row.has_broken_draft for row in row_rounds):
             self._has_warned = True
             _LOG.warning("the draft %s gave NaN or infinite logits: its drafts are cut there", self._drafter.name)

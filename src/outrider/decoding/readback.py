@@ -77,7 +77,7 @@ def report_of(head: Head, draft: Draft, result: VerifyResult, *, copy: bool) -> 
 
 
 def _to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """A copy on the host, filled when the work queued on the device before it is done."""
+    """Copy on the host, filled when the device has done the work queued before the copy."""
     if tensor.device.type == "cpu":
         return tensor.clone() if copy else tensor
     return tensor.to("cpu", non_blocking=tensor.is_cuda)

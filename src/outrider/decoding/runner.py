@@ -68,7 +68,7 @@ class Runner:
         """Erase a slot, in all caches.
 
         Args:
-            num_kept: its first tokens, which stay.
+            num_kept: the number of the slot's first tokens that stay.
             end: the place up to which it may have been written; None for all.
         """
         self.cache.erase(slot, num_kept, end)
@@ -78,7 +78,7 @@ class Runner:
         """Prefill the next tokens of rows in adjacent slots, at most ``width`` of each.
 
         Args:
-            ids: of all slots; column j holds the token at position j. [S, N]
+            ids: tokens of all slots; column j holds the token at position j. [S, N]
         """
         begin, end = rows[0].slot, rows[-1].slot + 1
         ids = ids[begin:end]
@@ -109,7 +109,8 @@ class Runner:
         """Start a round, which the device may still be computing on return.
 
         Args:
-            head, rows: of the batch; the view of the first slots.
+            head: the first slots of the batch.
+            rows: the same slots, as the drafter sees them.
             chosen_k: K that the schedule chose.
         """
         target, execution = self._target, self._target.execution

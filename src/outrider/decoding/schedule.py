@@ -77,7 +77,7 @@ class RoundOutcome:
         num_rows: rows that were computed.
         num_columns: tokens verified beyond the first, in each row, padding included.
         rows: the counts of each sequence.
-        seconds: its time; None where that says little: it had a prefill, or followed a round of another K.
+        seconds: the time of the round; None where the time says little: after a prefill, or a round of another K.
     """
 
     k: int
@@ -193,7 +193,7 @@ class _Load:
         return math.log(1 + _MORE * (num_rows * (k + 1) - 1) + self._draft_share * num_steps)
 
     def learn_width(self, outcome: RoundOutcome) -> None:
-        """Learn how many columns were verified, of those that were wanted."""
+        """Learn how many of the wanted columns were verified."""
         most_wanted = max((row.num_wanted for row in outcome.rows), default=0)
         self._widths.learn([(outcome.num_columns, most_wanted)])
 
@@ -260,7 +260,7 @@ class Estimates:
         self._outcomes.append(outcome)
 
     def choose(self, rows: Sequence[Row], num_rows: int) -> tuple[int, int]:
-        """K for these rows, and the number of rounds for which it stands."""
+        """K for these rows, and the number of rounds for which K stays."""
         with self._lock:
             self._catch_up()
             return self._choose(rows, num_rows)

@@ -75,8 +75,8 @@ class Scheduler:
         return self.slots.num_used == 0 and not self._waiting
 
     def take_cancelled(self) -> set[int]:
-        """Indices of the requests cancelled since the last call. Those that wait are dropped, the others are to be
-        released."""
+        """Indices of the requests cancelled since the last call. Waiting requests among them are dropped; the caller
+        releases the others."""
         if not self._cancelled:  # a later one is seen in the next call
             return set()
         with self._lock:

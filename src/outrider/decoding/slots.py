@@ -132,7 +132,7 @@ class Slots:
         return True
 
     def _longest_shared(self, prompt: Sequence[int], slot: int) -> tuple[int, int]:
-        """The slot that shares the longest prefix with a prompt, and its length; ``slot`` and 0 if it is too short."""
+        """The slot with the longest prefix of a prompt, and its length; ``slot`` and 0 if the prefix is too short."""
         if len(prompt) < LEAST_SHARED:
             return slot, 0
         shared = [self._take_over(i, _num_shared(prompt, one.held)) for i, one in enumerate(self._slots)]
@@ -140,7 +140,7 @@ class Slots:
         return (source, shared[source]) if shared[source] >= LEAST_SHARED else (slot, 0)
 
     def release(self, slot: int) -> None:
-        """Free the slot of a row that has ended. Its cache stays reusable, unless it is spoilt."""
+        """Free the slot of a row that has ended. The slot's cache stays reusable, unless the row has spoilt it."""
         self._count += 1
         one = self._slots[slot]
         assert one.row is not None

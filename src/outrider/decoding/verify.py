@@ -27,13 +27,13 @@ class VerifyResult(NamedTuple):
         logits: [B, K+1, V]
         committed: the accepted tokens and the one after them, which fills the remaining columns. [B, K+1]
         places: positions of the committed tokens. [B, K+1]
-        lengths: of the sequences after the round. [B]
+        lengths: the lengths of the sequences after the round. [B]
         last_ids: the last two tokens of the sequences after the round. [B, 2]
         report: for the host: ``committed``; the numbers of accepted and of verified drafted tokens; whether the
             target's logits after the accepted ones are not finite, so that no token follows them; and whether the
             draft was cut, as its logits were not finite. [B, K+5]
         drafted_probs: see ``Verdict``. [B, K, 2]
-        features: of the tokens fed, if the drafter asks for them. [B, K+1, F]
+        features: hidden states of the tokens fed, if the drafter asks for features. [B, K+1, F]
     """
 
     logits: Tensor

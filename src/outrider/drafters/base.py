@@ -37,12 +37,12 @@ class Rows:
         last_ids: the last two tokens of each row; the first is arbitrary in sequences of one token. [B, 2]
         num_wanted: most tokens to draft for each row; 0 in inactive slots. [B]
         settings: sampling options.
-        history: of the sequences, as far as the settings need it.
-        most_wanted: the host's upper bounds of ``num_wanted``, which it may not have read. B numbers
-        longest: its upper bound of the lengths of active rows.
+        history: counts of the tokens in each sequence, as far as the settings need them.
+        most_wanted: upper bounds of ``num_wanted`` that the host knows before it reads the device. B numbers
+        longest: the host's upper bound of the lengths of active rows.
         masks: the effects of constraints; None if no row has a constraint.
-        most_drafted: where this drafter is one of several, the host's upper bounds of the tokens that all of them draft
-            for each row; None: ``most_wanted``. B numbers
+        most_drafted: upper bounds of the tokens that all drafters of a hybrid draft for each row; None if the drafter
+            is alone, whose bounds are ``most_wanted``. B numbers
     """
 
     ids: Tensor
@@ -73,9 +73,10 @@ class Prefill:
         ids: the slots' tokens; column j holds the token at position j. [R, N]
         first_slot: the first of the R slots.
         starts, ends: tokens of each prompt in the target's cache before and after. R numbers each
-        lengths: of the prompts. R numbers
-        features: of the tokens fed, from the column ``starts`` on; columns beyond ``ends`` are padding. None if not
-            asked for, or if nothing was fed (a prompt of one token, or found in the cache). [R, T, F]
+        lengths: the lengths of the prompts. R numbers
+        features: hidden states of the tokens fed, from the column ``starts`` on; columns beyond ``ends`` are padding.
+            None if the drafter asks for no features, or if nothing was fed (the prompt has one token, or was found in
+            the cache). [R, T, F]
     """
 
     ids: Tensor
@@ -96,14 +97,14 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class CommittedTokens:
-    """The result of a round, in tensors of fixed shape. They are valid until the session drafts again.
+    """The result of a round, in tensors of fixed shape, which are valid until the session drafts again.
 
     Attributes:
         ids: the committed tokens; columns beyond them repeat the last one. [B, K+1]
         places: positions of the columns. [B, K+1]
-        lengths: of the sequences after the round. [B]
-        features: of the tokens fed to the target: column c belongs to position old_length - 1 + c, and is valid where
-            old_length + c < length; None if not asked for. [B, K+1, F]
+        lengths: the lengths of the sequences after the round. [B]
+        features: hidden states of the tokens fed to the target: column c belongs to position old_length - 1 + c, and is
+            valid where old_length + c < length; None if the drafter asks for no features. [B, K+1, F]
     """
 
     ids: Tensor
@@ -131,37 +132,37 @@ class Session(ABC):
         """Draft at most ``rows.num_wanted`` tokens for each row, drawn with ``rule.draw`` from the reported q.
 
         A token that ``rows.masks`` forbid cannot be accepted. So a model draws each token from its masked q and pushes
-        it (``Masks.push``); it must then read its drafts on the host one by one.
+        the token (``Masks.push``), which the host must then read before the next one is drawn.
 
         Args:
             k: upper bound of ``rows.num_wanted`` and of the draft's columns.
-            noise: of this round, for at least k tokens.
+            noise: the noise of this round, for at least k tokens.
         """
 
     def catch_up(self, rows: Rows) -> bool:
         """Feed the tokens that were skipped while nothing was drafted. Called before ``propose``.
 
         Returns:
-            Whether prompts were among them. If so, the time counts as prefill, else as drafting.
+            Whether prompts were among the skipped tokens: then the time counts as prefill, else as drafting.
         """
         return False
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:  # noqa: B027
-        """Replace a slot's content by the first ``num_tokens`` tokens of slot ``source``. (A row that moves may have
-        fewer.) A source of None keeps the slot's own first ``num_tokens``, and zeroes the rest."""
+        """Replace a slot's content by the first ``num_tokens`` tokens of slot ``source`` (fewer, if a row moves that
+        has fewer). A source of None keeps the slot's own first ``num_tokens``, and zeroes the rest."""
 
     def prefill(self, chunk: Prefill) -> None:  # noqa: B027
-        """Called after a chunk of prompts was fed to the target."""
+        """Receive a chunk of prompts that was fed to the target."""
 
     def observe(self, committed: CommittedTokens) -> None:  # noqa: B027
-        """Called after every round was committed, also those without drafts."""
+        """Receive the result of a round that was committed, with drafts or without."""
 
 
 class Drafter(Protocol):
     """Proposes tokens.
 
     Attributes:
-        name: for tables and messages.
+        name: the name in tables and messages.
     """
 
     @property
@@ -175,17 +176,17 @@ class Drafter(Protocol):
 
     @property
     def models(self) -> tuple[LM, ...]:
-        """Its models: for memory and checksums."""
+        """The drafter's models: for memory and checksums."""
         ...
 
     @property
     def most_drafted(self) -> int | None:
-        """Most tokens that it can draft in a round: 0 for plain decoding, None for no limit."""
+        """Most tokens that the drafter can draft in a round: 0 for plain decoding, None for no limit."""
         ...
 
     @property
     def favoured_k(self) -> tuple[int, ...]:
-        """Values of K for adaptive schedules, besides those that the execution favours."""
+        """Values of K that adaptive schedules try, besides the values that the execution favours."""
         ...
 
     @property
@@ -195,12 +196,12 @@ class Drafter(Protocol):
 
     @property
     def reads_on_host(self) -> bool:
-        """Whether it must read committed tokens on the host before it drafts, so that no round is started ahead."""
+        """Whether the drafter reads committed tokens on the host before drafting, so that no round is started ahead."""
         ...
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The hidden states of the target that its session needs: index i is the input of decoder layer i."""
+        """The hidden states of the target that the session needs: index i is the input of decoder layer i."""
         ...
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
@@ -208,13 +209,13 @@ class Drafter(Protocol):
 
         Args:
             capacity: most tokens in a sequence.
-            device: of the loop's tensors.
+            device: the device of the loop's tensors.
             max_k: the most tokens that a round drafts for a row.
         """
         ...
 
     def with_models(self, change: Callable[[LM], LM]) -> Drafter:
-        """A copy whose models are changed (``LM.eager``, for example)."""
+        """Copy the drafter, with its models changed (by ``LM.eager``, for example)."""
         ...
 
 
@@ -248,7 +249,7 @@ class AlteredDrafter:
 
     Args:
         alter: (rows, k, draft) -> draft.
-        show: (rows) -> the rows that it sees.
+        show: (rows) -> the rows that the inner drafter sees.
     """
 
     inner: Drafter
@@ -323,7 +324,7 @@ def _empty_draft(num_rows: int, device: torch.device) -> Draft:
 
 
 def padded(draft: Draft, k: int) -> Draft:
-    """Pad a draft to k columns. It must have at least one."""
+    """Pad a draft of at least one column to k columns."""
     num_new = k - draft.ids.shape[1]
     if num_new == 0:
         return draft

@@ -138,7 +138,7 @@ def _draw(
 
     Args:
         logits: [B, D]
-        output: of its slot. [B, H]
+        output: the head's output at the slot. [B, H]
         ids: the token before. [B]
         state: [B, R]
 

@@ -133,7 +133,7 @@ def draft_steps(
 
     Args:
         ids: the last tokens of the sequences. [B, T]
-        states: of the entries of these tokens; None for those of the cache. [B, T, H]
+        states: hidden states of the entries of these tokens; None for the states in the cache. [B, T, H]
         cached: entries in the cache, which are not fed again. [B]
         lengths: [B]
         num_drafted: the most tokens to draft; rows without are not fed. [B]

@@ -34,7 +34,7 @@ class Corpus:
     """Sequences of token ids.
 
     Attributes:
-        digest: of all tokens.
+        digest: hash of all tokens.
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
@@ -128,7 +128,7 @@ def read_corpus(paths: Sequence[Path], tokenizer: Any | None, vocab_size: int) -
 
     Args:
         tokenizer: None if all files hold ids.
-        vocab_size: of the target.
+        vocab_size: the target's.
 
     Raises:
         FileError: with file and line.

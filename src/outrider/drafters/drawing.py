@@ -32,10 +32,10 @@ def draw_next(
 
     Args:
         logits: [B, V]
-        settings: those of ``Settings.greedy`` if ``is_greedy``.
+        settings: sampling options, made by ``Settings.greedy`` if ``is_greedy``.
         history: before the token.
         allowed: the effects of constraints. [B, 1, V]
-        noise: of this token.
+        noise: the noise of this token.
         is_greedy: take the most probable token instead.
 
     Returns:
@@ -54,7 +54,7 @@ def draw_all(
 
     Args:
         logits: [B, K, V]
-        noise: of all tokens.
+        noise: the noise of all tokens.
 
     Returns:
         ids [B, K]; q [B, K, V]; whether the logits are finite [B, K]

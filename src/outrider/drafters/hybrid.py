@@ -32,7 +32,7 @@ class HybridDrafter:
     """Drafts with ``suffix`` or with ``other``, row by row.
 
     Attributes:
-        vocab_size: of the target.
+        vocab_size: the target's.
         rival_acceptance: probability with which each token of the suffix's rival is accepted.
     """
 

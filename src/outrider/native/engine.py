@@ -38,8 +38,8 @@ class NativeForward:
 
     Attributes:
         vocab_size: V, rows of the head.
-        width: of hidden states.
-        layer_shapes: of a cache.
+        width: the width of hidden states.
+        layer_shapes: the shapes of a cache's layers.
     """
 
     def __init__(self, model: Any) -> None:

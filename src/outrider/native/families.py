@@ -100,7 +100,7 @@ def _window(config: Any, layer: int) -> int | None:
 def _rope(config: Any, kind: str | None = None, *, is_interleaved: bool = False) -> RopePlan:
     """
     Args:
-        kind: of layers, if the configuration states several ropes.
+        kind: the kind of layers, if the configuration states several ropes.
     """
     stated = config.rope_parameters if kind is None else config.rope_parameters[kind]
     if stated["rope_type"] == "default":

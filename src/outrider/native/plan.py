@@ -60,7 +60,7 @@ class RopePlan:
 
     Attributes:
         frequencies: radians per position, of each pair of numbers.
-        scale: of cosines and sines.
+        scale: the factor of cosines and sines.
         is_interleaved: pairs are neighbours; else a number of the first half and one of the second.
     """
 
@@ -75,7 +75,7 @@ class LayerPlan:
 
     Attributes:
         inputs: matrices of queries, keys and values, in this order.
-        ups: of the MLP: one, or that of the gate and that of what the gate multiplies.
+        ups: the first matrices of the MLP: one; or two, the gate's and the one whose product the gate multiplies.
         rope: number of its RopePlan; None for none.
         window: tokens that a token sees, itself included; None for all.
         norms_whole_rows: ``query_norm`` and ``key_norm`` are those of all heads together.
@@ -102,7 +102,7 @@ class Plan:
 
     Attributes:
         place_embedding: name of the embeddings of ``num_places`` positions, or None.
-        head: of logits.
+        head: the matrix that gives logits.
     """
 
     layers: tuple[LayerPlan, ...]

@@ -31,7 +31,7 @@ class Team:
         """Number of threads of the next forward.
 
         Args:
-            num_threads: those that the process may use.
+            num_threads: the threads that the process may use.
         """
         return max(1, num_threads - self._num_spared - (self._num_forwards in _TRIED))
 

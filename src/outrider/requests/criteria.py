@@ -32,7 +32,7 @@ class Criteria:
         """Whether one of them is; all are called, as in ``generate``.
 
         Args:
-            ids: of one row. [1, N]
+            ids: the tokens of one row. [1, N]
 
         Raises:
             OptionError: one has a state, or reads other rows.

@@ -80,7 +80,7 @@ class Watched:
     def __init__(self, inner: Callable[..., Any], option: str, remedy: str) -> None:
         """
         Args:
-            option, remedy: for the error.
+            option, remedy: the parts of the error's message.
         """
         self.inner, self._option, self._remedy = inner, option, remedy
         self._num_calls = 0
@@ -109,7 +109,7 @@ def as_options(
     """Fields of ``Sampling`` for the processors that have one, and the others, which act before the temperature.
 
     Args:
-        row_ids: of the prompt, padding included.
+        row_ids: the tokens of the prompt, padding included.
     """
     rest, options = list(processors), dict[str, Any]()
     if rest and type(rest[-1]) is hf.LogitNormalization:  # changes scores, and no probability
@@ -152,7 +152,7 @@ def processed(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> T
     """Scores of the next token, in float32 as in ``generate``.
 
     Args:
-        ids: of the sequence so far, padding included. [1, N]
+        ids: the tokens of the sequence so far, padding included. [1, N]
         logits: [V]
 
     Returns:
@@ -168,8 +168,8 @@ class ProcessedRow:
     """Constraint of one sequence by processors (see ``outrider.records.Constraint``).
 
     Attributes:
-        errors: of the processors, by position. Processors see drafts that may be rejected, so an error counts only when
-            the sequence has a token at its position. It is then the target's: those of the draft model come before.
+        errors: the processors' errors, by position. Processors see drafts that may be rejected, so an error counts only
+            when the sequence has a token at its position, and is the target's: those of the draft model come before.
     """
 
     error: str | None = None
@@ -179,8 +179,8 @@ class ProcessedRow:
     ) -> None:
         """
         Args:
-            row_ids: of the prompt, padding included.
-            device: of the ids that the processors see.
+            row_ids: the tokens of the prompt, padding included.
+            device: the device of the ids that the processors see.
             ends: tokens that end the sequence.
         """
         self._processors, self._ids, self._device = processors, list(row_ids), device

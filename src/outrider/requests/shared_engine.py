@@ -54,7 +54,7 @@ class SharedEngine:
         """
         Args:
             make: a capacity -> an engine.
-            least_capacity, most_capacity: of the engine.
+            least_capacity, most_capacity: the bounds of the engine's capacity.
         """
         self._make, self._least_capacity, self._most_capacity = make, least_capacity, most_capacity
         self._lock = threading.Lock()

@@ -18,7 +18,7 @@ class Visibility:
     """Kinds of attention in a model.
 
     Attributes:
-        layer_types: of its attention layers.
+        layer_types: the types of the model's attention layers.
         window: number of tokens that a token sees in sliding attention, itself included.
         chunk: size of the chunks in chunked attention, where a token sees its own chunk up to itself.
         ignored_window: a window that the configuration states and the modelling code does not apply.

@@ -68,14 +68,14 @@ class SlotCache:
     """KV cache and states of B sequences of at most ``capacity`` tokens.
 
     Attributes:
-        shapes: of the layers.
+        shapes: the shapes of the layers.
         storage: the tensors of the cache; ``on`` builds a cache over others. First those per token, [B, L+1, H, D]:
             keys and values of each layer in turn, and the ids if states are kept at anchors. Then those per row: the
             states and the anchors, [B, ...]; or the offsets of positions, [B].
         capacity: L.
         has_states: whether states are kept at anchors.
         num_token_stores: tensors per token, the first of ``storage``.
-        bound: for programs: the most tokens that a fed row is behind its sequence.
+        bound: the most tokens that a fed row is behind its sequence, for recorded steps.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class SlotCache:
         """Set up the next forward.
 
         Args:
-            positions: of its tokens; -1 is padding. [B, T]
+            positions: the positions of the tokens; -1 is padding. [B, T]
             view_len: above every position.
             is_single: layers with states are called with one token at a time.
             keeps_finite: write zeros for numbers that are not finite (see ``find_broken``).

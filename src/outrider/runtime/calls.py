@@ -23,7 +23,7 @@ class _Parts:
     """Parts of an argument; see ``Call``.
 
     Attributes:
-        is_stable: the same object has the same parts in the next call.
+        is_stable: whether the same object has the same parts in the next call.
     """
 
     tensors: list[Tensor] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Bound:
 
     Attributes:
         tensors, stores, form: see ``Call``.
-        program: of the last call, if there was one.
+        program: the program of the last call, if there was one.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Call:
     """A step with its arguments.
 
     Attributes:
-        tensors: those in the arguments, in order, contiguous.
+        tensors: the tensors in the arguments, in order, contiguous.
         stores: the storage of the caches in them.
         states: those of ``stores`` that the step reads and then overwrites: running it twice on them changes the
             result.

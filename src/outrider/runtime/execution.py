@@ -27,7 +27,7 @@ class Execution(Protocol):
     """Way to run steps.
 
     Attributes:
-        name: for tables and messages.
+        name: the name in tables and messages.
         favoured_k: values of K for adaptive schedules, with every drafter.
         lookahead: rounds that the loop starts ahead of the one that it reads next.
         rounds_per_look: rounds that the loop runs before the host reads the first of them.
@@ -72,7 +72,7 @@ class Execution(Protocol):
         """Run ``step(lm, *static, *arguments)``. The results are valid until the next run.
 
         Args:
-            bound: of earlier calls of this step of this model.
+            bound: arguments of earlier calls of this step of this model.
 
         Raises:
             ExecutionError: this model or machine does not allow it.

@@ -44,13 +44,13 @@ class LM:
 
     Attributes:
         weights: module with its parameters and its ``config``: the model, or a stand-in.
-        name: for messages.
+        name: the name in messages.
         vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
         unknown_ids: tokens of the vocabulary that the model does not know; their logits are -10,000.
         own_ids: where the vocabulary is another one than the model's, the model's id of each token, -1 if it has none.
         context_len: maximum sequence length.
-        device: of its first layer.
-        dtype: of its activations.
+        device: the device of the first layer.
+        dtype: the type of activations.
         num_shares: processes that share the model (tensor parallel); each runs the same forwards.
         execution: runs its steps.
         lock: held while the model runs in Python or is captured.
@@ -233,7 +233,7 @@ class LM:
 
         Args:
             ids: [B, T]
-            positions: of the tokens, -1 for padding (whose logits are meaningless). [B, T]
+            positions: the positions of the tokens, -1 for padding (whose logits are meaningless). [B, T]
             cache: holds all tokens of lower position; this forward adds its own.
             view_len: above every position.
             num_logits: return the logits of the last ``num_logits`` columns only; 0 for all.

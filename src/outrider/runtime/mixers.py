@@ -23,7 +23,7 @@ def find_mixers(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Mod
     """Find the mixers, which share no name, class or child: the modules that run while a state is updated.
 
     Args:
-        layers: those with states, of a cache for this run alone.
+        layers: the layers with states, of a cache for this run alone.
     """
     running: list[nn.Module] = []
     found: list[nn.Module] = []

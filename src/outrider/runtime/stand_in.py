@@ -35,7 +35,7 @@ class StandIn(nn.Module):
         """Parameters have no numbers yet: they are on the device "meta".
 
         Args:
-            shapes: of each parameter, by its name.
+            shapes: the shape of each parameter, by name.
             tied: names of parameters that are the same as another, with the other's name.
             embedding: name of the module that embeds tokens.
             build: makes the model, whose parameters are replaced by these.

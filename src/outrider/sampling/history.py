@@ -57,7 +57,7 @@ class History:
 
         Args:
             ids: columns beyond a row's tokens repeat the last one. [B, T]
-            old_lengths, lengths: of the sequences before and after. [B]
+            old_lengths, lengths: the lengths of the sequences before and after. [B]
         """
         if self.seen is not None:
             self.seen.scatter_(1, ids, True)

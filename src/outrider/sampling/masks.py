@@ -86,7 +86,7 @@ class Masks:
     """The effects of constraints in one round. ``push`` advances by a drafted token, ``along`` ends the round.
 
     Args:
-        constraints: of the B rows, advanced to the end of the committed tokens.
+        constraints: the constraints of the B rows, advanced to the end of the committed tokens.
     """
 
     def __init__(self, constraints: Sequence[Constraint | None], vocab_size: int, device: torch.device) -> None:

@@ -165,7 +165,7 @@ def gumbels(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
     Args:
         seeds: [B]
-        positions: of the tokens that the noise chooses. [B, T]
+        positions: the positions of the tokens that the noise chooses. [B, T]
 
     Returns:
         [B, T, V]

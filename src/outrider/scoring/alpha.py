@@ -32,7 +32,7 @@ class Alpha:
     """alpha of a pair under some sampling options, with an interval over the texts, and the number of scored tokens.
 
     Attributes:
-        by_offset: of the tokens of a round, the first one first; None if all have the same.
+        by_offset: alpha of each token of a round, the first one first; None if all have the same alpha.
     """
 
     sampling: Sampling

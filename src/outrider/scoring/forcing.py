@@ -74,7 +74,7 @@ def forcing_rule(
     """A rule whose noise is a table of tokens. Its functions may have effects, so it must run eagerly.
 
     Args:
-        table: of the request with seed i in row i. [N, L]
+        table: the tokens of the request with seed i, in row i. [N, L]
         draw: (q rows [B, V], the table's tokens [B]) -> ids [B]
     """
     return Rule("forcing", lambda seeds, starts, k, vocab_size: GivenTokens(table, seeds, starts), draw, verify)
@@ -129,7 +129,7 @@ def force_drafts(
         texts: each with a token to score, and within the target's context.
         samplings: the options of each; drafts get shorter near ``max_new_tokens``, as in the loop.
         num_slots: concurrent texts; None for all.
-        constraints: of each, advanced to its first scored token.
+        constraints: the constraint of each text, advanced to the text's first scored token.
 
     Raises:
         NumericsError: the target gave NaN or infinite logits.
