@@ -38,8 +38,8 @@ the name contains `ms`, sizes in bytes, logarithms natural.
 
 ## Files of prompts
 
-`--prompts FILE` takes plain lines, each a prompt; or JSON lines, or one JSON array, of objects with these fields. A
-field that is not in this list is refused.
+`--prompts FILE` takes plain lines, each a prompt; or JSON lines, or one JSON array, of objects with these fields. Other
+fields are refused, but for those of common files, which are ignored: @IGNORED@.
 
 | field | meaning |
 |---|---|
@@ -51,10 +51,11 @@ field that is not in this list is refused.
 | @OPTIONS@ | as the options of `outrider generate`, for this prompt alone (`null`: absent) |
 | `metadata` | your own notes, ignored |
 
-`logit_bias` maps token ids to numbers, or to `"-inf"`. Ignored, too, since common files have them: @IGNORED@.
+`logit_bias` maps token ids to numbers, or to `"-inf"`.
 
-A row may be a request of [OpenAI's batch format](https://platform.openai.com/docs/api-reference/batch/request-input) in
-their place: `custom_id`, `method` ("POST"), `url` (`/v1/chat/completions` or `/v1/completions`) and `body`.
+A row may be a request of [OpenAI's batch format](https://platform.openai.com/docs/api-reference/batch/request-input)
+instead: `custom_id`, `method` ("POST"), `url` (`/v1/chat/completions` or `/v1/completions`) and `body`; `id`,
+`category` and `metadata` as above.
 
 ## Output
 

@@ -28,11 +28,12 @@ def check(document: Any, name: str) -> None:
 
 
 def _check(value: Any, like: Sequence[Any], place: str) -> None:
-    kinds = {_kind(one) for one in like if one is not None and place.rpartition(".")[2] not in _ANY}
+    name = place.rpartition(".")[2]
+    kinds = set() if name in _ANY else {_kind(one) for one in like if one is not None}
     assert value is None or not kinds or _kind(value) in kinds, f"{place}: {value!r} is none of {sorted(kinds)}"
     if isinstance(value, dict):
         known = [one for one in like if isinstance(one, dict)]
-        if not known or place.rpartition(".")[2] in _DATA:
+        if not known or name in _DATA:
             return
         lacking = set.intersection(*map(set, known)) - value.keys()
         unknown = value.keys() - set().union(*known)

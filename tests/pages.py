@@ -1,9 +1,9 @@
 """The pages of the documentation: their files, and the blocks of code in them.
 
-A block is run by tests/cli/test_page_blocks.py unless a comment before it, which readers do not see, says otherwise:
+A block is run by tests/cli/test_page_blocks.py (with ``-m slow``) unless a comment before it, which readers do not see,
+says otherwise:
 
     <!-- not run: REASON -->  it is parsed only
-    <!-- slow -->             it is run with ``-m slow``
 
 A block of ``text`` right after one that is run shows its output: every line of it was written, in this order. Numbers
 stand for any number, since most depend on the machine.

@@ -79,7 +79,7 @@ class TokenLogprob:
     """Log-probability of a committed token and of the most probable ones, natural logarithm, raw target logits.
 
     Attributes:
-        logprob: the token's.
+        logprob: log-probability of the token.
         top: ids and log-probabilities, the largest first.
     """
 

@@ -178,7 +178,7 @@ class Batch:
         seeds: [S]
         settings: sampling options. Their form (which of them are in use) grows with the rows that join and does not
             shrink when they leave, since each form is a program of its own; it is reset when all slots are free.
-        history: counts of the tokens in each sequence, as far as the settings need them.
+        history: which tokens occur in each sequence, as far as the settings need this.
     """
 
     def __init__(

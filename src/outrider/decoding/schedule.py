@@ -77,7 +77,7 @@ class RoundOutcome:
         num_rows: rows that were computed.
         num_columns: tokens verified beyond the first, in each row, padding included.
         rows: the counts of each sequence.
-        seconds: the time of the round; None where the time says little: after a prefill, or a round of another K.
+        seconds: the time of the round; None after a prefill or another K, or when the loop goes idle.
     """
 
     k: int

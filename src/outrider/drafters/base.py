@@ -37,12 +37,12 @@ class Rows:
         last_ids: the last two tokens of each row; the first is arbitrary in sequences of one token. [B, 2]
         num_wanted: most tokens to draft for each row; 0 in inactive slots. [B]
         settings: sampling options.
-        history: counts of the tokens in each sequence, as far as the settings need them.
+        history: which tokens occur in each sequence, as far as the settings need this.
         most_wanted: upper bounds of ``num_wanted`` that the host knows before it reads the device. B numbers
         longest: the host's upper bound of the lengths of active rows.
         masks: the effects of constraints; None if no row has a constraint.
         most_drafted: upper bounds of the tokens that all drafters of a hybrid draft for each row; None if the drafter
-            is alone, whose bounds are ``most_wanted``. B numbers
+            is alone: ``most_wanted``. B numbers
     """
 
     ids: Tensor
@@ -148,8 +148,8 @@ class Session(ABC):
         return False
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:  # noqa: B027
-        """Replace a slot's content by the first ``num_tokens`` tokens of slot ``source`` (fewer, if a row moves that
-        has fewer). A source of None keeps the slot's own first ``num_tokens``, and zeroes the rest."""
+        """Replace a slot's content by the first ``num_tokens`` tokens of slot ``source`` (or fewer, if the row
+        that moves has fewer). A source of None keeps the slot's own first ``num_tokens``, and zeroes the rest."""
 
     def prefill(self, chunk: Prefill) -> None:  # noqa: B027
         """Receive a chunk of prompts that was fed to the target."""

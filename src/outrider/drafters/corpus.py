@@ -128,7 +128,7 @@ def read_corpus(paths: Sequence[Path], tokenizer: Any | None, vocab_size: int) -
 
     Args:
         tokenizer: None if all files hold ids.
-        vocab_size: the target's.
+        vocab_size: size of the target's vocabulary.
 
     Raises:
         FileError: with file and line.

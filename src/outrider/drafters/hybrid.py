@@ -32,7 +32,7 @@ class HybridDrafter:
     """Drafts with ``suffix`` or with ``other``, row by row.
 
     Attributes:
-        vocab_size: the target's.
+        vocab_size: size of the target's vocabulary.
         rival_acceptance: probability with which each token of the suffix's rival is accepted.
     """
 

@@ -169,7 +169,7 @@ class ProcessedRow:
 
     Attributes:
         errors: the processors' errors, by position. Processors see drafts that may be rejected, so an error counts only
-            when the sequence has a token at its position, and is the target's: those of the draft model come before.
+            if the sequence has a token at its position; that error is the target's, which has replaced the draft's.
     """
 
     error: str | None = None

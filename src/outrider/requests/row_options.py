@@ -67,7 +67,7 @@ def rows_of(
     """The options of each completion, ``n`` for each of ``num_rows`` prompts in turn.
 
     Args:
-        sampling: the options of all rows, whose seed is the first row's; or the options of each row; None for
+        sampling: the same options for all rows, with the seed of the first; or the options of each row; None for
             ``defaults``.
         changes: fields of ``Sampling`` to be changed, a value for all rows or a list with one for each.
 

@@ -21,7 +21,7 @@ class StateShape:
         kind: "conv", the last inputs of a convolution; "recurrent"; or "window", inputs of a convolution by place.
         index: a layer may have several of a kind.
         size: without the rows.
-        width: W of a window, the earlier tokens that a forward sees.
+        width: W of a window: the number of earlier tokens that a forward sees.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Plan:
         places: indices of its tokens in the flattened block [B * (L+1)].
         is_padding: [B, T]
         view_len: it sees the places 0 .. view_len-1.
-        windows: the shapes of layers with convolution windows.
+        windows: the places at which layers with convolution windows read and write; None without such layers.
         sums: if the cache is to stay finite: sums over the numbers of each token, not finite if one of them is not.
             [B, T] each
     """

@@ -72,7 +72,7 @@ class Execution(Protocol):
         """Run ``step(lm, *static, *arguments)``. The results are valid until the next run.
 
         Args:
-            bound: arguments of earlier calls of this step of this model.
+            bound: what earlier calls of this step of this model left.
 
         Raises:
             ExecutionError: this model or machine does not allow it.

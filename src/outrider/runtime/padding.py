@@ -19,7 +19,7 @@ def num_together(lengths: Iterable[int], device: torch.device, most_tokens: int 
 
     Args:
         lengths: tokens to feed of each row.
-        device: the model's.
+        device: device of the model.
         most_tokens: maximum for several rows together, padding included.
     """
     most_padding = _padding_worth_a_forward(device)

@@ -215,7 +215,7 @@ def _continue_all(
     write: Callable[[str], None],
     totals: Totals,
 ) -> None:
-    """Write a JSON line for each unfinished prompt as soon as it ends. Keeps totals only."""
+    """Write a JSON line for each unfinished prompt as workers yield them. Keeps totals only."""
     lines, lengths = invalid.lines, _lengths(workers, setup.pair.target, finished, invalid)
     invalid.report()
     totals.skipped = invalid.to_json()

@@ -4,7 +4,7 @@ The driver process reads prompts and writes rows, so files are the same with and
 only record of progress. Workers receive batches of prompts, and send the rows of a batch when the batch ends. Ray
 starts a lost worker again, and repeats the worker's batch.
 
-Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/fault_tolerance/actors.html, and ``ray.util.ActorPool``.
+Ray Core: https://docs.ray.io/en/releases-2.60.0/ray-core/fault_tolerance/actors.html.
 (docs/internals/log/2026.md explains why it is not Ray Data.)
 """
 
@@ -64,7 +64,7 @@ class RayOptions:
         if current_ranks().size > 1:
             raise OptionError("--ray", self.ray, "each Ray worker is one process: leave out torchrun")
         if self.ray.startswith("ray://"):
-            remedy = "rows cannot be streamed through Ray Client: start the command on the cluster, with --ray auto"
+            remedy = "Ray Client is not supported: start the command on the cluster, with --ray auto"
             raise OptionError("--ray", self.ray, remedy)
         if self.ray_workers is not None and self.ray_workers < 1:
             raise OptionError("--ray-workers", self.ray_workers, "a whole number >= 1")
@@ -83,7 +83,7 @@ def open_ray_workers(options: RayOptions, setup: Setup, num_slots: int, num_prom
 
     Raises:
         MissingExtra: Ray is not installed.
-        OptionError: there is no such cluster.
+        OptionError: there is no such cluster, or it has no room for so many workers.
         DeviceError: no node can hold a worker.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry from a cluster started here
@@ -153,20 +153,25 @@ class RayWorkers:
         """Hand prompts out in batches, and yield the results of each batch when the batch ends.
 
         Raises:
-            WorkerError: a worker was lost too often.
+            WorkerError: a worker was lost too often, or could not start.
         """
-        from ray.util import ActorPool
+        import ray
 
-        pool = ActorPool(self._actors)
         batches = self._batches(iter(prompts))
-        for batch in islice(batches, 2 * self._num_workers):  # a worker's next batch waits at the worker
-            pool.submit(lambda actor, batch: getattr(actor, method).remote(batch), batch)
-        while pool.has_next():
+        batch, num_running = next(batches, None), 0
+        # A worker that still waits for a place must not hold prompts.
+        answers = {about: (actor, False) for about, actor in zip(self._about, self._actors, strict=True)}
+        while batch is not None or num_running:
+            (answer, *_), _ = ray.wait(list(answers))
+            actor, is_batch = answers.pop(answer)
             with _own_errors():
-                results = pool.get_next_unordered()
-            for batch in islice(batches, 1):
-                pool.submit(lambda actor, batch: getattr(actor, method).remote(batch), batch)
-            yield from results
+                results = ray.get(answer)
+            num_running -= is_batch
+            if batch is not None:
+                answers[getattr(actor, method).remote(batch)] = actor, True
+                batch, num_running = next(batches, None), num_running + 1
+            if is_batch:
+                yield from results
 
     def _batches(self, prompts: Iterator[tuple[int, PromptLine]]) -> Iterator[_Batch]:
         """Yield batches that shrink as fewer prompts are left, so that workers end at about the same time."""
@@ -198,7 +203,11 @@ class _RemoteWorker:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise errors of our own code, which would recur on any worker, as they were raised there."""
+    """Raise errors of our own code, which would recur on any worker, as they were raised there.
+
+    Raises:
+        WorkerError: a worker ended otherwise, and Ray has given up.
+    """
     import ray
 
     try:
@@ -206,7 +215,7 @@ def _own_errors() -> Iterator[None]:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from error
     except ray.exceptions.RayError as error:
-        raise WorkerError(f"a worker was lost too often: {' '.join(str(error).split())}") from None
+        raise WorkerError(f"a worker ended: {' '.join(str(error).split())}") from None
 
 
 def _num_gpus(device: str) -> int:
