@@ -53,6 +53,7 @@ from outrider.models.stored_blocks import are_in_groups, stored_blocks
 from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
+from outrider.runtime.stand_in import StandIn
 from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import vocab_size
 
@@ -113,8 +114,9 @@ def load_checkpoint(
     if isinstance(device_map, str) and placed.device == "cpu" and torch.cuda.is_available():
         raise OptionError("device_map", device_map, "it spreads the model over CUDA devices: leave out --device cpu")
     is_alone = size == 1 and device_map is None
-    file, noted_in = held_file(spec), notes_name(spec, placed)
+    file = held_file(spec)
     is_native = is_alone and device.type == "cpu" and placed.execution in ("auto", "native")
+    noted_in = notes_name(spec, placed) if is_native else None
     if may_stand_in and is_native and placed.max_memory is None and placed.quantization not in QUANTIZATIONS:
         notes = None if noted_in is None else read_notes(noted_in)
         model = None if notes is None else reopened(spec, placed, notes)
@@ -282,7 +284,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
         )
     model.eval()
     lm = LM(model, name=checkpoint.name, vocab_size=min(width, num_tokens), context_len=context_len(config))
-    is_known = checkpoint.notes is not None and has_notes(checkpoint.notes)
+    is_known = isinstance(model, StandIn) or (checkpoint.notes is not None and has_notes(checkpoint.notes))
     lm = executed(lm, checkpoint.execution, is_known=is_known)
     if checkpoint.notes is not None and lm.native is not None and not is_known:
         write_notes(checkpoint.notes, model, checkpoint.tokenizer)
