@@ -28,7 +28,7 @@ from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
 from outrider.drafters.translated import TranslatedDrafter
 from outrider.errors import OptionError, TokenizerMismatch
-from outrider.models.executions import captured
+from outrider.models.executions import beside
 from outrider.models.generation_config import check_choice, defaults_text, sampling_defaults
 from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
@@ -196,14 +196,14 @@ def load_drafter(
     if model == MTP:
         _check_placement(placement, decoder.target)
         head = load_mtp_of(decoder.target, allow_pickle=placement.allow_pickle)
-        return ChainDrafter(_beside(decoder.target, head), options)
+        return ChainDrafter(beside(head, decoder.target), options)
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
         if is_head(spec):
             _check_placement(placement.over(spec), decoder.target)
             head = load_head(spec, decoder.target, allow_pickle=placement.allow_pickle)
             kind = BlockDrafter if isinstance(head.model, BlockHead) else ChainDrafter
-            return kind(_beside(decoder.target, head), options)
+            return kind(beside(head, decoder.target), options)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     num_tokens = decoder.target.vocab_size
     differing = _differing(decoder, checkpoint)
@@ -215,11 +215,6 @@ def load_drafter(
         return TranslatedDrafter.of(own, spelling, options)
     lm = build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing))
     return model_drafter(lm, options)
-
-
-def _beside(target: LM, head: LM) -> LM:
-    """A head with the execution of its target."""
-    return captured(head) if target.execution.is_prepared else head
 
 
 def _check_placement(placement: Placement, target: LM) -> None:

@@ -54,8 +54,8 @@ def unrolled(head: ChainHead, target: LM, ids: Tensor, depth: int) -> Iterator[P
         mask = torch.zeros(seen.shape, dtype=states.dtype, device=ids.device)
         mask = mask.masked_fill_(~seen, torch.finfo(states.dtype).min)[None, None]
         positions = torch.arange(d, d + num, device=ids.device).expand(len(ids), -1)
-        logits, states = head(ids[:, 1 + d :], states[:, :num], positions, mask, cache)
-        yield target_logits[:, 1 + d :], logits
+        outputs, states = head(ids[:, 1 + d :], states[:, :num], positions, mask, cache)
+        yield target_logits[:, 1 + d :], head.lm_head(outputs)
 
 
 def new_eagle3(target: LM, token_ids: Tensor | None, seed: int) -> Eagle3Head:

@@ -101,14 +101,28 @@ def _states(cache: SlotCache, positions: Tensor) -> Tensor:
 
 
 def _feed(
-    head: LM, view_len: int, cache: SlotCache, ids: Tensor, states: Tensor, positions: Tensor
+    head: LM, view_len: int, cache: SlotCache, ids: Tensor, states: Tensor, positions: Tensor, *, num_logits: int
 ) -> tuple[Tensor, Tensor]:
-    """Feed entries: logits after them [B, T, V], and the head's outputs [B, T, H]."""
+    """Feed entries.
+
+    Returns:
+        logits after the last N = ``num_logits`` columns [B, N, V]; the states to be fed with the drafted tokens
+        [B, T, H]
+    """
     module: Any = head.model
-    cache.at(positions, view_len, is_single=False, keeps_finite=True)
-    mask = head.visibility.masks(positions, view_len, head.dtype)
-    with head.lock:
-        logits, outputs = module(ids, states, positions.clamp_min(0), mask, cache.argument)
+    if head.native is not None:
+        fed_back = len(module.layers) + module.norm_output
+        with head.lock:
+            given = ids, positions, cache, view_len
+            results = head.native(*given, num_logits=num_logits, features=(fed_back,), keeps_finite=True, states=states)
+        assert results.features is not None
+        logits, outputs = results.logits, results.features
+    else:
+        cache.at(positions, view_len, is_single=False, keeps_finite=True)
+        mask = head.visibility.masks(positions, view_len, head.dtype)
+        with head.lock:
+            normed, outputs = module(ids, states, positions.clamp_min(0), mask, cache.argument)
+            logits = module.lm_head(normed[:, normed.shape[1] - num_logits :])
     return spread(logits, module.token_ids, head.vocab_size), outputs
 
 
@@ -156,7 +170,7 @@ def draft_steps(
     for i in range(k):
         if drawn:
             history = history.then(drawn[-1][0])
-        logits, states = _feed(head, view_len, cache, ids, states, positions)
+        logits, states = _feed(head, view_len, cache, ids, states, positions, num_logits=1)
         states = states[:, -1:]
         last = logits[:, -1]
         if options.min_prob > 0:
@@ -251,7 +265,7 @@ class ChainSession(Session):
             positions = torch.where(positions < ends[:, None], positions, -1)
             tokens = ids.gather(1, (positions + 1).clamp(0, ids.shape[1] - 1))
             view_len = self._head.view_len(longest + 1, cache)
-            _feed(self._head, view_len, cache, tokens, _states(cache, positions), positions)
+            _feed(self._head, view_len, cache, tokens, _states(cache, positions), positions, num_logits=0)
         cached.copy_(torch.maximum(cached, ends))
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:

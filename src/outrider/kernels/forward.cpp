@@ -37,6 +37,14 @@ struct Layer {
   Matrix down;
 };
 
+// Input of a head that drafts from states of its target: the norms of a token's embedding and of a state, side by side.
+struct Joint {
+  int64_t is_there;
+  Norm embedding_norm, state_norm;
+  Matrix matrix;        // gives the input of the first layer; without data, that is the state, and the layer reads both
+  int64_t adds_normed;  // without a matrix: whether the input of the first layer is the normed state
+};
+
 struct Model {
   int64_t num_layers, hidden, num_heads, num_groups, head_width, activation, num_ropes, num_digits;
   double attention_scale, attention_cap, embedding_scale, residual_scale, logit_scale, logit_cap;  // cap 0: none
@@ -44,6 +52,7 @@ struct Model {
   const float* place_embedding;  // [num_places, hidden], or null
   int64_t num_places;
   Norm last_norm;
+  Joint joint;
   const Rope* ropes;
   const Layer* layers;
 };
@@ -52,13 +61,14 @@ struct Model {
 struct Batch {
   int64_t num_rows, num_columns;
   const int64_t *ids, *places;  // a place below 0 is padding; the others of a row ascend [B, T]
+  const float* states;          // of a head's target [B, T, hidden], or null
   const int64_t* offsets;       // from places to positions [B], or null
   void* const* stores;          // keys and values of each layer in turn [B, L + 1, groups, head_width]
   int64_t bits, row_places;     // of a number of the stores; L + 1
   int64_t num_wanted;           // last columns whose logits are wanted; those of padding are zeros
   float* logits;                // [B, num_wanted, V]
   int64_t num_features;
-  const int64_t* feature_layers;  // whose inputs are wanted; the number of layers for the last output
+  const int64_t* feature_layers;  // whose inputs are wanted; then the last output, and its norm
   float* features;                // those of padding are zeros [B, T, num_features, hidden]
   bool* broken;  // with a key or value that is not finite, for which zero is stored; or null [B, T]
 };
@@ -95,8 +105,9 @@ struct Tasks {
 struct Block {
   Block(const Model& m, const Batch& batch, const Token* tokens, int64_t number)
       : m(m), batch(batch), tokens(tokens), number(number), q_width(m.num_heads * m.head_width),
-        inputs_width(q_width + 2 * m.num_groups * m.head_width), kept_width(m.head_width + 2) {
-    int64_t widest = std::max(m.hidden, q_width);
+        inputs_width(q_width + 2 * m.num_groups * m.head_width), kept_width(m.head_width + 2),
+        normed_width(m.joint.is_there ? 2 * m.hidden : m.hidden) {
+    int64_t widest = std::max(normed_width, q_width);
     size_t num_tasks = 0;
     for (int64_t l = 0; l < m.num_layers; l++) {
       const Layer& layer = m.layers[l];
@@ -105,7 +116,7 @@ struct Block {
       if (tasks_with(layer.window) == nullptr) tasks.push_back(tasks_of(layer.window));
     }
     for (const Tasks& one : tasks) num_tasks = std::max(num_tasks, one.list.size());
-    x = buffer(number * m.hidden), y = buffer(number * m.hidden), normed = buffer(number * m.hidden);
+    x = buffer(number * m.hidden), y = buffer(number * m.hidden), normed = buffer(number * normed_width);
     inputs = buffer(number * inputs_width), attended = buffer(number * q_width), ups = buffer(number * ups_width);
     turns = buffer(number * m.num_ropes * m.head_width);
     kept = buffer(num_tasks * MOST_QUERIES * kept_width);
@@ -129,7 +140,7 @@ struct Block {
   const Model& m;
   const Batch& batch;
   const Token* const tokens;
-  const int64_t number, q_width, inputs_width, kept_width;
+  const int64_t number, q_width, inputs_width, kept_width, normed_width;
   int64_t ups_width = 0;
   std::vector<int64_t> wanted;
   std::vector<Tasks> tasks;
@@ -172,12 +183,14 @@ class Worker {
 
   void run() const {
     for (int64_t t = me; t < b.number; t += n) embed(t);
+    if (m.joint.is_there) join();
     for (int64_t l = 0; l < m.num_layers; l++) {
       const Layer& layer = m.layers[l];
       keep_features(l);
-      norm_and_round(layer.attention_norm);
+      const int64_t in_width = layer.inputs[0].width;
+      if (in_width == m.hidden) norm_and_round(layer.attention_norm);  // else rows are joint
       for (int64_t i = 0, at = 0; i < layer.num_inputs; at += layer.inputs[i].num_channels, i++) {
-        product(of(b.normed, m.hidden, b.number), layer.inputs[i], &b.inputs[at], b.inputs_width);
+        product(of(b.normed, in_width, b.number), layer.inputs[i], &b.inputs[at], b.inputs_width);
       }
       wait();
       place(layer, l);
@@ -201,6 +214,7 @@ class Worker {
       add(layer.mlp_post_norm);
     }
     keep_features(m.num_layers);
+    keep_features(m.num_layers + 1);
     if (!b.wanted.empty()) find_logits();
   }
 
@@ -235,7 +249,10 @@ class Worker {
   void norm_and_round(const Norm& norm, const float* row, int64_t t, int64_t number) const {
     float* to = &b.normed[t * m.hidden];
     norm.apply(row, m.hidden, to);
-    for (int64_t c = 0; m.num_digits && c * CHUNK < m.hidden; c++) round_chunk(to, m.hidden, c, t, number);
+    round_row(to, m.hidden, t, number);
+  }
+  void round_row(const float* row, int64_t width, int64_t t, int64_t number) const {
+    for (int64_t c = 0; m.num_digits && c * CHUNK < width; c++) round_chunk(row, width, c, t, number);
   }
   // Of a row that is no whole number of groups, which no matrix in blocks takes, the last numbers are left out.
   void round_chunk(const float* row, int64_t width, int64_t c, int64_t t, int64_t number) const {
@@ -264,12 +281,29 @@ class Worker {
     }
   }
 
+  // Makes the input of the first layer of embeddings and states.
+  void join() const {
+    const int64_t H = m.hidden;
+    for (int64_t t = me; t < b.number; t += n) {
+      const float* state = b.batch.states + b.tokens[t].column * H;
+      float *x = &b.x[t * H], *both = &b.normed[t * 2 * H];
+      m.joint.embedding_norm.apply(x, H, both);
+      m.joint.state_norm.apply(state, H, both + H);
+      round_row(both, 2 * H, t, b.number);
+      std::copy_n(m.joint.adds_normed ? both + H : state, H, x);
+    }
+    wait();
+    if (m.joint.matrix.data == nullptr) return;
+    product(of(b.normed, 2 * H, b.number), m.joint.matrix, b.x.get(), H);
+    wait();
+  }
+
   void keep_features(int64_t l) const {
     for (int64_t f = 0; f < b.batch.num_features; f++) {
       if (b.batch.feature_layers[f] != l) continue;
       for (int64_t t = me; t < b.number; t += n) {
         float* to = b.batch.features + (b.tokens[t].column * b.batch.num_features + f) * m.hidden;
-        std::copy_n(&b.x[t * m.hidden], m.hidden, to);
+        (l > m.num_layers ? m.last_norm : Norm{}).apply(&b.x[t * m.hidden], m.hidden, to);
       }
     }
   }

@@ -7,6 +7,7 @@ import logging
 import torch
 
 from outrider.errors import OptionError, UnsupportedModel
+from outrider.models.heads.base import ChainHead
 from outrider.models.probe import probe
 from outrider.models.quantize import num_bytes
 from outrider.models.registry import EXECUTIONS
@@ -59,6 +60,23 @@ def captured(lm: LM, *, is_required: bool = False) -> LM:
     """
     lm.mixers  # noqa: B018 - found now, or that forward would be captured with a step
     return lm.with_execution(CapturedExecution(is_required=is_required))
+
+
+def beside(head: LM, target: LM) -> LM:
+    """A head with the execution of its target. A head that the native engine does not know runs eagerly there."""
+    if target.execution.is_prepared:
+        return captured(head)
+    module = head.model
+    if target.native is None or not isinstance(module, ChainHead):
+        return head
+    try:
+        forward = NativeForward(module, module.plan())
+    except NotPlanned as reason:
+        _LOG.info("%s runs eagerly: %s", head.name, reason)
+        return head
+    head = head.with_execution(target.execution)
+    head.native = forward
+    return head
 
 
 def _native(lm: LM, *, is_known: bool) -> LM:

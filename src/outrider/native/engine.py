@@ -20,7 +20,7 @@ from outrider.kernels.library import FORMS, library
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.native import structures as native
 from outrider.native.families import plan_of
-from outrider.native.plan import LayerPlan, MatrixPlan, NormPlan, NotPlanned, Plan
+from outrider.native.plan import JointPlan, LayerPlan, MatrixPlan, NormPlan, NotPlanned, Plan
 from outrider.native.team import Team
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
@@ -42,10 +42,11 @@ class NativeForward:
         layer_shapes: the shapes of a cache's layers.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, plan: Plan | None = None) -> None:
         """
         Args:
-            model: module of Transformers, in float32; or a stand-in for one.
+            model: module of Transformers, in float32; a stand-in for one; or a head.
+            plan: of a head; None for the plan of the model's configuration.
 
         Raises:
             NotPlanned: its family, its configuration or the form of its weights is not known here.
@@ -54,11 +55,14 @@ class NativeForward:
         if kernels is None:
             raise NotPlanned("the native library cannot be compiled here")
         self._run = kernels.outrider_forward
-        plan = model.plan if isinstance(model, StandIn) else plan_of(model.config)
+        is_head = plan is not None
+        if plan is None:
+            plan = model.plan if isinstance(model, StandIn) else plan_of(model.config)
         weights = _Weights(dict(model.named_parameters(remove_duplicate=False)))
         self._weights = weights  # which keeps them alive
         self._model = _structure(plan, weights)
-        weights.check()
+        if not is_head:  # which has parameters that run elsewhere
+            weights.check()
         self.vocab_size = int(self._model.head.num_channels)
         self.width = int(self._model.hidden)
         one = LayerShape(plan.num_groups, plan.head_width, plan.head_width, torch.float32, torch.device("cpu"))
@@ -73,19 +77,19 @@ class NativeForward:
         cache: SlotCache,
         view_len: int,
         *,
-        num_logits: int = 0,
+        num_logits: int | None = None,
         features: Sequence[int] = (),
         keeps_finite: bool = False,
+        states: Tensor | None = None,
     ) -> NativeResults:
-        """Run a forward. The arguments are those of ``LM.forward_with_features``; logits and hidden states of padding
-        are zeros.
-
-        Raises:
-            IndexError: an id or a place is not there.
-        """
-        (num_rows, num_columns), num_wanted = ids.shape, num_logits or ids.shape[1]
+        """Run a forward; see ``Native``."""
+        (num_rows, num_columns), num_wanted = ids.shape, ids.shape[1] if num_logits is None else num_logits
         ids, places = ids.contiguous(), places.contiguous()
         assert ids.dtype == places.dtype == torch.long
+        assert (states is None) == (not self._model.joint.is_there)
+        if states is not None:
+            states = states.contiguous()
+            assert states.dtype == torch.float32 and states.shape == (*ids.shape, self.width)
         stores, bits, row_places = self._stores_of(cache)
         offsets = cache.offsets
         logits = torch.empty(num_rows, num_wanted, self.vocab_size)
@@ -93,7 +97,8 @@ class NativeForward:
         broken = torch.empty(num_rows, num_columns, dtype=torch.bool) if keeps_finite else None
         batch = native.Batch(
             *(num_rows, num_columns, ids.data_ptr(), places.data_ptr()),
-            *(None if offsets is None else offsets.data_ptr(), stores, bits, row_places),
+            *(None if one is None else one.data_ptr() for one in (states, offsets)),
+            *(stores, bits, row_places),
             *(num_wanted, logits.data_ptr(), len(features), (c_int64 * len(features))(*features)),
             *(None if found is None else found.data_ptr(), None if broken is None else broken.data_ptr()),
         )
@@ -201,7 +206,7 @@ def _structure(plan: Plan, weights: _Weights) -> native.Model:
     _check("head", head.width, embedding.width)
     _check("heads", plan.num_heads % plan.num_groups, 0)
     layers = (native.Layer * len(plan.layers))(
-        *(_layer(layer, plan, embedding.width, weights) for layer in plan.layers)
+        *(_layer(layer, plan, embedding.width, weights, is_first=i == 0) for i, layer in enumerate(plan.layers))
     )
     ropes = (native.Rope * len(plan.ropes))()
     for rope, stated in zip(ropes, plan.ropes, strict=True):
@@ -229,6 +234,7 @@ def _structure(plan: Plan, weights: _Weights) -> native.Model:
         embedding=embedding,
         head=head,
         last_norm=weights.norm(plan.last_norm, embedding.width),
+        joint=_joint(plan.joint, embedding.width, weights),
         ropes=ropes,
         layers=layers,
     )
@@ -238,7 +244,19 @@ def _structure(plan: Plan, weights: _Weights) -> native.Model:
     return model
 
 
-def _layer(plan: LayerPlan, model: Plan, hidden: int, weights: _Weights) -> native.Layer:
+def _joint(plan: JointPlan | None, hidden: int, weights: _Weights) -> native.Joint:
+    if plan is None:
+        return native.Joint()
+    norms = (weights.norm(norm, hidden) for norm in (plan.embedding_norm, plan.state_norm))
+    matrix = native.Matrix()
+    if plan.matrix is not None:
+        matrix = weights.matrix(plan.matrix)
+        _check(plan.matrix.weight, matrix.width, 2 * hidden)
+        _check(plan.matrix.weight, matrix.num_channels, hidden)
+    return native.Joint(True, *norms, matrix, plan.adds_normed)
+
+
+def _layer(plan: LayerPlan, model: Plan, hidden: int, weights: _Weights, *, is_first: bool) -> native.Layer:
     q_width, kv_width = model.num_heads * model.head_width, model.num_groups * model.head_width
     lengths = dict.fromkeys(native.NORMS, hidden)
     whole = plan.norms_whole_rows
@@ -252,9 +270,10 @@ def _layer(plan: LayerPlan, model: Plan, hidden: int, weights: _Weights) -> nati
     layer.rope = -1 if plan.rope is None else plan.rope
     layer.window, layer.norms_whole_rows = plan.window or 0, whole
     layer.num_inputs, layer.num_ups = len(plan.inputs), len(plan.ups)
+    is_joint = is_first and model.joint is not None and model.joint.matrix is None
     for i, one in enumerate(plan.inputs):
         layer.inputs[i] = weights.matrix(one)
-        _check(one.weight, layer.inputs[i].width, hidden)
+        _check(one.weight, layer.inputs[i].width, 2 * hidden if is_joint else hidden)
     _check("queries, keys and values", sum(one.num_channels for one in layer.inputs), q_width + 2 * kv_width)
     layer.out, layer.down = weights.matrix(plan.out), weights.matrix(plan.down)
     for i, one in enumerate(plan.ups):

@@ -7,9 +7,11 @@ come from anywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from types import UnionType
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+_Part = TypeVar("_Part", bound="Plan | LayerPlan | MatrixPlan | NormPlan | RopePlan | JointPlan")
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 
@@ -97,12 +99,30 @@ class LayerPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class JointPlan:
+    """Input of a head that drafts from states of its target: the norms of a token's embedding and of a state, side by
+    side (Li et al. 2503.01840; DeepSeek-V3, 2412.19437, equation 21).
+
+    Attributes:
+        matrix: gives the input of the first layer. None: that is the state, and the queries, keys and values of the
+            first layer are made of both.
+        adds_normed: without a matrix, the input of the first layer is the normed state.
+    """
+
+    embedding_norm: NormPlan
+    state_norm: NormPlan
+    matrix: MatrixPlan | None = None
+    adds_normed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A causal language model. Scales are factors; a cap c of numbers x means c * tanh(x / c).
+    """A causal language model, or a head. Scales are factors; a cap c of numbers x means c * tanh(x / c).
 
     Attributes:
         place_embedding: name of the embeddings of ``num_places`` positions, or None.
         head: the matrix that gives logits.
+        joint: the input of a head; None for a model.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -122,11 +142,12 @@ class Plan:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    joint: JointPlan | None = None
 
 
-def read_plan(fields: Mapping[str, Any]) -> Plan:
+def read_plan(stated: Mapping[str, Any]) -> Plan:
     """Plan of what ``dataclasses.asdict`` made of one, perhaps through JSON."""
-    plan: Plan = _read(Plan, fields)
+    plan: Plan = _read(Plan, stated)
     return plan
 
 
@@ -139,3 +160,19 @@ def _read(kind: Any, value: Any) -> Any:
     if get_origin(kind) is UnionType and value is not None:
         return _read(get_args(kind)[0], value)
     return value
+
+
+_PARTS = (LayerPlan, MatrixPlan, NormPlan, RopePlan, JointPlan)
+
+
+def renamed(plan: _Part, old: str, new: str) -> _Part:
+    """Plan, or part of one, whose parameters have another beginning of their names."""
+
+    def change(value: Any) -> Any:
+        if isinstance(value, str):
+            return new + value.removeprefix(old) if value.startswith(old) else value
+        if isinstance(value, tuple):
+            return tuple(map(change, value))
+        return renamed(value, old, new) if isinstance(value, _PARTS) else value
+
+    return replace(plan, **{one.name: change(getattr(plan, one.name)) for one in fields(plan)})

@@ -40,6 +40,16 @@ class Layer(Structure):
     ]
 
 
+class Joint(Structure):
+    _fields_ = [
+        ("is_there", c_int64),
+        ("embedding_norm", Norm),
+        ("state_norm", Norm),
+        ("matrix", Matrix),
+        ("adds_normed", c_int64),
+    ]
+
+
 SIZES = ("num_layers", "hidden", "num_heads", "num_groups", "head_width", "activation", "num_ropes", "num_digits")
 SCALES = ("attention_scale", "attention_cap", "embedding_scale", "residual_scale", "logit_scale", "logit_cap")
 
@@ -53,6 +63,7 @@ class Model(Structure):
         ("place_embedding", c_void_p),
         ("num_places", c_int64),
         ("last_norm", Norm),
+        ("joint", Joint),
         ("ropes", POINTER(Rope)),
         ("layers", POINTER(Layer)),
     ]
@@ -61,7 +72,7 @@ class Model(Structure):
 class Batch(Structure):
     _fields_ = [
         *((name, c_int64) for name in ("num_rows", "num_columns")),
-        *((name, c_void_p) for name in ("ids", "places", "offsets")),
+        *((name, c_void_p) for name in ("ids", "places", "states", "offsets")),
         ("stores", POINTER(c_void_p)),
         *((name, c_int64) for name in ("bits", "row_places", "num_wanted")),
         ("logits", c_void_p),

@@ -311,9 +311,8 @@ class LM:
             ids = self._fed[ids]
         if self.native is not None:
             with self.lock:
-                results = self.native(
-                    ids, positions, cache, view_len, num_logits=num_logits, features=features, keeps_finite=keeps_finite
-                )
+                given, number = (ids, positions, cache, view_len), num_logits or None
+                results = self.native(*given, num_logits=number, features=features, keeps_finite=keeps_finite)
             parts = () if results.features is None else results.features.chunk(len(features), dim=-1)
             has_broken = results.broken is not None and bool(results.broken.any())
             logits = self._finished(results.logits, results.broken if has_broken else None, None)

@@ -28,8 +28,7 @@ class NativeResults:
 
 
 class Native(Protocol):
-    """Forward in place of the model's own code. The arguments are those of ``LM.forward_with_features``; logits and
-    hidden states of padding are zeros."""
+    """Forward in place of the model's own code."""
 
     def __call__(
         self,
@@ -38,11 +37,21 @@ class Native(Protocol):
         cache: SlotCache,
         view_len: int,
         *,
-        num_logits: int = 0,
+        num_logits: int | None = None,
         features: Sequence[int] = (),
         keeps_finite: bool = False,
+        states: Tensor | None = None,
     ) -> NativeResults:
-        """Run a forward. Raises IndexError: an id or a place is not there."""
+        """Run a forward. Other arguments are those of ``LM.forward_with_features``. Results of padding are zeros.
+
+        Args:
+            num_logits: N, last columns whose logits are wanted; None for all.
+            features: layers whose inputs are wanted; the number of layers for the last output, one more for its norm.
+            states: of the target's tokens, for a head that reads them. [B, T, H]
+
+        Raises:
+            IndexError: an id or a place is not there.
+        """
         ...
 
     def without_rounding(self) -> AbstractContextManager[None]:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.native.plan import MatrixPlan, Plan
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
@@ -62,7 +64,12 @@ class ChainHead(Head):
 
     Entry i of a sequence is the token at i + 1 together with the state of the token at i; its output predicts the token
     at i + 2. While drafting, the head's own output takes the place of the state.
+
+    Attributes:
+        norm_output: while drafting, the normed output takes that place.
     """
+
+    norm_output: bool
 
     @abstractmethod
     def forward(
@@ -78,8 +85,12 @@ class ChainHead(Head):
             cache: the cache of its layers, set up for these positions.
 
         Returns:
-            logits [B, T, D]; the states to be fed with the drafted tokens [B, T, H]
+            outputs, of which the LM head makes logits [B, T, H]; the states to be fed with the drafted tokens [B, T, H]
         """
+
+    @abstractmethod
+    def plan(self) -> Plan:
+        """Plan of the forward and the LM head for the native engine. Raises NotPlanned."""
 
 
 def head_lm(head: Head, name: str, target: LM) -> LM:
@@ -98,6 +109,19 @@ def head_lm(head: Head, name: str, target: LM) -> LM:
     )
     lm.lock = target.lock  # they share modules, and the target's have hooks while it runs
     return lm
+
+
+def plan_of_head(plan: Plan, head: Head) -> Plan:
+    """Plan with the embedding and the LM head of a head, whose logits are not scaled."""
+    scale = float(getattr(head.embed_tokens, "scalar_embed_scale", 1.0))
+    return replace(
+        plan,
+        embedding="embed_tokens.weight",
+        head=MatrixPlan("lm_head.weight"),
+        embedding_scale=scale,
+        logit_scale=1.0,
+        logit_cap=None,
+    )
 
 
 def layer_config(config: Any, num_layers: int, like: Any) -> Any:

@@ -10,6 +10,7 @@ AngelSlim.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,10 +24,13 @@ from outrider.models.heads.base import (
     fill_for,
     is_embedding_of,
     layer_config,
+    plan_of_head,
     reduce_vocabulary,
     rotation,
     set_vocabulary,
 )
+from outrider.native.families import plan_of
+from outrider.native.plan import JointPlan, NotPlanned, Plan, renamed
 from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
@@ -110,7 +114,19 @@ class Eagle3Head(ChainHead):
         for layer in self.layers[1:]:
             hidden = layer(hidden, **about)
         output = self.norm(hidden)
-        return self.lm_head(output), output if self.norm_output else hidden
+        return output, output if self.norm_output else hidden
+
+    def plan(self) -> Plan:
+        known = type(self.config)().to_dict()  # a checkpoint states more in the same place
+        stated = {name: value for name, value in self.config.to_dict().items() if name in known}
+        plan = renamed(plan_of(type(self.config).from_dict(stated)), "model.", "")
+        first, *others = plan.layers
+        norm = first.attention_norm
+        if norm is None or first.attention_post_norm or first.mlp_post_norm or plan.residual_scale != 1:
+            raise NotPlanned(f"a first layer of {self.config.model_type} is none of EAGLE-3's")
+        joint = JointPlan(norm, replace(norm, weight="layers.0.hidden_norm.weight"), None, self.norm_before_residual)
+        layers = (replace(first, attention_norm=None), *others)
+        return replace(plan_of_head(plan, self), layers=layers, joint=joint)
 
 
 def stated_features(stated: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

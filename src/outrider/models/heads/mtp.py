@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import UnsupportedModel
-from outrider.models.heads.base import ChainHead, fill, layer_config, rotation
+from outrider.models.heads.base import ChainHead, fill, layer_config, plan_of_head, rotation
 from outrider.models.heads.checkpoint import open_tensors
+from outrider.native.families import plan_of
+from outrider.native.plan import JointPlan, MatrixPlan, Plan, renamed
 from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
@@ -44,6 +46,7 @@ class MtpHead(ChainHead):
     """
 
     index: int
+    norm_output = True
 
     def __init__(self, target: LM) -> None:
         super().__init__()
@@ -54,7 +57,7 @@ class MtpHead(ChainHead):
         # The last layer with full attention: the first ones may lack experts.
         self.index = max(i for i, kind in enumerate(types) if kind == "full_attention")
         like = decoder.layers[self.index]
-        self.config = layer_config(config, 1, model)
+        self._of_target, self.config = config, layer_config(config, 1, model)
         self.features = (len(decoder.layers),)
         self.state_size = size = config.hidden_size
         self.token_ids = None
@@ -96,7 +99,18 @@ class MtpHead(ChainHead):
             **{self.cache_name: cache},
         )
         output = self.norm(hidden)
-        return self.lm_head(output), output
+        return output, output
+
+    def plan(self) -> Plan:
+        plan = plan_of(self._of_target)
+        layer = renamed(plan.layers[self.index], f"model.layers.{self.index}.", "layers.0.")
+        norm = replace(plan.last_norm, weight="norm.weight")
+        joint = JointPlan(
+            replace(norm, weight="pre_fc_norm_embedding.weight"),
+            replace(norm, weight="pre_fc_norm_hidden.weight"),
+            MatrixPlan("fc.weight"),
+        )
+        return replace(plan_of_head(plan, self), layers=(layer,), last_norm=norm, joint=joint)
 
 
 def load_mtp(location: str, target: LM, *, allow_pickle: bool = False) -> MtpHead:
