@@ -15,7 +15,7 @@ import torch
 from outrider.kernels import build as kernel_build
 from outrider.kernels import levels as kernel_levels
 from outrider.kernels import library as kernel_library
-from outrider.kernels.build import SOURCES, CompilerError, compiler
+from outrider.kernels.build import SOURCES, CompilerError, compiler, installed
 from outrider.kernels.levels import BASELINE, LEVELS, Level, levels_here
 from outrider.kernels.library import FORMS, few_row_matmul
 from outrider.system.files import cache_folder
@@ -26,11 +26,55 @@ def _fail(*_: object) -> None:
     raise AssertionError("it is there already")
 
 
+@pytest.fixture(scope="module")
+def compiled() -> bytes:
+    """The library that the other tests use, installed or compiled at their beginning."""
+    path = installed(levels_here()[0])
+    if not path.is_file():
+        kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        return kept.read_bytes()[32:]  # after its checksum
+    return path.read_bytes()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_there(compiled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is installed or cached, and compiling takes no minute."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(kernel_build, "INSTALLED", tmp_path / "installed")
+    monkeypatch.setattr(kernel_library, "build", lambda command, level, path: path.write_bytes(compiled))
+
+
 def test_the_library_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kept on disk."""
-    assert kernel_library.library() is not None
+    assert kernel_library.library.__wrapped__() is not None
     monkeypatch.setattr(kernel_library, "build", _fail)
     assert kernel_library.library.__wrapped__() is not None
+
+
+def test_an_installed_library_needs_no_compiler(
+    compiled: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others of that folder go: they are of earlier sources, or for another processor."""
+    kernel_build.INSTALLED.mkdir()
+    (kernel_build.INSTALLED / "older.so").touch()
+    monkeypatch.setattr(kernel_build, "build", lambda command, level, path: path.write_bytes(compiled))
+    path = kernel_build.install()
+    assert [*kernel_build.INSTALLED.iterdir()] == [path] and path.read_bytes() == compiled
+    monkeypatch.setattr(kernel_build, "build", _fail)
+    assert kernel_build.install() == path
+    monkeypatch.setattr(kernel_library, "build", _fail)
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert kernel_library.library.__wrapped__() is not None
+    better = Level("better", ("-mno-such-vectors",))  # installed elsewhere
+    monkeypatch.setattr(kernel_library, "levels_here", lambda: [better, *levels_here()])
+    assert kernel_library.library.__wrapped__() is not None and not caplog.text
+
+
+def test_an_installed_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
+    """A new one is compiled."""
+    kernel_build.INSTALLED.mkdir()
+    installed(levels_here()[0]).write_bytes(b"no library")
+    assert kernel_library.library.__wrapped__() is not None and "compiling it again" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -48,6 +92,7 @@ def test_machines_without_a_compiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, script: str | None, reason: str
 ) -> None:
     """Or with one that fails: a warning tells why, and the cost."""
+    monkeypatch.setattr(kernel_library, "build", kernel_build.build)
     monkeypatch.setenv("CXX", "no-such-compiler")
     if script is not None:
         (tmp_path / "c++").write_text(script)
@@ -76,9 +121,8 @@ def test_a_folder_that_allows_no_executables(monkeypatch: pytest.MonkeyPatch, ca
     def refuse(path: str, *_: object) -> None:
         raise OSError(f"{path}: failed to map segment from shared object")
 
-    assert kernel_library.library() is not None
+    assert kernel_library.library.__wrapped__() is not None
     monkeypatch.setattr(ctypes, "CDLL", refuse)
-    monkeypatch.setattr(kernel_library, "build", lambda command, level, path: path.write_bytes(b"a library"))
     assert kernel_library.library.__wrapped__() is None
     assert "failed to map segment" in caplog.text and "several times slower" in caplog.text
 
@@ -119,23 +163,13 @@ def test_checking_threads_leaves_none_behind() -> None:
 
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_damaged: bool
+    compiled: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_damaged: bool
 ) -> None:
     """A damaged one would end the process; another may need a library that has gone."""
-    assert kernel_library.library.__wrapped__() is not None
-    kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    folder = PrivateFolder(kept.parent, 2**30)
-    library = folder.read(kept.name)
-    assert library is not None
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(
-        kernel_library, "build", lambda command, level, path: path.write_bytes(library)
-    )  # without its seconds
-    caplog.clear()  # the first call may have compiled
     assert kernel_library.library.__wrapped__() is not None and not caplog.text
     (file,) = cache_folder("kernels").iterdir()
     if is_damaged:
-        whole, fifth = file.read_bytes(), len(library) // 5
+        whole, fifth = file.read_bytes(), len(compiled) // 5
         file.write_bytes(whole[: 2 * fifth] + bytes(fifth) + whole[3 * fifth :])
     else:
         PrivateFolder(file.parent, 2**30).keep(file.name, b"no library")
@@ -144,7 +178,7 @@ def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     monkeypatch.setattr(kernel_library, "library", lambda: again)
     x, weights = torch.randn(3, 40), torch.randn(9, 40)
     assert torch.allclose(few_row_matmul(x, [weights], FORMS[torch.float32], 2), x @ weights.T, atol=1e-4)
-    assert file.read_bytes()[32:] == library  # after its checksum
+    assert file.read_bytes()[32:] == compiled  # after its checksum
 
 
 def test_compiling_is_not_silent(
@@ -168,28 +202,24 @@ def test_compiling_is_not_silent(
 
 
 def test_who_comes_second_waits_for_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiled: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As the processes of one job do, which start together. It says so."""
-    assert kernel_library.library.__wrapped__() is not None
-    file = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns)
-    kept = file.read_bytes()[32:]  # after its checksum
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     found: list[object] = []
     second = threading.Thread(target=lambda: found.append(kernel_library.library.__wrapped__()))
-    compiled: list[Path] = []
+    paths: list[Path] = []
 
     def build(command: object, level: object, path: Path) -> None:
-        compiled.append(path)
-        if len(compiled) == 1:
+        paths.append(path)
+        if len(paths) == 1:
             second.start()
             second.join(0.5)  # it would compile, too, if it did not wait
-        path.write_bytes(kept)
+        path.write_bytes(compiled)
 
     monkeypatch.setattr(kernel_library, "build", build)
     assert kernel_library.library.__wrapped__() is not None
     second.join()
-    assert len(compiled) == 1 and found[0] is not None and "another process compiles" in caplog.text
+    assert len(paths) == 1 and found[0] is not None and "another process compiles" in caplog.text
 
 
 _ZEN_3 = "avx2 fma f16c bmi1 bmi2 movbe abm sse4_2"
@@ -238,12 +268,12 @@ def test_levels_where_the_system_lists_no_features(tmp_path: Path, monkeypatch: 
 
 
 def test_a_compiler_that_does_not_know_the_best_level(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An old one. It compiles for the next level; and not again at the next start."""
     unknown = Level("unknown", ("-mno-such-vectors",))
-    monkeypatch.setattr(kernel_library, "levels_here", lambda: [unknown, BASELINE])
-    level, predefined = kernel_library._best_level(compiler())
+    monkeypatch.setattr(kernel_build, "levels_here", lambda: [unknown, BASELINE])
+    level, predefined = kernel_build.best_level(compiler())
     assert level == BASELINE and "__VERSION__" in predefined
 
 

@@ -1,7 +1,11 @@
-"""Compiles the C++ kernels to one library, by whatever C++ compiler is there. It needs no header but the standard's."""
+"""Compiles the C++ kernels to one library, by whatever C++ compiler is there. It needs no header but the standard's.
+
+This happens when the package is installed from its source (hatch_build.py), so nothing here imports PyTorch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import shlex
@@ -11,9 +15,11 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
-from outrider.kernels.levels import Level
+from outrider.kernels.levels import Level, levels_here
 
 _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
@@ -26,6 +32,10 @@ FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
 _IS_APPLE = sys.platform == "darwin"
 _OPENMP = ("-Xclang", "-fopenmp") if _IS_APPLE else ("-fopenmp",)
 _LINKED = ("-shared", "-undefined", "dynamic_lookup") if _IS_APPLE else ("-shared", "-fopenmp")
+
+
+INSTALLED = _HERE / "installed"
+"""Folder of the library that was compiled when the package was installed."""
 
 
 class CompilerError(Exception):
@@ -52,6 +62,55 @@ def macros(command: Sequence[str], level: Level) -> str:
         CompilerError: it does not know the level.
     """
     return _output([*command, *FLAGS, *level.flags, "-x", "c++", "-dM", "-E", os.devnull])
+
+
+def best_level(command: Sequence[str]) -> tuple[Level, str]:
+    """The best level that the processor has and the compiler knows, and the compiler's macros for it.
+
+    Raises:
+        CompilerError: it does not even know the last one.
+    """
+    *better, last = levels_here()
+    for level in better:
+        with suppress(CompilerError):
+            return level, macros(command, level)
+    return last, macros(command, last)
+
+
+def installed(level: Level) -> Path:
+    """Where the library of these sources for a level is, if it was compiled with the package."""
+    return INSTALLED / f"{level.name}-{_checksum(level)}.so"
+
+
+def _checksum(level: Level, *others: str) -> str:
+    sources = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
+    return hashlib.sha256(repr((*others, FLAGS, level.flags, sources)).encode()).hexdigest()
+
+
+def cached_name(command: Sequence[str], level: Level, predefined: str) -> str:
+    """Name in a cache of the library that this compiler, with these macros, makes of these sources."""
+    return _checksum(level, *command, predefined)
+
+
+def install() -> Path:
+    """Compile the library for this processor into the package, in place of earlier ones.
+
+    Raises:
+        CompilerError, OSError
+    """
+    command = compiler()
+    level, _ = best_level(command)
+    path = installed(level)
+    INSTALLED.mkdir(exist_ok=True)
+    for other in INSTALLED.glob("*.so"):
+        if other != path:
+            other.unlink()
+    if not path.exists():
+        with TemporaryDirectory(dir=INSTALLED) as folder:
+            made = Path(folder) / path.name
+            build(command, level, made)
+            made.rename(path)
+    return path
 
 
 def build(command: Sequence[str], level: Level, path: Path) -> None:

@@ -73,8 +73,8 @@ def _features() -> Set[str]:
 
 def _features_by_torch() -> Set[str]:
     """Features of this processor as far as PyTorch tells, where the system has no list."""
-    import torch
-
     if platform.machine() == "arm64":  # Apple's processors all have these
         return {"asimddp"}
+    import torch
+
     return {"AVX512": _AVX512, "AVX2": _AVX2}.get(torch.backends.cpu.get_cpu_capability(), frozenset())

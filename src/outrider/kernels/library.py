@@ -1,16 +1,15 @@
-"""The C++ kernels as functions of tensors: compiled for this processor when first needed.
+"""The C++ kernels as functions of tensors.
 
-The library is cached on disk, under a hash of its sources, the compiler and the level of vectors (levels.py).
+The library was compiled when the package was installed; or it is compiled for this processor when first needed, and
+cached on disk under a hash of its sources, the compiler and the level of vectors (levels.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from outrider.kernels.build import FLAGS, HEADERS, SOURCES, CompilerError, build, compiler, macros
-from outrider.kernels.levels import Level, levels_here
+from outrider.kernels.build import CompilerError, best_level, build, cached_name, compiler, installed
+from outrider.kernels.levels import levels_here
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
@@ -157,10 +156,24 @@ def library() -> ctypes.CDLL | None:
 
 
 def _library() -> ctypes.CDLL:
-    command = compiler()
-    level, predefined = _best_level(command)
-    sources = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
-    name = hashlib.sha256(repr((command, predefined, FLAGS, level.flags, sources)).encode()).hexdigest()
+    best, *others = levels_here()
+    if installed(best).is_file():
+        try:
+            return _loaded(installed(best))
+        except OSError as error:  # a library that it needs is not here, for example
+            _LOG.warning("%s cannot be loaded (%s): compiling it again", installed(best), error)
+    try:
+        return _compiled(compiler())
+    except CompilerError:
+        for level in others:
+            if installed(level).is_file():
+                return _loaded(installed(level))
+        raise
+
+
+def _compiled(command: Sequence[str]) -> ctypes.CDLL:
+    level, predefined = best_level(command)
+    name = cached_name(command, level, predefined)
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
     wait = partial(_LOG.warning, "another process compiles the C++ kernels: waiting for it")
     # If several processes start together, the first compiles and the others wait.
@@ -178,19 +191,6 @@ def _library() -> ctypes.CDLL:
         loaded = _loaded(path)
         kernels.keep(name, path.read_bytes())
         return loaded
-
-
-def _best_level(command: Sequence[str]) -> tuple[Level, str]:
-    """The best level that the processor has and the compiler knows, and the compiler's macros for it.
-
-    Raises:
-        CompilerError: it does not even know the last one.
-    """
-    *better, last = levels_here()
-    for level in better:
-        with suppress(CompilerError):
-            return level, macros(command, level)
-    return last, macros(command, last)
 
 
 def _loaded(path: Path) -> ctypes.CDLL:
