@@ -35,7 +35,12 @@ class Source:
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the parameter."""
-        return tuple(self._join([torch.empty(one.shape, device="meta") for one in self.tensors]).shape)
+        # Without operators on the device "meta", whose first use imports seconds of PyTorch's compiler.
+        first, *others = (one.shape for one in self.tensors)
+        if others:
+            assert all(other[-1:] + other[:-2] == first[-1:] + first[:-2] for other in others)
+            first = (*first[:-2], sum(one.shape[-2] for one in self.tensors), first[-1])
+        return first if self.change is None else tuple(self.change(torch.zeros(()).expand(first)).shape)
 
     def numbers(self) -> Tensor:
         """The parameter, float32."""
