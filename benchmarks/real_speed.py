@@ -1,7 +1,7 @@
 """Speed on published models beside llama.cpp: whole calls, and the steps that they are made of.
 
-    python benchmarks/real_speed.py PROMPTS [--models smollm2 gemma3] [--threads 1 2] [--prompts 16] [--tokens 64]
-        [--draft suffix] [--beside 0]
+    python benchmarks/real_speed.py PROMPTS [--models smollm2 gemma3 FILE.gguf] [--threads 1 2] [--num-prompts 16]
+        [--tokens 64] [--draft suffix] [--k auto] [--long 2000] [--beside 0]
 
 PROMPTS is spec_bench.jsonl (its first turns, evenly spaced; in SmolLM2's chat template), or a text, from which prompts
 for Gemma, a base model, are taken. Arms run in turns, prompt by prompt: Outrider without a draft, Outrider with a draft
@@ -9,7 +9,8 @@ and adaptive K, and llama-cpp-python (built for the machine: CMAKE_ARGS=-DGGML_N
 with top-k 50 and top-p 0.95. A call includes its prompt. Speeds are tokens per second of whole calls; ratios are over
 llama.cpp's, with an interval over the prompts (95%).
 
-Steps are forwards of 1 and 5 tokens after 128 others, in turns. ``--beside`` starts so many other busy processes first.
+Steps are forwards of 1 and 5 tokens after 128 others, in turns; ``--long`` adds the first forward of so many tokens.
+``--beside`` starts so many other busy processes first.
 The last line of standard output is one JSON document.
 """
 
@@ -37,7 +38,7 @@ from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 from outrider.text.tokenizer import encode
 
-_CONTEXT, _PAST, _REPEATS = 1024, 128, 20
+_CONTEXT, _PAST, _REPEATS, _FEW = 1024, 128, 20, 3
 _SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 0.95}
 _GREEDY = {"temperature": 0.0}
 
@@ -45,11 +46,13 @@ _GREEDY = {"temperature": 0.0}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("prompts", type=Path)
-    parser.add_argument("--models", nargs="+", choices=[*PUBLISHED], default=[*PUBLISHED])
+    parser.add_argument("--models", nargs="+", default=[*PUBLISHED])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--num-prompts", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--draft", default="suffix")
+    parser.add_argument("--k", default="auto")
+    parser.add_argument("--long", type=int, default=0)
     parser.add_argument("--beside", type=int, default=0)
     arguments = parser.parse_args()
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(arguments.beside)]
@@ -68,15 +71,18 @@ def main() -> None:
 
 def _measure(model: str, threads: int, sampling: dict[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(threads)
-    path = real_file(model)
+    path = real_file(model) if model in PUBLISHED else Path(model)
     decoder = outrider.load(path, arguments.draft)
     plain = replace(decoder, drafter=NoDrafter())
-    llama = Llama(str(path), n_ctx=_CONTEXT, n_threads=threads, n_threads_batch=threads, verbose=False)
+    llama = Llama(
+        str(path), n_ctx=max(_CONTEXT, arguments.long + 8), n_threads=threads, n_threads_batch=threads, verbose=False
+    )
     prompts = _prompts(decoder.tokenizer, arguments, is_chat=model == "smollm2")
+    k = arguments.k if arguments.k == "auto" else int(arguments.k)
     own = dict(max_new_tokens=arguments.tokens, seed=0, **sampling)
     arms: dict[str, Callable[[list[int]], int]] = {
         "plain": lambda ids: _num_generated(plain, ids, own),
-        "draft": lambda ids: _num_generated(decoder, ids, own | {"num_draft_tokens": "auto"}),
+        "draft": lambda ids: _num_generated(decoder, ids, own | {"num_draft_tokens": k}),
         "llama.cpp": lambda ids: _num_by_llama(llama, ids, arguments.tokens, sampling),
     }
     seconds: dict[str, list[float]] = {name: [] for name in arms}  # per token
@@ -88,6 +94,8 @@ def _measure(model: str, threads: int, sampling: dict[str, Any], arguments: argp
             number = arm(ids)
             seconds[name].append((time.perf_counter() - begin_s) / max(1, number))
     steps = _steps(plain, llama)
+    if arguments.long and sampling is _GREEDY:
+        steps |= _long(plain, llama, arguments.long)
     kind = "greedy" if sampling is _GREEDY else "sampled"
     row: dict[str, Any] = {"model": model, "threads": threads, "sampling": kind, "steps_ms": steps}
     for name, each in seconds.items():
@@ -155,6 +163,23 @@ def _steps(decoder: Decoder, llama: Llama) -> dict[str, float]:
             begin_s = time.perf_counter()
             llama.eval(ids[0, tokens].tolist())
             found.setdefault(f"llama.cpp {number}", []).append(time.perf_counter() - begin_s)
+    return {name: 1000 * statistics.median(times) for name, times in found.items()}
+
+
+def _long(decoder: Decoder, llama: Llama, number: int) -> dict[str, float]:
+    """Milliseconds of the first forward of many tokens, the medians of a few in turns."""
+    lm, found = decoder.target, dict[str, list[float]]()
+    ids = torch.randint(100, lm.vocab_size, (1, number), generator=torch.Generator().manual_seed(0))
+    starts, ends = torch.zeros(1, dtype=torch.long), torch.full((1,), number)
+    for _ in range(_FEW):
+        cache = lm.new_cache(1, number + 1)
+        begin_s = time.perf_counter()
+        lm.prefill(ids, starts, ends, cache, latest=0, num_columns=number)
+        found.setdefault(f"own {number}", []).append(time.perf_counter() - begin_s)
+        llama.reset()
+        begin_s = time.perf_counter()
+        llama.eval(ids[0].tolist())
+        found.setdefault(f"llama.cpp {number}", []).append(time.perf_counter() - begin_s)
     return {name: 1000 * statistics.median(times) for name, times in found.items()}
 
 
