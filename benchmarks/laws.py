@@ -32,7 +32,7 @@ from outrider.drafters.model import ModelDrafter
 from outrider.export.engine_rules import GREEDY, RATIO, RATIO_OF_TEN, EngineRule
 from outrider.models.registry import resolve
 from outrider.records import Stats
-from outrider.replay.record import header_of, record_batch
+from outrider.replay.record import header_of, record_outputs
 from outrider.stats.intervals import Interval, ratio_of_sums
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
@@ -54,9 +54,8 @@ def _predicted(
     plain: Any, drafter: ModelDrafter, num_texts: int, num_tokens: int
 ) -> Iterator[tuple[str, int, Interval]]:
     options = {"temperature": 1.0, "max_new_tokens": num_tokens, "ignore_eos": True}
-    texts = [PROMPTS[i % len(PROMPTS)] for i in range(num_texts)]
-    labels = [(i, text, None, i) for i, text in enumerate(texts)]
-    records, _ = record_batch(plain, texts, labels, options, num_probs=1)
+    texts = [plain.encode(PROMPTS[i % len(PROMPTS)]) for i in range(num_texts)]
+    records = record_outputs(plain, texts, options | {"seed": 0}, num_probs=1)
     header = header_of(plain, options, 1)
     for name, rule in _RULES.items():
         for k, one in rule.expected(records, header, drafter.lm, _KS).items():

@@ -15,7 +15,6 @@ _WORK = {  # of each command, where it begins
     "plan": "outrider.cli.commands.plan.own_text",
     "latency": "outrider.bench.run.warm_up",
     "compare": "outrider.bench.run.warm_up",
-    "record": "outrider.replay.log_writer.LogWriter",
 }
 
 
@@ -33,13 +32,11 @@ def told(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, command: str, *arg
 
 @pytest.mark.parametrize("command", _WORK)
 def test_a_limit_beyond_the_context_is_told(
-    command: str, outrider: Outrider, monkeypatch: pytest.MonkeyPatch, prompts: Path, tmp_path: Path
+    command: str, outrider: Outrider, monkeypatch: pytest.MonkeyPatch, prompts: Path
 ) -> None:
     arguments: tuple[object, ...] = "--prompts", prompts
     longest = 5
-    if command == "record":
-        arguments += "--output", tmp_path / "log"
-    elif command == "latency":
+    if command == "latency":
         arguments, longest = ("--execution", "eager"), 22
     elif command == "compare":
         arguments, longest = ("The king",), 2

@@ -17,23 +17,17 @@ from outrider.api import load
 from outrider.export.engines import ENGINES
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
-from outrider.replay.log_writer import LogWriter
-from outrider.replay.record import header_of, record_batch
-from pairs import embedded, random_llama, save, word_tokenizer, zoo
+from pairs import random_llama, save, word_tokenizer, zoo
 from toys import as_lm
 
 
-@pytest.fixture(scope="module")
-def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts of the embedded target, as ``outrider record --probs 1`` writes them."""
-    path = tmp_path_factory.mktemp("recorded") / "log"
-    texts, options = ["Once upon a time", "The king", "In the wood"], {"temperature": 0.8, "max_new_tokens": 24}
-    labels = [(index, text, None, index) for index, text in enumerate(texts)]
-    decoder = embedded().plain()
-    records, _ = record_batch(decoder, texts, labels, options, num_probs=1)
-    writer = LogWriter(path, header_of(decoder, options, 1), [label[1:] for label in labels])
-    writer.append(records)
-    writer.flush()
+@pytest.fixture
+def log(outrider: Outrider, tmp_path: Path) -> Path:
+    """Texts of the embedded target."""
+    path, prompts = tmp_path / "log.jsonl", tmp_path / "recorded.txt"
+    prompts.write_text("Once upon a time\nThe king\nIn the wood\n")
+    options = ("--prompts", prompts, "--output", path, "-t", 0.8, "-n", 24, "--probs", 1)
+    assert outrider("record", *options).code == 0
     return path
 
 

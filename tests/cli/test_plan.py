@@ -138,5 +138,5 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
     assert tau[0] == tau[1] > 1
     other = outrider("plan", "--log", log, "--target", "fable-draft", "--draft", "ngram")
     assert "it was recorded from fable, not from this fable-draft" in other.error
-    (log / "index.jsonl").write_text("")
-    assert "it has no records yet: resume outrider record" in outrider("plan", "--log", log).error
+    log.write_text("")
+    assert "has no records yet: create them with outrider record" in outrider("plan", "--log", log).error

@@ -16,7 +16,8 @@ from pairs import embedded
 PROMPTS = ["Once upon a time", "8 * 12 = ", "Grüße: 世界", "The king's daughter, who lived far away,"]
 OPTIONS = ("-n", "5", "--seed", "20", "--dtype", "float64")
 ROW_KEYS = {
-    "index", "prompt", "prompt_ids", "text", "token_ids", "origins", "finish_reason", "seed", "stats", "settings"
+    "index", "prompt", "prompt_ids", "text", "token_ids", "origins", "finish_reason", "seed", "stats", "settings",
+    "model",
 }  # fmt: skip
 
 
@@ -101,7 +102,7 @@ def test_the_document_stands_alone_on_standard_output(outrider: Outrider, prompt
     ended = outrider("generate", "--prompts", prompts, "--json", "-", *OPTIONS)
     completions = only_document(ended.out, "generate")["completions"]
     rows = [json.loads(line) for line in ended.err.splitlines()[:-1]]
-    assert completions == [{key: row[key] for key in ROW_KEYS - {"settings"}} for row in rows]
+    assert completions == [{key: row[key] for key in ROW_KEYS - {"settings", "model"}} for row in rows]
 
 
 MORE: list[tuple[Any, ...]] = [

@@ -29,7 +29,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def record(outrider: Outrider, prompts: Path, *more: object) -> Path:
-    log = prompts.parent / "log"
+    log = prompts.parent / "log.jsonl"
     ended = outrider("record", "--prompts", prompts, "--output", log, *more)
     assert (ended.code, ended.out) == (0, ""), ended.err
     return log
@@ -160,34 +160,53 @@ def test_an_interrupted_recording_is_continued(
 ) -> None:
     """Exit code 130, and in the end what an uninterrupted run writes, without generating anything again."""
     options = ("-n", 4, "--seed", 1, "--probs", 2, "--batch-size", 1, "--dtype", "float64")
-    whole = [(one.prompt, one.category, one.token_ids) for one in Log.open(record(outrider, prompts, *options))]
-    assert [one[:2] for one in whole] == [(TEXTS[0], "tale"), (TEXTS[1], "sum"), (TEXTS[2], None)]
-    stream_many = Decoder.stream_many
-    asked: list[Any] = []
+    whole = [(one.category, one.seed, one.token_ids) for one in Log.open(record(outrider, prompts, *options))]
+    assert [one[:2] for one in whole] == [("tale", 1), ("sum", 2), (None, 3)]
+    complete, num_asked = Decoder.complete, list[int]()
 
-    def interrupted(self: Decoder, items: Any, sampling: Any, **more: Any) -> Any:
-        asked.append(items)
-        num_done = 0
-        for chunk in stream_many(self, items, sampling, **more):
-            yield chunk
-            num_done += chunk.finish_reason is not None
-            if len(asked) == 1 and num_done == 2:
+    def interrupted(self: Decoder, items: Any, *given: Any, **more: Any) -> Any:
+        num_asked.append(0)
+
+        def counted() -> Any:
+            for item in items:
+                num_asked[-1] += 1
+                yield item
+
+        for num_done, one in enumerate(complete(self, counted(), *given, **more)):
+            if len(num_asked) == 1 and num_done == 2:
                 raise KeyboardInterrupt
+            yield one
 
-    monkeypatch.setattr(Decoder, "stream_many", interrupted)
+    monkeypatch.setattr(Decoder, "complete", interrupted)
     arguments = ("record", "--prompts", prompts, "--output", tmp_path / "cut", *options)
     ended = outrider(*arguments)
-    assert ended.code == 130 and ended.err.startswith("2 of 3 prompts, ") and ended.err.endswith(", interrupted\n")
+    assert ended.code == 130 and ended.err.endswith(f", interrupted: {tmp_path / 'cut'}\n")
     assert len(Log.open(tmp_path / "cut")) == 2
     assert outrider(*arguments).code == 0
-    assert [len(prompts) for prompts in asked] == [3, 1] and asked[1] == asked[0][2:]
-    assert [(one.prompt, one.category, one.token_ids) for one in Log.open(tmp_path / "cut")] == whole
-    assert outrider(*arguments).code == 0 and len(asked) == 2
+    assert num_asked[1] == 1
+    assert [(one.category, one.seed, one.token_ids) for one in Log.open(tmp_path / "cut")] == whole
+    assert outrider(*arguments).code == 0 and num_asked[2:] == [0]
     for change in (("-n", 5), ("--probs", 3), ("--seed", 2), ("-t", 0.5), ("--dtype", "float32")):
-        assert "comes from another run" in outrider(*arguments, *change).error
+        assert "belongs to another run" in outrider(*arguments, *change).error
 
 
-def test_a_refused_recording_claims_no_folder(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+def test_outputs_of_generate_are_logs_too(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """With a draft, since what is generated is the target's; and rows that failed are left out."""
+    log, generated = record(outrider, prompts, *GREEDY, "--probs", 1), tmp_path / "generated.jsonl"
+    options = ("--draft", "fable-draft", "-k", 3, "--seed", 0, "--probs", 1, *GREEDY)
+    assert outrider("generate", "--prompts", prompts, "--output", generated, *options).code == 0
+    arms = [
+        only_document(outrider("replay", path, "-k", 2, "--dtype", "float64", "--json", "-").out, "replay")["arms"]
+        for path in (log, generated)
+    ]
+    assert arms[0] == arms[1]
+    rows = rows_of(generated)
+    rows[1] |= {"finish_reason": "error", "token_ids": []}
+    generated.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert "1 prompts without an output are left out" in outrider("replay", generated, "-k", 2).err
+
+
+def test_a_refused_recording_claims_no_file(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """What is found wrong only once the model is there does not stand in the way of the next try."""
     options = ("record", "--prompts", prompts, "--output", tmp_path / "log", "-n", 2)
     assert "token ids are below" in outrider(*options, "--logit-bias", "99999=1").error
@@ -207,25 +226,27 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """One line, exit code 2, and what is there stays as it is."""
     log = record(outrider, prompts, "-t", 0, "-n", 2)
     greedy = ("record", "--prompts", prompts, "--output", log, "-t", 0, "-n", 2)
-    before = [file.read_bytes() for file in (prompts, log / "index.jsonl")]
+    before = [file.read_bytes() for file in (prompts, log)]
+    (tmp_path / "text").write_text("once\n")
     cases = [
         (("record", "--prompts", prompts, "--output", tmp_path / "x", "--probs", 0), "--probs = 0"),
         (("record", "--prompts", prompts, "--output", tmp_path / "x", "--batch-size", 0), "--batch-size = 0"),
-        (("record", "--prompts", prompts, "--output", prompts), "it is not a folder"),
-        (("record", "--prompts", prompts, "--output", tmp_path), "is not a log"),
+        (("record", "--prompts", prompts, "--output", prompts), "choose another file"),
+        (("record", "--prompts", prompts, "--output", tmp_path), "cannot write"),
         (("record", "--prompts", tmp_path / "no", "--output", tmp_path / "x"), "cannot read"),
         ((*greedy, "--tensors", prompts), "choose another file"),
-        ((*greedy, "--tensors", log / "index.jsonl"), "choose another file"),
+        ((*greedy, "--tensors", log), "choose another file"),
         ((*greedy, "--tensors", tmp_path / "t", "--chat"), "is read as greedy"),
         ((*greedy, "--tensors", tmp_path / "t", "--logit-bias", "3=1"), "is read as greedy"),
         ((*greedy, "--tensors", tmp_path / "t", "--repetition-penalty", 1.1), "is read as greedy"),
         ((*greedy, "--tensors", tmp_path / "t", "-t", 0.5), "is read as greedy"),
-        (("replay", log, "--output", log / "index.jsonl"), "choose another file"),
+        (("replay", log, "--output", log), "choose another file"),
         (("replay", log, "--output", tmp_path / "r", "--json", tmp_path / "." / "r"), "choose another file"),
         (("replay", log, "--output", tmp_path / "r", "--seed", -1), "--seed = -1"),
         (("replay", log, "-k", 2, "--output-format", "cumulative"), "it needs --output"),
         (("replay", prompts, "--per-prompt", "--json", prompts), "choose another file"),
-        (("replay", tmp_path / "nowhere"), "create one with outrider record"),
+        (("replay", tmp_path / "nowhere"), "cannot read"),
+        (("replay", prompts), "create one with outrider record"),
         (("replay", log, "--draft", "none"), "name a draft to replay"),
         (("replay", log, "-k", "auto"), "numbers, like 1-8"),
         (("replay", log, "--acceptance", "hope"), "choose one of rejection"),
@@ -234,7 +255,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("replay", log, "--prompts", prompts), "tensors need --prompts and --tokenizer-of"),
         (("replay", log, "--output", tmp_path / "r", "--output-format", "cumulative"), "give one of each"),
         (("replay", log, "--plot", tmp_path / "p.xyz"), "the name must end in"),
-        (("replay", log / "log.json", "--per-prompt"), "neither a line of replay"),
+        (("replay", tmp_path / "text", "--per-prompt"), "neither a line of replay"),
         (("replay", tmp_path / "nowhere", "--per-prompt"), "cannot read"),
         (("replay", log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
         (("replay", log, "--tokens-per-prompt", 9), "it needs --per-prompt and a file of counts"),
@@ -244,9 +265,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     ]
     for arguments, message in cases:
         assert message in outrider(*arguments).error
-    assert [file.read_bytes() for file in (prompts, log / "index.jsonl")] == before
-    (log / "shard-00000.safetensors").unlink()
-    assert "record 0 is damaged" in outrider("replay", log).error
+    assert [file.read_bytes() for file in (prompts, log)] == before
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from outrider.decoder import Decoder
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
-from outrider.replay.record import header_of, record_batch
+from outrider.replay.record import header_of, record_outputs
 from outrider.replay.replay import replay, summarise
 from outrider.sampling.rules import RULES
 from outrider.scoring.teacher_forcing import Text
@@ -91,8 +91,8 @@ def test_tau_is_the_predicted_one(greedy: Decoder, is_greedy: bool) -> None:
     """Predicted from texts of the target alone, measured on others: the difference is less than 5.1 standard errors,
     which fails by chance in less than one of a million runs. The two ways to draft are told apart by far."""
     decoder = greedy if is_greedy else replace(greedy, drafter=ModelDrafter(greedy.drafter.models[0]))
-    labels = [(index, "", None, index) for index in range(len(PROMPTS))]
-    records, _ = record_batch(decoder.plain(), PROMPTS, labels, OPTIONS, num_probs=1)
+    prompts = [decoder.encode(prompt) for prompt in PROMPTS]
+    records = record_outputs(decoder.plain(), prompts, OPTIONS | {"seed": 0}, num_probs=1)
     header = header_of(decoder.plain(), OPTIONS, 1)
     predicted = summarise(replay(records, header, decoder.drafter, "rejection", [3]), [3]).expected[3].tau
     seeds = [1000 + index for index in range(len(PROMPTS))]

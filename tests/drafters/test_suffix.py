@@ -29,7 +29,7 @@ from outrider.drafters.suffix import SuffixDrafter, SuffixIndex, SuffixSession
 from outrider.errors import FileError, OptionError
 from outrider.options import Sampling
 from outrider.records import Draft, Request
-from outrider.replay.record import header_of, record_batch
+from outrider.replay.record import header_of, record_outputs
 from outrider.replay.replay import load_draft, replay, summarise
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION, RULES, Rule
@@ -383,8 +383,7 @@ def test_replay_predicts_the_rounds(k: int) -> None:
     decoder = embedded().plain()
     prompts = ["Once upon a time", "the the the the", "The old king said to the old king"]
     options = {"temperature": 0.0, "max_new_tokens": 40}
-    labels = [(index, "", None, index) for index in range(len(prompts))]
-    records, _ = record_batch(decoder, prompts, labels, options, num_probs=1)
+    records = record_outputs(decoder, [decoder.encode(prompt) for prompt in prompts], options, num_probs=1)
     drafter = SuffixDrafter(Corpus([records[0].token_ids]))
     header = header_of(decoder, options, 1)
     expected = summarise(replay(records, header, drafter, "block", [k]), [k]).expected[k]

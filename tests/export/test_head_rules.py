@@ -14,7 +14,7 @@ from outrider.export.engine_rules import GREEDY, RATIO, RATIO_BY_TEMPERATURE, by
 from outrider.options import Sampling
 from outrider.records import Stats
 from outrider.replay.forced import force_records
-from outrider.replay.log_format import Header, Record
+from outrider.replay.log import Header, Record
 from outrider.replay.replay import MATCH, ExpectedRounds, replay, summarise
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
@@ -41,7 +41,7 @@ def records(target: LM) -> list[Record]:
     requests = [request(ids, seed=i, max_new_tokens=12, temperature=0.8, top_k=3) for i, ids in enumerate(prompts)]
     outputs = run(target, NoDrafter(), requests, REJECTION, 0)
     return [
-        Record(i, "", None, i, "length", ids, tuple(output.token_ids))
+        Record(i, None, i, "length", ids, tuple(output.token_ids))
         for i, (ids, output) in enumerate(zip(prompts, outputs, strict=True))
     ]
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from outrider.drafters.base import NoDrafter
 from outrider.options import Sampling
-from outrider.replay.log_format import Header, Record
+from outrider.replay.log import Header, Record
 from outrider.replay.record import top_probs
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
@@ -26,7 +26,7 @@ def written(
     pairs = [(tuple(ids), output.token_ids) for ids, output in zip(prompts, outputs, strict=True)]
     probs = [None] * len(prompts) if num_probs is None else top_probs(target, pairs, Sampling(**options), num_probs)
     records = [
-        Record(i, "", None, seed + i, output.finish_reason, *pair, some)
+        Record(i, None, seed + i, output.finish_reason, *pair, some)
         for i, (output, pair, some) in enumerate(zip(outputs, pairs, probs, strict=True))
     ]
     return header_of(target, num_probs, **options), records

@@ -9,7 +9,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 from outrider.replay.bounds import Bounds, _excess, bounds
-from outrider.replay.log_format import TopProbs
+from outrider.replay.log import TopProbs
 from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import draw_gumbel
 

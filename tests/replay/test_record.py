@@ -6,7 +6,7 @@ import torch
 from outrider.decoder import Decoder
 from outrider.drafters.base import NoDrafter
 from outrider.options import Sampling
-from outrider.replay.record import record_batch, top_probs
+from outrider.replay.record import record_outputs, top_probs
 from reference import hf_probs
 from toys import llama_pair
 
@@ -20,7 +20,7 @@ OPTIONS = {
     "max_new_tokens": 12,
 }
 PROMPTS = [[1, 2, 3], [9] * 5, [4]]
-LABELS = [(i, f"p{i}", None, 7 + i) for i in range(3)]
+SEED = {"seed": 7}
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +31,7 @@ def decoder() -> Decoder:
 @pytest.mark.parametrize("num_probs", [1, 4, 9, 100])
 def test_probabilities_are_those_of_hugging_faces_processors(decoder: Decoder, num_probs: int) -> None:
     """Probabilities of the sequence's token and of the N most probable, and the remaining mass: 0 beyond top-k."""
-    records, is_interrupted = record_batch(decoder, PROMPTS, LABELS, OPTIONS, num_probs=num_probs)
-    assert not is_interrupted
+    records = record_outputs(decoder, PROMPTS, OPTIONS | SEED, num_probs=num_probs)
     n, law = min(num_probs, 60), Sampling(**OPTIONS, stop_token_ids=tuple(decoder.eos_ids))
     for record, ids in zip(records, PROMPTS, strict=True):
         (completion,) = decoder.generate([ids], **OPTIONS, seed=record.seed)
@@ -51,10 +50,10 @@ def test_probabilities_are_those_of_hugging_faces_processors(decoder: Decoder, n
 
 
 def test_batches_change_nothing(decoder: Decoder) -> None:
-    together, _ = record_batch(decoder, PROMPTS, LABELS, OPTIONS, num_probs=3)
-    for prompt, label, want in zip(PROMPTS, LABELS, together, strict=True):
-        ((alone,), _) = record_batch(decoder, [prompt], [label], OPTIONS, num_probs=3)
-        assert alone.token_ids == want.token_ids
+    together = record_outputs(decoder, PROMPTS, OPTIONS | SEED, num_probs=3)
+    for i, (prompt, want) in enumerate(zip(PROMPTS, together, strict=True)):
+        (alone,) = record_outputs(decoder, [prompt], OPTIONS | {"seed": 7 + i}, num_probs=3)
+        assert alone.token_ids == want.token_ids and want.seed == 7 + i
         torch.testing.assert_close(alone.probs.token_probs, want.probs.token_probs, rtol=0, atol=1e-9)
 
 
@@ -63,20 +62,3 @@ def test_a_text_that_fills_the_context(decoder: Decoder) -> None:
     target = llama_pair(context_len=8)[0]
     (probs,) = top_probs(target, [([1, 2], [3, 4, 6, 7, 8, 9])], Sampling(), 2)
     assert len(probs.token_probs) == 6
-
-
-def test_ctrl_c_keeps_the_rows_before_the_first_that_is_not_finished(
-    decoder: Decoder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stream_many = Decoder.stream_many
-
-    def interrupted(self: Decoder, prompts: object, sampling: Sampling, **more: object) -> object:
-        for chunk in stream_many(self, prompts, sampling, max_new_tokens=[2, 6, 3], **more):
-            yield chunk
-            if chunk.row == 2 and chunk.finish_reason is not None:
-                raise KeyboardInterrupt
-
-    monkeypatch.setattr(Decoder, "stream_many", interrupted)
-    records, is_interrupted = record_batch(decoder, PROMPTS, LABELS, OPTIONS, num_probs=2)
-    assert is_interrupted and [record.index for record in records] == [0]
-    assert records[0].probs is not None

@@ -23,7 +23,7 @@ from outrider.options import Sampling
 from outrider.records import Stats
 from outrider.replay import renewal
 from outrider.replay import replay as module
-from outrider.replay.log_format import Record
+from outrider.replay.log import Record
 from outrider.replay.record import top_probs
 from outrider.replay.renewal import RoundDistribution, log_ratios
 from outrider.replay.replay import MATCH, replay, summarise
@@ -188,7 +188,7 @@ def _replayed(
     target, drafter = table_lm(TARGET), drafter or ModelDrafter(table_lm(DRAFT, name="draft"), DraftOptions(is_greedy))
     header = header_of(target, 1 if has_probs else None, max_new_tokens=num_tokens)
     probs = top_probs(target, [((1,), text)], Sampling(), 1)[0] if has_probs else None
-    record = Record(0, "", None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
+    record = Record(0, None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
     draft_sampling = Sampling(**q) if q else None
     return (
         next(iter(replay([record], header, drafter, law, [k], target=target, draft_sampling=draft_sampling)))
@@ -335,7 +335,7 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
     probs = top_probs(target, pairs, Sampling(**SAMPLED), target.vocab_size)
     header = header_of(target, target.vocab_size, **SAMPLED)
     records = [
-        Record(i, "", None, i, output.finish_reason, tuple(pair[0]), pair[1], some)
+        Record(i, None, i, output.finish_reason, tuple(pair[0]), pair[1], some)
         for i, (output, pair, some) in enumerate(zip(outputs, pairs, probs, strict=True))
     ]
     differences = defaultdict(list)

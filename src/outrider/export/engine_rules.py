@@ -18,7 +18,7 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
-from outrider.replay.log_format import Header, Record
+from outrider.replay.log import Header, Record
 from outrider.replay.plan import Costs, choices
 from outrider.replay.replay import ExpectedRounds, replay, summarise
 from outrider.runtime.lm import LM

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import FileError
-from outrider.offline.jsonl import parse_row
 from outrider.offline.prompt_file import PromptFile
 from outrider.offline.prompt_row import PromptLine
 from outrider.system.file_lock import is_regular, open_locked
+from outrider.system.json_text import parse_row
 from outrider.system.ranks import current_ranks
 
 _ROW_BEGINS = b'{"index": '  # the prefix of every line

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import IO
 
 from outrider.errors import FileError
-from outrider.offline.jsonl import parse_json, parse_row
 from outrider.offline.prompt_row import PromptLine, prompt_of
+from outrider.system.json_text import parse_json, parse_row
 from outrider.system.ranks import current_ranks
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"

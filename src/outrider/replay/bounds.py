@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from outrider.replay.log_format import TopProbs
+from outrider.replay.log import TopProbs
 from outrider.sampling.probs import wide
 
 _TINY = 1e-30

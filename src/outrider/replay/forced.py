@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.options import Sampling
 from outrider.replay.bounds import agreement
-from outrider.replay.log_format import Header, Record
+from outrider.replay.log import Header, Record
 from outrider.replay.renewal import Floats, Integers, log_ratios
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised

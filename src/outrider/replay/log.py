@@ -1,146 +1,239 @@
-"""Log reader: loads records on demand and verifies their checksums."""
+"""Logs: a target's outputs for many prompts, as ``record`` and ``generate --output`` write them, one JSON line each.
+
+docs/reference/logs.md describes the lines. This module knows neither models nor where records come from.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
+from torch import Tensor
 
-from outrider.errors import FileError
+from outrider.errors import FileError, OptionError
+from outrider.options import CONSTRAINTS, Sampling
 from outrider.records import FinishReason
-from outrider.replay.log_format import (
-    HEADER,
-    INDEX,
-    REMEDY,
-    SCHEMA,
-    Header,
-    Line,
-    Record,
-    TopProbs,
-    canonical,
-    checksum_of,
-    damage,
-    shard_path,
-)
-from outrider.system.files import read_bytes, read_text
+from outrider.system.json_text import parse_row
+
+_REMEDY = "take the file from a copy, or remove the line and give the same outrider record again"
+_PARTS = ("token", "top_ids", "top", "tail")  # of probabilities
+_DIGITS = 9  # which name each float32
 
 
-class Log:
-    """Log opened for reading. Records are loaded on demand, and not kept.
+@dataclass(frozen=True, slots=True)
+class TopProbs:
+    """p, after the sampling options, at the n tokens of an output.
 
     Attributes:
-        header: shared by all records.
-        lines: the index.
+        token_probs: of the generated tokens. [n]
+        top_ids, top_probs: the N most probable tokens, largest first. [n, N], [n, N]
+        tail: mass of all others. [n]
     """
 
-    def __init__(self, path: Path, header: Header, lines: Sequence[Line]) -> None:
-        self._path = path
-        self.header = header
-        self.lines = lines
+    token_probs: Tensor
+    top_ids: Tensor
+    top_probs: Tensor
+    tail: Tensor
+
+    def __post_init__(self) -> None:
+        assert self.token_probs.shape == self.tail.shape == self.top_ids.shape[:1]
+        assert self.top_ids.shape == self.top_probs.shape
+
+    def at(self, part: slice, device: torch.device) -> TopProbs:
+        """Part of the tokens, on a device."""
+        tensors = (self.token_probs, self.top_ids, self.top_probs, self.tail)
+        return TopProbs(*(tensor[part].to(device) for tensor in tensors))
+
+    def to_json(self) -> dict[str, Any]:
+        tensors = self.token_probs, self.top_ids, self.top_probs, self.tail
+        return {name: _numbers(tensor) for name, tensor in zip(_PARTS, tensors, strict=True)}
 
     @classmethod
-    def open(cls, path: Path) -> Log:
-        """Read header and index.
+    def from_json(cls, stated: Mapping[str, Any], dtype: torch.dtype) -> TopProbs:
+        """Raises KeyError, TypeError, ValueError, AssertionError."""
+        kinds = dtype, torch.long, dtype, dtype
+        return cls(*(torch.tensor(stated[name], dtype=kind) for name, kind in zip(_PARTS, kinds, strict=True)))
 
-        Raises:
-            FileError: there is no log, or its header or index is damaged. An incomplete last line is ignored.
-        """
-        header = read_header(path)
-        *lines, _ = read_index(path)
-        return cls(path, header, [parse_line(path, index, line) for index, line in enumerate(lines)])
 
-    def __len__(self) -> int:
-        return len(self.lines)
+def _numbers(tensor: Tensor) -> list[Any]:
+    """Numbers as JSON: few digits where these name them."""
+    if tensor.ndim > 1:
+        return [_numbers(row) for row in tensor]
+    numbers: list[Any] = tensor.tolist()
+    return [float(f"{one:.{_DIGITS}g}") for one in numbers] if tensor.dtype == torch.float32 else numbers
 
-    def __iter__(self) -> Iterator[Record]:
-        return (self.read(index) for index in range(len(self)))
 
-    def check_shards(self, num_records: int) -> None:
-        """Check that the shards of the first records exist, without reading them.
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The target's output for one prompt.
 
-        Raises:
-            FileError: a shard is missing.
-        """
-        there: set[int] = set()
-        for line in self.lines[:num_records]:
-            path = shard_path(self._path, line.shard)
-            if line.shard not in there and not path.is_file():
-                raise FileError(damage(self._path, line.index, f"{path.name} is missing"))
-            there.add(line.shard)
+    Attributes:
+        index: place of the prompt in its file, from 0.
+        category: of the prompt, if any.
+        probs: None if not recorded.
+    """
 
-    def read(self, index: int) -> Record:
-        """Load a record.
+    index: int
+    category: str | None
+    seed: int
+    finish_reason: FinishReason
+    prompt_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    probs: TopProbs | None = None
 
-        Raises:
-            FileError: the record is damaged.
-            IndexError: there is no such record.
-        """
-        if not 0 <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)}")
-        line = self.lines[index]
-        path = shard_path(self._path, line.shard)
-        names = ["prompt_ids", "token_ids"]
-        if self.header.num_probs is not None:
-            names += ["token_probs", "top_ids", "top_probs", "tail"]
-        try:
-            with safe_open(path, framework="pt") as shard:
-                tensors = {name: shard.get_tensor(f"{index}.{name}") for name in names}
-        except (OSError, SafetensorError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise FileError(damage(self._path, index, f"{path.name} cannot be read ({reason})")) from None
-        if checksum_of(line, tensors) != line.sha256:
-            raise FileError(damage(self._path, index, f"its checksum does not match {path.name} and {INDEX}"))
-        probs = None
-        if self.header.num_probs is not None:
-            probs = TopProbs(tensors["token_probs"], tensors["top_ids"].long(), tensors["top_probs"], tensors["tail"])
-        return Record(
-            index=index,
-            prompt=line.prompt,
-            category=line.category,
-            seed=line.seed,
-            finish_reason=line.finish_reason,
-            prompt_ids=tuple(tensors["prompt_ids"].tolist()),
-            token_ids=tuple(tensors["token_ids"].tolist()),
-            probs=probs,
+    def __post_init__(self) -> None:
+        assert self.prompt_ids and self.token_ids
+        assert self.probs is None or len(self.probs.token_probs) == len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Properties shared by all records of a log.
+
+    Attributes:
+        target: name of the model.
+        sampling: without a seed.
+        num_probs: N; None if no probabilities were recorded.
+        vocab_size: V.
+        context_len: the target's.
+        eos_ids: tokens that end the outputs.
+        tokenizer: fingerprint of its vocabulary (see outrider.text.tokenizer); None without a tokenizer.
+    """
+
+    target: str
+    sampling: Sampling
+    num_probs: int | None
+    vocab_size: int
+    context_len: int
+    eos_ids: tuple[int, ...]
+    tokenizer: str | None
+
+    def __post_init__(self) -> None:
+        assert self.sampling.seed is None and self.sampling.logprobs is None
+
+    def max_new_tokens(self, num_prompt_tokens: int) -> int:
+        """Limit of output tokens for a prompt."""
+        return min(self.sampling.max_new_tokens, self.context_len - num_prompt_tokens)
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> Header:
+        """Header of a line. Raises KeyError, TypeError, ValueError, OptionError."""
+        settings, model = row["settings"], row["model"]
+        names = {one.name for one in fields(Sampling)} - {"seed", "logprobs"}
+        options = {name: settings[name] for name in names & settings.keys()}
+        if settings.get("logit_bias") is not None:  # as strings: JSON has no -inf
+            pairs = (item.split("=") for item in settings["logit_bias"])
+            options["logit_bias"] = {int(token_id): float(bias) for token_id, bias in pairs}
+        for name, value in options.items():
+            if isinstance(value, list):
+                options[name] = tuple(value)
+        return cls(
+            model["name"],
+            Sampling(**options),
+            settings.get("probs"),
+            model["vocab_size"],
+            model["context_len"],
+            tuple(model["eos_ids"]),
+            model["tokenizer"],
         )
 
 
-def read_header(path: Path) -> Header:
-    file = path / HEADER
-    if not file.is_file():
-        raise FileError(f"{path} is not a log: it has no {HEADER}; create one with outrider record")
+@dataclass(frozen=True, slots=True)
+class _Line:
+    index: int
+    offset: int
+    num_tokens: int
+
+
+class Log:
+    """Log opened for reading. Records are loaded on demand, in the order of the prompts, and not kept.
+
+    Attributes:
+        header: shared by all records.
+        num_failed: prompts that ended in an error, and have no record.
+        num_tokens: tokens of all outputs.
+    """
+
+    def __init__(self, path: Path, header: Header, lines: Sequence[_Line], num_failed: int) -> None:
+        self._path, self._lines = path, sorted(lines, key=lambda line: line.index)
+        self.header, self.num_failed = header, num_failed
+        self.num_tokens = sum(line.num_tokens for line in lines)
+
+    @classmethod
+    def open(cls, path: Path) -> Log:
+        """Look through a log. An incomplete last line is ignored.
+
+        Raises:
+            FileError: there is no log, its lines are damaged, differ in their settings, or were constrained.
+        """
+        header: Header | None = None
+        lines: dict[int, _Line] = {}
+        num_failed = offset = 0
+        try:
+            with path.open("rb") as stream:
+                for number, text in enumerate(stream, start=1):
+                    where = f"{path}, line {number}"
+                    if not text.endswith(b"\n"):
+                        break
+                    row = parse_row(where, text)
+                    own = _header(where, row)
+                    if header is None:
+                        header = own
+                    ends = tuple(sorted({*header.eos_ids, *own.eos_ids}))  # a chat's turns end, too
+                    header, own = replace(header, eos_ids=ends), replace(own, eos_ids=ends)
+                    if own != header:
+                        raise FileError(f"{where} has other settings than the lines before: a log has one run's")
+                    if row.get("finish_reason") in ("error", None):
+                        num_failed += 1
+                    else:
+                        record = _record(where, row, header)
+                        if record.index in lines:
+                            raise FileError(f"{where}: duplicates prompt {record.index}: remove one of the two")
+                        lines[record.index] = _Line(record.index, offset, len(record.token_ids))
+                    offset += len(text)
+        except OSError as error:
+            raise FileError(f"cannot read {path}: {error.strerror}") from None
+        if header is None or not lines:
+            raise FileError(f"{path} has no records yet: create them with outrider record")
+        return cls(path, header, list(lines.values()), num_failed)
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __iter__(self) -> Iterator[Record]:
+        with self._path.open("rb") as stream:
+            for line in self._lines:
+                stream.seek(line.offset)
+                where = f"{self._path}, prompt {line.index}"
+                yield _record(where, parse_row(where, stream.readline()), self.header)
+
+
+def _header(where: str, row: Mapping[str, Any]) -> Header:
     try:
-        document = json.loads(read_text(file))
-        checksum = document.pop("sha256")
-        if document["schema"] != SCHEMA:
-            raise FileError(f"{file} has the schema {document['schema']!r}, but only {SCHEMA!r} is known here")
-        if checksum == hashlib.sha256(canonical(document)).hexdigest():
-            return Header.from_json(document)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise FileError(f"{file} is damaged: its checksum does not match; {REMEDY}")
+        for name in (*CONSTRAINTS, "bad_words"):
+            if row["settings"].get(name):
+                raise FileError(f"{where} has the output of a constraint ({name}), which a replay does not know")
+        return Header.from_json(row)
+    except (KeyError, TypeError, ValueError, AttributeError, OptionError):
+        raise FileError(f"{where} is not of a log: create one with outrider record") from None
 
 
-def read_index(path: Path) -> list[bytes]:
-    """Lines of the index; the last is empty or incomplete."""
-    file = path / INDEX
-    return read_bytes(file).split(b"\n") if file.exists() else [b""]
-
-
-def parse_line(path: Path, index: int, text: bytes) -> Line:
-    """Parse a line of the index and check its types; its checksum is verified with the tensors."""
+def _record(where: str, row: Mapping[str, Any], header: Header) -> Record:
     try:
-        row = json.loads(text)
-        line = Line(**row)
-        kinds: tuple[Any, ...] = (int, str, (str, type(None)), int, str, int, int, int, str)
-        is_valid = all(isinstance(getattr(line, one.name), kind) for one, kind in zip(fields(Line), kinds, strict=True))
-        if is_valid and line.index == index and line.finish_reason in get_args(FinishReason):
-            return line
-    except (ValueError, TypeError, RecursionError):
-        pass
-    raise FileError(damage(path, index, f"line {index + 1} of {INDEX} is not valid"))
+        probs = None
+        if header.num_probs is not None:
+            is_double = row["settings"]["dtype"] == "float64"
+            probs = TopProbs.from_json(row["probs"], torch.float64 if is_double else torch.float32)
+        prompt_ids, token_ids = (
+            tuple(torch.tensor(row[name], dtype=torch.long).tolist()) for name in ("prompt_ids", "token_ids")
+        )
+        if not 0 <= min(prompt_ids + token_ids) <= max(prompt_ids + token_ids) < header.vocab_size:
+            raise ValueError
+        return Record(
+            row["index"], row.get("category"), row["seed"], row["finish_reason"], prompt_ids, token_ids, probs
+        )
+    except (KeyError, TypeError, ValueError, RuntimeError, AssertionError):
+        raise FileError(f"{where} is damaged: {_REMEDY}") from None

@@ -30,7 +30,7 @@ from outrider.models.registry import resolve
 from outrider.options import Sampling, looks_up
 from outrider.records import Stats
 from outrider.replay.forced import ForcedRecord, force_records
-from outrider.replay.log_format import Header, Record
+from outrider.replay.log import Header, Record
 from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_matches, by_offset, survival
 from outrider.replay.teacher_forced import score_records
 from outrider.runtime.lm import LM

@@ -12,7 +12,7 @@ from torch import Tensor
 from outrider.drafters.window import window_start
 from outrider.options import Sampling
 from outrider.replay.bounds import Bounds, bounds
-from outrider.replay.log_format import Header, Record, TopProbs
+from outrider.replay.log import Header, Record, TopProbs
 from outrider.replay.renewal import Floats, log_ratios
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised

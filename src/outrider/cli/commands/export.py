@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from outrider.export.engine_rules import Outlook
     from outrider.export.engines import ServingEngine
     from outrider.export.folder import Facts
-    from outrider.replay.log import Log
-    from outrider.replay.log_format import Header, Record
+    from outrider.replay.log import Header, Log, Record
 
 _NUM_TOKENS, _CONTEXT, _ROWS, _NUM_PASSES = 64, 64, (1, 2, 4, 8), 3  # of the sequences and rounds of --measure
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
-from array import array
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -13,38 +10,37 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.shared.context_limit import report_context_limit, report_num_limited
+from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
     EndOptions,
     JsonOption,
     NumDraftTokensOption,
+    ProbsOption,
     SamplingOptions,
     StructureOptions,
     check_batch_size,
     check_constraint,
+    check_probs,
     flat,
 )
 from outrider.cli.shared.output import (
     check_json_target,
     check_outputs,
     console_for,
-    json_text,
     make_document,
-    progress_bar,
     write_document,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
-from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
+from outrider.cli.shared.prompt_job import run_job
+from outrider.cli.shared.ray_workers import RayOptions
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.cli.shared.workers import LocalWorker, Setup, Workers
 from outrider.cli.shared.wrapping import say
-from outrider.errors import FileError, OptionError, OutriderError, PromptError
-from outrider.offline.invalid_rows import InvalidRows
-from outrider.offline.output_file import FinishedPrompts, open_output
+from outrider.errors import FileError, OptionError, PromptError
 from outrider.offline.output_rows import Totals, row_of, stats_of
 from outrider.offline.prompt_file import open_prompts
-from outrider.offline.prompt_order import Shard, by_length
+from outrider.offline.prompt_order import Shard
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import Sampling
 from outrider.records import Chunk, Completion, Timing
@@ -91,6 +87,7 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Add log-probabilities to the JSON. Of each token, and of the N most probable.")
     ] = None,
+    probs: ProbsOption = None,
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Colour tokens by origin. Accepted, correction or bonus.")
     ] = False,
@@ -110,6 +107,7 @@ def generate(
             ("--shard", shard, None),
             ("--skip-invalid", skip_invalid, False),
             ("--ray", cluster.ray, None),
+            ("--probs", probs, None),
         ):
             if value != default:
                 raise OptionError(option, value, "this option needs a file of prompts: add --prompts FILE")
@@ -127,7 +125,7 @@ def generate(
         more = {"logprobs": logprobs, **end.to_options(), **structure.to_options()}
         options = sampling.to_options(seed=seed, num_seeds=num_seeds, **more)
         check_constraint(Sampling(**options))
-        setup = Setup(pair, draft, k, options, template)
+        setup = Setup(pair, draft, k, options, template, check_probs(probs))
         totals = Totals(None if json_target is None or output is not None else [])
         workers: Workers
         if lines is None:
@@ -135,24 +133,19 @@ def generate(
             console = console_for(json_target, has_colours=show_origin or None)
             _show(setup, worker.decoder, text, console, show_origin, totals)
         else:
-            invalid = InvalidRows(lines, skip_invalid)
-            invalid.check(part.indices(len(lines)), partial(_check_own, setup))
-            finished = FinishedPrompts(part.indices(len(lines)), bytearray(len(lines)))
-            write: Callable[[str], None] = partial(_print, sys.stderr if json_target == "-" else sys.stdout)
-            if output is not None:
-                file = files.enter_context(open_output(output))
-                finished = current_ranks().of_first(
-                    partial(file.read_finished, lines, finished.indices, setup.settings)
-                )
-                write = file.write
-            finished.leave_out(invalid.reasons)
-            totals.num_failed = finished.num_failed
-            if cluster.ray is None:
-                workers = LocalWorker(setup, batch_size)
-            else:
-                many = open_ray_workers(cluster, setup, batch_size, finished.num_missing)
-                workers = files.enter_context(many)
-            _continue_all(setup, workers, invalid, finished, batch_size, write, totals)
+            stream = sys.stderr if json_target == "-" else sys.stdout
+            workers = run_job(
+                setup,
+                lines,
+                files,
+                totals,
+                batch_size=batch_size,
+                output=output,
+                write=partial(_print, stream),
+                part=part,
+                skips_invalid=skip_invalid,
+                cluster=cluster,
+            )
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
     say(summary)
     if json_target is not None:
@@ -177,61 +170,6 @@ def _read_prompt(argument: str | None) -> str:
     if not text.strip():
         raise PromptError.empty()
     return text
-
-
-def _check_own(setup: Setup, line: PromptLine) -> None:
-    """Detect options that no target supports, before the work. Raises OptionError."""
-    target = setup.pair.target
-    if line.model not in (None, target):
-        raise OptionError("model", line.model, f"the target is {target!r}: choose it with --target, or leave it out")
-    check_constraint(Sampling(**setup.options | line.options))
-
-
-def _lengths(workers: Workers, target: str, finished: FinishedPrompts, invalid: InvalidRows) -> Sequence[int]:
-    """Check the unfinished prompts against the target before the work, and compute their maximum lengths.
-
-    Raises:
-        FileError: with the line, unless it is skipped.
-    """
-    lines, num_cut = invalid.lines, 0
-    lengths = array("Q", bytes(8 * len(lines)))
-    for index, length in workers.lengths((index, lines[index]) for index in finished.missing()):
-        if isinstance(length, OutriderError):
-            invalid.add(index, length)
-        else:
-            lengths[index] = length.num_tokens
-            num_cut += length.is_cut
-    finished.leave_out(invalid.reasons)
-    report_num_limited(target, num_cut)
-    return lengths
-
-
-def _continue_all(
-    setup: Setup,
-    workers: Workers,
-    invalid: InvalidRows,
-    finished: FinishedPrompts,
-    num_slots: int,
-    write: Callable[[str], None],
-    totals: Totals,
-) -> None:
-    """Write a JSON line for each unfinished prompt as workers yield them. Keeps totals only."""
-    lines, lengths = invalid.lines, _lengths(workers, setup.pair.target, finished, invalid)
-    invalid.report()
-    totals.skipped = invalid.to_json()
-    order = by_length(finished.missing(), lengths, num_slots)
-    num_prompts = finished.num_rows + finished.num_missing
-    start = time.perf_counter()
-    try:
-        with progress_bar("prompts", num_prompts, finished.num_rows) as advance:
-            for index, (row, stats) in workers.rows((index, lines[index]) for index in order):
-                write(json_text(row | {"settings": setup.settings(lines[index])}))
-                totals.add(row, stats)
-                advance(1)
-    except KeyboardInterrupt:
-        totals.is_interrupted = True
-    # Rows join and leave within rounds, so the time per phase is not reported.
-    totals.time_s = dict.fromkeys(Timing().to_json()) | {"total": time.perf_counter() - start}
 
 
 def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:

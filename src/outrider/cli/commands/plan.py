@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
     from outrider.records import Stats
-    from outrider.replay.log_format import Header, Record
+    from outrider.replay.log import Header, Record
     from outrider.replay.plan import Costs, PairChoice
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,20 +31,32 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.own_text import recorded
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
-from outrider.cli.shared.per_prompt import DrawnRounds, show, show_file
+from outrider.cli.shared.per_prompt import DrawnRounds, is_plain, show, show_file
+from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
-from outrider.options import DEFAULT_ACCEPTANCE
+from outrider.options import DEFAULT_ACCEPTANCE, Sampling
 from outrider.system.files import check_writable
 from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
-    from outrider.replay.log import Log
-    from outrider.replay.log_format import Header, Record
+    from outrider.replay.log import Header, Log, Record
     from outrider.replay.replay import AlphaRange, ExpectedRounds, Summary
 
 
+# Options of a log that a document always names; others if they are set.
+_ALWAYS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "logit_bias",
+    "stop",
+    "max_new_tokens",
+    "ignore_eos",
+)
 _FORMATS = ("outrider", "tensors")
 _OUTPUT_FORMATS = ("outrider", "cumulative")
 # Options with a file of rounds.
@@ -63,7 +75,8 @@ def replay(
     context: typer.Context,
     drafts: DraftOptions,
     log: Annotated[
-        Path, typer.Argument(help="Log written by outrider record. With --per-prompt: or a file of rounds.")
+        Path,
+        typer.Argument(help="Output file of outrider record, or of generate. With --per-prompt: or a file of rounds."),
     ],
     target: Annotated[
         str | None,
@@ -130,7 +143,7 @@ def replay(
     if tokens_per_prompt is not None and tokens_per_prompt < 1:
         raise OptionError("--tokens-per-prompt", tokens_per_prompt, "a whole number >= 1")
     check_json_target(json_target)
-    if per_prompt and log_format == "outrider" and not log.is_dir():
+    if per_prompt and log_format == "outrider" and not is_plain(log):
         check_alone(context, _OF_ROUNDS, "a file of rounds has been replayed already: leave it out")
         check_outputs({"--json": json_target, "--plot": plot}, [log])
         check_figure_files(plot)
@@ -183,8 +196,8 @@ def replay(
     else:
         records = Log.open(log) if decoder is None else recorded(log, decoder.target.name, decoder.tokenizer)
         header = records.header
-    if not len(records):
-        raise FileError(f"{log} has no records yet: resume outrider record")
+        if records.num_failed:
+            say(f"{log}: {records.num_failed} prompts without an output are left out")
     names = drafts.names(header.target)
     if output_format == "cumulative" and len(names) * len(ks) > 1:
         raise OptionError("--output-format", output_format, "it holds one draft and one K: give one of each")
@@ -233,7 +246,7 @@ def replay(
     body: dict[str, Any] = {
         "target": header.target,
         "num_prompts": len(records),
-        "log_options": header.to_json()["sampling"] | {"num_probs": header.num_probs},
+        "log_options": _options_json(header),
         "drafts": [
             {"draft": name, "alpha": summary.alpha and summary.alpha.to_json()}
             for name, summary in zip(names, summaries, strict=True)
@@ -256,6 +269,20 @@ def replay(
     write_json(json_target, "replay", settings, body, _a_model([drafter for _, drafter in loaded]))
 
 
+def _options_json(header: Header) -> dict[str, Any]:
+    """Sampling options of a log, and N."""
+    plain = Sampling()
+    bias = header.sampling.logit_bias
+    options = {
+        one.name: value
+        for one in fields(Sampling)
+        if (value := getattr(header.sampling, one.name)) != getattr(plain, one.name) or one.name in _ALWAYS
+    }
+    if bias is not None:  # as text: JSON has no -inf
+        options["logit_bias"] = {str(i): repr(float(value)) for i, value in bias.items()}
+    return options | {"stop": list(header.sampling.stop), "num_probs": header.num_probs}
+
+
 def _single_k(text: str | None) -> int | None:
     """K of a file of counts. Raises OptionError."""
     if text is None:
@@ -270,8 +297,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     """Read a log of printed tensors as greedy outputs, each ended by its length."""
     from outrider.models.reading import load_tokenizer
     from outrider.models.registry import resolve
-    from outrider.options import Sampling
-    from outrider.replay.log_format import Header, Record
+    from outrider.replay.log import Header, Record
     from outrider.replay.other_formats import read_tensors
     from outrider.text.chat import Chat
     from outrider.text.tokenizer import encode, fingerprint, vocab_size
@@ -298,7 +324,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
         tokenizer=fingerprint(tokenizer),
     )
     records = [
-        Record(index, line.text, line.category, 0, "length", given, ids)
+        Record(index, line.category, 0, "length", given, ids)
         for index, (line, given, ids) in enumerate(zip(lines, prompt_ids, texts, strict=True))
     ]
     return header, records

@@ -17,12 +17,12 @@ EXAMPLES: dict[str, tuple[str, str]] = {
     "plan": (f"plan {_PAIR} --html plan.html", "plan --what-if alpha=0.8,c=0.05"),
     "alpha": ("alpha -t 0.5,1", f"alpha {_PAIR} --prompts texts.txt"),
     "record": (
-        "record --prompts prompts.txt --output log --probs 1",
-        "record --target qwen3-8b -t 0 --prompts prompts.txt --output log",
+        "record --prompts prompts.txt --output log.jsonl --probs 1",
+        "record --target qwen3-8b -t 0 --prompts prompts.txt --output q.jsonl",
     ),
     "replay": (
-        "replay log --draft ngram --draft suffix -k 1-8",
-        "replay log --draft qwen3-0.6b -k 4 --per-prompt",
+        "replay log.jsonl --draft ngram --draft suffix -k 1-8",
+        "replay log.jsonl --draft qwen3-0.6b -k 4 --per-prompt",
     ),
     "distill": (
         "distill fable --output draft --minutes 5",

@@ -216,6 +216,21 @@ SignificanceOption = Annotated[
 SeedOption = Annotated[int, typer.Option(help="Prompt or run i gets this seed + i.", rich_help_panel=SAMPLING_PANEL)]
 
 
+ProbsOption = Annotated[
+    int | None,
+    typer.Option(
+        help="Keep the probabilities of each token and of the N most probable. Replays of sampled outputs need them."
+    ),
+]
+
+
+def check_probs(probs: int | None) -> int | None:
+    """Raises OptionError."""
+    if probs is not None and probs < 1:
+        raise OptionError("--probs", probs, "a whole number >= 1")
+    return probs
+
+
 def check_batch_size(batch_size: int) -> None:
     """Raises OptionError."""
     if batch_size < 1:

@@ -6,16 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from outrider.cli.shared.output import progress_bar
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
     from outrider.offline.prompt_row import PromptLine
-    from outrider.replay.log import Log
-    from outrider.replay.log_format import Header, Record
+    from outrider.replay.log import Header, Log, Record
 
 
 def recorded(path: Path, target: str, tokenizer: Any) -> Log:
@@ -25,8 +22,8 @@ def recorded(path: Path, target: str, tokenizer: Any) -> Log:
         tokenizer: the target's; None if it has none.
 
     Raises:
-        OptionError: it is of another target, or empty.
-        FileError: it is damaged.
+        OptionError: it is of another target.
+        FileError: it is damaged, or empty.
     """
     from outrider.replay.log import Log
     from outrider.text.tokenizer import fingerprint
@@ -35,8 +32,6 @@ def recorded(path: Path, target: str, tokenizer: Any) -> Log:
     is_same = tokenizer is None or log.header.tokenizer in (None, fingerprint(tokenizer))
     if log.header.target != target or not is_same:
         raise OptionError("--log", str(path), f"it was recorded from {log.header.target}, not from this {target}")
-    if not len(log):
-        raise OptionError("--log", str(path), "it has no records yet: resume outrider record")
     return log
 
 
@@ -53,19 +48,11 @@ def own_text(
         lines, prompts: the prompts, and their tokens.
         options: sampling options, with the seed of the first prompt.
         num_probs: number of largest probabilities to keep.
-
-    Raises:
-        typer.Exit: interrupted.
     """
-    from outrider.replay.record import header_of, record_batch
+    from outrider.replay.record import header_of, record_outputs
 
-    decoder, seed = decoder.of_one_kind(prompts), options["seed"]
-    without_seed = {name: value for name, value in options.items() if name != "seed"}
-    labels = [(index, line.text, line.category, seed + index) for index, line in enumerate(lines)]
+    decoder = decoder.of_one_kind(prompts)
     with progress_bar("generating with the target", len(lines)) as advance:
-        records, is_interrupted = record_batch(
-            decoder, prompts, labels, without_seed, num_probs=num_probs, on_done=advance
-        )
-    if is_interrupted:
-        raise typer.Exit(130)
-    return records, header_of(decoder, without_seed, num_probs)
+        categories = [line.category for line in lines]
+        records = record_outputs(decoder, prompts, options, num_probs=num_probs, categories=categories, on_done=advance)
+    return records, header_of(decoder, options, num_probs)

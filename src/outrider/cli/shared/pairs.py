@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from outrider.bench.run import Measurement
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
-    from outrider.replay.log_format import Record
+    from outrider.replay.log import Record
     from outrider.replay.plan import Costs, PairChoice
 
 _MEASURED_K = (1, 2, 4, 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -68,6 +69,16 @@ class DrawnRounds:
             stream.writelines(round_lines([[n + 1 for n in row["num_accepted"]] for row in self.rows], batch_size))
         else:
             stream.writelines(json_text(row) for row in self.rows)
+
+
+def is_plain(file: Path) -> bool:
+    """Whether a file has outputs without a draft, and so no rounds of its own. False if it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            row = json.loads(stream.readline())
+        return bool(row["settings"]["draft"] == "none")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def show_file(

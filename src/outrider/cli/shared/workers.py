@@ -33,6 +33,7 @@ class Setup:
 
     Attributes:
         options: fields of ``Sampling``, overridden by a prompt's own.
+        num_probs: most probable tokens to keep at each place; None for none.
     """
 
     pair: PairOptions
@@ -40,11 +41,13 @@ class Setup:
     k: NumDraftTokens
     options: dict[str, Any]
     template: TemplateOptions
+    num_probs: int | None = None
 
     def settings(self, line: PromptLine | None = None) -> dict[str, Any]:
         """Everything that determines a prompt's output."""
         options = self.options if line is None else self.options | line.options
-        return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, **self.template.to_json())
+        more = self.template.to_json() | ({} if self.num_probs is None else {"probs": self.num_probs})
+        return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, **more)
 
     def max_new_tokens(self, line: PromptLine) -> int:
         number: int = (self.options | line.options)["max_new_tokens"]
@@ -140,7 +143,26 @@ class LocalWorker:
         options = {name: value for name, value in self._setup.options.items() if name != "seed"}
         for place, done in self.decoder.complete(jobs(), num_slots=self._num_slots, **options):
             index, line, ids, seed = waiting.pop(place)
-            yield index, (row_of(index, line, ids, seed, done), stats_of(done))
+            row = row_of(index, line, ids, seed, done)
+            if row["token_ids"] and self._setup.num_probs is not None:
+                row["probs"] = self._probs(line, ids, row["token_ids"], self._setup.num_probs)
+            ends = sorted(self.decoder.ends_of(ids))
+            yield index, (row | {"model": self._model | {"eos_ids": ends}}, stats_of(done))
+
+    @cached_property
+    def _model(self) -> dict[str, Any]:
+        from outrider.replay.record import model_json
+
+        return model_json(self.decoder)
+
+    def _probs(self, line: PromptLine, ids: list[int], token_ids: list[int], num_probs: int) -> dict[str, Any]:
+        """Probabilities of an output's tokens."""
+        from outrider.replay.record import top_probs
+
+        options = self._setup.options | line.options | {"seed": None, "logprobs": None}
+        sampling = Sampling(**options).with_ends(self.decoder.ends_of(ids))
+        (found,) = top_probs(self.decoder.target, [(ids, token_ids)], sampling, num_probs)
+        return found.to_json()
 
     def pair(self) -> str:
         decoder = self.decoder
