@@ -29,13 +29,12 @@ FAULTS = [
      "runtime decoding"),
     ("runtime/cache.py", "return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens",
      "return num_tokens", "decoding"),
-    ("native/families.py", "        return config.sliding_window  # type", "        return config.sliding_window + 1  # type",
-     "native"),
+    ("native/families.py", "return config.sliding_window  #", "return config.sliding_window + 1  #", "native"),
     # Scheduler and loop
     ("decoding/slots.py", "row.request.prompt_ids[:-1] if", "row.request.prompt_ids if", "decoding"),
     ("decoding/slots.py", "() if one.row.is_spoilt else one.held", "one.held", "decoding"),
     ("decoding/verify.py", "is_fed = (offsets <= num_drafted", "is_fed = (offsets < num_drafted", "decoding"),
-    ("drafters/chain.py", "positions = lengths[:, None] - 1 - width", "positions = lengths[:, None] - width", "drafters"),
+    ("drafters/chain.py", "lengths[:, None] - 1 - width", "lengths[:, None] - width", "drafters"),
     ("text/row_text.py", "max(0, before - len(string) + 1)", "before", "text decoding"),
     # Verdict
     ("certify/certificate.py", "is_enough and all(one.is_ok for one in self.controls)", "is_enough", "certify"),

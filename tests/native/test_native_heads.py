@@ -1,4 +1,4 @@
-"""Heads that draft token by token on the native engine: what the engine gives is what their modules give."""
+"""Heads on the native engine: what the engine gives is what their modules give."""
 
 from pathlib import Path
 from typing import Any
@@ -7,14 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from block_heads import write_block
 from heads import write_eagle3, write_mtp
 from native_cases import VOCAB, random_model
 from outrider.drafters import chain
+from outrider.drafters.block import BlockDrafter, BlockSession, _block_step
 from outrider.models.executions import beside
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.registry import ModelSpec
-from outrider.native.plan import NotPlanned
 from outrider.runtime.lm import LM
 
 _NUM, _STEPS = 11, 3
@@ -25,6 +26,18 @@ _EAGLE3: dict[str, dict[str, Any]] = {
     "normed residual": {"norm_before_residual": True, "num_layers": 2},
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True, "layout": "specforge"},
     "normed features": {"norm_before_fc": True, "layout": "safeailab"},
+}
+
+
+_WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
+_BLOCKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "its own tokens, few": {"layout": "speculators", "token_ids": [*range(1, 90, 3)]},
+    "windows": {"layers": _WINDOW, "input_embedding_scale": 3.0, "output_multiplier": 0.5},
+    "a long window": {"layers": _WINDOW | {"sliding_window": 7}, "block_size": 9, "is_causal": False},
+    "causal": {"is_causal": True, "layers": _WINDOW},
+    "before the anchor": {"layout": "speculators", "layers": _WINDOW},
+    "DSpark": {"layout": "deepspec", "markov": "gated", "has_confidence": True, "final_logit_softcapping": 5.0},
 }
 
 
@@ -89,13 +102,48 @@ def test_mtp(family: str, layout: str, tmp_path: Path) -> None:
     _check(load_mtp_of(target), target)
 
 
-def test_a_head_whose_layers_have_no_plan_runs_eagerly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@torch.inference_mode()
+def _block_results(head: LM, context: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits and outputs of blocks over contexts, in rows that draft."""
+    session = BlockDrafter(head).open(len(lengths), 64, torch.device("cpu"), 4)
+    assert isinstance(session, BlockSession)
+    places = torch.arange(context.shape[1]).expand(len(lengths), -1)
+    counts = torch.tensor(lengths)
+    session._keep(session._cache, context, torch.where(places < counts[:, None] - 1, places, -1))
+    last_ids, num_drafted = torch.arange(5, 5 + len(lengths))[:, None], torch.tensor([2, 0, 3])[: len(lengths)]
+    k = head.model.most_drafted
+    logits, outputs, _ = _block_step(head, 64, k, session._cache, last_ids, counts, num_drafted)
+    return logits[num_drafted > 0], outputs[num_drafted > 0]
+
+
+@pytest.mark.parametrize("case", _BLOCKS)
+def test_blocks(case: str, tmp_path: Path) -> None:
+    """Of rows with contexts of different lengths, one of which does not draft; and of the first row alone."""
     target = _target("llama")
-    write_eagle3(tmp_path, target.model)
+    write_block(tmp_path, target.model, **_BLOCKS[case])
     head = load_head(ModelSpec(name="head", path=tmp_path), target)
+    native = beside(head, target)
+    assert native.native is not None and head.native is None
+    context = torch.randn(3, 30, 3 * 48, generator=torch.Generator().manual_seed(0))
+    found, expected = (_block_results(one, context, [30, 12, 3]) for one in (native, head))
+    for mine, its in zip(found, expected, strict=True):
+        assert (mine - its).abs().max() < 1e-4 * its.std() and its.std() > 0.05
+    alone = _block_results(native, context[:1], [30])
+    assert all(torch.equal(mine[:1], other) for mine, other in zip(found, alone, strict=True))
 
-    def refuse(config: Any) -> Any:
-        raise NotPlanned("for a reason")
 
-    monkeypatch.setattr("outrider.models.heads.eagle3.plan_of", refuse)
-    assert beside(head, target).native is None
+def test_many_blocks_at_once(tmp_path: Path) -> None:
+    """More slots than the engine takes at once: each block stays whole."""
+    target = _target("llama")
+    write_block(tmp_path, target.model, block_size=50)
+    head = load_head(ModelSpec(name="head", path=tmp_path), target)
+    context = torch.randn(3, 9, 3 * 48, generator=torch.Generator().manual_seed(0))
+    found, expected = (_block_results(one, context, [9, 5, 7])[1] for one in (beside(head, target), head))
+    assert (found - expected).abs().max() < 1e-4 * expected.std()
+
+
+def test_what_the_engine_does_not_know_runs_eagerly(tmp_path: Path) -> None:
+    target = _target("llama")
+    for name, options in (("convolutions", {"is_second": True}), ("long", {"block_size": 200})):
+        write_block(tmp_path / name, target.model, **options)
+        assert beside(load_head(ModelSpec(name="head", path=tmp_path / name), target), target).native is None

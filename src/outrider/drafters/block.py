@@ -112,9 +112,14 @@ def _block_step(
     ids = torch.cat((last_ids, last_ids.new_full((1, 1), module.mask_id).expand(len(last_ids), size - 1)), dim=1)
     positions = lengths[:, None] - 1 + torch.arange(size, device=lengths.device)
     positions = torch.where((num_drafted > 0)[:, None], positions, -1)
-    cache.at(positions, view_len, is_single=False, keeps_finite=True)
     with head.lock:
-        outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache.argument)
+        if head.native is not None:
+            given, wanted = (ids, positions, cache, view_len), (len(module.layers) + 1,)
+            outputs = head.native(*given, num_logits=0, features=wanted, keeps_finite=True).features
+            assert outputs is not None
+        else:
+            cache.at(positions, view_len, is_single=False, keeps_finite=True)
+            outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache.argument)
         logits = module.logits(outputs[:, first : first + k])
     correction = module.correction
     state = outputs[:, 0, :0] if correction is None else correction.start(outputs[:, :first], last_ids[:, 0])

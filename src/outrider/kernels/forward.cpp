@@ -25,10 +25,18 @@ struct Rope {
   const float* frequencies;  // [width / 2]
 };
 
+// Places that a token sees. Its block are the tokens of its sequence in this forward.
+struct Reach {
+  int64_t window;         // places up to its own, itself included; 0 for all
+  int64_t before_anchor;  // places before the first of its block; -1 for all
+  int64_t sees_block;     // whether it sees later tokens of its block, too
+  bool operator==(const Reach&) const = default;
+};
+
 struct Layer {
   Norm attention_norm, query_norm, key_norm, attention_post_norm, mlp_norm, mlp_post_norm;
   int64_t rope;    // its number; -1 for none
-  int64_t window;  // places that a token sees, itself included; 0 for all
+  Reach reach;
   int64_t norms_whole_rows;  // query_norm and key_norm: of all heads together
   int64_t num_inputs, num_ups;
   Matrix inputs[3];  // queries, keys and values, one after the other
@@ -76,6 +84,7 @@ struct Batch {
 // A token, and where its results go.
 struct Token {
   int64_t id, row, place, position, column;  // row * num_columns + column
+  int64_t first, last;                       // places of its block
   float* logits;                             // or null
 };
 
@@ -94,9 +103,21 @@ struct Task {
   bool is_first = true;  // of the parts
 };
 
-// Tasks of attention with one window: the parts of the same queries follow one another.
+// The first place that a token sees, and the one after the last. Both ascend along a sequence.
+struct Seen {
+  int64_t begin, end;
+};
+Seen seen(const Reach& reach, const Token& token) {
+  const int64_t window = reach.window;
+  int64_t begin = window ? token.place + 1 - window : 0, end = reach.sees_block ? token.last + 1 : token.place + 1;
+  if (window) end = std::min(end, token.place + window);
+  if (reach.before_anchor >= 0) begin = std::max(begin, token.first - reach.before_anchor);
+  return {std::max<int64_t>(0, begin), end};
+}
+
+// Tasks of attention with one reach: the parts of the same queries follow one another.
 struct Tasks {
-  int64_t window;
+  Reach reach;
   bool has_parts;
   std::vector<Task> list;
 };
@@ -113,7 +134,7 @@ struct Block {
       const Layer& layer = m.layers[l];
       ups_width = std::max(ups_width, layer.down.width * layer.num_ups);
       widest = std::max(widest, layer.down.width);
-      if (tasks_with(layer.window) == nullptr) tasks.push_back(tasks_of(layer.window));
+      if (tasks_with(layer.reach) == nullptr) tasks.push_back(tasks_of(layer.reach));
     }
     for (const Tasks& one : tasks) num_tasks = std::max(num_tasks, one.list.size());
     x = buffer(number * m.hidden), y = buffer(number * m.hidden), normed = buffer(number * normed_width);
@@ -127,9 +148,9 @@ struct Block {
     apart = buffer(wanted.empty() || batch.num_rows == 1 ? 0 : wanted.size() * m.head.num_channels);
   }
 
-  const Tasks* tasks_with(int64_t window) const {
+  const Tasks* tasks_with(const Reach& reach) const {
     for (const Tasks& one : tasks) {
-      if (one.window == window) return &one;
+      if (one.reach == reach) return &one;
     }
     return nullptr;
   }
@@ -149,8 +170,8 @@ struct Block {
   mutable Barrier barrier;
 
  private:
-  Tasks tasks_of(int64_t window) const {
-    Tasks found{window, false, {}};
+  Tasks tasks_of(const Reach& reach) const {
+    Tasks found{reach, false, {}};
     const int64_t shared = m.num_heads / m.num_groups;  // heads with the same keys
     for (int64_t begin = 0, end = 0; begin < number; begin = end) {
       while (end < number && tokens[end].row == tokens[begin].row) end++;
@@ -159,9 +180,8 @@ struct Block {
         for (int64_t tile = 0; tile < num_tiles; tile++) {
           Task task{g, begin * shared + all * tile / num_tiles, all * (tile + 1) / num_tiles - all * tile / num_tiles};
           const int64_t last = task.first + task.number - 1;
-          const int64_t highest = tokens[last / shared].place;
-          const int64_t lowest = tokens[task.first / shared].place + 1 - window;
-          const int64_t from = window ? std::max<int64_t>(0, lowest) / PLACES : 0;
+          const int64_t highest = seen(reach, tokens[last / shared]).end - 1;
+          const int64_t from = seen(reach, tokens[task.first / shared]).begin / PLACES;
           task.num_parts = highest / PLACES - from + 1;
           for (task.part = from; task.part <= highest / PLACES; task.part++) {
             task.is_first = task.part == from;
@@ -361,7 +381,7 @@ class Worker {
   }
 
   void attend(const Layer& layer, int64_t l) const {
-    const Tasks& tasks = *b.tasks_with(layer.window);
+    const Tasks& tasks = *b.tasks_with(layer.reach);
     const int64_t number = tasks.list.size(), D = m.head_width, padded = (D + LANES - 1) / LANES * LANES;
     const Buffer queries = buffer(MOST_QUERIES * padded);
     std::fill_n(queries.get(), MOST_QUERIES * padded, 0.0f);
@@ -374,11 +394,11 @@ class Worker {
                         static_cast<float>(m.attention_scale), static_cast<float>(m.attention_cap),
                         &b.kept[i * MOST_QUERIES * b.kept_width]};
       for (int64_t q = 0; q < task.number; q++) {
-        const int64_t t = token_of(task, q), end = b.tokens[t].place + 1;
+        const int64_t t = token_of(task, q);
+        const Seen places = seen(layer.reach, b.tokens[t]);
         std::copy_n(&b.inputs[t * b.inputs_width + head_of(task, q) * D], D, &queries[q * padded]);
-        const int64_t seen = layer.window ? std::max<int64_t>(0, end - layer.window) : 0;
-        part.ends[q] = std::clamp<int64_t>(end - begin, 0, PLACES);
-        part.begins[q] = std::clamp<int64_t>(seen - begin, 0, part.ends[q]);
+        part.ends[q] = std::clamp<int64_t>(places.end - begin, 0, PLACES);
+        part.begins[q] = std::clamp<int64_t>(places.begin - begin, 0, part.ends[q]);
       }
       switch (task.number) {
         case 1: part.template attend<1>(); break;
@@ -474,7 +494,8 @@ void run(const Block& block, int64_t num_threads) {
 
 extern "C" {
 
-// Runs a forward. Returns false, and does nothing, if an id or a place is not there.
+// Runs a forward. Returns false if an id or a place is not there, or if a sequence whose tokens see later ones has more
+// than MOST_TOKENS.
 bool outrider_forward(const Model* model, const Batch* batch, int64_t num_threads) {
   const int64_t B = batch->num_rows, T = batch->num_columns, V = model->head.num_channels;
   std::vector<Token> tokens;
@@ -491,11 +512,22 @@ bool outrider_forward(const Model* model, const Batch* batch, int64_t num_thread
     if (batch->ids[i] < 0 || batch->ids[i] >= model->embedding.num_channels || place >= batch->row_places - 1) return false;
     const int64_t position = place + (batch->offsets == nullptr ? 0 : batch->offsets[row]);
     if (model->place_embedding != nullptr && (position < 0 || position >= model->num_places)) return false;
-    tokens.push_back({batch->ids[i], row, place, position, i, logits});
+    tokens.push_back({batch->ids[i], row, place, position, i, place, place, logits});
+    if (tokens.size() > 1 && tokens[tokens.size() - 2].row == row) tokens.back().first = tokens[tokens.size() - 2].first;
   }
+  for (size_t t = tokens.size(); t-- > 1;) {
+    if (tokens[t - 1].row == tokens[t].row) tokens[t - 1].last = tokens[t].last;
+  }
+  bool sees_blocks = false;
+  for (int64_t l = 0; l < model->num_layers; l++) sees_blocks |= model->layers[l].reach.sees_block != 0;
   if (batch->broken != nullptr) std::fill_n(batch->broken, B * T, false);
-  for (size_t first = 0; first < tokens.size(); first += MOST_TOKENS) {
-    const Block block(*model, *batch, &tokens[first], std::min<int64_t>(MOST_TOKENS, tokens.size() - first));
+  for (size_t first = 0, end; first < tokens.size(); first = end) {
+    end = std::min(first + MOST_TOKENS, tokens.size());
+    if (sees_blocks) {  // whose keys are there together
+      while (end < tokens.size() && end > first && tokens[end - 1].row == tokens[end].row) end--;
+      if (end == first) return false;
+    }
+    const Block block(*model, *batch, &tokens[first], end - first);
     if (batch->bits == 32) run<float>(block, num_threads);
     if (batch->bits == 16) run<BFloat16>(block, num_threads);
   }

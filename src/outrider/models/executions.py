@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 
 from outrider.errors import OptionError, UnsupportedModel
-from outrider.models.heads.base import ChainHead
 from outrider.models.probe import probe
 from outrider.models.quantize import num_bytes
 from outrider.models.registry import EXECUTIONS
@@ -66,9 +66,9 @@ def beside(head: LM, target: LM) -> LM:
     """A head with the execution of its target. A head that the native engine does not know runs eagerly there."""
     if target.execution.is_prepared:
         return captured(head)
-    module = head.model
-    if target.native is None or not isinstance(module, ChainHead):
+    if target.native is None:
         return head
+    module: Any = head.model
     try:
         forward = NativeForward(module, module.plan())
     except NotPlanned as reason:

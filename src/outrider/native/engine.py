@@ -268,7 +268,8 @@ def _layer(plan: LayerPlan, model: Plan, hidden: int, weights: _Weights, *, is_f
     for name, length in lengths.items():
         setattr(layer, name, weights.norm(getattr(plan, name), length))
     layer.rope = -1 if plan.rope is None else plan.rope
-    layer.window, layer.norms_whole_rows = plan.window or 0, whole
+    before_anchor = -1 if plan.before_anchor is None else plan.before_anchor
+    layer.reach, layer.norms_whole_rows = native.Reach(plan.window or 0, before_anchor, plan.sees_block), whole
     layer.num_inputs, layer.num_ups = len(plan.inputs), len(plan.ups)
     is_joint = is_first and model.joint is not None and model.joint.matrix is None
     for i, one in enumerate(plan.inputs):

@@ -13,6 +13,9 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 _Part = TypeVar("_Part", bound="Plan | LayerPlan | MatrixPlan | NormPlan | RopePlan | JointPlan")
 
+MOST_TOKENS = 128
+"""Tokens of a sequence that may see each other (forward.cpp)."""
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 
 
@@ -80,6 +83,8 @@ class LayerPlan:
         ups: the first matrices of the MLP: one; or two, the gate's and the one whose product the gate multiplies.
         rope: number of its RopePlan; None for none.
         window: tokens that a token sees, itself included; None for all.
+        before_anchor: tokens that a token sees before the first one of its forward; None for all.
+        sees_block: a token sees the later tokens of its forward, too.
         norms_whole_rows: ``query_norm`` and ``key_norm`` are those of all heads together.
     """
 
@@ -95,6 +100,8 @@ class LayerPlan:
     mlp_post_norm: NormPlan | None = None
     rope: int | None = 0
     window: int | None = None
+    before_anchor: int | None = None
+    sees_block: bool = False
     norms_whole_rows: bool = False
 
 

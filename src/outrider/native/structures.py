@@ -26,13 +26,19 @@ class Rope(Structure):
     _fields_ = [("width", c_int64), ("is_interleaved", c_int64), ("scale", c_double), ("frequencies", c_void_p)]
 
 
+class Reach(Structure):
+    _fields_ = [(name, c_int64) for name in ("window", "before_anchor", "sees_block")]
+
+
 NORMS = ("attention_norm", "query_norm", "key_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
 
 
 class Layer(Structure):
     _fields_ = [
         *((name, Norm) for name in NORMS),
-        *((name, c_int64) for name in ("rope", "window", "norms_whole_rows", "num_inputs", "num_ups")),
+        ("rope", c_int64),
+        ("reach", Reach),
+        *((name, c_int64) for name in ("norms_whole_rows", "num_inputs", "num_ups")),
         ("inputs", Matrix * 3),
         ("out", Matrix),
         ("ups", Matrix * 2),

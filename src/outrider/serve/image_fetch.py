@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-import h11
+import httpx
 
 from outrider.errors import OptionError
 from outrider.serve.http_errors import Refusal
@@ -23,7 +23,7 @@ from outrider.text.chat_images import MOST_IMAGES, has_images, image_urls
 # Limits of one request.
 _MOST_BYTES = 4 * 2**20  # as for a request's body, in which images are otherwise
 _MOST_S = 10.0  # or the resolver's own limit, if that is longer
-_PART_BYTES = 2**16
+_HEADERS = {"User-Agent": "outrider", "Accept": "image/*", "Accept-Encoding": "identity", "Connection": "close"}
 _HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]+")  # no patterns: a star would match nothing
 _PORTS = {"http": 80, "https": 443}
 
@@ -52,7 +52,7 @@ class ImageFetcher:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = check_hosts(hosts)
-        self._tls = ssl.create_default_context() if hosts else None
+        self._tls = ssl.create_default_context() if hosts else False
 
     def urls_of(self, prompts: Sequence[Any]) -> list[str]:
         """Addresses of the images of chats; none if nothing is fetched."""
@@ -72,17 +72,18 @@ class ImageFetcher:
     async def _fetch_all(self, urls: Sequence[str], splits: Sequence[SplitResult]) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
         host = ""
+        client = httpx.AsyncClient(verify=self._tls, headers=_HEADERS, timeout=None, trust_env=False)
         try:
-            async with asyncio.timeout(_MOST_S):
+            async with asyncio.timeout(_MOST_S), client:
                 for url, split in zip(urls, splits, strict=True):
                     host = split.netloc
-                    found[url] = await self._content(split, _MOST_BYTES - sum(map(len, found.values())))
+                    found[url] = await _content(client, url, host, _MOST_BYTES - sum(map(len, found.values())))
         except TimeoutError:
             raise _refusal(
                 f"the images did not arrive within {_MOST_S:g} seconds: the last one asked for is from {host}"
             ) from None
-        except (OSError, h11.ProtocolError) as error:
-            raise _refusal(f"no image comes from {host}: {getattr(error, 'strerror', None) or error}") from None
+        except (OSError, httpx.HTTPError) as error:
+            raise _refusal(f"no image comes from {host}: {error or type(error).__name__}") from None
         return found
 
     def _checked(self, url: str) -> SplitResult:
@@ -102,34 +103,19 @@ class ImageFetcher:
             )
         return split
 
-    async def _content(self, split: SplitResult, most: int) -> bytes:
-        """Body of a successful response. Raises Refusal, OSError, h11.ProtocolError."""
-        host, tls = split.netloc, self._tls if split.scheme == "https" else None
-        reader, writer = await asyncio.open_connection(split.hostname, split.port or _PORTS[split.scheme], ssl=tls)
-        try:
-            http, content = h11.Connection(h11.CLIENT), bytearray()
-            headers = [("Host", host), ("User-Agent", "outrider"), ("Accept", "image/*"), ("Connection", "close")]
-            target = (split.path or "/") + (f"?{split.query}" if split.query else "")
-            writer.write(http.send(h11.Request(method="GET", target=target, headers=headers)) or b"")
-            writer.write(http.send(h11.EndOfMessage()) or b"")
-            while True:
-                event = http.next_event()
-                if event is h11.NEED_DATA:
-                    http.receive_data(await reader.read(_PART_BYTES))
-                elif isinstance(event, h11.Response) and event.status_code != 200:
-                    is_redirect = 300 <= event.status_code < 400
-                    more = ", a redirect, which is not followed" if is_redirect else ""
-                    raise _refusal(f"no image comes from {host}: it answers {event.status_code}{more}")
-                elif isinstance(event, h11.Data):
-                    content += event.data
-                    if len(content) > most:
-                        raise _refusal(
-                            f"the images are longer than {_MOST_BYTES} bytes in all, the last one from {host}"
-                        )
-                elif isinstance(event, h11.EndOfMessage):
-                    return bytes(content)
-        finally:
-            writer.transport.abort()  # without the farewells of TLS, which a host may delay
+
+async def _content(client: httpx.AsyncClient, url: str, host: str, most: int) -> bytes:
+    """Body of a successful response. Raises Refusal, OSError, httpx.HTTPError."""
+    content = bytearray()
+    async with client.stream("GET", url) as response:
+        if response.status_code != 200:
+            more = ", a redirect, which is not followed" if response.is_redirect else ""
+            raise _refusal(f"no image comes from {host}: it answers {response.status_code}{more}")
+        async for part in response.aiter_raw():
+            content += part
+            if len(content) > most:
+                raise _refusal(f"the images are longer than {_MOST_BYTES} bytes in all, the last one from {host}")
+    return bytes(content)
 
 
 def _refusal(message: str) -> Refusal:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
-from outrider.native.plan import MatrixPlan, Plan
+from outrider.native.families import plan_of
+from outrider.native.plan import MatrixPlan, Plan, renamed
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
@@ -51,6 +52,10 @@ class Head(nn.Module, ABC):
     @abstractmethod
     def layer_shapes(self, target: LM) -> list[LayerShape]:
         """Cache shapes of its decoder layers."""
+
+    @abstractmethod
+    def plan(self) -> Plan:
+        """Plan of the forward and the LM head for the native engine. Raises NotPlanned."""
 
     def set_attn_implementation(self, name: str) -> None:
         self.config._attn_implementation = name
@@ -88,10 +93,6 @@ class ChainHead(Head):
             outputs, of which the LM head makes logits [B, T, H]; the states to be fed with the drafted tokens [B, T, H]
         """
 
-    @abstractmethod
-    def plan(self) -> Plan:
-        """Plan of the forward and the LM head for the native engine. Raises NotPlanned."""
-
 
 def head_lm(head: Head, name: str, target: LM) -> LM:
     """The ``LM`` of a head, for its weights, cache and programs; its ``forward`` is never called.
@@ -109,6 +110,13 @@ def head_lm(head: Head, name: str, target: LM) -> LM:
     )
     lm.lock = target.lock  # they share modules, and the target's have hooks while it runs
     return lm
+
+
+def plan_of_layers(config: Any) -> Plan:
+    """Plan of a head's own layers. Raises NotPlanned."""
+    known = type(config)().to_dict()  # a checkpoint states more in the same place
+    stated = {name: value for name, value in config.to_dict().items() if name in known}
+    return renamed(plan_of(type(config).from_dict(stated)), "model.", "")
 
 
 def plan_of_head(plan: Plan, head: Head) -> Plan:

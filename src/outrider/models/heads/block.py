@@ -15,7 +15,7 @@ speculators, DeepSpec.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,8 @@ from outrider.models.heads.base import (
     fill_for,
     is_embedding_of,
     layer_config,
+    plan_of_head,
+    plan_of_layers,
     reduce_vocabulary,
     rotation,
     set_vocabulary,
@@ -41,6 +43,7 @@ from outrider.models.heads.block_parts import (
     MarkovHead,
     part_of,
 )
+from outrider.native.plan import MOST_TOKENS, NotPlanned, Plan
 from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
@@ -209,6 +212,18 @@ class BlockHead(Head):
             hidden = _through(layer, hidden, about) if self.is_convolved else layer(hidden, **about)
         output: Tensor = self.norm(hidden)
         return output
+
+    def plan(self) -> Plan:
+        if self.is_convolved:
+            raise NotPlanned("its layers have convolutions")
+        if self.block_size > MOST_TOKENS:
+            raise NotPlanned(f"its block has more than {MOST_TOKENS} slots")
+        plan = plan_of_layers(self.config)
+        layers = tuple(
+            replace(layer, window=reach.window, before_anchor=reach.before_anchor, sees_block=not reach.is_causal)
+            for layer, reach in zip(plan.layers, self.reaches, strict=True)
+        )
+        return replace(plan_of_head(plan, self), layers=layers, embedding_scale=self.scale)
 
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., H] -> [..., D]"""

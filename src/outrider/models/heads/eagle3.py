@@ -25,12 +25,12 @@ from outrider.models.heads.base import (
     is_embedding_of,
     layer_config,
     plan_of_head,
+    plan_of_layers,
     reduce_vocabulary,
     rotation,
     set_vocabulary,
 )
-from outrider.native.families import plan_of
-from outrider.native.plan import JointPlan, NotPlanned, Plan, renamed
+from outrider.native.plan import JointPlan, NotPlanned, Plan
 from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
@@ -117,9 +117,7 @@ class Eagle3Head(ChainHead):
         return output, output if self.norm_output else hidden
 
     def plan(self) -> Plan:
-        known = type(self.config)().to_dict()  # a checkpoint states more in the same place
-        stated = {name: value for name, value in self.config.to_dict().items() if name in known}
-        plan = renamed(plan_of(type(self.config).from_dict(stated)), "model.", "")
+        plan = plan_of_layers(self.config)
         first, *others = plan.layers
         norm = first.attention_norm
         if norm is None or first.attention_post_norm or first.mlp_post_norm or plan.residual_scale != 1:
