@@ -3,8 +3,8 @@
     python benchmarks/first_token_gguf.py FILE.gguf [--llama-server PATH] [--against SRC] [--repeats 5] [--threads 2]
 
 Each measurement is a process of its own, in turns, with the file in the system's cache: `outrider generate` with
-activations in float32 (:a32) and in 8 bits, as by default, until the first text is on its standard output; llama-
-server until the first token of a request that is sent when it is ready, with and without its warm-up. ``--against``
+activations in float32 (:a32) and in 8 bits, as by default, until the first text is on its standard output; ``import
+torch`` until the import is done; llama-server until the first token of a request that is sent when it is ready, with and without its warm-up. ``--against``
 adds another version of Outrider, by its folder of sources. Memory is that of the process without the pages of files,
 at its peak (looked at every few milliseconds) and at the first token, and the peak with them (VmHWM). Linux only. The
 last line of standard output is one JSON document.
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
-    arms: dict[str, Callable[[], dict[str, float]]] = {}
+    arms: dict[str, Callable[[], dict[str, float]]] = {"import torch": _import}
     for name, form in (("float32", ":a32"), ("a8", "")):
         ours = partial(_outrider, f"{arguments.file}{form}", arguments.threads)
         arms[name] = ours
@@ -60,8 +60,8 @@ def main() -> None:
         median = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
         others = [
             other
-            for other in (f"{name}, before", "llama.cpp", "llama.cpp, no warm-up")
-            if other in found and other != name
+            for other in (f"{name}, before", "import torch", "llama.cpp", "llama.cpp, no warm-up")
+            if other in found and other != name and name != "import torch"
         ]
         print(
             f"{name}: {median['first_s']:.2f} s ({min(run['first_s'] for run in runs):.2f} at least), without pages of "
@@ -77,17 +77,23 @@ def main() -> None:
     print(json.dumps(body))
 
 
+def _import() -> dict[str, float]:
+    command = [sys.executable, "-c", "import torch; print(1, flush=True); import time; time.sleep(60)"]
+    return _measured(command, dict(os.environ), _first_byte)
+
+
+def _first_byte(process: subprocess.Popen[bytes]) -> None:
+    """Raises RuntimeError: the process says nothing."""
+    assert process.stdout is not None
+    if not os.read(process.stdout.fileno(), 1):
+        raise RuntimeError("the process has said nothing")
+
+
 def _outrider(target: str, num_threads: int, sources: Path | None = None) -> dict[str, float]:
     options = ["--target", target, "--draft", "none", "--threads", str(num_threads), "-n", "8", "-t", "0"]
     environment = os.environ | ({} if sources is None else {"PYTHONPATH": str(sources)})
     command = [sys.executable, "-m", "outrider", "generate", _PROMPT, *options]
-
-    def first(process: subprocess.Popen[bytes]) -> None:
-        assert process.stdout is not None
-        if not os.read(process.stdout.fileno(), 1):
-            raise RuntimeError(f"{' '.join(command)} has said nothing")
-
-    return _measured(command, environment, first)
+    return _measured(command, environment, _first_byte)
 
 
 def _llama_cpp(server: Path, file: Path, num_threads: int, *options: str) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """Speed on published models beside llama.cpp: whole calls, and the steps that they are made of.
 
     python benchmarks/real_speed.py PROMPTS [--models smollm2 gemma3 FILE.gguf] [--threads 1 2] [--num-prompts 16]
-        [--tokens 64] [--draft suffix] [--k auto] [--long 2000] [--beside 0]
+        [--tokens 64] [--categories summarization] [--draft suffix] [--k auto] [--long 2000] [--beside 0]
 
-PROMPTS is spec_bench.jsonl (its first turns, evenly spaced; in SmolLM2's chat template), or a text, from which prompts
+PROMPTS is spec_bench.jsonl (its first turns, evenly spaced, perhaps of some categories alone; in SmolLM2's chat template), or a text, from which prompts
 for Gemma, a base model, are taken. Arms run in turns, prompt by prompt: Outrider without a draft, Outrider with a draft
 and adaptive K, and llama-cpp-python (built for the machine: CMAKE_ARGS=-DGGML_NATIVE=ON); greedy, and at temperature 1
 with top-k 50 and top-p 0.95. A call includes its prompt. Speeds are tokens per second of whole calls; ratios are over
@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[*PUBLISHED])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--num-prompts", type=int, default=16)
+    parser.add_argument("--categories", nargs="*")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--draft", default="suffix")
     parser.add_argument("--k", default="auto")
@@ -101,6 +102,8 @@ def _measure(model: str, threads: int, sampling: dict[str, Any], arguments: argp
     for name, each in seconds.items():
         ratio = paired_ratio(seconds["llama.cpp"], each)
         row[name] = {"tokens_per_s": 1 / statistics.median(each), "over_llama": [ratio.value, ratio.low, ratio.high]}
+    gain = paired_ratio(seconds["plain"], seconds["draft"])
+    row["draft"]["over_plain"] = [gain.value, gain.low, gain.high]
     print(json.dumps(row), flush=True)
     return row
 
@@ -108,7 +111,9 @@ def _measure(model: str, threads: int, sampling: dict[str, Any], arguments: argp
 def _prompts(tokenizer: Any, arguments: argparse.Namespace, *, is_chat: bool) -> list[list[int]]:
     text = arguments.prompts.read_text(encoding="utf-8")
     if arguments.prompts.suffix == ".jsonl":
-        turns = [json.loads(line)["turns"][0] for line in text.splitlines()]
+        rows = [json.loads(line) for line in text.splitlines()]
+        categories = arguments.categories
+        turns = [row["turns"][0] for row in rows if not categories or row["category"] in categories]
         chosen = turns[:: max(1, len(turns) // arguments.num_prompts)][: arguments.num_prompts]
     else:
         size = len(text) // arguments.num_prompts
