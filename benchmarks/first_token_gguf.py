@@ -4,10 +4,10 @@
 
 Each measurement is a process of its own, in turns, with the file in the system's cache: `outrider generate` with
 activations in float32 (:a32) and in 8 bits, as by default, until the first text is on its standard output; ``import
-torch`` until the import is done; llama-server until the first token of a request that is sent when it is ready, with and without its warm-up. ``--against``
-adds another version of Outrider, by its folder of sources. Memory is that of the process without the pages of files,
-at its peak (looked at every few milliseconds) and at the first token, and the peak with them (VmHWM). Linux only. The
-last line of standard output is one JSON document.
+torch`` until the import is done; llama-server until the first token of a request that is sent when it is ready, with
+and without its warm-up. ``--against`` adds another version of Outrider, by its folder of sources. Memory is that of
+the process without the pages of files, at its peak (looked at every few milliseconds) and at the first token, and the
+peak with them (VmHWM). Linux only. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations

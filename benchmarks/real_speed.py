@@ -3,11 +3,11 @@
     python benchmarks/real_speed.py PROMPTS [--models smollm2 gemma3 FILE.gguf] [--threads 1 2] [--num-prompts 16]
         [--tokens 64] [--categories summarization] [--draft suffix] [--k auto] [--long 2000] [--beside 0]
 
-PROMPTS is spec_bench.jsonl (its first turns, evenly spaced, perhaps of some categories alone; in SmolLM2's chat template), or a text, from which prompts
-for Gemma, a base model, are taken. Arms run in turns, prompt by prompt: Outrider without a draft, Outrider with a draft
-and adaptive K, and llama-cpp-python (built for the machine: CMAKE_ARGS=-DGGML_NATIVE=ON); greedy, and at temperature 1
-with top-k 50 and top-p 0.95. A call includes its prompt. Speeds are tokens per second of whole calls; ratios are over
-llama.cpp's, with an interval over the prompts (95%).
+PROMPTS is spec_bench.jsonl (its first turns, evenly spaced, perhaps of some categories alone; in SmolLM2's chat
+template), or a text, from which prompts for Gemma, a base model, are taken. Arms run in turns, prompt by prompt:
+Outrider without a draft, Outrider with a draft and adaptive K, and llama-cpp-python (built for the machine:
+CMAKE_ARGS=-DGGML_NATIVE=ON); greedy, and at temperature 1 with top-k 50 and top-p 0.95. A call includes its prompt.
+Speeds are tokens per second of whole calls; ratios are over llama.cpp's, with an interval over the prompts (95%).
 
 Steps are forwards of 1 and 5 tokens after 128 others, in turns; ``--long`` adds the first forward of so many tokens.
 ``--beside`` starts so many other busy processes first.
