@@ -39,6 +39,7 @@ from outrider.system.provenance import provenance
 from outrider.text.tokenizer import encode
 
 _CONTEXT, _PAST, _REPEATS, _FEW = 1024, 128, 20, 3
+_PAUSE_S = 0.05  # in which the threads of the other program, which spin at first, go to sleep
 _SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 0.95}
 _GREEDY = {"temperature": 0.0}
 
@@ -91,7 +92,7 @@ def _measure(model: str, threads: int, sampling: dict[str, Any], arguments: argp
         arm(prompts[0])
     for ids in prompts:
         for name, arm in arms.items():
-            begin_s = time.perf_counter()
+            begin_s = _begin()
             number = arm(ids)
             seconds[name].append((time.perf_counter() - begin_s) / max(1, number))
     steps = _steps(plain, llama)
@@ -159,16 +160,21 @@ def _steps(decoder: Decoder, llama: Llama) -> dict[str, float]:
     for _ in range(_REPEATS):
         for number in (1, 5):
             tokens = slice(_PAST, _PAST + number)
-            begin_s = time.perf_counter()
+            begin_s = _begin()
             with torch.inference_mode():
                 lm.forward(ids[:, tokens], places[:, tokens], cache, 256)
             found.setdefault(f"own {number}", []).append(time.perf_counter() - begin_s)
             llama.n_tokens = _PAST
             llama._ctx.kv_cache_seq_rm(-1, _PAST, -1)
-            begin_s = time.perf_counter()
+            begin_s = _begin()
             llama.eval(ids[0, tokens].tolist())
             found.setdefault(f"llama.cpp {number}", []).append(time.perf_counter() - begin_s)
     return {name: 1000 * statistics.median(times) for name, times in found.items()}
+
+
+def _begin() -> float:
+    time.sleep(_PAUSE_S)
+    return time.perf_counter()
 
 
 def _long(decoder: Decoder, llama: Llama, number: int) -> dict[str, float]:
@@ -178,11 +184,11 @@ def _long(decoder: Decoder, llama: Llama, number: int) -> dict[str, float]:
     starts, ends = torch.zeros(1, dtype=torch.long), torch.full((1,), number)
     for _ in range(_FEW):
         cache = lm.new_cache(1, number + 1)
-        begin_s = time.perf_counter()
+        begin_s = _begin()
         lm.prefill(ids, starts, ends, cache, latest=0, num_columns=number)
         found.setdefault(f"own {number}", []).append(time.perf_counter() - begin_s)
         llama.reset()
-        begin_s = time.perf_counter()
+        begin_s = _begin()
         llama.eval(ids[0].tolist())
         found.setdefault(f"llama.cpp {number}", []).append(time.perf_counter() - begin_s)
     return {name: 1000 * statistics.median(times) for name, times in found.items()}

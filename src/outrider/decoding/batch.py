@@ -10,7 +10,7 @@ bound of its length on the device, an upper one is ``Row.longest``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from outrider.decoding.verify import VerifyResult
 from outrider.drafters.base import Rows
 from outrider.records import Constraint, Request
 from outrider.runtime.lm import LM
-from outrider.sampling.history import NO_HISTORY, History
+from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings
 
@@ -104,61 +104,39 @@ class Row:
         return max(0, min(k if constant_k is None else constant_k, self.draft_end - self.length))
 
 
-@dataclass(frozen=True, slots=True)
-class Head:
-    """The first slots, shared by all rounds while the rows do not change. Tensors that the batch has as well are views.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRows(Rows):
+    """The rows of a round: what a drafter sees, and what the loop knows beside. Tensors that the batch has as well are
+    views.
 
     Attributes:
-        rows: the active row of each slot, or None.
+        active: the active row of each slot, or None.
+        limits, draft_ends, seeds: see ``Batch``. [B]
         constant_k: each row's own K, -1 where the schedule chooses; None if the schedule chooses for all rows. [B]
         most_constant_k: the largest K that a row has of its own; None if the schedule chooses for all rows.
         is_adaptive: whether the schedule chooses for a row.
         constraints: the constraint of each row; None if no row has one.
         reports_drafts, reports_logits: whether a row asks for drafts, or for logits.
         num_logprobs: the most log-probabilities that a row asks for; None if no row asks for any.
-        wanted: the numbers of tokens to draft, for each K, where every row has room for all of them. [B]
     """
 
-    rows: Sequence[Row | None]
-    ids: Tensor
-    lengths: Tensor
+    active: Sequence[Row | None]
     limits: Tensor
     draft_ends: Tensor
-    last_ids: Tensor
     seeds: Tensor
     constant_k: Tensor | None
     most_constant_k: int | None
     is_adaptive: bool
-    settings: Settings
-    history: History
     constraints: Sequence[Constraint | None] | None
     reports_drafts: bool
     reports_logits: bool
     num_logprobs: int | None
-    wanted: dict[int, Tensor] = field(default_factory=dict)
-
-    def __len__(self) -> int:
-        return len(self.rows)
 
     def most_k(self, chosen_k: int) -> int:
         """The largest K of a row, if the schedule chose ``chosen_k``."""
         if self.most_constant_k is None:
             return chosen_k
         return max(chosen_k, self.most_constant_k) if self.is_adaptive else self.most_constant_k
-
-    def num_wanted(self, chosen_k: int, *, has_room: bool) -> Tensor:
-        """The most tokens to draft for each row. [B]
-
-        Args:
-            has_room: no row is so near its end that it drafts fewer than its K.
-        """
-        if has_room and chosen_k in self.wanted:
-            return self.wanted[chosen_k]
-        k = chosen_k if self.constant_k is None else torch.where(self.constant_k < 0, chosen_k, self.constant_k)
-        num_wanted = (self.draft_ends - self.lengths).clamp_min_(0).clamp_max_(k)
-        if has_room:
-            self.wanted[chosen_k] = num_wanted
-        return num_wanted
 
 
 class Batch:
@@ -204,8 +182,11 @@ class Batch:
         self.last_ids = torch.zeros(num_slots, 2, dtype=torch.long, device=device)
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size, self._takes_candidates = vocab_size, takes_candidates
-        self._heads: dict[int, Head] = {}
-        self._view: Rows | None = None  # of the last round
+        # While the rows do not change: the first slots, without what changes from round to round; and the numbers of
+        # tokens to draft, by K, where every row has room for all of them.
+        self._first: dict[int, SlotRows] = {}
+        self._wanted: dict[tuple[int, int], Tensor] = {}
+        self._view: SlotRows | None = None  # of the last round
         self._view_of = 0, 0  # its number of rows, and K
         self.num_kept = 0
         self.reset_options()
@@ -218,7 +199,8 @@ class Batch:
 
     def _note_change(self) -> None:
         """After a change of the rows, or of their options."""
-        self._heads.clear()
+        self._first.clear()
+        self._wanted.clear()
         self._view, self.num_kept = None, 0
         self.running = [row for row in self.rows if row is not None]
         self.has_constraints = any(row.request.constraint is not None for row in self.running)
@@ -263,9 +245,9 @@ class Batch:
         self.release(source)
 
     def view(
-        self, head: Head, chosen_k: int, most_unread: int, *, view_length: Callable[[int], int] | None = None
-    ) -> Rows:
-        """The first slots, as a drafter sees them.
+        self, num_rows: int, chosen_k: int, most_unread: int, *, view_length: Callable[[int], int] | None = None
+    ) -> SlotRows:
+        """The first slots, as a round takes them.
 
         Args:
             chosen_k: the most tokens to draft in rows without a constant K of their own.
@@ -273,59 +255,74 @@ class Batch:
             view_length: rounds up a length, as views are. With it, rounds that differ in the values of tensors alone
                 get the same object, whose users need not derive their arguments anew.
         """
-        if self._view is not None and self.num_kept and self._view_of == (len(head), chosen_k):
+        if self._view is not None and self.num_kept and self._view_of == (num_rows, chosen_k):
             self.num_kept -= 1
             return self._view
-        most_k = head.most_k(chosen_k)
+        if num_rows not in self._first:
+            self._first[num_rows] = self._first_slots(num_rows)
+        first = self._first[num_rows]
+        most_k = first.most_k(chosen_k)
         lengths = [row.longest(most_unread) for row in self.running]
         room = min(row.draft_end - most_k - length for row, length in zip(self.running, lengths, strict=True))
         longest, masks, num_kept = max(lengths), None, 0
-        if head.constraints is not None:
-            masks = Masks(head.constraints, self._vocab_size, head.lengths.device)
+        if first.constraints is not None:
+            masks = Masks(first.constraints, self._vocab_size, first.lengths.device)
         elif view_length is not None:  # until rows draft fewer tokens near their ends, or shapes change
             end = longest + most_k
             num_kept = max(0, min(room, view_length(end) - end, _KEPT_TOKENS)) // (most_k + 1)
-        self._view = Rows(
-            ids=head.ids,
-            lengths=head.lengths,
-            last_ids=head.last_ids,
-            num_wanted=head.num_wanted(chosen_k, has_room=room >= 0),
-            settings=head.settings,
-            history=head.history,
-            most_wanted=[0 if row is None else row.most_drafted(chosen_k) for row in head.rows],
+        self._view = replace(
+            first,
+            num_wanted=self._num_wanted(first, chosen_k, has_room=room >= 0),
+            most_wanted=[0 if row is None else row.most_drafted(chosen_k) for row in first.active],
             longest=longest + num_kept * (most_k + 1),
             masks=masks,
         )
-        self._view_of, self.num_kept = (len(head), chosen_k), num_kept
+        self._view_of, self.num_kept = (num_rows, chosen_k), num_kept
         return self._view
 
-    def head(self, num_rows: int) -> Head:
-        """The first slots."""
-        if num_rows in self._heads:
-            return self._heads[num_rows]
-        own = [row.request for row in self.rows[:num_rows] if row is not None]
+    def _num_wanted(self, first: SlotRows, chosen_k: int, *, has_room: bool) -> Tensor:
+        """The most tokens to draft for each row. [B]
+
+        Args:
+            has_room: no row is so near its end that it drafts fewer than its K.
+        """
+        key = len(first), chosen_k
+        if has_room and key in self._wanted:
+            return self._wanted[key]
+        k = chosen_k if first.constant_k is None else torch.where(first.constant_k < 0, chosen_k, first.constant_k)
+        num_wanted = (first.draft_ends - first.lengths).clamp_min_(0).clamp_max_(k)
+        if has_room:
+            self._wanted[key] = num_wanted
+        return num_wanted
+
+    def _first_slots(self, num_rows: int) -> SlotRows:
+        """The first slots; nothing is wanted yet."""
+        active = tuple(self.rows[:num_rows])
+        own = [row.request for row in active if row is not None]
         constant = [one.num_draft_tokens for one in own if one.num_draft_tokens is not None]
-        head = self._heads[num_rows] = Head(
-            rows=tuple(self.rows[:num_rows]),
+        return SlotRows(
             ids=self.ids[:num_rows],
             lengths=self.lengths[:num_rows],
+            last_ids=self.last_ids[:num_rows],
+            num_wanted=torch.zeros_like(self.lengths[:num_rows]),
+            settings=self.settings.first(num_rows),
+            history=self.history.map(lambda values: values[:num_rows]),
+            most_wanted=[0] * num_rows,
+            longest=0,
+            active=active,
             limits=self.limits[:num_rows],
             draft_ends=self.draft_ends[:num_rows],
-            last_ids=self.last_ids[:num_rows],
             seeds=self.seeds[:num_rows],
             constant_k=self._constant_k[:num_rows] if constant else None,
             most_constant_k=max(constant, default=None),
             is_adaptive=len(constant) < len(own),
-            settings=self.settings.head(num_rows),
-            history=self.history.map(lambda values: values[:num_rows]),
-            constraints=[None if row is None else row.request.constraint for row in self.rows[:num_rows]]
+            constraints=[None if row is None else row.request.constraint for row in active]
             if self.has_constraints
             else None,
             reports_drafts=any(one.reports_drafts for one in own),
             reports_logits=any(one.reports_logits for one in own),
             num_logprobs=max((n for one in own if (n := one.sampling.logprobs) is not None), default=None),
         )
-        return head
 
     def commit(self, rows: Rows, result: VerifyResult) -> None:
         """Append to each row its accepted tokens and the one after them."""

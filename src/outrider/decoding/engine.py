@@ -220,10 +220,10 @@ class Engine:
     def _start_round(self) -> StartedRound:
         batch, execution = self._batch, self._target.execution
         num_rows = min(execution.round_rows(self._slots.height), len(batch.rows))
-        head, chosen_k = batch.head(num_rows), self.schedule.next_k(batch.running, num_rows)
+        chosen_k = self.schedule.next_k(batch.running, num_rows)
         view_length = execution.round_length if self._rounds_per_look > 1 else None
-        rows = batch.view(head, chosen_k, self._most_unread, view_length=view_length)
-        return self._runner.start(batch, head, rows, chosen_k)
+        rows = batch.view(num_rows, chosen_k, self._most_unread, view_length=view_length)
+        return self._runner.start(batch, rows, chosen_k)
 
     def _is_open(self, num_unread: int) -> bool:
         """Whether an active row with this many unread tokens is below its limit, and so may need another round."""

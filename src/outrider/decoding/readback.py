@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from outrider.decoding.batch import Head, Row
+from outrider.decoding.batch import Row, SlotRows
 from outrider.decoding.verify import VerifyResult
 from outrider.errors import NumericsError
 from outrider.records import Draft, DraftedToken, FinishReason, Origin, RowRound, TokenLogprob
@@ -61,7 +61,7 @@ class StartedRound:
         return self.report.numbers.shape[1] - 5
 
 
-def report_of(head: Head, draft: Draft, result: VerifyResult, *, copy: bool) -> Report:
+def report_of(rows: SlotRows, draft: Draft, result: VerifyResult, *, copy: bool) -> Report:
     """Start copying the results of a round to the host.
 
     Args:
@@ -70,9 +70,9 @@ def report_of(head: Head, draft: Draft, result: VerifyResult, *, copy: bool) -> 
     return Report(
         _to_host(result.report, copy=copy),
         _to_host(result.drafted_probs, copy=copy),
-        _to_host(draft.ids, copy=copy) if head.reports_drafts else None,
-        None if head.num_logprobs is None else _logprobs_of(head.num_logprobs, result.logits, result.committed),
-        _to_host(result.logits, copy=copy) if head.reports_logits else None,
+        _to_host(draft.ids, copy=copy) if rows.reports_drafts else None,
+        None if rows.num_logprobs is None else _logprobs_of(rows.num_logprobs, result.logits, result.committed),
+        _to_host(result.logits, copy=copy) if rows.reports_logits else None,
     )
 
 

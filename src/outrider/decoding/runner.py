@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.decoding.batch import Batch, Head, Row
+from outrider.decoding.batch import Batch, Row, SlotRows
 from outrider.decoding.readback import StartedRound, report_of
 from outrider.decoding.verify import VerifyResult, verify_step
-from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, padded
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, padded
 from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
 from outrider.runtime.media import prefill_media
@@ -105,17 +105,16 @@ class Runner:
         for row, filled in zip(rows, ends, strict=True):
             row.num_filled = filled
 
-    def start(self, batch: Batch, head: Head, rows: Rows, chosen_k: int) -> StartedRound:
+    def start(self, batch: Batch, rows: SlotRows, chosen_k: int) -> StartedRound:
         """Start a round, which the device may still be computing on return.
 
         Args:
-            head: the first slots of the batch.
-            rows: the same slots, as the drafter sees them.
+            rows: the first slots of the batch.
             chosen_k: K that the schedule chose.
         """
         target, execution = self._target, self._target.execution
-        k = execution.round_drafts(max(rows.most_wanted), head.most_k(chosen_k))
-        noise = self._noise.at(head.seeds, rows.lengths, k)
+        k = execution.round_drafts(max(rows.most_wanted), rows.most_k(chosen_k))
+        noise = self._noise.at(rows.seeds, rows.lengths, k)
         mark = drafting = self.clock.mark()
         if self.session.catch_up(rows):
             drafting = self.clock.mark()
@@ -125,20 +124,20 @@ class Runner:
             draft = padded(draft, execution.round_drafts(draft.ids.shape[1], k))
 
             verifying = self.clock.mark()
-            cache = self.cache.head(len(head))
+            cache = self.cache.first(len(rows))
             view_len = target.view_len(rows.longest + draft.ids.shape[1], cache)
             if target.has_states:
-                target.advance(cache, torch.where(rows.lengths < head.limits, rows.lengths - 1, 0))
+                target.advance(cache, torch.where(rows.lengths < rows.limits, rows.lengths - 1, 0))
             allowed = None if rows.masks is None else rows.masks.along(draft)
             static = self._rule, view_len, self._drafter.features
-            given = cache, rows.last_ids, rows.lengths, head.limits, draft, rows.settings, rows.history, allowed, noise
+            given = cache, rows.last_ids, rows.lengths, rows.limits, draft, rows.settings, rows.history, allowed, noise
             result = VerifyResult(*self._verify(static, *given))
             verified = self.clock.mark()
 
             batch.commit(rows, result)
             self.session.observe(CommittedTokens(result.committed, result.places, result.lengths, result.features))
             # Prepared steps overwrite their results: copy what is read after the next round starts.
-            report = report_of(head, draft, result, copy=self._copies_reports)
+            report = report_of(rows, draft, result, copy=self._copies_reports)
         prefills, self._prefills = self._prefills, []
         marks = drafting, verifying, verified, self.clock.mark()
-        return StartedRound(chosen_k, head.rows, report, marks, prefills)
+        return StartedRound(chosen_k, rows.active, report, marks, prefills)

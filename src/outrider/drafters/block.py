@@ -213,7 +213,7 @@ class BlockSession(Session):
 
     def observe(self, committed: CommittedTokens) -> None:
         assert committed.features is not None
-        self._keep(self._cache.head(len(committed.ids)), committed.features, committed.feature_positions)
+        self._keep(self._cache.first(len(committed.ids)), committed.features, committed.feature_positions)
 
     def _keep(self, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
         """Write the context of tokens: [B, T, F], and their positions, -1 for padding [B, T]."""
@@ -225,7 +225,7 @@ class BlockSession(Session):
         k = min(k, self._module.most_drafted)
         if not any(rows.most_wanted):
             return empty_draft(rows)
-        head, cache = self._head, self._cache.head(len(rows))
+        head, cache = self._head, self._cache.first(len(rows))
         num_wanted = rows.num_wanted.clamp_max(k)
         # Beyond the context of the target, too: a block ends there.
         view_len = min(head.execution.round_length(rows.longest + self._module.block_size - 1), cache.capacity)

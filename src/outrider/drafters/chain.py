@@ -232,7 +232,7 @@ class ChainSession(Session):
     def observe(self, committed: CommittedTokens) -> None:
         assert committed.features is not None
         num_rows, width, _ = committed.features.shape
-        _keep_states(self._head, self._cache.head(num_rows), committed.features, committed.feature_positions)
+        _keep_states(self._head, self._cache.first(num_rows), committed.features, committed.feature_positions)
         self._num_late[:num_rows] = [num + width for num in self._num_late[:num_rows]]
 
     def catch_up(self, rows: Rows) -> bool:
@@ -243,7 +243,7 @@ class ChainSession(Session):
             return False
         cached = self._cached[:num_rows]
         ends = torch.where(rows.num_wanted > 0, rows.lengths - 2, cached)
-        self._feed_late(self._cache.head(num_rows), rows.ids, cached, ends, max(late), rows.longest)
+        self._feed_late(self._cache.first(num_rows), rows.ids, cached, ends, max(late), rows.longest)
         self._num_late[:num_rows] = [
             min(n, 1) if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)
         ]
@@ -272,7 +272,7 @@ class ChainSession(Session):
         if not any(rows.most_wanted):
             return empty_draft(rows)
         head, num_rows = self._head, len(rows)
-        cache, cached = self._cache.head(num_rows), self._cached[:num_rows]
+        cache, cached = self._cache.first(num_rows), self._cached[:num_rows]
         num_wanted = torch.where(rows.lengths > 1, rows.num_wanted, 0)  # a single token has no entry
         # Few shapes where they must be prepared, few columns elsewhere.
         late = [n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False) if wanted]

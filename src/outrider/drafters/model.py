@@ -283,7 +283,7 @@ class ModelSession(Session):
                 cached.copy_(torch.minimum(cached, rows.lengths - 1))
             self._count_late(rows)
             return empty_draft(rows)
-        cache = self._cache.head(num_rows)
+        cache = self._cache.first(num_rows)
         fed = self._fed(rows, cached)
         if lm.has_states:
             known = torch.minimum(cached, rows.lengths - 1)

@@ -55,7 +55,7 @@ from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
 from outrider.runtime.stand_in import StandIn
 from outrider.system.ranks import current_ranks
-from outrider.text.tokenizer import vocab_size
+from outrider.text.tokenizer import has_token, vocab_size
 
 if TYPE_CHECKING:
     pass
@@ -312,8 +312,10 @@ def context_len(config: Any) -> int:
 
 def num_tokens_of(checkpoint: Checkpoint) -> int:
     """V: tokens that the tokenizer has and the model has logits for. Ids beyond are padding."""
-    width = width_of(checkpoint)
-    return width if checkpoint.tokenizer is None else min(width, vocab_size(checkpoint.tokenizer))
+    width, tokenizer = width_of(checkpoint), checkpoint.tokenizer
+    if tokenizer is None or has_token(tokenizer, width - 1):  # without a list of all tokens, which takes a while
+        return width
+    return min(width, vocab_size(tokenizer))
 
 
 def width_of(checkpoint: Checkpoint) -> int:

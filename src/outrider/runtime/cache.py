@@ -171,7 +171,7 @@ class SlotCache:
         views = [store[begin:end] for store in self.storage]
         return SlotCache(self.shapes, views, self.capacity, most_behind=self._most_behind)
 
-    def head(self, num_rows: int) -> SlotCache:
+    def first(self, num_rows: int) -> SlotCache:
         """View of the first slots, built once."""
         if num_rows not in self._heads:
             self._heads[num_rows] = self.rows(0, num_rows)

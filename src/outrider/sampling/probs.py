@@ -126,7 +126,7 @@ class Settings:
             has_sampled=False,
         )
 
-    def head(self, num_rows: int) -> Settings:
+    def first(self, num_rows: int) -> Settings:
         """A view of the first rows."""
         if num_rows == len(self.temperature):
             return self

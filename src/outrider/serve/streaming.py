@@ -38,7 +38,6 @@ class PreparedRequest:
         form: a ``Form``, the format of the choices; at ``/v1/responses`` a ``ResponseForm``.
         max_k: maximum tokens drafted per round, for rows without their own K.
         num_thoughts: how many of the tokens of an output are thoughts; None if they are not split off.
-        head: fields common to all its responses.
     """
 
     ask: ParsedRequest
@@ -53,7 +52,8 @@ class PreparedRequest:
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def head(self, *, is_chunk: bool) -> dict[str, Any]:
+    def opening(self, *, is_chunk: bool) -> dict[str, Any]:
+        """Fields that all responses have."""
         return {
             "id": self.form.id_prefix + self.id,
             "object": self.form.chunk_kind if is_chunk else self.form.kind,
@@ -96,7 +96,7 @@ def whole(prepared: PreparedRequest, ticket: Ticket) -> dict[str, Any]:
             scored = _joined(scored, own)
         choice = prepared.form.whole(index, echo + one.text, scored, one.finish_reason)
         choices.append(choice | {"seed": one.seed, "stop_reason": prepared.jobs[index].text.stop_reason})
-    response = prepared.head(is_chunk=False) | {"choices": choices} | totals(prepared, ticket, completions)
+    response = prepared.opening(is_chunk=False) | {"choices": choices} | totals(prepared, ticket, completions)
     if (num_top := prepared.ask.num_prompt_logprobs) is not None:
         pairs = zip(prepared.prompt_ids, ticket.scored, strict=True)
         found = [prompt_logprobs_json(prepared.form.tokens, *pair, num_top) for pair in pairs]
@@ -115,12 +115,12 @@ async def streamed(prepared: PreparedRequest, ticket: Ticket) -> AsyncIterator[b
         Exception: an error before the first event, while the status can still report it.
     """
     form: Form = prepared.form
-    ask, head = prepared.ask, prepared.head(is_chunk=True)
+    ask, opening = prepared.ask, prepared.opening(is_chunk=True)
     num_generated = 0
     pieces = [iter(job.text.pieces) for job in prepared.jobs]  # a row may be ahead of its chunks
 
     def chunk_event(choice: dict[str, Any], **more: Any) -> bytes:
-        value = head | {"choices": [choice]} | more
+        value = opening | {"choices": [choice]} | more
         if ask.has_usage_in_chunks:
             value["usage"] = usage_of(sum(map(len, prepared.prompt_ids)), num_generated, 0)
         elif ask.includes_usage:
@@ -158,7 +158,7 @@ async def streamed(prepared: PreparedRequest, ticket: Ticket) -> AsyncIterator[b
                 yield chunk_event(choice, **timings)
         if ask.includes_usage:
             completions = [job.completion for job in prepared.jobs]
-            yield event(head | {"choices": []} | totals(prepared, ticket, completions))
+            yield event(opening | {"choices": []} | totals(prepared, ticket, completions))
     except Exception as error:
         yield event(refusal_of(error).to_json())
     yield DONE

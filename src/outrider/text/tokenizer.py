@@ -200,6 +200,12 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(i for i in ids if tokenizer.decode([i], skip_special_tokens=True) == "")
 
 
+def has_token(tokenizer: Any, token_id: int) -> bool:
+    """Whether a tokenizer is known to have an id; False for some that are slow to ask."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return backend is not None and backend.id_to_token(token_id) is not None
+
+
 def vocab_size(tokenizer: Any) -> int:
     """Largest token id plus one."""
     largest: int = max(tokenizer.get_vocab().values())
