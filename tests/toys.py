@@ -22,13 +22,13 @@ from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.records import FinishReason, Request, RowRound, Stats
 from outrider.runtime.cuda_graphs import CapturedExecution
-from outrider.runtime.execution import EagerExecution, Execution
+from outrider.runtime.execution import EagerExecution
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 
 NUM_ROWS = 128  # of a batch, at most
 EXECUTIONS = {"eager": EagerExecution, "captured": CapturedExecution}
-execution: Callable[[], Execution] = EagerExecution  # of the models made here; see conftest.py
+execution: Callable[[], EagerExecution] = EagerExecution  # of the models made here; see conftest.py
 
 
 class TableConfig:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from torch import Tensor
 from outrider.decoding.verify import verify_step
 from outrider.drafters.base import AlteredDrafter, Drafter, Rows
 from outrider.records import Draft, Verdict
-from outrider.runtime.cache import SlotCache
-from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.calls import Step
-from outrider.runtime.execution import Execution
+from outrider.runtime.execution import EagerExecution
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import RoundUniforms, round_uniforms
 from outrider.sampling.probs import Probs, draw, full
@@ -125,26 +123,11 @@ class OffByOneRollback:
     """Execution whose cache keeps one entry too many after a rejection: the rejected token, in the place of the
     correction. All later tokens then attend to a token that is not in the sequence."""
 
-    def __init__(self, inner: Execution) -> None:
+    def __init__(self, inner: EagerExecution) -> None:
         self.inner = inner
-        self.name = inner.name
-        self.favoured_k = inner.favoured_k
-        self.lookahead = inner.lookahead
-        self.rounds_per_look = inner.rounds_per_look
-        self.is_prepared = inner.is_prepared
-        self.turn = inner.turn
 
-    def round_length(self, length: int) -> int:
-        return self.inner.round_length(length)
-
-    def round_rows(self, num_rows: int) -> int:
-        return self.inner.round_rows(num_rows)
-
-    def round_drafts(self, num_wanted: int, k: int) -> int:
-        return self.inner.round_drafts(num_wanted, k)
-
-    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        return self.inner.new_cache(shapes, num_rows, capacity)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def run(
         self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], **more: Any
@@ -164,7 +147,7 @@ class OffByOneRollback:
 
 def _with_off_by_one_rollback(target: LM) -> LM:
     wrong = copy.copy(target)
-    wrong.execution = OffByOneRollback(target.execution)
+    wrong.execution = cast(EagerExecution, OffByOneRollback(target.execution))
     return wrong
 
 

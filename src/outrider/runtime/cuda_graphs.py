@@ -30,6 +30,7 @@ from outrider.errors import ExecutionError
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.calls import Bound, Call, Program, Step, put_together
+from outrider.runtime.execution import EagerExecution
 from outrider.runtime.rotary import constant_frequencies
 from outrider.runtime.shape_buckets import power_of_two, prepared_length
 
@@ -39,7 +40,7 @@ _TURN = threading.RLock()  # one for all models: draft and verify steps of a rou
 _NUM_WARM_UPS = 2  # libraries pick algorithms and allocate workspace on first use: not while capturing
 
 
-class CapturedExecution:
+class CapturedExecution(EagerExecution):
     """Runs steps as CUDA graphs, captured when they are first needed. For one model. Capturing one takes as long as a
     few eager runs; nothing is cached on disk, and each graph has its own memory pool.
 
@@ -50,13 +51,11 @@ class CapturedExecution:
         is_required: such a step is an error; else it runs eagerly, and a warning says so.
     """
 
-    name = "captured"
-    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
     lookahead = 1  # the device works on while the host reads
-    rounds_per_look = 1
     is_prepared = True
 
     def __init__(self, *, is_required: bool = True) -> None:
+        super().__init__("captured")
         self._is_required, self._has_warned = is_required, False
         self._programs: OrderedDict[Any, Program | str] = OrderedDict()  # or why there is none
         self._preparing = threading.RLock()

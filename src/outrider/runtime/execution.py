@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -23,8 +23,8 @@ from outrider.runtime.calls import Bound, Step
 from outrider.runtime.shape_buckets import eager_length
 
 
-class Execution(Protocol):
-    """Way to run steps.
+class EagerExecution:
+    """Calls steps. Other executions differ from this one.
 
     Attributes:
         name: the name in tables and messages.
@@ -34,31 +34,32 @@ class Execution(Protocol):
         is_prepared: whether each shape is captured when it first occurs, which takes time.
     """
 
-    name: str
-    favoured_k: tuple[int, ...]
-    lookahead: int
-    rounds_per_look: int
-    is_prepared: bool
+    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
+    lookahead = 0
+    is_prepared = False
+
+    def __init__(self, name: str = "eager", rounds_per_look: int = 1) -> None:
+        self.name, self.rounds_per_look = name, rounds_per_look
 
     def round_length(self, length: int) -> int:
         """Length of a view or cache for ``length`` tokens."""
-        ...
+        return eager_length(length)
 
     def round_rows(self, num_rows: int) -> int:
         """Batch size for ``num_rows`` unfinished rows."""
-        ...
+        return num_rows
 
     def round_drafts(self, num_wanted: int, k: int) -> int:
         """Columns to verify where 0 <= num_wanted <= k tokens are drafted."""
-        ...
+        return num_wanted
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         """Allocate an empty cache."""
-        ...
+        return SlotCache.allocate(shapes, num_rows, capacity)
 
     def turn(self) -> AbstractContextManager[Any]:
         """Lock held from running a step until its results are used, so that threads do not overwrite them."""
-        ...
+        return nullcontext()
 
     def run(
         self,
@@ -77,41 +78,4 @@ class Execution(Protocol):
         Raises:
             ExecutionError: this model or machine does not allow it.
         """
-        ...
-
-
-class EagerExecution:
-    """Calls steps."""
-
-    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
-    lookahead = 0
-    is_prepared = False
-
-    def __init__(self, name: str = "eager", rounds_per_look: int = 1) -> None:
-        self.name, self.rounds_per_look = name, rounds_per_look
-
-    def round_length(self, length: int) -> int:
-        return eager_length(length)
-
-    def round_rows(self, num_rows: int) -> int:
-        return num_rows
-
-    def round_drafts(self, num_wanted: int, k: int) -> int:
-        return num_wanted
-
-    def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        return SlotCache.allocate(shapes, num_rows, capacity)
-
-    def turn(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def run(
-        self,
-        step: Step,
-        lm: Any,
-        static: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        *,
-        bound: Bound | None = None,
-    ) -> tuple[Tensor, ...]:
         return step(lm, *static, *arguments)

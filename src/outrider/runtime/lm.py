@@ -27,7 +27,7 @@ from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_shapes import WINDOW, LayerShape
 from outrider.runtime.calls import Bound, Step
-from outrider.runtime.execution import EagerExecution, Execution
+from outrider.runtime.execution import EagerExecution
 from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.mixers import find_mixers, token_by_token, with_finite_numbers
 from outrider.runtime.native import Native
@@ -81,7 +81,7 @@ class LM:
         self.unknown_ids = unknown_ids
         self.own_ids: tuple[int, ...] = ()
         self.context_len = context_len
-        self.execution: Execution = EagerExecution()
+        self.execution = EagerExecution()
         self.lock = threading.RLock()
         self.device = next(model.parameters()).device
         # Masks match the type of the activations: quantized weights are integers.
@@ -107,7 +107,7 @@ class LM:
     def _cache_name(self) -> str:
         return cache_argument(self.model)
 
-    def with_execution(self, execution: Execution) -> LM:
+    def with_execution(self, execution: EagerExecution) -> LM:
         """This model with another execution. Weights and what was learned about it are shared."""
         lm = copy.copy(self)
         lm.execution = execution
