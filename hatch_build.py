@@ -1,6 +1,6 @@
 """Compiles the C++ kernels when the package is installed from its source, if there is a compiler.
 
-OUTRIDER_KERNELS=none leaves them out, so that one wheel is for all machines: then they are compiled when first needed.
+OUTRIDER_KERNELS=none leaves them out, so that one wheel fits all machines: then they are compiled when first needed.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class KernelsHook(BuildHookInterface):
         if os.environ.get("OUTRIDER_KERNELS") == "none":
             return
         sys.path.insert(0, str(Path(self.root) / "src"))
-        from outrider.kernels.build import CompilerError, install
+        from outrider.kernels import build
 
         try:
-            path = install()
-        except (CompilerError, ImportError, OSError) as error:
+            path = build.install()
+        except (build.CompilerError, ImportError, OSError) as error:  # ImportError: of PyTorch (levels.py)
             self.app.display_warning(f"the C++ kernels are not compiled now, but when first needed: {error}")
             return
         build_data["artifacts"].append(f"/{path.relative_to(self.root).as_posix()}")

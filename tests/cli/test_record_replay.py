@@ -203,7 +203,7 @@ def test_outputs_of_generate_are_logs_too(outrider: Outrider, prompts: Path, tmp
     rows = rows_of(generated)
     rows[1] |= {"finish_reason": "error", "token_ids": []}
     generated.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert "1 prompts without an output are left out" in outrider("replay", generated, "-k", 2).err
+    assert "prompts without an output are left out (1)" in outrider("replay", generated, "-k", 2).err
 
 
 def test_a_refused_recording_claims_no_file(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ struct Layer {
 struct Joint {
   int64_t is_there;
   Norm embedding_norm, state_norm;
-  Matrix matrix;        // gives the input of the first layer; without data, that is the state, and the layer reads both
+  Matrix matrix;        // gives the input of the first layer; no data: that is the state, and the layer reads both norms
   int64_t adds_normed;  // without a matrix: whether the input of the first layer is the normed state
 };
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from outrider.kernels.build import CompilerError, best_level, build, cached_name, compiler, installed
-from outrider.kernels.levels import levels_here
+from outrider.kernels.levels import Level, levels_here
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
@@ -157,18 +157,28 @@ def library() -> ctypes.CDLL | None:
 
 def _library() -> ctypes.CDLL:
     best, *others = levels_here()
-    if installed(best).is_file():
-        try:
-            return _loaded(installed(best))
-        except OSError as error:  # a library that it needs is not here, for example
-            _LOG.warning("%s cannot be loaded (%s): compiling it again", installed(best), error)
+    if (kernels := _installed(best)) is not None:
+        return kernels
     try:
-        return _compiled(compiler())
+        command = compiler()
+        known, _ = best_level(command)  # perhaps less than the processor has, as when the package was installed
+        return _installed(known) or _compiled(command)
     except CompilerError:
-        for level in others:
-            if installed(level).is_file():
-                return _loaded(installed(level))
-        raise
+        found = next(filter(None, map(_installed, others)), None)
+        if found is None:
+            raise
+        return found
+
+
+def _installed(level: Level) -> ctypes.CDLL | None:
+    """The library for a level that was compiled with the package; None if there is none, or none that can be loaded."""
+    if not installed(level).is_file():
+        return None
+    try:
+        return _loaded(installed(level))
+    except OSError as error:  # a library that it needs is not here, for example
+        _LOG.info("%s cannot be loaded: %s", installed(level), error)
+        return None
 
 
 def _compiled(command: Sequence[str]) -> ctypes.CDLL:

@@ -61,8 +61,7 @@ class NativeForward:
         weights = _Weights(dict(model.named_parameters(remove_duplicate=False)))
         self._weights = weights  # which keeps them alive
         self._model = _structure(plan, weights)
-        if not is_head:  # which has parameters that run elsewhere
-            weights.check()
+        weights.check("layers." if is_head else "")  # other parameters of a head run elsewhere
         self.vocab_size = int(self._model.head.num_channels)
         self.width = int(self._model.hidden)
         one = LayerShape(plan.num_groups, plan.head_width, plan.head_width, torch.float32, torch.device("cpu"))
@@ -183,10 +182,12 @@ class _Weights:
         bias = None if plan.bias is None else self.vector(plan.bias, length).data_ptr()
         return native.Norm(_NORMS[plan.kind], plan.epsilon, weight.data_ptr(), bias)
 
-    def check(self) -> None:
-        """Raises NotPlanned: there are parameters that the plan does not use."""
+    def check(self, beginning: str) -> None:
+        """Raises NotPlanned: there are parameters of such names that the plan does not use."""
         used = {id(self._parameters[name]) for name in self._used}
-        unused = [name for name, weight in self._parameters.items() if id(weight) not in used]
+        unused = [
+            name for name, weight in self._parameters.items() if name.startswith(beginning) and id(weight) not in used
+        ]
         if unused:
             raise NotPlanned(f"its plan does not know {unused[0]}")
 

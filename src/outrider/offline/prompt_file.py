@@ -7,7 +7,7 @@ import re
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
@@ -142,10 +142,15 @@ def read_prompts(path: Path) -> list[PromptLine]:
     """
     with open_prompts(path) as prompts:
         lines = list(prompts)
+    check_without_options(path, lines)
+    return lines
+
+
+def check_without_options(path: Path, lines: Iterable[PromptLine]) -> None:
+    """Raises FileError: a prompt has sampling options of its own, or names a model."""
     for line in lines:
         for name in (*line.options, *(() if line.model is None else ("model",))):
             raise FileError(
                 f"{path}, {line.place}: this command does not support per-prompt options ({name!r}), only 'outrider "
                 "generate' does: give them on the command line, for all prompts"
             )
-    return lines

@@ -5,8 +5,10 @@ docs/reference/logs.md describes the lines. This module knows neither models nor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from outrider.options import CONSTRAINTS, Sampling
 from outrider.records import FinishReason
 from outrider.system.json_text import parse_row
 
-_REMEDY = "take the file from a copy, or remove the line and give the same outrider record again"
+_REMEDY = "restore the file from a copy, or remove the line and run the same command again"
 _PARTS = ("token", "top_ids", "top", "tail")  # of probabilities
 _DIGITS = 9  # which name each float32
 
@@ -54,6 +56,8 @@ class TopProbs:
     @classmethod
     def from_json(cls, stated: Mapping[str, Any], dtype: torch.dtype) -> TopProbs:
         """Raises KeyError, TypeError, ValueError, AssertionError."""
+        if not all(map(math.isfinite, [*stated["token"], *stated["tail"], *chain(*stated["top"])])):
+            raise ValueError("a probability is no number")
         kinds = dtype, torch.long, dtype, dtype
         return cls(*(torch.tensor(stated[name], dtype=kind) for name, kind in zip(_PARTS, kinds, strict=True)))
 
@@ -136,7 +140,7 @@ class Header:
             settings.get("probs"),
             model["vocab_size"],
             model["context_len"],
-            tuple(model["eos_ids"]),
+            _ids(model["eos_ids"]),
             model["tokenizer"],
         )
 
@@ -169,11 +173,15 @@ class Log:
         Raises:
             FileError: there is no log, its lines are damaged, differ in their settings, or were constrained.
         """
+        if path.is_dir():
+            raise FileError(f"{path} is a folder: logs of outrider 0.2 and earlier must be recorded again")
         header: Header | None = None
         lines: dict[int, _Line] = {}
         num_failed = offset = 0
         try:
             with path.open("rb") as stream:
+                if not stream.seekable():  # a pipe
+                    raise FileError(f"cannot read {path}: a log is read more than once: give a regular file")
                 for number, text in enumerate(stream, start=1):
                     where = f"{path}, line {number}"
                     if not text.endswith(b"\n"):
@@ -182,10 +190,11 @@ class Log:
                     own = _header(where, row)
                     if header is None:
                         header = own
-                    ends = tuple(sorted({*header.eos_ids, *own.eos_ids}))  # a chat's turns end, too
-                    header, own = replace(header, eos_ids=ends), replace(own, eos_ids=ends)
                     if own != header:
-                        raise FileError(f"{where} has other settings than the lines before: a log has one run's")
+                        raise FileError(
+                            f"{where} has other settings than the lines before, or ends at other tokens, as chats do "
+                            "beside texts: a log has one kind"
+                        )
                     if row.get("finish_reason") in ("error", None):
                         num_failed += 1
                     else:
@@ -204,11 +213,14 @@ class Log:
         return len(self._lines)
 
     def __iter__(self) -> Iterator[Record]:
-        with self._path.open("rb") as stream:
-            for line in self._lines:
-                stream.seek(line.offset)
-                where = f"{self._path}, prompt {line.index}"
-                yield _record(where, parse_row(where, stream.readline()), self.header)
+        try:
+            with self._path.open("rb") as stream:
+                for line in self._lines:
+                    stream.seek(line.offset)
+                    where = f"{self._path}, prompt {line.index}"
+                    yield _record(where, parse_row(where, stream.readline()), self.header)
+        except OSError as error:
+            raise FileError(f"cannot read {self._path}: {error.strerror}") from None
 
 
 def _header(where: str, row: Mapping[str, Any]) -> Header:
@@ -227,13 +239,24 @@ def _record(where: str, row: Mapping[str, Any], header: Header) -> Record:
         if header.num_probs is not None:
             is_double = row["settings"]["dtype"] == "float64"
             probs = TopProbs.from_json(row["probs"], torch.float64 if is_double else torch.float32)
-        prompt_ids, token_ids = (
-            tuple(torch.tensor(row[name], dtype=torch.long).tolist()) for name in ("prompt_ids", "token_ids")
-        )
-        if not 0 <= min(prompt_ids + token_ids) <= max(prompt_ids + token_ids) < header.vocab_size:
-            raise ValueError
+            if probs.top_ids.shape[1] != min(header.num_probs, header.vocab_size):
+                raise ValueError("it has other probabilities than its settings")
+        prompt_ids, token_ids = _ids(row["prompt_ids"]), _ids(row["token_ids"])
+        if max(prompt_ids + token_ids) >= header.vocab_size or not _is_id(row["index"]):
+            raise ValueError("a number is out of range")
         return Record(
             row["index"], row.get("category"), row["seed"], row["finish_reason"], prompt_ids, token_ids, probs
         )
     except (KeyError, TypeError, ValueError, RuntimeError, AssertionError):
         raise FileError(f"{where} is damaged: {_REMEDY}") from None
+
+
+def _ids(stated: Any) -> tuple[int, ...]:
+    """Raises TypeError, ValueError."""
+    if not all(map(_is_id, stated)):
+        raise ValueError("an id is no whole number")
+    return tuple(stated)
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

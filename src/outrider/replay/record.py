@@ -39,10 +39,16 @@ def header_of(decoder: Decoder, options: dict[str, Any], num_probs: int | None) 
     Args:
         options: fields of ``Sampling``; the seed is left out.
     """
-    model = model_json(decoder)
-    target, vocab_size, context_len, eos_ids, tokenizer = model.values()
-    sampling = Sampling(**options | {"seed": None})
-    return Header(target, sampling, num_probs, vocab_size, context_len, tuple(eos_ids), tokenizer)
+    model, sampling = model_json(decoder), Sampling(**options | {"seed": None})
+    return Header(
+        model["name"],
+        sampling,
+        num_probs,
+        model["vocab_size"],
+        model["context_len"],
+        tuple(model["eos_ids"]),
+        model["tokenizer"],
+    )
 
 
 def record_outputs(

@@ -29,7 +29,7 @@ from outrider.cli.shared.workers import Setup
 from outrider.cli.shared.wrapping import say
 from outrider.errors import OptionError
 from outrider.offline.output_rows import Totals
-from outrider.offline.prompt_file import open_prompts
+from outrider.offline.prompt_file import check_without_options, open_prompts
 from outrider.offline.prompt_order import Shard
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.system.files import check_writable, write_text
@@ -67,27 +67,28 @@ def record(
     'outrider generate --output --probs N' writes such lines, too, with a draft."""
     check_batch_size(batch_size)
     sampling = over_checkpoint(sampling, command, generation_config, target, machine.models)
-    lines = template.read(prompts)  # which have no options of their own
-    options = sampling.to_options(seed=seed, num_seeds=len(lines), logprobs=None, **end.to_options())
-    check_outputs({"--output": output}, [prompts])
-    if tensors is not None:
-        plain = SamplingOptions(temperature=0.0)
-        greedy = replace(sampling, top_k=plain.top_k, top_p=plain.top_p, min_p=plain.min_p)  # no effect at 0
-        if greedy != plain or any(isinstance(line.prompt, Chat) for line in lines):
-            raise OptionError(
-                "--tensors",
-                str(tensors),
-                "this format has no sampling options and is read as greedy: record with -t 0, and "
-                "without penalties, --logit-bias, --min-tokens and --chat",
-            )
-        check_outputs({"--tensors": tensors}, [prompts, output])
-        check_writable(tensors)
-    pair = PairOptions(target=target, draft=["none"], **asdict(machine))
-    setup, totals = Setup(pair, "none", DEFAULT_NUM_DRAFT_TOKENS, options, template, check_probs(probs)), Totals(None)
+    check_outputs({"--output": output, "--tensors": tensors}, [prompts])
     with ExitStack() as files:
+        lines = files.enter_context(open_prompts(prompts))
+        check_without_options(prompts, lines)
+        options = sampling.to_options(seed=seed, num_seeds=len(lines), logprobs=None, **end.to_options())
+        if tensors is not None:
+            plain = SamplingOptions(temperature=0.0)
+            greedy = replace(sampling, top_k=plain.top_k, top_p=plain.top_p, min_p=plain.min_p)  # no effect at 0
+            if greedy != plain or template.is_chat or any(isinstance(line.prompt, Chat) for line in lines):
+                raise OptionError(
+                    "--tensors",
+                    str(tensors),
+                    "this format has no sampling options and is read as greedy: record with -t 0, and "
+                    "without penalties, --logit-bias, --min-tokens and --chat",
+                )
+            check_writable(tensors)
+        pair = PairOptions(target=target, draft=["none"], **asdict(machine))
+        setup = Setup(pair, "none", DEFAULT_NUM_DRAFT_TOKENS, options, template, check_probs(probs))
+        totals = Totals(None)
         workers = run_job(
             setup,
-            files.enter_context(open_prompts(prompts)),
+            lines,
             files,
             totals,
             batch_size=batch_size,
@@ -98,10 +99,10 @@ def record(
         say(totals.summary(workers.pair()) + f": {output}")
     if totals.is_interrupted:
         raise typer.Exit(130)
+    if totals.num_failed:
+        raise typer.Exit(1)
     if tensors is not None:
         from outrider.replay.log import Log
         from outrider.replay.other_formats import tensor_text
 
         write_text(tensors, current_ranks().of_first(lambda: tensor_text(one.token_ids for one in Log.open(output))))
-    if totals.num_failed:
-        raise typer.Exit(1)

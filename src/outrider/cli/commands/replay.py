@@ -31,7 +31,7 @@ from outrider.cli.shared.output import (
 )
 from outrider.cli.shared.own_text import recorded
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
-from outrider.cli.shared.per_prompt import DrawnRounds, is_plain, show, show_file
+from outrider.cli.shared.per_prompt import DrawnRounds, has_no_draft, show, show_file
 from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
@@ -143,7 +143,7 @@ def replay(
     if tokens_per_prompt is not None and tokens_per_prompt < 1:
         raise OptionError("--tokens-per-prompt", tokens_per_prompt, "a whole number >= 1")
     check_json_target(json_target)
-    if per_prompt and log_format == "outrider" and not is_plain(log):
+    if per_prompt and log_format == "outrider" and not has_no_draft(log):
         check_alone(context, _OF_ROUNDS, "a file of rounds has been replayed already: leave it out")
         check_outputs({"--json": json_target, "--plot": plot}, [log])
         check_figure_files(plot)
@@ -197,7 +197,7 @@ def replay(
         records = Log.open(log) if decoder is None else recorded(log, decoder.target.name, decoder.tokenizer)
         header = records.header
         if records.num_failed:
-            say(f"{log}: {records.num_failed} prompts without an output are left out")
+            say(f"{log}: prompts without an output are left out ({records.num_failed})")
     names = drafts.names(header.target)
     if output_format == "cumulative" and len(names) * len(ks) > 1:
         raise OptionError("--output-format", output_format, "it holds one draft and one K: give one of each")

@@ -71,7 +71,7 @@ class DrawnRounds:
             stream.writelines(json_text(row) for row in self.rows)
 
 
-def is_plain(file: Path) -> bool:
+def has_no_draft(file: Path) -> bool:
     """Whether a file has outputs without a draft, and so no rounds of its own. False if it cannot be read."""
     try:
         with file.open("rb") as stream:

@@ -79,7 +79,10 @@ def _check_own(setup: Setup, line: PromptLine) -> None:
     target = setup.pair.target
     if line.model not in (None, target):
         raise OptionError("model", line.model, f"the target is {target!r}: choose it with --target, or leave it out")
-    check_constraint(Sampling(**setup.options | line.options))
+    sampling = Sampling(**setup.options | line.options)
+    check_constraint(sampling)
+    if setup.num_probs is not None and (sampling.is_constrained or sampling.bad_words):
+        raise OptionError("--probs", setup.num_probs, "p under a constraint is not kept: leave out one of the two")
 
 
 def _lengths(workers: Workers, target: str, finished: FinishedPrompts, invalid: InvalidRows) -> Sequence[int]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from outrider.cli.shared.output import options_json, origin_of
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
-from outrider.errors import OptionError, OutriderError, PromptError
+from outrider.errors import NumericsError, OptionError, OutriderError, PromptError
 from outrider.offline.output_rows import row_of, stats_of
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
@@ -145,7 +145,10 @@ class LocalWorker:
             index, line, ids, seed = waiting.pop(place)
             row = row_of(index, line, ids, seed, done)
             if row["token_ids"] and self._setup.num_probs is not None:
-                row["probs"] = self._probs(line, ids, row["token_ids"], self._setup.num_probs)
+                try:
+                    row["probs"] = self._probs(line, ids, row["token_ids"], self._setup.num_probs)
+                except NumericsError as error:
+                    row = row_of(index, line, ids, seed, error)
             ends = sorted(self.decoder.ends_of(ids))
             yield index, (row | {"model": self._model | {"eos_ids": ends}}, stats_of(done))
 
