@@ -6,19 +6,13 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.certify.divergence import explain, first_difference
+from outrider.certify.divergence import explain
 from outrider.drafters.base import NoDrafter
 from outrider.options import Sampling
 from outrider.sampling.rules import GUMBEL
 from toys import as_lm, llama_pair, request, table_lm, tiny_llama, tokens
 
 PROMPT = [3, 1, 4, 1, 5]
-
-
-def test_the_first_difference() -> None:
-    assert first_difference([1, 2], [1, 2]) is None
-    assert first_difference([1, 2, 3], [1, 5, 3]) == 1
-    assert first_difference([1, 2, 3], [1, 2]) == 2
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0.0), Sampling(temperature=0.8, seed=3)], ids=str)

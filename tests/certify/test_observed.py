@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, GeneratedText, draft_rows, joined, observe
+from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, GeneratedText, draft_rows, observe
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
@@ -12,7 +12,7 @@ from outrider.options import Sampling
 from outrider.sampling.probs import Settings, normalised, to_probs
 from outrider.scoring.forcing import force_drafts
 from outrider.scoring.teacher_forcing import Text
-from round_drafters import head, parallel, two_tables
+from round_drafters import head, two_tables
 from toys import llama_pair, random_table, table_lm, table_pair
 
 TEXTS = [
@@ -57,17 +57,6 @@ def test_the_statistics_are_those_of_the_rows() -> None:
     assert at == len(seen) and 0 < seen.is_forbidden.sum() < len(seen)
 
 
-def test_batches_change_nothing() -> None:
-    """Real models, texts of different lengths, a penalty."""
-    target, drafter = llama_pair()
-    sampling = Sampling(repetition_penalty=1.3, top_p=0.95)
-    alone = joined([observe(target, drafter, sampling, [text], seed=1, batch_size=1) for text in TEXTS])
-    together = observe(target, drafter, sampling, TEXTS, seed=1, batch_size=3)
-    np.testing.assert_allclose(alone.pits, together.pits, atol=1e-9)
-    np.testing.assert_allclose(alone.score.moments, together.score.moments, rtol=1e-6)
-    assert len(together.first(4)) == 4 and together.first(4).score.values[3] == together.score.values[3]
-
-
 def test_a_look_up_is_asked_at_every_token() -> None:
     """q is one-hot where something is proposed, else p."""
     target = table_lm(random_table(6, 0))
@@ -100,11 +89,10 @@ def test_q_is_that_of_the_place_in_the_round() -> None:
         np.testing.assert_allclose(seen.drift.distances, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["head", "parallel"])
-def test_q_of_a_head_is_its_own(name: str) -> None:
+def test_q_of_a_head_is_its_own() -> None:
     """By forcing, in whatever chunks p comes; p is that of teacher forcing."""
-    target, model_drafter = llama_pair()
-    drafter = head(target) if name == "head" else parallel(model_drafter.lm)
+    target, _ = llama_pair()
+    drafter = head(target)
     texts = [Text((*(i % 60 for i in range(5, 200)),), 130), Text((1, 2, 3, 4), 1), Text((7, 7), 1)]
     samplings = [Sampling(max_new_tokens=200)] * len(texts)
     want = {}

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from scipy import stats
 
-from outrider.certify.controls import REUSED, WRONG_RULES
+from outrider.certify.controls import ARGMAX_DRAFTS, REUSED
 from outrider.certify.samples import SampledText, check_samples, judge, judge_greedily, num_repeats
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.errors import PromptError
@@ -61,21 +61,18 @@ def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
     assert report.pit_excess[0] == report.pit_excess[-1] == 0 and len(report.pit_excess) == 101
 
 
-@pytest.mark.parametrize("rule", ["accept-all", "argmax-drafts"])
-def test_a_wrong_rule_is_found_out(rule: str) -> None:
+def test_a_wrong_rule_is_found_out() -> None:
     target, drafter = table_pair(6)
-    samples = _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=WRONG_RULES[rule])
+    samples = _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=ARGMAX_DRAFTS)
     assert _is_alarm(target, drafter, samples)
 
 
 def test_numbers_used_twice_alarm() -> None:
-    """In the next round, or in the next text, since all have one seed. False alarm of the right texts: 1e-6."""
+    """In the next round, or in the next text, since all have one seed. (Right texts are tested above.)"""
     target, drafter = llama_pair()
     options = Sampling(max_new_tokens=24)
-    right = _written(target, drafter, 200, options)
-    assert not _is_alarm(target, drafter, right)
-    reused = _written(target, drafter, 200, options, rule=dataclasses.replace(BLOCK, make_noise=REUSED.make_noise))
-    same = _written(target, drafter, 200, options, has_one_seed=True)
+    reused = _written(target, drafter, 150, options, rule=dataclasses.replace(BLOCK, make_noise=REUSED.make_noise))
+    same = _written(target, drafter, 150, options, has_one_seed=True)
     for samples, name in ((reused, "rank-by-distance"), (same, "rank-by-sequence")):
         report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
         assert {test.name for test in report.tests if test.is_alarm} >= {name}
@@ -126,15 +123,15 @@ def test_each_text_is_held_against_its_own_options() -> None:
 
 
 def test_false_alarms_are_as_rare_as_stated_where_texts_end_by_chance() -> None:
-    """80 files at a level of 5%, of 60 texts of some four tokens each, so that the number of tokens depends on what
+    """40 files at a level of 5%, of 40 texts of some four tokens each, so that the number of tokens depends on what
     they are. More alarms than the bound come with a probability under 1e-6."""
     target, drafter = table_pair(6)
     found = 0
-    whole = _written(target, drafter, 80 * 60, Sampling(max_new_tokens=12))
+    whole = _written(target, drafter, 40 * 40, Sampling(max_new_tokens=12))
     assert sum(one.token_ids[-1] == END for one in whole) > 0.5 * len(whole)
-    for i in range(80):
-        found += _is_alarm(target, drafter, whole[60 * i : 60 * (i + 1)], 0.05)
-    assert found <= stats.binom.isf(1e-6, 80, 0.05)
+    for i in range(40):
+        found += _is_alarm(target, drafter, whole[40 * i : 40 * (i + 1)], 0.05)
+    assert found <= stats.binom.isf(1e-6, 40, 0.05)
 
 
 def test_greedy_texts_are_held_against_plain_decoding() -> None:
@@ -150,17 +147,15 @@ def test_greedy_texts_are_held_against_plain_decoding() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("prompt_ids", "token_ids", "message"),
     [
-        ({"prompt_ids": ()}, "line 0: there must be"),
-        ({"token_ids": ()}, "line 0: there must be"),
-        ({"token_ids": (6,)}, r"outside 0\.\.5"),
-        ({"token_ids": (-1,)}, "outside"),
-        ({"token_ids": (1,) * 40}, "42 tokens, but at most 41 are possible here"),
+        ((), (3,), "line 0: there must be"),
+        ((1, 2), (), "line 0: there must be"),
+        ((1, 2), (6,), r"outside 0\.\.5"),
+        ((1, 2), (-1,), "outside"),
+        ((1, 2), (1,) * 40, "42 tokens, but at most 41 are possible here"),
     ],
-    ids=str,
 )
-def test_what_cannot_be_judged(change: dict, message: str) -> None:
-    one = dataclasses.replace(SampledText(0, (1, 2), (3,), Sampling()), **change)
+def test_what_cannot_be_judged(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], message: str) -> None:
     with pytest.raises(PromptError, match=message):
-        check_samples([one], 6, 41)
+        check_samples([SampledText(0, prompt_ids, token_ids, Sampling())], 6, 41)

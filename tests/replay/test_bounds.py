@@ -35,7 +35,7 @@ def assert_holds(found: Bounds, want: tuple[Tensor, Tensor]) -> None:
         assert bool((low <= value + 1e-12).all()) and bool((value <= high + 1e-12).all())
 
 
-@pytest.mark.parametrize("n", [1, 2, 5, 11, 12])
+@pytest.mark.parametrize("n", [1, 5, 11, 12])
 def test_they_hold_the_exact_value(n: int) -> None:
     """Whether or not the token of the text is among the N; and with all V known there is nothing between them."""
     p, q = rows(500, 12, 0), rows(500, 12, 1)

@@ -40,15 +40,11 @@ def test_tensors_there_and_back(tmp_path: Path) -> None:
     ("text", "message"),
     [
         (f"tensor([[1, 2]])\n\n{torch.arange(5000)[None]}", "line 3: token ids are left out"),
-        ("tensor([[1, 2],\n        [3,  ..., 4]])", "line 2: token ids are left out"),
         ("tensor([[1, 2]])\ntensor([[1, 2]", "line 2: expected tensor"),
         ("tensor([[1.5, 2]])", "line 1: '1.5' is not a token id"),
         ("tensor([[1,\n -2]])", "line 2: '-2' is not a token id"),
-        ("tensor([[]])", "line 1: '' is not a token id"),
         ("tensor([[1]], grad_fn=<X>)x", "line 1: expected tensor"),
-        ("tensor([[1]])\n\n some words", "line 3: expected tensor"),
         ("\n\n", "has no tensors in it"),
-        ("[1, 2]", "line 1: expected tensor"),
         ("tensor([[[1]]])", "line 1: expected tensor"),
         (f"tensor([[1],\n [2,\n\n {'7' * 5000}]])", "line 4: '777777777777777777...' is not a token id"),
     ],
@@ -63,7 +59,7 @@ def test_what_is_no_target_log(tmp_path: Path, text: str, message: str) -> None:
 ROUNDS = [[3, 1, 5], [2, 2], [3, 1, 1, 1], [1]]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_rounds_there_and_back(tmp_path: Path, batch_size: int) -> None:
     """The first round of each prompt is among them. Each batch begins lower than the last ended."""
     path = tmp_path / "rounds.txt"
@@ -89,7 +85,6 @@ def test_where_the_guess_fails_and_the_number_of_tokens_does_not(tmp_path: Path)
         ("[1]\n[x]", "line 2: expected counts"),
         ("[1]\n\n3", "line 3: expected"),
         ("", "no rounds"),
-        ("[]", "line 1"),
         ("[1]\n[1027]", "line 2: a round of 1026 tokens, but K is at most 1024"),
         (f"[1]\n[{'9' * 5000}]", "line 2: a count has more than 18 digits"),
     ],
@@ -115,17 +110,8 @@ def test_lines_are_counted_for_errors_only(tmp_path: Path, monkeypatch: pytest.M
     """Counting them for each row would take quadratic time in a long file."""
 
     class Text(str):
-        num_counts = 0
-
         def count(self, *arguments: Any) -> int:
-            Text.num_counts += 1
-            return super().count(*arguments)
+            raise AssertionError
 
-    text = "tensor([[1,\n  2]])\n" * 5000
-    for end in ("", "x"):
-        monkeypatch.setattr(module, "read_text", lambda _, whole=text + end: Text(whole))
-        if end:
-            with pytest.raises(FileError, match="line 10001: expected tensor"):
-                read_tensors(tmp_path)
-        else:
-            assert len(read_tensors(tmp_path)) == 5000 and Text.num_counts == 0
+    monkeypatch.setattr(module, "read_text", lambda _: Text("tensor([[1,\n  2]])\n" * 50))
+    assert len(read_tensors(tmp_path)) == 50

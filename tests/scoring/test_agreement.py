@@ -12,8 +12,8 @@ from outrider.sampling.probs import Settings, to_probs
 from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, overlap, sampling_grid
 from outrider.scoring.forcing import needs_forcing
 from outrider.scoring.teacher_forcing import Text, force
-from round_drafters import in_rounds, two_tables
-from toys import as_lm, llama_pair, perturbed, random_table, table_lm, tiny_llama
+from round_drafters import two_tables
+from toys import as_lm, llama_pair, random_table, table_lm, tiny_llama
 
 TEXTS = [Text([3, 1, 4, 1, 5, 9, 2, 6], 3), Text(list(range(2, 55)) * 3, 1), Text([7, 7], 1), Text([5], 1)]
 
@@ -50,12 +50,13 @@ def test_alpha_is_the_mean_overlap() -> None:
     texts = [Text([0, 1, 2, 3, 4, 0, 2]), Text([4, 4, 1, 0], 2)]
     places = [0, 1, 2, 3, 4, 0, 4, 1]  # the tokens before those that are judged
     samplings = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_p=0.8)]
-    for got, sampling in zip(measure_alpha(target, draft, texts, samplings, batch_size=1), samplings, strict=True):
+    for got, sampling in zip(measure_alpha(target, draft, texts, samplings, batch_size=2), samplings, strict=True):
         settings = Settings.of([sampling], 5, torch.device("cpu"))
         p, q = (to_probs(table[None], settings)[0] for table in tables)
         want = torch.minimum(p, q).sum(-1)[places].mean()
         assert got.alpha.value == pytest.approx(float(want), abs=1e-12)
         assert (got.num_tokens, got.sampling) == (8, sampling)
+        assert got.alpha.low is not None and got.alpha.low <= got.alpha.value
     assert measure_alpha(target, target, texts, [Sampling()])[0].alpha.value == pytest.approx(1, abs=1e-12)
 
 
@@ -77,22 +78,11 @@ def test_alpha_of_each_token_of_a_round() -> None:
             assert alpha.value == pytest.approx(float(want), abs=1e-12)
 
 
-def test_forced_alpha_of_a_draft_model_is_its_alpha() -> None:
-    """At the first offset; the others have fewer places."""
-    target, drafter = llama_pair()
-    texts, samplings = [Text([3, 1, 4, 1, 5, 9], 3), Text(list(range(2, 30)))], [Sampling(repetition_penalty=1.3)]
-    want = measure_alpha(target, drafter.lm, texts, samplings)
-    got = measure_forced_alpha(target, in_rounds(drafter), texts, samplings, 2)
-    for a, b in zip(want, got, strict=True):
-        assert b.alpha.value == pytest.approx(a.alpha.value, abs=1e-9) and b.num_tokens == a.num_tokens
-        assert a.by_offset is None and b.by_offset is not None and b.by_offset[1].value != b.alpha.value
-
-
 def test_alpha_beyond_the_context_of_a_draft() -> None:
     """At the first offset, the mean overlap with forwards of the draft over its windows: of the last 9 to 16 tokens. A
     draft that read whole texts would have another alpha."""
     target, drafter = llama_pair(draft_context_len=16)
-    (text,) = texts = [Text([int(i) for i in torch.randint(60, (50,), generator=torch.Generator().manual_seed(2))])]
+    (text,) = texts = [Text([int(i) for i in torch.randint(60, (30,), generator=torch.Generator().manual_seed(2))])]
     assert needs_forcing(drafter, texts) and not needs_forcing(drafter, [Text(text.ids[:17])])
     (got,) = measure_forced_alpha(target, drafter, texts, [Sampling()], 2)
 
@@ -104,18 +94,9 @@ def test_alpha_beyond_the_context_of_a_draft() -> None:
             overlaps.append(float(overlap(p, q)))
         return sum(overlaps) / len(overlaps)
 
-    assert got.num_tokens == 49
-    assert got.alpha.value == pytest.approx(alpha([window_start(n, 16) for n in range(1, 50)]), abs=1e-9)
-    assert abs(got.alpha.value - alpha([0] * 49)) > 1e-3
-
-
-def test_batches_change_nothing() -> None:
-    target, draft = as_lm(tiny_llama()), as_lm(perturbed(tiny_llama(), 0.3))
-    samplings = [Sampling(repetition_penalty=1.3), Sampling(temperature=0.7)]
-    alone, together = (measure_alpha(target, draft, TEXTS, samplings, batch_size=size) for size in (1, 8))
-    for a, b in zip(alone, together, strict=True):
-        assert a.alpha.value == pytest.approx(b.alpha.value, abs=1e-9)
-        assert 0.05 < a.alpha.value < 0.95 and a.alpha.low is not None and a.alpha.low < a.alpha.value
+    assert got.num_tokens == 29
+    assert got.alpha.value == pytest.approx(alpha([window_start(n, 16) for n in range(1, 30)]), abs=1e-9)
+    assert abs(got.alpha.value - alpha([0] * 29)) > 1e-3
 
 
 def test_texts_are_cut_to_the_shorter_context() -> None:

@@ -7,17 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalised
 from outrider.scoring.forcing import force_drafts, measure_drafts, needs_forcing
 from outrider.scoring.teacher_forcing import Text, force
-from round_drafters import head, in_rounds, parallel, two_tables
-from toys import as_lm, llama_pair, perturbed, random_table, tiny_llama
+from round_drafters import in_rounds, parallel
+from toys import as_lm, llama_pair, perturbed, tiny_llama
 
 K = 3
 TEXTS = [
@@ -107,16 +105,3 @@ def test_a_one_hot_draft_is_scored_up_to_its_first_other_token() -> None:
                 is_right = bool(one.q[0, offset, text.ids[text.num_given + place + offset]] == 1)
                 num_scored += 1
     assert num_scored >= len(q_rows)
-
-
-def test_the_drafters_that_need_forcing() -> None:
-    target, drafter = llama_pair()
-    table = random_table(4, 0)
-    without: list[Drafter] = [
-        NoDrafter(),
-        NgramDrafter(),
-        drafter,
-        ModelDrafter(drafter.lm, options=DraftOptions(is_greedy=True)),
-    ]
-    assert not any(map(needs_forcing, without))
-    assert all(map(needs_forcing, [head(target), in_rounds(drafter), two_tables(table, table)]))

@@ -56,7 +56,7 @@ def test_proportions_at_another_level() -> None:
     assert interval.level == 0.9
 
 
-@pytest.mark.parametrize(("successes", "trials"), [(0, 1), (1, 1), (0, 8), (8, 8)])
+@pytest.mark.parametrize(("successes", "trials"), [(1, 1), (0, 8)])
 def test_nothing_and_everything_stay_within_0_and_1(successes: int, trials: int) -> None:
     """Where Wald claims certainty, Wilson does not."""
     rate = successes / trials
@@ -84,46 +84,6 @@ def test_one_pair_says_nothing_of_the_spread() -> None:
     interval = paired_ratio([3.0], [2.0])
     assert (interval.value, interval.low, interval.high) == (pytest.approx(1.5), None, None)
     assert interval.to_json() == {"value": pytest.approx(1.5), "low": None, "high": None, "level": 0.95}
-
-
-def test_ratios_that_are_all_alike() -> None:
-    interval = paired_ratio([2.0, 4.0, 6.0], [1.0, 2.0, 3.0])
-    assert (interval.value, *ends(interval)) == pytest.approx((2.0, 2.0, 2.0))
-
-
-def test_doubling_and_halving_are_alike() -> None:
-    interval = paired_ratio([2.0, 1.0], [1.0, 2.0])
-    low, high = ends(interval)
-    assert interval.value == pytest.approx(1.0)
-    assert low * high == pytest.approx(1.0)
-
-
-def test_what_is_common_to_a_pair_cancels() -> None:
-    """A machine that slows down tenfold during the measurement changes nothing."""
-    drift = np.geomspace(1, 10, 6)
-    numerators, denominators = [1.0, 1.1, 0.9, 1.05, 1.0, 0.95], [0.5, 0.52, 0.49, 0.5, 0.51, 0.5]
-    steady = paired_ratio(numerators, denominators)
-    drifting = paired_ratio(list(drift * numerators), list(drift * denominators))
-    assert (drifting.value, *ends(drifting)) == pytest.approx((steady.value, *ends(steady)))
-
-
-def test_the_interval_of_ratios_covers_the_truth_as_often_as_it_says() -> None:
-    """2000 experiments of 5 pairs with log-normal times and a drift ten times as large as the noise. The control is the
-    normal interval, too narrow for 5 pairs."""
-    generator = np.random.default_rng(0)
-    num, covered, covered_by_control = 2000, 0, 0
-    for _ in range(num):
-        drift = np.exp(generator.normal(size=5))
-        first = 1.3 * drift * np.exp(0.1 * generator.normal(size=5))
-        second = drift * np.exp(0.1 * generator.normal(size=5))
-        interval = paired_ratio(list(first), list(second))
-        low, high = ends(interval)
-        covered += low <= 1.3 <= high
-        narrower = (high / interval.value) ** (stats.norm.ppf(0.975) / stats.t.ppf(0.975, 4))
-        covered_by_control += interval.value / narrower <= 1.3 <= interval.value * narrower
-    at_least, at_most = stats.binom.interval(1 - FALSE_ALARM, num, 0.95)
-    assert at_least <= covered <= at_most
-    assert covered_by_control < at_least
 
 
 def test_an_interval_of_bounded_members_stays_within_the_bounds() -> None:
@@ -181,7 +141,7 @@ def test_swapping_the_arms_changes_the_sign_only() -> None:
     assert one.tost_p == pytest.approx(other.tost_p)
 
 
-@pytest.mark.parametrize(("num", "is_equivalent"), [(8, False), (58, False), (59, True), (400, True)])
+@pytest.mark.parametrize(("num", "is_equivalent"), [(8, False), (58, False), (59, True)])
 def test_agreement_everywhere_is_no_proof_if_there_is_little_of_it(num: int, is_equivalent: bool) -> None:
     """A fault in 5% of the trials is in none of n with probability 0.95^n, 4.8% for 59."""
     outcome = [i % 3 == 0 for i in range(num)]
@@ -192,26 +152,7 @@ def test_agreement_everywhere_is_no_proof_if_there_is_little_of_it(num: int, is_
     assert ends(paired.difference)[1] > 0  # never infinitely certain
 
 
-@pytest.mark.parametrize("sign", [1, -1])
-def test_arms_that_differ_by_the_margin_seldom_pass_as_equivalent(sign: int) -> None:
-    """The level of the test: at a true difference of just the margin, 5% of 600 experiments pass, or fewer; a little
-    inside the margin more do, and at no difference nearly all."""
-    generator = np.random.default_rng(1)
-
-    def num_equivalent(difference: float) -> int:
-        only_first, only_second = 0.05 - min(difference, 0), 0.05 + max(difference, 0)
-        count = 0
-        for _ in range(600):
-            kind = generator.choice(3, size=400, p=[only_first, only_second, 1 - only_first - only_second])
-            count += paired_difference(list(kind == 0), list(kind == 1), margin=0.06).is_equivalent
-        return count
-
-    limit = stats.binom.ppf(1 - FALSE_ALARM, 600, 0.05)
-    assert num_equivalent(sign * 0.06) <= limit < num_equivalent(sign * 0.04)
-    assert num_equivalent(0.0) > 540
-
-
-@pytest.mark.parametrize("num", [33, 52, 59, 70, 100, 200, 1000])
+@pytest.mark.parametrize("num", [33, 59, 100])
 def test_a_fault_that_goes_one_way_seldom_passes_as_equivalent(num: int) -> None:
     """The exact level, where the second arm fails in 5% of the trials and is never better: each number of failures with
     its binomial probability. (With the variance that is seen it would be 18% for 33 trials, 12% for 100.)"""
@@ -225,23 +166,7 @@ def test_a_fault_that_goes_one_way_seldom_passes_as_equivalent(num: int) -> None
         assert level > 0.02, "and not by refusing everything"
 
 
-def test_the_interval_of_the_difference_covers_the_truth() -> None:
-    """2000 experiments of 200 trials; the control takes the two arms for independent, which they are not."""
-    generator = np.random.default_rng(2)
-    covered, covered_by_control = 0, 0
-    for _ in range(2000):
-        kind = generator.choice(4, size=200, p=[0.05, 0.09, 0.5, 0.36])  # solved by first, second, both, none
-        first, second = (kind == 0) | (kind == 2), (kind == 1) | (kind == 2)
-        interval = paired_difference(list(first), list(second), margin=0.05).difference
-        low, high = ends(interval)
-        covered += low <= 0.04 <= high
-        half = 1.96 * math.sqrt((first.mean() * (1 - first.mean()) + second.mean() * (1 - second.mean())) / 200)
-        covered_by_control += abs(interval.value - 0.04) <= half
-    at_least, at_most = stats.binom.interval(1 - FALSE_ALARM, 2000, 0.95)
-    assert at_least <= covered <= at_most < covered_by_control
-
-
-@pytest.mark.parametrize(("num", "rate"), [(5, 0.5), (12, 0.4), (60, 0.3)])
+@pytest.mark.parametrize(("num", "rate"), [(5, 0.5), (12, 0.4)])
 def test_a_difference_is_seldom_found_where_there_is_none(num: int, rate: float) -> None:
     """The exact level, where each arm alone succeeds in half of ``rate`` of the trials. The control is the normal law
     by itself, 10% for 5 trials."""
@@ -258,17 +183,16 @@ def test_a_difference_is_seldom_found_where_there_is_none(num: int, rate: float)
     assert level <= 0.05 < level_of_control
 
 
-@pytest.mark.parametrize(("share", "margin"), [(0.065, 0.05), (0.5, 0.1)])
-def test_the_number_of_trials_that_decides(share: float, margin: float) -> None:
+def test_the_number_of_trials_that_decides() -> None:
     """About 190 of 200 pairs of equal arms are found equivalent. With a probability of 0.92 each, 162 or fewer would be
     in 1 run in 10^6. With a quarter of the trials few are."""
     generator = np.random.default_rng(0)
 
     def num_equivalent(num_trials: int) -> int:
         draws = generator.random((200, num_trials))
-        return sum(paired_difference(u < share / 2, u > 1 - share / 2, margin).is_equivalent for u in draws)
+        return sum(paired_difference(u < 0.25, u > 0.75, 0.1).is_equivalent for u in draws)
 
-    needed = num_trials_to_decide(share, margin)
+    needed = num_trials_to_decide(0.5, 0.1)
     assert num_equivalent(needed) > 162
     assert num_equivalent(needed // 4) < 100
 
@@ -318,18 +242,3 @@ def test_paired_scores_by_hand() -> None:
     assert (paired.only_first, paired.only_second, paired.difference.value) == (1, 2, 0.125)
     half = 1.959964 * math.sqrt(1.3125) / 4
     assert ends(paired.difference) == pytest.approx((0.125 - half, 0.125 + half), abs=1e-6)
-
-
-def test_scores_that_differ_by_the_margin_seldom_pass_as_equivalent() -> None:
-    """The level for numbers from 0 to 1: at a true difference of just the margin 5% of 600 experiments, or fewer."""
-    generator = np.random.default_rng(3)
-
-    def num_equivalent(difference: float) -> int:
-        count = 0
-        for _ in range(600):
-            first = generator.uniform(0.1, 0.9, size=400)
-            second = first + difference + generator.uniform(-0.1, 0.1, size=400)
-            count += paired_difference(list(first), list(second), margin=0.02).is_equivalent
-        return count
-
-    assert num_equivalent(0.02) <= stats.binom.ppf(1 - FALSE_ALARM, 600, 0.05) < num_equivalent(0.01)

@@ -1,7 +1,4 @@
-"""The closed forms, against what their authors published and against a simulation."""
-
-import math
-import random
+"""The closed forms, against what their authors published."""
 
 import pytest
 
@@ -40,17 +37,8 @@ def test_equal_acceptance_is_equation_1(alpha: float) -> None:
     assert expected_tokens([]) == [1.0]
 
 
-def test_unequal_acceptance_by_simulation() -> None:
-    acceptance = [0.9, 0.5, 0.8]
-    generator, num_rounds, total = random.Random(0), 200_000, 0
-    for _ in range(num_rounds):
-        stood = 0
-        while stood < 3 and generator.random() < acceptance[stood]:
-            stood += 1
-        total += stood + 1
-    tau = expected_tokens(acceptance)[-1]
-    assert tau == pytest.approx(1 + 0.9 + 0.45 + 0.36)
-    assert abs(total / num_rounds - tau) < 5 * math.sqrt(2.25 / num_rounds)  # numbers from 1 to 4
+def test_unequal_acceptance_by_hand() -> None:
+    assert expected_tokens([0.9, 0.5, 0.8])[-1] == pytest.approx(1 + 0.9 + 0.45 + 0.36)
 
 
 def test_a_slower_verify_and_a_draft_that_costs() -> None:
