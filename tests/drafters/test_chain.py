@@ -53,7 +53,8 @@ def test_the_output_is_plain_decodings(rule: Rule, temperature: float, ks: tuple
     target.execution.lookahead = lookahead
     output, stats, num_cached = _texts(target, drafter, rule, InTurn(*ks), temperature=temperature)
     assert output == plain
-    assert stats.num_draft_tokens > 20 and stats.num_accepted_draft_tokens > 0 and num_cached > 0
+    assert stats.num_draft_tokens > 20 and num_cached > 0
+    assert stats.num_accepted_draft_tokens > 0 or temperature == 0
 
 
 def test_a_bias_may_forbid_all_tokens_of_the_head() -> None:

@@ -1,5 +1,10 @@
-"""Drafters that read the target's hidden states: these are those of one forward over the whole text."""
+"""A drafter that reads the target's hidden states, through the open door: a head that guesses the runner-up.
 
+It is told everything in tensors of fixed shape, and never how many tokens were accepted. Its text is lossless, and its
+features are those of one forward over the whole text.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -7,24 +12,95 @@ import torch
 from torch import Tensor
 
 from hybrids import hybrid, hybrid_lm
-from outrider.decoding.engine import Engine
+from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
-from outrider.drafters.base import Rows
-from outrider.records import Draft
+from outrider.drafters.base import CommittedTokens, NoDrafter, Prefill, Rows, Session, empty_draft
+from outrider.records import Draft, Request
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import REJECTION
-from round_drafters import HEAD_FEATURES, HeadDrafter, head
-from toys import llama_pair, request, run
+from outrider.sampling.rules import GUMBEL, REJECTION, Rule
+from toys import llama_pair, request, run, tokens
 
+pytestmark = pytest.mark.each_execution
+
+FEATURES = (0, 1, 2)  # the embedding, the input of the second layer, and the last hidden state
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]
 
 
-def _opened(target: LM, monkeypatch: pytest.MonkeyPatch) -> tuple[HeadDrafter, list[Any]]:
-    """A drafter that keeps the features of every position, and its sessions."""
-    sessions: list[Any] = []
-    open_session = HeadDrafter.open
-    monkeypatch.setattr(HeadDrafter, "open", lambda *given: sessions.append(open_session(*given)) or sessions[-1])
-    return head(target), sessions
+class Oracle:
+    """Drafts from the target's last hidden state, with the target's own head.
+
+    Args:
+        reads_on_host: as if it had to see tokens before it drafts.
+    """
+
+    name = "oracle"
+    lm: LM | None = None
+    most_drafted: int | None = 2
+    favoured_k: tuple[int, ...] = ()
+    is_one_hot = True
+    features = FEATURES
+
+    def __init__(self, target: LM, *, reads_on_host: bool = False) -> None:
+        self.models = (target,)
+        self.reads_on_host = reads_on_host
+        self.sessions: list[OracleSession] = []
+
+    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> "OracleSession":
+        self.sessions.append(OracleSession(self.models[0], num_slots, capacity))
+        return self.sessions[-1]
+
+    def with_models(self, change: Callable[[LM], LM]) -> "Oracle":
+        return Oracle(change(self.models[0]), reads_on_host=self.reads_on_host)
+
+
+class OracleSession(Session):
+    """Keeps the features of every position, so that the test can look at them."""
+
+    def __init__(self, target: LM, num_slots: int, capacity: int) -> None:
+        width = len(FEATURES) * target.model.config.hidden_size
+        self.target = target
+        self.states = torch.zeros(num_slots, capacity + 1, width, dtype=torch.float64)  # the last place takes padding
+
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        if source is None:
+            self.states[slot, num_tokens:] = 0
+        else:
+            self.states[slot, :num_tokens] = self.states[source, :num_tokens]
+
+    def prefill(self, chunk: Prefill) -> None:
+        if chunk.features is None:  # nothing was fed
+            return
+        for row, (start, end) in enumerate(zip(chunk.starts, chunk.ends, strict=True)):
+            self.states[chunk.first_slot + row, start:end] = chunk.features[row, : end - start]
+
+    def observe(self, committed: CommittedTokens) -> None:
+        assert committed.features is not None
+        num_rows, num_columns, _ = committed.features.shape
+        columns = torch.arange(num_columns)
+        is_valid = committed.old_lengths[:, None] + columns < committed.lengths[:, None]
+        places = torch.where(is_valid, committed.old_lengths[:, None] - 1 + columns, self.states.shape[1] - 1)
+        self.states[torch.arange(num_rows)[:, None], places] = committed.features
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        if k == 0:
+            return empty_draft(rows)
+        hidden = self.target.model.config.hidden_size
+        last = self.states[torch.arange(len(rows)), (rows.lengths - 2).clamp_min(0), -hidden:]  # [B, H]
+        logits = self.target.model.lm_head(self.target.model.model.norm(last))
+        ids = logits.topk(2, dim=-1).indices[:, 1:].expand(-1, k)
+        return Draft(ids=ids, probs=None, num_drafted=rows.num_wanted.clamp_max(2))
+
+
+def _requests(**options: object) -> list[Request]:
+    return [request(ids, seed=10 + i, max_new_tokens=16, **options) for i, ids in enumerate(PROMPTS)]
+
+
+def test_its_text_is_plain_text() -> None:
+    target, _ = llama_pair()
+    requests = _requests(temperature=1.3)
+    outputs = run(target, Oracle(target), requests, GUMBEL, 2)
+    assert [output.token_ids for output in outputs] == tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    assert sum(output.stats.num_draft_tokens for output in outputs) > 0
 
 
 def _expected(target: LM, token_ids: tuple[int, ...]) -> Tensor:
@@ -35,49 +111,52 @@ def _expected(target: LM, token_ids: tuple[int, ...]) -> Tensor:
         states = target.model(torch.tensor([token_ids]), output_hidden_states=True).hidden_states
     hook.remove()
     states = [*states[:-1], found[0]]
-    return torch.cat([states[i][0] for i in HEAD_FEATURES], dim=-1)
+    return torch.cat([states[i][0] for i in FEATURES], dim=-1)
 
 
-@pytest.mark.each_execution
 @pytest.mark.parametrize(("k", "family"), [(0, "llama"), (2, "llama"), (2, "qwen3_5_text")])
-def test_features_are_those_of_one_forward(k: int, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_features_are_those_of_one_forward(k: int, family: str) -> None:
     """At every position but that of the last token, which is never fed; in rounds without drafts too; for prompts that
     join later, in chunks, and find their beginning in a cache. Recurrences compute in float32."""
     target = llama_pair()[0] if family == "llama" else hybrid_lm(hybrid(family))
     atol = 1e-9 if family == "llama" else 1e-4
-    drafter, sessions = _opened(target, monkeypatch)
+    oracle = Oracle(target)
     shared = tuple(range(20, 42))
-    texts, num_cached = [*PROMPTS, shared, (*shared, 3, 4, 5)], 0
-    engine = Engine(target, drafter, REJECTION, num_slots=2, capacity=64, schedule=ConstantSchedule(k), prefill_chunk=8)
-    for index, ids in enumerate(texts):
+    prompts = [*PROMPTS, shared, (*shared, 3, 4, 5)]
+    engine = Engine(target, oracle, REJECTION, num_slots=2, capacity=64, schedule=ConstantSchedule(k), prefill_chunk=8)
+    texts, num_cached = {}, 0
+    for index, ids in enumerate(prompts):
         engine.submit(request(ids, seed=index, max_new_tokens=16))
-    for row in (row for round_ in iter(engine.step, None) for row in round_.rows):
-        texts[row.row] += row.token_ids
-        num_cached += row.num_cached_tokens
-        if row.finish_reason is not None:
-            want = _expected(target, texts[row.row])[:-1]
-            held = sessions[0].states[:, : len(want)].to(want.dtype)
-            assert any(torch.allclose(states, want, rtol=0, atol=atol) for states in held), row.row
+        texts[index] = tuple(ids)
+    (session,) = oracle.sessions
+    while (round_ := engine.step()) is not None:
+        for row in round_.rows:
+            texts[row.row] += row.token_ids
+            num_cached += row.num_cached_tokens
+            if row.finish_reason is not None:
+                expected = _expected(target, texts[row.row])[:-1]
+                assert any(
+                    torch.allclose(states[: len(expected)], expected, rtol=0, atol=atol) for states in session.states
+                ), row.row
     assert num_cached >= 16 or target.has_states  # states are seldom at a prefix
 
 
-def test_no_round_is_started_ahead_for_a_drafter_that_reads_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_round_is_started_ahead_for_a_drafter_that_reads_on_the_host() -> None:
     """What it sees is all there is: the bound of the lengths is the longest."""
     target, _ = llama_pair()
     target.execution.lookahead = 2
-    drafter, sessions = _opened(target, monkeypatch)
-    session_type = type(drafter.open(1, 8, target.device, 2))
-    propose, spreads = session_type.propose, []
-
-    def look(self: Any, rows: Rows, *rest: Any) -> Draft:
-        seen.append(rows.longest - int(rows.lengths.amax()))
-        draft: Draft = propose(self, rows, *rest)
-        return draft
-
-    monkeypatch.setattr(session_type, "propose", look)
+    spreads = {}
     for reads_on_host in (False, True):
+        oracle = Oracle(target, reads_on_host=reads_on_host)
         seen: list[int] = []
-        monkeypatch.setattr(HeadDrafter, "reads_on_host", reads_on_host)
-        run(target, drafter, [request(ids, seed=i, max_new_tokens=16) for i, ids in enumerate(PROMPTS)], REJECTION, 2)
-        spreads.append(max(seen))
-    assert spreads[1] == 0 < spreads[0]
+        propose = OracleSession.propose
+
+        def look(self: OracleSession, rows: Rows, *rest: Any, seen: list[int] = seen, propose: Any = propose) -> Draft:
+            seen.append(rows.longest - int(rows.lengths.amax()))
+            return propose(self, rows, *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(OracleSession, "propose", look)
+            list(decode(target, oracle, _requests(), REJECTION, num_draft_tokens=2))
+        spreads[reads_on_host] = max(seen)
+    assert spreads[True] == 0 < spreads[False]

@@ -174,7 +174,7 @@ def test_a_draft_with_states() -> None:
     target, draft = as_lm(tiny_llama(vocab_size=40)), hybrid_lm(hybrid("qwen3_5_text"), "draft")
     equals = tuple(i if i % 3 else -1 for i in range(40))
     spelled = tuple((i,) if i % 3 else (i % HYBRID_V, 1, 2)[: 1 + i % 2 * 2] for i in range(40))
-    rest = [6, 7, 9, 10, 11, 3, 1, 2, 12]
+    rest = [6, 7, 9, 10, 11, 3, 1, 2, 6, 12, 1, 1, 15, 2]
     sequences = [([1, 2, 3, 4], rest), ([1, 2, 3, 5, 8], rest[::-1])]
     check_state(target, TranslatedDrafter.of(draft, Spelling(equals, spelled)), sequences, 3, atol=1e-4)
 

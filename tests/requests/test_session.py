@@ -107,9 +107,9 @@ def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     make = GenerateCall.engine
 
-    def noted(call: GenerateCall, num_slots: int, capacity: int) -> Engine:
+    def noted(call: GenerateCall, num_slots: int, capacity: int, **options: Any) -> Engine:
         found.append(capacity)
-        return make(call, num_slots, capacity)
+        return make(call, num_slots, capacity, **options)
 
     monkeypatch.setattr(GenerateCall, "engine", noted)
     return found
