@@ -1,6 +1,5 @@
 """Hooks at each position: the law is that of the target with the hook, whatever the drafts, the rule and the batch."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -63,7 +62,7 @@ def _found_law(rule: Rule, k: int, hook: Hook = lean) -> Law:
     return rounds_law(of_round, LENGTH)
 
 
-@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.parametrize("k", [1, 2])
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
 def test_the_law_is_the_targets_with_the_hook(rule: Rule, k: int) -> None:
     """By enumeration, to 1e-12."""
@@ -99,7 +98,7 @@ def _decoder(draft: str | None = "model") -> Decoder:
     return outrider.load(target, random_llama(seed=1, context_len=128).double() if draft == "model" else draft)
 
 
-@pytest.mark.parametrize("draft", ["model", "ngram", "suffix"])
+@pytest.mark.parametrize("draft", ["model", "ngram"])
 def test_gumbel_gives_the_text_of_plain_decoding(draft: str) -> None:
     """With a hook for each row, in batches and alone; masks and biases are followed."""
     options = {"processor": HOOKS, "seed": 3, "max_new_tokens": 12, "acceptance": "gumbel"}
@@ -114,9 +113,8 @@ def test_gumbel_gives_the_text_of_plain_decoding(draft: str) -> None:
     assert plain != [one.token_ids for one in _decoder(None).generate(PROMPTS, **{**options, "processor": None})]
 
 
-@pytest.mark.parametrize("acceptance", ["block", "rejection"])
-def test_rows_do_not_depend_on_their_neighbours(acceptance: str) -> None:
-    options = {"max_new_tokens": 12, "acceptance": acceptance, "ignore_eos": True}
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    options = {"max_new_tokens": 12, "acceptance": "block", "ignore_eos": True}
     together = _decoder().generate(PROMPTS, processor=HOOKS, seed=3, **options)
     for i, hook in enumerate(HOOKS):
         assert _decoder().generate([PROMPTS[i]], processor=hook, seed=3 + i, **options)[0] == together[i]
@@ -134,40 +132,9 @@ def test_an_engine_takes_hooks_and_greedy_rows_follow_them() -> None:
     engine = decoder.engine(2, 64)
     for i, hook in enumerate(HOOKS):
         engine.submit(decoder.request(PROMPTS[i], {"processor": hook, "temperature": 0, "max_new_tokens": 9}).request)
-    texts: list[list[int]] = [[], [], []]
-    while (round_ := engine.step()) is not None:
-        for row in round_.rows:
-            texts[row.row] += row.token_ids
-    plain = _decoder(None).generate(PROMPTS, processor=HOOKS, temperature=0, max_new_tokens=9)
-    assert texts == [list(one.token_ids) for one in plain]
-
-
-def _nan(ids: list[int]) -> list[float]:
-    return [float("nan")] * 97
-
-
-def _narrow(ids: list[int]) -> list[float]:
-    return [0.0] * 96
-
-
-def _nothing(ids: list[int]) -> list[bool]:
-    return [False] * 97
-
-
-def _ragged(ids: list[int]) -> object:
-    return [[1], [1, 2]]
-
-
-def _integers(ids: list[int]) -> torch.Tensor:
-    return torch.ones(97, dtype=torch.uint8)
-
-
-def _tiny_floats(ids: list[int]) -> torch.Tensor:
-    return torch.zeros(97, dtype=torch.float8_e4m3fn)
-
-
-def _infinite(ids: list[int]) -> torch.Tensor:
-    return torch.full((97,), torch.inf, dtype=torch.float16)
+    rows = [row for round_ in iter(engine.step, None) for row in round_.rows]
+    for i, one in enumerate(_decoder(None).generate(PROMPTS, processor=HOOKS, temperature=0, max_new_tokens=9)):
+        assert [token for row in rows if row.row == i for token in row.token_ids] == [*one.token_ids]
 
 
 def _raising(ids: list[int]) -> None:
@@ -175,33 +142,25 @@ def _raising(ids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("hook", "message"),
+    ("result", "message"),
     [
-        (_integers, r"processor _integers gave torch.uint8 of shape \[97\]: .* as bools or floats"),
-        (_tiny_floats, "processor _tiny_floats gave torch.float8_e4m3fn"),
-        (_raising, "processor _raising raised KeyError: 1"),
-        (_nan, "processor _nan gave NaN, or numbers beyond"),
-        (_infinite, "processor _infinite gave NaN, or numbers beyond"),
-        (_narrow, r"processor _narrow gave float64 of shape \[96\]: give a mask or biases of shape \[97\]"),
-        (_nothing, "processor _nothing leaves no token at position 1"),
-        (_ragged, "processor _ragged gave object"),
+        (torch.ones(97, dtype=torch.uint8), r"gave torch.uint8 of shape \[97\]: .* as bools or floats"),
+        (torch.zeros(97, dtype=torch.float8_e4m3fn), "gave torch.float8_e4m3fn"),
+        (None, "raised KeyError: 1"),
+        ([float("nan")] * 97, "gave NaN, or numbers beyond"),
+        (torch.full((97,), torch.inf, dtype=torch.float16), "gave NaN, or numbers beyond"),
+        ([0.0] * 96, r"gave float64 of shape \[96\]: give a mask or biases of shape \[97\]"),
+        ([False] * 97, "leaves no token at position 1"),
+        ([[1], [1, 2]], "gave object"),
     ],
 )
-def test_results_that_cannot_be_used_are_named(hook: object, message: str) -> None:
+def test_results_that_cannot_be_used_are_named(result: object, message: str) -> None:
+    def wrong(ids: list[int]) -> object:
+        return _raising(ids) if result is None else result
+
     for draft in ("model", None):
-        with pytest.raises(NumericsError, match=message):
-            _decoder(draft).generate([[1]], processor=hook, max_new_tokens=4)
-
-
-def test_a_result_that_no_text_reaches_does_not_matter() -> None:
-    """The greedy text is even; the draft may lead the hook elsewhere."""
-
-    def hook(ids: list[int]) -> Sequence[float] | np.ndarray:
-        return [float("nan")] * 97 if ids[-1] % 2 and len(ids) > 1 else np.where(np.arange(97) % 2, -np.inf, 0)
-
-    (plain,) = _decoder(None).generate([[1]], processor=hook, temperature=0, max_new_tokens=8)
-    for draft in ("model", "ngram"):
-        assert _decoder(draft).generate([[1]], processor=hook, temperature=0, max_new_tokens=8)[0].text == plain.text
+        with pytest.raises(NumericsError, match=f"processor .*wrong {message}"):
+            _decoder(draft).generate([[1]], processor=wrong, max_new_tokens=4)
 
 
 def test_hooks_are_not_called_after_an_end_and_may_raise_where_no_text_gets() -> None:
@@ -264,7 +223,7 @@ def test_a_hook_and_a_grammar_hold_together() -> None:
 def test_bad_words_are_not_generated() -> None:
     """Sequences of tokens, after the prompt's tokens too; and texts, at the beginning and after a space."""
     target, prompt = _decoder(None), [5, 6, 7]
-    for decoder in (target, _decoder(), _decoder("ngram")):
+    for decoder in (target, _decoder()):
         ids: tuple[int, ...] = ()
         words: list[tuple[int, ...]] = []
         for _ in range(3):

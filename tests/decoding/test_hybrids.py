@@ -1,52 +1,55 @@
 """Models with states: what the loop generates with them is what Hugging Face's `generate` does, and what they generate
 alone."""
 
-import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import toys
 from hybrids import FAMILIES, V, hybrid, hybrid_lm
 from languages import Remainders
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
-from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import OptionError
-from outrider.records import Request
+from outrider.records import Request, Round, Stats
 from outrider.runtime import cache_layers, cache_shapes
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION
 from outrider.scoring.teacher_forcing import Text, force
-from toys import InTurn, as_lm, perturbed, request, run, table_lm, tiny_llama, tokens
+from toys import as_lm, perturbed, request, run, table_lm, tiny_llama, tokens
 
 NUM_TOKENS = 16
 PROMPTS = [(5, 9, 11, 3, 44), (1,), (7, 8) * 12, tuple(range(20, 41))]
-QUICK = ["qwen3_5_text", "lfm2", "falcon_h1", "nemotron_h"]
-OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name not in QUICK]
 
 
-def _generated(model: PreTrainedModel, prompt: Sequence[int]) -> tuple[int, ...]:
-    """Hugging Face's greedy text, with the cache that it takes by default."""
-    ids = torch.tensor([prompt])
-    text = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
-    return tuple(text[0, len(prompt) :].tolist())
+def _families(*quick: str) -> pytest.MarkDecorator:
+    """All families and these; the others are slow."""
+    names = [*FAMILIES, *(name for name in quick if name not in FAMILIES)]
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize(
+        "name", [name if name in quick else pytest.param(name, marks=slow) for name in names]
+    )
 
 
 @cache
 def _expected(name: str) -> list[tuple[int, ...]]:
-    model = hybrid(name)
-    return [_generated(model, prompt) for prompt in PROMPTS]
+    """Hugging Face's greedy texts, with the cache that it takes by default."""
+    model, texts = hybrid(name), []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        text = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NUM_TOKENS)
+        texts.append(tuple(text[0, len(prompt) :].tolist()))
+    return texts
 
 
 def _pair(name: str) -> tuple[LM, ModelDrafter]:
@@ -59,110 +62,44 @@ def _greedy(prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Request]:
     return [request(prompt, temperature=0.0, max_new_tokens=NUM_TOKENS) for prompt in prompts]
 
 
+def _texts(rounds: Iterable[Round], num_rows: int) -> list[tuple[int, ...]]:
+    texts: list[tuple[int, ...]] = [()] * num_rows
+    for round_ in rounds:
+        for row in round_.rows:
+            texts[row.row] += row.token_ids
+    return texts
+
+
 @pytest.mark.each_execution
-@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
-def test_greedy_text_is_that_of_generate(name: str) -> None:
-    """Plain, with a draft that has states as well, and with one that has none, in a ragged batch; with the first also
-    alone."""
-    model = hybrid(name)
-    target = hybrid_lm(model)
+@_families("qwen3_5_text", "lfm2")
+def test_text_is_that_of_generate_and_of_plain_decoding(name: str) -> None:
+    """Greedy and plain, with a draft that has states as well, and with one that has none; sampled under ``gumbel``."""
+    target, close = _pair(name)
     expected = _expected(name)
     assert len(set(sum(expected, ()))) > 20, "a text this dull would show no error"
-    close = ModelDrafter(hybrid_lm(perturbed(model, 0.03), "close draft"))
     for drafter in (NoDrafter(), close, ModelDrafter(as_lm(tiny_llama(3, vocab_size=V), "far draft"))):
         outputs = run(target, drafter, _greedy(), BLOCK, 3)
         assert [output.token_ids for output in outputs] == expected
-        if drafter.name == "close draft":
-            assert tokens(target, drafter, _greedy()[:1], REJECTION, 3) == expected[:1]
-            stats = [output.stats for output in outputs]
-            num_accepted = sum(one.num_accepted_draft_tokens for one in stats)
-            assert 0 < num_accepted < sum(one.num_draft_tokens for one in stats)
-
-
-@pytest.mark.parametrize("k", [1, 5, *(pytest.param(k, marks=pytest.mark.slow) for k in (2, 3, 4, 6, 7, 8))])
-def test_every_k_and_rule_gives_the_same_greedy_text(k: int) -> None:
-    target, drafter = _pair("qwen3_5_text")
-    expected = _expected("qwen3_5_text")
-    for rule in RULES.values():
-        assert tokens(target, drafter, _greedy(), rule, k) == expected
-
-
-@pytest.mark.parametrize("name", [*QUICK, *OTHERS])
-def test_sampled_text_is_the_same_with_and_without_a_draft(name: str) -> None:
-    """With the Gumbel rule."""
-    target, drafter = _pair(name)
-    requests = [request(prompt, seed=i, max_new_tokens=NUM_TOKENS) for i, prompt in enumerate(PROMPTS)]
-    assert tokens(target, drafter, requests, GUMBEL, 4) == tokens(target, NoDrafter(), requests, GUMBEL, 0)
-
-
-def _arrivals(rng: random.Random, num_requests: int) -> list[tuple[int, Request]]:
-    """Requests with the step before which they come. Some prompts go on where an earlier one began."""
-    beginning = [rng.randrange(V) for _ in range(40)]
-    arrivals = []
-    for index in range(num_requests):
-        prompt = beginning[: rng.choice((0, 20, 40))] + [rng.randrange(V) for _ in range(rng.randint(1, 30))]
-        greedily = {"temperature": 0.0} if index % 2 else {}
-        arrivals.append((rng.randrange(25), request(prompt, seed=index, max_new_tokens=rng.randint(1, 20), **greedily)))
-    return sorted(arrivals, key=lambda one: one[0])
-
-
-@pytest.fixture(scope="module", params=["qwen3_5_text", "lfm2"])
-def alone(request: pytest.FixtureRequest, _execution: None) -> tuple[LM, ModelDrafter, list[tuple[int, ...]]]:
-    """A pair, and what its target says alone to each of the requests that arrive."""
-    target, drafter = _pair(request.param)
-    arrivals = _arrivals(random.Random(0), 10)
-    return target, drafter, [tokens(target, NoDrafter(), [one], GUMBEL, 0)[0] for _, one in arrivals]
+        if drafter is close:
+            stats = sum((output.stats for output in outputs), Stats())
+            assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
+    sampled = [request(prompt, seed=i, max_new_tokens=NUM_TOKENS) for i, prompt in enumerate(PROMPTS)]
+    assert tokens(target, close, sampled, GUMBEL, 4) == tokens(target, NoDrafter(), sampled, GUMBEL, 0)
 
 
 @pytest.mark.each_execution
-@pytest.mark.parametrize("drafter_name", ["model", "ngram"])
-def test_rows_that_join_and_leave_are_written_as_if_alone(
-    alone: tuple[LM, ModelDrafter, list[tuple[int, ...]]], drafter_name: str
-) -> None:
-    """In three slots, with prompts in chunks; some rows are moved down, some prompts begin as a cached text does."""
-    target, model_drafter, expected = alone
-    drafter: Drafter = model_drafter if drafter_name == "model" else NgramDrafter()
-    arrivals = _arrivals(random.Random(0), 10)
-    engine = Engine(target, drafter, GUMBEL, num_slots=3, capacity=100, schedule=ConstantSchedule(3), prefill_chunk=11)
-    texts: dict[int, list[int]] = {index: [] for index in range(len(arrivals))}
-    waiting, step = list(arrivals), 0
-    while True:
-        while waiting and waiting[0][0] <= step:
-            engine.submit(waiting.pop(0)[1])
-        round_ = engine.step()
-        step += 1
-        if round_ is None and not waiting:
-            break
-        for row in () if round_ is None else round_.rows:
-            texts[row.row] += row.token_ids
-    assert [tuple(texts[index]) for index in range(len(arrivals))] == expected
-
-
-@pytest.mark.each_execution
-@pytest.mark.parametrize("who", ["both", "target", "draft"])
-def test_constraints_and_penalties(who: str) -> None:
-    """Drafts are made one by one then. Greedy and sampled rows in two slots, one without a constraint; states in the
-    target, the draft or both."""
+def test_constraints_and_penalties() -> None:
+    """Drafts are made one by one then. Greedy and sampled rows in two slots, one without a constraint."""
     target, drafter = _pair("qwen3_5_text")
-    if who == "target":
-        drafter = ModelDrafter(as_lm(tiny_llama(3, vocab_size=V), "draft"))
-    elif who == "draft":
-        target = as_lm(tiny_llama(3, vocab_size=V))
 
     def requests() -> list[Request]:
         penalties = {"frequency_penalty": 0.5, "repetition_penalty": 1.2, "min_tokens": 9, "stop_token_ids": (3, 4)}
         options = {"temperature": 0.0}, penalties
-        made = [request(ids, seed=i, max_new_tokens=16, **options[i % 2]) for i, ids in enumerate([*PROMPTS, (2, 3)])]
+        made = [request(ids, seed=i, max_new_tokens=12, **options[i % 2]) for i, ids in enumerate(PROMPTS)]
         return [replace(one, constraint=Remainders(V)) if i != 2 else one for i, one in enumerate(made)]
 
     expected = tokens(target, NoDrafter(), requests(), GUMBEL, 0)
-    for one in (drafter, NgramDrafter()) if who == "both" else (drafter,):
-        rounds = decode(target, one, requests(), GUMBEL, num_draft_tokens=4, num_slots=2)
-        texts: list[list[int]] = [[] for _ in expected]
-        for round_ in rounds:
-            for row in round_.rows:
-                texts[row.row] += row.token_ids
-        assert [tuple(text) for text in texts] == expected
+    assert _texts(decode(target, drafter, requests(), GUMBEL, num_draft_tokens=4, num_slots=2), 4) == expected
 
 
 @pytest.mark.each_execution
@@ -203,52 +140,31 @@ def test_a_row_that_is_not_finite_leaves_no_state_behind() -> None:
     expected = tokens(target, NoDrafter(), good, BLOCK, 0)
     engine = Engine(target, drafter, BLOCK, num_slots=2, capacity=100, schedule=ConstantSchedule(3), prefill_chunk=9)
     bad = request((*PROMPTS[2][:5], V - 1, *PROMPTS[2][5:]), max_new_tokens=NUM_TOKENS)
-    indices = [engine.submit(one) for one in (bad, good[0], bad, bad, *good[1:])]
-    texts: dict[int, list[int]] = {index: [] for index in indices}
-    errors, num_steps = set(), 0
-    while (round_ := engine.step()) is not None:
-        num_steps += 1
-        if num_steps == 2:
-            engine.cancel(indices[2])
-        for row in round_.rows:
-            texts[row.row] += row.token_ids
-            errors |= {row.row} if row.error is not None else set()
-    assert errors == {indices[0], indices[3]} or errors == {indices[0], indices[2], indices[3]}
-    assert [tuple(texts[index]) for index in (indices[1], *indices[4:])] == expected
-
-
-@pytest.mark.each_execution
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_5_text"])
-@pytest.mark.parametrize("ks", [(0, 3), (0, 0, 3, 2, 0, 1), (0,) * 9 + (3, 3)], ids=str)
-def test_a_draft_that_lags_catches_up(ks: Sequence[int], name: str) -> None:
-    """After some rounds without drafts its states are behind, too."""
-    target, drafter = _pair(name)
-    expected = _expected(name)
-    texts: list[list[int]] = [[] for _ in PROMPTS]
-    for round_ in decode(target, drafter, _greedy(), BLOCK, num_draft_tokens=InTurn(*ks)):
-        for row in round_.rows:
-            texts[row.row] += row.token_ids
-    assert [tuple(text) for text in texts] == expected
+    for one in (bad, good[0], bad, bad, *good[1:]):
+        engine.submit(one)
+    rounds: list[Round] = []
+    for round_ in iter(engine.step, None):
+        rounds.append(round_)
+        if len(rounds) == 2:
+            engine.cancel(2)
+    errors = {row.row for round_ in rounds for row in round_.rows if row.error is not None}
+    assert errors in ({0, 3}, {0, 2, 3})
+    _, first, _, _, *others = _texts(rounds, 7)
+    assert [first, *others] == expected
 
 
 def _conversation(engine: Engine, prompt: Sequence[int]) -> tuple[list[int], int]:
     """The text of one request, and how many tokens of its prompt were found in a cache."""
     engine.submit(request(prompt, temperature=0.0, max_new_tokens=NUM_TOKENS))
-    text: list[int] = []
-    num_cached = 0
-    while (round_ := engine.step()) is not None:
-        for row in round_.rows:
-            text += row.token_ids
-            num_cached += row.num_cached_tokens
-    return text, num_cached
+    rows = [row for round_ in iter(engine.step, None) for row in round_.rows]
+    return [i for row in rows for i in row.token_ids], sum(row.num_cached_tokens for row in rows)
 
 
-@pytest.mark.parametrize("num_slots", [1, 2])
-def test_a_text_that_goes_on_reuses_the_states(num_slots: int) -> None:
+def test_a_text_that_goes_on_reuses_the_states() -> None:
     """As a conversation does. A prompt that leaves the cached text before its anchor cannot; it is fed from the
     start."""
     target, drafter = _pair("qwen3_5_text")
-    engine = Engine(target, drafter, BLOCK, num_slots=num_slots, capacity=150, schedule=ConstantSchedule(3))
+    engine = Engine(target, drafter, BLOCK, num_slots=2, capacity=150, schedule=ConstantSchedule(3))
     first = [*PROMPTS[2]]
     text, num_cached = _conversation(engine, first)
     assert num_cached == 0
@@ -256,12 +172,12 @@ def test_a_text_that_goes_on_reuses_the_states(num_slots: int) -> None:
     anchor = int(engine._runner.cache.anchors.amax())
     text, num_cached = _conversation(engine, second)
     assert num_cached == anchor >= len(first)
-    assert [tuple(text)] == tokens(target, NoDrafter(), _greedy([second]), BLOCK, 0)
-    branch, third = [*first, 9], [*second, *text, 6]
-    for prompt, is_found in ((branch, False), (third, num_slots > 1)):
+    prompts, texts = [[*first, 9], [*second, *text, 6]], [tuple(text)]
+    for prompt, is_found in zip(prompts, (False, True), strict=True):
         text, num_cached = _conversation(engine, prompt)
-        assert [tuple(text)] == tokens(target, NoDrafter(), _greedy([prompt]), BLOCK, 0)
         assert num_cached == 0 if not is_found else num_cached >= len(second)
+        texts.append(tuple(text))
+    assert texts == tokens(target, NoDrafter(), _greedy([second, *prompts]), BLOCK, 0)
 
 
 def test_inputs_of_convolutions_need_no_anchor() -> None:
@@ -286,18 +202,12 @@ def test_places_of_inputs_that_are_used_again_too_early_show(monkeypatch: pytest
     assert _distance(hybrid_lm(hybrid("lfm2"))) > 1e-2
 
 
-def _full(lm: LM, ids: Tensor) -> Tensor:
-    with torch.inference_mode():
-        logits: Tensor = lm.model(input_ids=ids, use_cache=False).logits
-    return logits
-
-
 @torch.inference_mode()
 def _distance(lm: LM) -> float:
     """How far the logits of ragged blocks are from one full forward, relative to the largest. Each block is fed with
     other tokens first, which are rejected."""
     ids = torch.randint(V, (3, 70), generator=torch.Generator().manual_seed(0))
-    full = _full(lm, ids)
+    full = lm.model(input_ids=ids, use_cache=False).logits
     cache, distance = lm.new_cache(3, 70), 0.0
     done = torch.tensor([20, 0, 9])
     lm.prefill(ids, torch.zeros_like(done), done, cache, latest=0, num_columns=20)
@@ -322,7 +232,7 @@ def _distance(lm: LM) -> float:
     return distance / full.abs().max().item()
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@_families("qwen3_5_text", "lfm2", "falcon_h1", "kimi_linear", "jamba")
 def test_ragged_blocks_equal_one_full_forward(name: str) -> None:
     assert _distance(hybrid_lm(hybrid(name))) < 1e-4
 
@@ -349,7 +259,8 @@ def test_teacher_forcing_feeds_each_token_once(monkeypatch: pytest.MonkeyPatch) 
     feed = LM._feed
     monkeypatch.setattr(LM, "_feed", lambda self, ids, *rest: widths.append(ids.shape[1]) or feed(self, ids, *rest))
     ids = torch.randint(V, (2, 250), generator=torch.Generator().manual_seed(0))
-    full = _full(lm, ids)
+    with torch.inference_mode():
+        full = lm.model(input_ids=ids, use_cache=False).logits
     forced = list(force(lm, [Text(ids[0, :240].tolist()), Text(ids[1].tolist())]))
     assert len(forced) > 1 and sum(widths) == 249
     for row, length in ((0, 240), (1, 250)):
@@ -386,7 +297,7 @@ def _spoilt(lm: LM, token_id: int) -> LM:
     return lm
 
 
-@pytest.mark.parametrize("name", [*QUICK, "zaya", *OTHERS])
+@_families("qwen3_5_text", "zaya")
 def test_a_place_does_not_depend_on_later_tokens(name: str) -> None:
     """Scans work through chunks of tokens, by products in which later tokens are masked by zeros: 0 times NaN is NaN.
     Tokens that replace the rejected ones are not spoilt either, nor is another row."""

@@ -1,27 +1,26 @@
 """Rows join and leave between rounds: each is written as if it were alone."""
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-import scipy.stats
 import torch
 
+from hybrids import hybrid, hybrid_lm
 from outrider.decoding import slots
 from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.options import Sampling
 from outrider.records import Request, Round, RowRound
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import REJECTION, RULES, Rule
-from toys import InTurn, MadeUpTimes, StopAt, llama_pair, request, table_pair, tokens
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
+from toys import InTurn, MadeUpTimes, StopAt, llama_pair, perturbed, request, tokens
 
-ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 K = 3
 
 
@@ -93,53 +92,49 @@ def _requests(rng: random.Random, num_requests: int) -> list[Request]:
     return requests
 
 
-def _alone(target: LM, drafter: Drafter, one: Request, rule: Rule, k: int = K) -> tuple[int, ...]:
-    (ids,) = _at_once(target, drafter, [one], rule, k)
+def _alone(target: LM, drafter: Drafter, one: Request, rule: Rule) -> tuple[int, ...]:
+    (ids,) = _at_once(target, drafter, [one], rule)
     return ids
 
 
-def _at_once(
-    target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int = K
-) -> list[tuple[int, ...]]:
-    """Each in a slot of its own from the first round on."""
+def _at_once(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule) -> list[tuple[int, ...]]:
+    """Each in a slot of its own from the first round on. (That each is as if alone then: test_engine.py.)"""
     stops = [None if one.stop is None else StopAt(one.stop.token_id) for one in requests]  # type: ignore[attr-defined]
     again = [Request(one.prompt_ids, one.sampling, stop) for one, stop in zip(requests, stops, strict=True)]
-    return tokens(target, drafter, again, rule, k)
+    return tokens(target, drafter, again, rule, K)
 
 
 def _engine(target: LM, drafter: Drafter, rule: Rule, schedule: Schedule | None = None, num_slots: int = 4) -> Engine:
-    return Engine(
-        target,
-        drafter,
-        rule,
-        num_slots=num_slots,
-        capacity=64,
-        schedule=schedule or ConstantSchedule(K),
-        prefill_chunk=8,
-    )
+    schedule = schedule or ConstantSchedule(K)
+    return Engine(target, drafter, rule, num_slots=num_slots, capacity=64, schedule=schedule, prefill_chunk=8)
 
 
-_DRAFTERS = "model", "ngram", "suffix", "none"
-_QUICK = {(rule, "model") for rule in RULES} | {("rejection", "ngram"), ("block", "suffix"), ("gumbel", "none")}
-
-
-def _rule_and_drafter(rule: Rule, name: str) -> Any:
-    marks = [] if (rule.name, name) in _QUICK else [pytest.mark.slow]
-    return pytest.param(rule, name, id=f"{name}-{rule.name}", marks=marks)
+def _hybrid_pair() -> tuple[LM, ModelDrafter]:
+    model = hybrid("qwen3_5_text")
+    return hybrid_lm(model), ModelDrafter(hybrid_lm(perturbed(model, 0.03), "draft"))
 
 
 @pytest.mark.each_execution
 @pytest.mark.parametrize(
-    ("rule", "drafter_name"),
-    [_rule_and_drafter(rule, name) for name in _DRAFTERS for rule in RULES.values()],
+    ("rule", "make_pair", "drafter", "lookahead"),
+    [
+        (REJECTION, llama_pair, None, 0),
+        (GUMBEL, llama_pair, None, 2),
+        (REJECTION, llama_pair, NgramDrafter(), 1),
+        (BLOCK, llama_pair, SuffixDrafter(), 0),
+        (GUMBEL, _hybrid_pair, None, 0),
+    ],
+    ids=["model", "model, ahead", "ngram, ahead", "suffix", "hybrid"],
 )
-def test_each_request_is_written_as_if_it_were_alone(rule: Rule, drafter_name: str) -> None:
+def test_each_request_is_written_as_if_it_were_alone(
+    rule: Rule, make_pair: Callable[[], tuple[LM, ModelDrafter]], drafter: Drafter | None, lookahead: int
+) -> None:
     """Random arrivals and cancellations, two seeds of 14 requests. Texts that were cancelled are the beginning of
-    the text alone. On the way prompts wait, are fed in chunks, are found in caches, and rows are moved down. (The texts
-    of the first seed are made one by one; to make all so would take most of the time.)"""
-    target, by_model = llama_pair()
-    lookups = {"ngram": NgramDrafter(), "suffix": SuffixDrafter()}
-    drafter: Drafter = {"model": by_model, **lookups, "none": NoDrafter()}[drafter_name]
+    the text alone. On the way prompts wait, are fed in chunks, are found in caches, and rows are moved down. A slot may
+    change hands before its last round is read, where rounds are started ahead."""
+    target, by_model = make_pair()
+    target.execution.lookahead = lookahead
+    drafter = drafter or by_model
     num_cached = num_cut = 0
     for seed in range(2):
         rng = random.Random(seed)
@@ -147,11 +142,7 @@ def test_each_request_is_written_as_if_it_were_alone(rule: Rule, drafter_name: s
         arrivals = sorted(rng.randint(0, 30) for _ in requests)
         cancels = {rng.randrange(14): rng.randint(1, 40) for _ in range(3)}
         played = play(_engine(target, drafter, rule), requests, arrivals, cancels)
-        if seed == 0:
-            wanted = [_alone(target, drafter, one, rule) for one in requests]
-        else:
-            wanted = _at_once(target, drafter, requests, rule)
-        for index, want in enumerate(wanted):
+        for index, want in enumerate(_at_once(target, drafter, requests, rule)):
             got = played.token_ids(index)
             assert got == (want[: len(got)] if index in cancels else want), (seed, index)
             num_cut += len(got) < len(want)
@@ -162,49 +153,22 @@ def test_each_request_is_written_as_if_it_were_alone(rule: Rule, drafter_name: s
     assert num_cached >= 16 and num_cut > 0
 
 
-@pytest.mark.parametrize("lookahead", [1, 2])
-def test_also_when_rounds_are_started_ahead(lookahead: int) -> None:
-    """A slot may change hands before its last round is read."""
-    target, drafter = llama_pair()
-    target.execution.lookahead = lookahead
-    rng = random.Random(7)
-    requests = _requests(rng, 20)
-    played = play(_engine(target, drafter, REJECTION), requests, sorted(rng.randint(0, 30) for _ in requests), {3: 9})
-    for index, one in enumerate(requests):
-        got, want = played.token_ids(index), _alone(target, drafter, one, REJECTION)
-        assert got == (want[: len(got)] if index == 3 else want), index
-
-
-@ALL_RULES
-def test_rows_with_a_constant_k_do_not_depend_on_the_load(rule: Rule) -> None:
+def test_rows_with_a_constant_k_do_not_depend_on_the_load() -> None:
     """Beside rows for which a schedule chooses: 0 with several rows, 2 or more alone."""
     target, drafter = llama_pair()
     costs = {1: {0: 1.0, 2: 1.1, 4: 1.2}, 2: {0: 1.0, 2: 9.0, 4: 9.0}, 4: {0: 1.0, 2: 9.0, 4: 9.0}}
     rng = random.Random(3)
-    requests = [
-        Request(one.prompt_ids, one.sampling, one.stop, None if i % 2 else 3)
-        for i, one in enumerate(_requests(rng, 16))
-    ]
-    schedule = MadeUpTimes(costs)
-    played = play(_engine(target, drafter, rule, schedule), requests, sorted(rng.randint(0, 20) for _ in requests))
+    requests = [replace(one, num_draft_tokens=None if i % 2 else K) for i, one in enumerate(_requests(rng, 16))]
+    engine = _engine(target, drafter, REJECTION, MadeUpTimes(costs))
+    played = play(engine, requests, sorted(rng.randint(0, 20) for _ in requests))
     chosen = set()
-    for index, one in enumerate(requests):
-        if one.num_draft_tokens is not None or rule.name == "gumbel" or one.sampling.temperature == 0:
-            assert played.token_ids(index) == _alone(target, drafter, one, rule), index
+    wanted = _at_once(target, drafter, requests, REJECTION)
+    for index, (one, want) in enumerate(zip(requests, wanted, strict=True)):
+        if one.num_draft_tokens is not None or one.sampling.temperature == 0:
+            assert played.token_ids(index) == want, index
         if one.num_draft_tokens is None:
             chosen |= {row.num_drafted for row in played.outputs[index]}
     assert 0 in chosen and max(chosen) >= 2
-
-
-def test_the_best_k_follows_the_load() -> None:
-    """K falls with the number of rows at equal acceptance."""
-    target, drafter = table_pair(4)
-    costs = {1: {0: 1.0, 4: 1.05}, 4: {0: 1.0, 4: 8.0}}
-    for num_rows, expected in ((1, 4), (4, 0)):
-        requests = [request((1,), seed=i, max_new_tokens=60, temperature=0.0) for i in range(num_rows)]
-        played = play(_engine(target, drafter, REJECTION, MadeUpTimes(costs)), requests, [0] * num_rows)
-        drafted = [row.num_drafted for rows in played.outputs.values() for row in rows[:-5]]
-        assert sorted(drafted)[len(drafted) // 2] == expected
 
 
 def test_a_row_that_is_left_high_up_is_moved_down_once() -> None:
@@ -232,9 +196,7 @@ def test_a_prompt_is_found_in_the_slot_that_remembers_it() -> None:
 
     def answer(ids: Sequence[int]) -> tuple[list[int], int]:
         index = engine.submit(request(ids, max_new_tokens=8))
-        rows = []
-        while (round_ := engine.step()) is not None:
-            rows += round_.rows
+        rows = [row for round_ in iter(engine.step, None) for row in round_.rows]
         assert {row.row for row in rows} == {index}
         text = [i for row in rows for i in row.token_ids]
         assert tuple(text) == _alone(target, drafter, request(ids, max_new_tokens=8), REJECTION)
@@ -251,8 +213,7 @@ def test_a_prompt_is_found_in_the_slot_that_remembers_it() -> None:
     assert answer([*first[:15], 59])[1] == 0  # fewer than 16
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_numbers_that_are_not_finite_end_one_row_only(rule: Rule) -> None:
+def test_numbers_that_are_not_finite_end_one_row_only() -> None:
     """Its neighbours go on, and so does the next text in its slot, where NaN was left in both caches."""
     target, drafter = llama_pair()
     for lm in (target, drafter.lm):
@@ -261,39 +222,14 @@ def test_numbers_that_are_not_finite_end_one_row_only(rule: Rule) -> None:
         request(ids, seed=i, max_new_tokens=12, logit_bias={59: -1e9})
         for i, ids in enumerate([(1, 2, 3), (4, 59, 5), (6, 7), (8,), (9, 9, 9), (10, 59)])
     ]
-    played = play(_engine(target, drafter, rule, num_slots=2), requests, [0] * 6)
+    played = play(_engine(target, drafter, REJECTION, num_slots=2), requests, [0] * 6)
     for index, one in enumerate(requests):
         if 59 in one.prompt_ids:
             (row,) = played.outputs[index]
             assert row.finish_reason == "error" and row.token_ids == ()
             assert row.error is not None and "the model target gave NaN" in row.error
         else:
-            assert played.token_ids(index) == _alone(target, drafter, one, rule)
-
-
-@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_the_law_of_one_request_among_neighbours(rule: Rule) -> None:
-    """3,000 texts of three tokens over three, in eight slots that are filled again and again, K chosen by the load and
-    by what the rows before have shown, against the exact law. (Chi-square; texts that are expected fewer than five
-    times are counted together; false alarm 1e-6.)"""
-    target, drafter = table_pair(3)
-    num_texts = 3_000
-    costs = {1: {0: 1.0, 1: 1.05, 2: 1.1}, 4: {0: 1.0, 1: 1.2, 2: 1.3}, 8: {0: 1.0, 1: 1.3, 2: 1.45}}
-    requests = [Request([0], Sampling(seed=seed, max_new_tokens=3)) for seed in range(num_texts)]
-    engine = _engine(target, drafter, rule, MadeUpTimes(costs), num_slots=8)
-    played = play(engine, requests, [0] * num_texts)
-    counts = torch.zeros(27)
-    for index in range(num_texts):
-        a, b, c = played.token_ids(index)
-        counts[9 * a + 3 * b + c] += 1
-    p = target.model.table.softmax(-1)
-    law = torch.einsum("a,ab,bc->abc", p[0], p, p).flatten()
-    expected = num_texts * law
-    is_rare = expected < 5
-    observed, expected = (torch.cat([one[~is_rare], one[is_rare].sum()[None]]) for one in (counts, expected))
-    assert expected.min() >= 5 and len(expected) > 10
-    assert scipy.stats.chisquare(observed, expected, sum_check=False).pvalue > 1e-6
-    assert len({row.num_drafted for rows in played.outputs.values() for row in rows}) > 1
+            assert played.token_ids(index) == _alone(target, drafter, one, REJECTION)
 
 
 def test_prompts_do_not_hold_up_the_rows_that_generate() -> None:
@@ -344,8 +280,7 @@ def test_a_row_that_waits_for_a_prefix_compares_prompts_once(
 
 
 @pytest.mark.each_execution
-@ALL_RULES
-def test_a_draft_reads_a_prompt_when_it_drafts(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_reads_a_prompt_when_it_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """While nothing is drafted a draft model reads no prompt; later it drafts as if it had."""
     target, drafter = llama_pair()
     read: list[int] = []
@@ -361,12 +296,12 @@ def test_a_draft_reads_a_prompt_when_it_drafts(rule: Rule, monkeypatch: pytest.M
 
     def played() -> Played:
         read.clear()
-        return play(_engine(target, drafter, rule, InTurn(*[3] * 4, *[0] * 4, *[3] * 8)), asked, [0, 6])
+        return play(_engine(target, drafter, REJECTION, InTurn(*[3] * 4, *[0] * 4, *[3] * 8)), asked, [0, 6])
 
     late = played()
     assert 8 not in read
     read.clear()
-    play(_engine(target, drafter, rule, InTurn(0, 0)), asked, [0, 6])
+    play(_engine(target, drafter, REJECTION, InTurn(0, 0)), asked, [0, 6])
     assert read == []  # not the first one either
     monkeypatch.setattr("outrider.drafters.model.PREFILL_TOKENS", 0)  # no prompt is short enough to be left
     assert late.outputs == played().outputs
@@ -404,9 +339,6 @@ def test_a_cancelled_row_leaves_no_nan_behind(lookahead: int) -> None:
             engine.step()
         engine.cancel(index)
         one = request(good, max_new_tokens=20, logit_bias={59: -1e9})
-        played: list[RowRound] = []
         engine.submit(one)
-        while (round_ := engine.step()) is not None:
-            played += round_.rows
-        written = [row for row in played if row.row != index]
+        written = [row for round_ in iter(engine.step, None) for row in round_.rows if row.row != index]
         assert tuple(i for row in written for i in row.token_ids) == _alone(target, drafter, one, REJECTION)

@@ -3,7 +3,6 @@
 import random
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,19 +43,3 @@ def test_proposals_equal_the_slow_twins(texts: list[list[int]], max_ngram: int, 
     wanted = [rng.randrange(K + 1) for _ in texts]
     expected = [_expected(text, n, max_ngram) for text, n in zip(texts, wanted, strict=True)]
     assert _proposed(texts, wanted, max_ngram) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "proposed"),
-    [
-        ((1,), []),
-        ((1, 2, 3), []),
-        ((1, 1), [1]),
-        ((1, 2, 3, 1, 2), [3, 1, 2]),
-        ((0, 1, 2, 4, 4, 1, 2, 3, 3, 3, 1, 2), [3, 3, 3, 1]),  # the latest of the places with four to offer
-        ((3, 1, 2, 0, 0, 0, 4, 1, 2, 4, 4, 4, 3, 1, 2), [0, 0, 0, 4]),  # a longer match beats a later one
-    ],
-)
-def test_examples(text: tuple[int, ...], proposed: list[int]) -> None:
-    assert _proposed([text], [K], 3) == [proposed]
-    assert _expected(text, K, 3) == proposed

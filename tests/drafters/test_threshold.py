@@ -7,28 +7,18 @@ import pytest
 import torch
 
 from outrider.api import load_drafter
-from outrider.drafters.base import NoDrafter
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.parallel import mask_token_of
 from outrider.errors import OptionError
-from outrider.records import Request, Stats
-from outrider.sampling.rules import GUMBEL, RULES, Rule
+from outrider.sampling.rules import BLOCK, GUMBEL
 from pairs import embedded
-from toys import InTurn, llama_pair, request, run, table_pair, tokens
-
-PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, tuple(range(30))]
-ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-
-
-def _requests(**options: object) -> list[Request]:
-    return [request(ids, seed=i, max_new_tokens=16 + i, **options) for i, ids in enumerate(PROMPTS)]
+from toys import llama_pair, request, run, table_pair
 
 
 @pytest.mark.each_execution
-@ALL_RULES
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.3, "top_k": 3}])
-def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(rule: Rule, options: dict[str, Any]) -> None:
+def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(options: dict[str, Any]) -> None:
     """By the probabilities of the model, whatever the temperature. Row by row in a Markov chain, whose every round is
     known from the accepted tokens and the token that was drafted last."""
     target, drafter = table_pair(8)
@@ -36,10 +26,9 @@ def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(rule: Rule, o
     min_prob = float(probs.quantile(0.4))
     is_sure = (probs >= min_prob).tolist()
     requests = [replace(request((i,), seed=i, max_new_tokens=24, **options), reports_drafts=True) for i in range(8)]
+    outputs = run(target, replace(drafter, options=DraftOptions(min_prob=min_prob)), requests, BLOCK, 4)
     numbers = set()
-    for output, one in zip(
-        run(target, replace(drafter, options=DraftOptions(min_prob=min_prob)), requests, rule, 4), requests, strict=True
-    ):
+    for output, one in zip(outputs, requests, strict=True):
         text = list(one.prompt_ids)
         for row in output.rounds[:-2]:
             assert row.drafted is not None
@@ -50,26 +39,6 @@ def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(rule: Rule, o
             numbers.add(len(ids))
             text += row.token_ids
     assert numbers >= {0, 1, 2}
-
-
-@pytest.mark.each_execution
-@ALL_RULES
-def test_the_output_is_that_of_plain_decoding_and_of_a_row_alone(rule: Rule) -> None:
-    target, drafter = llama_pair()
-    for sure in (
-        replace(drafter, options=DraftOptions(min_prob=0.15)),
-        replace(drafter, options=DraftOptions(min_prob=0.15, is_greedy=True)),
-    ):
-        for options in ({"temperature": 0.0}, {"temperature": 0.8, "repetition_penalty": 1.2}):
-            requests = _requests(**options)
-            outputs = run(target, sure, requests, rule, InTurn(4, 3, 0))
-            found = [output.token_ids for output in outputs]
-            if rule is GUMBEL or options["temperature"] == 0:
-                assert found == tokens(target, NoDrafter(), requests, rule, 0)
-            stats = sum((output.stats for output in outputs), Stats())
-            assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
-        requests = _requests()
-        assert tokens(target, sure, requests, rule, 3) == [tokens(target, sure, [one], rule, 3)[0] for one in requests]
 
 
 def test_a_row_is_not_read_beyond_its_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +54,13 @@ def test_a_row_is_not_read_beyond_its_cut(monkeypatch: pytest.MonkeyPatch) -> No
             return forward(self, *args, **options)
 
         monkeypatch.setattr(type(drafter.draft_lm), "forward", count)
-        outputs = run(target, replace(drafter, options=DraftOptions(min_prob=min_prob)), _requests()[:1], GUMBEL, 4)
+        outputs = run(
+            target,
+            replace(drafter, options=DraftOptions(min_prob=min_prob)),
+            [request((5, 6, 7, 5, 6, 7, 5), max_new_tokens=16)],
+            GUMBEL,
+            4,
+        )
         num_forwards.append(len(calls) / len(outputs[0].rounds))
     assert num_forwards[1] < num_forwards[0] / 2
 

@@ -18,7 +18,6 @@ from hybrids import hybrid, hybrid_lm
 from outrider.api import load
 from outrider.certify.exact import check_exactly
 from outrider.decoder import Decoder
-from outrider.drafters.base import Drafter
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.hybrid import HybridDrafter
 from outrider.drafters.model import ModelDrafter, ModelSession
@@ -29,7 +28,7 @@ from outrider.options import Sampling
 from outrider.replay.record import header_of
 from outrider.replay.replay import replay
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import BLOCK, REJECTION, RULES
+from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text
 from outrider.text.spelling import Spelling
 from pairs import byte_level_tokenizer, embedded, random_llama, zoo
@@ -76,22 +75,16 @@ def _toy(**options: Any) -> tuple[LM, TranslatedDrafter]:
     return as_lm(tiny_llama()), TranslatedDrafter.of(draft, Spelling(tuple(equals), tuple(spelled)))
 
 
-@ALL_RULES
-def test_the_output_is_the_targets(rule: Any) -> None:
-    """Greedy, and under ``gumbel`` with a seed; with joins, prefix hits, and rounds of other K. Drafts are accepted."""
-    decoder = _pair(acceptance=rule.name)
+def test_the_output_is_the_targets() -> None:
+    """Under ``gumbel`` with a seed; with joins, prefix hits, and rounds of other K. Drafts are accepted."""
+    decoder = _pair(acceptance="gumbel")
     drafter = decoder.drafter
     assert isinstance(drafter, TranslatedDrafter)
-    for temperature in [0.0, 1.0] if rule.name == "gumbel" else [0.0]:
-        options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 40, "ignore_eos": True, "seed": 3}
-        want = decoder.plain().generate(PROMPTS, **options)
-        got = decoder.generate(PROMPTS, **options)
-        assert [one.token_ids for one in got] == [one.token_ids for one in want]
-        assert sum(one.stats.num_accepted_draft_tokens for one in got) > 20
-        prompts = [decoder.encode(prompt) for prompt in (*PROMPTS, *PROMPTS[:2])]
-        requests = [request(ids, seed=i, temperature=temperature, max_new_tokens=30) for i, ids in enumerate(prompts)]
-        plain = tokens(decoder.target, drafter, requests, rule, 0)
-        assert tokens(decoder.target, drafter, requests, rule, InTurn(4, 0, 0, 2)) == plain
+    prompts = [decoder.encode(prompt) for prompt in (*PROMPTS, *PROMPTS[:2])]
+    requests = [request(ids, seed=i, max_new_tokens=30) for i, ids in enumerate(prompts)]
+    outputs = run(decoder.target, drafter, requests, GUMBEL, InTurn(4, 0, 0, 2))
+    assert [one.token_ids for one in outputs] == tokens(decoder.target, drafter, requests, GUMBEL, 0)
+    assert sum(one.stats.num_accepted_draft_tokens for one in outputs) > 20
 
 
 @ALL_RULES
@@ -100,13 +93,6 @@ def test_a_round_follows_the_targets_distribution(rule: Any) -> None:
     target, drafter = _toy()
     report = check_exactly(target, drafter, Sampling(temperature=0.8), rule, [Text([1, 2, 3, 5]), Text([44, 7])])
     assert report.is_ok, report
-
-
-@pytest.mark.each_execution
-def test_every_execution_drafts_the_same() -> None:
-    target, drafter = _toy()
-    requests = [request([i, 3, 2 * i, 41], temperature=0.0, max_new_tokens=24) for i in range(1, 4)]
-    assert tokens(target, drafter, requests, BLOCK, 2) == tokens(target, drafter, requests, BLOCK, 0)
 
 
 def test_logits_are_those_of_equal_tokens() -> None:
@@ -120,19 +106,15 @@ def test_logits_are_those_of_equal_tokens() -> None:
         assert torch.equal(got[..., token], want[..., i]) if i >= 0 else bool((got[..., token] == -1e4).all())
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_only_other_tokens_are_allowed(temperature: float) -> None:
+def test_only_other_tokens_are_allowed() -> None:
     """Any of them is drafted then. What was fed for one is not its spelling."""
     target, drafter = _toy()
     bias = {i: -float("inf") for i, equal in enumerate(drafter.spelling.equals) if equal >= 0}
     prompts = [[1, 2, 3], [43], [2] * 5]
-    requests = [
-        request(prompt, seed=i, temperature=temperature, logit_bias=bias, max_new_tokens=20)
-        for i, prompt in enumerate(prompts)
-    ]
-    outputs = run(target, drafter, requests, RULES["gumbel"], 3)
-    assert [one.token_ids for one in outputs] == tokens(target, drafter, requests, RULES["gumbel"], 0)
-    assert temperature == 0 or sum(one.stats.num_accepted_draft_tokens for one in outputs) > 0
+    requests = [request(prompt, seed=i, logit_bias=bias, max_new_tokens=20) for i, prompt in enumerate(prompts)]
+    outputs = run(target, drafter, requests, GUMBEL, 3)
+    assert [one.token_ids for one in outputs] == tokens(target, drafter, requests, GUMBEL, 0)
+    assert sum(one.stats.num_accepted_draft_tokens for one in outputs) > 0
 
 
 def test_constraints() -> None:
@@ -172,21 +154,19 @@ def test_a_long_spelling_ends_drafting() -> None:
         target, drafter, [request(prompt, max_new_tokens=12) for prompt in (long, [1, 2, 3, 4, 5])], REJECTION, 2
     )
     assert outputs[0].stats.num_draft_tokens == 0 < outputs[1].stats.num_draft_tokens
-    rest = [1, 2, 3, 4, 1, 2, 3, 4, 0, 0, 2, 1]
-    check_state(target, drafter, [(long, rest), (long[:4], rest), (rest, [9] * 20 + rest), ([*rest, 9], rest)], 2)
+    rest = [1, 2, 3, 4, 1, 0, 2, 1]
+    check_state(target, drafter, [(long, rest), (long[:4], rest), (rest, [9] * 20 + rest)], 2)
 
 
 @pytest.mark.parametrize("what", ["forget", "count_lacking"])
 def test_stale_and_missing_tokens_are_detected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the contract, which the drafter keeps otherwise."""
+    """The control of the contract, which the drafter keeps otherwise (test_contract.py)."""
     target, drafter = _toy()
     generator = random.Random(1)
     ids = [generator.randrange(60) for _ in range(37)]
-    sequences = [(ids[:3], ids[3:17]), (ids[17:23], ids[23:])]
-    check_state(target, drafter, sequences, 3)
     monkeypatch.setattr(ModelSession, what, lambda *_: None)
     with pytest.raises(AssertionError, match="q is off by"):
-        check_state(target, drafter, sequences, 3)
+        check_state(target, drafter, [(ids[:3], ids[3:17]), (ids[17:23], ids[23:])], 3)
 
 
 def test_a_draft_with_states() -> None:
@@ -199,18 +179,19 @@ def test_a_draft_with_states() -> None:
     check_state(target, TranslatedDrafter.of(draft, Spelling(equals, spelled)), sequences, 3, atol=1e-4)
 
 
+@pytest.mark.each_execution
 def test_greedy_and_after_a_suffix() -> None:
     target, drafter = _toy()
     greedy = TranslatedDrafter.of(
         as_lm(tiny_llama(1, vocab_size=30), "draft"), drafter.spelling, options=DraftOptions(is_greedy=True)
     )
     assert greedy.is_one_hot and greedy.name == "draft:greedy"
-    others: list[Drafter] = [greedy, HybridDrafter(SuffixDrafter(), drafter, 60, 0.4)]
-    requests = [request([1, 2, 3, 4] * 4, temperature=0.0, max_new_tokens=60), request([5, 44], temperature=0.0)]
-    for other in others:
+    after_suffix = HybridDrafter(SuffixDrafter(), drafter, 60, 0.4)
+    requests = [request(ids, temperature=0.0, max_new_tokens=24) for ids in ([1, 2, 3, 4] * 4, [5, 44])]
+    for other in (greedy, after_suffix):
         assert tokens(target, other, requests, REJECTION, 3) == tokens(target, drafter, requests, REJECTION, 0)
-    repeated = [1, 2, 43] * 6
-    check_state(target, others[1], [([1, 2, 43], repeated), ([7, 43, 2], [1, *repeated])], 3)
+    repeated = [1, 2, 43] * 4
+    check_state(target, after_suffix, [([1, 2, 43], repeated), ([7, 43, 2], [1, *repeated])], 3)
 
 
 def test_the_share_is_reported(caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,6 @@ from transformers import PreTrainedTokenizerFast
 
 import outrider
 from outrider.errors import TokenizerMismatch
-from outrider.sampling.rules import RULES
 from pairs import NUM_WORDS, random_llama
 
 PROMPT = "w1 w2 w3 w1 tool"
@@ -55,46 +54,19 @@ def test_unknown_tokens_have_no_probability(caplog: pytest.LogCaptureFixture) ->
     torch.testing.assert_close(logits[..., known], want[..., known])
 
 
-@pytest.mark.parametrize("acceptance", RULES)
-def test_the_output_is_the_targets(acceptance: str) -> None:
-    """Greedy under every rule, and sampled under ``gumbel``, where a seed gives what plain decoding gives. Unknown
-    tokens are in prompt and output, and drafts are accepted."""
-    decoder = _pair(acceptance)
-    temperatures = [0.0, 1.5] if acceptance == "gumbel" else [0.0]
-    for temperature in temperatures:
-        options: dict[str, Any] = {"temperature": temperature, "seed": 5, "ignore_eos": True, "max_new_tokens": 40}
-        prompts = [PROMPT, "end w5 w95", "w7"]
-        want = [one.token_ids for one in decoder.plain().generate(prompts, **options)]
-        got = decoder.generate(prompts, **options)
-        assert [one.token_ids for one in got] == want
-        assert sum(one.stats.num_accepted_draft_tokens for one in got) > 20
-    assert any(set(ids) & {*UNKNOWN} for ids in want) or acceptance != "gumbel"
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("acceptance", RULES)
-def test_only_unknown_tokens_are_allowed(acceptance: str, temperature: float, caplog: pytest.LogCaptureFixture) -> None:
-    """Any of them is drafted then, with equal q."""
-    decoder = _pair(acceptance)
+def test_only_unknown_tokens_are_allowed(caplog: pytest.LogCaptureFixture) -> None:
+    """Any of them is drafted then, with equal q; also where they are masked token by token."""
+    decoder = _pair("gumbel")
     caplog.clear()
     bias = {i: -float("inf") for i in range(99) if i not in UNKNOWN}
-    options: dict[str, Any] = {"logit_bias": bias, "max_new_tokens": 12, "ignore_eos": True, "seed": 3}
-    got = decoder.generate(["w1", "w2", "w3 w4"], temperature=temperature, **options)
-    want = decoder.plain().generate(["w1", "w2", "w3 w4"], temperature=temperature, **options)
+    for options in ({"logit_bias": bias, "max_new_tokens": 12, "ignore_eos": True}, {"regex": "(w7|tool|end){8}"}):
+        given: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_new_tokens": 20, **options}
+        got, plain = (one.generate([PROMPT, "w1", "w2"], **given) for one in (decoder, decoder.plain()))
+        assert [one.token_ids for one in got] == [one.token_ids for one in plain]
+        assert any({*one.token_ids} & {*UNKNOWN} for one in got)
+        assert "regex" in options or {*got[0].token_ids} <= {*UNKNOWN}
+        assert sum(one.stats.num_accepted_draft_tokens for one in got) > 0
     assert not caplog.messages
-    for one, plain in zip(got, want, strict=True):
-        assert {*one.token_ids} <= {*UNKNOWN}
-        assert (acceptance != "gumbel" and temperature > 0) or one.token_ids == plain.token_ids
-    assert temperature == 0 or sum(one.stats.num_accepted_draft_tokens for one in got) > 0
-
-
-def test_a_constraint_that_allows_unknown_tokens() -> None:
-    """Drafts are masked token by token then."""
-    decoder = _pair("gumbel")
-    options: dict[str, Any] = {"regex": "(w7|tool|end){8}", "temperature": 1.0, "seed": 4, "max_new_tokens": 20}
-    got, plain = decoder.generate([PROMPT] * 3, **options), decoder.plain().generate([PROMPT] * 3, **options)
-    assert [one.token_ids for one in got] == [one.token_ids for one in plain]
-    assert any({*one.token_ids} & {*UNKNOWN} for one in got)
 
 
 def test_many_unknown_tokens_are_refused() -> None:

@@ -1,19 +1,12 @@
-"""Sessions of an event loop: in a web application over HTTP, with clients that disconnect; and in plain tasks."""
+"""Sessions of an event loop, in plain tasks."""
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, aclosing, asynccontextmanager, contextmanager
+from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
-import httpx
 import pytest
 import torch
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine
@@ -49,78 +42,6 @@ def _num_rows(session: AsyncSession) -> int:
     return len(engine._rows) + len(engine._waiting)
 
 
-def _until(condition: Callable[[], bool]) -> None:
-    event = threading.Event()
-    for _ in range(int(LIMIT_S / 0.01)):
-        if condition():
-            return
-        event.wait(0.01)
-    raise AssertionError
-
-
-@contextmanager
-def _application(decoder: Decoder) -> Iterator[tuple[str, list[AsyncSession]]]:
-    """A web application that shares one session, on a free port."""
-    sessions: list[AsyncSession] = []
-
-    @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        async with decoder.async_session(slots=3) as session:
-            sessions.append(session)
-            yield
-
-    async def stream(request: Request) -> Response:
-        options: dict[str, Any] = await request.json()
-        chunks = sessions[0].stream(options.pop("prompt"), **options)
-
-        async def texts() -> AsyncIterator[str]:
-            async with aclosing(chunks):
-                async for chunk in chunks:
-                    yield chunk.text
-
-        return StreamingResponse(texts())
-
-    async def generate(request: Request) -> Response:
-        options: dict[str, Any] = await request.json()
-        done = await sessions[0].generate(options.pop("prompt"), **options)
-        return JSONResponse([one.text for one in done])
-
-    routes = [Route("/stream", stream, methods=["POST"]), Route("/generate", generate, methods=["POST"])]
-    config = uvicorn.Config(Starlette(routes=routes, lifespan=lifespan), port=0, log_config=None, ws="none")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        _until(lambda: server.started)
-        (port,) = {listener.getsockname()[1] for one in server.servers for listener in one.sockets}
-        yield f"http://127.0.0.1:{port}", sessions
-    finally:
-        server.should_exit = True
-        thread.join(LIMIT_S)
-        assert not thread.is_alive()
-
-
-def test_a_web_application_shares_a_session() -> None:
-    """Concurrent requests are batched, their texts are the decoder's own, and those of clients that leave end."""
-    decoder = _words()
-    with _application(decoder) as (url, sessions), httpx.Client(base_url=url, timeout=LIMIT_S) as client:
-        with ExitStack() as open_streams:
-            begun = []  # httpx closes a response whose iterator is dropped
-            for seed in range(3):
-                options = {"prompt": "w1", "seed": seed, "max_new_tokens": ENDLESS}
-                response = open_streams.enter_context(client.stream("POST", "/stream", json=options))
-                begun.append(response.iter_text())
-                assert next(begun[-1])
-            assert _num_rows(sessions[0]) == 3  # all of them have begun, and none can have ended
-        _until(lambda: _num_rows(sessions[0]) == 0)
-        want = [one.text for one in decoder.generate("w2", n=5, seed=7, max_new_tokens=9)]
-        texts = [
-            client.post("/stream", json={"prompt": "w2", "seed": 7 + i, "max_new_tokens": 9}).text for i in range(5)
-        ]
-        assert texts == want
-        assert client.post("/generate", json={"prompt": "w2", "n": 5, "seed": 7, "max_new_tokens": 9}).json() == want
-
-
 def test_tasks_share_a_session() -> None:
     """As many as there are slots, and more; one is cancelled, and the others do not notice."""
     target, drafter = llama_pair()
@@ -131,8 +52,8 @@ def test_tasks_share_a_session() -> None:
     async def all_tasks() -> list[tuple[int, ...]]:
         async with decoder.async_session(slots=2) as session:
 
-            async def one(i: int, **options: Any) -> tuple[int, ...]:
-                stream = session.stream(prompts[i], seed=i, max_new_tokens=12, **options)
+            async def one(i: int) -> tuple[int, ...]:
+                stream = session.stream(prompts[i], seed=i, max_new_tokens=12)
                 return tuple([token_id async for chunk in stream for token_id in chunk.token_ids])
 
             cancelled = asyncio.create_task(session.generate([prompts[0]], max_new_tokens=200))
@@ -144,6 +65,23 @@ def test_tasks_share_a_session() -> None:
             return found
 
     assert asyncio.run(all_tasks()) == alone
+
+
+def test_a_stream_that_is_left_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a client that disconnects: long before its limit."""
+    steps: list[Engine] = []
+    step = Engine.step
+    monkeypatch.setattr(Engine, "step", lambda engine: steps.append(engine) or step(engine))
+
+    async def leave() -> None:
+        async with _words().async_session() as session:
+            async with aclosing(session.stream("w1", max_new_tokens=ENDLESS)) as left:
+                await anext(left)
+            while _num_rows(session) > 0:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(leave(), LIMIT_S))
+    assert len(steps) < ENDLESS
 
 
 def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:

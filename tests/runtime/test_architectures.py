@@ -18,8 +18,8 @@ from outrider.drafters.model import ModelDrafter
 from outrider.errors import UnsupportedModel
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION
-from toys import as_lm, perturbed, random_model, request, run, tiny_llama, tokens
+from outrider.sampling.rules import BLOCK
+from toys import as_lm, perturbed, random_model, request, run, tokens
 
 V = 60
 NUM_TOKENS = 24
@@ -52,7 +52,6 @@ class Architecture:
 ARCHITECTURES = {
     "Llama": Architecture(tf.LlamaForCausalLM, tf.LlamaConfig, GROUPED),
     "Mistral": Architecture(tf.MistralForCausalLM, tf.MistralConfig, {**GROUPED, "sliding_window": 6}),
-    "Qwen2": Architecture(tf.Qwen2ForCausalLM, tf.Qwen2Config, GROUPED),
     "Qwen2 sliding": Architecture(
         tf.Qwen2ForCausalLM,
         tf.Qwen2Config,
@@ -73,7 +72,6 @@ ARCHITECTURES = {
     "OPT": Architecture(
         tf.OPTForCausalLM, tf.OPTConfig, {**SHAPE, "ffn_dim": 48, "word_embed_proj_dim": 32, "pad_token_id": 1}
     ),
-    "Phi": Architecture(tf.PhiForCausalLM, tf.PhiConfig, SHAPE),
     "Llama 4": Architecture(
         tf.Llama4ForCausalLM,
         tf.Llama4TextConfig,
@@ -87,8 +85,6 @@ ARCHITECTURES = {
         },
     ),
 }
-SLIDING = ["Mistral", "Qwen2 sliding", "Gemma2", "Gemma3", "Gemma3 all sliding"]
-ALL = pytest.mark.parametrize("name", ARCHITECTURES)
 
 
 def _model(name: str) -> tf.PreTrainedModel:
@@ -103,25 +99,18 @@ def _generated(model: tf.PreTrainedModel, prompt: tuple[int, ...], num_tokens: i
     return tuple(text[0, len(prompt) :].tolist())
 
 
-@ALL
+@pytest.mark.parametrize("name", ["Gemma3", "GPT-2", "Llama 4"])
 def test_greedy_text_is_that_of_generate(name: str) -> None:
-    """Plain, and with two drafts of which one is often right: alone, and in a batch of ragged prompts."""
+    """Plain, and with a draft that is often right, in a batch of ragged prompts."""
     model = _model(name)
-    target = as_lm(model)
-    drafters = [
-        NoDrafter(),
-        ModelDrafter(as_lm(perturbed(model, 0.05), "close draft")),
-        ModelDrafter(as_lm(tiny_llama(3), "far draft")),
-    ]
+    target, draft = as_lm(model), ModelDrafter(as_lm(perturbed(model, 0.05), "draft"))
     expected = [_generated(model, prompt) for prompt in PROMPTS]
     assert sum(len(set(text)) for text in expected) > 20, "a text this dull would show no error"
     requests = [request(prompt, temperature=0.0, max_new_tokens=NUM_TOKENS) for prompt in PROMPTS]
-    for drafter in drafters:
-        outputs = run(target, drafter, requests, BLOCK, 3)
-        assert [output.token_ids for output in outputs] == expected
-        assert tokens(target, drafter, requests[:1], REJECTION, 3) == expected[:1]
-        if drafter.name == "close draft":
-            assert sum(output.stats.num_accepted_draft_tokens for output in outputs) > 0
+    assert tokens(target, NoDrafter(), requests, BLOCK, 0) == expected
+    outputs = run(target, draft, requests, BLOCK, 3)
+    assert [output.token_ids for output in outputs] == expected
+    assert sum(output.stats.num_accepted_draft_tokens for output in outputs) > 0
 
 
 def test_views_end_with_the_context() -> None:
@@ -136,15 +125,6 @@ def test_views_end_with_the_context() -> None:
         output = run(target, drafter, [one], BLOCK, 3)[0]
         assert output.token_ids == expected
         assert drafter.name != "draft" or output.stats.num_accepted_draft_tokens > 0
-
-
-@ALL
-def test_sampled_text_is_the_same_with_and_without_a_draft(name: str) -> None:
-    """With the Gumbel rule."""
-    model = _model(name)
-    target, drafter = as_lm(model), ModelDrafter(as_lm(perturbed(model, 0.05), "draft"))
-    requests = [request(prompt, seed=i, max_new_tokens=NUM_TOKENS) for i, prompt in enumerate(PROMPTS)]
-    assert tokens(target, drafter, requests, GUMBEL, 3) == tokens(target, NoDrafter(), requests, GUMBEL, 0)
 
 
 def _distance(lm: LM, num_tokens: int = 40) -> float:
@@ -167,27 +147,21 @@ def _distance(lm: LM, num_tokens: int = 40) -> float:
     return distance
 
 
-@ALL
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_ragged_blocks_equal_one_full_forward(name: str) -> None:
     """Logits to 1e-10, rows each at their own pace. That this sees a difference of one place in the window is shown
     below. (Llama 4 rotates in float32.)"""
     assert _distance(as_lm(_model(name))) < (1e-5 if name == "Llama 4" else 1e-10)
 
 
-@pytest.mark.parametrize("name", SLIDING)
+@pytest.mark.parametrize("name", ["Mistral", "Gemma3", "Llama 4"])
 def test_a_window_off_by_one_shows(name: str) -> None:
     """The control: one place more or less in the mask."""
-    for window in (5, 7):
+    field = "chunk" if name == "Llama 4" else "window"
+    for size in (5, 7):
         lm = as_lm(_model(name))
-        assert lm.visibility.window == 6
-        lm.visibility = replace(lm.visibility, window=window)
-        assert _distance(lm) > 1e-3
-
-
-def test_a_chunk_off_by_one_shows() -> None:
-    lm = as_lm(_model("Llama 4"))
-    for chunk in (5, 7):
-        lm.visibility = replace(lm.visibility, chunk=chunk)
+        assert getattr(lm.visibility, field) == 6
+        lm.visibility = replace(lm.visibility, **{field: size})
         assert _distance(lm) > 1e-3
 
 
@@ -203,9 +177,8 @@ class Wrapper(nn.Module):
         return self.inner(*args, **options)
 
 
-@pytest.mark.parametrize("name", ["Llama", *SLIDING])
-def test_a_wrapped_model_keeps_its_window(name: str) -> None:
-    assert _distance(LM(Wrapper(_model(name)), name="wrapped", vocab_size=V, context_len=256)) < 1e-10
+def test_a_wrapped_model_keeps_its_window() -> None:
+    assert _distance(LM(Wrapper(_model("Gemma3")), name="wrapped", vocab_size=V, context_len=256)) < 1e-10
 
 
 # Windows that LM cannot read off the configuration: one in the modelling code alone, one in the configuration alone.

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from candidate_rows import as_candidates, on_candidates
-from outrider.drafters.base import NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.records import Draft
@@ -42,7 +41,6 @@ OPTIONS = [
     {"top_p": 1e-9},
     {"min_p": 0.05},
     {"min_p": 1.0},
-    {"top_p": 0.95, "min_p": 0.02},
     {"top_k": 64, "top_p": 0.95, "min_p": 0.02, "temperature": 0.8},
 ]
 SIZES = [1, 2, 63, 64, 65, 1000, 5000]
@@ -107,16 +105,12 @@ def test_only_candidates_travel() -> None:
         ({"temperature": 0}, 1),
     ):
         assert _rows(x, _settings([Sampling(**options)], 4096)).table[0, 0, 2] == num
-
-
-def test_greedy_ties_go_to_the_lowest_id() -> None:
-    x = torch.zeros(1, 1, 500)
-    x[0, 0, [130, 129, 400]] = 3.0
-    assert _rows(x, _settings([Sampling(temperature=0.0)], 500))[:, 0].draw(torch.tensor([0.9]).double()).item() == 129
+    x[0, 0, [130, 129]] = 3.0  # greedy ties go to the lowest id
+    assert _rows(x, _settings([Sampling(temperature=0.0)], 4096))[:, 0].draw(torch.tensor([0.9]).double()).item() == 129
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("place", [0, 5, 63, 64, 98, 99])
+@pytest.mark.parametrize("place", [0, 64, 99])
 def test_logits_that_are_not_finite_are_told(value: float, place: int) -> None:
     """The other rows are as they were; the row itself is none that can be drawn from, and is not read."""
     x = torch.randn(2, 1, 100, generator=torch.Generator().manual_seed(1))
@@ -185,30 +179,18 @@ def _pair(vocab_size: int, seed: int = 0) -> tuple[object, ModelDrafter]:
     return table_lm(table), ModelDrafter(table_lm(draft, name="draft"))
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 9, "top_p": 0.9}, {"top_p": 0.8}, {"temperature": 0.0}], ids=str)
-def test_gumbel_texts_depend_on_no_draft(options: dict) -> None:
-    """Nor on K, nor on the batch: 130 tokens, so that the noise has three blocks."""
-    target, drafter = _pair(130)
-    asked = [request([i], max_new_tokens=40, seed=i, **options) for i in range(3)]
-    plain = [tokens(target, NoDrafter(), [one], RULES["gumbel"], 0)[0] for one in asked]
-    for k in (1, 4):
-        assert tokens(target, drafter, asked, RULES["gumbel"], k) == plain
-
-
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}], ids=str)
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_the_loop_follows_the_law(rule: Rule, options: dict) -> None:
-    """Two tokens of 8,000 seeds, chi-square. False alarm: 1e-6 for all six."""
+def test_the_loop_follows_the_law(rule: Rule) -> None:
+    """Two tokens of 3,000 seeds, chi-square. False alarm: 1e-6 for all three."""
     target, drafter = _pair(5, seed=7)
-    table = random_table(5, 7, 1.5).float()
-    rows = to_probs(table[:, None], _settings([Sampling(**options)] * 5, 5))[:, 0].double()
+    rows = to_probs(random_table(5, 7, 1.5).float()[:, None], _settings([Sampling(top_k=3)] * 5, 5))[:, 0].double()
     law = (rows[2][:, None] * rows).flatten()
-    asked = [request([2], max_new_tokens=2, seed=seed, **options) for seed in range(8000)]
+    asked = [request([2], max_new_tokens=2, seed=seed, top_k=3) for seed in range(3000)]
     texts = torch.tensor(tokens(target, drafter, asked, rule, 2))
     counts = (5 * texts[:, -2] + texts[:, -1]).bincount(minlength=25)
     assert not counts[law == 0].any()
-    expected = law[law > 0] / law.sum() * 8000
-    assert scipy.stats.chisquare(counts[law > 0].numpy(), expected.numpy()).pvalue > 1e-6 / 6
+    expected = law[law > 0] / law.sum() * 3000
+    assert scipy.stats.chisquare(counts[law > 0].numpy(), expected.numpy()).pvalue > 1e-6 / 3
 
 
 def test_the_draw_sees_a_wrong_weight() -> None:

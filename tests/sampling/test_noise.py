@@ -1,7 +1,7 @@
 """The noise: the published generator, keyed as it says, and with the laws it claims."""
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,74 +59,42 @@ def test_philox_equals_its_slow_twin(rows: list[tuple[int, ...]]) -> None:
     assert philox_4x32(words[:, :4], words[:, 4:]).tolist() == expected
 
 
-@given(SEEDS)
-def test_seeds_split_into_words(seed: int) -> None:
-    assert split_words(torch.tensor(seed)).tolist() == [seed % 2**32, seed // 2**32]
-
-
-@given(SEEDS, POSITIONS, st.integers(1, 6))
-def test_round_uniforms_are_keyed_by_seed_round_offset_and_use(seed: int, start: int, k: int) -> None:
+@given(st.lists(st.tuples(SEEDS, POSITIONS), min_size=1, max_size=3), st.integers(0, 6))
+def test_round_uniforms_are_keyed_by_seed_round_offset_and_use(rows: list[tuple[int, int]], k: int) -> None:
     """Every number is the slow twin's for its counter: (round start, offset, 0, use)."""
-    uniforms = round_uniforms(torch.tensor([seed]), torch.tensor([start]), k)
-    pairs = [reference.philox_uniforms(seed, (start, i, 0, 0)) for i in range(k)]
-    assert uniforms.draft.tolist() == [[draft for draft, _ in pairs]]
-    assert uniforms.accept.tolist() == [[accept for _, accept in pairs]]
-    assert uniforms.next.tolist() == [reference.philox_uniforms(seed, (start, 0, 0, 1))[0]]
+    seeds, starts = torch.tensor(rows).T
+    assert split_words(seeds).tolist() == [[seed % 2**32, seed // 2**32] for seed, _ in rows]
+    uniforms = round_uniforms(seeds, starts, k)
+    pairs = [[reference.philox_uniforms(seed, (start, i, 0, 0)) for i in range(k)] for seed, start in rows]
+    assert uniforms.draft.tolist() == [[draft for draft, _ in row] for row in pairs]
+    assert uniforms.accept.tolist() == [[accept for _, accept in row] for row in pairs]
+    assert uniforms.next.tolist() == [reference.philox_uniforms(seed, (start, 0, 0, 1))[0] for seed, start in rows]
 
 
-@given(SEEDS, POSITIONS, st.sampled_from([1, 2, 7, 64, 65, 130]))
-def test_gumbels_are_keyed_by_seed_position_and_token(seed: int, position: int, vocab_size: int) -> None:
+@given(st.lists(st.tuples(SEEDS, POSITIONS), min_size=1, max_size=2), st.sampled_from([1, 2, 7, 64, 65, 130]))
+def test_gumbels_are_keyed_by_seed_position_and_token(rows: list[tuple[int, int]], vocab_size: int) -> None:
     """Every number is the slow twin's: the least exponential of its block of 64, by the counter (position, block, 0,
     3), and for all tokens but the one that holds it an exponential of their own, by (position, token // 2, 0, 2)."""
-    expected = []
-    for v in range(vocab_size):
-        exponential = -math.log(reference.philox_uniforms(seed, (position, v // 64, 0, 3))[0]) / 64
-        if reference.philox((position, v // 64, 0, 3), (seed % 2**32, seed >> 32))[2] % 64 != v % 64:
-            exponential -= math.log(reference.philox_uniforms(seed, (position, v // 2, 0, 2))[v % 2])
-        expected.append(-math.log(exponential))
-    result = gumbels(torch.tensor([seed]), torch.tensor([[position]]), vocab_size)
-    assert result.shape == (1, 1, vocab_size)
-    np.testing.assert_allclose(result[0, 0], expected, rtol=1e-12, atol=1e-12)
-
-
-@given(st.lists(st.tuples(SEEDS, POSITIONS), min_size=2, max_size=5))
-def test_a_row_does_not_depend_on_its_neighbours(rows: list[tuple[int, int]]) -> None:
-    seeds, starts = torch.tensor(rows).T
-    together = round_uniforms(seeds, starts, 3)
-    gumbels_together = gumbels(seeds, starts[:, None] + torch.arange(3), 5)
-    for b in range(len(rows)):
-        alone = round_uniforms(seeds[b : b + 1], starts[b : b + 1], 3)
-        assert torch.equal(together.draft[b], alone.draft[0])
-        assert torch.equal(together.accept[b], alone.accept[0])
-        assert torch.equal(together.next[b], alone.next[0])
-        gumbels_alone = gumbels(seeds[b : b + 1], starts[b : b + 1, None] + torch.arange(3), 5)
-        assert torch.equal(gumbels_together[b], gumbels_alone[0])
-
-
-def test_noise_at_an_offset_does_not_depend_on_k() -> None:
-    """A row near its end drafts fewer; what it draws is the same as it would be beside others."""
-    seeds, starts = torch.tensor([5, 2**62]), torch.tensor([7, 9])
-    longest = round_uniforms(seeds, starts, 6)
-    for k in range(6):
-        shorter = round_uniforms(seeds, starts, k)
-        assert torch.equal(shorter.draft, longest.draft[:, :k])
-        assert torch.equal(shorter.accept, longest.accept[:, :k])
-        assert torch.equal(shorter.next, longest.next)
-
-
-class _Counter(NamedTuple):
-    key: tuple[int, ...]
-    counter: tuple[int, ...]
+    seeds, positions = torch.tensor(rows).T
+    result = gumbels(seeds, positions[:, None], vocab_size)
+    assert result.shape == (len(rows), 1, vocab_size)
+    for found, (seed, position) in zip(result[:, 0], rows, strict=True):
+        expected = []
+        for v in range(vocab_size):
+            exponential = -math.log(reference.philox_uniforms(seed, (position, v // 64, 0, 3))[0]) / 64
+            if reference.philox((position, v // 64, 0, 3), (seed % 2**32, seed >> 32))[2] % 64 != v % 64:
+                exponential -= math.log(reference.philox_uniforms(seed, (position, v // 2, 0, 2))[v % 2])
+            expected.append(-math.log(exponential))
+        np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_no_two_uses_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within a call every counter is met once; the rounds of a text, and the Gumbel noise, share none."""
-    calls: list[list[_Counter]] = []
+    """The rounds of a text, and the Gumbel noise, share none; and within a call every counter is met once."""
+    met: list[tuple[int, ...]] = []
 
     def spy(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        flat_keys = keys.expand(*counters.shape[:-1], 2).reshape(-1, 2).tolist()
-        flat = counters.reshape(-1, 4).tolist()
-        calls.append([_Counter(tuple(key), tuple(row)) for key, row in zip(flat_keys, flat, strict=True)])
+        both = torch.cat((keys.expand(*counters.shape[:-1], 2), counters), dim=-1)
+        met.extend(map(tuple, both.reshape(-1, 6).tolist()))
         return philox_4x32(counters, keys)
 
     monkeypatch.setattr(noise_module, "philox_4x32", spy)
@@ -134,7 +102,6 @@ def test_no_two_uses_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
     for start in range(1, 12):
         round_uniforms(seeds, torch.full_like(seeds, start), 5)
     gumbels(seeds, torch.arange(1, 12).expand(3, 11), 9)
-    met = [counter for call in calls for counter in call]
     assert len(met) == 3 * (11 * 6 + 11 * (5 + 1))
     assert len(set(met)) == len(met)
 
@@ -147,46 +114,6 @@ def test_uniforms_never_reach_0_or_1() -> None:
     assert high == 1.0 - 2.0**-53
     assert math.isfinite(-math.log(-math.log(low)))
     assert math.isfinite(-math.log(-math.log(high)))
-
-
-def _kinds_of_uniforms() -> dict[str, np.ndarray]:
-    """20,000 numbers of each kind, over seeds, over rounds, and over offsets."""
-    num = 20_000
-    seeds, ones = torch.arange(num), torch.ones(num, dtype=torch.long)
-    by_seed = round_uniforms(seeds, ones, 1)
-    by_round = round_uniforms(3 * ones, seeds + 1, 1)
-    by_offset = round_uniforms(ones[:1], ones[:1], num)
-    return {
-        "draft by seed": by_seed.draft[:, 0].numpy(),
-        "accept by seed": by_seed.accept[:, 0].numpy(),
-        "next by seed": by_seed.next.numpy(),
-        "draft by round": by_round.draft[:, 0].numpy(),
-        "accept by round": by_round.accept[:, 0].numpy(),
-        "next by round": by_round.next.numpy(),
-        "draft by offset": by_offset.draft[0].numpy(),
-        "accept by offset": by_offset.accept[0].numpy(),
-    }
-
-
-def test_uniforms_are_uniform() -> None:
-    """Kolmogorov-Smirnov and the mean, for each of eight kinds. False alarm: 16 tests at 5e-8, below 1e-6."""
-    for kind, numbers in _kinds_of_uniforms().items():
-        assert scipy.stats.kstest(numbers, "uniform").pvalue > 5e-8, kind
-        z = (numbers.mean() - 0.5) * math.sqrt(12 * len(numbers))
-        assert 2 * scipy.stats.norm.sf(abs(z)) > 5e-8, kind
-
-
-def test_uniforms_of_different_uses_are_uncorrelated() -> None:
-    """Draft, accept and next of one round; neighbouring rounds; neighbouring seeds. False alarm: 9 tests at 1e-7."""
-    kinds = _kinds_of_uniforms()
-    pairs = []
-    for way in ("by seed", "by round"):
-        draft, accept, next_ = kinds[f"draft {way}"], kinds[f"accept {way}"], kinds[f"next {way}"]
-        pairs += [(draft, accept), (draft, next_), (accept, next_), (accept[1:], draft[:-1])]
-    pairs.append((kinds["accept by offset"], kinds["draft by offset"]))
-    for a, b in pairs:
-        z = np.corrcoef(a, b)[0, 1] * math.sqrt(len(a))
-        assert 2 * scipy.stats.norm.sf(abs(z)) > 1e-7
 
 
 def test_gumbels_follow_the_gumbel_law() -> None:
@@ -231,8 +158,8 @@ def test_noise_made_ahead_is_the_noise_of_the_round(make_noise: Any, monkeypatch
     generator = torch.Generator().manual_seed(0)
     seeds, lengths = torch.tensor([5, 2**62, 0]), torch.tensor([1, 90, 4])
     ahead = NoiseAhead(make_noise, 3, 7)
-    for step in range(150):
-        if step == 60:
+    for step in range(60):
+        if step == 30:
             seeds, lengths = seeds[[0, 2]], lengths[[0, 2]]
         k = int(torch.randint(4, (1,), generator=generator))
         got = ahead.at(seeds, lengths, k)

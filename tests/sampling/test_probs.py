@@ -5,7 +5,6 @@ import math
 from typing import Any
 
 import pytest
-import scipy.stats
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,8 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.options import Sampling
 from outrider.sampling.history import NO_HISTORY, History
-from outrider.sampling.noise import gumbels, round_uniforms
-from outrider.sampling.probs import Settings, draw, draw_gumbel, is_finite, one_hot, to_probs
+from outrider.sampling.probs import Settings, draw, is_finite, to_probs
 from reference import hf_probs
 
 V = 40
@@ -85,15 +83,16 @@ def _ours(logits: Tensor, rows: list[Sampling]) -> Tensor:
 
 
 @pytest.mark.parametrize("options", SINGLE, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_each_option_equals_hugging_faces_processor(options: dict, dtype: torch.dtype) -> None:
+def test_each_option_equals_hugging_faces_processor(options: dict) -> None:
     """On 20 random rows: the same tokens kept, the same probabilities up to rounding, the dtype of the logits."""
-    logits, sampling = _logits(20, 1, dtype), Sampling(**options)
-    ours = _ours(logits, [sampling] * 20)[:, 0]
-    theirs = torch.stack([hf_probs(row, PREFIX, sampling, NUM_PROMPT) for row in logits[:, 0]])
-    assert ours.dtype == dtype
-    assert torch.equal(ours > 0, theirs > 0)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=0.0)
+    sampling = Sampling(**options)
+    for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+        logits = _logits(20, 1, dtype)
+        ours = _ours(logits, [sampling] * 20)[:, 0]
+        theirs = torch.stack([hf_probs(row, PREFIX, sampling, NUM_PROMPT) for row in logits[:, 0]])
+        assert ours.dtype == dtype
+        assert torch.equal(ours > 0, theirs > 0)
+        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=0.0)
 
 
 def test_all_combinations_equal_hugging_faces_processors_in_order() -> None:
@@ -114,14 +113,6 @@ def test_mixed_rows_equal_rows_alone_bit_for_bit(dtype: torch.dtype) -> None:
     together = _ours(logits, rows)
     for b, row in enumerate(rows):
         assert torch.equal(together[b : b + 1], _ours(logits[b : b + 1], [row])), row
-
-
-def test_options_that_float32_does_not_hold_exactly() -> None:
-    """0.7, 0.9 and the like are rounded to float32; the probabilities move by no more than that."""
-    sampling = Sampling(temperature=0.7, top_p=0.9, min_p=0.01, repetition_penalty=1.1)
-    logits = _logits(50, 4)
-    theirs = torch.stack([hf_probs(row, PREFIX, sampling, NUM_PROMPT) for row in logits[:, 0]])
-    torch.testing.assert_close(_ours(logits, [sampling] * 50)[:, 0], theirs, rtol=1e-5, atol=0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -155,26 +146,22 @@ def test_top_p_cuts_a_tail_of_exactly_the_rest() -> None:
     torch.testing.assert_close(probs, hf_probs(logits, (0,), Sampling(top_p=0.75)))
 
 
-@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44, 1e-50, 5e-324])
-def test_tiny_temperatures_are_greedy_and_finite(temperature: float) -> None:
-    """Down to the least number that the option takes, in a batch of its own and beside a greedy row."""
-    logits = torch.tensor([[[-1.0, 40.0, 39.0, -torch.inf]]], dtype=torch.float64)
-    tiny, greedy = Sampling(temperature=temperature), Sampling(temperature=0.0)
-    for rows in ([tiny], [tiny, greedy]):
-        probs = to_probs(logits.expand(len(rows), 1, 4), _settings(rows, 4))
-        assert probs[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
-
-
 def test_large_temperatures_are_nearly_uniform() -> None:
     logits = torch.tensor([[[-1.0, 40.0, 39.0, -torch.inf]]], dtype=torch.float64)
     probs = to_probs(logits, _settings([Sampling(temperature=1e6)], 4))[0, 0]
     torch.testing.assert_close(probs, torch.tensor([1, 1, 1, 0], dtype=torch.float64) / 3, rtol=0, atol=1e-4)
 
 
-def test_logits_far_apart_do_not_overflow() -> None:
-    logits = torch.tensor([[[1e30, -1e30, 0.0]]])
-    probs = to_probs(logits, _settings([Sampling(temperature=0.5, top_p=0.5, min_p=0.5)], 3))
-    assert probs[0, 0].tolist() == [1.0, 0.0, 0.0]
+@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44, 1e-50, 5e-324])
+def test_tiny_temperatures_are_greedy_and_finite(temperature: float) -> None:
+    """Down to the least number that the option takes, in a batch of its own and beside a greedy row; and logits far
+    apart do not overflow."""
+    tiny, greedy = Sampling(temperature=temperature), Sampling(temperature=0.0)
+    for least, most in ((-1.0, 40.0), (-1e30, 1e30)):
+        logits = torch.tensor([[[least, most, 39.0, -torch.inf]]], dtype=torch.float64)
+        for rows in ([tiny], [tiny, greedy]):
+            probs = to_probs(logits.expand(len(rows), 1, 4), _settings(rows, 4))
+            assert probs[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
 @given(st.lists(st.integers(0, 5), max_size=6), st.lists(st.integers(0, 5), min_size=1, max_size=5), st.integers(0, 5))
@@ -206,12 +193,6 @@ def test_is_finite_refuses_what_cannot_be_sampled_from() -> None:
     assert is_finite(rows).tolist() == [True, True, False, False, False, False]
 
 
-def test_one_hot() -> None:
-    rows = one_hot(torch.tensor([[2, 0]]), torch.zeros(3, dtype=torch.float64))
-    assert rows.tolist() == [[[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]]
-    assert rows.dtype == torch.float64
-
-
 LEAST, MOST = 2.0**-53, 1.0 - 2.0**-53  # the extremes of noise.py
 
 
@@ -232,7 +213,7 @@ def test_draw_never_returns_a_token_of_weight_zero(weights: list[float], u: floa
         assert token >= heavy[-1]
 
 
-@pytest.mark.parametrize("scale", [1.0, 0.25, 8.0])
+@pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_draw_inverts_the_cumulative_sum_exactly(scale: float) -> None:
     """Weights in sixteenths, so that every boundary is a float: just below it the token before, at it the next."""
     sixteenths = [4, 0, 3, 0, 0, 8, 1, 0]
@@ -245,29 +226,6 @@ def test_draw_inverts_the_cumulative_sum_exactly(scale: float) -> None:
         assert draw(weights, below).item() == tokens[i]
         if boundary < 16:
             assert draw(weights, torch.tensor([u], dtype=torch.float64)).item() == tokens[i + 1]
-
-
-def test_draw_follows_the_weights() -> None:
-    """20,000 draws with the noise of as many seeds, chi-square. False alarm: 1e-6."""
-    weights = torch.tensor([0.5, 0.0, 3.0, 1.5, 0.1])
-    uniforms = round_uniforms(torch.arange(20_000), torch.ones(20_000, dtype=torch.long), 0).next
-    _assert_follows(draw(weights.expand(20_000, 5), uniforms), weights)
-
-
-def test_draw_gumbel_follows_the_probabilities() -> None:
-    """20,000 draws, chi-square; a token of probability zero is never drawn. False alarm: 1e-6."""
-    weights = torch.tensor([0.1, 0.0, 0.6, 0.25, 0.05])
-    noise = gumbels(torch.arange(20_000), torch.full((20_000, 1), 7), 5)[:, 0]
-    _assert_follows(draw_gumbel(weights.expand(20_000, 5), noise), weights)
-
-
-def _assert_follows(tokens: Tensor, weights: Tensor) -> None:
-    counts = tokens.bincount(minlength=len(weights)).numpy()
-    is_there = weights.numpy() > 0
-    assert counts[~is_there].sum() == 0
-    expected = (weights / weights.sum()).double().numpy()[is_there] * len(tokens)
-    expected *= len(tokens) / expected.sum()
-    assert scipy.stats.chisquare(counts[is_there], expected).pvalue > 1e-6
 
 
 def test_biases_of_the_whole_vocabulary_are_set_at_once() -> None:
