@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ class Ended:
 Outrider = Callable[..., Ended]
 
 
+@cache
 def command_of(words: str) -> Any:
     """A command by its words."""
     command: Any = get_command(app)

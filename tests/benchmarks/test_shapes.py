@@ -81,7 +81,7 @@ def test_worth_training() -> None:
 def test_the_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = script.default_shapes(as_lm(tiny_llama(num_layers=5)))
     assert {(one.num_layers, one.hidden_size) for one in shapes} == set(product((1, 2), (8, 16, 24, 32)))
-    monkeypatch.setattr(sys, "argv", ["shapes.py", "--shape", "1x32", "--shape", "2x64x128", "--context", "8"])
+    monkeypatch.setattr(sys, "argv", ["shapes.py", "--shape", "1x64", "--shape", "2x64x128", "--context", "8"])
     script.main()
     *table, last = capsys.readouterr().out.splitlines()
     small, deep = json.loads(last)["shapes"]

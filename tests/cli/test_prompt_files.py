@@ -260,9 +260,8 @@ REFUSED: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.usefixtures("unloaded")
 def test_rows_that_are_refused(outrider: Outrider, tmp_path: Path) -> None:
-    """Each by name; all of them at once with ``--skip-invalid``, before anything is loaded."""
+    """Each by name; all of them at once with ``--skip-invalid``."""
     path, document = tmp_path / "prompts.jsonl", tmp_path / "out.json"
     lines = [row if isinstance(row, bytes) else json.dumps(row).encode() for row, _ in REFUSED]
     path.write_bytes(b"".join(line + b"\n" for line in lines))
