@@ -54,6 +54,7 @@ def test_drafts_that_cannot_be_used(refused: Refused, tmp_path: Path) -> None:
     message = refused("Once", "--draft", folder)
     assert f"fable and {folder} have different tokenizers" in message and "(id 0 is '<|endoftext|>' / 'w0'" in message
     assert "choose a draft of the same family, or the draft 'ngram'" in message
+    folder = save(tmp_path / "corrupt", random_llama())
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     assert f"the weights of {folder} cannot be read" in refused("Once", "--draft", folder)

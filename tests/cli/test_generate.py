@@ -45,18 +45,7 @@ def test_options_reach_the_decoder(outrider: Outrider) -> None:
     bias = embedded().encode(" king")[-1]
     ended = outrider(
         *("generate", PROMPT, "-n", 14, "--seed", 8, "-t", 0.9, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01),
-        *(
-            "--repetition-penalty",
-            1.3,
-            "--logit-bias",
-            f"{bias}=4",
-            "--logit-bias",
-            "0=-inf",
-            "--stop",
-            "zzz",
-            "--stop",
-            "yy",
-        ),
+        *("--repetition-penalty", 1.3, "--logit-bias", f"{bias}=4", "--logit-bias", "0=-inf", "--stop", "zzz"),
         *("--presence-penalty", 0.5, "--frequency-penalty", 0.25, "--min-tokens", 6, "--stop-token-id", bias),
         *("--stop-token-id", 40, "--stop", "yy", "--ignore-eos", "-k", 2, "--acceptance", "block", "--json", "-"),
     )

@@ -125,8 +125,9 @@ def test_values_are_those_that_are_accepted() -> None:
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
-def test_bash_takes_the_script(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
-    script = outrider("--show-completion", "bash").out
+def test_bash_takes_the_script() -> None:
+    environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "outrider", "--show-completion", "bash"]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
     command = ["bash", "-c", f"{script}\ncomplete -p outrider"]
     assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith(" outrider\n")

@@ -18,7 +18,9 @@ QUICK = "-n", 12, "--context", 8
 def _made_up_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A draft step costs as much as a step of the target, but the draft "fable-draft" a fifth of that."""
 
-    def time_rounds(arms: Sequence[CostArm], *_: object, **__: object) -> list[list[Timing]]:
+    def time_rounds(arms: Sequence[CostArm], *_: object, num_passes: int, on_pass: Any, **__: object) -> Any:
+        for _pass in range(1 + num_passes):
+            on_pass()
         costs = [0.002 if arm.drafter.name.startswith("fable-draft") else 0.01 for arm in arms]
         return [[Timing(1.0, cost * arm.k, 0.01, 1.01 + cost * arm.k)] for arm, cost in zip(arms, costs, strict=True)]
 
