@@ -3,10 +3,14 @@
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from typer.main import get_command
+
 from documents import check, check_lines
+from outrider.cli.app import app
 from outrider.system.titles import title_of
 
 _WITHOUT_MODELS = "models", "analyze", "export"
@@ -31,6 +35,21 @@ class Ended:
 
 
 Outrider = Callable[..., Ended]
+
+
+@cache
+def command_of(words: str) -> Any:
+    """A command by its words."""
+    command: Any = get_command(app)
+    for word in words.split():
+        command = command.commands[word]
+    return command
+
+
+def rows_of(text: str) -> list[dict[str, Any]]:
+    """Lines of JSON, in the order of the prompts."""
+    assert text.endswith("\n")
+    return sorted(map(json.loads, text.removesuffix("\n").split("\n")), key=lambda row: row["index"])
 
 
 def only_document(text: str, command: str) -> dict[str, Any]:

@@ -10,19 +10,9 @@ import pytest
 import torch
 
 from outrider.api import load
-from outrider.bench.run import (
-    Arm,
-    Case,
-    Measurement,
-    count_rejections,
-    interleave,
-    measure,
-    peak_memory_bytes,
-    race,
-    warm_up,
-)
+from outrider.bench.run import Arm, Case, count_rejections, interleave, measure, peak_memory_bytes, race, warm_up
 from outrider.drafters.model import ModelDrafter
-from outrider.records import Chunk, RowRound, Stats, Timing
+from outrider.records import Chunk, RowRound, Timing
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.text.example_prompts import PROMPTS
 from pairs import embedded
@@ -48,14 +38,10 @@ def test_a_measurement_is_what_the_arm_generates() -> None:
     assert (measurement.arm, measurement.case) == (arm, case)
     assert (measurement.text, measurement.stats) == (completion.text, completion.stats)
     assert measurement.num_tokens == 6
+    timing = measurement.timing
+    assert measurement.decode_s_per_token == pytest.approx((timing.total_s - timing.prefill_s) / 6)
+    assert measurement.total_s_per_token == pytest.approx(timing.total_s / 6)
     assert len(measurement.stats.drafted_histogram) <= 3
-
-
-def test_times_per_token() -> None:
-    timing = Timing(prefill_s=1.0, draft_s=2.0, verify_s=3.0, total_s=9.0)
-    measurement = Measurement(arms()[0], Case(0, PROMPT, 0), Stats(num_generated_tokens=4), timing, "")
-    assert measurement.decode_s_per_token == 2.0
-    assert measurement.total_s_per_token == 2.25
 
 
 def test_what_on_chunk_does_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,13 +138,6 @@ def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.Monke
         assert sum(round_[place][0] == name for round_ in rounds) == 2
 
 
-def test_measurements_come_one_by_one() -> None:
-    """A caller may stop, or show progress, in between."""
-    stream = interleave(arms(), [Case(0, PROMPT, 0)], OPTIONS)
-    assert next(stream).arm.name == "plain"
-    stream.close()  # type: ignore[attr-defined]
-
-
 def test_all_arms_of_a_case_have_its_prompt_and_seed() -> None:
     """Under gumbel the same seed means the same text, which shows that it is the same."""
     decoder = embedded("float64", "gumbel")
@@ -182,6 +161,7 @@ def test_the_warm_up_runs_every_arm_for_a_few_tokens(monkeypatch: pytest.MonkeyP
     assert ran == [("plain", 8, first), ("K = 2", 8, first), ("K = 4", 8, first), ("plain", 3, first)]
 
 
+@pytest.mark.slow  # CUDA graphs are only made up here
 def test_the_warm_up_prepares_all_that_the_cases_need() -> None:
     """Prompts of 3, 89, 110 and 200 tokens: 128 or 256 places in the cache, 128 of them in view, or all; that of 89
     ends where the greater view would begin. (The plain arm prepares for rounds without drafts, that end texts.)"""
@@ -201,12 +181,10 @@ def test_the_warm_up_prepares_all_that_the_cases_need() -> None:
 @pytest.mark.parametrize(
     ("dtype", "ratios", "num_rounding", "worst"),
     [
-        (torch.float32, [], 0, None),
         (torch.float32, [0.9995, 1.0, 0.9991], 3, 0.9991),
         (torch.float32, [0.9995, 0.998], 1, 0.998),
         (torch.float64, [0.5, 1.0009], 1, 0.5),
         (torch.bfloat16, [0.8, 0.6], 1, 0.6),
-        (torch.float16, [0.96, 0.94, 1.2], 1, 1.2),
     ],
 )
 def test_rejections_by_rounding_are_told_from_others(
@@ -236,10 +214,3 @@ def test_peak_memory_is_that_of_the_process() -> None:
     block = torch.ones(50, 2**20)
     peak = peak_memory_bytes(torch.device("cpu"))
     assert peak is not None and peak > block.numel() * 4
-
-
-def test_the_built_in_prompts() -> None:
-    """One sentence each, all different."""
-    assert len(PROMPTS) == len(set(PROMPTS)) == 15
-    for prompt in PROMPTS:
-        assert prompt.endswith(".") and "." not in prompt[:-1] and "\n" not in prompt

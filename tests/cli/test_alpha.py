@@ -7,33 +7,36 @@ import pytest
 from commands import Outrider, only_document
 
 
-def test_the_table(outrider: Outrider) -> None:
-    ended = outrider("alpha", "-t", "0,1", "--top-p", "0.9,1")
-    assert (ended.code, ended.err) == (0, "")
-    rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] == ["fable-draft"]]
-    assert [row[1:3] for row in rows] == [["0", "-"], ["1", "0.9"], ["1", "1"]]
-    assert all(0.3 < float(row[3]) < 0.9 for row in rows)
-    assert "alpha = E[sum min(p, q)] = 1 - TV" in ended.out
-
-
-def test_the_document_and_the_plot(outrider: Outrider, tmp_path: Path) -> None:
-    texts = tmp_path / "texts.jsonl"
+def test_the_document_the_table_and_the_plot(outrider: Outrider, tmp_path: Path) -> None:
+    texts, plot = tmp_path / "texts.jsonl", tmp_path / "alpha.png"
     texts.write_text('{"prompt": "The king had a horse."}\n{"prompt": "Once upon a time"}\n')
-    plot = tmp_path / "alpha.png"
-    arguments = "--prompts", texts, "--draft", "fable", "--draft", "fable-draft", "-t", "1", "--plot", plot
-    same, other = only_document(outrider("alpha", *arguments, "--json", "-").out, "alpha")["alphas"]
-    assert same["draft"] == "fable" and same["alpha"]["value"] == pytest.approx(1, abs=1e-5)
-    assert other["draft"] == "fable-draft" and 0.3 < other["alpha"]["value"] < 0.95
-    assert (other["temperature"], other["top_p"]) == (1.0, 1.0)
-    assert same["num_tokens"] == other["num_tokens"] > 6
+    drafts = "--draft", "fable", "--draft", "fable-draft"
+    arguments = "--prompts", texts, *drafts, "-t", "0,1", "--top-p", "0.9,1", "--plot", plot
+    ended = outrider("alpha", *arguments, "--json", "-")
+    rows = only_document(ended.out, "alpha")["alphas"]
+    assert [(row["draft"], row["temperature"], row["top_p"]) for row in rows] == [
+        (draft, *options) for draft in ("fable", "fable-draft") for options in ((0.0, 0.9), (1.0, 0.9), (1.0, 1.0))
+    ]
+    assert all(row["alpha"]["value"] == pytest.approx(1, abs=1e-5) for row in rows[:3])
+    assert all(0.1 < row["alpha"]["value"] < 0.99 for row in rows[3:])
+    assert len({row["num_tokens"] for row in rows}) == 1 and rows[0]["num_tokens"] > 6
+    lines = [line.split() for line in ended.err.splitlines() if line.split()[:1] == ["fable-draft"]]
+    assert [line[1:3] for line in lines] == [["0", "-"], ["1", "0.9"], ["1", "1"]]
+    assert "alpha = E[sum min(p, q)] = 1 - TV" in ended.err
     assert plot.stat().st_size > 5000
 
 
 def test_bad_options(outrider: Outrider, tmp_path: Path) -> None:
     assert "like 0,0.5,1" in outrider("alpha", "-t", "warm").error
-    assert "temperature = -1.0" in outrider("alpha", "-t", "-1").error
     assert "replay" in outrider("alpha", "--draft", "ngram").error
-    assert ">= 1" in outrider("alpha", "--batch-size", 0).error
     short = tmp_path / "short"
     short.write_text("a\n")
     assert "two tokens or more" in outrider("alpha", "--prompts", short).error
+
+
+@pytest.mark.filterwarnings("ignore")  # torchao warns of what it will change
+def test_a_quantized_target_is_another_target(outrider: Outrider) -> None:
+    """alpha tells how far it is from the one in float32."""
+    words = ("alpha", "--target", "fable", "--draft", "fable", "--draft-quantize", "int8", "-t", "1", "--json", "-")
+    (row,) = only_document(outrider(*words).out, "alpha")["alphas"]
+    assert 0.95 < row["alpha"]["value"] < 1

@@ -1,6 +1,5 @@
 """The program as it is started: what takes a process of its own to see. Everything else is tested in this process."""
 
-import io
 import json
 import logging
 import os
@@ -13,12 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 
 from commands import Outrider
-from outrider.bench.tables import new_table
-from outrider.cli.shared.output import print_table
-from pairs import embedded
 
 # The program, and what is looked at when it has ended.
 ENDING = """\
@@ -35,10 +30,6 @@ except SystemExit as end:
 INTERRUPTED = """\
 import os, runpy, signal
 from outrider.decoder import Decoder
-{how}
-runpy.run_module("outrider", run_name="__main__")
-"""
-AFTER_FOUR_CHUNKS = """\
 stream = Decoder.stream
 def interrupted(*arguments, **options):
     for number, chunk in enumerate(stream(*arguments, **options), start=1):
@@ -46,48 +37,21 @@ def interrupted(*arguments, **options):
         if number == 4:
             os.kill(os.getpid(), signal.SIGINT)
 Decoder.stream = interrupted
-"""
-AFTER_FOUR_TEXTS = """\
-complete = Decoder.complete
-def killed(*arguments, **options):
-    for number, text in enumerate(complete(*arguments, **options), start=1):
-        yield text
-        if number == 4:
-            os.kill(os.getpid(), signal.SIGKILL)
-Decoder.complete = killed
+runpy.run_module("outrider", run_name="__main__")
 """
 
 
-def program(how: str, *arguments: str) -> list[str]:
-    return [sys.executable, "-c", INTERRUPTED.format(how=how), *arguments]
-
-
-def quiet() -> dict[str, str]:
-    """One thread, and no network."""
-    return os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def test_help_answers_at_once() -> None:
-    """Imports are what takes its time, and their number, unlike seconds, is the same on every machine: 366 modules when
-    this was written, in a quarter of a second; with torch there are 2,000."""
-    result = subprocess.run(
-        [sys.executable, "-c", ENDING + "print(len(sys.modules))", "--help"], capture_output=True, text=True, check=True
-    )
-    assert int(result.stdout.splitlines()[-1]) < 600
-    for command in ("generate", "compare", "latency", "eval", "record", "replay", "plan", "models"):
-        assert f" {command} " in result.stdout
-
-
-@pytest.mark.parametrize("arguments", ["--help", "generate --help", "compare --help", "models", "replay --help"])
+@pytest.mark.parametrize("arguments", ["generate --help", "models"])
 def test_no_torch_before_there_is_work(arguments: str) -> None:
-    names = "[name for name in ('torch', 'transformers', 'numpy', 'scipy') if name in sys.modules]"
+    """Imports are what takes the time of help, and their number, unlike seconds, is the same on every machine: 366
+    modules when this was written, in a quarter of a second; with torch there are 2,000."""
+    heavy = "{'torch', 'transformers', 'numpy', 'scipy'} & sys.modules.keys()"
+    code = f"{ENDING}print(len(sys.modules), {heavy})"
     result = subprocess.run(
-        [sys.executable, "-c", f"{ENDING}print({names})", *arguments.split()],
-        capture_output=True,
-        text=True,
-        check=True,
+        [sys.executable, "-c", code, *arguments.split()], capture_output=True, text=True, check=True
     )
-    assert result.stdout.splitlines()[-1] == "[]"
+    num_modules, found = result.stdout.splitlines()[-1].split(" ", 1)
+    assert found == "set()" and int(num_modules) < 600
 
 
 def test_the_program_is_installed_under_its_name(outrider: Outrider) -> None:
@@ -122,9 +86,9 @@ def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:
     document = tmp_path / "a.json"
     arguments = ["generate", "Once upon a time", "-n", "900", "--ignore-eos", "--seed", "1", "--json", str(document)]
     ended = subprocess.run(
-        program(AFTER_FOUR_CHUNKS, *arguments),
+        [sys.executable, "-c", INTERRUPTED, *arguments],
         capture_output=True,
-        env=quiet(),
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         # Where the tests run in the background of a shell, the signal is ignored, and that is inherited.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -137,29 +101,6 @@ def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:
     assert message.count("\n") == 1
 
 
-def test_a_killed_run_is_continued(outrider: Outrider, tmp_path: Path) -> None:
-    """One that could not even say that it was interrupted: what is in the file is kept, the rest is made."""
-    texts = [f"Chapter {i}. Once upon a time" for i in range(8)]
-    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    prompts.write_text("".join(f"{text}\n" for text in texts))
-    arguments = ["generate", "--prompts", str(prompts), "-n", "6", "--seed", "1", "--dtype", "float64"]
-    arguments += ["--batch-size", "2", "--output", str(output)]
-    ended = subprocess.run(program(AFTER_FOUR_TEXTS, *arguments), capture_output=True, env=quiet())
-    assert ended.returncode == -signal.SIGKILL
-    before = output.read_bytes()
-    assert before.count(b"\n") == 4 and before.endswith(b"\n")
-    output.write_bytes(before + before[:20])  # killed while it wrote a line
-    assert outrider(*arguments).code == 0
-    assert output.read_bytes().startswith(before)
-    rows = sorted((json.loads(line) for line in output.read_text().splitlines()), key=lambda row: row["index"])
-    assert [(row["index"], row["prompt"], row["seed"]) for row in rows] == [
-        (i, text, 1 + i) for i, text in enumerate(texts)
-    ]
-    for i in (0, 3, 4, 7):
-        assert rows[i]["text"] == embedded("float64").generate(texts[i], seed=1 + i, max_new_tokens=6)[0].text
-
-
-@pytest.mark.usefixtures("each_is_probed")
 @pytest.mark.usefixtures("each_is_probed")
 def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """One line, whatever was being done: the model was being tried out here."""
@@ -172,12 +113,3 @@ def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.M
     assert (ended.code, ended.out) == (2, "")
     assert ended.err.startswith("error: out of device memory (CUDA out of memory): choose a narrower --dtype")
     assert ended.err.count("\n") == 1
-
-
-def test_a_narrow_terminal_cuts_no_number_off() -> None:
-    table = new_table("title", "arm", "tokens/s", "speed-up, 95%", "prefill ms", "verify ms", "tau")
-    table.add_row("fable-draft", "1234.56789", "1.42 [1.11, 1.81]", "33.44 ±13.21", "22.33 ±44.55", "3.05")
-    out = io.StringIO()
-    print_table(Console(file=out, width=40, legacy_windows=False), table)
-    for cell in ("fable-draft", "1234.56789", "1.42 [1.11, 1.81]", "33.44 ±13.21", "22.33 ±44.55", "3.05"):
-        assert cell in out.getvalue()

@@ -1,7 +1,6 @@
 """``outrider certify-samples``."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,13 +65,10 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     assert "Not consistent" in text and "The output is pushed towards a sharper distribution" in text
 
 
-def test_texts_under_a_constraint_are_refused(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
-    row = _lines(samples)[2]
-    path = _write(tmp_path / "masked", [row | {"settings": row["settings"] | {"regex": "[a-z]+"}}])
-    assert "line 1: samples with a regex cannot be tested" in outrider("certify-samples", "fable", path).error
-
-
 def test_options_that_lines_have_of_their_own(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
+    row = _lines(samples)[2]
+    masked = _write(tmp_path / "masked", [row | {"settings": row["settings"] | {"regex": "[a-z]+"}}])
+    assert "line 1: samples with a regex cannot be tested" in outrider("certify-samples", "fable", masked).error
     rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
     for row in rows[::2]:
         row["options"] = {"top_p": 1, "temperature": 0.8}
@@ -81,29 +77,15 @@ def test_options_that_lines_have_of_their_own(outrider: Outrider, samples: Path,
     assert shared["top_p"] == 1 and "temperature" not in shared
 
 
-def test_a_page_is_refused_before_the_work(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.api.load_checkpoint", lambda *_, **__: pytest.fail("a model was loaded"))
-    page = tmp_path / "page.html"
-    command = "certify-samples", "fable", _write(page, [{"prompt_ids": [1], "token_ids": [2]}] * 2)
-    assert "choose another file" in outrider(*command, "--html", page).error
-    other = tmp_path / "other.html"
-    assert "choose another file" in outrider(*command, "--html", other, "--json", other).error
-    assert "must end in .html" in outrider(*command, "--html", tmp_path / "page.json").error
-    assert "there is no folder" in outrider(*command, "--html", tmp_path / "nowhere" / "page.html").error
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install '.[plot]'" in outrider(*command, "--html", other).error
-
-
 def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """In float64, where rounding moves no token."""
     path, wide = tmp_path / "greedy", ("--dtype", "float64")
     outrider("generate", "--prompts", prompts, "--output", path, "-t", 0, "-n", 12, "--draft", "none", *wide)
-    ended = outrider("certify-samples", "fable", path, "--json", "-", *wide)
+    rows = [{"prompt": row["prompt"], "text": row["text"], "options": {"temperature": 0}} for row in _lines(path)]
+    ended = outrider("certify-samples", "fable", _write(path, rows), "--json", "-", *wide)
     document = only_document(ended.out, "certify-samples")
     assert ended.code == 0 and document["statistical"] is None and document["greedy"][0]["num_texts"] == 9
-    rows = [{"prompt": row["prompt"], "text": row["text"], "options": {"temperature": 0}} for row in _lines(path)]
-    ended = outrider("certify-samples", "fable", _write(path, rows), *wide)
-    assert ended.code == 0 and "tokenized again" in ended.out and "9 of 9 outputs the same" in ended.out
+    assert "tokenized again" in ended.err and "9 of 9 outputs the same" in ended.err
     rows[4]["text"] = " and" * 5
     ended = outrider("certify-samples", "fable", _write(path, rows), *wide)
     assert ended.code == 1 and "line 5 differs from token 0 on" in ended.out and ": bug" in ended.out
@@ -117,7 +99,6 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
 
     good = {"prompt_ids": [1, 2], "token_ids": [3, 4]}
     assert "two samples" in error(good)
-    assert "two samples" in error()
     assert "line 2: give 'token_ids'" in error(good, {"prompt": "The king"})
     assert "line 1: give 'prompt_ids'" in error(good | {"prompt_ids": ["a"]})
     assert "line 1: 'text' needs 'prompt'" in error({"prompt_ids": [1], "text": "a"})
@@ -129,11 +110,8 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
     assert "line 1: 2002 tokens" in error(good | {"token_ids": [3] * 2000}, good)
     assert "logit_bias = 1000000" in error(good, good | {"options": {"logit_bias": ["1000000=1"]}})
     assert "give 'prompt_ids'" in error({"prompt": "a", "token_ids": [3], "settings": {"chat": True}})
-    assert "the options [] are not" in error(good | {"options": []})
     half = {"prompt": "The", "text": "\ud800"}
     assert "line 1: the prompt has a lone surrogate" in error(half)
-    assert "--significance" in outrider("certify-samples", "fable", path, "--significance", 2).error
-    assert "--seed" in outrider("certify-samples", "fable", path, "--seed", -1).error
     assert "cannot read" in outrider("certify-samples", "fable", tmp_path / "none").error
     assert "choose another file" in outrider("certify-samples", "fable", path, "--json", path).error
 
@@ -149,4 +127,3 @@ def test_too_few_texts_are_inconclusive(outrider: Outrider, samples: Path, tmp_p
     document = only_document(ended.out, "certify-samples")
     assert ended.code == 3 and document["verdict"] == "inconclusive" and not document["is_consistent"]
     assert document["num_tokens_needed"] > document["statistical"]["num_tokens"]
-    assert "like 0.01" in outrider("certify-samples", "fable", few, "--detect-tv", 1.5).error

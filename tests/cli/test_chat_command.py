@@ -62,9 +62,9 @@ def test_a_chat_has_a_history_and_a_system_message(outrider: Outrider, tmp_path:
 def test_what_is_refused(outrider: Outrider, tmp_path: Path) -> None:
     assert "has no chat template" in outrider("chat", "--system", "Be kind.").error
     assert "a JSON object" in outrider("chat", "--chat-template-kwargs", "[1]").error
+    assert "is not UTF-8" in outrider("chat", stdin=b"\xff\n").error
     assert "not both" in outrider("chat", "fable", "ngram", "--draft", "none").error
     assert "no chat template" in outrider("chat", stdin=b"/system Be kind.\n").error
-    assert "is not UTF-8" in outrider("chat", stdin=b"\xff\n").error
     folder = _instruct(tmp_path / "model")
     assert "shorten it" in outrider("chat", folder, "none", stdin=b"w1 " * 130).error
 
@@ -138,38 +138,6 @@ def test_conversations() -> None:
         text.set_system("S")
 
 
-class _Terminal:
-    """The command in a terminal of its own."""
-
-    def __init__(self, *arguments: str) -> None:
-        self._master, slave = pty.openpty()
-        command = [sys.executable, "-m", "outrider", "chat", *arguments]
-        environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
-        self.process = subprocess.Popen(
-            command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
-        )
-        os.close(slave)
-        self.seen = ""
-
-    def send(self, text: str) -> None:
-        os.write(self._master, text.encode())
-
-    def until(self, pattern: str) -> re.Match[str]:
-        """Wait for a pattern in what is new."""
-        end_s = time.monotonic() + LIMIT_S
-        while (match := re.search(pattern, self.seen)) is None:
-            assert time.monotonic() < end_s, self.seen
-            if select.select([self._master], [], [], 0.1)[0]:
-                self.seen += os.read(self._master, 2**16).decode(errors="replace")
-        self.seen = self.seen[match.end() :]
-        return match
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        os.close(self._master)
-
-
 @pytest.mark.parametrize("num_presses", [1, 2])
 def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, num_presses: int) -> None:
     """And keeps what there is of it, with its cache; pressed twice, it does not wait for the round."""
@@ -212,29 +180,39 @@ def test_ctrl_c_at_the_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch, caps
 
 
 @pytest.mark.slow
-def test_loading_is_not_silent() -> None:
-    """The line comes first, and is removed. It is only for terminals."""
-    terminal = _Terminal("fable", "none")
-    try:
-        text = terminal.until(r"(?s).*a base model, which continues your text")[0]
-        before, _, after = text.rpartition("loading fable with none ...")
-        assert before and "\x1b[2K" in after
-    finally:
-        terminal.close()
-
-
-@pytest.mark.slow
 def test_in_a_terminal() -> None:
-    """Accepted tokens are underlined, a pasted text is one message, Ctrl-D ends."""
-    terminal = _Terminal("fable", "fable-draft", "--seed", "1", "-n", "20", "-k", "4")
-    try:
-        terminal.until(r"a base model, which continues your text \(/help\)")
-        terminal.until("> ")
-        terminal.send("Once upon a time\nthere was a miller\n")
-        terminal.until(r"\x1b\[4m")
-        assert int(terminal.until(r"0 of (\d+) prompt tokens cached")[1]) > 7
-        terminal.until("> ")
-        terminal.send("\x04")
-        assert terminal.process.wait(LIMIT_S) == 0
-    finally:
-        terminal.close()
+    """Loading is told in a line that is removed. Accepted tokens are underlined, a pasted text is one message, Ctrl-D
+    ends."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "-m", "outrider", "chat", "fable", "fable-draft", "--seed", "1", "-n", "20", "-k", "4"]
+    environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
+    streams = {"stdin": slave, "stdout": slave, "stderr": slave}
+    seen = ""
+
+    def until(pattern: str) -> re.Match[str]:
+        """Wait for a pattern in what is new."""
+        nonlocal seen
+        end_s = time.monotonic() + LIMIT_S
+        while (match := re.search(pattern, seen)) is None:
+            assert time.monotonic() < end_s, seen
+            if select.select([master], [], [], 0.1)[0]:
+                seen += os.read(master, 2**16).decode(errors="replace")
+        seen = seen[match.end() :]
+        return match
+
+    with subprocess.Popen(command, **streams, env=environment, start_new_session=True) as process:
+        os.close(slave)
+        try:
+            text = until(r"(?s).*a base model, which continues your text \(/help\)")[0]
+            before, _, after = text.rpartition("loading fable with fable-draft ...")
+            assert before and "\x1b[2K" in after
+            until("> ")
+            os.write(master, b"Once upon a time\nthere was a miller\n")
+            until(r"\x1b\[4m")
+            assert int(until(r"0 of (\d+) prompt tokens cached")[1]) > 7
+            until("> ")
+            os.write(master, b"\x04")
+            assert process.wait(LIMIT_S) == 0
+        finally:
+            process.kill()
+            os.close(master)

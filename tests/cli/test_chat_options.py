@@ -68,7 +68,7 @@ def test_prompts_become_chats(outrider: Outrider, tmp_path: Path, written: list[
 
 def test_texts_of_the_command(outrider: Outrider, written: list[str]) -> None:
     """Of ``compare`` and the built-in ones."""
-    assert outrider("compare", "Hello", "--chat", "-n", 2, "--num-runs", 1).code == 0
+    assert outrider("compare", "Hello", "--chat", "-n", 1, "--num-runs", 1).code == 0
     assert set(written) == {"user: Hello no:"}
     written.clear()
     assert outrider("latency", "--chat", "-n", 1, "-k", 1).code == 0
@@ -79,47 +79,31 @@ def test_texts_of_the_command(outrider: Outrider, written: list[str]) -> None:
     "command", [("generate", "The fox", "-n", 1), ("compare", "-n", 1, "--num-runs", 1), ("alpha", "-t", 1)]
 )
 def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str], command: tuple[Any, ...]) -> None:
-    """Once, where it is given plain text."""
+    """Once, where it is given plain text. Text from a template is none."""
     hint = "fable has a chat template, but continues plain text here: add --chat"
     assert outrider(*command).err.count(hint) == 1
     assert written == []
     assert hint not in outrider(*command, "--chat").err
-
-
-def test_text_from_a_template_is_not_pointed_out(outrider: Outrider, written: list[str]) -> None:
     end = embedded().tokenizer.eos_token
-    assert "--chat" not in outrider("generate", f"The fox{end}A hen", "-n", 1).err
+    assert hint not in outrider("generate", f"The fox{end}A hen", "-n", 1).err
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("kwargs", "row", "message"),
     [
-        (("--chat-template-kwargs", "[1]"), "--chat-template-kwargs = '[1]' is invalid: a JSON object"),
-        (("--chat-template-kwargs", "{"), "--chat-template-kwargs = '{' is invalid: a JSON object"),
-        (("--chat-template-kwargs", '{"thought": 1}'), "does not read 'thought', but think"),
+        ("{", None, "--chat-template-kwargs = '{' is invalid: a JSON object"),
+        ('{"thought": 1}', None, "does not read 'thought', but think"),
+        ("{}", {**ROW, "chat_template_kwargs": {"x": 1}}, "line 1: chat_template_kwargs = {'x': 1} is invalid"),
+        ("{}", {"messages": [{"role": "system", "content": "a"}]}, "line 1: system = 'Be brief' is invalid"),
     ],
 )
-def test_options_that_are_refused(
-    outrider: Outrider, written: list[str], arguments: tuple[str, ...], message: str
-) -> None:
-    assert message in outrider("generate", "Hello", *arguments).error
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "a", "tools": []}, "line 1: tools is for the messages of a chat"),
-        ({**ROW, "continue_final_message": 1}, "line 1: continue_final_message = 1 is invalid: true or false"),
-        ({**ROW, "chat_template_kwargs": {"x": 1}}, "line 1: chat_template_kwargs = {'x': 1} is invalid"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "line 1: system = 'Be brief' is invalid"),
-    ],
-)
-def test_rows_that_are_refused(
-    outrider: Outrider, written: list[str], tmp_path: Path, row: dict[str, Any], message: str
+def test_what_is_refused(
+    outrider: Outrider, written: list[str], tmp_path: Path, kwargs: str, row: dict[str, Any] | None, message: str
 ) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    assert f"{path}, {message}" in outrider("generate", "--prompts", path, *SYSTEM).error
+    prompt = ("Hello",) if row is None else ("--prompts", path)
+    assert message in outrider("generate", *prompt, *SYSTEM, "--chat-template-kwargs", kwargs).error
 
 
 def test_a_certificate_is_of_chats_again(tmp_path: Path) -> None:

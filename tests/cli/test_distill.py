@@ -35,18 +35,17 @@ def test_a_draft_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path
     assert used.code == 0
     assert json.loads((tmp_path / "json").read_text())["completions"][0]["stats"]["num_draft_tokens"] > 0
 
-    # Again: nothing is left to do; with other options it is another run; as the beginning of another draft.
-    again = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 12, *QUICK, *shape)
-    assert again.code == 0 and "Best: step" in again.out
+    # With other options it is another run; and it may be the beginning of another draft.
     other = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 12, *QUICK)
     assert "its hidden_size, intermediate_size, layers differ" in other.error
-    more = outrider(
-        "distill", "fable", "--output", tmp_path / "more", "--init", out, "--steps", 4, "--loss", "tv", *QUICK
-    )
-    assert more.code == 0 and AutoConfig.from_pretrained(tmp_path / "more").hidden_size == 64
+    to = tmp_path / "more"
+    more = outrider("distill", "fable", "--output", to, "--init", out, "--steps", 1, "--loss", "tv", *QUICK)
+    assert more.code == 0 and AutoConfig.from_pretrained(to).hidden_size == 64
 
 
-@pytest.mark.parametrize("kind", [("eagle3", "--draft-vocab", 300), ("dflash", "--layers", 2)])
+@pytest.mark.parametrize(
+    "kind", [("eagle3", "--draft-vocab", 300), pytest.param(("dflash", "--layers", 2), marks=pytest.mark.slow)]
+)
 def test_a_head_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path, kind: tuple[str | int, ...]) -> None:
     out = tmp_path / "head"
     kind = "--kind", *kind, "--depth", 2
@@ -59,34 +58,27 @@ def test_a_head_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path,
     used = outrider("generate", "The king", "-n", 8, "--draft", out, "-k", 2, "--json", tmp_path / "json")
     assert used.code == 0
     assert json.loads((tmp_path / "json").read_text())["completions"][0]["stats"]["num_draft_tokens"] > 0
-    again = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 8, *QUICK, *kind)
-    assert again.code == 0 and "Best: step" in again.out
 
 
 def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     to = "distill", "fable", "--output", tmp_path / "draft"
     assert "either --steps or --minutes" in outrider(*to, "--steps", 5, "--minutes", 1).error
-    assert "choose one of kl, reverse-kl, jsd, tv, lk" in outrider(*to, "--loss", "mse").error
     assert "nothing else to train on" in outrider(*to, "--written-fraction", 0).error
     assert "a number from 0 to 1" in outrider(*to, "--written-fraction", 2).error
     assert "accepts 1024" in outrider(*to, "--length", 2000).error
     assert "num_layers = 0" in outrider(*to, "--layers", 0).error
-    assert "0 <= seed < 2**32" in outrider(*to, "--seed", 2**32).error
     assert "leave out the sizes" in outrider(*to, "--init", "fable-draft", "--layers", 1).error
     assert "choose one of model, eagle3, dflash" in outrider(*to, "--kind", "medusa").error
     assert "add --kind eagle3" in outrider(*to, "--draft-vocab", 9).error
-    assert "add --kind eagle3" in outrider(*to, "--depth", 2).error
     head = *to, "--kind", "eagle3"
     assert "has one layer" in outrider(*head, "--layers", 2).error
     assert "a whole number >= 1" in outrider(*to, "--kind", "dflash", "--layers", 0).error
     assert "leave out --init and the sizes" in outrider(*head, "--init", "scratch").error
-    assert "a whole number >= 1" in outrider(*head, "--draft-vocab", 0).error
     assert "fable has 4096 tokens" in outrider(*head, "--draft-vocab", 5000).error
     assert "less than --length - 1" in outrider(*head, "--length", 6, "--depth", 5).error
     assert "cannot read" in outrider(*to, "--data", tmp_path / "missing").error
     assert "tokens, for training" in outrider(*to, "--data", text, "--length", 900).error
-    assert "no model" in outrider("distill", "fabel", "--output", tmp_path / "x").error
     other = save(tmp_path / "other", random_llama())
     assert "tokens" in outrider(*to, "--init", other).error
     # None of these has begun a run, so the folder is free for one.
-    assert not (tmp_path / "draft").exists() and not (tmp_path / "x").exists()
+    assert not (tmp_path / "draft").exists()

@@ -13,8 +13,7 @@ from rich.console import Console
 from commands import Outrider, only_document
 from outrider.cli.commands import generate as command
 from outrider.cli.shared.output import json_text
-from outrider.text import constraint_check
-from pairs import embedded
+from pairs import embedded, stating
 
 PROMPT = "Once upon a time there was a miller"
 SHORT = ("-n", "10", "--seed", "1")
@@ -29,10 +28,12 @@ def said(prompt: str = PROMPT, **options: Any) -> str:
     return embedded().generate(prompt, **{"max_new_tokens": 10, "seed": 1} | options)[0].text
 
 
-def test_the_text_is_all_there_is_on_standard_output(outrider: Outrider) -> None:
+def test_the_text_is_all_there_is_on_standard_output(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the summary one line on standard error, so that the text can be piped on."""
-    ended = outrider("generate", PROMPT, *SHORT)
-    assert (ended.code, ended.out) == (0, said() + "\n")
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    ended = outrider("generate", PROMPT, *SHORT, "--threads", 3)
+    assert (ended.code, ended.out, numbers) == (0, said() + "\n", [3])
     match = SUMMARY.fullmatch(ended.err)
     assert match is not None, ended.err
     assert match.groups()[:1] + match.groups()[3:] == ("10", "fable", "fable-draft", "4", "block", None)
@@ -46,14 +47,16 @@ def test_options_reach_the_decoder(outrider: Outrider) -> None:
         *("generate", PROMPT, "-n", 14, "--seed", 8, "-t", 0.9, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01),
         *("--repetition-penalty", 1.3, "--logit-bias", f"{bias}=4", "--logit-bias", "0=-inf", "--stop", "zzz"),
         *("--presence-penalty", 0.5, "--frequency-penalty", 0.25, "--min-tokens", 6, "--stop-token-id", bias),
-        *("--stop-token-id", 40, "--ignore-eos", "-k", 2, "--acceptance", "block"),
+        *("--stop-token-id", 40, "--stop", "yy", "--ignore-eos", "-k", 2, "--acceptance", "block", "--json", "-"),
     )
     options: dict[str, Any] = {"max_new_tokens": 14, "seed": 8, "temperature": 0.9, "top_k": 50, "top_p": 0.9}
     options |= {"min_p": 0.01, "repetition_penalty": 1.3, "logit_bias": {bias: 4.0, 0: -float("inf")}}
     options |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 6, "stop_token_ids": [bias, 40]}
-    options |= {"stop": ["zzz"], "ignore_eos": True, "num_draft_tokens": 2, "acceptance": "block"}
-    assert ended.out == said(**options) + "\n"
-    assert "K = 2, block" in ended.err
+    options |= {"stop": ["zzz", "yy"], "ignore_eos": True, "num_draft_tokens": 2, "acceptance": "block"}
+    document = only_document(ended.out, "generate")
+    assert document["completions"][0]["text"] == said(**options) and "K = 2, block" in ended.err
+    assert document["options"]["stop"] == ["zzz", "yy"]
+    assert document["options"]["logit_bias"] == [f"{bias}=4.0", "0=-inf"]  # JSON has no infinity
 
 
 def test_structured_output(outrider: Outrider, tmp_path: Path) -> None:
@@ -68,67 +71,52 @@ def test_structured_output(outrider: Outrider, tmp_path: Path) -> None:
     document = only_document(ended.out, "generate")
     assert document["options"]["json_schema"] == schema
     assert json.loads(document["completions"][0]["text"])["age"] <= 9
-    ended = outrider("generate", PROMPT, *SHORT, "--grammar", tmp_path / "animal.lark")
-    assert ended.out in (" a fox\n", " a hen\n")
-    ended = outrider("generate", PROMPT, *SHORT, "--regex", " (yes|no)")
-    assert ended.out == said(regex=" (yes|no)") + "\n"
-    ended = outrider("generate", PROMPT, *SHORT, "--bad-word", "had", "--bad-word", "who")
-    assert ended.out == said(bad_words=["had", "who"]) + "\n"
-    (tmp_path / "half.json").write_text("{")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Once", "regex": "(a"}\n')
-    for arguments, message in (
-        ((PROMPT, "--regex", "(a"), "regex = '(a' is invalid: "),
-        ((PROMPT, "--regex", "a", "--grammar", tmp_path / "animal.lark"), "give it or regex, not both"),
-        ((PROMPT, "--regex", "a", "--ignore-eos"), "ignore_eos = True is invalid: with regex"),
-        ((PROMPT, "--json-schema", tmp_path / "half.json"), f"{tmp_path / 'half.json'} is not JSON"),
-        ((PROMPT, "--json-schema", tmp_path / "none.json"), "none.json"),
-        ((PROMPT, "--regex", "a", "--bad-word", "a"), "bad_words = ('a',) is invalid: they may forbid"),
-        (("--prompts", prompts), f"{prompts}, line 1: regex = '(a' is invalid"),
+    for option, value, given in (
+        ("--grammar", tmp_path / "animal.lark", {"grammar": (tmp_path / "animal.lark").read_text()}),
+        ("--regex", " (yes|no)", {"regex": " (yes|no)"}),
+        ("--bad-word", "had", {"bad_words": ["had"]}),
     ):
-        assert message in outrider("generate", *arguments).error
+        assert outrider("generate", PROMPT, *SHORT, option, value).out == said(**given) + "\n"
+    (tmp_path / "half.json").write_text("{")
+    for arguments, message in (
+        (("--regex", "(a"), "regex = '(a' is invalid: "),
+        (("--json-schema", tmp_path / "half.json"), f"{tmp_path / 'half.json'} is not JSON"),
+        (("--json-schema", tmp_path / "none.json"), "none.json"),
+    ):
+        assert message in outrider("generate", PROMPT, *arguments).error
 
 
-def test_a_constraint_that_takes_too_long_to_read(
-    outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Is refused in one line, in a file of prompts too."""
-    monkeypatch.setattr(constraint_check, "_MOST_CPU_S", 1)
-    schema = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b{i}.*"} for i in range(30)]}
-    (tmp_path / "schema.json").write_text(json.dumps(schema))
-    (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": "Once", "json_schema": schema}))
-    for arguments in ((PROMPT, "--json-schema", tmp_path / "schema.json"), ("--prompts", tmp_path / "prompts.jsonl")):
-        assert "it takes too much time or memory to read" in outrider("generate", *arguments, *SHORT).error
-
-
-def test_stop_strings_may_be_repeated(outrider: Outrider) -> None:
-    full = said(ignore_eos=True)
-    first, second = full[6:8], full[3:5]
-    ended = outrider("generate", PROMPT, *SHORT, "--ignore-eos", "--stop", first, "--stop", second)
-    assert ended.out == full[: min(full.index(first), full.index(second))] + "\n"
-
-
-@pytest.mark.parametrize(("draft", "tau"), [("none", "1.00"), ("ngram", None), ("fable", "5.00")])
-def test_drafts_by_name(outrider: Outrider, draft: str, tau: str | None) -> None:
+@pytest.mark.parametrize(
+    ("draft", "summary"),
+    [
+        ("none", r"mean acceptance length 1.00 \(fable, plain\)"),
+        ("ngram", r"\(fable with ngram, K = 4, block\)"),
+        ("fable", r"mean acceptance length 5.00 \(fable with fable, K = 4, block\)"),
+    ],
+)
+def test_drafts_by_name(outrider: Outrider, draft: str, summary: str) -> None:
     ended = outrider("generate", PROMPT, *SHORT, "--draft", draft, "--dtype", "float64", "--ignore-eos")
-    match = SUMMARY.fullmatch(ended.err)
-    if draft == "none":
-        assert ended.err.endswith("mean acceptance length 1.00 (fable, plain)\n")
-        return
-    assert match is not None and match[5] == draft
-    assert tau is None or match[3] == tau
+    assert re.search(f"{summary}\n$", ended.err)
 
 
-def test_without_a_seed_it_is_told_in_the_document(outrider: Outrider, tmp_path: Path) -> None:
-    """Two runs differ; the seed in the document says the same again."""
-    documents = []
-    for name in ("a.json", "b.json"):
-        ended = outrider("generate", PROMPT, "-n", 10, "-k", 4, "--json", tmp_path / name)
-        documents.append(only_document((tmp_path / name).read_text(), "generate"))
-    seeds = [document["completions"][0]["seed"] for document in documents]
-    assert seeds[0] != seeds[1]
-    assert documents[1]["options"]["seed"] is None
-    assert ended.out == said(seed=seeds[1]) + "\n"
+@pytest.mark.parametrize("more", [("-k", 4), ("--acceptance", "gumbel"), ("--draft", "none")])
+def test_a_drawn_seed_repeats_the_text(outrider: Outrider, more: tuple[object, ...]) -> None:
+    """Two runs differ. The seed is in the summary and in the document, and says the same again."""
+    arguments = ("generate", PROMPT, "-n", 8, "--dtype", "float64", *more)
+    drawn = [outrider(*arguments, "--json", "-") for _ in range(2)]
+    documents = [only_document(ended.out, "generate") for ended in drawn]
+    first, row = (document["completions"][0] for document in documents)
+    assert first["seed"] != row["seed"] and documents[1]["options"]["seed"] is None
+    assert drawn[1].err.endswith(f", seed {row['seed']}\n")
+    again = outrider(*arguments, "--seed", row["seed"])
+    assert again.out == row["text"] + "\n" and "seed" not in again.err
+
+
+def test_a_text_that_a_seed_does_not_repeat(outrider: Outrider) -> None:
+    """Under -k auto the text follows the load, too. A greedy text needs no seed."""
+    message = outrider("generate", "Once", "-n", 2).err
+    assert re.search(r", seed \d+ \(K adapted to the load: to repeat an output, give -k 4 ", message)
+    assert "seed" not in outrider("generate", "Once", "-n", 2, "-t", 0).err
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
@@ -160,12 +148,6 @@ def test_the_document(outrider: Outrider) -> None:
     assert document["provenance"]["argv"] == ["generate", PROMPT, *SHORT, "--logprobs", "2", "--json", "-"]
 
 
-def test_infinite_biases_do_not_spoil_the_document(outrider: Outrider) -> None:
-    """JSON has no infinity."""
-    ended = outrider("generate", PROMPT, *SHORT, "--logit-bias", "5=-inf", "--logit-bias", "6=1.5", "--json", "-")
-    assert only_document(ended.out, "generate")["options"]["logit_bias"] == ["5=-inf", "6=1.5"]
-
-
 def test_numbers_that_json_does_not_have_are_null() -> None:
     """A token that the model rules out has a log-probability of minus infinity."""
     text = json_text({"top": [(3, -float("inf")), (4, -0.5)], "nan": float("nan"), 5: "inf"})
@@ -192,66 +174,15 @@ class Terminal(io.StringIO):
 
 
 def test_on_a_terminal_the_prompt_stands_before_the_text(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the text is printed as it comes, with markup in it left alone."""
+    """And the text is printed as it comes, with markup in it left alone. Waiting for typed text without a word would
+    look like hanging."""
+    message = outrider("generate", stdin=Terminal()).error
+    assert "give one as an argument, pipe it in, or use --prompts FILE" in message
     terminal = Terminal()
     monkeypatch.setattr(command, "console_for", lambda *_, **__: Console(file=terminal, width=400, highlight=False))
     outrider("generate", "[bold] once upon a time", *SHORT)
     plain = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
     assert plain == "[bold] once upon a time" + said("[bold] once upon a time") + "\n"
-
-
-def test_a_terminal_without_a_prompt(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Waiting for typed text without a word would look like hanging."""
-    ended = outrider("generate", stdin=Terminal())
-    assert "give one as an argument, pipe it in, or use --prompts FILE" in ended.error
-
-
-def test_threads_are_set(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    numbers: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    outrider("generate", PROMPT, *SHORT)
-    assert numbers == []
-    outrider("generate", PROMPT, *SHORT, "--threads", 3)
-    assert numbers == [3]
-
-
-def test_chats(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prompt is a user's message, in the model's template."""
-    monkeypatch.setattr(embedded().tokenizer, "chat_template", "{{ messages[0].role }}: {{ messages[0].content }} #")
-    monkeypatch.setattr("outrider.api.load_checkpoint", lambda *_, **__: pytest.fail("loaded"))
-    plain = embedded().plain()
-    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", lambda self: plain)
-    ended = outrider("generate", "Hello", "--chat", *SHORT, "--draft", "none")
-    want = embedded().plain().generate("user: Hello #", seed=1, max_new_tokens=10)[0].text
-    assert ended.out == want + "\n"
-
-
-@pytest.mark.parametrize("more", [("-k", 3), ("--acceptance", "gumbel"), ("--draft", "none")])
-def test_a_drawn_seed_repeats_the_text(outrider: Outrider, more: tuple[object, ...]) -> None:
-    """It is in the summary and in the document."""
-    arguments = ("generate", PROMPT, "-n", 8, "--dtype", "float64", *more)
-    drawn = outrider(*arguments, "--json", "-")
-    (row,) = only_document(drawn.out, "generate")["completions"]
-    assert drawn.err.endswith(f", seed {row['seed']}\n")
-    again = outrider(*arguments, "--seed", row["seed"])
-    assert again.out == row["text"] + "\n" and "seed" not in again.err
-
-
-def test_a_text_that_a_seed_does_not_repeat(outrider: Outrider) -> None:
-    """Under -k auto the text follows the load, too. A greedy text needs no seed."""
-    message = outrider("generate", "Once", "-n", 2).err
-    assert re.search(r", seed \d+ \(K adapted to the load: to repeat an output, give -k 4 ", message)
-    assert "seed" not in outrider("generate", "Once", "-n", 2, "-t", 0).err
-
-
-def test_a_limit_beyond_the_context_is_told(outrider: Outrider, tmp_path: Path) -> None:
-    message = "-n 2000 exceeds the context of fable, 1024 tokens: with 1 in the prompt, at most 1023 are generated"
-    assert outrider("generate", "Once", "-n", 2000, "--stop", " ").err.splitlines()[0] == message
-    assert "context" not in outrider("generate", "Once", "-n", 1023, "--stop", " ").err
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Once", "max_new_tokens": 9}\n{"prompt": "Once"}\n{"prompt": "A"}\n')
-    ended = outrider("generate", "--prompts", prompts, "-n", 2000, "--stop", " ")
-    assert ended.err.splitlines()[0] == "-n exceeds the context of fable for 2 prompts: generation stops there"
 
 
 def test_ctrl_c_keeps_what_was_generated(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -275,14 +206,18 @@ def test_ctrl_c_keeps_what_was_generated(outrider: Outrider, monkeypatch: pytest
     assert match is not None and (match[1], match[8]) == (str(len(row["token_ids"])), ", interrupted")
 
 
-def test_ctrl_c_before_the_first_token(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the model is read."""
-
-    def interrupted(self: Any, *_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("outrider.cli.shared.pair_options.PairOptions.load", interrupted)
-    for arguments in (("generate", PROMPT), ("compare",), ("latency",), ("eval", "multiplication")):
-        ended = outrider(*arguments)
-        assert ended.code == 130
-        assert "Traceback" not in ended.err
+def test_sampling_options_of_the_checkpoint(outrider: Outrider, tmp_path: Path) -> None:
+    """They are taken where none are given, and it is told."""
+    stated = {"temperature": 0.4, "top_k": 9}
+    folder = stating(tmp_path / "fable", stated)
+    arguments = ("generate", "Once", "--target", folder, "--draft", "none", "-n", 2, "--seed", 1, "--json", "-")
+    line = f"sampling as {folder} states in its generation_config.json: "
+    ended = outrider(*arguments)
+    assert f"{line}temperature 0.4, top_k 9 (--generation-config none does without)" in ended.err
+    options = only_document(ended.out, "generate")["options"]
+    assert options.items() >= stated.items() and options["max_new_tokens"] == 2
+    for more in (("-t", 1.0, "--top-k", 0), ("--generation-config", "none")):  # given, though they are the defaults
+        ended = outrider(*arguments, *more)
+        options = only_document(ended.out, "generate")["options"]
+        assert (options["temperature"], options["top_k"]) == (1.0, 0) and "sampling as" not in ended.err
+    assert "generation_config = 'x' is invalid" in outrider(*arguments, "--generation-config", "x").error

@@ -7,14 +7,11 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.core import TyperGroup
-from typer.main import get_command
 
-from commands import Outrider
-from outrider.cli.app import app
+from commands import Outrider, command_of
 from outrider.cli.shared import completion
 from outrider.cli.shared.examples import EXAMPLES
 from outrider.export.engines import ENGINES
@@ -27,21 +24,12 @@ WIDTH = 80  # of a terminal
 
 def commands() -> list[str]:
     """The words that name each command and each group of commands, the program itself included."""
-    root = get_command(app)
-    assert isinstance(root, TyperGroup)
-    groups = {name: group for name, group in root.commands.items() if isinstance(group, TyperGroup)}
-    return ["", *root.commands, *(f"{name} {inner}" for name, group in groups.items() for inner in group.commands)]
+    names = command_of("").commands
+    groups = {name: group for name, group in names.items() if isinstance(group, TyperGroup)}
+    return ["", *names, *(f"{name} {inner}" for name, group in groups.items() for inner in group.commands)]
 
 
 LEAVES = [words for words in commands() if words not in ("", "eval")]
-
-
-def command_of(words: str) -> Any:
-    """A command by its words."""
-    command: Any = get_command(app)
-    for word in words.split():
-        command = command.commands[word]
-    return command
 
 
 def without_colours(text: str) -> str:
@@ -72,6 +60,7 @@ def test_without_a_command_there_is_help(outrider: Outrider) -> None:
 
 @pytest.mark.parametrize("words", commands())
 def test_help_has_all_options_and_the_examples(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    """Examples are parsed as the command does, and name models that are known."""
     monkeypatch.setenv("COLUMNS", str(WIDTH))
     ended = outrider(*words.split(), "--help")
     assert (ended.code, ended.err) == (0, "")
@@ -80,15 +69,9 @@ def test_help_has_all_options_and_the_examples(outrider: Outrider, monkeypatch: 
     assert " ".join(f"Usage: outrider {words}".split()) in shown
     params = [param for param in command_of(words).params if param.param_type_name == "option" and not param.hidden]
     assert [param.opts[0] for param in params if not re.search(rf"{param.opts[0]}[ ,]", shown)] == []
+    assert EXAMPLES.keys() == set(LEAVES)
     for example in EXAMPLES.get(words, ()):
         assert re.search(rf"^ outrider {re.escape(example)} *$", shown, re.MULTILINE)
-
-
-@pytest.mark.parametrize("words", LEAVES)
-def test_examples_in_help_are_valid(words: str) -> None:
-    """They are parsed as the command does, and name models that are known."""
-    assert EXAMPLES.keys() == set(LEAVES)
-    for example in EXAMPLES[words]:
         assert len(f" outrider {example}") < WIDTH and example.startswith(words)
         params = command_of(words).make_context(words, shlex.split(example.removeprefix(words))).params
         for name in ("target", "draft", "target_name", "draft_name"):
@@ -97,32 +80,21 @@ def test_examples_in_help_are_valid(words: str) -> None:
                 assert model in {*known_models(), *LOOKUPS, "none"}
 
 
-def test_an_example_with_a_mistake_is_found() -> None:
-    """The control."""
-    with pytest.raises(Exception, match="nosuch"):
-        command_of("compare").make_context("compare", ["--nosuch"])
+def completing(line: str) -> dict[str, str]:
+    """Variables by which bash asks for values at the end of a line."""
+    return {"_OUTRIDER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
 
 
-def completed(line: str) -> list[str]:
-    """Values that bash is offered at the end of a line."""
-    words = line.split(" ")
-    environment = {"_OUTRIDER_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words) - 1)}
-    code = (
-        "import sys; from outrider.cli.app import main\n"
-        "try: main()\n"
-        "finally: print(sorted(sys.modules.keys() & {'torch', 'transformers', 'numpy'}))"
-    )
-    ended = subprocess.run(
-        [sys.executable, "-c", code], env=os.environ | environment, capture_output=True, text=True, check=False
-    )
-    assert ended.stderr == ""
-    *values, heavy = ended.stdout.splitlines()
-    assert heavy == "[]"
-    return [value for value in values if value]
+def test_the_shell_completes_values(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names come from models.toml, the user's own too."""
 
+    def completed(line: str) -> list[str]:
+        for name, value in completing(line).items():
+            monkeypatch.setenv(name, value)
+        ended = outrider()
+        assert ended.err == ""
+        return ended.out.split()
 
-def test_the_shell_completes_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names come from models.toml, the user's own too, without torch."""
     file = tmp_path / "outrider" / "models.toml"
     file.parent.mkdir()
     file.write_text('[models.fabulous]\nhub = "an/id"\n')
@@ -137,20 +109,25 @@ def test_the_shell_completes_values(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert completed("outrider generate --target fab") == []
 
 
+def test_the_shell_completes_without_torch() -> None:
+    code = (
+        "import sys; from outrider.cli.app import main\n"
+        "try: main()\n"
+        "finally: print(sorted(sys.modules.keys() & {'torch', 'transformers', 'numpy'}))"
+    )
+    environment = os.environ | completing("outrider serve --target fable --draft n")
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert (ended.stdout.split(), ended.stderr) == (["ngram", "none", "[]"], "")
+
+
 def test_values_are_those_that_are_accepted() -> None:
     assert set(completion.ENGINES) == ENGINES.keys() and set(completion.RULES) == RULES.keys()
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_takes_the_script() -> None:
-    script = subprocess.run(
-        [sys.executable, "-m", "outrider", "--show-completion", "bash"],
-        env=os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    ended = subprocess.run(
-        ["bash", "-c", f"{script}\ncomplete -p outrider"], stdout=subprocess.PIPE, text=True, check=True
-    )
-    assert ended.stdout.endswith(" outrider\n")
+    environment = os.environ | {"_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
+    command = [sys.executable, "-m", "outrider", "--show-completion", "bash"]
+    script = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    command = ["bash", "-c", f"{script}\ncomplete -p outrider"]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.endswith(" outrider\n")

@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer.main
 import yaml
 
 import outrider
-from commands import Outrider
-from outrider.cli.app import app
+from commands import Outrider, command_of
 from pages import PAGES, ROOT, Block, blocks_of, missing_line, without_fences
 from serve.servers import running
 
@@ -75,7 +73,7 @@ def arguments_of(command: list[str]) -> list[str] | None:
 
 def check_options(arguments: list[str]) -> None:
     """Every option of a command exists, and has a value where it needs one."""
-    command: Any = typer.main.get_command(app)
+    command = command_of("")
     context, rest = command.make_context("outrider", [], resilient_parsing=True), arguments
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         command = command.commands[rest[0]]
@@ -122,15 +120,8 @@ def test_mistakes_are_found() -> None:
         check(Block(1, "bash", "torchrun --nproc-per-node 4 -m outrider comprae\n", "", None))
     with pytest.raises(AssertionError):
         check(Block(1, "bash", "pip install '.[serv]' && outrider compare\n", "", None))
-    check(
-        Block(
-            1,
-            "bash",
-            "outrider compare \\\n  -k 3,5 > f.txt  # 'a comment\noutrider eval multiplication\n",
-            "",
-            None,
-        )
-    )
+    code = "outrider compare \\\n  -k 3,5 > f.txt  # 'a comment\noutrider eval multiplication\n"
+    check(Block(1, "bash", code, "", None))
     assert missing_line("a  1\nb", "x\na 27.5\ny\nb") is None
     assert missing_line("a\nb", "b\na") == "b"
 

@@ -1,4 +1,4 @@
-"""``outrider plan``: predictions from measured costs and replayed acceptance."""
+"""``outrider plan``: predictions from measured costs and replayed acceptance, or from numbers (``--what-if``)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from block_heads import write_block
 from commands import Outrider, only_document
-from outrider.bench.round_costs import CostArm, time_rounds
+from outrider.bench.round_costs import CostArm
 from outrider.records import Timing
 from pairs import embedded
 
@@ -16,13 +16,16 @@ QUICK = "-n", 12, "--context", 8
 
 
 @pytest.fixture(autouse=True)
-def _few_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No verdict here depends on how well rounds are measured."""
+def _made_up_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A draft step costs as much as a step of the target, but the draft "fable-draft" a fifth of that."""
 
-    def quickly(*arguments: Any, num_passes: int, **options: Any) -> Any:
-        return time_rounds(*arguments, num_passes=2, **options)
+    def time_rounds(arms: Sequence[CostArm], *_: object, num_passes: int, on_pass: Any, **__: object) -> Any:
+        for _pass in range(1 + num_passes):
+            on_pass()
+        costs = [0.002 if arm.drafter.name.startswith("fable-draft") else 0.01 for arm in arms]
+        return [[Timing(1.0, cost * arm.k, 0.01, 1.01 + cost * arm.k)] for arm, cost in zip(arms, costs, strict=True)]
 
-    monkeypatch.setattr("outrider.replay.plan.time_rounds", quickly)
+    monkeypatch.setattr("outrider.replay.plan.time_rounds", time_rounds)
 
 
 @pytest.fixture
@@ -33,12 +36,18 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
-    ended = outrider("plan", *QUICK, "--prompts", prompts, "-k", "1,2", "--draft", "fable-draft", "--draft", "ngram")
+    """Every option that matters is in the command that is the answer."""
+    drafts = "-k", "1,2", "--draft", "fable-draft", "--draft", "ngram"
+    options = "-t", 0.5, "--top-k", 20, "--logit-bias", "5=-inf", "--acceptance", "gumbel", "--dtype", "float64"
+    ended = outrider("plan", *QUICK, "--prompts", prompts, *drafts, *options)
     assert (ended.code, ended.err) == (0, "")
     rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] in (["fable-draft"], ["ngram"])]
     assert sorted((row[0], row[1]) for row in rows) == [(d, k) for d in ("fable-draft", "ngram") for k in "12"]
-    assert "Best: " in ended.out and "outrider generate --target fable --draft " in ended.out
     assert "took no time: " in ended.out and "Target, ms for T tokens per sequence: 1: " in ended.out
+    *_, command = ended.out.splitlines()
+    assert "Best: " in ended.out and "outrider generate --target fable --draft fable-draft " in command
+    assert "--temperature 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
+    assert "--dtype float64" in command and "--top-p" not in command
 
 
 def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -63,65 +72,59 @@ def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None
     # Greedy, so that the rounds of the measured arm are those that were foreseen. (Seeds differ, texts do not.)
     tau = {choice["k"]: choice["tau"]["value"] for choice in one["choices"]}
     stats = document["measured"][1]["stats"]
-    assert tau[1] == pytest.approx(
-        stats["num_generated_tokens"] / (stats["num_rounds"] + stats["num_truncated_rounds"])
-    )
+    num_rounds = stats["num_rounds"] + stats["num_truncated_rounds"]
+    assert tau[1] == pytest.approx(stats["num_generated_tokens"] / num_rounds)
     assert plot.read_bytes().startswith(b"<?xml")
 
 
-def test_no_more_tokens_than_a_head_drafts(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    write_block(tmp_path / "head", embedded().target.model, block_size=4, num_layers=1)
-    document = only_document(
-        outrider("plan", *QUICK, "--prompts", prompts, "-k", "2,5", "--draft", tmp_path / "head", "--json", "-").out,
-        "plan",
-    )
-    assert {choice["k"] for choice in document["settings"][0]["choices"]} == {2, 3}
-
-
-def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A draft that costs as much as the target gains nothing, though it always agrees. (The times are made up.)"""
-
-    def time_rounds(arms: Sequence[CostArm], *_: object, **__: object) -> list[list[Timing]]:
-        return [[Timing(1.0, 0.01 * arm.k, 0.01, 1.01 + 0.01 * arm.k)] for arm in arms]
-
-    monkeypatch.setattr("outrider.replay.plan.time_rounds", time_rounds)
+def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """A draft that costs as much as the target gains nothing, though it always agrees. No head is given more tokens
+    than it drafts."""
     ended = outrider("plan", *QUICK, "--prompts", prompts, "-k", "2", "--draft", "fable")
     assert "Best: none. fable at K = 2 comes closest" in ended.out
     assert "outrider generate --target fable --draft none" in ended.out
+    write_block(tmp_path / "head", embedded().target.model, block_size=4, num_layers=1)
+    head = "-k", "2,5", "--draft", tmp_path / "head"
+    document = only_document(outrider("plan", *QUICK, "--prompts", prompts, *head, "--json", "-").out, "plan")
+    assert {choice["k"] for choice in document["settings"][0]["choices"]} == {2, 3}
 
 
 def test_the_law_of_other_programs(outrider: Outrider, prompts: Path) -> None:
     """Drafts are compared by the law that is asked for, and a pair of equal samples is not one that runs here."""
     arguments = "plan", *QUICK, "--prompts", prompts, "-k", 2, "--json", "-"
-
-    def taus(*more: object) -> dict[str, float]:
-        document = only_document(outrider(*arguments, *more).out, "plan")
-        return {one["draft"]: one["tau"]["value"] for one in document["settings"][0]["choices"]}
-
-    both = taus("--draft", "fable-draft", "--draft", "fable-draft:greedy", "--acceptance", "rejection")
-    match = taus("--acceptance", "match")
+    taus, messages = [], []
+    for more in (("--draft", "fable-draft:greedy", "--acceptance", "rejection"), ("--acceptance", "match")):
+        ended = outrider(*arguments, "--draft", "fable-draft", *more)
+        choices = only_document(ended.out, "plan")["settings"][0]["choices"]
+        taus.append({one["draft"]: one["tau"]["value"] for one in choices})
+        messages.append(ended.err)
+    both, match = taus
     assert both["fable-draft"] > both["fable-draft:greedy"] and both["fable-draft"] > match["fable-draft"] > 1
-    assert "such as mlx-lm" in outrider(*arguments, "--acceptance", "match").err
-    assert "leave one of the two out" in outrider("plan", "--acceptance", "match", "--measure").error
+    assert "such as mlx-lm" in messages[1] and "such as mlx-lm" not in messages[0]
 
 
-def test_every_option_that_matters_is_in_the_command(outrider: Outrider, prompts: Path) -> None:
-    options = "-t", 0.5, "--top-k", 20, "--logit-bias", "5=-inf", "--acceptance", "gumbel", "--dtype", "float64"
-    ended = outrider("plan", *QUICK, "--prompts", prompts, "-k", 1, *options)
-    command = ended.out.splitlines()[-1]
-    assert "--temperature 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
-    assert "--dtype float64" in command and "--top-p" not in command
-
-
-def test_bad_options(outrider: Outrider, prompts: Path) -> None:
-    assert "include 1 in" in outrider("plan", "--measure", "--batch-size", 4).error
-    for k in ("auto", "1,auto"):
-        assert "like 1-8" in outrider("plan", "-k", k).error
-    assert "like 1,4" in outrider("plan", "--batch-size", "0").error
-    assert "like 1,4" in outrider("plan", "--context", "x").error
-    assert "give the drafts" in outrider("plan", "--draft", "none").error
-    assert "accepts 1024" in outrider("plan", "--context", "1000", "-k", 8).error
-    assert "leave out --prompts" in outrider("plan", "--log", prompts, "--prompts", prompts).error
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--acceptance", "match", "--measure"), "leave one of the two out"),
+        (("--measure", "--batch-size", 4), "include 1 in"),
+        (("-k", "1,auto"), "like 1-8"),
+        (("--context", "x"), "like 1,4"),
+        (("--draft", "none"), "give the drafts"),
+        (("--log", "a", "--prompts", "b"), "leave out --prompts"),
+        (("--what-if", "alpha=0.5,c=0.1", "-k", "auto"), "like 1-8"),
+        (("--what-if", "alpha=1.2,c=0.1"), "0 <= alpha <= 1"),
+        (("--what-if", "alpha=0.5,c=-1"), "c >= 0"),
+        (("--what-if", "alpha=0.5,c=0,v=0"), "v > 0"),
+        (("--what-if", "alpha=0.5"), "c must be given"),
+        (("--what-if", "alpha=0.5,c=nan"), "numbers for alpha, c, v, c_ops"),
+        (("--what-if", "alpha=0.5,c=0.1,c=0.2"), "each once"),
+        (("--what-if", "alfa=0.5"), "like alpha=0.8,c=0.05"),
+    ],
+)
+def test_bad_options(outrider: Outrider, arguments: tuple[object, ...], message: str) -> None:
+    assert message in outrider("plan", *arguments).error
 
 
 def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -129,14 +132,40 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
     log = tmp_path / "log"
     recorded = outrider("record", "--prompts", prompts, "--output", log, "--probs", 1, "-n", 12, "-t", 0.5)
     assert recorded.code == 0
-    ended = outrider("plan", "--log", log, "-k", 2, "--context", 8, "--json", "-")
-    document = only_document(ended.out, "plan")
-    assert document["options"]["temperature"] == 0.5
-    assert "--temperature 0.5" in ended.err
-    again = only_document(outrider("plan", "--log", log, "-k", 2, "--context", 8, "--json", "-").out, "plan")
-    tau = [one["settings"][0]["choices"][0]["tau"]["value"] for one in (document, again)]
+    documents = []
+    for _ in range(2):
+        ended = outrider("plan", "--log", log, "-k", 2, "--context", 8, "--json", "-")
+        documents.append(only_document(ended.out, "plan"))
+        assert documents[-1]["options"]["temperature"] == 0.5 and "--temperature 0.5" in ended.err
+    tau = [document["settings"][0]["choices"][0]["tau"]["value"] for document in documents]
     assert tau[0] == tau[1] > 1
+    assert "accepts 1024" in outrider("plan", "--log", log, "--context", "1000", "-k", 8).error
     other = outrider("plan", "--log", log, "--target", "fable-draft", "--draft", "ngram")
     assert "it was recorded from fable, not from this fable-draft" in other.error
     log.write_text("")
     assert "has no records yet: create them with outrider record" in outrider("plan", "--log", log).error
+
+
+def test_what_if(outrider: Outrider, tmp_path: Path) -> None:
+    """The table, the answer and the plot."""
+    plot = tmp_path / "plan.svg"
+    ended = outrider("plan", "--what-if", "alpha=0.8,c=0.05", "-k", "1-8", "--plot", plot)
+    assert (ended.code, ended.err) == (0, "")
+    rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
+    assert [row[0] for row in rows] == [str(k) for k in range(1, 9)]
+    assert rows[4] == ["5", "3.69", "2.95", "1.69"]
+    assert "Best: K = 8, 3.09 times as fast as plain decoding: outrider generate -k 8" in ended.out
+    assert "With a draft that takes no time: 4.33 (K = 8); with one that always agrees: 6.43 (K = 8)." in ended.out
+    assert str(plot) in ended.out and plot.read_bytes().startswith(b"<?xml")
+
+
+def test_what_if_the_answer_is_none(outrider: Outrider) -> None:
+    """A draft that costs as much as it agrees gains nothing, even with a verify for nothing more than a plain step."""
+    document = only_document(outrider("plan", "--what-if", "c=0.5, alpha=0.5", "--json", "-").out, "plan")
+    assert document["best"] is None
+    assert document["limits"]["agreeing"]["k"] == 12
+    assert [one["k"] for one in document["predictions"]] == list(range(1, 13))
+    assert document["options"]["what_if"] == {"alpha": 0.5, "c": 0.5, "v": 1.0, "c_ops": 0.5}
+    ended = outrider("plan", "--what-if", "alpha=0,c=0,v=2")
+    assert "Best: none." in ended.out and "--draft none" in ended.out
+    assert "With a draft that takes no time: none either" in ended.out

@@ -125,7 +125,6 @@ def test_ctrl_c_ends_all(generating: subprocess.Popen[str], tmp_path: Path) -> N
     [
         (["--target", "fabel", "w1"], "error: no model is called 'fabel': did you mean 'fable'?"),
         (["--prompts", "PROMPTS", "--output", "/dev/full"], "error: cannot write /dev/full: No space left on device"),
-        (["--no-such-option"], "No such option: --no-such-option"),
         (["--device", "cpu:1", "w1"], "error: there is no device 'cpu:1' here"),
     ],
 )

@@ -3,17 +3,16 @@
 import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from commands import Outrider, only_document
+from commands import Outrider, only_document, rows_of
 from outrider.decoder import Decoder
 from pairs import embedded
 
-PROMPTS = ["Once upon a time", "8 * 12 = ", "Grüße: 世界", "The king's daughter, who lived far away,"]
+PROMPTS = ["Once upon a time", "8 * 12 = ", "Grüße: 世界\u2028\u0085", "The king's daughter, who lived far away,"]
 OPTIONS = ("-n", "5", "--seed", "20", "--dtype", "float64")
 ROW_KEYS = {
     "index", "prompt", "prompt_ids", "text", "token_ids", "origins", "finish_reason", "seed", "stats", "settings",
@@ -21,16 +20,14 @@ ROW_KEYS = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def prompts(tmp_path: Path) -> Path:
-    path = tmp_path / "prompts.txt"
-    path.write_text("".join(f"{prompt}\n" for prompt in PROMPTS), encoding="utf-8")
+def write(path: Path, prompts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in prompts))
     return path
 
 
-def rows_of(text: str) -> list[dict[str, Any]]:
-    assert text.endswith("\n")
-    return [json.loads(line) for line in text.removesuffix("\n").split("\n")]
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write(tmp_path / "prompts.jsonl", PROMPTS)
 
 
 def said(prompts: list[str] = PROMPTS) -> list[str]:
@@ -39,11 +36,11 @@ def said(prompts: list[str] = PROMPTS) -> list[str]:
     return [decoder.generate(p, seed=20 + i, max_new_tokens=5)[0].text for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
+@pytest.mark.parametrize("batch_size", [1, 3])
 def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, batch_size: int) -> None:
     """With its own seed; in float64 the same in every batch."""
     ended = outrider("generate", "--prompts", prompts, "--batch-size", batch_size, *OPTIONS)
-    rows = sorted(rows_of(ended.out), key=itemgetter("index"))
+    rows = rows_of(ended.out)
     assert ended.code == 0
     assert [row["prompt"] for row in rows] == PROMPTS
     assert [row["text"] for row in rows] == said()
@@ -51,37 +48,6 @@ def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, batch_size
     assert all(set(row) == ROW_KEYS for row in rows)
     total = sum(row["stats"]["num_generated_tokens"] for row in rows)
     assert ended.err.startswith(f"{total} tokens, ") and ended.err.count("\n") == 1
-
-
-def test_json_lines_and_plain_lines_say_the_same(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Notes are left alone, and blank lines and a byte order mark are no prompts."""
-    other = tmp_path / "prompts.jsonl"
-    lines = [json.dumps({"metadata": i, "prompt": prompt}) for i, prompt in enumerate(PROMPTS)]
-    other.write_text("\ufeff\n" + "\n\n".join(lines) + "\n\n", encoding="utf-8")
-    plain = outrider("generate", "--prompts", prompts, *OPTIONS)
-    assert rows_of(outrider("generate", "--prompts", other, *OPTIONS).out) == rows_of(plain.out)
-
-
-def test_categories_and_turns(outrider: Outrider, tmp_path: Path) -> None:
-    """As in Spec-Bench: the first turn is the prompt; a category is written beside what was said, if there is one."""
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"question_id": 81, "category": "writing", "turns": ["Once", "More"]}\n{"prompt": "There"}\n')
-    first, second = rows_of(outrider("generate", "--prompts", path, "-n", 2, "--seed", 1).out)
-    assert (first["prompt"], first["category"], second["prompt"]) == ("Once", "writing", "There")
-    assert set(second) == ROW_KEYS
-
-
-def test_lines_end_where_other_programs_end_them(outrider: Outrider, tmp_path: Path) -> None:
-    """At LF or CRLF: not at the other characters that Python takes for line ends, which JSON may hold as they are."""
-    prompt = "Once\u2028upon\u0085a\u2029time\x0c"
-    path = tmp_path / "prompts.jsonl"
-    row = json.dumps({"prompt": prompt}, ensure_ascii=False)
-    path.write_bytes(f"{row}\r\n{row}\r\n".encode())
-    ended = outrider("generate", "--prompts", path, "-n", 2, "--seed", 1)
-    assert [row["prompt"] for row in rows_of(ended.out)] == [prompt, prompt]
-    path.write_bytes(b"Once upon\x0ca time\r\nThere was")
-    ended = outrider("generate", "--prompts", path, "-n", 2, "--seed", 1)
-    assert [row["prompt"] for row in rows_of(ended.out)] == ["Once upon\x0ca time", "There was"]
 
 
 def test_output_goes_to_a_file(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -101,27 +67,28 @@ def test_the_document_stands_alone_on_standard_output(outrider: Outrider, prompt
     """With the rows that go to standard error then."""
     ended = outrider("generate", "--prompts", prompts, "--json", "-", *OPTIONS)
     completions = only_document(ended.out, "generate")["completions"]
-    rows = [json.loads(line) for line in ended.err.splitlines()[:-1]]
+    rows = [json.loads(line) for line in ended.err.split("\n")[:-2]]
     assert completions == [{key: row[key] for key in ROW_KEYS - {"settings", "model"}} for row in rows]
 
 
 MORE: list[tuple[Any, ...]] = [
-    (),
     ("--batch-size", 2, "--stop", "e", "--stop", "\n"),
-    ("--logprobs", 1, "-t", 0.7, "--draft", "ngram", "--logit-bias", "5=-inf", "--logit-bias", "300=1.25"),
+    ("--logprobs", 1, "-t", 0.7, "--draft", "ngram", "--logit-bias", "5=-inf", "--models", "MODELS"),
 ]
 
 
-@pytest.mark.parametrize("more", MORE, ids=lambda more: " ".join(map(str, more)) or "plain")
+@pytest.mark.parametrize("more", MORE, ids=["batches", "other options"])
 def test_an_interrupted_run_is_continued(
     outrider: Outrider, prompts: Path, tmp_path: Path, more: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After any lines, whole or half-written, whichever they are: in the end the file has the lines that an
     uninterrupted run writes, and what was there is not generated again."""
-    output = tmp_path / "out.jsonl"
+    output, models = tmp_path / "out.jsonl", tmp_path / "models.toml"
+    models.write_text("")
+    more = tuple(models if one == "MODELS" else one for one in more)
     arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS, *more)
     assert outrider(*arguments).code == 0
-    lines = output.read_bytes().splitlines(keepends=True)
+    lines = sorted(output.read_bytes().splitlines(keepends=True))
     asked: list[list[int]] = []
     complete = Decoder.complete
 
@@ -130,13 +97,12 @@ def test_an_interrupted_run_is_continued(
 
     monkeypatch.setattr(Decoder, "complete", counted)
     for kept, half in (
-        (lines[:2], b""),
         (lines[:3], lines[3][:40]),
         (lines[:1], lines[1][:-1]),
+        (lines[:2], lines[2][: lines[2].index("世".encode()) + 1]),
         (lines, b""),
         ([], b"{"),
         (lines[:2], bytes(4096)),
-        (lines[:1], lines[1][:300] + bytes(100)),
         (lines[:1], lines[1][:300] + bytes(100) + b"}\n"),
         ([lines[3], lines[1]], lines[0][:40]),
     ):
@@ -145,97 +111,40 @@ def test_an_interrupted_run_is_continued(
         ended = outrider(*arguments)
         assert ended.code == 0, ended.err
         assert output.read_bytes().startswith(b"".join(kept))
-        assert sorted(output.read_bytes().splitlines(keepends=True)) == sorted(lines)
+        assert sorted(output.read_bytes().splitlines(keepends=True)) == lines
         assert len(asked) == 4 - len(kept)
 
 
-def test_a_line_cut_in_the_middle_of_a_character_is_continued(
-    outrider: Outrider, prompts: Path, tmp_path: Path
-) -> None:
-    output = tmp_path / "out.jsonl"
-    arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS)
-    outrider(*arguments)
-    whole = output.read_bytes()
-    output.write_bytes(whole[: whole.index("世".encode()) + 1])
-    ended = outrider(*arguments)
-    assert ended.code == 0, ended.err
-    assert output.read_bytes() == whole
-
-
-def test_a_run_with_a_model_file_is_continued(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    models, output = tmp_path / "models.toml", tmp_path / "out.jsonl"
-    models.write_text("")
-    arguments = ("generate", "--prompts", prompts, "--output", output, "--models", models, *OPTIONS)
-    assert outrider(*arguments).code == 0
-    whole = output.read_bytes()
-    output.write_bytes(whole[: len(whole) // 2])
-    assert outrider(*arguments).code == 0
-    assert output.read_bytes() == whole
-
-
-def test_completions_with_any_characters_are_continued(
-    outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line separator in a prompt is not the end of a line of JSON."""
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt": p}) + "\n" for p in ("a\u2028b", "c\u0085d", "e")))
-    arguments = ("generate", "--prompts", prompts, "--output", output, "-n", 2, "--seed", 1)
-    assert outrider(*arguments).code == 0
-    whole = output.read_bytes()
-    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:2]))
-    ended = outrider(*arguments)
-    assert ended.code == 0, ended.err
-    assert output.read_bytes() == whole
-
-
 def test_the_output_of_another_run_is_left_alone(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """One with other options that the text depends on."""
+    """One with other options that the text depends on, or other prompts; more of them are a continuation."""
     output = tmp_path / "out.jsonl"
     arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS)
     outrider(*arguments)
     whole = output.read_bytes()
     for change in (("-n", 9), ("--seed", 21), ("--draft", "ngram"), ("--stop", "x"), ("-k", 3), ("-t", 0.5)):
-        ended = outrider(*arguments, *change)
-        assert f"{output}, line 1 belongs to another run (different settings)" in ended.error
-        assert "choose another output file, or remove this one" in ended.error
-        assert output.read_bytes() == whole
-
-
-def test_other_prompts_are_another_run(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Changed ones, or fewer; more of them are a continuation."""
-    output = tmp_path / "out.jsonl"
-    arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS)
-    outrider(*arguments)
-    whole = output.read_bytes()
-    for text, line in (("Once upon a time\nelse\n", 2), ("Once upon a time\n8 * 12 = \n", 3)):
-        prompts.write_text(text, encoding="utf-8")
+        error = outrider(*arguments, *change).error
+        assert f"{output}, line 1 belongs to another run (different settings)" in error
+        assert "choose another output file, or remove this one" in error
+    for changed, line in ((["Once upon a time", "else"], 2), (PROMPTS[:2], 3)):
+        write(prompts, changed)
         assert f"{output}, line {line} belongs to another run (different prompt" in outrider(*arguments).error
-        assert output.read_bytes() == whole
-    prompts.write_text("".join(f"{prompt}\n" for prompt in [*PROMPTS, "And then"]), encoding="utf-8")
+    assert output.read_bytes() == whole
+    write(prompts, [*PROMPTS, "And then"])
     assert outrider(*arguments).code == 0
     assert output.read_bytes().startswith(whole)
     assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said([*PROMPTS, "And then"])
 
 
-@pytest.mark.parametrize(
-    "content", ["\0\0some notes", "some notes\n", "[1, 2]\n", '{"index": 0}\n', "some notes\nand no newline"]
-)
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("content", ["\0\0some notes", "some notes\n", '{"index": 0}\n', "notes\nand no newline"])
 def test_a_file_that_is_no_output_is_left_alone(
     outrider: Outrider, prompts: Path, tmp_path: Path, content: str
 ) -> None:
+    """Nor is a note without a newline the half-written line of a run."""
     output = tmp_path / "notes.txt"
     output.write_text(content)
     assert f"{output}, line 1" in outrider("generate", "--prompts", prompts, "--output", output, *OPTIONS).error
     assert output.read_text() == content
-
-
-def test_a_note_without_a_newline_is_left_alone(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """It is not the half-written line of a run, and must not be thrown away as one."""
-    output = tmp_path / "notes.txt"
-    output.write_text("my only copy of something")
-    ended = outrider("generate", "--prompts", prompts, "--output", output, *OPTIONS)
-    assert output.read_text() == "my only copy of something"
-    assert str(output) in ended.error
 
 
 def test_zeros_within_a_file_are_reported(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -248,9 +157,6 @@ def test_zeros_within_a_file_are_reported(outrider: Outrider, prompts: Path, tmp
     output.write_bytes(damaged)
     assert outrider(*arguments).error.startswith(f"{output}, line 2 has zeros in it, as a power loss leaves them")
     assert output.read_bytes() == damaged
-    output.write_bytes(b"".join([first, *others]))
-    assert outrider(*arguments).code == 0
-    assert output.read_bytes() == b"".join([first, *others, second])
 
 
 def test_ctrl_c_keeps_the_lines_that_are_done(
@@ -263,6 +169,7 @@ def test_ctrl_c_keeps_the_lines_that_are_done(
 
     def interrupted(self: Decoder, *arguments: Any, **options: Any) -> Iterator[Any]:
         yield from islice(complete(self, *arguments, **options), 2)
+        assert output.read_bytes().count(b"\n") == 2  # each as it is made, so that a run that is killed keeps it
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -276,14 +183,3 @@ def test_ctrl_c_keeps_the_lines_that_are_done(
     assert summary["stats"]["num_generated_tokens"] == sum(len(row["token_ids"]) for row in rows)
     assert outrider(*arguments).code == 0
     assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said()
-
-
-def test_no_file_is_written_over(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Neither output by the other, nor the prompts by one of them."""
-    path, before = tmp_path / "out.json", prompts.read_bytes()
-    arguments = ("generate", "--prompts", prompts, *OPTIONS)
-    remedy = "another option reads or writes this file: choose another file"
-    assert remedy in outrider(*arguments, "--output", path, "--json", path).error and not path.exists()
-    for option in ("--output", "--json"):
-        assert remedy in outrider(*arguments, option, prompts).error
-    assert prompts.read_bytes() == before

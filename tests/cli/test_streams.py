@@ -16,6 +16,7 @@ from commands import Outrider
 PROGRAM = (sys.executable, "-m", "outrider")
 CLOSED = "error: cannot write to standard output: it is closed (> /dev/null discards it)\n"
 FULL = Path("/dev/full")
+NO_SPACE = "error: cannot write to standard output: No space left on device"
 needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full")
 
 
@@ -36,53 +37,42 @@ def without_reader() -> int:
     return writing
 
 
-@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("models", "--json", "-")])
-def test_closed_output_is_told(arguments: tuple[str, ...]) -> None:
-    result = ended(*arguments, closed=(1,))
+def test_closed_output_is_told() -> None:
+    result = ended("--version", closed=(1,))
     assert result.returncode == 2 and result.stderr.endswith(CLOSED)
 
 
-@pytest.mark.parametrize("arguments", [("--version",), ("--help",), ("models",)])
-def test_output_whose_reader_has_left(arguments: tuple[str, ...]) -> None:
+def test_output_whose_reader_has_left() -> None:
     """The code of SIGPIPE, and nothing else: under ``| head`` it is no mistake."""
-    result = ended(*arguments, stdout=without_reader())
+    result = ended("--help", stdout=without_reader())
     assert (result.returncode, result.stderr) == (141, "")
 
 
 def test_lost_messages_change_nothing() -> None:
-    """Neither an end that is good, nor one that is not."""
-    lost: list[dict[str, Any]] = [{"closed": (2,)}, {"stderr": without_reader()}]
-    for how in lost:
-        assert ended("--version", **how).stdout.startswith("outrider ")
-        assert ended("--version", **how).returncode == 0
-        assert ended("--nonsense", **how).returncode == 2
+    """Neither an end that is good, nor one that is not. Closed input is empty."""
+    result = ended("--version", stderr=without_reader())
+    assert result.returncode == 0 and result.stdout.startswith("outrider ")
+    assert ended("--nonsense", closed=(2,)).returncode == 2
+    result = ended("generate", closed=(0,))
+    assert result.returncode == 2 and result.stderr.startswith("error: the prompt is empty")
+
+
+@needs_full
+def test_a_full_disk_is_told_in_one_line() -> None:
+    with FULL.open("w") as full:
+        result = ended("--help", stdout=full)
+    assert result.returncode == 2 and result.stderr.splitlines()[-1] == NO_SPACE
+    assert "Exception" not in result.stderr
 
 
 @pytest.mark.slow
 def test_files_are_written_when_nobody_reads(tmp_path: Path) -> None:
     """Work of hours must not be lost with a table. With all streams closed, no file takes the place of one of them."""
     path = tmp_path / "models.json"
-    result = ended("models", "--json", path, stdout=without_reader())
-    assert result.returncode == 141
-    assert json.loads(path.read_text())["schema"] == "outrider/models/1"
-    path.unlink()
-    assert ended("models", "--json", path, closed=(0, 1, 2)).returncode == 2
-    assert json.loads(path.read_text())["schema"] == "outrider/models/1"
-
-
-def test_closed_input_is_empty() -> None:
-    result = ended("generate", closed=(0,))
-    assert result.returncode == 2 and result.stderr.startswith("error: the prompt is empty")
-
-
-@needs_full
-@pytest.mark.parametrize("options", [(), ("--json", "-")])
-def test_a_full_disk_is_told_in_one_line(options: tuple[str, ...]) -> None:
-    with FULL.open("w") as full:
-        result = ended("models", *options, stdout=full)
-    *_, message = result.stderr.splitlines()
-    assert (result.returncode, message) == (2, "error: cannot write to standard output: No space left on device")
-    assert "Exception" not in result.stderr
+    for code, streams in ((141, {"stdout": without_reader()}), (2, {"closed": (0, 1, 2)})):
+        assert ended("models", "--json", path, **streams).returncode == code
+        assert json.loads(path.read_text())["schema"] == "outrider/models/1"
+        path.unlink()
 
 
 class Lost(io.StringIO):
@@ -109,16 +99,13 @@ def losing(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
     return run
 
 
-def test_a_text_that_nobody_reads_is_not_continued(losing: Callable[..., Any], tmp_path: Path) -> None:
-    """As after Ctrl-C: the document has what was generated, and says so."""
+def test_text_that_nobody_reads_is_not_continued(losing: Callable[..., Any], prompts: Path, tmp_path: Path) -> None:
+    """As after Ctrl-C: the document has what was generated, and says so. Nor are rows of a file."""
     document = tmp_path / "out.json"
     result = losing(2, "generate", "Once", "-n", 900, "--ignore-eos", "--seed", 1, "--json", document)
     (row,) = json.loads(document.read_text())["completions"]
     assert 1 <= len(row["token_ids"]) < 20
     assert result.err.startswith(f"{len(row['token_ids'])} tokens, ") and result.err.endswith(", interrupted\n")
-
-
-def test_rows_that_nobody_reads_are_not_continued(losing: Callable[..., Any], prompts: Path) -> None:
     result = losing(1, "generate", "--prompts", prompts, "-n", 2, "--seed", 1)
     assert result.err.startswith("0 tokens") and result.err.endswith(", interrupted\n")
 
@@ -128,18 +115,6 @@ def test_a_text_that_finds_the_disk_full(outrider: Outrider, monkeypatch: pytest
     with FULL.open("w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         monkeypatch.setattr(sys, "__stdout__", full)
-        ended = outrider("generate", "-n", 2, "-k", 4, "Once")
-    summary, message = ended.err.splitlines()
-    assert summary.endswith(", interrupted")
-    assert (ended.code, message) == (2, "error: cannot write to standard output: No space left on device")
-
-
-@pytest.mark.slow  # the end of the process is that of ``models`` above
-@needs_full
-def test_a_text_on_a_full_disk() -> None:
-    """As in ``outrider generate ... > /mnt/results``. In a process of its own: Python writes again when it ends."""
-    with FULL.open("w") as full:
-        result = ended("generate", "-n", 2, "-k", 4, "Once", stdout=full)
-    summary, message = result.stderr.splitlines()
-    assert summary.endswith(", interrupted")
-    assert (result.returncode, message) == (2, "error: cannot write to standard output: No space left on device")
+        result = outrider("generate", "-n", 2, "-k", 4, "Once")
+    summary, message = result.err.splitlines()
+    assert summary.endswith(", interrupted") and (result.code, message) == (2, NO_SPACE)

@@ -1,4 +1,4 @@
-"""Lines on a terminal of 80 columns."""
+"""Lines and tables on narrow terminals."""
 
 import io
 import logging
@@ -42,13 +42,20 @@ def test_commands_can_be_copied() -> None:
         assert (text.count("\n") > 1) == is_terminal
 
 
-def test_names_in_tables_break_at_their_joints() -> None:
+def test_tables_on_a_narrow_terminal() -> None:
+    """Names break at their joints, and no number is cut off."""
     console = Console(file=io.StringIO(), width=24)
     table = new_table("", "name", "K")
     table.add_row(NameCell("meta-llama/Llama-3.2-1B-Instruct"), "100000")
     print_table(console, table, width=24)
     rows = [line.split()[0] for line in console.file.getvalue().splitlines() if line.strip() and "─" not in line]
     assert rows == ["name", "meta-llama/", "Llama-3.2-1B-", "Instruct"]
+    cells = "fable-draft", "1234.56789", "1.42 [1.11, 1.81]", "33.44 ±13.21", "22.33 ±44.55", "3.05"
+    table = new_table("title", "arm", "tokens/s", "speed-up, 95%", "prefill ms", "verify ms", "tau")
+    table.add_row(*cells)
+    console = Console(file=io.StringIO(), width=40, legacy_windows=False)
+    print_table(console, table)
+    assert [cell for cell in cells if cell not in console.file.getvalue()] == []
 
 
 def test_the_log_of_the_server_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,10 +100,9 @@ def test_text_is_decoded_as_the_hf_model_does(folder: Path) -> None:
     assert any(text.startswith(" ") for text in texts), texts
 
 
-@pytest.mark.parametrize("batch_size", [1, 2, 8])
-def test_batches_and_drafts_change_nothing(folder: Path, batch_size: int) -> None:
+def test_batches_and_drafts_change_nothing(folder: Path) -> None:
     want = responses(OutriderLM(decoder_of().plain()), folder, "answers")
-    assert responses(OutriderLM(decoder_of(), batch_size=batch_size), folder, "answers") == want
+    assert responses(OutriderLM(decoder_of(), batch_size=8), folder, "answers") == want
 
 
 def test_a_chat_is_put_into_the_template(folder: Path) -> None:
@@ -156,23 +155,15 @@ def test_a_stop_string_that_is_a_special_token() -> None:
     assert free != stopped and free.startswith(stopped)
 
 
-def test_nothing_to_score() -> None:
-    assert OutriderLM(decoder_of()).loglikelihood([]) == []
-
-
 @pytest.mark.parametrize(
     ("gen_kwargs", "want"),
     [
         ({}, Sampling(temperature=0, max_new_tokens=256)),
         ({"until": "\n", "max_gen_toks": 5}, Sampling(temperature=0, stop=("\n",), max_new_tokens=5)),
         ({"until": ["", "a"], "do_sample": False, "temperature": 0.7}, {"temperature": 0, "stop": ("a",)}),
-        (
-            {"temperature": 0.7, "top_p": 0.95, "max_tokens": 8},
-            {"temperature": 0.7, "top_p": 0.95, "max_new_tokens": 8},
-        ),
+        ({"temperature": 0.7, "max_tokens": 8}, {"temperature": 0.7, "max_new_tokens": 8}),
         ({"do_sample": True, "temperature": 0.2, "top_k": 40, "num_beams": 1}, {"temperature": 0.2, "top_k": 40}),
         ({"do_sample": True, "temperature": 0.0, "min_p": None}, {"temperature": 0}),
-        ({"repetition_penalty": 1.2}, {"temperature": 0, "repetition_penalty": 1.2}),
     ],
 )
 def test_how_a_task_is_sampled(gen_kwargs: dict[str, Any], want: Sampling | dict[str, Any]) -> None:
@@ -184,10 +175,8 @@ def test_how_a_task_is_sampled(gen_kwargs: dict[str, Any], want: Sampling | dict
     ("gen_kwargs", "message"),
     [
         ({"num_beams": 10}, "num_beams = 10 is invalid: Outrider has no such option"),
-        ({"length_penalty": 2.0}, "length_penalty = 2.0"),
         ({"do_sample": True}, "the task must set a temperature"),
         ({"temperature": -1.0}, "temperature = -1.0 is invalid"),
-        ({"max_gen_toks": 0}, "max_new_tokens = 0 is invalid"),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(gen_kwargs: dict[str, Any], message: str) -> None:
@@ -238,8 +227,6 @@ def test_a_model_by_its_arguments(tmp_path: Path) -> None:
     assert OutriderLM.create_from_arg_obj({"target": str(target)}).decoder.drafter.name == "none"
     with pytest.raises(OptionError, match="model_args: drft = 'x' is invalid: did you mean draft?"):
         OutriderLM.create_from_arg_string("drft=x")
-    with pytest.raises(OptionError, match="batch_size = 'auto' is invalid"):
-        OutriderLM.create_from_arg_string(f"target={target}", {"batch_size": "auto"})
 
 
 def test_the_entry_point() -> None:
@@ -273,11 +260,6 @@ def test_the_command_line_of_the_harness(
     assert "error: " in capsys.readouterr().err
 
 
-def test_the_embedded_pair_is_the_default() -> None:
-    lm = OutriderLM(embedded())
-    assert lm.prefix_token_id == lm.eot_token_id == 0
-
-
 def test_a_greedy_continuation_is_known() -> None:
     """What the model itself would say is greedy; with another last letter it is not."""
     decoder = embedded("float64").plain()
@@ -285,4 +267,6 @@ def test_a_greedy_continuation_is_known() -> None:
     requests = [
         Instance("loglikelihood", {}, ("Once upon a time", text), 0) for text in (said.text, said.text[:-1] + "#")
     ]
-    assert [is_greedy for _, is_greedy in OutriderLM(decoder).loglikelihood(requests)] == [True, False]
+    lm = OutriderLM(decoder)
+    assert [is_greedy for _, is_greedy in lm.loglikelihood(requests)] == [True, False]
+    assert lm.loglikelihood([]) == [] and lm.prefix_token_id == lm.eot_token_id == 0

@@ -19,16 +19,12 @@ def test_the_prompt_is_that_of_the_issue() -> None:
     [
         ("102", True),
         ("102\n25 * 4", True),
-        (" 102 \n", True),
-        ("102\r\n", True),
+        (" 102 \r\n", True),
         ("1024", False),
-        ("10", False),
         ("", False),
         ("\n102", False),
         ("102.", False),
-        ("102 = 102", False),
         ("0102", False),
-        ("103", False),
     ],
 )
 def test_the_first_line_is_the_product_and_nothing_else(text: str, is_solved: bool) -> None:
@@ -50,41 +46,23 @@ def test_factors_are_from_1_to_99() -> None:
     assert len(set(factors)) == 99
 
 
-@pytest.mark.parametrize("arm", ["plain", "speculative"])
-def test_a_score_does_not_depend_on_the_batch(arm: str) -> None:
-    """At temperature 0 in float64: the answers to the letter; and the first lines of what is generated alone."""
-    decoder = embedded("float64")
-    decoder = decoder if arm == "speculative" else decoder.plain()
-    sheet = problems(9, seed=1)
+def test_a_score_depends_neither_on_the_batch_nor_on_the_draft() -> None:
+    """At temperature 0 in float64: the answers to the letter; and the first lines of what is generated alone. When
+    sampled, row i has seed + i."""
+    decoder, sheet = embedded("float64"), problems(9, seed=1)
     counted: list[int] = []
     alone = score(decoder, sheet, batch_size=1, seed=0, temperature=0.0)
     together = score(decoder, sheet, batch_size=8, seed=0, on_solved=counted.append, temperature=0.0)
+    plain = score(decoder.plain(), sheet, batch_size=8, seed=0, temperature=0.0)
     assert counted == [1] * 9
-    assert alone.answers == together.answers
-    assert alone.is_solved == together.is_solved
+    assert alone.answers == together.answers == plain.answers and alone.is_solved == together.is_solved
     assert alone.stats == together.stats
-    for problem, answer in list(zip(sheet, alone.answers, strict=True))[:2]:
-        (completion,) = decoder.generate(problem.prompt, temperature=0.0, stop="\n", max_new_tokens=8)
-        assert answer == completion.text
-
-
-def test_plain_and_speculative_solve_the_same_at_temperature_0() -> None:
-    decoder, sheet = embedded("float64"), problems(8, seed=2)
-    plain, speculative = (score(d, sheet, batch_size=8, seed=0, temperature=0.0) for d in (decoder.plain(), decoder))
-    assert plain.answers == speculative.answers
-    assert plain.stats.num_generated_tokens == speculative.stats.num_generated_tokens
-    assert plain.stats.num_draft_tokens == 0 < speculative.stats.num_draft_tokens
-
-
-def test_row_i_samples_with_seed_plus_i() -> None:
-    """Whatever the batch."""
-    decoder, sheet = embedded("float64").plain(), problems(5, seed=3)
-    result = score(decoder, sheet, batch_size=2, seed=40)
-    want = [
-        decoder.generate(problem.prompt, seed=40 + i, stop="\n", max_new_tokens=8)[0].text
-        for i, problem in enumerate(sheet)
-    ]
-    assert list(result.answers) == want
+    assert plain.stats.num_draft_tokens == 0 < together.stats.num_draft_tokens
+    sampled = score(decoder.plain(), sheet[:3], batch_size=2, seed=40)
+    for i, problem in enumerate(sheet[:3]):
+        options: dict[str, Any] = {"stop": "\n", "max_new_tokens": 8}
+        assert alone.answers[i] == decoder.generate(problem.prompt, temperature=0.0, **options)[0].text
+        assert sampled.answers[i] == decoder.plain().generate(problem.prompt, seed=40 + i, **options)[0].text
 
 
 def test_the_budget_holds_the_largest_product() -> None:

@@ -48,10 +48,9 @@ def test_tokenizer_and_target(
     assert {"1", "2", "3", "4", "5"} <= set(tokenizer.tokenize(text)) and "12" not in tokenizer.tokenize(text)
     assert tokenizer.bos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == 0
 
-    sizes = (
-        "--layers 1 --hidden-size 32 --intermediate-size 64 --head-size 16 --length 32 --batch-size 4 --steps 20 --cpu"
-    )
-    arguments = [corpus, tmp_path / "target", "--tokenizer", tmp_path / "tokenizer", *sizes.split()]
+    sizes = "--layers 1 --hidden-size 32 --intermediate-size 64 --head-size 16"
+    steps = "--length 32 --batch-size 4 --steps 20 --cpu"
+    arguments = [corpus, tmp_path / "target", "--tokenizer", tmp_path / "tokenizer", *f"{sizes} {steps}".split()]
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *map(str, arguments)])
     script("pretrain").main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

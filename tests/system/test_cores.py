@@ -44,9 +44,8 @@ def test_efficiency_cores_are_left_out(tmp_path: Path) -> None:
     ("files", "expected"),
     [
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "max 100000"}, 8),
-        ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "250000 100000"}, 2),
         ({"proc/self/cgroup": "0::/", "sys/fs/cgroup/cpu.max": "10000 100000"}, 1),
-        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "200000 100000"}, 2),
+        ({"proc/self/cgroup": "0::/a/b", "sys/fs/cgroup/a/cpu.max": "250000 100000"}, 2),
         (
             {
                 "proc/self/cgroup": "4:memory:/x\n3:cpu,cpuacct:/docker/7",

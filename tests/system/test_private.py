@@ -26,13 +26,10 @@ def test_what_is_kept_is_found(folder: PrivateFolder) -> None:
     assert (folder.path / "one").stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("mode", [0o702, 0o720])
-def test_a_folder_that_others_may_write_to_is_not_used(
-    folder: PrivateFolder, caplog: pytest.LogCaptureFixture, mode: int
-) -> None:
+def test_a_folder_that_others_may_write_to_is_not_used(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
     """Neither read nor written, and told once."""
     folder.keep("one", b"program")
-    folder.path.chmod(mode)
+    folder.path.chmod(0o720)
     folder.keep("two", b"program")
     assert folder.read("one") is None
     (warning,) = caplog.messages
@@ -42,17 +39,13 @@ def test_a_folder_that_others_may_write_to_is_not_used(
 
 
 def test_a_file_that_others_may_write_to_is_not_run(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
-    """Until it is made anew."""
+    """Until it is made anew. A link is not followed."""
     folder.keep("one", b"program")
     (folder.path / "one").chmod(0o666)
     assert folder.read("one") is None and folder.read("one") is None
     assert len(caplog.messages) == 1 and str(folder.path / "one") in caplog.messages[0]
     folder.keep("one", b"anew")
     assert folder.read("one") == b"anew"
-
-
-def test_a_link_is_not_followed(folder: PrivateFolder, tmp_path: Path) -> None:
-    folder.keep("one", b"program")
     (folder.path / "link").symlink_to(folder.path / "one")
     assert folder.read("link") is None
 
@@ -86,10 +79,6 @@ def test_what_was_not_used_for_long_makes_room(folder: PrivateFolder) -> None:
     assert {path.name for path in folder.path.iterdir()} == {"too large"}
 
 
-def _with_zeros(data: bytes) -> bytes:
-    return data[:40] + bytes(20) + data[60:]
-
-
 def _with_a_flipped_bit(data: bytes) -> bytes:
     return data[:50] + bytes([data[50] ^ 1]) + data[51:]
 
@@ -97,14 +86,11 @@ def _with_a_flipped_bit(data: bytes) -> bytes:
 @pytest.mark.parametrize(
     "spoilt",
     [
-        _with_zeros,
         _with_a_flipped_bit,
         lambda data: data[:50],
-        lambda data: data[:5],
-        lambda data: bytes(len(data)),
+        lambda data: b"",
         lambda data: data[32:],  # as it was without a checksum
         lambda data: data + b"more",
-        lambda data: b"",
     ],
 )
 def test_a_damaged_file_is_not_run(
