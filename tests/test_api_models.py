@@ -36,12 +36,7 @@ def test_padding_of_the_vocabulary_is_never_said(acceptance: str, temperature: f
         logits = target(torch.tensor([[1, 2, 3, 1, 2]])).logits
     assert (logits.argmax(dim=-1) >= NUM_WORDS).any()  # or nothing is tested
     decoder = outrider.load(target, draft, tokenizer=word_tokenizer(), acceptance=acceptance)
-    options: dict[str, Any] = {
-        "temperature": temperature,
-        "ignore_eos": True,
-        "logprobs": NUM_WORDS,
-        "max_new_tokens": 25,
-    }
+    options: dict[str, Any] = {"temperature": temperature, "ignore_eos": True, "logprobs": NUM_WORDS}
     for completion in decoder.generate([PROMPT] * 4, seed=[1, 2, 3, 4], max_new_tokens=25, **options):
         assert len(completion.token_ids) == 25
         assert max(completion.token_ids) < NUM_WORDS
