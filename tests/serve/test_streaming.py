@@ -169,7 +169,7 @@ def test_stop_tokens(decoder: Decoder, client: OpenAI) -> None:
     for mine in ({"bad_words": [[ids[at]]]}, {"stop_token_ids": [ids[at]], "min_tokens": 12}):
         answer = client.completions.create(**options, extra_body=mine)
         assert answer.choices[0].text == alone(decoder, PROMPT, seed=3, max_new_tokens=20, **mine).text
-        assert answer.usage.completion_tokens >= 12
+        assert answer.usage.completion_tokens >= mine.get("min_tokens", 0)
 
 
 _SCHEMA = {
