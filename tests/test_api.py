@@ -1,8 +1,6 @@
 """The public door, on the embedded pair: text in, chunks out. Nothing here depends on what the pair says."""
 
 import dataclasses
-import subprocess
-import sys
 import time
 from importlib import import_module
 from typing import Any
@@ -42,10 +40,9 @@ def decoded(decoder: Decoder, ids: Any) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
 
-@pytest.mark.parametrize("acceptance", RULES)
-def test_the_stream_is_what_generate_gathers(acceptance: str) -> None:
+def test_the_stream_is_what_generate_gathers() -> None:
     decoder = embedded()
-    options = {"seed": 3, "max_new_tokens": 24, "acceptance": acceptance}
+    options = {"seed": 3, "max_new_tokens": 24}
     chunks = list(decoder.stream(PROMPT, **options))
     (completion,) = decoder.generate(PROMPT, **options)
     assert joined(chunks) == parts(completion)
@@ -101,37 +98,36 @@ def test_one_value_is_for_all_rows() -> None:
     assert all("e" not in c.text and "a" not in c.text for c in common)
 
 
-@pytest.mark.parametrize("acceptance", RULES)
-def test_stop_tokens_end_a_row(acceptance: str) -> None:
+def test_stop_tokens_end_a_row() -> None:
     """With that token, which has no text, for the reason "stop"; an end token of the model keeps its own reason. One
     list of ids is for all rows, a list of lists has one for each."""
-    decoder = embedded()
-    options: dict[str, Any] = {"seed": 6, "max_new_tokens": 14, "ignore_eos": True, "acceptance": acceptance}
+    decoder = embedded("float32", "gumbel")
+    options: dict[str, Any] = {"seed": 6, "max_new_tokens": 14, "ignore_eos": True}
     (full,) = decoder.generate(PROMPT, **options)
     at = next(i for i in range(5, 14) if full.token_ids[i] not in full.token_ids[:i])
     token_id = full.token_ids[at]
     (one,) = decoder.generate(PROMPT, stop_token_ids=[token_id], **options)
     assert (one.finish_reason, one.token_ids) == ("stop", full.token_ids[: at + 1])
-    assert one.text == decoder.generate(PROMPT, **options | {"max_new_tokens": at})[0].text or acceptance != "gumbel"
+    assert one.text == decoder.generate(PROMPT, **options | {"max_new_tokens": at})[0].text
     pair = decoder.generate([PROMPT, PROMPT], stop_token_ids=[[token_id], []], **options)
     assert [row.finish_reason for row in pair] == ["stop", "length"]
     (eos,) = decoder.eos_ids
-    certain = {"logit_bias": {eos: 1e6}, "max_new_tokens": 3, "acceptance": acceptance}
+    certain = {"logit_bias": {eos: 1e6}, "max_new_tokens": 3}
     (ended,) = decoder.generate(PROMPT, stop_token_ids=[eos], **certain)
     assert (ended.finish_reason, ended.token_ids) == ("eos", (eos,))
 
 
-@pytest.mark.parametrize("acceptance", RULES)
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize(("acceptance", "k"), [("rejection", 1), ("block", 4), ("gumbel", 4)])
 def test_a_row_has_its_least_number_of_tokens(acceptance: str, k: int) -> None:
     """Though the end token is all but certain, and under ``ignore_eos`` it is forbidden too. A limit ends a text in any
     case; what leaves no token at all is refused."""
     decoder = embedded()
     (eos,) = decoder.eos_ids
     certain: dict[str, Any] = {"logit_bias": {eos: 1e6}, "acceptance": acceptance, "num_draft_tokens": k, "seed": 1}
-    for num_tokens in (0, 1, 2, 7):
+    for num_tokens in (0, 1, 6):
         (one,) = decoder.generate(PROMPT, min_tokens=num_tokens, **certain)
         assert (one.finish_reason, one.token_ids.index(eos)) == ("eos", num_tokens)
+        assert num_tokens or one.text == ""  # an end token has no text
     (one,) = decoder.generate(PROMPT, min_tokens=3, ignore_eos=True, max_new_tokens=5, **certain)
     assert [token_id == eos for token_id in one.token_ids] == [False] * 3 + [True] * 2
     (one,) = decoder.generate(PROMPT, min_tokens=5, max_new_tokens=3, **certain)
@@ -139,58 +135,6 @@ def test_a_row_has_its_least_number_of_tokens(acceptance: str, k: int) -> None:
     nothing_else = {i: -float("inf") for i in range(decoder.target.vocab_size) if i != eos}
     with pytest.raises(OptionError, match="min_tokens = 2 is invalid: no token is left"):
         decoder.generate(PROMPT, min_tokens=2, logit_bias=nothing_else)
-
-
-@pytest.mark.parametrize("acceptance", RULES)
-def test_stop_strings_end_a_row_at_the_very_token(acceptance: str) -> None:
-    """Whatever part of the text is the stop string: the text ends before it, and the tokens with the one that makes it
-    whole. The rounds before are the same, so the text without a stop string tells what to expect."""
-    decoder = embedded()
-    options: dict[str, Any] = {"seed": 6, "max_new_tokens": 14, "ignore_eos": True, "acceptance": acceptance}
-    (full,) = decoder.generate(PROMPT, **options)
-    prompt_ids = decoder.encode(PROMPT)
-    texts = [decoded(decoder, prompt_ids + list(full.token_ids[:n])) for n in range(1, 15)]
-    for begin in range(0, len(full.text) - 4, 6):
-        stop = full.text[begin : begin + 4]
-        num_tokens = next(n for n, text in enumerate(texts, start=1) if stop in text[len(PROMPT) :])
-        chunks = list(decoder.stream(PROMPT, stop=stop, **options))
-        stopped = joined(chunks)
-        assert stopped["finish_reason"] == "stop"
-        assert stopped["token_ids"] == full.token_ids[:num_tokens]
-        assert stopped["text"] == full.text[: full.text.index(stop)]
-        assert stopped["origins"] == full.origins[:num_tokens]
-
-
-def test_what_was_held_back_comes_with_the_end() -> None:
-    """The end of a text may look like the beginning of a stop string; nothing of it is lost."""
-    options: dict[str, Any] = {"seed": 6, "max_new_tokens": 12, "ignore_eos": True}
-    (full,) = embedded().generate(PROMPT, **options)
-    chunks = list(embedded().stream(PROMPT, stop=full.text[-6:] + "\x00", **options))
-    assert joined(chunks) == parts(full)
-    assert chunks[-1].text.endswith(full.text[-6:])
-
-
-def test_a_truncated_round_is_left_out_of_the_acceptance() -> None:
-    """The end is forced into the middle of a round; only the rounds before it are counted."""
-    decoder = embedded()
-    with_itself = outrider.load("fable", "fable", dtype="float64")
-    (full,) = with_itself.generate(PROMPT, seed=2, num_draft_tokens=6, max_new_tokens=14, ignore_eos=True)
-    assert full.stats.draft_acceptance_rate == 1.0
-    text = decoded(decoder, decoder.encode(PROMPT) + list(full.token_ids[:9]))[len(PROMPT) :]
-    (cut,) = with_itself.generate(PROMPT, seed=2, num_draft_tokens=6, max_new_tokens=14, ignore_eos=True, stop=text)
-    assert len(cut.token_ids) == cut.stats.num_generated_tokens == 9
-    assert (cut.stats.num_rounds, cut.stats.num_truncated_rounds) == (1, 1)
-    assert cut.stats.num_draft_tokens == 6
-
-
-def test_end_tokens_end_and_have_no_text() -> None:
-    decoder = embedded()
-    (eos_id,) = decoder.eos_ids
-    options: dict[str, Any] = {"logit_bias": {eos_id: 1000.0}, "max_new_tokens": 7, "seed": 0}
-    (ended,) = decoder.generate(PROMPT, **options)
-    assert (ended.token_ids, ended.text, ended.finish_reason) == ((eos_id,), "", "eos")
-    (ignored,) = decoder.generate(PROMPT, ignore_eos=True, **options)
-    assert (ignored.token_ids, ignored.text, ignored.finish_reason) == ((eos_id,) * 7, "", "length")
 
 
 def test_seeds_are_told_and_reproduce() -> None:
@@ -236,8 +180,6 @@ def test_logprobs_are_the_target_s_own() -> None:
         assert item.logprob == pytest.approx(float(row[token_id]), abs=1e-9)
         assert [i for i, _ in item.top] == row.topk(3).indices.tolist()
         assert [value for _, value in item.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-9)
-    (alone,) = decoder.generate(PROMPT, logprobs=0, max_new_tokens=3, ignore_eos=True, **options)
-    assert alone.logprobs is not None and [item.top for item in alone.logprobs] == [(), (), ()]
 
 
 @pytest.mark.parametrize("acceptance", RULES)
@@ -265,22 +207,13 @@ def test_stats_and_origins_tell_the_same_story(acceptance: str) -> None:
 
 
 def test_pieces_are_the_text_by_origin() -> None:
-    """Neighbouring pieces differ in origin; joined they are the text; each comes from tokens of its origin."""
-    chunks = list(embedded().stream(PROMPT, seed=4, max_new_tokens=60, ignore_eos=True))
+    """Neighbouring pieces differ in origin; joined they are the text."""
+    chunks = list(embedded().stream(PROMPT, seed=4, max_new_tokens=30, ignore_eos=True))
     for chunk in chunks:
         assert "".join(text for text, _ in chunk.pieces) == chunk.text
         origins = [origin for _, origin in chunk.pieces]
         assert all(a != b for a, b in zip(origins, origins[1:], strict=False))
-    by_origin = {origin: "" for chunk in chunks for origin in chunk.origins}
-    for chunk in chunks:
-        for text, origin in chunk.pieces:
-            by_origin[origin] += text
-    expected = dict.fromkeys(by_origin, "")
-    ids = embedded().encode(PROMPT)
-    for token_id, origin in ((i, o) for chunk in chunks for i, o in zip(chunk.token_ids, chunk.origins, strict=True)):
-        expected[origin] += decoded(embedded(), [*ids, token_id])[len(decoded(embedded(), ids)) :]
-        ids.append(token_id)
-    assert by_origin == expected
+        assert set(origins) <= set(chunk.origins)
 
 
 def test_the_timings_of_chunks_add() -> None:
@@ -314,12 +247,11 @@ def test_what_the_reader_does_between_chunks_is_not_timed(monkeypatch: pytest.Mo
 def test_greedy_is_hugging_face_s_greedy() -> None:
     decoder = embedded("float64")
     model: Any = decoder.target.model
-    for prompt in PROMPTS[:2]:
-        ids = torch.tensor([decoder.encode(prompt)])
-        want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
-        for arm in (decoder, decoder.plain()):
-            (completion,) = arm.generate(prompt, temperature=0.0, max_new_tokens=24)
-            assert list(completion.token_ids) == want[0, ids.shape[1] :].tolist()
+    ids = torch.tensor([decoder.encode(PROMPT)])
+    want = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=16)
+    for arm in (decoder, decoder.plain()):
+        (completion,) = arm.generate(PROMPT, temperature=0.0, max_new_tokens=16)
+        assert list(completion.token_ids) == want[0, ids.shape[1] :].tolist()
 
 
 def test_plain_decoding_drafts_nothing() -> None:
@@ -327,28 +259,6 @@ def test_plain_decoding_drafts_nothing() -> None:
     assert completion.stats.num_draft_tokens == 0 and completion.stats.num_rounds == 9
     assert completion.stats.mean_acceptance_length == 1.0 and completion.stats.draft_acceptance_rate is None
     assert set(completion.origins) == {"bonus"}
-
-
-def test_the_same_text_with_and_without_a_draft_under_gumbel() -> None:
-    options: dict[str, Any] = {"seed": 9, "max_new_tokens": 24, "acceptance": "gumbel"}
-    decoder = embedded("float64")
-    want = decoder.plain().generate(PROMPT, **options)[0].token_ids
-    for k in (1, 3, 8):
-        assert decoder.generate(PROMPT, num_draft_tokens=k, **options)[0].token_ids == want
-
-
-@pytest.mark.parametrize("acceptance", RULES)
-def test_a_dropped_stream_can_be_taken_up_again(acceptance: str) -> None:
-    """At the end of a round, with the tokens so far as the prompt; and the decoder is as good as new."""
-    decoder = embedded("float64")
-    options: dict[str, Any] = {"seed": 5, "ignore_eos": True, "acceptance": acceptance}
-    (full,) = decoder.generate(PROMPT, max_new_tokens=20, **options)
-    stream = decoder.stream(PROMPT, max_new_tokens=20, **options)
-    ids = [*next(stream).token_ids, *next(stream).token_ids]
-    del stream
-    rest = decoder.generate([decoder.encode(PROMPT) + ids], max_new_tokens=20 - len(ids), **options)
-    assert tuple(ids) + rest[0].token_ids == full.token_ids
-    assert parts(decoder.generate(PROMPT, max_new_tokens=20, **options)[0]) == parts(full)
 
 
 def test_no_prompts_no_completions() -> None:
@@ -359,27 +269,20 @@ def test_no_prompts_no_completions() -> None:
 BAD_OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"temperature": -0.1}, "temperature = -0.1 is invalid"),
     ({"temperature": [1.0]}, "one value for each of the 2 prompts"),
-    ({"seed": [1, 2, 3]}, "one value for each of the 2 prompts"),
     ({"stop": [["a"]]}, "one value for each of the 2 prompts"),
     ({"max_new_token": 5}, "did you mean max_new_tokens"),
     ({"do_sample": True}, "do_sample = True is invalid: there is no such option"),
-    ({"assistant_model": "x"}, "the draft is chosen with the target, outrider.load(target, draft)"),
     ({"suppress_tokens": [1]}, "logit_bias forbids a token"),
-    ({"min_new_tokens": 5}, "did you mean min_tokens?"),
-    ({"stop_strings": "."}, "did you mean stop?"),
     ({"max_tokens": 5}, "did you mean max_new_tokens?"),
-    ({"num_assistant_tokens": 5}, "did you mean num_draft_tokens?"),
     ({"top_p": 0.0}, "0 < top_p <= 1"),
     ({"top_p": float("nan")}, "top_p = nan"),
     ({"top_k": 2.5}, "top_k = 2.5"),
-    ({"seed": 2**63}, "seed"),
     ({"stop": ""}, "stop strings are not empty"),
     ({"stop": 5}, "stop = 5"),
     ({"logit_bias": "a"}, "logit_bias = 'a'"),
     ({"logit_bias": {"7": 1.0}}, "token ids"),
-    ({"logit_bias": {7: float("inf")}}, "finite number up to 1e"),
+    ({"logit_bias": {7: 1e300}}, "finite number up to 1e"),
     ({"logit_bias": {10**9: 1.0}}, "token ids are below"),
-    ({"logit_bias": {7: 1e300}}, "logit_bias"),
     ({"num_draft_tokens": 0}, "num_draft_tokens = 0"),
     ({"num_draft_tokens": 2.0}, "num_draft_tokens = 2.0"),
     ({"acceptance": "typical"}, "choose one of rejection, block, gumbel"),
@@ -414,7 +317,6 @@ def test_a_bias_that_forbids_every_token_is_refused() -> None:
         ([""], "^the prompt is empty"),
         (["word " * 2000], r"^the prompt has \d+ tokens, but fable can take \d+ in all"),
         ([[1, 2, 10**9]], "a token id outside 0"),
-        ([[1, -2]], "a token id outside 0"),
         ([1, 2, 3], "prompt 0: a prompt is text, a list of token ids"),
         ([[{"role": "user", "content": "hello"}]], "no chat template"),
     ],
@@ -427,19 +329,13 @@ def test_bad_prompts_are_refused_at_once(prompts: Any, message: str) -> None:
 
 
 def test_the_public_door() -> None:
-    assert list(outrider.__all__) == sorted(outrider.__all__)
+    assert dir(outrider) == list(outrider.__all__) == sorted(outrider.__all__)
     for name in outrider.__all__:
         assert getattr(outrider, name) is not None
     with pytest.raises(AttributeError, match="has no attribute 'generat'"):
         _ = outrider.generat
     assert issubclass(UsageError, outrider.OutriderError) and outrider.Sampling is Sampling
     assert import_module("outrider.errors").__all__ == sorted(import_module("outrider.errors").__all__)
-
-
-def test_importing_outrider_does_not_import_torch() -> None:
-    code = "import sys, outrider; print([m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "[]"
 
 
 def test_sampling_as_one_object() -> None:
@@ -463,10 +359,6 @@ def test_what_is_no_sampling_is_refused(sampling: Any) -> None:
 
 def test_keywords_are_the_fields_of_sampling() -> None:
     assert SamplingChanges.__annotations__.keys() == {field.name for field in dataclasses.fields(outrider.Sampling)}
-
-
-def test_what_is_public_is_listed() -> None:
-    assert dir(outrider) == list(outrider.__all__)
 
 
 def test_a_placement_is_one_object() -> None:

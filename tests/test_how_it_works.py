@@ -7,6 +7,8 @@ by chance less than once in a million times.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -49,10 +51,15 @@ ROWS = [
 ]
 
 
+@cache
+def _noise(make_noise: Callable[..., RoundUniforms]) -> RoundUniforms:
+    """Noise of all texts, which most of the rules share."""
+    return make_noise(torch.arange(NUM_TEXTS), torch.ones(NUM_TEXTS, dtype=torch.long), 2, 3)
+
+
 @pytest.mark.parametrize(("rule", "distance", "written"), ROWS, ids=[row[2] for row in ROWS])
 def test_the_numbers_of_the_page(rule: Rule, distance: float, written: str) -> None:
-    seeds, starts = torch.arange(NUM_TEXTS), torch.ones(NUM_TEXTS, dtype=torch.long)
-    noise = rule.make_noise(seeds, starts, 2, 3)
+    noise = _noise(rule.make_noise)
     q = Q.expand(NUM_TEXTS, 2, 3)
     ids = torch.stack([rule.draw(q[:, i], noise.at(i)) for i in range(2)], dim=1)
     draft = Draft(ids, q, torch.full((NUM_TEXTS,), 2))

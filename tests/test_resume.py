@@ -1,4 +1,4 @@
-"""A stream that is cut and resumed goes on as if it had not been: tokens and text."""
+"""A stream that is cut and resumed goes on as if it had not been: tokens and text. (All rules: tests/decoding.)"""
 
 import dataclasses
 
@@ -8,8 +8,6 @@ from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from pairs import byte_level_tokenizer, embedded, random_llama
-
-RULES = ["rejection", "block", "gumbel"]
 
 
 def _parts(decoder: Decoder, prompt: str, cut: int, **options: object) -> tuple[str, str, tuple[int, ...]]:
@@ -24,16 +22,16 @@ def _parts(decoder: Decoder, prompt: str, cut: int, **options: object) -> tuple[
     return before, "".join(chunk.text for chunk in after), (*ids, *(i for chunk in after for i in chunk.token_ids))
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_a_stop_string_across_the_cut(rule: str) -> None:
+def test_a_stop_string_across_the_cut() -> None:
     """Wherever it is cut; and after a cut within the stop string the part before it was held back, and is not text."""
-    decoder = embedded("float64", rule)
-    options = {"seed": 3, "max_new_tokens": 32, "temperature": 0.9}
+    decoder = embedded("float64")
+    options = {"seed": 3, "max_new_tokens": 24, "temperature": 0.9}
     (whole,) = decoder.generate("Once upon a time", **options)
-    stop = whole.text[40:54]
+    stop = whole.text[24:38]
     (uncut,) = decoder.generate("Once upon a time", stop=stop, **options)
     assert uncut.finish_reason == "stop" and uncut.text == whole.text[: whole.text.index(stop)]
     num_chunks = len(list(decoder.stream("Once upon a time", stop=stop, **options)))
+    assert num_chunks > 3
     for cut in range(1, num_chunks):
         before, after, ids = _parts(decoder, "Once upon a time", cut, stop=stop, **options)
         assert before + after == uncut.text
@@ -53,10 +51,9 @@ def test_a_cut_within_a_character() -> None:
         assert given + "".join(chunk.text for chunk in chunks) == whole
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_many_at_once(rule: str) -> None:
-    decoder = embedded("float64", rule)
-    prompts, options = ["The king", "The fox"], {"seed": [1, 2], "max_new_tokens": 20}
+def test_many_at_once() -> None:
+    decoder = embedded("float64")
+    prompts, options = ["The king", "The fox"], {"seed": [1, 2], "max_new_tokens": 16}
     whole = decoder.generate(prompts, **options)
     said: list[list[int]] = [[], []]
     for number, chunk in enumerate(decoder.stream_many(prompts, **options)):
@@ -68,10 +65,9 @@ def test_many_at_once(rule: str) -> None:
     assert [one.num_prompt_tokens for one in rest] == [one.num_prompt_tokens for one in whole]
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_tokens_before_the_cut_are_output(rule: str) -> None:
+def test_tokens_before_the_cut_are_output() -> None:
     """To the penalties that count output, to ``min_tokens`` and to ``max_new_tokens``."""
-    decoder = embedded("float64", rule)
+    decoder = embedded("float64")
     (eos,) = decoder.eos_ids
     options = {"presence_penalty": 1.0, "frequency_penalty": 0.5, "min_tokens": 15, "logit_bias": {eos: 1e6}}
     for limit in (12, 30):
@@ -96,21 +92,18 @@ def test_what_cannot_be_resumed() -> None:
         decoder.stream("Once", resume_ids=[-1])
     with pytest.raises(OptionError, match="one list for each of the 2 completions"):
         decoder.stream_many(["a", "b"], resume_ids=[[1]])
-    forms = [None, [[1]], "ab", iter([1]), 5]
-    for form in forms:
+    for form in (None, [[1]], "ab", iter([1]), 5):
         with pytest.raises(OptionError, match="a list of token ids for each prompt"):
             decoder.stream("Once", resume_ids=form)
 
 
-@pytest.mark.parametrize("k", [4, "auto"])
-@pytest.mark.parametrize("rule", RULES)
-def test_a_smaller_limit_gives_a_prefix(rule: str, k: int | str) -> None:
+def test_a_smaller_limit_gives_a_prefix() -> None:
     """With a given seed, alone and in a batch; also if the cache is allocated for a shorter sequence."""
-    decoder = dataclasses.replace(embedded("float64", rule), num_draft_tokens=k)
+    decoder = dataclasses.replace(embedded("float64"), num_draft_tokens="auto")
     prompts = ["The king", "The fox"]
-    whole = [one.token_ids for one in decoder.generate(prompts, seed=[1, 2], max_new_tokens=24)]
+    whole = [one.token_ids for one in decoder.generate(prompts, seed=[1, 2], max_new_tokens=16)]
     for limit in (1, 3, 6):
-        given = decoder.generate(prompts, seed=[1, 2], max_new_tokens=[limit, 24])
+        given = decoder.generate(prompts, seed=[1, 2], max_new_tokens=[limit, 16])
         complete = dict(decoder.complete(iter(prompts[:1]), seed=1, max_new_tokens=limit))
         assert [one.token_ids for one in given] == [whole[0][:limit], whole[1]]
         assert complete[0].token_ids == whole[0][:limit]

@@ -13,7 +13,6 @@ from outrider.options import Sampling
 from outrider.text.structure import _at_the_beginning
 from pairs import embedded, random_llama, word_tokenizer
 
-RULES = ["rejection", "block", "gumbel"]
 PROMPT = "Once upon a time there was a"
 SCHEMA: dict[str, Any] = {
     "type": "object",
@@ -27,6 +26,7 @@ SCHEMA: dict[str, Any] = {
 }
 GRAMMAR = 'start: " " animal (" and a " animal)?\nanimal: "fox" | "hen" | "king"'
 REGEX = r" [a-z]{2,9}( [a-z]{1,9}){0,3}\."
+_PATTERNS = [f".*a{i}.*b{i}.*" for i in range(30)]
 
 
 def is_right(text: str) -> bool:
@@ -40,35 +40,33 @@ def is_right(text: str) -> bool:
     )
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_every_text_matches(rule: str) -> None:
+def test_every_text_matches() -> None:
     """And ends by itself, with an end token; the regular expression and the grammar as wholes."""
-    decoder = embedded("float64", rule)
-    options = {"max_new_tokens": 250, "seed": list(range(6))}
-    texts = decoder.generate([PROMPT] * 6, json_schema=SCHEMA, **options)
+    decoder = embedded("float64")
+    options = {"max_new_tokens": 250, "seed": list(range(4))}
+    texts = decoder.generate([PROMPT] * 4, json_schema=SCHEMA, **options)
     assert all(is_right(one.text) for one in texts)
-    matched = decoder.generate([PROMPT] * 6, regex=REGEX, **options)
+    matched = decoder.generate([PROMPT] * 4, regex=REGEX, **options)
     assert all(re.fullmatch(REGEX, one.text) for one in matched)
-    spoken = decoder.generate([PROMPT] * 6, grammar=GRAMMAR, temperature=0.7, **options)
+    spoken = decoder.generate([PROMPT] * 4, grammar=GRAMMAR, temperature=0.7, **options)
     animal = "(fox|hen|king)"
     assert all(re.fullmatch(f" {animal}( and a {animal})?", one.text) for one in spoken)
     for one in (*texts, *matched, *spoken):
         assert one.finish_reason == "eos" and one.token_ids[-1] in decoder.eos_ids
     assert sum(one.stats.num_accepted_draft_tokens for one in matched) > 0
-    assert len({one.text for one in matched}) > 3
+    assert len({one.text for one in matched}) > 2
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_constrained_rows_among_others(rule: str) -> None:
-    """Each row is what it is alone; under ``gumbel`` and at temperature 0 what plain decoding says."""
-    decoder = embedded("float64", rule)
+def test_constrained_rows_among_others() -> None:
+    """Each row is what it is alone and, under ``gumbel``, what plain decoding says."""
+    decoder = embedded("float64", "gumbel")
     options: dict[str, list[Any]] = {
         "regex": [REGEX, None, None, " (yes|no)", None],
         "json_schema": [None, None, SCHEMA, None, None],
         "grammar": [None, None, None, None, 'root ::= " a" [b-d]+ "!"'],
         "temperature": [1.0, 0.8, 0.0, 1.0, 0.0],
         "presence_penalty": [0.0, 1.0, 0.0, 0.0, 1.5],
-        "max_new_tokens": [30, 20, 60, 10, 12],
+        "max_new_tokens": [24, 12, 40, 10, 12],
         "seed": [1, 2, 3, 4, 5],
     }
     prompts = [PROMPT] * 5
@@ -77,16 +75,14 @@ def test_constrained_rows_among_others(rule: str) -> None:
         mine = {name: values[row] for name, values in options.items()}
         (alone,) = decoder.generate(PROMPT, **mine)
         assert (alone.text, alone.token_ids) == (one.text, one.token_ids)
-        if rule == "gumbel" or mine["temperature"] == 0:
-            (plain,) = decoder.plain().generate(PROMPT, **mine)
-            assert plain.token_ids == one.token_ids
+        (plain,) = decoder.plain().generate(PROMPT, **mine)
+        assert plain.token_ids == one.token_ids
     assert together[3].text in (" yes", " no")
     assert re.fullmatch(" a[b-d]+!?", together[4].text)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_resumed_where_it_was_cut(rule: str) -> None:
-    decoder = embedded("float64", rule)
+def test_resumed_where_it_was_cut() -> None:
+    decoder = embedded("float64")
     options: dict[str, Any] = {"regex": REGEX, "seed": 5, "max_new_tokens": 40}
     (uncut,) = decoder.generate(PROMPT, **options)
     chunks = list(decoder.stream(PROMPT, **options))
@@ -129,40 +125,26 @@ def test_stop_strings_and_limits_still_end_a_text() -> None:
         ({"regex": "a", "min_tokens": 2}, "min_tokens = 2 is invalid: with regex"),
         ({"regex": "a", "logit_bias": {5: -float("inf")}}, "logit_bias = -inf .* it may forbid what regex requires"),
         ({"json_schema": ["a"]}, "a list needs one value for each of the 1 prompts|a JSON schema, which is an object"),
-    ],
-    ids=str,
-)
-def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    """In one line of moderate length."""
-    with pytest.raises(OptionError, match=message) as caught:
-        embedded().generate(PROMPT, **options)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-
-
-_PATTERNS = [f".*a{i}.*b{i}.*" for i in range(30)]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
         (
             {"json_schema": {"type": "string", "allOf": [{"pattern": one} for one in _PATTERNS]}},
-            "it takes too much time or memory to read",
+            "too much time or memory",
         ),
         (
             {"grammar": "start: T\nT: " + " & ".join(f"/{one}/" for one in _PATTERNS)},
-            "it has more than 5 operators &",
+            "more than 5 operators &",
         ),
         ({"regex": "a" * 300_000}, "it has 300000 bytes, the limit is 262144"),
         ({"json_schema": {"anyOf": [{"pattern": "a"}] * 1001}}, "it has 1001 patterns, the limit is 1000"),
         ({"regex": "\ud800"}, "surrogates not allowed"),
         ({"json_schema": {"enum": {1}}}, "not JSON serializable"),
     ],
-    ids=["schema", "grammar", "bytes", "patterns", "surrogate", "set"],
+    ids=lambda value: str(value)[:40],
 )
-def test_a_constraint_that_would_not_be_read_in_time(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(OptionError, match=message):
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    """In one line of moderate length."""
+    with pytest.raises(OptionError, match=message) as caught:
         embedded().generate(PROMPT, **options)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
 
 
 def test_an_unknown_format_is_any_string() -> None:
@@ -190,7 +172,7 @@ def test_an_ambiguous_grammar_ends_its_text_alone() -> None:
     ambiguous = 'start: a\na: a a | /[a-z ]/ | ""'
     options = {"max_new_tokens": 100, "seed": 1, "logit_bias": dict.fromkeys(embedded().eos_ids, -1e6)}
     rows = dict(embedded().complete([(PROMPT, {"grammar": ambiguous}), PROMPT], **options))
-    assert isinstance(rows[0], NumericsError) and "Too many items" in str(rows[0])
+    assert isinstance(rows[0], NumericsError) and "Too many items" in str(rows[0]) and "\n" not in str(rows[0])
     assert len(rows[1].token_ids) == 100  # type: ignore[union-attr]
 
 
@@ -201,22 +183,6 @@ def test_models_that_cannot() -> None:
     strange = load(random_llama(97), tokenizer=word_tokenizer())
     with pytest.raises(OptionError, match="the tokenizer cannot be used"):
         strange.generate("w1 w2", regex="w3")
-
-
-def test_a_grammar_beyond_its_limits_ends_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, and with the reason."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    from outrider.text import structure
-
-    def tight(tokens: Any, grammar: str, log_level: int, limits: Any) -> Any:
-        return LLMatcher(tokens, grammar, log_level=log_level, limits=LLParserLimits(max_items_in_row=3))
-
-    monkeypatch.setattr(structure._llguidance(), "LLMatcher", tight)
-    wide = "start: " + " | ".join(f"r{i}" for i in range(40)) + "".join(f'\nr{i}: "a" r{i} | "b{i}"' for i in range(40))
-    rows = dict(embedded().complete([(PROMPT, {"grammar": wide}), PROMPT], max_new_tokens=8, seed=1))
-    assert isinstance(rows[0], NumericsError | OptionError) and "\n" not in str(rows[0])
-    assert rows[1].finish_reason in ("length", "eos")  # type: ignore[union-attr]
 
 
 def test_the_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:

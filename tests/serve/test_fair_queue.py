@@ -11,6 +11,7 @@ import pytest
 from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.serve import pending
+from outrider.serve.admission import Admission
 from outrider.serve.fair_queue import Turns, TurnsPool
 from outrider.text.tokenizer import encode
 
@@ -32,21 +33,20 @@ def test_clients_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_priority", "expected"), [(False, ["a3", "b2", "a1", "b1", "a2"]), (True, ["a3", "b2", "a1", "b1", "a2"])]
+    ("priorities", "is_across", "expected"),
+    [
+        ({"a1": 0, "a2": 5, "a3": -2, "b1": 0, "b2": -1}, False, ["a3", "b2", "a1", "b1", "a2"]),
+        ({"a1": 0, "a2": 5, "a3": -2, "b1": 0, "b2": -1}, True, ["a3", "b2", "a1", "b1", "a2"]),
+        ({"a1": 0, "a2": 0, "b1": -9, "b2": -9}, False, ["a1", "b1", "a2", "b2"]),
+        ({"a1": 0, "a2": 0, "b1": -9, "b2": -9}, True, ["b1", "b2", "a1", "a2"]),
+    ],
 )
-def test_priority_within_a_client(has_priority: bool, expected: list[str]) -> None:
-    turns: Turns[str] = Turns(has_priority_across_clients=has_priority)
-    for name, priority in (("a1", 0), ("a2", 5), ("a3", -2), ("b1", 0), ("b2", -1)):
+def test_priority_within_a_client(priorities: dict[str, int], is_across: bool, expected: list[str]) -> None:
+    """And across clients only where it is allowed."""
+    turns: Turns[str] = Turns(has_priority_across_clients=is_across)
+    for name, priority in priorities.items():
         turns.push(name, name[0], priority)
     assert order(turns) == expected
-
-
-def test_priority_across_clients_only_where_it_is_allowed() -> None:
-    for has_priority, expected in ((False, ["a1", "b1", "a2", "b2"]), (True, ["b1", "b2", "a1", "a2"])):
-        turns: Turns[str] = Turns(has_priority_across_clients=has_priority)
-        for name, priority in (("a1", 0), ("a2", 0), ("b1", -9), ("b2", -9)):
-            turns.push(name, name[0], priority)
-        assert order(turns) == expected
 
 
 def test_removed_items_lose_their_turn() -> None:
@@ -83,7 +83,7 @@ def test_a_client_never_has_all_threads() -> None:
 
 
 LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
-SHORT = {"prompt": "w1", "max_tokens": 100, "seed": 1}
+SHORT = {"prompt": "w1", "max_tokens": 100, "seed": 1}  # longer than it takes to send some requests
 
 
 def queue_times(server: Running, requests: list[tuple[str, dict]]) -> list[float]:
@@ -105,21 +105,15 @@ def queue_times(server: Running, requests: list[tuple[str, dict]]) -> list[float
         return [one.result().json()["metrics"]["queue_time_ms"] for one in found]
 
 
-@pytest.mark.parametrize("keys", [(), ("a", "b")])
-def test_many_requests_of_one_client_do_not_hold_up_another(keys: tuple[str, ...]) -> None:
-    """A request that came later than others and has waited for a shorter time certainly began before them."""
-    with running(words(1_000_000), num_slots=1, context_len=1_000_000, api_keys=keys) as server:
-        _, *others, other = queue_times(server, [("a", {})] * 4 + [("b", {})])
-    assert other < min(others)
-
-
-@pytest.mark.parametrize("is_across", [False, True])
-def test_priority_of_requests(is_across: bool) -> None:
-    """Within a client; across clients only where it is allowed. A lower number goes first."""
+@pytest.mark.parametrize(("is_across", "keys"), [(False, ()), (False, ("a", "b")), (True, ())])
+def test_clients_and_priorities(is_across: bool, keys: tuple[str, ...]) -> None:
+    """Many requests of one client do not hold up another. Within a client a lower number goes first; across clients
+    only where it is allowed. A request that came later than others and has waited for a shorter time certainly began
+    before them."""
     requests = [("a", {"priority": 1}), ("a", {}), ("b", {"priority": -3}), ("b", {"priority": 2}), ("a", {})]
     requests.append(("a", {"priority": -2}))
     options = {"num_slots": 1, "context_len": 1_000_000, "has_priority_across_clients": is_across}
-    with running(words(1_000_000), **options) as server:
+    with running(words(1_000_000), api_keys=keys, **options) as server:
         a_last, a_second, _, b_last, a_third, a_first = queue_times(server, requests)
     assert a_first < min(a_second, a_third, a_last)
     if is_across:  # -3 of b, -2, 0, 0, 1, 2 of b
@@ -146,19 +140,7 @@ def test_a_client_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
         for stream in reversed(streams):
             stream.close()
         wait_until(lambda: server.num_open == 0)
-
-
-def test_one_client_cannot_fill_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quarter stays free for others, unless told otherwise."""
-    monkeypatch.setattr(pending, "_KEEP_ALIVE_S", 0.05)
-    with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=6) as server, server.openai() as one:
-        streams = [one.completions.create(model="toy", **LONG, stream=True) for _ in range(6)]
-        with pytest.raises(openai.RateLimitError):
-            one.completions.create(model="toy", prompt="w1")
-        other = one.with_options(api_key="another")
-        streams.append(other.completions.create(model="toy", **LONG, stream=True))
-        for stream in reversed(streams):
-            stream.close()
+    assert Admission(8, None).most_of_one == 6  # a quarter stays free for others, unless told otherwise
 
 
 def test_requests_that_wait_to_be_tokenized_are_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,26 +162,25 @@ def test_requests_that_wait_to_be_tokenized_are_in_the_queue(monkeypatch: pytest
         assert [one.result().status_code for one in refused] == [503]
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("/v1/completions", {"prompt": "w1 " * 2000}, "prompt"),
-        ("/v1/completions", {"prompt": ["w1", "w1 " * 2000]}, "prompt"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1 " * 2000}]}, "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "name": "\u20ac" * 1400, "content": "x"}]}, "messages"),
-        ("/tokenize", {"prompt": "w1 " * 400_000}, "prompt"),
-    ],
-)
-def test_a_prompt_that_cannot_have_room_is_not_tokenized(
-    path: str, body: dict, param: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prompt_that_cannot_have_room_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 tokens hold at most 4,096 bytes here."""
     with running(words()) as server, server.http() as http:
         monkeypatch.setattr("outrider.requests.call.encode", _encode_one_word)
         monkeypatch.setattr("outrider.serve.prepare.encode", _encode_one_word)
-        response = http.post(path, json=body)
-    assert response.status_code == 400 and response.json()["error"]["param"] == param
-    assert " bytes" in response.json()["error"]["message"]
+        for path, body, param in (
+            ("/v1/completions", {"prompt": ["w1", "w1 " * 2000]}, "prompt"),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1 " * 2000}]}, "messages"),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "name": "\u20ac" * 1400, "content": "x"}]},
+                "messages",
+            ),
+            ("/tokenize", {"prompt": "w1 " * 400_000}, "prompt"),
+        ):
+            response = http.post(path, json=body)
+            assert response.status_code == 400
+            error = response.json()["error"]
+            assert error["param"] == param and " bytes" in error["message"]
 
 
 def _encode_one_word(tokenizer: Any, prompt: Any, **more: Any) -> list[int]:

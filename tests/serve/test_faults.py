@@ -5,6 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import ModelNotFound
 from outrider.serve import app, pending, prepare, race, responses_answer, served_model, streaming
+from outrider.serve.served_model import ServedModel
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import broken_model, word_tokenizer
 
@@ -32,23 +34,16 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
         yield one
 
 
-def test_a_stream_that_is_left_frees_its_slot(server: Running) -> None:
-    with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
-        lines = response.iter_lines()  # kept, since the response is closed with it
-        next(lines)
-        assert server.metric("outrider:num_requests_running") == 1
-    wait_until(lambda: is_free(server))
-    assert server.metric("outrider:requests_total", 'finished_reason="abort"') == 1
-
-
-def test_the_openai_client_leaves_streams(server: Running) -> None:
-    """Many, since it may leave at the very moment at which there is something to send."""
+def test_streams_that_are_left_free_their_slots(server: Running) -> None:
+    """Many, since the client may leave at the very moment at which there is something to send."""
     with server.openai() as client:
-        for _ in range(20):
+        for _ in range(10):
             stream = client.completions.create(model="toy", **LONG, n=2, stream=True)
             assert next(iter(stream)).choices
+            assert server.num_open == 2
             stream.close()
             wait_until(lambda: is_free(server))
+    wait_until(lambda: server.metric("outrider:requests_total", 'finished_reason="abort"') == 20)
 
 
 def test_a_client_that_waits_for_the_whole_and_leaves(server: Running) -> None:
@@ -59,47 +54,47 @@ def test_a_client_that_waits_for_the_whole_and_leaves(server: Running) -> None:
 
 
 def test_a_full_queue(server: Running) -> None:
-    """Two slots, and one more may wait."""
+    """Two slots, and one more may wait; it leaves like the others."""
     with server.http() as http:
         assert http.post("/v1/completions", json=LONG | {"n": 4}).status_code == 400  # there is never room for so many
-        streams = [http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) for _ in range(3)]
-        for stream in streams:
-            stream.__enter__()
-        response = http.post("/v1/completions", json=LONG)
-        assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
-        assert response.json()["error"]["code"] == "unavailable"
-        with server.openai() as client, pytest.raises(openai.InternalServerError):
-            client.completions.create(model="toy", prompt="w1")
-        streams[0].__exit__(None, None, None)
-        wait_until(lambda: server.metric("outrider:num_requests_waiting") == 0)
-        for stream in streams[1:]:
-            stream.__exit__(None, None, None)
+        with ExitStack() as streams:
+            for _ in range(3):
+                streams.enter_context(http.stream("POST", "/v1/completions", json=LONG | {"stream": True}))
+            for path in ("completions", "race"):
+                response = http.post(f"/v1/{path}", json=LONG)
+                assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
+                assert response.json()["error"]["code"] == "unavailable"
+            assert server.num_open == 3
         wait_until(lambda: is_free(server))
         assert http.post("/v1/completions", json={"prompt": "w1", "max_tokens": 3}).status_code == 200
 
 
-def test_a_slow_reader_stops_nobody(server: Running) -> None:
+@contextmanager
+def slow_reader(server: Running) -> Iterator[None]:
+    """A client that reads nothing of its long answer."""
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        # Else megabytes fit between the two, which a busy machine does not generate in the time of a test.
+        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        slow.sendall(as_sent(LONG | {"stream": True}))  # and reads nothing
-        wait_until(lambda: server.metric("outrider:generation_tokens_total") > 500)
+        slow.sendall(as_sent(LONG | {"stream": True, "logprobs": 20}))
+        wait_until(lambda: server.metric("outrider:num_requests_running") == 1)
+        yield
+
+
+def test_a_slow_reader_stops_nobody(server: Running) -> None:
+    with slow_reader(server):
+        wait_until(lambda: server.metric("outrider:generation_tokens_total") > 200)  # more than the buffers hold
         with server.openai() as client:
-            answer = client.completions.create(model="toy", prompt="w2", max_tokens=300)
-        assert answer.usage.completion_tokens == 300
+            answer = client.completions.create(model="toy", prompt="w2", max_tokens=100)
+        assert answer.usage.completion_tokens == 100
         assert server.metric("outrider:num_requests_running") == 1
     wait_until(lambda: is_free(server))
 
 
 def test_a_reader_that_has_stopped_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(app, "_SEND_S", 0.2)
-    with socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        # Else megabytes fit between the two, which a busy machine does not generate in the time of a test.
-        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        slow.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
-        slow.sendall(as_sent(LONG | {"stream": True, "logprobs": 20}))  # and reads nothing
-        wait_until(lambda: server.metric("outrider:num_requests_running") == 1)
+    with slow_reader(server):
         wait_until(lambda: is_free(server))
 
 
@@ -181,24 +176,20 @@ def test_a_score_that_runs_when_the_server_ends(max_tokens: int, monkeypatch: py
 
 
 def test_what_runs_when_the_server_ends_hears_of_it(server: Running) -> None:
-    """Too long for --shutdown-timeout, which is 0 here."""
-    with server.http() as http, http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response:
-        lines = response.iter_lines()
-        next(lines)
+    """Too long for --shutdown-timeout, which is 0 here. The openai client raises an error."""
+    with (
+        server.openai() as client,
+        server.http() as http,
+        http.stream("POST", "/v1/completions", json=LONG | {"stream": True}) as response,
+    ):
+        lines, stream = response.iter_lines(), iter(client.completions.create(model="toy", **LONG, stream=True))
+        assert next(lines) and next(stream)
         server.server.stop()
         *_, error, done = (line for line in lines if line)
+        with pytest.raises(openai.APIError, match="shutting down"):
+            list(stream)
     assert done == "data: [DONE]"
     assert "shutting down" in json.loads(error.removeprefix("data: "))["error"]["message"]
-
-
-def test_the_openai_client_hears_of_an_error_in_a_stream(server: Running) -> None:
-    with server.openai() as client:
-        stream = iter(client.completions.create(model="toy", **LONG, stream=True))
-        next(stream)
-        server.server.stop()
-        with pytest.raises(openai.APIError, match="shutting down"):
-            for _ in stream:
-                pass
 
 
 def test_a_text_that_fails_alone(tmp_path: Path) -> None:
@@ -216,49 +207,49 @@ def test_a_text_that_fails_alone(tmp_path: Path) -> None:
         assert client.completions.create(model="toy", prompt="w1 w2", max_tokens=1).choices
 
 
-def test_before_it_is_ready() -> None:
-    may_load, is_ready = threading.Event(), threading.Event()
+@contextmanager
+def loading_late(found: list[ServedModel]) -> Iterator[tuple[Server, httpx.Client, threading.Event]]:
+    """A server whose model is loaded when the event is set, its client, and the event.
+
+    Args:
+        found: gets the model when it is ready.
+    """
+    may_load, options = threading.Event(), ServerOptions(shutdown_timeout_s=0.0)
 
     def load_late() -> Decoder:
         assert may_load.wait(LIMIT_S)
         return words()
 
-    with listen("127.0.0.1", 0) as listener:
-        server = Server(("toy",), load_late, ServerOptions(), listener, lambda model: is_ready.set())
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        with httpx.Client(base_url=f"http://127.0.0.1:{listener.getsockname()[1]}", timeout=LIMIT_S) as http:
-            assert http.get("/health").status_code == 503
-            assert http.get("/metrics").status_code == 200
-            assert http.get("/v1/models").status_code == 503
-            assert http.post("/v1/completions", json={"prompt": "w1"}).status_code == 503
-            may_load.set()
-            assert is_ready.wait(LIMIT_S)
-            assert http.get("/health").status_code == 200
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        server = Server(("toy",), load_late, options, listener, found.append)
+        ended = pool.submit(server.run)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with httpx.Client(base_url=url, timeout=LIMIT_S, verify=False) as http:
+            wait_until(lambda: http.get("/health").status_code == 503)
+            yield server, http, may_load
         server.stop()
-        thread.join(LIMIT_S)
+        ended.result(LIMIT_S)
+
+
+def test_before_it_is_ready() -> None:
+    found: list[ServedModel] = []
+    with loading_late(found) as (_, http, may_load):
+        assert http.get("/metrics").status_code == 200
+        assert http.get("/v1/models").status_code == 503
+        assert http.post("/v1/completions", json={"prompt": "w1"}).status_code == 503
+        may_load.set()
+        wait_until(lambda: bool(found))
+        assert http.get("/health").status_code == 200
 
 
 def test_a_server_that_ends_before_it_is_ready() -> None:
     """It takes no requests after all, and its counts can be read."""
-    may_load, found, options = threading.Event(), [], ServerOptions(shutdown_timeout_s=0.0)
-
-    def load_late() -> Decoder:
-        assert may_load.wait(LIMIT_S)
-        return words()
-
-    with listen("127.0.0.1", 0) as listener:
-        server = Server(("toy",), load_late, options, listener, found.append)
-        thread = threading.Thread(target=server.run)
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        wait_until(lambda: httpx.get(f"{url}/health").status_code == 503)
+    found: list[ServedModel] = []
+    with loading_late(found) as (server, http, may_load):
         server.model.drain()
-        assert httpx.get(f"{url}/metrics").status_code == 200
+        assert http.get("/metrics").status_code == 200
         may_load.set()
-        server.stop()
-        thread.join(LIMIT_S)
-    assert not thread.is_alive() and not found
+    assert not found
 
 
 def test_models_that_cannot_be_loaded_end_the_server() -> None:
@@ -280,28 +271,16 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
         return whole(*arguments, **more)
 
     whole, decoder.target.model.forward = decoder.target.model.forward, forward
-    found: list[BaseException] = []
-    with listen("127.0.0.1", 0) as listener:
-        is_ready = threading.Event()
-        server = Server(("toy",), loading(decoder), ServerOptions(), listener, lambda model: is_ready.set())
-
-        def run() -> None:
-            try:
-                server.run()
-            except RuntimeError as error:
-                found.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        assert is_ready.wait(LIMIT_S)
+    with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
+        server = Server(("toy",), loading(decoder), ServerOptions(), listener)
+        ended = pool.submit(server.run)
+        wait_until(lambda: server.model.admission.state == "ready")
         is_broken.set()
-        response = httpx.post(
-            f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions", json={"prompt": "w1"}, timeout=LIMIT_S
-        )
-        thread.join(LIMIT_S)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
+        response = httpx.post(url, json={"prompt": "w1"}, timeout=LIMIT_S)
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            ended.result(LIMIT_S)
     assert response.status_code == 500 and "device" not in response.text
-    (error,) = found
-    assert "device is gone" in str(error)
     assert "the engine has failed" in caplog.text
 
 
@@ -317,7 +296,7 @@ def _fails(*_: object, **__: object) -> Any:
         (race, "read_constraint", "race", {}),
         (served_model, "prompt_logprobs", "completions", {"prompt_logprobs": 1}),
         (race, "race_events", "race", {}),
-        (streaming, "whole", "completions", {}),
+        (app, "whole", "completions", {}),
         (streaming, "usage_of", "completions", {"stream": True, "stream_options": {"include_usage": True}}),
         (responses_answer, "totals", "responses", {"stream": True}),
         (responses_answer, "totals", "responses", {}),
@@ -334,7 +313,7 @@ def test_errors_of_ours_are_in_the_log(
     """With their traceback, once, wherever they are. Clients see none of it."""
     decoder = words()
     decoder.tokenizer.chat_template = "w1"
-    monkeypatch.setattr(app if name == "whole" else module, name, _fails)
+    monkeypatch.setattr(module, name, _fails)
     with running(decoder) as server, server.http() as http:
         asked = {"input": "w1", "max_output_tokens": 2} if path == "responses" else {"prompt": "w1 w2", "max_tokens": 2}
         answer = http.post(f"/v1/{path}", json=asked | body)
@@ -342,13 +321,3 @@ def test_errors_of_ours_are_in_the_log(
     assert answer.status_code == (200 if "stream" in body else 500)
     (logged,) = [record for record in caplog.records if record.exc_info]
     assert "in _fails" in caplog.text and logged.levelname == "ERROR"
-
-
-def test_a_queue_that_is_left_is_empty(server: Running) -> None:
-    """Rows that wait for a slot leave too."""
-    with server.openai() as client:
-        streams = [client.completions.create(model="toy", **LONG, stream=True) for _ in range(3)]
-        assert server.num_open == 3
-        for stream in reversed(streams):
-            stream.close()
-        wait_until(lambda: is_free(server))

@@ -11,7 +11,7 @@ from servers import running
 
 from harness_tasks import TASKS, write_tasks
 from outrider.evals.harness import OutriderLM
-from pairs import embedded, zoo
+from pairs import embedded
 
 
 def _numbers(value: Any) -> list[float]:
@@ -21,9 +21,8 @@ def _numbers(value: Any) -> list[float]:
     return [value] if isinstance(value, bool | int | float) else []
 
 
-@pytest.mark.parametrize("backend", ["huggingface", "remote"])
-def test_scores_through_the_server_are_those_without(tmp_path: Path, backend: str) -> None:
-    """With the tokenizer's files, and with the server's tokenizer alone."""
+def test_scores_through_the_server_are_those_without(tmp_path: Path) -> None:
+    """With the server's tokenizer alone."""
     decoder = embedded("float64")
     folder = write_tasks(tmp_path)
 
@@ -36,8 +35,7 @@ def test_scores_through_the_server_are_those_without(tmp_path: Path, backend: st
         client = get_model("local-completions")(
             base_url=f"{server.url}/v1/completions",
             model="toy",
-            tokenizer=str(zoo("fable")) if backend == "huggingface" else None,
-            tokenizer_backend=backend,
+            tokenizer_backend="remote",
             max_length=decoder.target.context_len,
             batch_size=4,
         )

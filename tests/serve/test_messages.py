@@ -111,31 +111,6 @@ def test_thoughts_and_ends() -> None:
         assert send(server, messages=[ASK], max_tokens=2)["stop_reason"] == "max_tokens"
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use", "name": "x"}]}]}, "messages[0]"),
-        ({"messages": [ASK], "system": 3}, "system"),
-        ({"messages": [ASK], "tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
-        ({"messages": [ASK], "tool_choice": {"type": "some"}}, "tool_choice"),
-        ({"messages": [ASK], "thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking"),
-        ({"messages": [ASK], "output_config": {"task_budget": 3}}, "output_config"),
-        ({"messages": [ASK], "max_tokens": 0}, "max_tokens"),
-        ({"messages": [ASK], "stop_sequences": [3]}, "stop_sequences"),
-        ({"messages": [ASK], "temperature": -1}, "temperature"),
-        ({"messages": [ASK], "container": "x"}, "container"),
-        ({"messages": [ASK], "mcp_servers": [{}]}, "mcp_servers"),
-    ],
-)
-def test_fields_that_are_refused(server: Running, body: dict[str, Any], param: str) -> None:
-    found = send(server, **body)
-    assert (found["status"], found["type"], found["error"]["type"]) == (400, "error", "invalid_request_error")
-    assert found["error"]["param"] == param
-
-
 def test_fields(server: Running) -> None:
     """The same as in a chat: system, a prefix of the answer, a schema."""
     system = [

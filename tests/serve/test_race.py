@@ -17,7 +17,7 @@ from outrider.serve.race import Race
 from pairs import broken_model, embedded, word_tokenizer
 
 PROMPT = "Once upon a time there was a"
-BODY = {"prompt": PROMPT, "seed": 3, "max_tokens": 40}
+BODY = {"prompt": PROMPT, "seed": 3, "max_tokens": 24}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def ids_of(events: list[dict[str, Any]], arm: int) -> list[int]:
     return [token["id"] for event in events[1:-1] if event["arm"] == arm for token in event["tokens"]]
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "block", "gumbel"])
+@pytest.mark.parametrize("acceptance", ["rejection", "gumbel"])
 def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running, acceptance: str) -> None:
     """And its last event counts what the others tell."""
     events = race(server, acceptance=acceptance, num_draft_tokens=3, temperature=0.8)
@@ -57,7 +57,7 @@ def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running
     assert (start["type"], {one["type"] for one in rounds}, end["type"]) == ("start", {"round"}, "end")
     assert (start["target"], start["prompt"], start["seed"], start["acceptance"]) == ("toy", PROMPT, 3, acceptance)
     assert [(arm["draft"], arm["k"]) for arm in start["arms"]] == [(None, None), ("fable-draft", 3)]
-    options: dict[str, Any] = {"seed": 3, "max_new_tokens": 40, "temperature": 0.8, "acceptance": acceptance}
+    options: dict[str, Any] = {"seed": 3, "max_new_tokens": 24, "temperature": 0.8, "acceptance": acceptance}
     for which, one in enumerate((decoder.plain(), decoder)):
         (alone,) = one.generate(PROMPT, num_draft_tokens=3, **options)
         own = [event for event in rounds if event["arm"] == which]
@@ -73,37 +73,41 @@ def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running
     assert is_same == (acceptance == "gumbel")
 
 
-def test_rejected_drafts_are_told_with_p_and_q(server: Running) -> None:
+@pytest.fixture(scope="module")
+def rounds(server: Running) -> list[dict[str, Any]]:
+    return race(server, acceptance="rejection")[1:-1]
+
+
+def test_rejected_drafts_are_told_with_p_and_q(rounds: list[dict[str, Any]]) -> None:
     """Those accepted are the tokens themselves, and what is rejected has p < q."""
     num_rejected = 0
-    for event in race(server, acceptance="rejection")[1:-1]:
+    for event in rounds:
         accepted = [token for token in event["tokens"] if token["origin"] == "accepted"]
-        assert [(one["id"], one["text"]) for one in event["drafted"][: len(accepted)]] == [
-            (token["id"], token["text"]) for token in accepted
-        ]
+        drafted = [(one["id"], one["text"]) for one in event["drafted"][: len(accepted)]]
+        assert drafted == [(token["id"], token["text"]) for token in accepted]
         assert all(0 <= one["p"] <= 1 and 0 < one["q"] <= 1 for one in event["drafted"])
         if event["tokens"][-1]["origin"] == "correction":
             first = event["drafted"][len(accepted)]
             assert first["p"] < first["q"] and first["id"] != event["tokens"][-1]["id"]
             num_rejected += 1
-    assert num_rejected > 3
+    assert num_rejected > 1
 
 
-def test_the_arm_that_is_behind_is_stepped(server: Running) -> None:
+def test_the_arm_that_is_behind_is_stepped(rounds: list[dict[str, Any]]) -> None:
     clocks = [0.0, 0.0]
-    for event in race(server)[1:-1]:
+    for event in rounds:
         which = event["arm"]
         assert clocks[which] <= clocks[1 - which]
         clocks[which] = float("inf") if event["finish_reason"] else event["seconds"]
     assert clocks == [float("inf")] * 2
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "suffix", "none"])
-def test_other_drafts(server: Running, drafter: str) -> None:
+def test_other_drafts(server: Running) -> None:
     """Which need no model. Under gumbel the text is the same with any."""
-    events = race(server, drafter=drafter, acceptance="gumbel", num_draft_tokens=7)
-    assert events[0]["arms"][1]["draft"] == (None if drafter == "none" else drafter)
-    assert ids_of(events, 0) == ids_of(events, 1)
+    for drafter in ("suffix", "none"):
+        events = race(server, drafter=drafter, acceptance="gumbel", num_draft_tokens=7, max_tokens=16)
+        assert events[0]["arms"][1]["draft"] == (None if drafter == "none" else drafter)
+        assert ids_of(events, 0) == ids_of(events, 1)
 
 
 def test_a_seed_is_drawn_where_none_is_given(server: Running) -> None:
@@ -125,41 +129,18 @@ def test_choices(server: Running) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("fields", "param"),
-    [
-        ({"drafter": "another"}, "drafter"),
-        ({"drafter": 1}, "drafter"),
-        ({"num_draft_tokens": 17}, "num_draft_tokens"),
-        ({"draft": False}, "num_draft_tokens"),
-        ({"acceptance": "greedy"}, "acceptance"),
-        ({"temperature": -1}, "temperature"),
-        ({"prompt": ["a", "b"]}, "prompt"),
-        ({"prompt": [1, 2]}, "prompt"),
-        ({"prompt": PROMPT * 100}, "prompt"),
-        ({"n": 2}, "prompt"),
-        ({"tools": [{}]}, "tools"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs"),
-        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
-    ],
-)
-def test_refused(server: Running, fields: dict[str, Any], param: str) -> None:
-    with server.http() as http:
-        response = http.post("/v1/race", json=BODY | fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-
-
 def test_a_race_changes_no_text_beside_it(decoder: Decoder, server: Running) -> None:
-    (alone,) = decoder.generate(PROMPT, seed=1, max_new_tokens=60)
-    body = {"prompt": PROMPT, "seed": 1, "max_tokens": 60}
+    (alone,) = decoder.generate(PROMPT, seed=1, max_new_tokens=20)
+    body = {"prompt": PROMPT, "seed": 1, "max_tokens": 20}
     with ThreadPoolExecutor() as pool, server.http() as http:
-        races = [pool.submit(race, server, seed=seed) for seed in range(3)]
+        races = [pool.submit(race, server, seed=seed, max_tokens=16) for seed in range(2)]
         assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == alone.text
     assert all(one.result()[-1]["type"] == "end" for one in races)
 
 
-def test_a_race_that_is_left_ends() -> None:
-    """And the next one has its turn."""
+def test_a_race_that_is_left_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the next one has its turn. More than a few may not wait."""
+    monkeypatch.setattr(app, "_MOST_RACES", 2)
     with running(words(1_000_000), context_len=1_000_000) as server, server.http() as http:
         body = {"prompt": "w1", "max_tokens": 900_000, "drafter": "ngram"}
         with http.stream("POST", "/v1/race", json=body) as response:
@@ -167,21 +148,11 @@ def test_a_race_that_is_left_ends() -> None:
             assert server.num_open == 1
             waiting = threading.Thread(target=lambda: race(server, prompt="w1"))
             waiting.start()
+            wait_until(lambda: server.num_open == 2)
+            other = http.post("/v1/race", json=body)
+            assert other.status_code == 503 and int(other.headers["retry-after"]) >= 1
             next(lines)
         wait_until(lambda: server.num_open == 0 and not waiting.is_alive())
-
-
-def test_a_race_beside_a_full_queue() -> None:
-    """It is refused as a text is."""
-    options = {"context_len": 1_000_000, "num_slots": 1, "max_queue": 0}
-    with running(words(1_000_000), **options) as server, server.http() as http:
-        body = {"prompt": "w1", "max_tokens": 900_000}
-        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as response:
-            next(lines := response.iter_lines())
-            refused = [http.post(f"/v1/{path}", json=body) for path in ("race", "completions")]
-            assert [(one.status_code, one.headers["retry-after"]) for one in refused] == [(503, "1")] * 2
-            assert refused[0].json() == refused[1].json()
-            next(lines)
 
 
 def test_a_race_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,31 +172,13 @@ def test_a_race_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
             http.stream("POST", "/v1/race", json={"prompt": "w2"}) as second,
         ):
             lines, waiting = first.iter_lines(), second.iter_lines()
-            assert [next(lines) for _ in range(5)] == [
-                'data: {"type": "start"}',
-                "",
-                ": keep-alive",
-                "",
-                ": keep-alive",
-            ]
+            begun = ['data: {"type": "start"}', "", ": keep-alive", "", ": keep-alive"]
+            assert [next(lines) for _ in range(5)] == begun
             assert next(waiting) == ": keep-alive"
             may_end.set()
             for rest in (lines, waiting):
                 told = [line for line in rest if line.startswith("data:")]
                 assert told[-2:] == ['data: {"type": "end"}', "data: [DONE]"]
-
-
-def test_too_many_races(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_MOST_RACES", 1)
-    with running(words(1_000_000), context_len=1_000_000) as server, server.http() as http:
-        body = {"prompt": "w1", "max_tokens": 900_000}
-        with http.stream("POST", "/v1/race", json=body) as response:
-            next(lines := response.iter_lines())
-            other = http.post("/v1/race", json=body)
-            assert other.status_code == 503 and int(other.headers["retry-after"]) >= 1
-            next(lines)
-        wait_until(lambda: server.num_open == 0)
-        assert race(server, prompt="w1", max_tokens=2)[-1]["type"] == "end"
 
 
 def test_a_model_that_fails_ends_the_race_alone(tmp_path: Path) -> None:
@@ -235,15 +188,3 @@ def test_a_model_that_fails_ends_the_race_alone(tmp_path: Path) -> None:
         *_, last = events_of(http.post("/v1/race", json={"prompt": "w3 w7", "max_tokens": 9, "drafter": "ngram"}).text)
         assert "NaN" in last["error"]["message"]
         assert race(server, prompt="w1 w2", max_tokens=2)[-1]["type"] == "end"
-
-
-def test_a_key_is_asked_for_but_not_for_the_page() -> None:
-    with running(words(), api_keys=("secret",)) as server, server.http() as http:
-        assert http.get("/v1/race/choices").status_code == http.post("/v1/race", json=BODY).status_code == 401
-        for path in ("/", "/page/race.css", "/page/main.js", "/page/race.js"):
-            response = http.get(path)
-            assert response.status_code == 200
-            assert "script-src 'self'" in response.headers["content-security-policy"]
-        assert http.get("/page/other.js").status_code == 401
-        headers = {"authorization": "Bearer secret"}
-        assert http.get("/v1/race/choices", headers=headers).status_code == 200

@@ -124,34 +124,21 @@ def check_lanes(driver: Any, events: list[dict[str, Any]]) -> None:
         assert facts["τ predicted"] == expected + at_most
 
 
-def verdict(driver: Any) -> str:
-    text: str = driver.find_element("id", "verdict").text
-    return text
-
-
-def test_a_race_to_its_end(driver: Any, server: Running) -> None:
-    events = raced(driver, server, acceptance="block", seed=5, max_tokens=60)
-    assert (events[0]["acceptance"], events[0]["seed"], events[0]["max_new_tokens"]) == ("block", 5, 60)
-    check_lanes(driver, events)
-    assert "times as fast as plain in this race" in verdict(driver)
-    assert "Different samples, same distribution" in verdict(driver)
-    assert complaints(driver) == []
-
-
-def test_under_gumbel_the_texts_are_the_same_and_it_says_so(driver: Any, server: Running) -> None:
-    events = raced(driver, server, acceptance="gumbel", seed=6, k=7, max_tokens=60)
+@pytest.mark.parametrize(
+    ("acceptance", "seed", "k", "said"),
+    [
+        ("block", 5, 4, "Different samples, same distribution"),
+        ("gumbel", 6, 7, "Both texts are the same, token for token: under gumbel the seed 6 determines the text"),
+    ],
+)
+def test_a_race_to_its_end(driver: Any, server: Running, acceptance: str, seed: int, k: int, said: str) -> None:
+    events = raced(driver, server, acceptance=acceptance, seed=seed, k=k, max_tokens=60)
+    start = events[0]
+    assert (start["acceptance"], start["seed"], start["max_new_tokens"]) == (acceptance, seed, 60)
     check_lanes(driver, events)
     plain, speculative = ["".join(text for _, text, _ in lane["tokens"]) for lane in driver.execute_script(SHOWN)]
-    assert plain == speculative
-    assert "Both texts are the same, token for token: under gumbel the seed 6 determines the text" in verdict(driver)
-    assert complaints(driver) == []
-
-
-def test_a_prompt_of_markup_is_text(driver: Any, server: Running) -> None:
-    prompt = "<script>window.stolen = 1</script><img src=x onerror='window.stolen = 1'>"
-    check_lanes(driver, raced(driver, server, prompt=prompt, max_tokens=40, seed=1))
-    assert driver.execute_script("return window.stolen") is None
-    assert driver.execute_script("return document.querySelectorAll('#lanes script, #lanes img').length") == 0
+    assert (plain == speculative) == (acceptance == "gumbel") and said in driver.find_element("id", "verdict").text
+    assert "times as fast as plain in this race" in driver.find_element("id", "verdict").text
     assert complaints(driver) == []
 
 
@@ -224,44 +211,36 @@ def test_a_race_that_fails_says_so(driver: Any, tmp_path: Path) -> None:
         fill(driver, prompt="w3 w7", max_tokens=9)
         driver.find_element("id", "start").click()
         wait_until(lambda: "NaN" in driver.find_element("id", "error").text)
-        assert verdict(driver) == "The race was interrupted."
+        assert driver.find_element("id", "verdict").text == "The race was interrupted."
         assert driver.find_element("id", "pause").text == "Pause"
         assert not driver.find_element("id", "pause").is_enabled()
 
 
-def test_a_server_with_a_full_queue_says_so(driver: Any) -> None:
-    with running(words(1_000_000), context_len=1_000_000, num_slots=1, max_queue=0) as server, server.http() as http:
+def test_a_key_is_asked_for(driver: Any) -> None:
+    """And kept nowhere. A full queue is told."""
+    options = {"context_len": 1_000_000, "num_slots": 1, "max_queue": 0, "api_keys": ("secret",)}
+    with running(words(1_000_000), **options) as server, server.http() as http:
         driver.get(server.url)
-        start, error = (driver.find_element("id", name) for name in ("start", "error"))
+        key, start, error = (driver.find_element("id", name) for name in ("key", "start", "error"))
+        wait_until(key.is_displayed)
+        key.send_keys("secret")
+        fill(driver, prompt="w1 w2")
         wait_until(start.is_enabled)
+        fill(driver, speed="Infinity", max_tokens=5, drafter="ngram")
         body = {"prompt": "w1", "max_tokens": 900_000, "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as response:
+        headers = {"authorization": "Bearer secret"}
+        with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             next(lines := response.iter_lines())
-            fill(driver, prompt="w1")
             start.click()
             wait_until(lambda: error.text != "")
             assert error.text == "the queue is full (running or waiting: 1): try again in about 1 s"
             next(lines)
-    assert all("503" in one for one in complaints(driver))
-
-
-def test_a_key_is_asked_for(driver: Any) -> None:
-    """And kept nowhere."""
-    with running(words(), api_keys=("secret",)) as server:
-        driver.get(server.url)
-        key = driver.find_element("id", "key")
-        wait_until(key.is_displayed)
-        key.send_keys("secret")
-        driver.find_element("id", "prompt").clear()
-        driver.find_element("id", "prompt").send_keys("w1 w2")
-        start = driver.find_element("id", "start")
-        wait_until(start.is_enabled)
-        fill(driver, speed="Infinity", max_tokens=5, drafter="ngram")
+        wait_until(lambda: server.num_open == 0)
         start.click()
         wait_until(lambda: is_over(driver))
         kept = "return [localStorage.length, sessionStorage.length, document.cookie]"
         assert driver.execute_script(kept) == [0, 0, ""]
-        assert {one for one in complaints(driver) if "401" not in one} == set()
+        assert all("401" in one or "503" in one for one in complaints(driver))
 
 
 @pytest.mark.parametrize("is_dark", [False, True])

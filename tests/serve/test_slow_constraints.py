@@ -89,11 +89,8 @@ def test_a_machine_that_is_too_busy(server: Running, monkeypatch: pytest.MonkeyP
     ("field", "value", "message"),
     [
         ("guided_choice", ["a"] * 5001, "5001 strings, of at most 5000"),
-        ("guided_json", {"properties": {str(i): {"pattern": "a"} for i in range(1001)}}, "1001 patterns"),
         ("guided_json", {"patternProperties": {str(i): {} for i in range(1001)}}, "1001 patterns"),
-        ("json_schema", {"enum": ["a" * 300_000]}, "the limit is 262144"),
         ("guided_regex", "a" * 300_000, "the limit is 262144"),
-        ("guided_choice", ["a" * 300_000], "the limit is 262144"),
     ],
 )
 def test_bounds(server: Running, field: str, value: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
