@@ -69,11 +69,6 @@ def test_every_option_is_read(tmp_path: Path) -> None:
     assert next(iter(log)).probs is None
 
 
-def test_turns_of_chats_end_texts_too(tmp_path: Path) -> None:
-    chat = _row(1, model=_row()["model"] | {"eos_ids": [5, 9]})
-    assert Log.open(_write(tmp_path / "log", _row(), chat)).header.eos_ids == (5, 9)
-
-
 def test_half_a_line_is_not_there_yet(tmp_path: Path) -> None:
     path = _write(tmp_path / "log", _row(), _row(1))
     path.write_bytes(path.read_bytes()[:-9])
@@ -88,9 +83,15 @@ def test_half_a_line_is_not_there_yet(tmp_path: Path) -> None:
         (lambda row: row["settings"].update(temperature="hot"), "line 2 is not of a log"),
         (lambda row: row["settings"].update(temperature=0.6), "line 2 has other settings than the lines before"),
         (lambda row: row["model"].update(name="other"), "line 2 has other settings"),
+        (lambda row: row["model"].update(eos_ids=[5, 9]), "or ends at other tokens, as chats do"),
+        (lambda row: row["model"].update(eos_ids=["a"]), "line 2 is not of a log"),
         (lambda row: row["settings"].update(regex="a+"), r"the output of a constraint \(regex\)"),
         (lambda row: row["settings"].update(bad_words=["a"]), r"the output of a constraint \(bad_words\)"),
         (lambda row: row.update(token_ids=[V]), "line 2 is damaged"),
+        (lambda row: row.update(token_ids=[1.5]), "line 2 is damaged"),
+        (lambda row: row.update(index=[1]), "line 2 is damaged"),
+        (lambda row: row["probs"]["tail"].__setitem__(0, float("nan")), "line 2 is damaged"),
+        (lambda row: row["probs"].update(top=[[0.1] * 3] * 3, top_ids=[[1] * 3] * 3), "line 2 is damaged"),
         (lambda row: row.update(token_ids=[]), "line 2 is damaged"),
         (lambda row: row.pop("probs"), "line 2 is damaged"),
         (lambda row: row["probs"].update(tail=[0.0]), "line 2 is damaged"),
@@ -113,5 +114,5 @@ def test_files_that_are_no_logs(tmp_path: Path) -> None:
             Log.open(tmp_path / "log")
     with pytest.raises(FileError, match="cannot read"):
         Log.open(tmp_path / "nowhere")
-    with pytest.raises(FileError, match="cannot read"):
+    with pytest.raises(FileError, match="is a folder: logs of outrider 0.2"):
         Log.open(tmp_path)
