@@ -1,5 +1,7 @@
 """The shape of a draft, and the weights it begins with."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, OPTConfig, Qwen3Config, Qwen3ForCausalLM
@@ -15,6 +17,7 @@ def test_layers_are_spread() -> None:
 
 
 def test_config_follows_the_target() -> None:
+    """Heads that share the width keep their size; others have one of their own, as in Qwen3-0.6B and Gemma-3-1B."""
     target = LlamaConfig(
         hidden_size=512,
         intermediate_size=1024,
@@ -23,63 +26,43 @@ def test_config_follows_the_target() -> None:
         num_key_value_heads=2,
         vocab_size=99,
     )
+    target.quantization_config = {"quant_method": "awq"}
     config = draft_config(target, Shape(2, 256))
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 256, 512)
     assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 1, 99)
+    assert not hasattr(config, "quantization_config")
     assert draft_config(target, Shape(2, 192)).num_key_value_heads == 3  # four queries to a key do not divide three
     assert draft_config(target, Shape(1, 256, 80)).intermediate_size == 80
     assert target.num_hidden_layers == 24
     assert default_shape(target) == Shape(2, 512)
+    config = draft_config(tiny_llama().config, Shape(1, 20))
+    assert (config.num_attention_heads, config.head_dim) == (2, 8)
+    for hidden_size, num_heads, num_kv, head_dim in ((1152, 4, 1, 256), (1024, 16, 8, 128)):
+        own = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv, "head_dim": head_dim}
+        target = Qwen3Config(hidden_size=hidden_size, **own)
+        config = draft_config(target, Shape(1, hidden_size))
+        assert (config.num_attention_heads, config.num_key_value_heads) == (num_heads, num_kv)
+        half = draft_config(target, Shape(1, hidden_size // 2))
+        assert (half.num_attention_heads, half.head_dim) == (num_heads // 2, head_dim)
 
 
 @pytest.mark.parametrize(
-    ("shape", "message"),
-    [((0, 64), "num_layers = 0"), ((1, 0), "hidden_size = 0"), ((1, 64, 0), "intermediate_size = 0")],
+    ("config", "shape", "message"),
+    [
+        (LlamaConfig(), (0, 64), "num_layers = 0"),
+        (LlamaConfig(), (1, 0), "hidden_size = 0"),
+        (LlamaConfig(), (1, 64, 0), "intermediate_size = 0"),
+        (GPT2Config(n_embd=32, n_head=4), (1, 20), "a multiple of 8"),
+        (OPTConfig(), (1, 768, 100), "leave it out"),
+    ],
 )
-def test_impossible_shapes(shape: tuple[int, ...], message: str) -> None:
+def test_impossible_shapes(config: Any, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        Shape(*shape)
-
-
-def test_width_is_a_multiple_of_the_heads() -> None:
-    """Where heads share the width; Llama's have a size of their own."""
-    with pytest.raises(OptionError, match="a multiple of 8"):
-        draft_config(GPT2Config(n_embd=32, n_head=4), Shape(1, 20))
-    config = draft_config(tiny_llama().config, Shape(1, 20))
-    assert (config.num_attention_heads, config.head_dim) == (2, 8)
-
-
-@pytest.mark.parametrize(("hidden_size", "num_heads", "num_kv", "head_dim"), [(1152, 4, 1, 256), (1024, 16, 8, 128)])
-def test_heads_that_are_not_the_width_by_their_size(
-    hidden_size: int, num_heads: int, num_kv: int, head_dim: int
-) -> None:
-    """As in Gemma-3-1B and Qwen3-0.6B."""
-    target = Qwen3Config(
-        hidden_size=hidden_size, num_attention_heads=num_heads, num_key_value_heads=num_kv, head_dim=head_dim
-    )
-    config = draft_config(target, Shape(1, hidden_size))
-    assert (config.num_attention_heads, config.num_key_value_heads) == (num_heads, num_kv)
-    half = draft_config(target, Shape(1, hidden_size // 2))
-    assert (half.num_attention_heads, half.head_dim) == (num_heads // 2, head_dim)
-
-
-def test_options_that_the_architecture_has_not() -> None:
-    with pytest.raises(OptionError, match="leave it out"):
-        draft_config(OPTConfig(), Shape(1, 768, 100))
-    config = tiny_llama().config
-    config.quantization_config = {"quant_method": "awq"}
-    assert not hasattr(draft_config(config, Shape(1, 16)), "quantization_config")
-
-
-def test_a_draft_of_the_targets_shape_begins_as_the_target() -> None:
-    target = tiny_llama(num_layers=3)
-    draft = new_draft(target.config, Shape(3, 32), seed=0).double()
-    copy_slices(target, draft)
-    ids = torch.arange(20)[None]
-    torch.testing.assert_close(draft(ids).logits, target(ids).logits, check_dtype=False)
+        draft_config(config, Shape(*shape))
 
 
 def test_slices() -> None:
+    """A draft of the target's shape begins as the target."""
     target = tiny_llama(num_layers=4)
     draft = new_draft(target.config, Shape(2, 16), seed=0)
     copy_slices(target, draft)
@@ -88,6 +71,10 @@ def test_slices() -> None:
         weight, from_target = (f"model.layers.{i}.self_attn.q_proj.weight" for i in (name, other))
         torch.testing.assert_close(ours[weight], theirs[from_target][:16, :16].float())
     assert torch.equal(ours["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"][:, :16].float())
+    same = new_draft(target.config, Shape(4, 32), seed=0).double()
+    copy_slices(target, same)
+    ids = torch.arange(20)[None]
+    torch.testing.assert_close(same(ids).logits, target(ids).logits, check_dtype=False)
 
 
 def test_random_weights_follow_the_seed() -> None:

@@ -69,7 +69,7 @@ def alpha_of(folder: Path) -> float:
     return measure_alpha(*lms, HELD_OUT, [Sampling()])[0].alpha.value
 
 
-@pytest.mark.parametrize("loss", ["kl", "reverse-kl", "jsd", "tv", "lk"])
+@pytest.mark.parametrize("loss", ["kl", "lk"])
 def test_the_draft_comes_nearer(tmp_path: Path, loss: str) -> None:
     checks = run(tmp_path, budget=Budget(num_steps=40), loss=loss, save_s=1e9)
     assert len(checks) == 21 and [check.step for check in checks[:3]] == [0, 2, 4]
@@ -77,13 +77,26 @@ def test_the_draft_comes_nearer(tmp_path: Path, loss: str) -> None:
     assert best > checks[0].alpha.value + 0.05
     assert checks[0].loss is None and checks[1].loss is not None and checks[-1].tokens_per_s > 0
     assert alpha_of(tmp_path) == pytest.approx(best, abs=1e-5)
+    rates = [train._rate(spent) for spent in (0.0, 0.01, 0.02, 0.3, 0.4, 0.7, 1.0)]
+    assert rates == pytest.approx([0.05, 0.55, 1.0, 1.0, 1.0, 0.5, 0.0])
 
 
 class Killed(Exception):
     pass
 
 
-@pytest.mark.parametrize("kind", ["model", "eagle3", "dflash"])
+def check_finished(output: Path, checks: list[Check], **how: Any) -> None:
+    """Given again, the command does nothing."""
+    before = {path: path.stat().st_mtime_ns for path in output.rglob("*")}
+
+    def no_step(spent: float) -> None:
+        raise AssertionError("it trained on")
+
+    assert repr(run(output, on_step=no_step, **how)) == repr(checks)  # a loss may be NaN
+    assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
 def test_a_killed_run_goes_on(tmp_path: Path, kind: str) -> None:
     """Bit for bit as if it had not been killed, twice; a checkpoint that was being written is passed over."""
     whole = run(tmp_path / "whole", budget=Budget(num_steps=20), kind=kind)
@@ -105,23 +118,6 @@ def test_a_killed_run_goes_on(tmp_path: Path, kind: str) -> None:
     assert [(c.step, c.loss, c.alphas) for c in resumed] == [(c.step, c.loss, c.alphas) for c in whole]
     models = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
-
-
-@pytest.mark.parametrize("ending", ["steps", "clock", "patience"])
-def test_a_finished_run_is_finished(tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Given again, the command does nothing, however the run came to its end."""
-    if ending == "patience":
-        monkeypatch.setattr(train, "_rate", lambda spent: 1.0)
-    budget = Budget(seconds=0.5) if ending == "clock" else Budget(num_steps=12)
-    recipe = {"patience": 2, "learning_rate": 30.0} if ending == "patience" else {}
-    checks = run(tmp_path, budget=budget, **recipe)
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-
-    def no_step(spent: float) -> None:
-        raise AssertionError("it trained on")
-
-    assert run(tmp_path, budget=budget, on_step=no_step, **recipe) == checks
-    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
 def test_the_draft_that_is_judged_is_the_one_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +143,9 @@ def test_half_a_checkpoint_is_removed_and_whole_ones_are_kept(tmp_path: Path) ->
     half = tmp_path / "training" / "checkpoint-90"
     half.mkdir()
     (half / "model.safetensors").write_bytes(b"half")
-    run(tmp_path, budget=Budget(num_steps=6))
+    checks = run(tmp_path, budget=Budget(num_steps=6))
     assert sorted(path.name for path in (tmp_path / "training").iterdir()) == ["checkpoint-5", "checkpoint-6"]
+    check_finished(tmp_path, checks, budget=Budget(num_steps=6))
 
 
 def test_a_check_is_read_as_it_is_stored() -> None:
@@ -166,9 +163,11 @@ def test_it_ends_by_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ticks = iter(range(10**6))
     monkeypatch.setattr(watch.time, "perf_counter", lambda: float(next(ticks)))
     spent: list[float] = []
-    checks = run(tmp_path, budget=Budget(seconds=10.0), on_step=spent.append, patience=20)
+    how: dict[str, Any] = {"budget": Budget(seconds=10.0), "patience": 20}
+    checks = run(tmp_path, on_step=spent.append, **how)
     assert spent == pytest.approx([i / 10 for i in range(1, 11)])
     assert checks[-1].seconds == 10.0 and checks[-1].step == 10
+    check_finished(tmp_path, checks, **how)
 
 
 def test_a_loss_in_parts_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,15 +190,12 @@ def test_a_loss_in_parts_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_it_ends_early_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rate that throws the weights about: alpha gets worse, and the weights of the beginning stay."""
     monkeypatch.setattr(train, "_rate", lambda spent: 1.0)
-    checks = run(tmp_path, budget=Budget(num_steps=100), learning_rate=30.0, patience=3)
+    how: dict[str, Any] = {"budget": Budget(num_steps=100), "learning_rate": 30.0, "patience": 3}
+    checks = run(tmp_path, **how)
     best = max(range(len(checks)), key=lambda i: checks[i].alpha.value)
     assert len(checks) == best + 4 < 21
     assert alpha_of(tmp_path) == pytest.approx(checks[best].alpha.value, abs=1e-5)
-
-
-def test_the_rate_rises_and_falls() -> None:
-    rates = [train._rate(spent) for spent in (0.0, 0.01, 0.02, 0.3, 0.4, 0.7, 1.0)]
-    assert rates == pytest.approx([0.05, 0.55, 1.0, 1.0, 1.0, 0.5, 0.0])
+    check_finished(tmp_path, checks, **how)
 
 
 def test_another_run_is_left_alone(tmp_path: Path) -> None:
@@ -213,20 +209,18 @@ def test_another_run_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "make",
+    ("kind", "options", "name"),
     [
-        lambda: Budget(),
-        lambda: Budget(3, 3.0),
-        lambda: Budget(num_steps=0),
-        lambda: Budget(seconds=-1.0),
-        lambda: Budget(seconds=float("inf")),
-        lambda: Recipe(seed=2**32),
-        lambda: Recipe(loss="mse"),
-        lambda: Recipe(batch_size=0),
-        lambda: Recipe(learning_rate=0.0),
-        lambda: Recipe(patience=0),
+        (Budget, {}, "steps"),
+        (Budget, {"num_steps": 0}, "steps"),
+        (Budget, {"seconds": float("inf")}, "steps"),
+        (Recipe, {"loss": "mse"}, "loss"),
+        (Recipe, {"batch_size": 0}, "batch_size"),
+        (Recipe, {"learning_rate": 0.0}, "learning_rate"),
+        (Recipe, {"patience": 0}, "patience"),
+        (Recipe, {"seed": 2**32}, "seed"),
     ],
 )
-def test_bad_options(make: Callable[[], object]) -> None:
-    with pytest.raises(OptionError):
-        make()
+def test_bad_options(kind: type, options: dict[str, Any], name: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} = "):
+        kind(**options)

@@ -184,6 +184,8 @@ def test_the_best_k_by_the_cost_of_a_draft_step() -> None:
     unknown = by_draft_cost(expected, None)
     assert unknown.best_k is None and unknown.merit(1) == pytest.approx(2.0)
     assert by_draft_cost(expected, 0.0).best_k == 2  # the least K among equals
+    at_once = by_draft_cost(expected, 0.25, is_at_once=True)  # as blocks of tokens are
+    assert at_once.speed_up == pytest.approx({1: 2 / 1.25, 2: 3 / 1.25, 3: 3 / 1.25})
 
 
 def test_the_best_k_by_measured_costs() -> None:

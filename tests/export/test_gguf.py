@@ -1,36 +1,21 @@
-"""GGUF files, read back by llama.cpp (its Python package xllamacpp): the same tokens, the same text."""
+"""GGUF files, read back by Outrider and by llama.cpp: the same model, the same tokens."""
 
 import json
-import subprocess
-import sys
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
 from gguf import GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 import outrider
+from gguf_models import IDS, PLACES
 from outrider.errors import UnsupportedModel
 from outrider.export.gguf import obstacle, write_gguf
 from outrider.models.registry import ModelSpec
@@ -57,16 +42,15 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
-MODELS = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
     "llama, tied, biased, scaled": (
-        LlamaForCausalLM,
-        LlamaConfig,
+        "Llama",
         {"tie_word_embeddings": True, "attention_bias": True, "rope_parameters": LLAMA3_ROPE},
     ),
-    "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": None, "head_dim": 24}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
-    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 24}),
+    "mistral": ("Mistral", {"sliding_window": None, "head_dim": 24}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 24}),
 }
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -91,7 +75,7 @@ SPLITS = {
 }
 
 
-def _tokenizer(split: str = "gpt-2") -> PreTrainedTokenizerFast:
+def _tokenizer(split: str = "gpt-2") -> tf.PreTrainedTokenizerFast:
     """A small byte-level BPE, trained on the text that is tokenized here."""
     steps, ignores_merges = SPLITS[split]
     tokenizer = Tokenizer(BPE(ignore_merges=ignores_merges))
@@ -100,82 +84,23 @@ def _tokenizer(split: str = "gpt-2") -> PreTrainedTokenizerFast:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False)
     tokenizer.train_from_iterator([TEXT, "12 123 12345 there's said nothing"], trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
+    return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>")
 
 
 def _saved(folder: Path, kind: str, split: str = "gpt-2") -> ModelSpec:
     """A random model in float32, with a few rows of the embedding that no token has."""
     tokenizer = _tokenizer(split)
-    model_class, config_class, more = MODELS[kind]
-    config = config_class(vocab_size=len(tokenizer) + 3, **SIZES | more)
-    model = random_model(model_class, config, 3).float()
+    name, more = MODELS[kind]
+    config = getattr(tf, f"{name}Config")(vocab_size=len(tokenizer) + 3, **SIZES | more)
+    model = random_model(getattr(tf, f"{name}ForCausalLM"), config, 3).float()
     save(folder, model, tokenizer)
     return ModelSpec(name=kind, path=folder)
 
 
-SERVER = """
-import sys, xllamacpp
-params = xllamacpp.CommonParams()
-params.model.path = sys.argv[1]
-params.n_ctx, params.n_parallel, params.warmup = 256, 1, False
-params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-server = xllamacpp.Server(params)
-print(server.listening_address, flush=True)
-sys.stdin.read()
-"""
-
-
-@contextmanager
-def served(file: Path) -> Iterator[Any]:
-    """Posts to a server of llama.cpp, with a cache in float32."""
-    pytest.importorskip("xllamacpp", reason="needs pip install xllamacpp")
-    command = [sys.executable, "-c", SERVER, str(file)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
-    with subprocess.Popen(command, **pipes) as process:
-        address = next(line for line in process.stdout if line.startswith("http")).strip()
-
-        def post(path: str, **body: Any) -> Any:
-            with urllib.request.urlopen(address + path, json.dumps(body).encode(), timeout=60) as response:
-                return json.load(response)
-
-        try:
-            yield post
-        finally:
-            process.kill()
-
-
-def _greedy(folder: Path, prompt: list[int], num_tokens: int) -> list[int]:
-    """By Transformers, up to the first token that is not clearly ahead: another order of sums may change that one."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    ids = list(prompt)
-    for _ in range(num_tokens):
-        with torch.inference_mode():
-            best = model(torch.tensor([ids])).logits[0, -1, 1:].topk(2)  # without the end token
-        if best.values[0] - best.values[1] < 1e-3:
-            break
-        ids.append(1 + int(best.indices[0]))
-    return ids[len(prompt) :]
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_greedy_tokens_agree(tmp_path: Path, kind: str) -> None:
-    spec = _saved(tmp_path / "model", kind)
-    write_gguf(spec, tmp_path / "model.gguf")
-    prompt = list(range(40, 110, 3)) * 4  # beyond the scaled rotary embedding's first context
-    want = _greedy(tmp_path / "model", prompt, 24)
-    assert len(want) > 8
-    with served(tmp_path / "model.gguf") as post:
-        options = {"n_predict": len(want), "temperature": 0, "return_tokens": True, "ignore_eos": True}
-        got = post("/completion", prompt=prompt, **options)["tokens"]
-    assert got == want
-
-
-@pytest.mark.parametrize("kind", MODELS)
-def test_what_is_written_is_read_as_the_same_model(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(("kind", "split"), [*zip(MODELS, SPLITS, strict=False), ("qwen3", "gpt-2")])
+def test_what_is_written_is_read_as_the_same_model(tmp_path: Path, kind: str, split: str) -> None:
     """Llama 3's scaling too, beyond the length that it begins at; the same tokens, and ends."""
-    spec = _saved(tmp_path / "model", kind, "smollm")
+    spec = _saved(tmp_path / "model", kind, split)
     file = tmp_path / "model.gguf"
     write_gguf(spec, file, torch.float32)
     folder, read = outrider.load(spec.path), outrider.load(file)
@@ -187,17 +112,35 @@ def test_what_is_written_is_read_as_the_same_model(tmp_path: Path, kind: str) ->
     assert read.eos_ids >= folder.eos_ids  # and tokens that end texts by their name
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize(("kind", "split"), [*zip(MODELS, SPLITS, strict=False), ("qwen3", "gpt-2")])
+def test_llama_reads_the_same_model(tmp_path: Path, kind: str, split: str) -> None:
+    llama_cpp = pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36")
+    from golden.make_gguf_logits import logits_of
+
+    spec = _saved(tmp_path / "model", kind, split)
+    file = tmp_path / "model.gguf"
+    write_gguf(spec, file, torch.float32)
+    model = tf.AutoModelForCausalLM.from_pretrained(spec.path, dtype=torch.float32)
+    with torch.inference_mode():
+        want = model(torch.tensor([IDS])).logits[0, list(PLACES)]
+    torch.testing.assert_close(torch.tensor(logits_of(file)), want, rtol=0.0, atol=1e-3 * float(want.std()))
+    vocabulary = llama_cpp.Llama(str(file), vocab_only=True, verbose=False)
+    for text in (TEXT, f"{TEXT}<|end|>{TEXT}"):
+        assert vocabulary.tokenize(text.encode(), special=True) == _tokenizer(split)(text).input_ids
+
+
 def test_the_embedded_pair_in_its_own_type(tmp_path: Path) -> None:
     """bfloat16, as stored; what comes out is compared as text, from text."""
-    spec = ModelSpec(name="fable", path=zoo("fable"))
     file = tmp_path / "fable.gguf"
-    write_gguf(spec, file)
+    write_gguf(ModelSpec(name="fable", path=zoo("fable")), file)
     assert {tensor.tensor_type.name for tensor in GGUFReader(file).tensors} == {"BF16", "F32"}
     assert file.stat().st_size < 1.05 * (zoo("fable") / "model.safetensors").stat().st_size
-    with served(file) as post:
-        got = post("/completion", prompt="Once upon a time", n_predict=12, temperature=0)["content"]
-    [want] = embedded().plain().generate("Once upon a time", max_new_tokens=12, temperature=0.0)
-    assert got == want.text
+    got, want = (
+        one.plain().generate("Once upon a time", max_new_tokens=12, temperature=0.0)
+        for one in (outrider.load(file), embedded())
+    )
+    assert got[0].text == want[0].text
 
 
 def test_eight_bits(tmp_path: Path) -> None:
@@ -211,17 +154,6 @@ def test_eight_bits(tmp_path: Path) -> None:
     blocks = want.view(len(want), -1, 32)
     bound = 0.57 * blocks.abs().amax(dim=-1, keepdim=True) / 127
     assert ((got.view_as(blocks) - blocks).abs() <= bound).all()
-
-
-@pytest.mark.parametrize("split", SPLITS)
-def test_text_is_split_alike(tmp_path: Path, split: str) -> None:
-    spec = _saved(tmp_path / "model", "llama", split)
-    write_gguf(spec, tmp_path / "model.gguf", torch.float16)
-    tokenizer = _tokenizer(split)
-    with served(tmp_path / "model.gguf") as post:
-        for text in (TEXT, f"{TEXT}<|end|>{TEXT}"):
-            found = post("/tokenize", content=text, add_special=True, parse_special=True)["tokens"]
-            assert found == tokenizer(text).input_ids
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:

@@ -10,15 +10,13 @@ from heads import eagle3_drafter
 from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.chain import ChainDrafter
 from outrider.drafters.draft_options import DraftOptions
-from outrider.export.engine_rules import GREEDY, RATIO, RATIO_BY_TEMPERATURE, by_draft_cost
+from outrider.export.engine_rules import GREEDY, RATIO, RATIO_BY_TEMPERATURE
 from outrider.options import Sampling
-from outrider.records import Stats
 from outrider.replay.forced import force_records
 from outrider.replay.log import Header, Record
-from outrider.replay.replay import MATCH, ExpectedRounds, replay, summarise
+from outrider.replay.replay import MATCH, replay, summarise
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
-from outrider.stats.counts import tau_interval
 from toys import as_lm, request, run, tiny_llama
 
 FILTERED = Sampling(temperature=0.8, top_k=3, max_new_tokens=12)
@@ -37,7 +35,7 @@ def drafter(request: pytest.FixtureRequest, target: LM) -> Drafter:
 
 @pytest.fixture(scope="module")
 def records(target: LM) -> list[Record]:
-    prompts = [(5, 6, 7), (1,), (2, 3)]
+    prompts = [(5, 6, 7), (1,)]
     requests = [request(ids, seed=i, max_new_tokens=12, temperature=0.8, top_k=3) for i, ids in enumerate(prompts)]
     outputs = run(target, NoDrafter(), requests, REJECTION, 0)
     return [
@@ -61,9 +59,9 @@ def test_q_has_the_options_of_the_engine(target: LM, drafter: Drafter, records: 
     for one, other, third in zip(q, p, filtered, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-9)
         assert np.isinf(third[np.isfinite(one)]).any()  # a filter would have removed some of the tokens
-    by_engine = RATIO_BY_TEMPERATURE.expected(records, _header(FILTERED), drafter, [1, 3], target)
-    same = RATIO.expected(records, _header(FILTERED), drafter, [1, 3], target)
-    assert all(by_engine[k].tau is not None and by_engine[k].tau != same[k].tau for k in (1, 3))
+    by_engine = RATIO_BY_TEMPERATURE.expected(records, _header(FILTERED), drafter, [3], target)
+    same = RATIO.expected(records, _header(FILTERED), drafter, [3], target)
+    assert by_engine[3].tau is not None and by_engine[3].tau != same[3].tau
 
 
 def test_greedy_drafts(target: LM, drafter: Drafter, records: list[Record]) -> None:
@@ -74,10 +72,3 @@ def test_greedy_drafts(target: LM, drafter: Drafter, records: list[Record]) -> N
         expected = summarise(replay(records, _header(PLAIN), greedy, REJECTION.name, [3], target=target), [3])
         assert found[3].tau == expected.expected[3].tau
     assert found[3].tau is not None and 1 <= found[3].tau.value < 2
-
-
-def test_a_block_costs_one_step() -> None:
-    counts = Stats(10, (0.0, 0.0, 10.0), (0.0, 0.0, 10.0))
-    expected = {2: ExpectedRounds(2, (counts, counts), tau_interval([counts, counts]))}
-    speed_ups = [by_draft_cost(expected, 0.5, is_at_once=is_at_once).speed_up[2] for is_at_once in (False, True)]
-    assert speed_ups == pytest.approx([3 / 2, 3 / 1.5])

@@ -8,9 +8,10 @@ import pytest
 import torch
 from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import FalconConfig, FalconForCausalLM, Gemma3ForCausalLM, Gemma3TextConfig, PreTrainedModel
+from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
 
 import outrider
+from gguf_models import Case, random_case
 from outrider.bench.predicted_memory import Predictor, Workload
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
@@ -32,20 +33,9 @@ def _no_matrix_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _gemma() -> PreTrainedModel:
     """Scales its embedding by a constant of the arithmetic's type, and shares it with the last layer."""
-    config = Gemma3TextConfig(
-        vocab_size=97,
-        hidden_size=24,  # whose root is no number of bfloat16
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=12,
-        max_position_embeddings=64,
-        eos_token_id=96,
-        bos_token_id=None,
-        pad_token_id=None,
-    )
-    return random_model(Gemma3ForCausalLM, config, 0)
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12}
+    sizes = {"vocab_size": 97, "hidden_size": 24, "max_position_embeddings": 64, "eos_token_id": 96}
+    return random_case(Case("gemma3_text", "gemma3", heads | sizes))  # the root of 24 is no number of bfloat16
 
 
 def _stored(model: Any) -> set[torch.dtype]:
@@ -86,13 +76,13 @@ def test_numbers_that_bfloat16_does_not_have_are_not_rounded(tmp_path: Path) -> 
     assert weights_checksum(kept.target.model) == weights_checksum(plain.target.model)
 
 
-@pytest.mark.parametrize(
-    "how", [{"dtype": "float64"}, {"dtype": "bfloat16"}, {"store": "plain"}, {"quantization": "fp8"}]
-)
-def test_plain_tensors(how: dict[str, Any], tmp_path: Path) -> None:
-    """Other arithmetic has no kernel."""
+def test_plain_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other arithmetic has no kernel; and small models are not worth the seconds in which it is compiled."""
     folder = save(tmp_path, random_llama().bfloat16())
-    assert not _stored(outrider.load(folder, **how).target.model)
+    for how in ({"dtype": "float64"}, {"dtype": "bfloat16"}, {"quantization": "fp8"}):
+        assert not _stored(outrider.load(folder, **how).target.model)
+    monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 2**24)
+    assert not _stored(outrider.load(folder).target.model)
 
 
 def test_int8_of_torchao(tmp_path: Path) -> None:
@@ -188,14 +178,3 @@ def test_a_model_file_may_state_it(tmp_path: Path) -> None:
     models.write_text(f'[models.mine]\npath = "{folder}"\nstore = "plain"\n')
     assert not _stored(outrider.load("mine", models_file=models).target.model)
     assert _stored(outrider.load("mine", models_file=models, store="auto").target.model)
-    with pytest.raises(outrider.UsageError, match="store = 'wide' is invalid: choose auto or plain"):
-        outrider.load(folder, store="wide")
-    models.write_text(models.read_text().replace("plain", "wide"))
-    with pytest.raises(outrider.UsageError, match="models.mine.store = 'wide' should be one of auto, plain"):
-        outrider.load("mine", models_file=models)
-
-
-def test_small_models_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are not worth the seconds in which the kernel is compiled."""
-    monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 2**24)
-    assert not _stored(outrider.load(save(tmp_path, random_llama().bfloat16())).target.model)

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 import outrider
-from outrider.errors import FileError, OptionError
+from outrider.errors import OptionError
 from outrider.models.executions import executed
 from outrider.models.placement import Placement
 from outrider.models.registry import EXECUTIONS, resolve
@@ -73,19 +73,6 @@ def test_a_file_of_names_may_choose(tmp_path: Path) -> None:
         spec = resolve("mine", file)
         assert Placement().over(spec).execution == name
         assert Placement(execution="eager").over(spec).execution == "eager"
-    file.write_text(f'[models.mine]\npath = "{tmp_path}"\nexecution = "fast"\n')
-    with pytest.raises(FileError, match="models.mine.execution = 'fast' should be one of auto, eager, native"):
-        resolve("mine", file)
-
-
-def test_a_draft_is_as_eager_as_its_target() -> None:
-    for own, of_target, want in (
-        ("auto", "eager", "eager"),
-        ("auto", "captured", "auto"),
-        ("captured", "eager", "captured"),
-        ("eager", "auto", "eager"),
-    ):
-        assert Placement(execution=own).inheriting(Placement(execution=of_target)).execution == want
 
 
 def test_former_names_still_work(model: PreTrainedModel) -> None:

@@ -17,7 +17,7 @@ from pairs import embedded, stating
 
 STATED = {"temperature": 0.4, "top_k": 9, "top_p": 1.0, "eos_token_id": 0, "do_sample": False, "max_new_tokens": 3}
 TAKEN = {"temperature": 0.4, "top_k": 9}
-OPTIONS: dict[str, Any] = {"seed": 1, "max_new_tokens": 12}
+OPTIONS: dict[str, Any] = {"seed": 1, "max_new_tokens": 6}
 
 
 def spec_of(path: Path, document: Any) -> ModelSpec:
@@ -51,18 +51,16 @@ def test_the_library_takes_them_where_nothing_else_is_said(tmp_path: Path) -> No
     folder = stating(tmp_path / "fable", STATED)
     decoder = outrider.load(folder, dtype="float32", device="cpu")
     assert decoder.sampling_defaults == TAKEN
-    plain = embedded().plain()
+    plain, prompts = embedded().plain(), ["Once upon a time", "The king"]
 
     def said(decoder: Any, *arguments: Any, **options: Any) -> list[tuple[int, ...]]:
-        prompts = ["Once upon a time", "The king"]
         done = decoder.generate(prompts, *arguments, **OPTIONS | options)
-        (_, first), (_, second) = sorted(decoder.complete(prompts, *arguments, **OPTIONS | options))
-        (chunks,) = [list(decoder.stream(prompts[0], *arguments, **OPTIONS | options))]
-        assert [first.token_ids, second.token_ids] == [one.token_ids for one in done]
-        assert tuple(i for chunk in chunks for i in chunk.token_ids) == done[0].token_ids
         return [one.token_ids for one in done]
 
     assert said(decoder) == said(plain, **TAKEN) != said(plain)
+    assert [one.token_ids for _, one in sorted(decoder.complete(prompts, **OPTIONS))] == said(decoder)
+    chunks = decoder.stream(prompts[0], **OPTIONS)
+    assert tuple(i for chunk in chunks for i in chunk.token_ids) == said(decoder)[0]
     assert said(decoder, temperature=1.5) == said(plain, temperature=1.5, top_k=9)
     assert said(decoder, Sampling()) == said(plain)
     assert said(outrider.load(folder, dtype="float32", device="cpu", generation_config="none")) == said(plain)

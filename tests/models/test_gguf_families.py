@@ -57,16 +57,14 @@ def test_llama_gives_what_is_golden(name: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
     from golden.make_gguf_logits import logits_of
 
-    found, golden = (
-        torch.tensor(logits_of(write_case(tmp_path / "tiny.gguf", CASES[name]))),
-        torch.tensor(_GOLDEN[name]),
-    )
+    golden = torch.tensor(_GOLDEN[name])
+    found = torch.tensor(logits_of(write_case(tmp_path / "tiny.gguf", CASES[name])))
     torch.testing.assert_close(found, golden, rtol=0.0, atol=5e-3 * float(golden.std()))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", {case.architecture: name for name, case in reversed(CASES.items())}.values())
 def test_what_is_not_known_is_refused(name: str, tmp_path: Path) -> None:
-    """A key of the architecture, and a tensor."""
+    """A key of each architecture, and a tensor."""
     case = CASES[name]
     model = random_case(case)
     key = f"{case.architecture}.attention.clamp_kqv"
@@ -87,16 +85,12 @@ def test_what_is_not_known_is_refused(name: str, tmp_path: Path) -> None:
         ({"attention__value_length": 6}, "states llama.attention.value_length = 6"),
         ({"attention__sliding_window": 64}, "states llama.attention.sliding_window = 64"),
         ({"attention__head_count_kv": [2, 4]}, r"states llama.attention.head_count_kv = \[2, 4\]"),
-        ({"expert_count": 8}, "states llama.expert_count = 8"),
-        ({"attention__causal": False}, "states llama.attention.causal = False"),
         ({"rope__scaling__attn_factor": 1.5}, "states llama.rope.scaling.attn_factor"),
         ({"logit_scale": 2.0}, "states llama.logit_scale"),
         (_YARN | {"rope__scaling__factor": 0.5}, "states llama.rope.scaling.factor = 0.5"),
         ({"embedding_length": "x"}, "metadata is no llama model"),
-        ({"attention__head_count": 0}, "metadata is no llama model"),
         ({"attention__key_length": 2**26, "attention__value_length": 2**26, "rope__dimension_count": 2**26}, "not fit"),
         (_YARN | {"rope__scaling__yarn_attn_factor": 0.5}, "states llama.rope.scaling.yarn_attn_factor = 0.5"),
-        (_YARN | {"rope__scaling__yarn_ext_factor": 0.5}, "states llama.rope.scaling.yarn_ext_factor = 0.5"),
     ],
 )
 def test_values_that_would_be_another_model(keys: dict[str, Any], told: str, tmp_path: Path) -> None:
@@ -112,11 +106,7 @@ def test_values_that_would_be_another_model(keys: dict[str, Any], told: str, tmp
         {"attention__causal": True, "rope__scaling__type": "none", "rope__scaling__finetuned": False},
         {"rope__scaling__type": "linear", "rope__scaling__factor": 0.0},
         {"attention__head_count_kv": [2, 2], "feed_forward_length": [56, 56]},
-        {
-            "attention__layer_norm_epsilon": 0.5,
-            "attention__sliding_window": 0,
-            "tensor_data_layout": "Meta AI original pth",
-        },
+        {"attention__layer_norm_epsilon": 0.5, "attention__sliding_window": 0, "tensor_data_layout": "as published"},
     ],
 )
 def test_keys_without_effect(keys: dict[str, Any], tmp_path: Path) -> None:
@@ -137,21 +127,18 @@ def test_layers_with_a_window(tmp_path: Path) -> None:
     assert set(config.layer_types) == {"full_attention"}
 
 
-def test_sizes_that_do_not_fit_name_the_tensor(tmp_path: Path) -> None:
-    with pytest.raises(
-        ModelCorrupt, match=r"tensor blk.0.ffn_\w+.weight has the shape \[.*\], which does not fit the file"
-    ):
-        outrider.load(write_case(tmp_path / "tiny.gguf", CASES["qwen3"], feed_forward_length=72))
-    with pytest.raises(ModelCorrupt, match="lacks 9 of the model's weights, model.layers.2."):
-        outrider.load(write_case(tmp_path / "tiny.gguf", CASES["llama"], block_count=3))
-    with pytest.raises(ModelCorrupt, match="states 2147483648 layers, and has 21 tensors"):
-        outrider.load(write_case(tmp_path / "tiny.gguf", CASES["llama"], block_count=2**31))
-
-
-def test_tokens_without_embeddings(tmp_path: Path) -> None:
-    tokens = {"tokenizer.ggml.tokens": [f"w{i}" for i in range(99)]}
-    with pytest.raises(ModelCorrupt, match="has 99 tokens, but embeddings of 48 alone"):
-        outrider.load(write_case(tmp_path / "tiny.gguf", CASES["llama"], keys=tokens))
+@pytest.mark.parametrize(
+    ("case", "keys", "told"),
+    [
+        ("qwen3", {"feed_forward_length": 72}, r"tensor blk.0.ffn_\w+.weight has the shape \[.*, which does not fit"),
+        ("llama", {"block_count": 3}, "lacks 9 of the model's weights, model.layers.2."),
+        ("llama", {"block_count": 2**31}, "states 2147483648 layers, and has 21 tensors"),
+        ("llama", {"keys": {"tokenizer.ggml.tokens": [*map(str, range(99))]}}, "has 99 tokens, but embeddings of 48"),
+    ],
+)
+def test_sizes_that_do_not_fit(case: str, keys: dict[str, Any], told: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelCorrupt, match=told):
+        outrider.load(write_case(tmp_path / "tiny.gguf", CASES[case], **keys))
 
 
 def test_other_architectures_are_named(tmp_path: Path) -> None:

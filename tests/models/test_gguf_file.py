@@ -76,8 +76,6 @@ def test_shards_are_one_file(tmp_path: Path) -> None:
         (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
         (lambda data: data[:4] + (1).to_bytes(4, "little") + data[8:], "of version 1"),
         (lambda data: data[:8] + (2**63).to_bytes(8, "little") + data[16:], "entries"),
-        (lambda data: data[:16] + (2**40).to_bytes(8, "little") + data[24:], "entries"),
-        (lambda data: data.replace(b"some.flags", b"a.small\0\0\0"), ""),
         (lambda data: data.replace("hé".encode(), b"h\xff\xff"), "not UTF-8"),
         (lambda data: data[:-200], "cut: .* lies beyond its end"),
         (lambda data: b"", "does not begin|cut or damaged"),
@@ -86,9 +84,6 @@ def test_shards_are_one_file(tmp_path: Path) -> None:
 def test_damage_is_refused(change: Any, told: str, tmp_path: Path) -> None:
     file = _write(tmp_path / "tiny.gguf")
     file.write_bytes(change(file.read_bytes()))
-    if not told:  # harmless: a key of another name
-        assert "some.flags" not in GgufFile.open(file).metadata
-        return
     with pytest.raises(ModelCorrupt, match=told) as refused:
         GgufFile.open(file).metadata["tokenizer.ggml.tokens"]
     assert "\n" not in str(refused.value)

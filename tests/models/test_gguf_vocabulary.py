@@ -68,18 +68,6 @@ def test_all_ids_are_texts_again() -> None:
                 assert tokenizer.decode(ids) == text
 
 
-def test_a_leading_space_is_kept() -> None:
-    assert _tokens(_SCORES, " x")[0] == "▁▁" != _tokens(_SCORES, "x")[0][:2]
-    assert _tokens(_with(_SCORES, add_space_prefix=False), " x") == _tokens(_SCORES, "x")
-    assert _tokens(_with(_SCORES, add_space_prefix=False), "x") == ["x"]
-
-
-def test_merges_may_be_ignored() -> None:
-    text = "kings are kings"
-    assert _tokens(_with(_GPT2, pre="llama-bpe"), text)[0::2] == ["kings", "Ġkings"]
-    assert not {"kings", "Ġkings"} & {*_tokens(_with(_GPT2, pre="smaug-bpe"), text)}
-
-
 def test_the_default_splitter_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
     gguf_tokenizer(_CASES["no splitter"], "tiny")
     assert caplog.messages == [
@@ -91,7 +79,6 @@ def test_the_default_splitter_is_mentioned(caplog: pytest.LogCaptureFixture) -> 
     ("metadata", "error", "message"),
     [
         (_with(_GPT2, pre="nonsense"), UnsupportedModel, "tiny splits text by the rule 'nonsense'"),
-        (_with(_GPT2, pre="whitespace"), UnsupportedModel, "by the rule 'whitespace'"),
         (_with(_GPT2, model="bert"), UnsupportedModel, "kind 'bert': gpt2, llama, gemma4 are supported"),
         (_with(_GPT2, suppress_tokens=[7]), UnsupportedModel, r"tokenizer.ggml.suppress_tokens = \[7\], which is not"),
         (_GPT2 | {"tokenizer.unheard": "of"}, UnsupportedModel, "tiny states tokenizer.unheard = 'of', which is not"),

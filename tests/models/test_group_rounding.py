@@ -34,7 +34,7 @@ def test_each_number_is_near() -> None:
     assert (importance * error.square()).mean() < 0.9 * (importance * (weight - by_range).square()).mean()
 
 
-@pytest.mark.parametrize("number", [0.0, 1.0, -3.0, 1e-7, 3e-9])
+@pytest.mark.parametrize("number", [0.0, -3.0, 1e-7, 3e-9])
 def test_groups_of_one_number(number: float) -> None:
     """Exact where float16 has the scale; nothing is divided by zero."""
     weight = torch.full((2, 64), number)

@@ -19,15 +19,13 @@ def names_for(target: str) -> list[str]:
 
 
 def test_drafts_are_heads_and_smaller_models_of_the_family() -> None:
+    """A chat model drafts for chat models alone."""
     assert names_for("fable") == ["fable-draft"]
     assert names_for("llama-3.1-8b") == ["llama-3.2-1b"]  # 3B is 0.4 of it or more, the head was trained for chats
     assert names_for("llama-3.1-8b-instruct") == ["llama-3.1-8b-eagle3", "llama-3.2-1b-instruct"]
     assert names_for("llama-30b") == ["llama-7b"]
     assert names_for("qwen3-8b") == ["qwen3-0.6b", "qwen3-1.7b"]
     assert names_for("fable-draft") == names_for("mistral-7b-v0.3") == []
-
-
-def test_a_chat_model_drafts_for_chat_models_alone() -> None:
     known = known_models()
     for target in known.values():
         for draft in drafts_of(target, known):
@@ -80,7 +78,7 @@ def test_memory_in_words(text: str, num_bytes: int) -> None:
     assert memory_of(text) == num_bytes
 
 
-@pytest.mark.parametrize("text", ["24", "", "GiB", "-3GiB", "infGiB", "0GiB", "many"])
+@pytest.mark.parametrize("text", ["24", "0GiB", "-3GiB"])
 def test_memory_that_makes_no_sense(text: str) -> None:
     with pytest.raises(OptionError, match="24GiB"):
         memory_of(text)

@@ -83,12 +83,15 @@ class OwnWindow(tf.LlamaForCausalLM):
         return super().forward(input_ids, attention_mask=attention_mask, **options)
 
 
-def load(model_class: type, config_class: type, dtype: torch.dtype, **options: Any) -> None:
-    model = random_model(model_class, config_class(**SHAPE | options), 0).to(dtype)
+def build(model: Any) -> None:
     build_lm(Checkpoint("odd", model, tokenizer=None), SHAPE["vocab_size"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def load(model_class: type, config_class: type, dtype: torch.dtype, **options: Any) -> None:
+    build(random_model(model_class, config_class(**SHAPE | options), 0).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_model_that_is_wrong_only_beyond_its_window_is_refused(dtype: torch.dtype) -> None:
     with pytest.raises(UnsupportedModel, match=r"odd \(llama\) cannot be used: beyond its window of 20 tokens"):
         load(OwnWindow, tf.LlamaConfig, dtype)
@@ -100,27 +103,22 @@ def test_where_it_takes_too_long_nobody_looks_beyond_the_window(monkeypatch: pyt
     load(OwnWindow, tf.LlamaConfig, torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("model_class", "config_class", "options"),
+    ("name", "options", "dtype"),
     [
-        (tf.MistralForCausalLM, tf.MistralConfig, {}),
-        (tf.Gemma2ForCausalLM, tf.Gemma2Config, {"head_dim": 8}),
-        (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig, {"head_dim": 8, "initializer_range": 0.1}),
-        (tf.LlamaForCausalLM, tf.LlamaConfig, {}),  # states a window, and does without
-        (tf.LlamaForCausalLM, tf.LlamaConfig, {"sliding_window": 300}),  # beyond the context
+        ("Mistral", {}, torch.float32),
+        ("Mistral", {}, torch.bfloat16),
+        ("Mistral", {"max_position_embeddings": 3}, torch.float32),
+        ("Mistral", {"max_position_embeddings": WINDOW}, torch.float32),
+        ("Mistral", {"max_position_embeddings": num_tokens_across(WINDOW) - 1}, torch.float32),
+        ("Gemma2", {"head_dim": 8}, torch.float32),
+        ("Llama", {}, torch.float32),  # states a window, and does without
+        ("Llama", {"sliding_window": 300}, torch.float32),  # beyond the context
     ],
-    ids=["Mistral", "Gemma 2", "Gemma 3", "Llama", "Llama with less context"],
 )
-def test_a_window_that_is_right_is_right_beyond_it(
-    model_class: type, config_class: type, options: dict[str, Any], dtype: torch.dtype
-) -> None:
-    load(model_class, config_class, dtype, **options)
-
-
-@pytest.mark.parametrize("context_len", [3, 5, WINDOW, num_tokens_across(WINDOW) - 1])
-def test_a_context_that_is_short(context_len: int) -> None:
-    load(tf.MistralForCausalLM, tf.MistralConfig, torch.float32, max_position_embeddings=context_len)
+def test_a_window_that_is_right_is_right_beyond_it(name: str, options: dict[str, Any], dtype: torch.dtype) -> None:
+    """With a context that is shorter, too."""
+    load(getattr(tf, f"{name}ForCausalLM"), getattr(tf, f"{name}Config"), dtype, **options)
 
 
 # Models that make a token all but impossible, or quite: the others are compared as ever.
@@ -137,9 +135,6 @@ def rounded_together(_: torch.nn.Module, inputs: tuple[Tensor]) -> Tensor:
     return (inputs[0] / step).round() * step
 
 
-IMPROBABLE = [-1e4, -1e6, torch.finfo(torch.float32).min, -torch.inf]
-
-
 def masked(logit: float, model_class: type = tf.LlamaForCausalLM, scale: float = 0.3) -> Any:
     """A model of which one logit is always this."""
 
@@ -152,16 +147,16 @@ def masked(logit: float, model_class: type = tf.LlamaForCausalLM, scale: float =
     return model
 
 
-def build(model: Any) -> None:
-    build_lm(Checkpoint("odd", model, tokenizer=None), SHAPE["vocab_size"])
-
-
 @pytest.mark.parametrize(
-    ("scale", "dtype"),
-    [(0.3, torch.float32), (0.3, torch.bfloat16), (0.02, torch.float32)],
-    ids=["float32", "bfloat16", "nearly flat"],
+    ("logit", "scale", "dtype"),
+    [
+        (-1e4, 0.3, torch.float32),
+        (-torch.inf, 0.3, torch.float32),
+        (-torch.inf, 0.3, torch.bfloat16),
+        (torch.finfo(torch.float32).min, 0.3, torch.bfloat16),
+        (-torch.inf, 0.02, torch.float32),  # nearly flat
+    ],
 )
-@pytest.mark.parametrize("logit", IMPROBABLE)
 def test_an_improbable_token_hides_nothing(logit: float, scale: float, dtype: torch.dtype) -> None:
     model = masked(logit, scale=scale).to(dtype)
     build(model)
@@ -185,16 +180,42 @@ def test_a_token_that_is_impossible_block_by_block_only_is_refused() -> None:
         build(model)
 
 
-# Models with states.
+# Models with states, and mistakes as ours would be.
 
 
-def test_a_cache_that_keeps_rejected_tokens_in_its_states_fails_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a mistake of ours would: every state stays."""
+def _settled_beyond(settle: Any) -> Any:
+    """Every state stays."""
+    return lambda cache, num_committed: settle(cache, num_committed + 99)
+
+
+def _settled_with_padding(settle: Any) -> Any:
+    def with_padding(cache: SlotCache, num_committed: Tensor) -> None:
+        cache._is_full = torch.ones_like(cache._is_full)
+        settle(cache, num_committed + 99)
+
+    return with_padding
+
+
+def _of_another_row(update: Any) -> Any:
+    """A mistake that a single row cannot show."""
+    return lambda layer, new, *args, **options: update(layer, new.flip(0), *args, **options)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "change", "message"),
+    [
+        (SlotCache, "settle", _settled_beyond, "its states do not continue where they were left"),
+        (SlotCache, "settle", _settled_with_padding, "cannot be used: its states"),
+        (StateLayer, "update_recurrent_state", _of_another_row, "its states depend on other rows or on padding"),
+    ],
+)
+def test_wrong_states_fail_to_load(
+    owner: type, name: str, change: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = hybrid("qwen3_5_text")
     hybrid_lm(model)
-    settle = SlotCache.settle
-    monkeypatch.setattr(SlotCache, "settle", lambda cache, num_committed: settle(cache, num_committed + 99))
-    with pytest.raises(UnsupportedModel, match="its states do not continue where they were left"):
+    monkeypatch.setattr(owner, name, change(getattr(owner, name)))
+    with pytest.raises(UnsupportedModel, match=message):
         hybrid_lm(model)
 
 
@@ -211,37 +232,12 @@ def test_code_that_writes_into_the_states_that_it_finds_is_fed_token_by_token(mo
     assert hybrid_lm(model).is_stepped
 
 
-def test_rows_that_share_a_state_fail_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistake that a single row cannot show."""
-    model = hybrid("qwen3_5_text")
-    update = StateLayer.update_recurrent_state
-
-    def of_another_row(layer: StateLayer, new: Tensor, *args: Any, **options: Any) -> Tensor:
-        return update(layer, new.flip(0), *args, **options)
-
-    monkeypatch.setattr(StateLayer, "update_recurrent_state", of_another_row)
-    with pytest.raises(UnsupportedModel, match="its states depend on other rows or on padding"):
-        hybrid_lm(model)
-
-
-def test_states_that_have_seen_padding_fail_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = hybrid("qwen3_5_text")
-    settle = SlotCache.settle
-
-    def with_padding(cache: SlotCache, num_committed: Tensor) -> None:
-        cache._is_full = torch.ones_like(cache._is_full)
-        settle(cache, num_committed + 99)
-
-    monkeypatch.setattr(SlotCache, "settle", with_padding)
-    with pytest.raises(UnsupportedModel, match="cannot be used: its states"):
-        hybrid_lm(model)
-
-
 def test_single_tokens_are_fed_among_several_where_that_makes_a_difference() -> None:
     """Nemotron-H limits its time steps only where several tokens are fed."""
     assert hybrid_lm(hybrid("nemotron_h")).least_columns == 2
     for name in ("qwen3_5_text", "lfm2", "falcon_h1"):
-        assert hybrid_lm(hybrid(name)).least_columns == 1
+        lm = hybrid_lm(hybrid(name))
+        assert lm.least_columns == 1 and not lm.is_stepped
 
 
 @pytest.mark.parametrize("name", ["mamba", "jamba"])
@@ -250,4 +246,3 @@ def test_a_scan_that_restarts_is_fed_token_by_token(name: str) -> None:
     lm = hybrid_lm(hybrid(name))
     assert lm.is_stepped and lm.least_columns == 1
     assert not any("forward" in vars(module) for module in lm.model.modules())  # as it was
-    assert not hybrid_lm(hybrid("falcon_h1")).is_stepped

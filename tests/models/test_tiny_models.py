@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -12,6 +13,7 @@ LOOKS_LIKE_A_SPAN = re.compile("window|chunk|block_size|index_topk|local_att")
 IS_NONE = re.compile("^use_|_layers$|_pattern$|_num_chunks_|_dropout_|^chunk_size_|_kernel$|_blocks$")
 
 
+@pytest.mark.slow
 def test_every_window_is_a_quarter_of_the_context_at_most() -> None:
     """By the names of fields, in all types, so that one that comes with another release of Transformers is seen."""
     for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

@@ -24,16 +24,16 @@ def _nothing_is_known() -> None:
     constraint_check._verdict.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("name", "limit", "other"), [("_MOST_CPU_S", 1, "_MOST_MEMORY"), ("_MOST_MEMORY", 2**26, "_MOST_CPU_S")]
-)
-def test_each_limit_ends_the_process(name: str, limit: int, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_limit_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """And the verdict is remembered, as is that on a grammar within the limits."""
     monkeypatch.setattr(constraint_check, "_MOST_S", LONG_S)
-    monkeypatch.setattr(constraint_check, other, 2**40)
     assert Reading().can_be_read(QUICK)
-    monkeypatch.setattr(constraint_check, name, limit)
-    assert not Reading().can_be_read(SLOW)
+    for name, limit, other in (("_MOST_CPU_S", 1, "_MOST_MEMORY"), ("_MOST_MEMORY", 2**26, "_MOST_CPU_S")):
+        constraint_check._verdict(SLOW).clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(constraint_check, name, limit)
+            patch.setattr(constraint_check, other, 2**40)
+            assert not Reading().can_be_read(SLOW)
     monkeypatch.setattr(subprocess, "Popen", None)
     assert Reading().can_be_read(QUICK) and not Reading().can_be_read(SLOW)
 
@@ -42,30 +42,17 @@ def _begins_nothing(*arguments: object, **more: object) -> None:
     raise OSError(24, "Too many open files")
 
 
-@pytest.mark.parametrize(
-    ("place", "name", "value"),
-    [
+def test_the_fault_of_the_machine_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, name, value in (
         (constraint_check, "_MOST_S", 0.0),  # as where the processor time does not pass
         (constraint_check, "_PROGRAM", "import nothing_of_this_name"),
-        (
-            constraint_check,
-            "_PROGRAM",
-            "import os; print(1, flush=True); os.kill(os.getpid(), 9)",
-        ),  # as by a lack of memory
+        # As by a lack of memory.
+        (constraint_check, "_PROGRAM", "import os; print(1, flush=True); os.kill(os.getpid(), 9)"),
         (subprocess, "Popen", _begins_nothing),
-    ],
-)
-def test_the_fault_of_the_machine_is_not_remembered(
-    place: object, name: str, value: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patch, pytest.raises(ConstraintNotRead):
-        patch.setattr(place, name, value)
-        Reading().can_be_read(QUICK)
-    assert Reading().can_be_read(QUICK)
-
-
-def test_the_encoding_of_the_terminal_does_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ConstraintNotRead):
+            patch.setattr(place, name, value)
+            Reading().can_be_read(QUICK)
     assert Reading().can_be_read(QUICK)
 
 
@@ -104,6 +91,8 @@ def test_a_reading_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     ["sys.modules['resource'] = None", "import resource; resource.setrlimit = lambda *_: int('current limit')"],
 )
 def test_a_system_without_limits(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Windows has none, and macOS refuses that of memory. Grammars can be read all the same."""
+    """Windows has none, and macOS refuses that of memory. Grammars can be read all the same, whatever the encoding of
+    the terminal."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     monkeypatch.setattr(constraint_check, "_PROGRAM", f"import sys\n{system}\n{constraint_check._PROGRAM}")
     assert Reading().can_be_read(QUICK)

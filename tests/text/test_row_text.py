@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.records import FinishReason
@@ -118,10 +118,22 @@ TEXTS = st.lists(st.text("ab.", max_size=3), max_size=12)
 STOPS = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3)
 
 
+@settings(max_examples=300)
 @given(pieces=TEXTS, stop=STOPS)
 def test_every_row_ends_as_a_search_of_its_text_says(pieces: list[str], stop: list[str]) -> None:
-    """The row ends with the first token that makes a stop string whole, and its text ends where that one begins."""
+    """The row ends with the first token that makes a stop string whole, and its text ends where that one begins. All is
+    shown that cannot become a stop string, and no more: a stream does not lag without need. Text keeps the token that
+    it came with, however long it was held back; also the end of a text, cut off at a stop string."""
     shown = play(pieces, stop)
+    for count, step in enumerate(shown.steps, start=1):
+        text = "".join(pieces[:count])
+        assert step == text[: len(text) - held_back(text, stop)]
+    by_token = [""] * len(pieces)
+    for index, piece in shown.owners:
+        assert piece
+        by_token[index] += piece
+    assert all(piece.startswith(part) for piece, part in zip(pieces, by_token, strict=True))
+    assert shown.owners == sorted(shown.owners, key=lambda owner: owner[0])
     for count in range(1, len(pieces) + 1):
         text = "".join(pieces[:count])
         at = ends_at(text, stop)
@@ -129,26 +141,6 @@ def test_every_row_ends_as_a_search_of_its_text_says(pieces: list[str], stop: li
             assert (shown.reason, shown.num_tokens, shown.text) == ("stop", count, text[:at])
             return
     assert (shown.reason, shown.num_tokens, shown.text) == (None, len(pieces), "".join(pieces))
-
-
-@given(pieces=TEXTS, stop=STOPS)
-def test_all_is_shown_that_cannot_become_a_stop_string(pieces: list[str], stop: list[str]) -> None:
-    """No more than that, and no less: a stream does not lag without need."""
-    for count, step in enumerate(play(pieces, stop).steps, start=1):
-        text = "".join(pieces[:count])
-        assert step == text[: len(text) - held_back(text, stop)]
-
-
-@given(pieces=TEXTS, stop=STOPS)
-def test_text_keeps_the_token_that_it_came_with(pieces: list[str], stop: list[str]) -> None:
-    """However long it was held back. (The end of a text, cut off at a stop string, belongs to a token too.)"""
-    shown = play(pieces, stop)
-    by_token = [""] * len(pieces)
-    for index, piece in shown.owners:
-        assert piece
-        by_token[index] += piece
-    assert all(piece.startswith(part) for piece, part in zip(pieces, by_token, strict=True))
-    assert shown.owners == sorted(shown.owners, key=lambda owner: owner[0])
 
 
 MARKERS = Thinking("[a", "b]", 90, 91)
@@ -183,68 +175,22 @@ def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: lis
     assert shown + "".join(piece for _, piece in row.take()) == "".join(pieces)
 
 
-def test_a_stop_string_may_be_spread_over_tokens() -> None:
-    shown = play(["One", " t", "he", " end", " of it"], ["the end"])
-    assert shown.steps == ["One", "One ", "One "]
-    assert (shown.text, shown.reason, shown.num_tokens) == ("One ", "stop", 4)
-
-
-def test_what_turns_out_not_to_be_a_stop_string_is_released() -> None:
-    shown = play(["a", "\n", "\n", "b"], ["\n\n\n"])
-    assert shown.steps == ["a", "a", "a", "a\n\nb"]
-    assert shown.owners == [(0, "a"), (1, "\n"), (2, "\n"), (3, "b")]
-
-
-def test_a_beginning_is_released_as_far_as_it_can_be() -> None:
-    """After "aab" comes "aabaab": the second "aab" may yet be the beginning of the stop string."""
-    assert play(["aab", "aab", "x"], ["aabx"]).text == "aab"
-    assert play(["aab", "aab", "x"], ["aabx"]).steps == ["", "aab"]
-
-
-@pytest.mark.parametrize(("stop", "text"), [(["b", "d"], "a"), (["d", "b"], "a"), (["cd", "bcde"], "ab")])
-def test_the_first_stop_string_in_the_text_counts(stop: list[str], text: str) -> None:
-    """Not the first in the list; and one that is not whole yet does not count at all."""
-    shown = play(["a", "bcd", "e"], stop)
-    assert (shown.text, shown.reason, shown.num_tokens) == (text, "stop", 2)
-
-
-def test_a_stop_string_in_the_very_first_token() -> None:
-    shown = play(["\nabc", "d"], ["\n"])
-    assert (shown.text, shown.reason, shown.num_tokens, shown.steps) == ("", "stop", 1, [])
-
-
-def test_nothing_after_a_stop_string_is_shown() -> None:
-    """Neither the rest of its token nor what the detokenizer still holds."""
+def test_the_end_of_a_row() -> None:
+    """Nothing after a stop string is shown, neither the rest of its token nor what the detokenizer still holds. At an
+    end token, what was held back as a possible stop string is text after all; half a character comes with the end."""
     shown = play(["a", "STOP and go on"], ["STOP"], rest="?")
     assert (shown.text, shown.reason) == ("a", "stop")
-
-
-def test_an_end_token_ends_and_releases() -> None:
-    """What was held back as a possible stop string is text after all."""
     shown = play(["a", "\n", "never", "shown"], ["\n\n"], end=2)
     assert (shown.text, shown.reason, shown.num_tokens) == ("a\n", "eos", 3)
-
-
-def test_an_end_token_among_others_when_it_is_ignored() -> None:
-    """``ignore_eos`` gives no end tokens; then it is a token like others."""
-    assert play(["a", "b", "c"], end=1).reason == "eos"
-    assert play(["a", "b", "c"]).reason is None
-
-
-def test_half_characters_come_with_the_end() -> None:
     shown = play(["a", ""], ["ab"], rest="\ufffd")
-    assert shown.text == "a\ufffd"
-    assert shown.owners == [(0, "a"), (1, "\ufffd")]
-
-
-def test_rows_without_text_end_at_end_tokens_only() -> None:
+    assert (shown.text, shown.owners) == ("a\ufffd", [(0, "a"), (1, "\ufffd")])
     row = RowText(None, {EOS}, ())
     assert [row.push(i) for i in (1, 2, EOS)] == [None, None, "eos"]
     row.finish()
     assert row.take() == []
 
 
-@pytest.mark.parametrize("stop", ["世", "🙂", "ß", "e 🙂", "ü", "\n"])
+@pytest.mark.parametrize("stop", ["世", "e 🙂", "ü"])
 def test_stop_strings_of_many_bytes(stop: str) -> None:
     """With a real tokenizer, whose characters are spread over tokens."""
     text = " Grüße 🙂 世界\n e 🙂"
