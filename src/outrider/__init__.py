@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from outrider.system.collection import uncollected
+from outrider.system.collection import gc_paused
 
 if TYPE_CHECKING:
     from outrider.api import load
@@ -67,7 +67,7 @@ if not TYPE_CHECKING:  # else a type checker would take any name for one of this
         # Names are imported on first use, so that `import outrider` and `outrider --help` do not import torch.
         if name not in __all__:
             raise AttributeError(f"module 'outrider' has no attribute {name!r}")
-        with uncollected():
+        with gc_paused():
             return getattr(import_module(f"outrider.{_HOMES.get(name, 'records')}"), name)
 
 

@@ -44,7 +44,7 @@ from outrider.options import (
     reads_corpus,
 )
 from outrider.runtime.lm import LM
-from outrider.system.collection import uncollected
+from outrider.system.collection import gc_paused
 from outrider.system.ranks import join
 from outrider.text.example_prompts import PROMPTS
 from outrider.text.spelling import Spelling, spelling_of
@@ -57,7 +57,7 @@ _MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft of its family 
 _LEAST_SHARED = 0.5  # share of the tokens of a text that a draft of another family must have
 
 
-@uncollected()
+@gc_paused()
 def load(
     target: str | Path | Any,
     draft: str | Path | Any | None = None,
@@ -160,7 +160,7 @@ def load(
     return replace(plain, drafter=drafter)
 
 
-@uncollected()
+@gc_paused()
 def load_drafter(
     decoder: Decoder,
     draft: str | Path | Any | None,

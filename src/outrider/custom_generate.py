@@ -32,7 +32,7 @@ from outrider.requests.logits_processors import (
     ProcessedRow,
     Processor,
     as_options,
-    processed,
+    process,
     processors_of_row,
 )
 from outrider.runtime.cache_argument import CACHE_NAMES
@@ -348,7 +348,7 @@ class _Rows:
                 own = logits[place].to(self.device, torch.float32, copy=True)
                 self._logits[row].append(own)
                 if self._has_scores:
-                    self._scores[row].append(processed(self.processors[row], self._ids[row : row + 1, :length], own))
+                    self._scores[row].append(process(self.processors[row], self._ids[row : row + 1, :length], own))
             self._ids[row, length] = token_id
             self._lengths[row] = length = length + 1
             if self._streamer is not None:

@@ -24,7 +24,7 @@ from outrider.options import (
 )
 from outrider.records import Chunk, Completion
 from outrider.requests.async_session import AsyncSession
-from outrider.requests.call import GenerateCall, ReadPrompt, checked_ids, collected, ends_of
+from outrider.requests.call import GenerateCall, ReadPrompt, checked_ids, collect, ends_of
 from outrider.requests.row_options import check_names, rows_of
 from outrider.requests.session import Session, SessionCalls
 from outrider.requests.state import RequestState
@@ -162,7 +162,7 @@ class Decoder:
         """
         call = self._call(num_draft_tokens, acceptance)
         states = call.states(prompts, sampling, changes, resume_ids, n)
-        return collected(states, call.chunks(states, num_slots))
+        return collect(states, call.chunks(states, num_slots))
 
     def stream_chat(
         self,

@@ -30,7 +30,7 @@ from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import normalised
+from outrider.sampling.probs import normalise
 from outrider.sampling.rules import RULES
 from outrider.stats.evidence import detectable
 from toys import as_lm, llama_pair, perturbed, random_table, table_lm, table_pair, tiny_llama
@@ -116,7 +116,7 @@ def _misreported_windows(inner: ModelDrafter) -> Drafter:
         if draft.probs is None:
             return draft
         is_window = (rows.lengths > inner.draft_lm.context_len)[:, None, None]
-        return dataclasses.replace(draft, probs=torch.where(is_window, normalised(draft.probs**2), draft.probs))
+        return dataclasses.replace(draft, probs=torch.where(is_window, normalise(draft.probs**2), draft.probs))
 
     return AlteredDrafter(inner, "misreported", alter)
 

@@ -9,7 +9,7 @@ from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.options import Sampling
-from outrider.sampling.probs import Settings, normalised, to_probs
+from outrider.sampling.probs import Settings, normalise, to_probs
 from outrider.scoring.forcing import force_drafts
 from outrider.scoring.teacher_forcing import Text
 from round_drafters import head, two_tables
@@ -67,7 +67,7 @@ def test_a_look_up_is_asked_at_every_token() -> None:
     assert q[1].tolist() == [0, 0, 1, 0, 0, 0]  # 1 was followed by 2
     assert q[2].tolist() == [0, 1, 0, 0, 0, 0]  # 1 2 was followed by 1
     np.testing.assert_allclose(
-        p, normalised(to_probs(target.model.table[[2, 1, 2, 5]][None], Settings.of([Sampling()], 6, p.device)))[0]
+        p, normalise(to_probs(target.model.table[[2, 1, 2, 5]][None], Settings.of([Sampling()], 6, p.device)))[0]
     )
 
 

@@ -15,7 +15,7 @@ import torch
 from outrider.kernels import build as kernel_build
 from outrider.kernels import levels as kernel_levels
 from outrider.kernels import library as kernel_library
-from outrider.kernels.build import SOURCES, CompilerError, compiler, installed
+from outrider.kernels.build import SOURCES, CompilerError, compiler, installed_path
 from outrider.kernels.levels import BASELINE, LEVELS, Level, levels_here
 from outrider.kernels.library import FORMS, few_row_matmul
 from outrider.system.files import cache_folder
@@ -29,7 +29,7 @@ def _fail(*_: object) -> None:
 @pytest.fixture(scope="module")
 def compiled() -> bytes:
     """The library that the other tests use, installed or compiled at their beginning."""
-    path = installed(levels_here()[0])
+    path = installed_path(levels_here()[0])
     if not path.is_file():
         kept = max(cache_folder("kernels").iterdir(), key=lambda path: path.stat().st_mtime_ns)
         return kept.read_bytes()[32:]  # after its checksum
@@ -66,7 +66,7 @@ def test_an_installed_library_needs_no_compiler(
 def test_an_installed_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
     """A new one is compiled."""
     kernel_build.INSTALLED.mkdir()
-    installed(levels_here()[0]).write_bytes(b"no library")
+    installed_path(levels_here()[0]).write_bytes(b"no library")
     caplog.set_level(logging.INFO)
     assert kernel_library.library.__wrapped__() is not None and "cannot be loaded" in caplog.text
 
@@ -130,7 +130,7 @@ def test_threads_that_another_library_numbers(
     flags = ["-shared", "-fPIC", "-fopenmp", "-Wl,-Bsymbolic", "-o", str(tmp_path / "threads.so")]
     subprocess.run([*compiler(), str(threads), str(tmp_path / "another.cpp"), *flags], check=True)
     with pytest.raises(OSError, match="another OpenMP than PyTorch: set CXX=g\\+\\+$"):
-        kernel_library._loaded(tmp_path / "threads.so")
+        kernel_library._load(tmp_path / "threads.so")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contract import lead
 from outrider.distill.blocks import BlockStudent, default_layers, drafted_blocks, mask_token, new_dflash
-from outrider.distill.chains import ChainStudent, new_eagle3, unrolled
+from outrider.distill.chains import ChainStudent, new_eagle3, unroll
 from outrider.distill.data import Mixture
 from outrider.distill.heads import default_features, most_frequent
 from outrider.distill.recipe import Budget, Recipe
@@ -57,7 +57,7 @@ def test_unrolled_is_inference() -> None:
     drafter = random_student(target, "eagle3").as_stored("head", torch.float32)
     head: Any = drafter.head.model
     ids = torch.randint(60, (1, 12), generator=torch.Generator().manual_seed(2))
-    steps = [logits for _, logits in unrolled(head, target, ids, K)]
+    steps = [logits for _, logits in unroll(head, target, ids, K)]
     assert [logits.shape[1] for logits in steps] == [11, 10, 9, 8]
     with recorded_states(target.model, head.features) as found:
         target.model(input_ids=ids, use_cache=False)
@@ -109,7 +109,7 @@ def test_alpha_is_the_overlap_with_a_q_of_the_whole_vocabulary(token_ids: list[i
         values = []
         for text in texts:
             with torch.no_grad():
-                p, q = list(unrolled(head, target, torch.tensor([text.ids]), K))[d]
+                p, q = list(unroll(head, target, torch.tensor([text.ids]), K))[d]
             for i, (mine, its) in enumerate(zip(p[0].softmax(-1), q[0].softmax(-1), strict=True)):
                 if i + 2 >= text.num_given:
                     values.append(sum(min(float(mine[v]), float(its[j])) for j, v in enumerate(kept)))
@@ -185,7 +185,7 @@ def test_the_head_that_is_judged_is_the_one_that_is_kept(tmp_path: Path) -> None
     ]
     assert heads[0].features == heads[1].features == default_features(4)
     with torch.no_grad():
-        pairs = zip(*(unrolled(head, target, PROMPTS, 2) for head in heads), strict=True)
+        pairs = zip(*(unroll(head, target, PROMPTS, 2) for head in heads), strict=True)
         assert all(torch.equal(one[1], other[1]) for one, other in pairs)
 
 

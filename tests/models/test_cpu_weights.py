@@ -104,7 +104,7 @@ def test_memory_is_predicted_as_it_is_kept(tmp_path: Path) -> None:
     with torch.device("meta"):
         bare = skeleton(model.config, torch.float32)
     plain = weights_bytes(bare, torch.float32)
-    cpu_weights.narrowed(bare, torch.bfloat16)
+    cpu_weights.narrow_weights(bare, torch.bfloat16)
     assert weights_bytes(bare, torch.float32) == num_bytes(model) < plain
     assert "--dtype bfloat16" not in forms(bare, torch.bfloat16, "none", 1)  # it would gain nothing
 
@@ -167,7 +167,7 @@ def test_layers_with_a_product_of_their_own_are_plain() -> None:
         vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, tie_word_embeddings=False
     )
     model = random_model(FalconForCausalLM, config, 0)
-    cpu_weights.narrowed(model, torch.bfloat16)
+    cpu_weights.narrow_weights(model, torch.bfloat16)
     kept = {name for name, one in model.named_parameters() if isinstance(one, NarrowWeight)}
     assert kept == {"transformer.word_embeddings.weight", "lm_head.weight"}
 

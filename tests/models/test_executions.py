@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import outrider
 from outrider.errors import OptionError
-from outrider.models.executions import executed
+from outrider.models.executions import choose_execution
 from outrider.models.placement import Placement
 from outrider.models.registry import EXECUTIONS, resolve
 from toys import as_lm, tiny_llama
@@ -58,10 +58,13 @@ def test_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not lm.has_states  # found while it can run
     monkeypatch.setattr(lm, "device", torch.device("cuda"))
     monkeypatch.setattr("outrider.models.executions.probe", lambda lm: None)
-    found = {name: executed(lm, name).execution.name for name in ("auto", "eager", "captured")}
+    found = {name: choose_execution(lm, name).execution.name for name in ("auto", "eager", "captured")}
     assert found == {"auto": "captured", "eager": "eager", "captured": "captured"}
     lm.num_shares = 2
-    assert executed(lm, "auto").execution.name == "eager" and executed(lm, "captured").execution.name == "captured"
+    assert (
+        choose_execution(lm, "auto").execution.name == "eager"
+        and choose_execution(lm, "captured").execution.name == "captured"
+    )
     assert lm.execution.name == "eager"
 
 

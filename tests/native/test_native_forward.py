@@ -14,7 +14,7 @@ from native_cases import CASES, CONTEXT, VOCAB, random_model
 from outrider.errors import OptionError
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.executions import executed
+from outrider.models.executions import choose_execution
 from outrider.native import engine
 from outrider.native.engine import NativeForward
 from outrider.native.families import plan_of
@@ -247,9 +247,9 @@ def test_modules_without_a_plan(name: str) -> None:
 def test_shares_of_a_model_run_eagerly() -> None:
     lm = _lm(random_model("llama", {}))
     lm.num_shares = 2
-    assert executed(lm).execution.name == "eager"
+    assert choose_execution(lm).execution.name == "eager"
     with pytest.raises(OptionError, match="in 2 shares"):
-        executed(lm, "native")
+        choose_execution(lm, "native")
 
 
 # What differs
@@ -259,20 +259,20 @@ def test_shares_of_a_model_run_eagerly() -> None:
 def test_a_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The model's own code runs in its place, with a warning."""
     model = random_model("llama", {})
-    assert executed(_lm(model)).execution.name == "native" and not caplog.records
+    assert choose_execution(_lm(model)).execution.name == "native" and not caplog.records
 
     def wrong(config: Any) -> Plan:
         plan = plan_of(config)
         return replace(plan, attention_scale=1.1 * plan.attention_scale)
 
     monkeypatch.setattr(engine, "plan_of", wrong)
-    lm = executed(_lm(model))
+    lm = choose_execution(_lm(model))
     assert lm.execution.name == "eager" and lm.native is None
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "the native engine gives other logits than the model's own code: llama" in record.message
     with pytest.raises(OptionError, match="the native engine gives other logits"):
-        executed(_lm(model), "native")
+        choose_execution(_lm(model), "native")
 
 
 @torch.inference_mode()

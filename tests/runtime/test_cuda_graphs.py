@@ -13,7 +13,7 @@ from hybrids import hybrid, hybrid_lm
 from outrider.decoding.engine import decode
 from outrider.drafters.model import ModelDrafter
 from outrider.errors import ExecutionError
-from outrider.models.executions import executed
+from outrider.models.executions import choose_execution
 from outrider.options import Sampling
 from outrider.records import Request
 from outrider.runtime.cache import SlotCache
@@ -109,7 +109,7 @@ def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
     target = as_lm(model.to("cuda"))
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
     want = tokens(target, drafter, requests, rule, 2)
-    fast, fast_drafter = executed(target), drafter.with_models(executed)
+    fast, fast_drafter = choose_execution(target), drafter.with_models(choose_execution)
     for _ in range(2):
         assert tokens(fast, fast_drafter, requests, rule, 2) == want
 
@@ -122,14 +122,14 @@ def test_rotary_frequencies_that_are_chosen_in_each_forward() -> None:
     requests = [Request([1, 2, 3], Sampling(seed=0, max_new_tokens=20))]
     drafter = ModelDrafter(target)
     want = tokens(target, drafter, requests, REJECTION, 2)
-    assert tokens(executed(target), drafter.with_models(executed), requests, REJECTION, 2) == want
+    assert tokens(choose_execution(target), drafter.with_models(choose_execution), requests, REJECTION, 2) == want
     assert model.model.rotary_emb.rope_type == "dynamic"
 
 
 @pytest.mark.gpu
 def test_the_host_waits_for_nothing_but_reports() -> None:
     """Three rows of a batch of four, after the first steps of each kind were recorded."""
-    target, drafter = (executed(as_lm(tiny_llama(seed).to("cuda"))) for seed in (0, 1))
+    target, drafter = (choose_execution(as_lm(tiny_llama(seed).to("cuda"))) for seed in (0, 1))
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=60)) for i, ids in enumerate(PROMPTS)]
     requests.append(Request([5], Sampling(max_new_tokens=1, seed=3)))
     rounds = decode(target, ModelDrafter(drafter), requests, REJECTION, num_draft_tokens=2)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from outrider.kernels.library import library
-from outrider.models.cpu_weights import narrowed
+from outrider.models.cpu_weights import narrow_weights
 from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.tensor_parts import stored_tensors
 from toys import tiny_llama
@@ -66,7 +66,7 @@ def test_kept_weights_move_too() -> None:
         pytest.skip("no compiler")
     model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(4)))
     x = torch.randn(1, 2048)
-    narrowed(model, torch.bfloat16)
+    narrow_weights(model, torch.bfloat16)
     before, stored = model(x), [one.data_ptr() for one in stored_tensors(model[0].weight)]
     move_weights(model)
     assert torch.equal(model(x), before)

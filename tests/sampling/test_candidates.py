@@ -22,7 +22,7 @@ from outrider.sampling.probs import (
     draw,
     draw_gumbel,
     full,
-    normalised,
+    normalise,
     rows_of,
     to_probs,
 )
@@ -70,7 +70,7 @@ def test_rows_equal_full_rows(options: dict) -> None:
     uniform numbers and with the noise of four positions."""
     for vocab_size, scale in itertools.product(SIZES, (0.1, 2, 5)):
         logits, settings = _logits(vocab_size, scale), _settings([Sampling(**options)] * 2, vocab_size)
-        want, rows = normalised(to_probs(logits, settings)), _rows(logits, settings)
+        want, rows = normalise(to_probs(logits, settings)), _rows(logits, settings)
         found = full(rows)
         assert torch.equal(found > 0, want > 0), (vocab_size, scale)
         torch.testing.assert_close(found, want, rtol=3e-6, atol=0)

@@ -11,7 +11,7 @@ from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelDrafter
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, normalised
+from outrider.sampling.probs import Settings, normalise
 from outrider.scoring.forcing import force_drafts, measure_drafts, needs_forcing
 from outrider.scoring.teacher_forcing import Text, force
 from round_drafters import in_rounds, parallel
@@ -33,7 +33,7 @@ def _whole(lm: LM, texts: Sequence[Text], sampling: Sampling) -> list[torch.Tens
     settings = Settings.of([sampling], lm.vocab_size, lm.device)
     found: list[list[torch.Tensor]] = [[] for _ in texts]
     for chunk in force(lm, texts, [settings]):
-        for row, probs in zip(chunk.rows.tolist(), normalised(chunk.probs(settings)), strict=True):
+        for row, probs in zip(chunk.rows.tolist(), normalise(chunk.probs(settings)), strict=True):
             found[row].append(probs)
     return [torch.stack(rows) for rows in found]
 
@@ -57,7 +57,7 @@ def test_p_and_q_are_those_of_teacher_forcing(num_slots: int | None) -> None:
                 if is_inside:
                     assert one.ids[i, offset] == text.ids[text.num_given + at]
                     for rows, got in ((p_rows, one.p), (q_rows, one.q)):
-                        torch.testing.assert_close(normalised(got[i, offset]), rows[row][at], rtol=0, atol=1e-9)
+                        torch.testing.assert_close(normalise(got[i, offset]), rows[row][at], rtol=0, atol=1e-9)
                     scored.add((row, place, offset))
     lengths = [len(text.ids) - text.num_given for text in TEXTS]
     assert len(scored) == sum(min(K, n - place) for n in lengths for place in range(n))

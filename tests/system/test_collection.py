@@ -7,7 +7,7 @@ import pytest
 
 import outrider
 from outrider.models.loading import Checkpoint, load_checkpoint
-from outrider.system.collection import uncollected
+from outrider.system.collection import gc_paused
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
@@ -15,7 +15,7 @@ def test_collection_is_as_it_was_afterwards(is_enabled: bool) -> None:
     was_enabled = gc.isenabled()
     try:
         gc.enable() if is_enabled else gc.disable()
-        with pytest.raises(ValueError), uncollected():
+        with pytest.raises(ValueError), gc_paused():
             assert not gc.isenabled()
             raise ValueError
         assert gc.isenabled() == is_enabled

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from outrider.decoding.verify import verify_step
 from outrider.errors import OptionError
-from outrider.models.cpu_weights import narrowed
+from outrider.models.cpu_weights import narrow_weights
 from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import context_len
@@ -107,7 +107,7 @@ class Predictor:
             self._plain = self._kept = skeleton(config, dtype)
             if kept is not None:
                 self._kept = skeleton(config, dtype)
-                narrowed(self._kept, kept)
+                narrow_weights(self._kept, kept)
             width = config.get_text_config(decoder=True).vocab_size
             lm = LM(self._kept, name=config.model_type, vocab_size=width, context_len=longest)
             length = prepared_length(work.context) if work.is_prepared else eager_length(work.context)

@@ -111,7 +111,7 @@ def race(
 ) -> list[Measurement]:
     """Generate with all arms side by side, to the end (see ``racing``)."""
     found: list[list[Chunk]] = [[] for _ in arms]
-    with closing(racing(arms, case, options)) as chunks:
+    with closing(race_arms(arms, case, options)) as chunks:
         for which, chunk in chunks:
             found[which].append(chunk)
             if on_chunk is not None:
@@ -119,7 +119,7 @@ def race(
     return [Measurement.of(arm, case, own) for arm, own in zip(arms, found, strict=True)]
 
 
-def racing(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[tuple[int, Chunk]]:
+def race_arms(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[tuple[int, Chunk]]:
     """Generate with all arms side by side on one machine: the arm with the least time used runs the next round. So all
     have used the same time at any moment, and the one with the most tokens is ahead.
 

@@ -40,7 +40,7 @@ def _accept_all(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Ver
     return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
 
 
-def _reseeded(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
+def _reseed(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
     """Reseed inside the acceptance loop: all accept decisions, and the draw, use the same number."""
     accept = noise.next[:, None].expand_as(noise.accept)
     return REJECTION.verify(target_probs, draft, RoundUniforms.of(noise.draft, accept, noise.next))
@@ -161,7 +161,7 @@ def _same_drafter(drafter: Drafter) -> Drafter:
 
 ALL_OR_NOTHING = Rule("all-or-nothing", REJECTION.make_noise, REJECTION.draw, _all_or_nothing)
 ACCEPT_ALL = Rule("accept-all", REJECTION.make_noise, REJECTION.draw, _accept_all)
-RESEEDED = Rule("reseeded", REJECTION.make_noise, REJECTION.draw, _reseeded)
+RESEEDED = Rule("reseeded", REJECTION.make_noise, REJECTION.draw, _reseed)
 REPLACE_LAST = Rule("replace-last", REJECTION.make_noise, REJECTION.draw, _replace_last)
 ARGMAX_DRAFTS = Rule("argmax-drafts", REJECTION.make_noise, _draw_argmax, REJECTION.verify)
 FILTERED_DRAFTS = Rule("filtered-drafts", REJECTION.make_noise, _draw_filtered, REJECTION.verify)

@@ -22,7 +22,7 @@ from outrider.stats.evidence import (
     Increments,
     Integers,
     detectable,
-    estimated,
+    estimate_tv,
     holm,
     mean_wealth,
     p_value,
@@ -191,7 +191,7 @@ class Design:
         steps = np.linspace(0.0, 1.0, _NUM_STEPS + 1)
         below = np.searchsorted(np.sort(observed.pits), steps, side="right") / len(observed)
         drift = observed.drift
-        estimate = estimated(observed.score, drift)
+        estimate = estimate_tv(observed.score, drift)
         least = detectable(observed.score, drift, self.score, self.level)
         is_enough = least is not None and (wanted is None or least <= wanted)
         distance = float(drift.distances.mean())

@@ -164,7 +164,7 @@ def explain(
     # The token fed last may be anywhere in a verify forward.
     num_after = min(num_draft_tokens, target.context_len - len(prefix))
     blocks = [(1, 0), (1, num_after), (num_draft_tokens + 1, 0), (len(prefix), 0)]
-    is_allowed = _allowed(constraint, plain[:at], target.vocab_size)
+    is_allowed = _allowed_ids(constraint, plain[:at], target.vocab_size)
     logits, *others = (_logits(target, prefix, begin, *block).masked_fill(~is_allowed, -torch.inf) for block in blocks)
     scores = [_scores(one, settings, history)[[a, b]] for one in (logits, *others)]
     gap = max(float((score - scores[0]).abs().sum()) for score in scores[1:])
@@ -185,7 +185,7 @@ def explain(
     return Divergence(prompt, at, a, b, margin, gap, "numerics" if gap <= most and is_near else "bug")
 
 
-def _allowed(constraint: Constraint | None, token_ids: Sequence[int], vocab_size: int) -> Tensor:
+def _allowed_ids(constraint: Constraint | None, token_ids: Sequence[int], vocab_size: int) -> Tensor:
     """Mask of the tokens that may follow a prefix. [V]"""
     if constraint is None:
         return torch.ones(vocab_size, dtype=torch.bool)

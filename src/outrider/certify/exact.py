@@ -24,10 +24,10 @@ from outrider.certify.constrained import NewConstraint
 from outrider.certify.observed import draft_rows
 from outrider.certify.rounds import Tree, coupling_gap, noise_gap, round_gap, two_rounds_gap
 from outrider.drafters.base import Drafter
-from outrider.models.probe import unrounded
+from outrider.models.probe import rounding_off
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import normalised, wide
+from outrider.sampling.probs import normalise, wide
 from outrider.sampling.rules import GUMBEL, Rule, residual
 from outrider.scoring.teacher_forcing import Text, force
 
@@ -130,7 +130,7 @@ def forcing_gap(target: LM, text: Sequence[int]) -> float:
         return 0.0
     ids = torch.tensor([list(text)], device=target.device)
     gaps, begin = [], 0
-    with unrounded(target):
+    with rounding_off(target):
         plain = target.model(input_ids=ids, use_cache=False).logits[0, :-1, : target.vocab_size]
         for chunk in force(target, [Text(text)]):
             forced = wide(chunk.logits).softmax(-1)
@@ -146,9 +146,9 @@ def _largest(gaps: Sequence[float]) -> float:
 
 def identity_gap(p: Tensor, q: Tensor) -> float:
     """Largest |min(p, q) + (1 - sum min(p, q)) residual - p|. [N, V], [N, V]"""
-    p, q = normalised(p), normalised(q)
+    p, q = normalise(p), normalise(q)
     both = torch.minimum(p, q)
-    rest = normalised(residual(p, q))
+    rest = normalise(residual(p, q))
     return float((both + (1 - both.sum(-1, keepdim=True)) * rest - p).abs().max())
 
 
@@ -185,7 +185,7 @@ def _likely(p: Tensor, q: Tensor, m: int) -> Tensor:
 
 
 def _cut(rows: Tensor, ids: Tensor) -> Tensor:
-    return normalised(rows.gather(1, ids)).cpu()
+    return normalise(rows.gather(1, ids)).cpu()
 
 
 def _rows_after(

@@ -33,7 +33,7 @@ from outrider.drafters.base import Drafter, q_sampling
 from outrider.options import Sampling
 from outrider.records import Constraint
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, normalised, one_hot
+from outrider.sampling.probs import Settings, normalise, one_hot
 from outrider.sampling.rules import REJECTION
 from outrider.scoring.forcing import ForcedRound, force_drafts, needs_forcing
 from outrider.scoring.lookups import proposals
@@ -182,7 +182,7 @@ def observe(
     )
 
 
-def joined(parts: Sequence[ObservedTokens]) -> ObservedTokens:
+def join(parts: Sequence[ObservedTokens]) -> ObservedTokens:
     """Concatenate, in order."""
     whole: ObservedTokens = _each(parts, lambda arrays: np.concatenate(arrays, axis=-1))
     return whole
@@ -229,32 +229,32 @@ def draft_rows(
             strict=True,
         )
         for chunk, draft in starmap(masking.masked, pairs):
-            q = normalised(draft.probs(draft_settings)).to(chunk.ids.device)
-            yield chunk, normalised(chunk.probs(settings)), q
+            q = normalise(draft.probs(draft_settings)).to(chunk.ids.device)
+            yield chunk, normalise(chunk.probs(settings)), q
         return
     if drafter.most_drafted == 0:
         for (chunk,) in map(masking.masked, force(target, texts, [settings])):
-            p = normalised(chunk.probs(settings))
-            yield chunk, p, normalised(p.square())
+            p = normalise(chunk.probs(settings))
+            yield chunk, p, normalise(p.square())
         return
     taken = [0] * len(texts)
     if is_forced:
         constraints = walks_of(texts, new_constraint) or None
         forced = _ForcedRows(target, drafter, sampling, texts, offsets, num_draft_tokens, constraints)
         for (chunk,) in map(masking.masked, force(target, texts, [settings])):
-            p = normalised(chunk.probs(settings))
+            p = normalise(chunk.probs(settings))
             q = p.clone()
             for here, row in zip(q, chunk.rows.tolist(), strict=True):
                 found = forced.take(row, taken[row])
                 if found is not None:
-                    here.copy_(normalised(found))
+                    here.copy_(normalise(found))
                 taken[row] += 1
             yield chunk, p, q
         return
     wanted = [[1] * (len(text.ids) - text.num_given) for text in texts]
     proposed = proposals(drafter, texts, wanted, REJECTION, target.vocab_size)
     for (chunk,) in map(masking.masked, force(target, texts, [settings])):
-        p = normalised(chunk.probs(settings))
+        p = normalise(chunk.probs(settings))
         ids = []
         for row in chunk.rows.tolist():
             ids.append(next(iter(proposed[row][taken[row]]), -1))

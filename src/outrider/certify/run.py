@@ -25,7 +25,7 @@ from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import against_plain, first_difference, plain_batches
 from outrider.certify.exact import check_exactly
 from outrider.certify.job import CertifyTask, eager, generate_texts
-from outrider.certify.observed import GeneratedText, ObservedTokens, joined, observe
+from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
 from outrider.errors import OptionError
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text
@@ -77,7 +77,7 @@ class TokenSample:
             self._parts.append(part)
             on_tokens(min(len(part), num_tokens - num_there))
             num_there += len(part)
-        return joined(self._parts).first(num_tokens)
+        return join(self._parts).first(num_tokens)
 
     def _num_texts(self, num_left: int) -> int:
         """Number of sequences to generate next for ``num_left`` tokens: at first one batch, then at most four, so that

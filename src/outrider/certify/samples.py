@@ -19,7 +19,7 @@ from typing import Any
 from outrider.certify.certificate import Conclusion, GreedyReport, StatisticalReport
 from outrider.certify.design import Design
 from outrider.certify.divergence import against_plain, plain_batches
-from outrider.certify.observed import GeneratedText, ObservedTokens, joined, observe
+from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
 from outrider.options import Sampling
@@ -148,7 +148,7 @@ def judge(
                 batch = texts[begin : begin + batch_size]
                 parts.append(observe(target, drafter, sampling, batch, seed=seed, batch_size=batch_size))
                 on_texts(len(batch))
-        return joined(parts)
+        return join(parts)
 
     pilot, tested = observed(range(num_pilots)), observed(range(num_pilots, len(samples)))
     num_tokens = len(pilot) * num_tested // num_pilots  # not len(tested), which may depend on the tokens

@@ -19,7 +19,7 @@ from torch import Tensor
 from outrider.decoding.batch import Batch, Row, SlotRows
 from outrider.decoding.readback import StartedRound, report_of
 from outrider.decoding.verify import VerifyResult, verify_step
-from outrider.drafters.base import CommittedTokens, Drafter, Prefill, padded
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, pad
 from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
 from outrider.runtime.media import prefill_media
@@ -121,7 +121,7 @@ class Runner:
             self._prefills.append((mark, drafting))
         with execution.turn():
             draft = self.session.propose(rows, k, self._rule, noise)
-            draft = padded(draft, execution.round_drafts(draft.ids.shape[1], k))
+            draft = pad(draft, execution.round_drafts(draft.ids.shape[1], k))
 
             verifying = self.clock.mark()
             cache = self.cache.first(len(rows))

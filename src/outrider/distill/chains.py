@@ -33,7 +33,7 @@ from outrider.models.heads.eagle3 import LAYER_IDS, Eagle3Head
 from outrider.runtime.lm import LM
 
 
-def unrolled(head: ChainHead, target: LM, ids: Tensor, depth: int) -> Iterator[Pair]:
+def unroll(head: ChainHead, target: LM, ids: Tensor, depth: int) -> Iterator[Pair]:
     """Follow rounds along sequences.
 
     Args:
@@ -82,7 +82,7 @@ class ChainStudent(HeadStudent[Eagle3Head]):
 
     def rounds(self, head: Eagle3Head, ids: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Iterator[Pair]]:
         """Rounds from all places."""
-        return torch.arange(2, ids.shape[1] + 1, device=ids.device), unrolled(head, self.target, ids, self.depth)
+        return torch.arange(2, ids.shape[1] + 1, device=ids.device), unroll(head, self.target, ids, self.depth)
 
     def drafter(self, head: LM) -> ChainDrafter:
         return ChainDrafter(head)

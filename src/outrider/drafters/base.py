@@ -323,7 +323,7 @@ def _empty_draft(num_rows: int, device: torch.device) -> Draft:
     )
 
 
-def padded(draft: Draft, k: int) -> Draft:
+def pad(draft: Draft, k: int) -> Draft:
     """Pad a draft of at least one column to k columns."""
     num_new = k - draft.ids.shape[1]
     if num_new == 0:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outrider.drafters.base import Rows
 from outrider.sampling.history import History
-from outrider.sampling.masks import Masked, Masks, masked
+from outrider.sampling.masks import Masked, Masks, mask
 from outrider.sampling.probs import Settings, only_ids, rows_of
 from outrider.sampling.rules import Rule
 
@@ -86,7 +86,7 @@ def is_unsure(logits: Tensor, min_prob: float, allowed: Masked = None) -> Tensor
     """
     x = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if allowed is not None:
-        x = masked(x[:, None], allowed)[:, 0]
+        x = mask(x[:, None], allowed)[:, 0]
     return x.amax(dim=-1) - x.logsumexp(dim=-1) < math.log(min_prob)
 
 

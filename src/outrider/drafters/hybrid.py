@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, padded
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, pad
 from outrider.drafters.suffix import SuffixDrafter, SuffixSession, looked_up
 from outrider.records import Draft
 from outrider.runtime.lm import LM
@@ -127,7 +127,7 @@ class HybridSession(Session):
         if other.ids.shape[1] == 0:
             other = self._nothing(found.ids, settings)
         k = max(found.ids.shape[1], other.ids.shape[1])
-        found, other = padded(found, k), padded(other, k)
+        found, other = pad(found, k), pad(other, k)
         is_found = found.num_drafted > 0
         ids = torch.where(is_found[:, None], found.ids, other.ids)
         probs, is_finite = other.probs, other.is_finite

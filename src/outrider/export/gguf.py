@@ -110,7 +110,7 @@ def write_gguf(spec: ModelSpec, output: Path, dtype: torch.dtype | None = None) 
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         for name, tensor in _tensors(spec.path, config):
-            writer.write_tensor_data(_bytes(_rotated(name, tensor, config), dtype))
+            writer.write_tensor_data(_bytes(_rotate(name, tensor, config), dtype))
         if factors is not None:
             writer.write_tensor_data(_bytes(factors, dtype))
         writer.close()
@@ -168,7 +168,7 @@ def _tensors(folder: Path, config: Any) -> Iterator[tuple[str, Tensor]]:
                     yield name, shard.get_tensor(name)
 
 
-def _rotated(name: str, tensor: Tensor, config: Any) -> Tensor:
+def _rotate(name: str, tensor: Tensor, config: Any) -> Tensor:
     """Permute the rows of query and key projections to llama.cpp's RoPE order."""
     if _ARCHITECTURES[config.architectures[0]] != "llama":
         return tensor

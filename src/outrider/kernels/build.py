@@ -77,7 +77,7 @@ def best_level(command: Sequence[str]) -> tuple[Level, str]:
     return last, macros(command, last)
 
 
-def installed(level: Level) -> Path:
+def installed_path(level: Level) -> Path:
     """Where the library of these sources for a level is, if it was compiled with the package."""
     return INSTALLED / f"{level.name}-{_checksum(level)}.so"
 
@@ -100,7 +100,7 @@ def install() -> Path:
     """
     command = compiler()
     level, _ = best_level(command)
-    path = installed(level)
+    path = installed_path(level)
     INSTALLED.mkdir(exist_ok=True)
     for other in INSTALLED.glob("*.so"):
         if other != path:

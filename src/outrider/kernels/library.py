@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from outrider.kernels.build import CompilerError, best_level, build, cached_name, compiler, installed
+from outrider.kernels.build import CompilerError, best_level, build, cached_name, compiler, installed_path
 from outrider.kernels.levels import Level, levels_here
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
@@ -96,7 +96,7 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
     return wide.to(matrix.device)
 
 
-def interleaved(matrix: Tensor, form: int, width: int, num_threads: int, result: Tensor) -> Tensor:
+def interleave(matrix: Tensor, form: int, width: int, num_threads: int, result: Tensor) -> Tensor:
     """Interleave the rows of a matrix in blocks (interleaved.h), to ``result``. The other arguments are those of
     ``widen_rows``. [O, bytes of a row]"""
     kernel, matrix = library(), matrix.contiguous()
@@ -112,7 +112,7 @@ def interleaved(matrix: Tensor, form: int, width: int, num_threads: int, result:
     return result
 
 
-def separated(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
+def separate(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
     """Some rows of a matrix in blocks, in the checkpoint's layout. The arguments and errors are those of
     ``widen_rows``. uint8 [N, bytes of a row]"""
     kernel, places = library(), rows.cpu().contiguous()
@@ -162,7 +162,7 @@ def _library() -> ctypes.CDLL:
     try:
         command = compiler()
         known, _ = best_level(command)  # perhaps less than the processor has, as when the package was installed
-        return _installed(known) or _compiled(command)
+        return _installed(known) or _compile(command)
     except CompilerError:
         found = next(filter(None, map(_installed, others)), None)
         if found is None:
@@ -172,16 +172,16 @@ def _library() -> ctypes.CDLL:
 
 def _installed(level: Level) -> ctypes.CDLL | None:
     """The library for a level that was compiled with the package; None if there is none, or none that can be loaded."""
-    if not installed(level).is_file():
+    if not installed_path(level).is_file():
         return None
     try:
-        return _loaded(installed(level))
+        return _load(installed_path(level))
     except OSError as error:  # a library that it needs is not here, for example
-        _LOG.info("%s cannot be loaded: %s", installed(level), error)
+        _LOG.info("%s cannot be loaded: %s", installed_path(level), error)
         return None
 
 
-def _compiled(command: Sequence[str]) -> ctypes.CDLL:
+def _compile(command: Sequence[str]) -> ctypes.CDLL:
     level, predefined = best_level(command)
     name = cached_name(command, level, predefined)
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
@@ -193,17 +193,17 @@ def _compiled(command: Sequence[str]) -> ctypes.CDLL:
             path = Path(folder) / f"kept-{name}.so"
             path.write_bytes(kept)
             try:
-                return _loaded(path)
+                return _load(path)
             except OSError as error:  # a library that it needs is gone, for example
                 _LOG.warning("%s cannot be loaded (%s): compiling it again", kernels.path / name, error)
         path = Path(folder) / f"{name}.so"
         build(command, level, path)
-        loaded = _loaded(path)
+        loaded = _load(path)
         kernels.keep(name, path.read_bytes())
         return loaded
 
 
-def _loaded(path: Path) -> ctypes.CDLL:
+def _load(path: Path) -> ctypes.CDLL:
     """Load the library.
 
     Raises:

@@ -22,7 +22,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from outrider.kernels.blocks import BlockForm
-from outrider.kernels.library import FORMS, few_row_matmul, interleaved, separated, widen_rows
+from outrider.kernels.library import FORMS, few_row_matmul, interleave, separate, widen_rows
 
 _aten = torch.ops.aten
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
@@ -82,7 +82,7 @@ class NarrowWeight(Tensor):
         """
         rows = rows.contiguous()
         width, num_threads = form.width_of(rows.shape[1]), torch.get_num_threads()
-        stored = interleaved(rows, form.number, width, num_threads, empty_like(rows))
+        stored = interleave(rows, form.number, width, num_threads, empty_like(rows))
         return cls(stored, torch.float32, None, form, order)
 
     @property
@@ -100,7 +100,7 @@ class NarrowWeight(Tensor):
             uint8 [N, bytes of a row]
         """
         assert self.blocks is not None
-        return separated(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
+        return separate(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
 
     def wide(self) -> Tensor:
         """Plain copy in the wider type."""
@@ -156,7 +156,7 @@ class NarrowWeight(Tensor):
             (weight,) = args
             with torch.inference_mode(False):
                 return cls(func(weight.stored, **kwargs), weight.dtype, weight.scale, weight.blocks, weight.order)
-        if any(isinstance(one, cls) for one in _written(func, args, kwargs)):
+        if any(isinstance(one, cls) for one in _write(func, args, kwargs)):
             raise RuntimeError("a weight kept in its stored type is read-only: load the model with store='plain'")
         if func is _aten.embedding.default and args[0].scale is None:
             weight, ids, *_ = args  # the others concern gradients
@@ -179,7 +179,7 @@ def without_rounding(model: nn.Module) -> Iterator[None]:
             weight.blocks = form
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Arguments that an operation writes to."""
     if not func._schema.is_mutable:
         return []
@@ -204,7 +204,7 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         if weight.blocks is None:
             return None
         return _by_panels(x, weight, bias)
-    rows = _ordered(x, weight.order).reshape(num_rows, width)
+    rows = _order(x, weight.order).reshape(num_rows, width)
     num_digits = 0 if weight.blocks is None else weight.blocks.num_digits
     result = few_row_matmul(rows, [stored], form, torch.get_num_threads(), num_digits)
     if weight.scale is not None:
@@ -220,7 +220,7 @@ def _most_rows(weight: NarrowWeight) -> float:
     return _MAX_ROWS if weight.stored.dtype == weight.dtype else _MAX_ROWS_STORED
 
 
-def _ordered(x: Tensor, order: Tensor | None) -> Tensor:
+def _order(x: Tensor, order: Tensor | None) -> Tensor:
     """Columns in the order in which a weight is stored. [..., I]"""
     return x if order is None else x.index_select(-1, order)
 

@@ -44,7 +44,7 @@ def check_mergeable(name: str, placed: Placement, size: int, method: str | None)
         raise MissingExtra("peft", "peft", f"the adapter of {name}")
 
 
-def merged(name: str, model: Any, adapter: str) -> Any:
+def merge(name: str, model: Any, adapter: str) -> Any:
     """Merge an adapter into a model.
 
     Args:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.models.memory import INDEX, WHOLE, indexed, only_type, skeleton, weight_files
+from outrider.models.memory import INDEX, WHOLE, indexed_files, only_type, skeleton, weight_files
 from outrider.models.placement import Placement
 from outrider.models.registry import ModelSpec
 
@@ -58,7 +58,7 @@ def files_of(spec: ModelSpec) -> list[Path]:
         except EntryNotFoundError:
             continue
         if name == INDEX:
-            snapshot_download(str(spec.hub), allow_patterns=indexed(found))
+            snapshot_download(str(spec.hub), allow_patterns=indexed_files(found))
         return weight_files(found.parent)
     return []
 
@@ -79,7 +79,7 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def narrowed(model: nn.Module, *stored: torch.dtype) -> None:
+def narrow_weights(model: nn.Module, *stored: torch.dtype) -> None:
     """Keep the large matrices of a model in the type ``stored``, the first of these that holds all numbers of a matrix,
     and those in torchao's int8 as they are; products of few rows then use our kernel."""
     from outrider.kernels.narrow_weight import NarrowWeight
@@ -112,7 +112,7 @@ def _of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
     return (weight.qdata, weight.scale) if is_known and weight.scale.shape == (weight.shape[0], 1) else None
 
 
-def widened(narrow: Any, config: Any) -> Any:
+def widen_weights(narrow: Any, config: Any) -> Any:
     """Convert a bfloat16 model to float32, except its large matrices, which keep their tensors.
 
     The module tree is rebuilt: buffers, and constants in its code, take the type in which it is built.

@@ -21,7 +21,7 @@ _LOG = logging.getLogger(__name__)
 _MOST_ROUNDS, _BYTES_PER_LOOK = 8, 100_000_000
 
 
-def executed(lm: LM, name: str = "auto", *, is_known: bool = False) -> LM:
+def choose_execution(lm: LM, name: str = "auto", *, is_known: bool = False) -> LM:
     """This model with an execution, probed.
 
     Args:
@@ -48,11 +48,11 @@ def executed(lm: LM, name: str = "auto", *, is_known: bool = False) -> LM:
     probe(lm)
     is_alone = lm.num_shares == 1 and len({parameter.device for parameter in lm.weights.parameters()}) == 1
     if name == "captured" or name == "auto" and is_on_cuda and is_alone:
-        return captured(lm, is_required=name == "captured")
+        return capture(lm, is_required=name == "captured")
     return lm
 
 
-def captured(lm: LM, *, is_required: bool = False) -> LM:
+def capture(lm: LM, *, is_required: bool = False) -> LM:
     """This model in CUDA graphs.
 
     Args:
@@ -65,7 +65,7 @@ def captured(lm: LM, *, is_required: bool = False) -> LM:
 def beside(head: LM, target: LM) -> LM:
     """A head with the execution of its target. A head that the native engine does not know runs eagerly there."""
     if target.execution.is_prepared:
-        return captured(head)
+        return capture(head)
     if target.native is None:
         return head
     module: Any = head.model

@@ -62,7 +62,7 @@ def bytes_in_groups(layer: nn.Linear) -> int:
 def rounded_to_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Integers, scales and zeros. [O, I] -> uint8 [O, I], float16 [O, I / 32], uint8 [O, I / 32]"""
     parts = weight.split(max(1, _NUMBERS // weight.shape[1]))
-    wholes, scales, zeros = zip(*map(_rounded, parts), strict=True)
+    wholes, scales, zeros = zip(*map(_round, parts), strict=True)
     return torch.cat(wholes), torch.cat(scales), torch.cat(zeros)
 
 
@@ -73,7 +73,7 @@ def widened_groups(wholes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     return numbers.flatten(-2)
 
 
-def _rounded(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _round(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     numbers = weight.float().unflatten(-1, (-1, _SIZE))  # [O, groups, 32]
     importance = numbers.abs() + numbers.square().mean(-1, keepdim=True).sqrt()
     low, high = numbers.amin(-1, keepdim=True).clamp_max(0.0), numbers.amax(-1, keepdim=True).clamp_min(0.0)

@@ -22,10 +22,10 @@ from outrider.errors import (
     UnsupportedModel,
 )
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.adapters import check_mergeable, merged
+from outrider.models.adapters import check_mergeable, merge
 from outrider.models.block_weights import BlockWeights
-from outrider.models.cpu_weights import has_kernel, kept_type, narrowed, widened
-from outrider.models.executions import executed
+from outrider.models.cpu_weights import has_kernel, kept_type, narrow_weights, widen_weights
+from outrider.models.executions import choose_execution
 from outrider.models.generation_config import generation_config_of
 from outrider.models.group_rounding import predict_groups, round_to_groups
 from outrider.models.kinds import auto_class, check_kind, check_missing
@@ -40,15 +40,15 @@ from outrider.models.quantize import (
     check_quantization,
     method_of,
     picks_outliers,
+    plain_config,
     quantization_config,
     quantized_share,
     require_quantizer,
-    unquantized,
     without_outliers,
 )
 from outrider.models.reading import held_file, load_processor, load_tokenizer, read_config, reading
 from outrider.models.registry import ARITHMETICS, QUANTIZATIONS, ModelSpec
-from outrider.models.reopening import reopened
+from outrider.models.reopening import reopen
 from outrider.models.stored_blocks import are_in_groups, stored_blocks
 from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.lm import LM
@@ -119,7 +119,7 @@ def load_checkpoint(
     noted_in = notes_name(spec, placed) if is_native else None
     if may_stand_in and is_native and placed.max_memory is None and placed.quantization not in QUANTIZATIONS:
         notes = None if noted_in is None else read_notes(noted_in)
-        model = None if notes is None else reopened(spec, placed, notes)
+        model = None if notes is None else reopen(spec, placed, notes)
         if notes is not None and model is not None:
             return Checkpoint(name, model, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
     config = read_config(spec)
@@ -150,7 +150,7 @@ def load_checkpoint(
         if method in (None, "gguf") or (is_float32_on_cpu and are_in_groups(config)):
             dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
             with torch.device("meta"):
-                bare = skeleton(unquantized(config), dtype)
+                bare = skeleton(plain_config(config), dtype)
             if is_alone and (quantization in ("none", "int8") or in_groups):
                 kept = kept_type(spec, placed, device, bare, stated)
             if is_float32_on_cpu:
@@ -160,7 +160,7 @@ def load_checkpoint(
         if method in (None, "gguf") or blocks is not None:
             assert dtype is not None
             if kept is not None:
-                narrowed(bare, kept)
+                narrow_weights(bare, kept)
             if in_groups and has_kernel(placed):
                 predict_groups(bare)
             needed = weights_bytes(bare, dtype, "none" if in_groups else quantization, size, device.type)
@@ -186,7 +186,7 @@ def load_checkpoint(
         if size == 1:
             how |= {"device_map": device_map or {"": device}, "max_memory": limits}
         if blocks is not None:
-            model, missing = blocks.load(unquantized(config))
+            model, missing = blocks.load(plain_config(config))
             check_missing(spec.location, missing, [])
             model.generation_config = generation_config_of(spec) or model.generation_config
         else:
@@ -200,12 +200,12 @@ def load_checkpoint(
             )
     if spec.adapter is not None:
         with reading(spec, "adapter"):
-            model = merged(name, model, spec.adapter)
+            model = merge(name, model, spec.adapter)
     if kept is not None:
-        model = model if kept == dtype else widened(model, config)
+        model = model if kept == dtype else widen_weights(model, config)
         # An adapter has left most matrices as the base stores them.
         of_base = kept_type(replace(spec, adapter=None), placed, device, bare)
-        narrowed(model, *dict.fromkeys((of_base or kept, kept)))
+        narrow_weights(model, *dict.fromkeys((of_base or kept, kept)))
     share = round_to_groups(model, keeps=has_kernel(placed)) if in_groups else None
     if device.type == "cpu" and is_alone:
         narrow = [] if blocks is None else [one for one in model.parameters() if isinstance(one, NarrowWeight)]
@@ -285,7 +285,7 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     model.eval()
     lm = LM(model, name=checkpoint.name, vocab_size=min(width, num_tokens), context_len=context_len(config))
     is_known = isinstance(model, StandIn) or (checkpoint.notes is not None and has_notes(checkpoint.notes))
-    lm = executed(lm, checkpoint.execution, is_known=is_known)
+    lm = choose_execution(lm, checkpoint.execution, is_known=is_known)
     if checkpoint.notes is not None and lm.native is not None and not is_known:
         write_notes(checkpoint.notes, model, checkpoint.tokenizer)
     return lm.with_vocabulary(num_tokens, unknown_ids) if unknown_ids else lm

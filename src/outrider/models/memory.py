@@ -107,11 +107,11 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / WHOLE).exists():
         return [folder / WHOLE]
     if (folder / INDEX).exists():
-        return [path for name in indexed(folder / INDEX) if (path := folder / name).exists()]
+        return [path for name in indexed_files(folder / INDEX) if (path := folder / name).exists()]
     return sorted(folder.glob("*.safetensors"))
 
 
-def indexed(index: Path) -> list[str]:
+def indexed_files(index: Path) -> list[str]:
     """Names of the files in an index of weights."""
     return sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
 

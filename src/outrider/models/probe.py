@@ -53,12 +53,12 @@ def probe(lm: LM) -> None:
         UnsupportedModel
     """
     config: Any = lm.model.config
-    with unrounded(lm):
+    with rounding_off(lm):
         _probe(lm, config.model_type)
 
 
 @contextmanager
-def unrounded(lm: LM) -> Iterator[None]:
+def rounding_off(lm: LM) -> Iterator[None]:
     """Leave activations in float32 for a while, so that a small difference shows a fault."""
     with without_rounding(lm.model), nullcontext() if lm.native is None else lm.native.without_rounding():
         yield

@@ -96,7 +96,7 @@ def method_of(config: Any) -> str | None:
     return str(getattr(method, "value", method) or "bitsandbytes")  # early bitsandbytes checkpoints do not state it
 
 
-def unquantized(config: Any) -> Any:
+def plain_config(config: Any) -> Any:
     """Copy of a configuration that states no quantization."""
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config(decoder=True)):

@@ -14,7 +14,7 @@ from outrider.models.memory import skeleton, weight_files
 from outrider.models.memory_fit import room_of
 from outrider.models.notes import BLOCKS, NARROW, Notes
 from outrider.models.placement import Placement
-from outrider.models.quantize import unquantized
+from outrider.models.quantize import plain_config
 from outrider.models.reading import read_config, reading
 from outrider.models.registry import ModelSpec
 from outrider.models.safetensors_files import SafetensorsFiles
@@ -23,7 +23,7 @@ from outrider.runtime.huge_pages import Room, move_weights
 from outrider.runtime.stand_in import StandIn
 
 
-def reopened(spec: ModelSpec, placed: Placement, notes: Notes) -> StandIn | None:
+def reopen(spec: ModelSpec, placed: Placement, notes: Notes) -> StandIn | None:
     """Stand-in for a model on the CPU; None if its weights do not fit, or have other names.
 
     Raises:
@@ -48,7 +48,7 @@ def _without_weights(spec: ModelSpec) -> Any:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model = skeleton(unquantized(read_config(spec)), torch.float32)
+        model = skeleton(plain_config(read_config(spec)), torch.float32)
     model.generation_config = generation_config_of(spec) or model.generation_config
     return model
 

@@ -172,7 +172,7 @@ def _read(kind: Any, value: Any) -> Any:
 _PARTS = (LayerPlan, MatrixPlan, NormPlan, RopePlan, JointPlan)
 
 
-def renamed(plan: _Part, old: str, new: str) -> _Part:
+def rename(plan: _Part, old: str, new: str) -> _Part:
     """Plan, or part of one, whose parameters have another beginning of their names."""
 
     def change(value: Any) -> Any:
@@ -180,6 +180,6 @@ def renamed(plan: _Part, old: str, new: str) -> _Part:
             return new + value.removeprefix(old) if value.startswith(old) else value
         if isinstance(value, tuple):
             return tuple(map(change, value))
-        return renamed(value, old, new) if isinstance(value, _PARTS) else value
+        return rename(value, old, new) if isinstance(value, _PARTS) else value
 
     return replace(plan, **{one.name: change(getattr(plan, one.name)) for one in fields(plan)})

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.bench.report import ArmSummary
-from outrider.bench.run import Arm, Case, racing
+from outrider.bench.run import Arm, Case, race_arms
 from outrider.records import Chunk, DraftedToken, Stats, Timing
 from outrider.text.chat import Chat
 from outrider.text.tokenizer import Detokenizer
@@ -22,7 +22,7 @@ def race_events(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Gen
     """Run a race and yield its events. Options are those of ``Decoder.stream``."""
     teller = RaceEvents(arms, case, options)
     yield teller.start()
-    with closing(racing(arms, case, {**options, "reports_drafts": True})) as chunks:
+    with closing(race_arms(arms, case, {**options, "reports_drafts": True})) as chunks:
         for which, chunk in chunks:
             yield teller.round(which, chunk)
     yield teller.end()

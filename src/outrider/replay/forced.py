@@ -15,7 +15,7 @@ from outrider.replay.bounds import agreement
 from outrider.replay.log import Header, Record
 from outrider.replay.renewal import Floats, Integers, log_ratios
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, normalised
+from outrider.sampling.probs import Settings, normalise
 from outrider.sampling.rules import GUMBEL, RULES
 from outrider.scoring.alpha import overlap
 from outrider.scoring.forcing import measure_drafts
@@ -95,10 +95,10 @@ def _under(drafter: Drafter, sampling: Sampling, vocab_size: int) -> Drafter:
 
 def _measure(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:
     """p and q of the tokens, and the overlap. [3, M]"""
-    p_x, q_x = (normalised(rows).gather(1, ids[:, None])[:, 0] for rows in (p, q))
+    p_x, q_x = (normalise(rows).gather(1, ids[:, None])[:, 0] for rows in (p, q))
     return torch.stack((p_x, q_x, overlap(p, q)))
 
 
 def _measure_all(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:
     """These, and g. [4, M]"""
-    return torch.cat((_measure(p, q, ids), agreement(normalised(p), normalised(q), ids)[None]))
+    return torch.cat((_measure(p, q, ids), agreement(normalise(p), normalise(q), ids)[None]))

@@ -17,7 +17,7 @@ from outrider.errors import OutriderError
 from outrider.options import DEFAULT_NUM_SLOTS, Sampling
 from outrider.replay.log import Header, Record, TopProbs
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, normalised, wide
+from outrider.sampling.probs import Settings, normalise, wide
 from outrider.scoring.teacher_forcing import Text, force
 from outrider.text.tokenizer import fingerprint
 
@@ -111,7 +111,7 @@ def top_probs(
     forced = [Text((*prompt_ids, *token_ids), len(prompt_ids)) for prompt_ids, token_ids in texts]
     for chunk in force(target, forced, [settings]):
         raw = chunk.probs(settings)
-        p = normalised(raw)
+        p = normalise(raw)
         top = p.topk(n, dim=-1)
         token = p.gather(1, chunk.ids[:, None])[:, 0]
         # Summed, not 1 - sum: exactly 0 where top-k or top-p leaves nothing.

@@ -15,7 +15,7 @@ from outrider.replay.bounds import Bounds, bounds
 from outrider.replay.log import Header, Record, TopProbs
 from outrider.replay.renewal import Floats, log_ratios
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, normalised
+from outrider.sampling.probs import Settings, normalise
 from outrider.scoring.teacher_forcing import ForcedTokens, Text, force
 
 
@@ -45,7 +45,7 @@ def score_records(records: Sequence[Record], header: Header, lm: LM, sampling: S
     overlaps: list[tuple[list[Floats], list[Floats]]] = [([], []) for _ in records]
     num_done = [0] * len(records)
     for places, chunk in _forced(records, lm, settings):
-        q_rows = normalised(chunk.probs(settings))
+        q_rows = normalise(chunk.probs(settings))
         for at in sorted(set(chunk.rows.tolist())):
             row, is_here = places[at], chunk.rows == at
             q, ids = q_rows[is_here], chunk.ids[is_here]

@@ -302,7 +302,7 @@ def chunk_of(number: int, item: Item, num_rows: int) -> Chunk:
     return item
 
 
-def collected(states: Sequence[RequestState], chunks: Iterable[Chunk]) -> list[Completion]:
+def collect(states: Sequence[RequestState], chunks: Iterable[Chunk]) -> list[Completion]:
     """The completions of all requests."""
     for chunk in chunks:
         states[chunk.row].chunks.append(chunk)

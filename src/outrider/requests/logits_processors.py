@@ -148,7 +148,7 @@ def _is_plain(filter_: Any) -> bool:
     return getattr(filter_, "top_p", 1.0) > 0
 
 
-def processed(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Tensor:
+def process(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Tensor:
     """Scores of the next token, in float32 as in ``generate``.
 
     Args:
@@ -196,7 +196,7 @@ class ProcessedRow:
         position = ids.shape[1]
         self.errors.pop(position, None)
         try:
-            scores = processed(self._processors, ids, logits.to(self._device))
+            scores = process(self._processors, ids, logits.to(self._device))
             if scores.shape != logits.shape or not scores.amax().isfinite():
                 names = ", ".join(type(getattr(one, "inner", one)).__name__ for one in self._processors)
                 raise NumericsError(f"{names} left no distribution for position {position}: NaN, or no token")

@@ -12,7 +12,7 @@ from outrider.decoding.batch import final_length
 from outrider.errors import OptionError
 from outrider.options import Sampling, SamplingChanges, check_num_slots
 from outrider.records import Chunk, Completion
-from outrider.requests.call import GenerateCall, collected
+from outrider.requests.call import GenerateCall, collect
 from outrider.requests.shared_engine import SharedEngine
 from outrider.requests.state import RequestState
 from outrider.text.chat import ChatChanges
@@ -130,7 +130,7 @@ class Session:
     ) -> list[Completion]:
         """Generate, and wait for all completions: see ``Decoder.generate``."""
         states = self._calls.many(prompts, sampling, changes, resume_ids, n)
-        return collected(states, self._calls.chunks(states))
+        return collect(states, self._calls.chunks(states))
 
     def stream_chat(
         self,

@@ -36,12 +36,12 @@ Masked: TypeAlias = Tensor | Calls | None
 -inf for forbidden tokens; or with functions; None without constraints. [B, T, V]"""
 
 
-def masked(x: Tensor, effects: Masked) -> Tensor:
+def mask(x: Tensor, effects: Masked) -> Tensor:
     """Logits with these effects. [B, T, V]"""
     if effects is None:
         return x
     if isinstance(effects, Calls):
-        x = masked(x, effects.others)
+        x = mask(x, effects.others)
         for row, place, function in effects.functions:
             if x[row, place].amax().isfinite():  # else there is no distribution to change
                 x[row, place] = function(x[row, place])

@@ -26,7 +26,7 @@ from outrider.options import Sampling
 from outrider.runtime.shape_buckets import power_of_two
 from outrider.sampling.candidates import Candidates, are_here
 from outrider.sampling.history import NO_HISTORY, History
-from outrider.sampling.masks import Masked, masked
+from outrider.sampling.masks import Masked, mask
 
 Probs: TypeAlias = Tensor | Candidates
 """Rows of probabilities, up to a factor for each row. [..., V]"""
@@ -180,7 +180,7 @@ def wide_sum(x: Tensor) -> Tensor:
     return x.sum(dim=-1, dtype=None if x.device.type == "mps" else torch.float64)
 
 
-def normalised(rows: Tensor) -> Tensor:
+def normalise(rows: Tensor) -> Tensor:
     """Normalise rows to sum to 1, in float64 where the device has it; rows of zeros stay. [..., V]"""
     total = wide_sum(rows)[..., None]
     return wide(rows) / torch.where(total > 0, total, 1.0)
@@ -196,7 +196,7 @@ def one_hot(ids: Tensor, like: Tensor) -> Tensor:
     return (ids[..., None] == torch.arange(like.shape[-1], device=like.device)).to(like.dtype)
 
 
-def changed(logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None) -> Tensor:
+def change(logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None) -> Tensor:
     """Logits after the options that change those of single tokens. The arguments are those of ``to_probs``.
 
     Returns:
@@ -219,7 +219,7 @@ def changed(logits: Tensor, settings: Settings, history: History = NO_HISTORY, a
         assert history.num_generated is not None and settings.is_end is not None
         is_early = history.num_generated < settings.min_tokens[:, None]
         x = x.masked_fill(is_early[..., None] & settings.is_end[:, None], -torch.inf)
-    return masked(x, allowed)
+    return mask(x, allowed)
 
 
 def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None) -> Tensor:
@@ -233,7 +233,7 @@ def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY, 
     Returns:
         [B, T, V] in float32, or float64 where the logits are.
     """
-    x = changed(logits, settings, history, allowed)
+    x = change(logits, settings, history, allowed)
     if not settings.has_sampled:
         return one_hot(x.argmax(dim=-1), x)
     temperature = settings.temperature[:, None, None]
@@ -258,7 +258,7 @@ def rows_of(
     which says what the rows are. [B, T, V], [B, T]"""
     if logits.dtype == torch.float64 or not settings.takes_candidates:
         return to_probs(logits, settings, history, allowed), is_finite(logits)
-    x = changed(logits, settings, history, allowed)
+    x = change(logits, settings, history, allowed)
     rows, finite = Candidates.of_logits(x, settings.temperature, settings.top_k, settings.top_p, settings.min_p)
     return rows, finite if x is logits else is_finite(logits)
 

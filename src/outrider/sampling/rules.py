@@ -31,7 +31,7 @@ from torch import Tensor
 from outrider.records import Draft, Verdict
 from outrider.sampling.candidates import Candidates
 from outrider.sampling.noise import GumbelNoise, RoundUniforms, TokenGumbels, round_uniforms
-from outrider.sampling.probs import Probs, draw, draw_gumbel, full, normalised, one_hot, wide, wide_sum
+from outrider.sampling.probs import Probs, draw, draw_gumbel, full, normalise, one_hot, wide, wide_sum
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def _row_at(rows: Tensor, index: Tensor) -> Tensor:
 def residual(target_rows: Tensor, draft_rows: Tensor) -> Tensor:
     """(p - q)+, not normalised; p if that is zero everywhere (p = q up to rounding, so that only rounding can reject).
     [..., V] in float64"""
-    p, q = normalised(target_rows), normalised(draft_rows)
+    p, q = normalise(target_rows), normalise(draft_rows)
     rest = (p - q).clamp_min_(0.0)
     return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
 
@@ -148,8 +148,8 @@ def block(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> Verdict:
         pass_probs = torch.where(is_full, w_tail, rest / (rest + 1.0 - w_tail))  # 0/0 is NaN, and never passes
         passes = (noise.accept[:, :k] < pass_probs) & _is_drafted(draft)
         num_accepted = (torch.arange(1, k + 1, device=w.device) * passes).amax(dim=1)
-    p_row = normalised(_row_at(target_probs, num_accepted))
-    q_row = normalised(_draft_row(draft_probs, num_accepted, num_accepted < draft.num_drafted))
+    p_row = normalise(_row_at(target_probs, num_accepted))
+    q_row = normalise(_draft_row(draft_probs, num_accepted, num_accepted < draft.num_drafted))
     rows = (_row_at(w, num_accepted)[:, None] * p_row - q_row).clamp_min_(0.0)
     # As in residual(): all zeros means p = q up to rounding.
     rows = torch.where(rows.sum(-1, keepdim=True) > 0, rows, p_row)

@@ -21,7 +21,7 @@ from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, normalised
+from outrider.sampling.probs import Settings, normalise
 from outrider.scoring.forcing import measure_drafts
 from outrider.scoring.teacher_forcing import ForcedTokens, Text, sums_by_text
 from outrider.stats.intervals import Interval, bounded_mean
@@ -52,7 +52,7 @@ class Alpha:
 
 def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
     """sum_v min(p(v), q(v)), in float64 where the device has it. [..., V], [..., V] -> [...]"""
-    return torch.minimum(normalised(target_probs), normalised(draft_probs)).sum(dim=-1)
+    return torch.minimum(normalise(target_probs), normalise(draft_probs)).sum(dim=-1)
 
 
 def measure_alpha(

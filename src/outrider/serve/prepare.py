@@ -28,7 +28,7 @@ from outrider.serve.scoring import check_scores
 from outrider.serve.served_model import ServedModel
 from outrider.serve.streaming import PreparedRequest
 from outrider.serve.token_texts import TokenTexts
-from outrider.serve.tools import described, tools_of
+from outrider.serve.tools import descriptions_of, tools_of
 from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.constraint_check import Reading
@@ -180,7 +180,7 @@ class Preparer:
         if not isinstance(has_special, bool | None):
             raise Refusal("add_special_tokens must be true or false", param="add_special_tokens")
         if prompt is None:
-            prompt = parse_chat_prompt({**value, "tools": described(tools_of(value)) or None})
+            prompt = parse_chat_prompt({**value, "tools": descriptions_of(tools_of(value)) or None})
         elif not isinstance(prompt, str):
             raise Refusal("prompt must be a string", param="prompt")
         if (num_bytes := _num_bytes(prompt)) > _MOST_TOKENIZED_BYTES:

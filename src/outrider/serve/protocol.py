@@ -16,7 +16,7 @@ from outrider.serve.fields import SAMPLING, check_names, given_names
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.json_input import read_json
 from outrider.serve.structured import structure_of
-from outrider.serve.tools import ToolUse, described, tools_of, with_calls_read
+from outrider.serve.tools import ToolUse, descriptions_of, tools_of, with_calls_read
 from outrider.text.chat import FIELDS, Chat, ChatOptions, read_message
 from outrider.text.chat_images import has_images
 from outrider.text.tokenizer import Prompt
@@ -133,7 +133,7 @@ def parse_chat(body: Mapping[str, Any]) -> ParsedRequest:
     return _parse(
         body,
         "chat",
-        prompts=[_chat_prompt({**body, "tools": described(tools) or None})],
+        prompts=[_chat_prompt({**body, "tools": descriptions_of(tools) or None})],
         logprobs=(top or 0) if has_logprobs else None,
         echo=False,
         least_tokens=1,

@@ -119,7 +119,7 @@ def tools_of(body: Mapping[str, Any]) -> ToolUse | None:
     return ToolUse(tools, chosen, is_forced, is_parallel is not False and named is None)
 
 
-def described(tools: ToolUse | None) -> list[Mapping[str, Any]]:
+def descriptions_of(tools: ToolUse | None) -> list[Mapping[str, Any]]:
     """Descriptions for the chat template."""
     return [] if tools is None else [tool.described for tool in tools.all]
 

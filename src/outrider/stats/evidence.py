@@ -291,7 +291,7 @@ def _least_share(increments: Increments, bet: Bet, level: float, pull: float, se
     return None if lack(1.0) > 0 else float(optimize.brentq(lack, 0.0, 1.0))
 
 
-def estimated(increments: Increments, drift: Drift) -> tuple[float, float] | None:
+def estimate_tv(increments: Increments, drift: Drift) -> tuple[float, float] | None:
     """The total variation, on average over the tokens, of the mixture (1 - e) p + e r that fits the sum of X, and its
     standard error under p: e = sum(X) / sum(E_r X). Negative if the tokens deviate in the opposite direction.
 

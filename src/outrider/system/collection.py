@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Collect no garbage meanwhile: each collection would look through all that is there, a sixth of the time that
     PyTorch and Transformers take to be imported."""
     was_enabled = gc.isenabled()

@@ -13,7 +13,7 @@ import typer
 from outrider.cli.shared.completion import ENGINES, complete_draft, one_of
 from outrider.cli.shared.options import JsonOption, SamplingOptions, SeedOption, flat, parse_k
 from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
-from outrider.cli.shared.own_text import own_text, recorded
+from outrider.cli.shared.own_text import open_log, own_text
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, TargetOption, set_threads
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.cli.shared.wrapping import print_command
@@ -188,7 +188,7 @@ def _predict(
     specs, kind = (described[0].spec, described[1].spec), described[1].kind
     records: Sequence[Record] | Log
     if log is not None:
-        records = recorded(log, specs[0].name, described[0].tokenizer)
+        records = open_log(log, specs[0].name, described[0].tokenizer)
         header = records.header
         basis = f"From {len(records)} sequences of {log.name}"
     decoder = None

@@ -210,7 +210,7 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
         return None
     import torch
 
-    from outrider.models.cpu_weights import kept_type, narrowed
+    from outrider.models.cpu_weights import kept_type, narrow_weights
     from outrider.models.placement import Placement, pick_device
     from outrider.models.reading import read_config
 
@@ -225,7 +225,7 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
         return None
     if kept is None:
         return None
-    narrowed(bare, kept)
+    narrow_weights(bare, kept)
     return weights_bytes(bare, torch.float32)
 
 

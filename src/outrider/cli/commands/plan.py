@@ -18,13 +18,13 @@ from outrider.cli.shared.output import (
     check_json_target,
     check_outputs,
     console_for,
-    counted,
+    count_items,
     options_json,
     print_table,
     progress_bar,
     write_json,
 )
-from outrider.cli.shared.own_text import own_text, recorded
+from outrider.cli.shared.own_text import open_log, own_text
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
@@ -142,7 +142,7 @@ def plan(
         report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, max_new_tokens)
         records, header = own_text(decoder, lines, prompt_ids, options, num_probs)
     else:
-        recording = recorded(log, decoder.target.name, decoder.tokenizer)
+        recording = open_log(log, decoder.target.name, decoder.tokenizer)
         records, header = list(recording), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
@@ -228,7 +228,7 @@ def _counts(
         for name, drafter in drafters.items():
             ks = ks_of[name]
             replayed = replay(records, header, drafter, acceptance, ks, target=decoder.target)
-            expected = summarise(counted(replayed, advance), ks).expected
+            expected = summarise(count_items(replayed, advance), ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
             is_bounded |= any(one.upper is not None for one in expected.values())
     return counts, is_bounded

@@ -24,12 +24,12 @@ from outrider.cli.shared.output import (
     check_json_target,
     check_outputs,
     console_for,
-    counted,
+    count_items,
     print_table,
     progress_bar,
     write_json,
 )
-from outrider.cli.shared.own_text import recorded
+from outrider.cli.shared.own_text import open_log
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
 from outrider.cli.shared.per_prompt import DrawnRounds, has_no_draft, show, show_file
 from outrider.cli.shared.wrapping import say
@@ -194,7 +194,7 @@ def replay(
     if prompts is not None and tokenizer_of is not None:
         header, records = _foreign(log, prompts, tokenizer_of, drafts.models)
     else:
-        records = Log.open(log) if decoder is None else recorded(log, decoder.target.name, decoder.tokenizer)
+        records = Log.open(log) if decoder is None else open_log(log, decoder.target.name, decoder.tokenizer)
         header = records.header
         if records.num_failed:
             say(f"{log}: prompts without an output are left out ({records.num_failed})")
@@ -221,7 +221,7 @@ def replay(
             replayed = judge(records, header, drafter, drafts.acceptance, ks, target=lm, batch_size=batch_size)
             if output is not None or per_prompt:
                 replayed = rounds.draw(replayed, name)
-            summaries.append(summarise(counted(replayed, advance), ks))
+            summaries.append(summarise(count_items(replayed, advance), ks))
     if output is not None:
         with current_ranks().own_path(output).open("w", encoding="utf-8") as stream:
             rounds.write(stream, output_format, batch_size)

@@ -79,7 +79,7 @@ def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int
         yield lambda steps: progress.advance(task, steps)
 
 
-def counted(items: Iterable[_Item], advance: Callable[[int], None]) -> Iterator[_Item]:
+def count_items(items: Iterable[_Item], advance: Callable[[int], None]) -> Iterator[_Item]:
     """Yield items and advance a progress bar after each."""
     for item in items:
         yield item

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from outrider.replay.log import Header, Log, Record
 
 
-def recorded(path: Path, target: str, tokenizer: Any) -> Log:
+def open_log(path: Path, target: str, tokenizer: Any) -> Log:
     """Open a log of a target's outputs.
 
     Args:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.native.families import plan_of
-from outrider.native.plan import MatrixPlan, Plan, renamed
+from outrider.native.plan import MatrixPlan, Plan, rename
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
@@ -116,7 +116,7 @@ def plan_of_layers(config: Any) -> Plan:
     """Plan of a head's own layers. Raises NotPlanned."""
     known = type(config)().to_dict()  # a checkpoint states more in the same place
     stated = {name: value for name, value in config.to_dict().items() if name in known}
-    return renamed(plan_of(type(config).from_dict(stated)), "model.", "")
+    return rename(plan_of(type(config).from_dict(stated)), "model.", "")
 
 
 def plan_of_head(plan: Plan, head: Head) -> Plan:

@@ -181,7 +181,7 @@ class BlockHead(Head):
             shape = (*states.shape[:2], -1, attention.head_dim)
             keys = attention.k_norm(attention.k_proj(states).view(shape)).transpose(1, 2)
             values = attention.v_proj(states).view(shape).transpose(1, 2)
-            store.update(_rotated(keys, cos[:, None], sin[:, None]), values)
+            store.update(_rotate(keys, cos[:, None], sin[:, None]), values)
 
     def masks(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> dict[Reach, Tensor]:
         """Masks of blocks for ``forward``; see ``Reach.mask``."""
@@ -258,7 +258,7 @@ def _through(layer: Any, hidden: Tensor, about: Mapping[str, Any]) -> Tensor:
     return result
 
 
-def _rotated(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = values.chunk(2, dim=-1)
     return values * cos + torch.cat((-second, first), dim=-1) * sin
 

@@ -22,7 +22,7 @@ from outrider.errors import UnsupportedModel
 from outrider.models.heads.base import ChainHead, fill, layer_config, plan_of_head, rotation
 from outrider.models.heads.checkpoint import open_tensors
 from outrider.native.families import plan_of
-from outrider.native.plan import JointPlan, MatrixPlan, Plan, renamed
+from outrider.native.plan import JointPlan, MatrixPlan, Plan, rename
 from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
@@ -103,7 +103,7 @@ class MtpHead(ChainHead):
 
     def plan(self) -> Plan:
         plan = plan_of(self._of_target)
-        layer = renamed(plan.layers[self.index], f"model.layers.{self.index}.", "layers.0.")
+        layer = rename(plan.layers[self.index], f"model.layers.{self.index}.", "layers.0.")
         norm = replace(plan.last_norm, weight="norm.weight")
         joint = JointPlan(
             replace(norm, weight="pre_fc_norm_embedding.weight"),
