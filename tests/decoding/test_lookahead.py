@@ -12,10 +12,10 @@ from torch.overrides import TorchFunctionMode
 
 import outrider.decoding.engine as decode_module
 from outrider.certify.controls import drop_unlikely
-from outrider.decoding.batch import Batch, Head
+from outrider.decoding.batch import Batch, SlotRows
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
-from outrider.drafters.base import Drafter, NoDrafter, Rows
+from outrider.drafters.base import Drafter, NoDrafter
 from outrider.drafters.model import ModelDrafter
 from outrider.drafters.ngram import NgramDrafter
 from outrider.errors import NumericsError
@@ -110,8 +110,8 @@ def spreads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
 
     class Watched(Batch):
-        def view(self, head: Head, chosen_k: int, most_unread: int, **options: Any) -> Rows:
-            rows = super().view(head, chosen_k, most_unread, **options)
+        def view(self, num_rows: int, chosen_k: int, most_unread: int, **options: Any) -> SlotRows:
+            rows = super().view(num_rows, chosen_k, most_unread, **options)
             wanted = zip(rows.num_wanted.tolist(), rows.most_wanted, strict=True)
             assert all(0 <= num <= most for num, most in wanted)
             for row, length in zip(self.rows, rows.lengths.tolist(), strict=False):
