@@ -66,7 +66,7 @@ def main() -> None:
         finally:
             path.write_text(text)
         failed = next((line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))), "")
-        verdict = "found" if done.returncode == 1 and failed else "NOT FOUND" if done.returncode == 0 else "no verdict"
+        verdict = "found" if failed else "NOT FOUND" if done.returncode == 0 else "no verdict"
         print(
             f"{number:2} {verdict:10} {time.monotonic() - begin_s:5.0f} s  {name}: {new.strip()}  {failed}", flush=True
         )
