@@ -3,7 +3,7 @@
     python benchmarks/adaptive.py [--target fable] [--draft fable-draft] [--quantize int8] [--batch-sizes 1,2,4,8,16]
         [-k 1,2,4,6] [--threads 2] [--max-new-tokens 64] [--seconds 90] > adaptive_fable.txt
 
-Eager, temperature 1, no seeds. Every measurement is one call with as many prompts as it has rows, each writing the same
+Temperature 1, no seeds. Every measurement is one call with as many prompts as it has rows, each writing the same
 number of tokens; a time is the wall clock of the call, prefill included. At each number of rows all arms take turns for
 ``--seconds``, the first turn unmeasured. "auto" keeps what it learns from call to call, as it does in any process; the
 constant arms are given their K.
@@ -58,7 +58,7 @@ def main() -> None:
     arms |= {f"K = {k}": replace(pair, num_draft_tokens=k) for k in ks}
     arms["auto"] = replace(pair, num_draft_tokens="auto")
     form = arguments.quantize or "float32"
-    title = f"{Path(arguments.target).name}, {form}, eager, {arguments.threads} threads: tokens/s"
+    title = f"{Path(arguments.target).name}, {form}, {pair.target.execution.name}, {arguments.threads} threads: tokens/s"
     table = new_table(title, "rows", "turns", *arms, "best other", "auto / best", "fair")
     rows = []
     for size in sizes:
