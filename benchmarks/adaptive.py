@@ -58,7 +58,9 @@ def main() -> None:
     arms |= {f"K = {k}": replace(pair, num_draft_tokens=k) for k in ks}
     arms["auto"] = replace(pair, num_draft_tokens="auto")
     form = arguments.quantize or "float32"
-    title = f"{Path(arguments.target).name}, {form}, {pair.target.execution.name}, {arguments.threads} threads: tokens/s"
+    title = (
+        f"{Path(arguments.target).name}, {form}, {pair.target.execution.name}, {arguments.threads} threads: tokens/s"
+    )
     table = new_table(title, "rows", "turns", *arms, "best other", "auto / best", "fair")
     rows = []
     for size in sizes:
