@@ -161,8 +161,9 @@ def _library() -> ctypes.CDLL:
         return kernels
     try:
         command = compiler()
-        known, _ = best_level(command)  # perhaps less than the processor has, as when the package was installed
-        return _installed(known) or _compile(command)
+        # The level is perhaps less than the processor has, as when the package was installed.
+        level, predefined = best_level(command)
+        return _installed(level) or _compile(command, level, predefined)
     except CompilerError:
         found = next(filter(None, map(_installed, others)), None)
         if found is None:
@@ -172,17 +173,17 @@ def _library() -> ctypes.CDLL:
 
 def _installed(level: Level) -> ctypes.CDLL | None:
     """The library for a level that was compiled with the package; None if there is none, or none that can be loaded."""
-    if not installed_path(level).is_file():
+    path = installed_path(level)
+    if not path.is_file():
         return None
     try:
-        return _load(installed_path(level))
+        return _load(path)
     except OSError as error:  # a library that it needs is not here, for example
-        _LOG.info("%s cannot be loaded: %s", installed_path(level), error)
+        _LOG.info("%s cannot be loaded: %s", path, error)
         return None
 
 
-def _compile(command: Sequence[str]) -> ctypes.CDLL:
-    level, predefined = best_level(command)
+def _compile(command: Sequence[str], level: Level, predefined: str) -> ctypes.CDLL:
     name = cached_name(command, level, predefined)
     kernels = PrivateFolder(cache_folder("kernels"), _MOST_BYTES)
     wait = partial(_LOG.warning, "another process compiles the C++ kernels: waiting for it")

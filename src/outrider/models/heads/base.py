@@ -90,7 +90,8 @@ class ChainHead(Head):
             cache: the cache of its layers, set up for these positions.
 
         Returns:
-            outputs, of which the LM head makes logits [B, T, H]; the states to be fed with the drafted tokens [B, T, H]
+            hidden states from which the LM head computes logits [B, T, H]; the states to be fed with the drafted tokens
+            [B, T, H]
         """
 
 
