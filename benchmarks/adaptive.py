@@ -27,7 +27,6 @@ from pathlib import Path
 from statistics import geometric_mean
 
 import torch
-from batch import tokens_per_s
 from rich.console import Console
 
 from outrider.api import load
@@ -36,6 +35,7 @@ from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
+from outrider.text.example_prompts import PROMPTS
 
 _LEAST_TURNS = 3
 
@@ -86,11 +86,18 @@ def measure(arms: Mapping[str, Decoder], size: int, num_tokens: int, seconds: fl
     while turn < _LEAST_TURNS or time.perf_counter() - begin < seconds:
         for place in range(len(names)):
             name = names[(place + turn) % len(names)]
-            rate = tokens_per_s(arms[name], size, num_tokens, max(turn, 0), is_seeded=False)
+            rate = tokens_per_s(arms[name], size, num_tokens, max(turn, 0))
             if turn >= 0:
                 rates[name].append(rate)
         turn += 1
     return {name: rates[name] for name in names}
+
+
+def tokens_per_s(decoder: Decoder, size: int, num_tokens: int, turn: int) -> float:
+    prompts = [PROMPTS[(turn * size + i) % len(PROMPTS)] for i in range(size)]
+    begin = time.perf_counter()
+    decoder.generate(prompts, max_new_tokens=num_tokens, ignore_eos=True, temperature=1.0)
+    return size * num_tokens / (time.perf_counter() - begin)
 
 
 def best_of_other_turns(rates: Mapping[str, Sequence[float]]) -> list[str]:

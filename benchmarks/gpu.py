@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from grow import grow
 from rich.console import Console
-from roofline import step_bytes, weight_bytes
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from outrider.api import load, load_drafter
@@ -39,6 +38,7 @@ from outrider.decoder import Decoder
 from outrider.errors import ExecutionError
 from outrider.models.placement import Placement
 from outrider.models.registry import resolve
+from outrider.runtime.lm import LM
 from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
@@ -75,6 +75,22 @@ SHAPES = {
     "65B": Shape(8192, 80, 22016),
 }
 _DRAFTS = ("1B", "7B")
+
+
+def weight_bytes(lm: LM) -> int:
+    """Weights that every step reads: all but an input embedding that is not the output matrix too."""
+    model: Any = lm.model
+    embedding = model.get_input_embeddings().weight
+    is_tied = model.get_output_embeddings().weight is embedding
+    return sum(p.numel() * p.element_size() for p in model.parameters() if is_tied or p is not embedding)
+
+
+def step_bytes(lm: LM, length: int) -> int:
+    """Bytes that a step of one token must move when the text has ``length`` of them in the end."""
+    model: Any = lm.model
+    row = model.get_input_embeddings().weight[0].nbytes
+    view_len = min(lm.execution.round_length(length), lm.context_len)
+    return weight_bytes(lm) + row + (view_len + 1) * sum(shape.bytes_per_token for shape in lm.layer_shapes)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -139,7 +155,7 @@ def measure_target(
         "arms": [summary.to_json() for summary in summarise(measurements, arms)],  # which holds no model
         "generate_ms_per_token": generate_ms_per_token(plain, num_prompts, num_tokens),
         "plain_step_s": step_s,
-        "limit_s": step_bytes(plain.target, 1, length) / bandwidth,
+        "limit_s": step_bytes(plain.target, length) / bandwidth,
     }
 
 

@@ -6,12 +6,13 @@ float32 or four bits.
     python benchmarks/prefill.py --target grown-110m-2k --llama-server llama-build/bin/llama-server
 
 ``grow.py fable fable-2k --hidden-size 256 --num-layers 6 --intermediate-size 704 --context-len 2048`` makes the
-embedded target accept as much. llama.cpp is built as peers.py describes; ``pip install gguf`` for its format. Two GGUF
-files (``--target FILE.gguf --draft FILE.gguf``) are compared with llama.cpp alone, activations in 8 bits, without the
-batch.
+embedded target accept as much. llama.cpp is to be built for the machine (``-DGGML_NATIVE=ON``; its source comes with
+the Python package xllamacpp); ``pip install gguf`` for its format. A GGUF file (``--target
+FILE.gguf``) is compared with llama.cpp alone, activations in 8 bits, without the batch.
 
 A prompt: calls of one greedy token for prompts of random tokens, a new one in each turn, so that no program finds one
-in a cache; wall clock, all programs in turn, each in a process of its own (peer_arms/). A batch: calls of one token
+in a cache; wall clock, all programs in turn, each in a process of its own, since the idle threads of one would slow the
+others. "f32" and "f16" are types of llama.cpp's cache. A batch: calls of one token
 for eight rows of 20 to 500 tokens. ``together`` is one call; ``one by one`` is a call for each row; ``as one row`` is a
 single prompt of as many tokens, whose products are as wide as can be; ``as long as the longest`` is one call for eight
 rows of 500 tokens, which is the cost of padding. The last line of standard output is one JSON document.
@@ -21,41 +22,44 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import random
+import socket
 import statistics
+import subprocess
 import time
-from collections.abc import Callable, Sequence
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
-from peer_arms.hugging_face import hf_arms
-from peer_arms.llama_cpp import llama_cpp_arms, llama_cpp_build
-from peer_arms.own import outrider_arms
-from peer_arms.worker import Worker
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 from outrider.api import load
 from outrider.bench.report import interval_text
 from outrider.bench.tables import new_table
-from outrider.models.registry import resolve
-from outrider.options import DEFAULT_ACCEPTANCE
+from outrider.export.gguf import write_gguf
+from outrider.models.registry import ModelSpec, resolve
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 
-_ARMS = {
-    "float32": ("Outrider eager, plain", "HF, plain", "llama.cpp f32, plain", "llama.cpp f16, plain"),
-    "gguf": ("Outrider a8, plain", "llama.cpp f16, plain"),
-}
 _LENGTHS = (130, 20, 500, 80, 280, 45, 370, 200)
 _PAUSE_S = 0.1  # idle threads of one arm spin for a while before they sleep, and would slow the next
+
+Run = Callable[[list[int]], float]
+"""Token ids of a prompt -> seconds to its first token"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="a known name, a folder, or a GGUF file")
-    parser.add_argument("--draft", default="fable-draft", help="the arms want one of the same kind; none uses it")
     parser.add_argument("--llama-server", type=Path, required=True, help="llama.cpp's server, built for this machine")
     parser.add_argument("--tokens", default="512,2000", help="lengths of single prompts, by commas")
     parser.add_argument("--threads", type=int, default=2)
@@ -65,9 +69,8 @@ def main() -> None:
     server = arguments.llama_server.resolve()
     num_threads, num_repeats = arguments.threads, arguments.repeats
     torch.set_num_threads(num_threads)
-    names = arguments.target, arguments.draft
-    weights = "gguf" if arguments.target.endswith(".gguf") else "float32"
-    target, draft = (Path(name if weights == "gguf" else resolve(name).location) for name in names)
+    is_gguf = arguments.target.endswith(".gguf")
+    target = Path(arguments.target if is_gguf else resolve(arguments.target).location)
     decoder = load(target, dtype="float32", device="cpu").plain()
     longest, vocab_size = max(*lengths, sum(_LENGTHS)), decoder.target.vocab_size
     if longest >= decoder.target.context_len:
@@ -80,31 +83,26 @@ def main() -> None:
     origin = provenance("cpu")
     console = Console(width=100, highlight=False)
     console.print(f"{origin['processor']}, {num_threads} threads; torch {origin['torch']}")
-    console.print(f"llama.cpp: {llama_cpp_build(server)}")
-    with TemporaryDirectory() as folder:
-        more = server, num_threads, longest + 8, Path(folder)
-        workers = [
-            Worker(outrider_arms, (target, draft, (), DEFAULT_ACCEPTANCE, weights), num_threads),
-            Worker(llama_cpp_arms, (target, draft, (), *more, weights), num_threads),
-        ]
-        if weights == "float32":
-            workers.append(Worker(hf_arms, (target, draft, ()), num_threads))
-        places = {arm.name: (worker, index) for worker in workers for index, arm in enumerate(worker.arms)}
+    build = subprocess.run([server, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    console.print(f"llama.cpp: {' '.join((build.stdout + build.stderr).split())}")
+    singles = {}
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        arms = {"Outrider": stack.enter_context(_in_process(_outrider, target, num_threads))}
+        file = target if is_gguf else Path(folder) / "target.gguf"
+        if not is_gguf:
+            write_gguf(ModelSpec(name=target.name, path=target), file, torch.float32)
+            arms["Hugging Face"] = stack.enter_context(_in_process(_hugging_face, target, num_threads))
+        for cache_type in ("f16",) if is_gguf else ("f32", "f16"):
+            run = stack.enter_context(_llama_cpp(server, file, cache_type, num_threads, longest + 8))
+            arms[f"llama.cpp {cache_type}"] = run
 
-        def alone(name: str, num_tokens: int) -> float:
-            worker, index = places[name]
+        def alone(run: Run, num_tokens: int) -> float:
             time.sleep(_PAUSE_S)
-            _, seconds = worker.run(index, prompt(num_tokens), 0.0, 0, 1)
-            return seconds
+            return run(prompt(num_tokens))
 
-        singles = {}
-        try:
-            for n in lengths:
-                singles[n] = _in_turn({name: partial(alone, name, n) for name in _ARMS[weights]}, num_repeats)
-                _show(console, f"a prompt of {n} tokens", singles[n], _ARMS[weights][0], "Outrider / it, 95%")
-        finally:
-            for worker in workers:
-                worker.stop()
+        for n in lengths:
+            singles[n] = _in_turn({name: partial(alone, run, n) for name, run in arms.items()}, num_repeats)
+            _show(console, f"a prompt of {n} tokens", singles[n], "Outrider", "Outrider / it, 95%")
 
     def together(lengths: Sequence[int]) -> float:
         rows = [prompt(n) for n in lengths]
@@ -113,7 +111,7 @@ def main() -> None:
         return time.perf_counter() - begin
 
     body = {"target": target.name, "seconds": singles, "provenance": origin}
-    if weights == "float32":
+    if not is_gguf:
         batches = _in_turn(
             {
                 "together": lambda: together(_LENGTHS),
@@ -126,6 +124,97 @@ def main() -> None:
         _show(console, f"{len(_LENGTHS)} rows, {sum(_LENGTHS)} tokens", batches, "together", "together / it, 95%")
         body |= {"lengths": _LENGTHS, "batch_seconds": batches}
     print(json.dumps(body))
+
+
+@contextmanager
+def _in_process(make: Callable[[Path], Callable[[list[int]], Any]], target: Path, num_threads: int) -> Iterator[Run]:
+    """A program in a process of its own."""
+    context = multiprocessing.get_context("spawn")
+    connection, other = context.Pipe()
+    process = context.Process(target=_serve, args=(other, make, target, num_threads))
+    process.start()
+    other.close()
+
+    def run(ids: list[int]) -> float:
+        connection.send(ids)
+        seconds: float = connection.recv()
+        return seconds
+
+    try:
+        yield run
+    finally:
+        connection.close()
+        process.join()
+
+
+def _serve(connection: Connection, make: Callable[[Path], Callable[[list[int]], Any]], target: Path, num: int) -> None:
+    torch.set_num_threads(num)
+    run = make(target)
+    while True:
+        try:
+            ids = connection.recv()
+        except EOFError:
+            return
+        begin = time.perf_counter()
+        run(ids)
+        connection.send(time.perf_counter() - begin)
+
+
+def _outrider(target: Path) -> Callable[[list[int]], Any]:
+    name = f"{target}:a8" if target.suffix == ".gguf" else target
+    plain = load(name, dtype="float32", device="cpu").plain()
+    return lambda ids: plain.generate([ids], max_new_tokens=1, temperature=0.0, ignore_eos=True)
+
+
+def _hugging_face(target: Path) -> Callable[[list[int]], Any]:
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+    def run(ids: list[int]) -> Any:
+        prompt = torch.tensor([ids])
+        mask = torch.ones_like(prompt)
+        return model.generate(prompt, attention_mask=mask, max_new_tokens=1, do_sample=False, pad_token_id=0)
+
+    return run
+
+
+@contextmanager
+def _llama_cpp(server: Path, file: Path, cache_type: str, num_threads: int, context_len: int) -> Iterator[Run]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    threads = str(num_threads)
+    command = [str(server), "-m", str(file), "-t", threads, "-tb", threads, "-c", str(context_len), "-np", "1"]
+    command += ["-ctk", cache_type, "-ctv", cache_type, "--cache-ram", "0", "--port", str(port)]
+    # On the CPU its flash attention is the slower one with a float32 cache, and the faster one with float16.
+    command += ["-fa", "off" if cache_type == "f32" else "auto"]
+    null = subprocess.DEVNULL
+    process = subprocess.Popen(command, stdout=null, stderr=null, stdin=null)
+
+    def run(ids: list[int]) -> float:
+        body = {"prompt": ids, "n_predict": 1, "temperature": 0.0, "ignore_eos": True, "cache_prompt": False}
+        begin = time.perf_counter()
+        _answer(f"http://127.0.0.1:{port}/completion", json.dumps(body).encode())
+        return time.perf_counter() - begin
+
+    try:
+        while True:
+            try:
+                _answer(f"http://127.0.0.1:{port}/health")
+                break
+            except (urllib.error.URLError, ConnectionError):
+                if process.poll() is not None:
+                    raise RuntimeError(f"this ended at once: {' '.join(command)}") from None
+                time.sleep(0.1)
+        yield run
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _answer(address: str, body: bytes | None = None) -> Any:
+    request = urllib.request.Request(address, data=body, headers={"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as response:
+        return json.load(response)
 
 
 def _in_turn(arms: dict[str, Callable[[], float]], num_repeats: int) -> dict[str, list[float]]:
