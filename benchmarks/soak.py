@@ -111,7 +111,7 @@ def _hostile(arguments: argparse.Namespace) -> dict[str, Any]:
     options += ["--threads", "1"]  # more wait for each other where other processes compute
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
-        with _server(options, log, num_files=320) as (url, process):
+        with _server(options, log) as (url, process):
             found = hostile(
                 url, psutil.Process(process.pid), arguments.attacks, arguments.windows, arguments.window_requests
             )
@@ -132,15 +132,10 @@ def _hostile(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _server(options: list[str], log: Path, num_files: int | None = None) -> Iterator[tuple[str, Any]]:
-    """Its address and process.
-
-    Args:
-        num_files: that it may open.
-    """
+def _server(options: list[str], log: Path) -> Iterator[tuple[str, Any]]:
+    """Its address and process."""
     port = _free_port()
-    limit = [] if num_files is None else ["sh", "-c", f'ulimit -n {num_files} && exec "$@"', "sh"]
-    command = [*limit, sys.executable, "-c", "from outrider.cli.app import main; main()", "serve", "--device", "cpu"]
+    command = [sys.executable, "-c", "from outrider.cli.app import main; main()", "serve", "--device", "cpu"]
     with (
         open(log, "w") as stderr,
         subprocess.Popen([*command, *options, "--port", str(port)], stderr=stderr) as process,

@@ -43,7 +43,7 @@ def test_the_log_tells_that_kernels_are_compiled(
 ) -> None:
     """In the form of all its lines, once each."""
     monkeypatch.setattr(logging.getLogger("outrider.kernels"), "handlers", [])  # of other commands
-    with _log_on_stderr(logging.Filter()):
+    with _log_on_stderr():
         logging.getLogger("outrider.kernels.library").info("1 of 6 files are compiled")
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(" INFO outrider.kernels.library: 1 of 6 files are compiled")

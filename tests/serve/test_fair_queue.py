@@ -12,6 +12,7 @@ from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.serve import pending
 from outrider.serve.admission import Admission
+from outrider.serve.app import network_of
 from outrider.serve.fair_queue import Turns, TurnsPool
 from outrider.text.tokenizer import encode
 
@@ -141,6 +142,12 @@ def test_a_client_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> Non
             stream.close()
         wait_until(lambda: server.num_open == 0)
     assert Admission(8, None).most_of_one == 6  # a quarter stays free for others, unless told otherwise
+
+
+def test_one_client_of_ipv6_has_many_addresses() -> None:
+    assert network_of("2001:db8:1:2:3:4:5:6") == network_of("2001:db8:1:2::1%eth0") == "2001:db8:1:2::/64"
+    assert network_of("::ffff:10.0.0.1") == network_of("10.0.0.1") == "10.0.0.1"
+    assert network_of("a name") == "a name"
 
 
 def test_requests_that_wait_to_be_tokenized_are_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:

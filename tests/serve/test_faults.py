@@ -92,19 +92,6 @@ def test_a_slow_reader_stops_nobody(server: Running) -> None:
     wait_until(lambda: is_free(server))
 
 
-def test_a_reader_that_has_stopped_is_given_up(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_SEND_S", 0.2)
-    with slow_reader(server):
-        wait_until(lambda: is_free(server))
-
-
-def test_a_body_that_does_not_come(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "_BODY_S", 0.2)
-    with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), LIMIT_S) as connection:
-        connection.sendall(as_sent(LONG)[:-10])
-        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
-
-
 def test_a_client_that_leaves_in_its_own_request(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """It is no fault of ours, and not logged as one."""
     with socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2]))) as connection:

@@ -386,7 +386,7 @@ def test_keys() -> None:
 def test_other_names_of_this_machine(http: httpx.Client) -> None:
     """Those that a page of another site may have made up."""
     for host in ("example.org", "example.org:8000", "localhost.example.org", "10.0.0.1", "[", "[::1", "@", ""):
-        refused(http.get("/v1/models", headers={"host": host}), 403)
+        assert http.get("/v1/models", headers={"host": host}).status_code == 400
     for host in ("localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"):
         assert http.get("/v1/models", headers={"host": host}).status_code == 200
 

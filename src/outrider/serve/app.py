@@ -9,19 +9,17 @@ import asyncio
 import hashlib
 import hmac
 import ipaddress
-import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import urlsplit
 
 from prometheus_client import CollectorRegistry, generate_latest
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -30,7 +28,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve import messages
-from outrider.serve.connections import network_of
 from outrider.serve.fair_queue import TurnsPool
 from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable
 from outrider.serve.image_fetch import ImageFetcher
@@ -44,11 +41,10 @@ from outrider.serve.served_model import ServedModel
 from outrider.serve.streaming import PreparedRequest, ended, streamed, until_disconnect, whole
 from outrider.text.constraint_check import Reading
 
-_LOG = logging.getLogger("outrider.serve")
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING, _NUM_CONSTRAINING, _NUM_FETCHING = 2, 2, 8  # threads
 _MOST_RACES, _RACE_RETRY_S = 16, 10  # running or waiting; more are refused
-_BODY_S, _SEND_S = 60.0, 120.0  # before a client that neither sends nor reads is dropped
+_OWN_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -95,7 +91,13 @@ class App:
         ]
         self.asgi: ASGIApp = Starlette(
             routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
-            middleware=[Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard)],
+            # Without a key: another site's domain may resolve to this machine (DNS rebinding), and its page could then
+            # read responses.
+            middleware=[
+                Middleware(KeyGuard, api_keys=api_keys)
+                if api_keys
+                else Middleware(TrustedHostMiddleware, allowed_hosts=_OWN_HOSTS, www_redirect=False)
+            ],
             exception_handlers={
                 Refusal: _refuse,
                 OutriderError: _refuse,
@@ -255,24 +257,6 @@ class Generation:
         await self._answer(prepared, client, send)
 
 
-class HostGuard:
-    """Without an API key, accept only requests whose Host is a loopback name. Another site's domain may resolve to this
-    machine (DNS rebinding), and its page could then read responses."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            host = Headers(scope=scope).get("host", "")
-            if not is_loopback(_name_of(host)):
-                message = f"{host!r:.100} is not a name of this machine: use localhost, or an API key (--api-key)"
-                refusal = Refusal(message, status=403, type_="permission_error")
-                await _send(_response(refusal, scope["path"]), send)
-                return
-        await self._app(scope, receive, send)
-
-
 class KeyGuard:
     """Accept only requests with one of the keys."""
 
@@ -298,20 +282,23 @@ def _key_of(scope: Scope) -> bytes | None:
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")  # Anthropic's
 
 
-def _name_of(host: str) -> str:
-    """Host name without port; empty if malformed."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
-
-
 def is_loopback(host: str) -> bool:
     """Whether a name or an address is loopback."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def network_of(address: str) -> str:
+    """Network prefix that belongs to one client: the first 64 bits of an IPv6 address."""
+    try:
+        found = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
+    return str(found)
 
 
 async def _body(request: Request) -> bytes:
@@ -321,33 +308,20 @@ async def _body(request: Request) -> bytes:
     if kind != "application/json":
         raise Refusal("send the body with 'Content-Type: application/json'", status=415)
     body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_S):
-            async for part in request.stream():
-                body += part
-                if len(body) > _MOST_BODY_BYTES:
-                    raise Refusal(f"the body is longer than {_MOST_BODY_BYTES} bytes", status=413)
-    except TimeoutError:
-        raise Refusal(f"the body did not arrive within {_BODY_S:g} seconds", status=408) from None
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BODY_BYTES:
+            raise Refusal(f"the body is longer than {_MOST_BODY_BYTES} bytes", status=413)
     return bytes(body)
 
 
 async def _send_stream(pieces: AsyncIterator[bytes], send: Send) -> None:
     piece = await anext(pieces)  # before the status is sent, since it may be an error
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-    try:
-        await _send_piece(piece, send)
-        async for piece in pieces:
-            await _send_piece(piece, send)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-    except TimeoutError:
-        _LOG.warning("a client has read nothing for %g seconds: its request is cancelled", _SEND_S)
-
-
-async def _send_piece(piece: bytes, send: Send) -> None:
-    """Raises TimeoutError if the client does not read."""
-    async with asyncio.timeout(_SEND_S):
+    await send({"type": "http.response.body", "body": piece, "more_body": True})
+    async for piece in pieces:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _send(response: Response, send: Send) -> None:

@@ -5,16 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import uvicorn
 
 from outrider.errors import OptionError
 from outrider.serve.admission import Admission
 from outrider.serve.app import App
-from outrider.serve.connections import BACKLOG, Connection
 from outrider.serve.fair_queue import Turns
 from outrider.serve.http_errors import unavailable
 from outrider.serve.prepare import Preparer
@@ -37,7 +35,7 @@ class ServerOptions:
         context_len: maximum tokens of a sequence, prompt included.
         max_queue: maximum sequences waiting for a slot.
         max_per_client: maximum sequences per client, running or waiting; None is three quarters of all.
-        max_connections: maximum open connections, half of them from one address.
+        max_connections: maximum open connections; requests beyond it get 503.
         has_priority_across_clients: a request's ``priority`` is compared across clients.
         queue_timeout_s: maximum wait for a first slot.
         api_keys: accepted API keys; without any, no key is needed.
@@ -92,8 +90,8 @@ class Server:
         self._app = App(self.model, options.api_keys, options.image_hosts)
         config = uvicorn.Config(
             self._app.asgi,
-            http=partial(Connection, most=options.max_connections),  # type: ignore[arg-type]
-            backlog=BACKLOG,
+            http="h11",
+            limit_concurrency=options.max_connections,
             lifespan="off",
             log_config=None,
             ws="none",
@@ -117,11 +115,6 @@ class Server:
             self.model.join(_GRACE_S)  # a thread that still computes at exit may crash
         if self.model.error is not None:
             raise self.model.error
-
-    @property
-    def connections(self) -> Collection[object]:
-        """Open connections."""
-        return self._uvicorn.server_state.connections
 
     def stop(self) -> None:
         """Shut down gracefully. May be called from any thread."""
@@ -173,7 +166,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
-            listener.listen(BACKLOG)
+            listener.listen()
         except OSError:
             listener.close()
             raise

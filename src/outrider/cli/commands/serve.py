@@ -86,7 +86,7 @@ def serve(
     max_connections: Annotated[
         int,
         typer.Option(
-            help="Maximum connections, half of them from one address; beyond it, idle ones are closed.",
+            help="Maximum connections; requests on further ones get 503.",
             rich_help_panel=_SERVER,
         ),
     ] = 1024,
@@ -164,9 +164,7 @@ def serve(
     check_choice(generation_config)
     try:
         from outrider.serve.app import is_loopback
-        from outrider.serve.connections import room_for_connections
         from outrider.serve.image_fetch import check_hosts
-        from outrider.serve.log_limit import RateLimitFilter
         from outrider.serve.server import Server, ServerOptions, listen
         from outrider.serve.startup_log import about
         from outrider.text.thinking import thinking_of
@@ -199,7 +197,7 @@ def serve(
         max_queue=max_queue,
         queue_timeout_s=queue_timeout,
         max_per_client=max_per_client,
-        max_connections=room_for_connections(max_connections),
+        max_connections=max_connections,
         has_priority_across_clients=priority_across_clients,
         api_keys=keys,
         shutdown_timeout_s=shutdown_timeout,
@@ -207,7 +205,7 @@ def serve(
         reasoning_parser=reasoning_parser,
         image_hosts=tuple(allow_image_host or ()),
     )
-    with listener, _log_on_stderr(RateLimitFilter()):
+    with listener, _log_on_stderr():
         Server(names, load, options, listener, on_ready).run()
 
 
@@ -228,13 +226,13 @@ def _lines() -> logging.Formatter:
 
 
 @contextmanager
-def _log_on_stderr(lines: logging.Filter) -> Iterator[None]:
+def _log_on_stderr() -> Iterator[None]:
     handler = logging.StreamHandler()
     handler.setFormatter(_lines())
-    handler.addFilter(lines)
     # Not "outrider" as a whole, which tells how models are read (--verbose).
     names = dict.fromkeys(("outrider.serve", "outrider.decoding", "outrider.kernels"), logging.INFO)
-    names |= {"uvicorn": logging.WARNING, "asyncio": logging.WARNING}
+    # uvicorn warns of each malformed request: clients could fill the disk.
+    names |= {"uvicorn": logging.ERROR, "asyncio": logging.WARNING}
     levels = {logging.getLogger(name): level for name, level in names.items()}
     for logger, level in levels.items():
         logger.addHandler(handler)
