@@ -3,12 +3,13 @@ float32 or four bits.
 
     python benchmarks/grow.py fable grown-110m-2k --hidden-size 768 --num-layers 14 --intermediate-size 2304 \\
         --context-len 2048
-    python benchmarks/prefill.py --target grown-110m-2k --llama-server llama-build/bin/llama-server
+    python benchmarks/prefill.py --target grown-110m-2k --gguf grown-110m-2k.gguf \\
+        --llama-server llama-build/bin/llama-server
 
 ``grow.py fable fable-2k --hidden-size 256 --num-layers 6 --intermediate-size 704 --context-len 2048`` makes the
 embedded target accept as much. llama.cpp is to be built for the machine (``-DGGML_NATIVE=ON``; its source comes with
-the Python package xllamacpp); ``pip install gguf`` for its format. A GGUF file (``--target
-FILE.gguf``) is compared with llama.cpp alone, activations in 8 bits, without the batch.
+the Python package xllamacpp); its ``convert_hf_to_gguf.py --outtype f32`` writes the target for it (``--gguf``). A GGUF
+file (``--target FILE.gguf``) is compared with llama.cpp alone, activations in 8 bits, without the batch.
 
 A prompt: calls of one greedy token for prompts of random tokens, a new one in each turn, so that no program finds one
 in a cache; wall clock, all programs in turn, each in a process of its own, since the idle threads of one would slow the
@@ -35,7 +36,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -45,8 +45,7 @@ from transformers import AutoModelForCausalLM
 from outrider.api import load
 from outrider.bench.report import interval_text
 from outrider.bench.tables import new_table
-from outrider.export.gguf import write_gguf
-from outrider.models.registry import ModelSpec, resolve
+from outrider.models.registry import resolve
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 
@@ -60,6 +59,7 @@ Run = Callable[[list[int]], float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", required=True, help="a known name, a folder, or a GGUF file")
+    parser.add_argument("--gguf", type=Path, help="the target in float32, for llama.cpp; needed for a folder")
     parser.add_argument("--llama-server", type=Path, required=True, help="llama.cpp's server, built for this machine")
     parser.add_argument("--tokens", default="512,2000", help="lengths of single prompts, by commas")
     parser.add_argument("--threads", type=int, default=2)
@@ -70,6 +70,8 @@ def main() -> None:
     num_threads, num_repeats = arguments.threads, arguments.repeats
     torch.set_num_threads(num_threads)
     is_gguf = arguments.target.endswith(".gguf")
+    if not is_gguf and arguments.gguf is None:
+        parser.error("--gguf FILE: the target as llama.cpp reads it, in float32")
     target = Path(arguments.target if is_gguf else resolve(arguments.target).location)
     decoder = load(target, dtype="float32", device="cpu").plain()
     longest, vocab_size = max(*lengths, sum(_LENGTHS)), decoder.target.vocab_size
@@ -86,11 +88,10 @@ def main() -> None:
     build = subprocess.run([server, "--version"], capture_output=True, text=True, stdin=subprocess.DEVNULL)
     console.print(f"llama.cpp: {' '.join((build.stdout + build.stderr).split())}")
     singles = {}
-    with TemporaryDirectory() as folder, ExitStack() as stack:
+    with ExitStack() as stack:
         arms = {"Outrider": stack.enter_context(_in_process(_outrider, target, num_threads))}
-        file = target if is_gguf else Path(folder) / "target.gguf"
+        file = target if is_gguf else arguments.gguf
         if not is_gguf:
-            write_gguf(ModelSpec(name=target.name, path=target), file, torch.float32)
             arms["Hugging Face"] = stack.enter_context(_in_process(_hugging_face, target, num_threads))
         for cache_type in ("f16",) if is_gguf else ("f32", "f16"):
             run = stack.enter_context(_llama_cpp(server, file, cache_type, num_threads, longest + 8))

@@ -14,21 +14,11 @@ from block_heads import write_block
 from commands import Outrider, only_document
 from heads import write_eagle3
 from outrider.api import load
-from outrider.export.engines import ENGINES
+from outrider.export.engines import ENGINES, RULES
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from pairs import random_llama, save, word_tokenizer, zoo
 from toys import as_lm
-
-
-@pytest.fixture
-def log(outrider: Outrider, tmp_path: Path) -> Path:
-    """Texts of the embedded target."""
-    path, prompts = tmp_path / "log.jsonl", tmp_path / "recorded.txt"
-    prompts.write_text("Once upon a time\nThe king\nIn the wood\n")
-    options = ("--prompts", prompts, "--output", path, "-t", 0.8, "-n", 24, "--probs", 1)
-    assert outrider("record", *options).code == 0
-    return path
 
 
 def test_export_is_one_process(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,40 +28,28 @@ def test_export_is_one_process(outrider: Outrider, tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("to", ENGINES)
-def test_a_recorded_pair(outrider: Outrider, log: Path, tmp_path: Path, to: str) -> None:
-    """Each engine gets the tau of its own law, and the options of the log."""
-    ended = outrider("export", "--to", to, "--log", log, "--output", tmp_path / "out", "--json", tmp_path / "json")
+def test_a_pair(outrider: Outrider, tmp_path: Path, to: str) -> None:
+    """Each engine's folder has the files that are named, with its rule and the sampling options."""
+    words = "--to", to, "-t", 0.8, "--top-k", 7, "-k", 3
+    ended = outrider("export", *words, "--output", tmp_path / "out", "--json", tmp_path / "json")
     assert (ended.code, ended.err) == (0, "")
     document = only_document((tmp_path / "json").read_text(), "export")
     assert {path.name for path in (tmp_path / "out").iterdir()} == set(document["files"])
-    outlooks = {one["setting"]: one for one in document["outlooks"]}
-    assert {one or "" for one in outlooks} == set(ENGINES[to].rules)
-    chosen = outlooks[document["setting"]]
-    best = max(chosen["speed_up"], key=lambda one: one["speed_up"])
-    assert document["k"] == chosen["best_k"] == best["k"] and document["law"] == chosen["law"]
-    tau = {one["k"]: one["tau"]["value"] for one in chosen["tau"]}
-    assert best["speed_up"] == pytest.approx(tau[best["k"]] / (1 + best["k"] * _draft_cost()), rel=1e-3)
+    rule = ENGINES[to].rules[document["setting"] or ""]
+    assert (document["k"], document["law"]) == (3, rule)
     readme = (tmp_path / "out" / "README.md").read_text()
-    assert f"Written: K = {document['k']}." in readme and f"{tau[best['k']]:.2f} [" in readme
-    assert ENGINES[to].rules[document["setting"] or ""].about in readme and "0.8" in _all_text(tmp_path / "out")
+    assert RULES[rule] in readme and RULES[rule] in ended.out
+    draft = "fable-draft:greedy" if rule == "greedy" else "fable-draft"
+    assert f"K = 3. `outrider replay LOG --draft {draft} --acceptance rejection` predicts tau" in readme
+    written = (path for path in (tmp_path / "out").iterdir() if path.suffix in (".sh", ".json", ".py"))
+    assert "0.8" in "".join(path.read_text() for path in written)
 
 
-def _all_text(folder: Path) -> str:
-    return "\n".join(path.read_text() for path in folder.iterdir() if path.suffix in (".sh", ".json", ".py"))
-
-
-def _draft_cost() -> float:
-    """The ratio of the parameters."""
-    sizes = [load(name).target.model.num_parameters() for name in ("fable-draft", "fable")]
-    return sizes[0] / sizes[1]
-
-
-def test_nothing_known(outrider: Outrider, tmp_path: Path) -> None:
-    """Without a recording that is said plainly, and the K is the one that was asked for, or 4."""
+def test_files_are_written_in_their_own_place(outrider: Outrider, tmp_path: Path) -> None:
+    """With the K that was asked for, or 4; nothing but links is replaced."""
     ended = outrider("export", "--to", "vllm", "--output", tmp_path, "--json", "-")
     document = only_document(ended.out, "export")
-    assert document["k"] == 4 and document["outlooks"] == [] and document["setting"] == "probabilistic"
-    assert "tau: unknown" in ended.err and "**tau is not known**" in (tmp_path / "README.md").read_text()
+    assert document["k"] == 4 and document["setting"] == "probabilistic"
     assert (tmp_path / "target").resolve() == zoo("fable") and (tmp_path / "draft").resolve() == zoo("fable-draft")
     assert os.access(tmp_path / "serve.sh", os.X_OK)
     assert outrider("export", "--to", "vllm", "--output", tmp_path, "-k", 7, "-t", 0).code == 0  # in its own place
@@ -103,8 +81,7 @@ def test_transformers_runs_what_is_written(
     assert capsys.readouterr().out.strip().endswith(want.text.strip()) and len(want.token_ids) > 5
 
 
-def test_what_llama_cpp_gets_otherwise(outrider: Outrider, tmp_path: Path) -> None:
-    """Words are no byte-level tokens: its own converter is named."""
+def test_llama_cpp_gets_its_own_converter(outrider: Outrider, tmp_path: Path) -> None:
     target, draft = _random_pair(tmp_path)
     arguments = "--target", target, "--draft", draft, "--output", tmp_path / "out"
     assert outrider("export", "--to", "llama.cpp", *arguments).code == 0
@@ -113,8 +90,6 @@ def test_what_llama_cpp_gets_otherwise(outrider: Outrider, tmp_path: Path) -> No
         f"python convert_hf_to_gguf.py {target} --outfile target.gguf",
         f"python convert_hf_to_gguf.py {draft} --outfile draft.gguf",
     ]
-    readme = (tmp_path / "out" / "README.md").read_text()
-    assert "target.gguf was not created, since its pre-tokenizer has no known name" in readme
 
 
 @pytest.fixture
@@ -133,7 +108,7 @@ def test_a_head(outrider: Outrider, tmp_path: Path, target_and_head: tuple[Path,
         ended = outrider("export", "--to", to, *pair, "--output", tmp_path / to, "--json", tmp_path / "json")
         assert (ended.code, ended.err) == (0, "")
         document = only_document((tmp_path / "json").read_text(), "export")
-        assert document["law"] == "ratio"
+        assert document["law"].startswith("ratio")
         assert {path.name for path in (tmp_path / to).iterdir()} == set(document["files"])
     assert (tmp_path / "vllm" / "draft").resolve() == head.resolve()
     convert = (tmp_path / "llama.cpp" / "convert.sh").read_text()
@@ -151,29 +126,6 @@ def test_a_head(outrider: Outrider, tmp_path: Path, target_and_head: tuple[Path,
     (head / "config.json").write_text(json.dumps(changed))
     ended = outrider("export", "--to", "sglang", "--target", target, "--draft", head, "--output", tmp_path / "other")
     assert "has norm_before_residual" in ended.error
-
-
-def test_measured_here(
-    outrider: Outrider, tmp_path: Path, target_and_head: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From texts generated here, under both rules of the engine; the K of each load goes into vLLM's table. (Fewer
-    texts, K and passes than usual.)"""
-    monkeypatch.setattr("outrider.cli.commands.export._NUM_TOKENS", 8)
-    monkeypatch.setattr("outrider.cli.commands.export._NUM_PASSES", 1)
-    monkeypatch.setattr("outrider.cli.commands.export._ROWS", (1, 3))
-    monkeypatch.setattr("outrider.text.example_prompts.PROMPTS", ("w1 w2", "w3"))
-    monkeypatch.setattr("outrider.export.engine_rules.KS", (1, 2))
-    pair = "--target", target_and_head[0], "--draft", target_and_head[1]
-    ended = outrider("export", "--to", "vllm", *pair, "--measure", "--output", tmp_path / "out", "--json", "-")
-    document = only_document(ended.out, "export")
-    outlooks = document["outlooks"]
-    assert [one["setting"] for one in outlooks] == ["probabilistic", "greedy"]
-    assert all(1 <= one["tau"]["value"] < 3 for outlook in outlooks for one in outlook["tau"])
-    assert [rows for rows, _ in document["k_by_rows"]] == [1, 3]
-    config = json.loads((tmp_path / "out" / "speculative.json").read_text())
-    table = config["num_speculative_tokens_per_batch_size"]
-    assert table == [[1, 2, document["k_by_rows"][0][1]], [3, 3, document["k_by_rows"][1][1]]]
-    assert "From 2 sequences of 8 tokens generated here; rounds timed" in ended.err
 
 
 def test_a_block_head(outrider: Outrider, tmp_path: Path) -> None:
@@ -223,19 +175,14 @@ def test_bad_pairs(outrider: Outrider, tmp_path: Path) -> None:
     assert "have different tokenizers" in outrider(*pair, other).error
 
 
-def test_bad_options(outrider: Outrider, log: Path, tmp_path: Path) -> None:
+def test_bad_options(outrider: Outrider, tmp_path: Path) -> None:
     def error(to: str, *more: object) -> str:
         return outrider("export", "--to", to, "--output", tmp_path / "out", *more).error
 
     assert "choose one of vllm, sglang" in error("mlx")
     assert "one number, or auto" in error("vllm", "-k", "1,2")
-    assert "a number >= 0" in error("vllm", "--draft-cost", "-1")
-    assert "leave one of the two out" in error("vllm", "--draft-cost", 0.1, "--measure")
     assert "name a draft model" in error("vllm", "--draft", "ngram")
     assert "as stored" in error("vllm", "--target", "fable:int8", "--draft", "fable-draft")
     assert "vLLM 0.33.0 cannot do this exactly" in error("vllm", "--min-p", 0.1)
     assert "SGLang 0.5.23 cannot do this exactly" in error("sglang", "--repetition-penalty", 1.1)
-    assert "it was recorded from fable, not from this fable-draft" in error(
-        "vllm", "--log", log, "--target", "fable-draft", "--draft", "fable"
-    )
     assert not (tmp_path / "out").exists()

@@ -1,28 +1,16 @@
-"""What is written for each engine, and the laws that are promised."""
+"""What is written for each engine, and the rules that are promised."""
 
 import json
 import shlex
 import subprocess
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from outrider.export.engine_files import Handover, transformers_options, vllm_config
-from outrider.export.engine_rules import (
-    GREEDY,
-    RATIO,
-    RATIO_OF_TEN,
-    Outlook,
-    by_draft_cost,
-    by_measured_costs,
-)
-from outrider.export.engines import ENGINES
+from outrider.export.engines import ENGINES, RULES, Handover
 from outrider.options import Sampling
-from outrider.records import Stats
-from outrider.replay.plan import Costs, RoundCost, Setting
-from outrider.replay.replay import ExpectedRounds
-from outrider.stats.counts import tau_interval
 from pairs import embedded, embedded_tokenizer, zoo
 
 PAIR = Handover("target", "draft", 3, Sampling(temperature=0.7, top_k=40, top_p=0.9), "", 512)
@@ -44,7 +32,7 @@ LOSSY = (
 def _written(name: str) -> list[tuple[str, Handover, dict[str, str]]]:
     engine = ENGINES[name]
     handovers = [replace(PAIR, setting=setting) for setting in engine.rules]
-    handovers.append(replace(handovers[0], sampling=Sampling(temperature=0.0), k_by_rows=((1, 5), (4, 2), (8, 0))))
+    handovers.append(replace(handovers[0], sampling=Sampling(temperature=0.0)))
     for kind, heads in engine.heads.items():
         handovers += [replace(PAIR, setting=setting, head=kind) for setting in heads.rules]
     return [(name, handover, engine.files(handover)) for handover in handovers]
@@ -96,38 +84,27 @@ def test_vllm() -> None:
     assert json.loads(files["request.json"])["top_k"] == 40
     plain = ENGINES["vllm"].files(replace(PAIR, setting="greedy", sampling=Sampling()))
     assert json.loads(plain["request.json"])["top_k"] == -1
+    for kind in ("eagle3", "dflash"):
+        config = json.loads(ENGINES["vllm"].files(replace(PAIR, setting="greedy", head=kind))["speculative.json"])
+        assert (config["method"], config["draft_sample_method"]) == (kind, "greedy")
 
 
-def test_the_table_of_vllm_is_what_it_takes() -> None:
-    """Ranges from 1 on, in order, without an overlap; the last one is carried on; no K above the general one."""
-    config = vllm_config(replace(PAIR, k=2, setting="greedy", k_by_rows=((1, 5), (2, 4), (4, 2), (8, 0))))
-    table = config["num_speculative_tokens_per_batch_size"]
-    assert table == [[1, 1, 5], [2, 3, 4], [4, 7, 2], [8, 8, 0]]
-    assert config["num_speculative_tokens"] == 5
+def test_sglang() -> None:
+    """It counts the last token; it samples drafts from an EAGLE-3 head if told so; a DFlash head has no steps."""
 
+    def values(**more: object) -> dict[str, str]:
+        return _values(_words(ENGINES["sglang"].files(replace(PAIR, **more))["serve.sh"]))
 
-def test_sglang_counts_the_last_token() -> None:
-    values = _values(_words(ENGINES["sglang"].files(PAIR)["serve.sh"]))
-    assert values["--speculative-num-steps"] == "3" and values["--speculative-num-draft-tokens"] == "4"
-    assert values["--speculative-algorithm"] == "STANDALONE" and values["--speculative-eagle-topk"] == "1"
-
-
-def test_heads() -> None:
-    """The option of each engine for them; SGLang samples drafts from an EAGLE-3 head if told so."""
-    head = replace(PAIR, head="eagle3")
-    vllm = vllm_config(replace(head, setting="probabilistic"))
-    assert (vllm["method"], vllm["draft_sample_method"]) == ("eagle3", "probabilistic")
+    model, eagle3, dflash = values(), values(head="eagle3", setting="rejection"), values(head="dflash")
+    algorithms = [one["--speculative-algorithm"] for one in (model, eagle3, dflash)]
+    assert algorithms == ["STANDALONE", "EAGLE3", "DFLASH"]
+    for one in (model, eagle3):
+        assert one["--speculative-num-steps"] == "3" and one["--speculative-eagle-topk"] == "1"
+    assert {one["--speculative-num-draft-tokens"] for one in (model, eagle3, dflash)} == {"4"}
+    assert "--speculative-num-steps" not in dflash
     for setting in ("rejection", "greedy"):
-        words = _words(ENGINES["sglang"].files(replace(head, setting=setting))["serve.sh"])
-        assert _values(words)["--speculative-algorithm"] == "EAGLE3"
+        words = _words(ENGINES["sglang"].files(replace(PAIR, head="eagle3", setting=setting))["serve.sh"])
         assert ("--speculative-use-rejection-sampling" in words) == (setting == "rejection")
-    values = _values(_words(ENGINES["llama.cpp"].files(replace(head, setting="greedy"))["serve.sh"]))
-    assert values["--spec-type"] == "draft-eagle3"
-    block = replace(PAIR, head="dflash")
-    assert vllm_config(block)["method"] == "dflash"
-    values = _values(_words(ENGINES["sglang"].files(block)["serve.sh"]))
-    assert values["--speculative-algorithm"] == "DFLASH" and values["--speculative-num-draft-tokens"] == "4"
-    assert "--speculative-num-steps" not in values
 
 
 def test_llama_cpp_samples_like_the_others() -> None:
@@ -137,6 +114,8 @@ def test_llama_cpp_samples_like_the_others() -> None:
     assert values["--samplers"] == "penalties;temperature;top_k;top_p;min_p"
     names = ("--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--repeat-last-n")
     assert [values[name] for name in names] == ["0.7", "40", "0.9", "0", "1.25", "512"]
+    head = ENGINES["llama.cpp"].files(replace(handover, head="eagle3"))
+    assert _values(_words(head["serve.sh"]))["--spec-type"] == "draft-eagle3"
 
 
 def test_transformers_generates_with_these_options() -> None:
@@ -144,64 +123,27 @@ def test_transformers_generates_with_these_options() -> None:
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     handover = replace(PAIR, sampling=Sampling(temperature=0.0))
-    options, drafting = transformers_options(handover)
+    program = ENGINES["transformers"].files(handover)["generate.py"]
+    found: dict[str, Any] = {}
+    exec(program[program.index("drafting =") : program.index("draft.generation_config")], found)
+    exec(program[program.index("options =") : program.index("inputs =")], found)
     target, draft = (
         AutoModelForCausalLM.from_pretrained(zoo(name), dtype=torch.float32) for name in ("fable", "fable-draft")
     )
-    draft.generation_config.update(**drafting)
+    draft.generation_config.update(**found["drafting"])
     widths = []
     target.register_forward_pre_hook(lambda _, __, given: widths.append(given["input_ids"].shape[1]), with_kwargs=True)
     inputs = embedded_tokenizer()("Once upon a time", return_tensors="pt")
     given = {"input_ids": inputs.input_ids, "attention_mask": inputs.attention_mask}
     target.generation_config = GenerationConfig(pad_token_id=0)
-    output = target.generate(**given, assistant_model=draft, max_new_tokens=24, **options)
+    output = target.generate(**given, assistant_model=draft, max_new_tokens=24, **found["options"])
     assert max(widths[1:]) == handover.k + 1 and len(widths) < 24
     [want] = embedded().plain().generate("Once upon a time", max_new_tokens=24, temperature=0.0, ignore_eos=True)
     assert output[0, inputs.input_ids.shape[1] :].tolist() == list(want.token_ids)
 
 
-def test_how_engines_draft() -> None:
-    sampling = Sampling(temperature=0.5, top_k=3, top_p=0.8)
-    by_temperature = ENGINES["vllm"].rules["probabilistic"]
-    assert by_temperature.draft_sampling(sampling) == Sampling(temperature=0.5)
-    assert RATIO_OF_TEN.draft_sampling(sampling) == Sampling(temperature=0.5, top_k=10)
-    assert RATIO.draft_sampling(sampling) == sampling
-    names = {name: [rule.name for rule in engine.rules.values()] for name, engine in ENGINES.items()}
-    assert names["sglang"] == [GREEDY.name] and names["transformers"] == [RATIO.name]
-
-
-def _expected(*accepted: int) -> ExpectedRounds:
-    counts = Stats(10, (0.0,) * accepted[0] + (10.0,), (0.0,) * 8 + (10.0,))
-    return ExpectedRounds(8, (counts, counts), tau_interval([counts, counts]))
-
-
-def test_the_best_k_by_the_cost_of_a_draft_step() -> None:
-    """tau = 2, 3, 3 at K = 1, 2, 3."""
-    expected = {1: _expected(1), 2: _expected(2), 3: _expected(2)}
-    outlook = by_draft_cost(expected, 0.25)
-    assert outlook.speed_up == pytest.approx({1: 2 / 1.25, 2: 3 / 1.5, 3: 3 / 1.75}) and outlook.best_k == 2
-    assert outlook.merit(None) == pytest.approx(2.0) and outlook.merit(3) == pytest.approx(3 / 1.75)
-    unknown = by_draft_cost(expected, None)
-    assert unknown.best_k is None and unknown.merit(1) == pytest.approx(2.0)
-    assert by_draft_cost(expected, 0.0).best_k == 2  # the least K among equals
-    at_once = by_draft_cost(expected, 0.25, is_at_once=True)  # as blocks of tokens are
-    assert at_once.speed_up == pytest.approx({1: 2 / 1.25, 2: 3 / 1.25, 3: 3 / 1.25})
-
-
-def test_the_best_k_by_measured_costs() -> None:
-    """For one text a round costs little more than a plain one, for eight as much as it commits."""
-
-    def costs(num_rows: int, round_s: float) -> Costs:
-        rounds = {("draft", k): RoundCost(round_s * (k + 1), 0.001, 0.01) for k in (1, 2)}
-        return Costs(Setting(num_rows, 64), 0.1, RoundCost(0.010, 0.0, 0.009), rounds)
-
-    counts = {
-        k: ExpectedRounds(k, (one, one), tau_interval([one, one]))
-        for k, one in {
-            1: Stats(10, (0.0, 5.0), (0.0, 5.0)),
-            2: Stats(10, (0.0, 5.0, 0.0), (0.0, 0.0, 5.0)),
-        }.items()
-    }
-    outlook = by_measured_costs(counts, [costs(1, 0.006), costs(8, 0.012)])
-    assert isinstance(outlook, Outlook) and outlook.k_by_rows == [(1, 1), (8, 0)]
-    assert outlook.best_k == 1 and outlook.speed_up[1] == pytest.approx(0.020 / 0.012)
+def test_rules_are_known() -> None:
+    settings = {name: list(engine.rules.values()) for name, engine in ENGINES.items()}
+    assert settings["sglang"] == ["greedy"] and settings["transformers"] == ["ratio"]
+    for engine in ENGINES.values():
+        assert {rule for one in (engine, *engine.heads.values()) for rule in one.rules.values()} <= RULES.keys()

@@ -81,15 +81,15 @@ def describe_head(spec: ModelSpec, target: DescribedModel) -> DescribedModel:
     """Read the configuration of a head. Its tokens are the target's.
 
     Raises:
-        ModelError: it cannot be found.
-        UnsupportedModel: no engine here takes heads of its kind.
+        ModelError: the head cannot be found.
+        UnsupportedModel: no engine here takes heads of this kind.
     """
     stated = read_head_config(spec.location)
     names = open_tensors(spec.location).names
     kind = kind_of_head(names)
     if kind == "block":
-        part = next((part for part in _BEYOND_DFLASH if any(name.startswith(part) for name in names)), None)
-        thing = _BEYOND_DFLASH[part] if part is not None else None
+        beyond = (thing for part, thing in _BEYOND_DFLASH.items() if any(name.startswith(part) for name in names))
+        thing = next(beyond, None)
         if stated.get("sample_from_anchor"):
             thing = "a block head that samples from its anchor"
         if thing is not None:

@@ -14,9 +14,7 @@ in place of some expressions), as in llama-cpp-python 0.3.36. The expressions he
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 _CONTRACTION = "(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])"
 _SPACES = r"\s+(?!\S)|\s+"
@@ -162,29 +160,3 @@ _NAMES = {
     "sarvam-moe": Splitter((_LINES,), is_raw=True),
 }
 SPLITTERS = {name: splitter for names, splitter in _NAMES.items() for name in names.split()}
-
-
-def name_of(pre_tokenizer: Mapping[str, Any], *, ignores_merges: bool) -> str | None:
-    """The name of a byte-level splitter that a ``tokenizer.json`` states; None if none is equal to it.
-
-    Args:
-        pre_tokenizer: its entry of this name.
-    """
-    *first, last = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
-    if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
-        return None
-    steps = [_expression(step) for step in first] + [_GPT2] * last.get("use_regex", True)
-    for name, splitter in SPLITTERS.items():
-        if [*splitter.steps] == steps and splitter.ignores_merges == ignores_merges and not splitter.is_raw:
-            return name
-    return None
-
-
-def _expression(step: Mapping[str, Any]) -> str | None:
-    """The expression of a step, in the table's spelling; None if it does more than isolate matches."""
-    if step["type"] == "Digits" and step["individual_digits"]:
-        return r"\p{N}"
-    if step["type"] != "Split" or step["behavior"] != "Isolated" or step["invert"]:
-        return None
-    # Ignoring case also takes the long s for an s, which is all that differs.
-    return str(step["pattern"].get("Regex")).replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)", _CONTRACTION)
