@@ -31,8 +31,8 @@ from tiny_models import SPAN, V, tiny
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from outrider.decoding.engine import decode
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import OutriderError
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.options import Sampling
@@ -109,8 +109,8 @@ def _one_line(error: Exception) -> str:
 def _is_right(target: LM) -> bool:
     name, model = target.name, target.model
     expected = [_generated(model, prompt) for prompt in _PROMPTS]
-    drafter = ModelDrafter(build_lm(Checkpoint(name, _perturbed(model), tokenizer=None), V))
-    together = all(_texts(target, one, _PROMPTS, k) == expected for one, k in ((NoDrafter(), 0), (drafter, _K)))
+    drafter = model_drafter(build_lm(Checkpoint(name, _perturbed(model), tokenizer=None), V))
+    together = all(_texts(target, one, _PROMPTS, k) == expected for one, k in ((NO_DRAFTER, 0), (drafter, _K)))
     return together and _texts(target, drafter, _PROMPTS[:1], _K) == expected[:1]
 
 

@@ -33,7 +33,7 @@ from real_models import PUBLISHED, real_file
 
 import outrider
 from outrider.decoder import Decoder
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 from outrider.text.tokenizer import encode
@@ -75,7 +75,7 @@ def _measure(model: str, threads: int, sampling: dict[str, Any], arguments: argp
     torch.set_num_threads(threads)
     path = real_file(model) if model in PUBLISHED else Path(model)
     decoder = outrider.load(path, arguments.draft)
-    plain = replace(decoder, drafter=NoDrafter())
+    plain = replace(decoder, drafter=NO_DRAFTER)
     llama = Llama(
         str(path), n_ctx=max(_CONTEXT, arguments.long + 8), n_threads=threads, n_threads_batch=threads, verbose=False
     )

@@ -28,8 +28,8 @@ from outrider.api import load
 from outrider.bench.round_costs import CostArm, time_rounds, tokens_needed
 from outrider.bench.tables import new_table
 from outrider.distill.student import Shape, new_draft
-from outrider.drafters.base import NoDrafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.base import NO_DRAFTER
+from outrider.drafters.model import model_drafter
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.runtime.lm import LM
@@ -86,11 +86,11 @@ def measure_shapes(
     for begin in range(0, len(shapes), _AT_ONCE):
         part = shapes[begin : begin + _AT_ONCE]
         drafts = [_random_draft(target, shape) for shape in part]
-        arms = [CostArm(target, ModelDrafter(draft), k) for draft in drafts]
+        arms = [CostArm(target, model_drafter(draft), k) for draft in drafts]
         if begin == 0:
             # The rest of a round depends on the target only: time it with one draft.
-            arms += [CostArm(target, ModelDrafter(drafts[0]), other) for other in ks]
-            arms.append(CostArm(target, NoDrafter(), 0))
+            arms += [CostArm(target, model_drafter(drafts[0]), other) for other in ks]
+            arms.append(CostArm(target, NO_DRAFTER, 0))
         timed = time_rounds(arms, REJECTION, num_rows=num_rows, length=length, num_passes=_NUM_PASSES)
         if begin == 0:
             plain_s = statistics.median(one.decode_s for one in timed.pop())

@@ -27,7 +27,7 @@ from outrider.api import load
 from outrider.bench.round_costs import measure_round_costs
 from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.runtime import cache as cache_module
 from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import STRIDE
@@ -115,7 +115,7 @@ def _costs(decoder: Decoder, stride: int) -> dict[int, float]:
 
 
 def _ours(decoder: Decoder, k: int) -> Callable[[str, float, int], tuple[int, float]]:
-    decoder = replace(decoder, num_draft_tokens=k) if k else replace(decoder, drafter=NoDrafter())
+    decoder = replace(decoder, num_draft_tokens=k) if k else replace(decoder, drafter=NO_DRAFTER)
 
     def run(prompt: str, temperature: float, seed: int) -> tuple[int, float]:
         options = {"temperature": temperature, "seed": seed, "max_new_tokens": _NUM_TOKENS, "ignore_eos": True}

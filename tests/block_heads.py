@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import toys
-from outrider.drafters.block import BlockDrafter
+from outrider.drafters.base import Drafter
+from outrider.drafters.block import block_drafter
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
@@ -162,14 +163,14 @@ def write_block(
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def block_drafter(target: LM, **options: Any) -> BlockDrafter:
+def tiny_block_drafter(target: LM, **options: Any) -> Drafter:
     """A drafter with such a head."""
     model: Any = target.model
     with tempfile.TemporaryDirectory() as folder:
         write_block(Path(folder), model, **options)
         head = load_head(resolve(folder, None), target)
     head.name = "head"  # rather than the folder's
-    return BlockDrafter(head.with_execution(toys.execution()))
+    return block_drafter(head.with_execution(toys.execution()))
 
 
 def frozen_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
-from outrider.drafters.base import AlteredDrafter, Drafter, Rows
+from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Verdict
 from outrider.runtime.lm import LM
@@ -96,7 +96,7 @@ def lead(
         )
         for i, (prompt, rest) in enumerate(sequences)
     ]
-    noted = AlteredDrafter(drafter, drafter.name, note_k)
+    noted = altered_drafter(drafter, drafter.name, note_k)
     for round_ in decode(target, noted, requests, rule, num_draft_tokens=schedule, num_slots=num_slots):
         assert all(row.error is None for row in round_.rows)
     return led

@@ -1,14 +1,13 @@
 """Drafters whose q is known in rounds only: it depends on where the round began, or on the target's hidden states."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, empty_draft
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import to_probs
@@ -18,35 +17,9 @@ from toys import table_lm
 HEAD_FEATURES = (1, 2)  # of a target with two layers: the input of the second, and the last hidden state
 
 
-@dataclass(frozen=True)
-class HeadDrafter:
-    """Opens a session of one of the kinds below."""
-
-    name: str
-    models: tuple[LM, ...]
-    session: Callable[[tuple[LM, ...], int, int], Session]
-    features: tuple[int, ...] = ()
-    is_one_hot: bool = False
-
-    lm: ClassVar[LM | None] = None
-    most_drafted: ClassVar[int | None] = None
-    favoured_k: ClassVar[tuple[int, ...]] = ()
-    reads_on_host: ClassVar[bool] = False
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return self.session(self.models, num_slots, capacity)
-
-    def with_models(self, change: Callable[[LM], LM]) -> "HeadDrafter":
-        return replace(self, models=tuple(map(change, self.models)))
-
-
-def in_rounds(drafter: ModelDrafter) -> HeadDrafter:
+def in_rounds(drafter: Drafter) -> Drafter:
     """A draft model that does not tell its ``lm``."""
-
-    def session(models: tuple[LM, ...], num_slots: int, capacity: int) -> Session:
-        return replace(drafter, draft_lm=models[0]).open(num_slots, capacity, models[0].device, 8)
-
-    return HeadDrafter(drafter.name, drafter.models, session, is_one_hot=drafter.is_one_hot)
+    return replace(drafter, is_lm=False)
 
 
 def _drawn(rows: Rows, k: int, rule: Rule, noise: Any, logits_at: Callable[[int, Tensor], Tensor]) -> Draft:
@@ -69,21 +42,21 @@ def _drawn(rows: Rows, k: int, rule: Rule, noise: Any, logits_at: Callable[[int,
 class _TableSession(Session):
     """A Markov chain for the first token of a round, and another for the rest."""
 
-    def __init__(self, models: tuple[LM, ...], num_slots: int, capacity: int) -> None:
+    def __init__(self, models: tuple[LM, ...], num_slots: int, capacity: int, *_: Any) -> None:
         self.tables = [lm.model.table for lm in models]
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         return _drawn(rows, k, rule, noise, lambda i, last: self.tables[min(i, 1)][last])
 
 
-def two_tables(first: Tensor, later: Tensor) -> HeadDrafter:
-    return HeadDrafter("two tables", (table_lm(first), table_lm(later)), _TableSession)
+def two_tables(first: Tensor, later: Tensor) -> Drafter:
+    return Drafter("two tables", _TableSession, (table_lm(first), table_lm(later)))
 
 
 class _ParallelSession(Session):
     """Reads the sequence and K - 1 mask tokens in one forward, anew in each round. The mask is the last token."""
 
-    def __init__(self, models: tuple[LM, ...], num_slots: int, capacity: int) -> None:
+    def __init__(self, models: tuple[LM, ...], num_slots: int, capacity: int, *_: Any) -> None:
         (self.lm,) = models
         self.capacity = capacity
 
@@ -99,8 +72,8 @@ class _ParallelSession(Session):
         return _drawn(rows, k, rule, noise, lambda i, last: logits[:, i])
 
 
-def parallel(lm: LM) -> HeadDrafter:
-    return HeadDrafter("parallel", (lm,), _ParallelSession)
+def parallel(lm: LM) -> Drafter:
+    return Drafter("parallel", _ParallelSession, (lm,))
 
 
 class _HeadSession(Session):
@@ -142,7 +115,7 @@ class _HeadSession(Session):
         return _drawn(rows, k, rule, noise, lambda i, last: (state if i == 0 else -state) + self.of_token[last])
 
 
-def head(target: LM) -> HeadDrafter:
+def head(target: LM) -> Drafter:
     """Reads features of a target, to which it is fitted: its logits along random sequences, by least squares."""
     generator = torch.Generator().manual_seed(5)
     ids = torch.randint(target.vocab_size, (200, 12), generator=generator)
@@ -156,8 +129,4 @@ def head(target: LM) -> HeadDrafter:
     x = torch.cat((states[:, :-1], tokens), dim=-1).flatten(0, 1)
     squares = x.T @ x + torch.eye(x.shape[1], dtype=x.dtype)
     weights = torch.linalg.solve(squares, x.T @ logits[:, 1:].flatten(0, 1)).clone()
-
-    def session(models: tuple[LM, ...], num_slots: int, capacity: int) -> Session:
-        return _HeadSession(weights, num_slots, capacity)
-
-    return HeadDrafter("head", (), session, HEAD_FEATURES)
+    return Drafter("head", lambda models, *sizes: _HeadSession(weights, *sizes[:2]), features=HEAD_FEATURES)

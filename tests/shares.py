@@ -21,8 +21,8 @@ from outrider.api import load
 from outrider.certify import run as certifying
 from outrider.certify.controls import CONTROLS
 from outrider.decoder import Decoder
-from outrider.drafters.base import NoDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import NO_DRAFTER
+from outrider.drafters.lookups import ngram_drafter
 from outrider.errors import OptionError, OutriderError
 from outrider.models.checksums import weights_checksum
 from outrider.models.quantize import num_bytes
@@ -64,7 +64,7 @@ def _tokens(shared: Decoder, whole: Decoder) -> dict[str, bool]:
     """Whether the texts are those of the whole target: under each rule, without a draft model, in a row alone."""
     model, default = shared.drafter, shared.acceptance
     cases = [(model, rule, 3) for rule in RULES]
-    cases += [(model, default, 1), (NgramDrafter(), default, 3), (NoDrafter(), default, 3)]
+    cases += [(model, default, 1), (ngram_drafter(), default, 3), (NO_DRAFTER, default, 3)]
     same = {}
     for drafter, rule, num_rows in cases:
         options: dict[str, Any] = {"seed": list(range(num_rows)), "max_new_tokens": 12, "acceptance": rule}

@@ -18,7 +18,7 @@ from outrider.decoding.batch import Row
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import AdaptiveSchedule, Estimates, RoundOutcome, Schedule, favoured_ks
 from outrider.drafters.base import Drafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
 from outrider.records import FinishReason, Request, RowRound, Stats
 from outrider.runtime.cuda_graphs import CapturedExecution
@@ -86,11 +86,11 @@ def random_table(vocab_size: int, seed: int, scale: float = 1.0) -> Tensor:
     return scale * torch.randn(vocab_size, vocab_size, dtype=torch.float64, generator=generator)
 
 
-def table_pair(vocab_size: int, seed: int = 0, *, draft_context_len: int = 512) -> tuple[LM, ModelDrafter]:
+def table_pair(vocab_size: int, seed: int = 0, *, draft_context_len: int = 512) -> tuple[LM, Drafter]:
     """A target, and a drafter with a different table that agrees with it now and then."""
     table = random_table(vocab_size, 2 * seed, 1.5)
     draft_table = 0.5 * table + random_table(vocab_size, 2 * seed + 1)
-    return table_lm(table), ModelDrafter(table_lm(draft_table, name="draft", context_len=draft_context_len))
+    return table_lm(table), model_drafter(table_lm(draft_table, name="draft", context_len=draft_context_len))
 
 
 def tiny_llama(
@@ -132,11 +132,11 @@ def as_lm(model: PreTrainedModel, name: str = "target", context_len: int = 256) 
     return _lm(model, name, model.config.vocab_size, context_len)
 
 
-def llama_pair(*, context_len: int = 256, draft_context_len: int = 256) -> tuple[LM, ModelDrafter]:
+def llama_pair(*, context_len: int = 256, draft_context_len: int = 256) -> tuple[LM, Drafter]:
     """A tiny Llama, and itself with perturbed weights as the draft."""
     model = tiny_llama()
     draft = as_lm(perturbed(model, 0.1), "draft", draft_context_len)
-    return as_lm(model, context_len=context_len), ModelDrafter(draft)
+    return as_lm(model, context_len=context_len), model_drafter(draft)
 
 
 class StopAt:

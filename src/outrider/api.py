@@ -17,16 +17,16 @@ from typing import Any
 import torch
 
 from outrider.decoder import Decoder
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.block import BlockDrafter
-from outrider.drafters.chain import ChainDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.block import block_drafter
+from outrider.drafters.chain import chain_drafter
 from outrider.drafters.corpus import read_corpus
 from outrider.drafters.draft_options import split_name
-from outrider.drafters.hybrid import HybridDrafter
+from outrider.drafters.hybrid import hybrid_drafter
+from outrider.drafters.lookups import ngram_drafter, suffix_drafter
 from outrider.drafters.model import model_drafter
-from outrider.drafters.ngram import NgramDrafter
-from outrider.drafters.suffix import SuffixDrafter
-from outrider.drafters.translated import TranslatedDrafter
+from outrider.drafters.parallel import mask_token_of
+from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.models.executions import beside
 from outrider.models.generation_config import check_choice, defaults_text, sampling_defaults
@@ -140,7 +140,7 @@ def load(
         tokenizer=checkpoint.tokenizer,
         # Some configurations name end tokens beyond the vocabulary.
         eos_ids=frozenset(i for i in checkpoint.eos_ids if 0 <= i < num_tokens),
-        drafter=NoDrafter(),
+        drafter=NO_DRAFTER,
         acceptance=acceptance,
         num_draft_tokens=num_draft_tokens,
         sampling_defaults=defaults,
@@ -178,9 +178,9 @@ def load_drafter(
     if tokenizer is not None and (draft is None or isinstance(draft, (str, Path))):
         raise OptionError("draft tokenizer", type(tokenizer).__name__, f"the draft {str(draft)!r} has its own, or none")
     if draft is None or draft == "none":
-        return NoDrafter()
+        return NO_DRAFTER
     if draft == "ngram":
-        return NgramDrafter()
+        return ngram_drafter()
     if draft == "suffix":
         return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
     if isinstance(draft, str) and draft.startswith(HYBRID):
@@ -189,20 +189,20 @@ def load_drafter(
             raise OptionError("draft", draft, f"give the name of a model after {HYBRID!r}")
         other = load_drafter(decoder, name, placement=placement, models_file=models_file)
         vocab_size = decoder.target.vocab_size
-        return HybridDrafter(load_suffix(decoder.tokenizer, vocab_size, corpus), other, vocab_size)
+        return hybrid_drafter(load_suffix(decoder.tokenizer, vocab_size, corpus), other, vocab_size)
     model, options = split_name(draft)
     if looks_up(model) or model == "none":
         raise OptionError("draft", draft, f"{model!r} takes no options: a model, a head and 'mtp' do")
     if model == MTP:
         _check_placement(placement, decoder.target)
         head = load_mtp_of(decoder.target, allow_pickle=placement.allow_pickle)
-        return ChainDrafter(beside(head, decoder.target), options)
+        return chain_drafter(beside(head, decoder.target), options)
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
         if is_head(spec):
             _check_placement(placement.over(spec), decoder.target)
             head = load_head(spec, decoder.target, allow_pickle=placement.allow_pickle)
-            kind = BlockDrafter if isinstance(head.model, BlockHead) else ChainDrafter
+            kind = block_drafter if isinstance(head.model, BlockHead) else chain_drafter
             return kind(beside(head, decoder.target), options)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     num_tokens = decoder.target.vocab_size
@@ -210,9 +210,9 @@ def load_drafter(
     if len(differing) >= _MOST_UNKNOWN * num_tokens:
         spelling = _spelling(decoder, checkpoint, differing)
         own = build_lm(checkpoint, num_tokens_of(checkpoint))
-        if model_drafter(own).mask_id is not None:
+        if mask_token_of(own.name, own.weights) is not None:
             raise TokenizerMismatch(f"{checkpoint.name} drafts in one forward (PARD), for its own family only")
-        return TranslatedDrafter.of(own, spelling, options)
+        return translated_drafter(own, spelling, options)
     lm = build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing))
     return model_drafter(lm, options)
 
@@ -276,10 +276,10 @@ def _unknown_ids(decoder: Decoder, draft: Checkpoint, differing: Mapping[int, tu
     return unknown
 
 
-def load_suffix(tokenizer: Any | None, vocab_size: int, corpus: Sequence[str | Path]) -> SuffixDrafter:
+def load_suffix(tokenizer: Any | None, vocab_size: int, corpus: Sequence[str | Path]) -> Drafter:
     """Load the draft "suffix" for a target with this tokenizer. Raises FileError."""
     paths = [Path(path) for path in corpus]
-    return SuffixDrafter(read_corpus(paths, tokenizer, vocab_size) if paths else None)
+    return suffix_drafter(read_corpus(paths, tokenizer, vocab_size) if paths else None)
 
 
 def _checkpoint(

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import PairState
-from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.errors import OptionError, OutriderError
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
@@ -76,7 +76,7 @@ class Decoder:
 
     def plain(self) -> Decoder:
         """A decoder with this target and no draft: the baseline of every comparison."""
-        return replace(self, drafter=NoDrafter())
+        return replace(self, drafter=NO_DRAFTER)
 
     def compiled(self, *, waits: bool = True, service: object = None) -> Decoder:
         """Deprecated: the decoder itself. The fast execution of each device is the default (see ``Placement``)."""

@@ -4,8 +4,8 @@ import pytest
 
 from outrider.bench import round_costs
 from outrider.bench.round_costs import CostArm, measure_round_costs, time_rounds
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.records import Round, Timing
 from outrider.sampling.rules import RULES
 from toys import random_table, table_lm, table_pair
@@ -14,7 +14,7 @@ from toys import random_table, table_lm, table_pair
 def test_costs_are_those_of_rounds() -> None:
     target, drafter = table_pair(5)
     # A look-up finds nothing in random text; its rounds are measured all the same.
-    for one in (drafter, NgramDrafter()):
+    for one in (drafter, ngram_drafter()):
         costs = measure_round_costs(target, one, RULES["rejection"])
         assert list(costs) == list(target.execution.favoured_k) and min(costs.values()) > 0
 
@@ -32,5 +32,5 @@ def test_the_round_after_a_prefill_is_not_counted(monkeypatch: pytest.MonkeyPatc
 def test_costs_of_a_model_with_hardly_any_context() -> None:
     """Every text ends in its first round or two."""
     model = table_lm(random_table(5, 0), context_len=4)
-    costs = measure_round_costs(model, ModelDrafter(model), RULES["rejection"])
+    costs = measure_round_costs(model, model_drafter(model), RULES["rejection"])
     assert min(costs.values()) > 0

@@ -11,7 +11,6 @@ import torch
 
 from outrider.api import load
 from outrider.bench.run import Arm, Case, count_rejections, interleave, measure, peak_memory_bytes, race, warm_up
-from outrider.drafters.model import ModelDrafter
 from outrider.records import Chunk, RowRound, Timing
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.text.example_prompts import PROMPTS
@@ -166,7 +165,7 @@ def test_the_warm_up_prepares_all_that_the_cases_need() -> None:
     """Prompts of 3, 89, 110 and 200 tokens: 128 or 256 places in the cache, 128 of them in view, or all; that of 89
     ends where the greater view would begin. (The plain arm prepares for rounds without drafts, that end texts.)"""
     decoder = load("fable", "fable-draft", device="cpu", dtype="float32")
-    assert isinstance(decoder.drafter, ModelDrafter)
+    assert decoder.drafter.lm is not None
     executions = decoder.target.execution, decoder.drafter.lm.execution = CapturedExecution(), CapturedExecution()
     prompts = [decoder.encode(" ".join(PROMPTS) * 2)[:length] for length in (200, 110, 3, 89)]
     cases = [Case(index, ids, index) for index, ids in enumerate(prompts)]

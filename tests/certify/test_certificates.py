@@ -22,9 +22,9 @@ from outrider.certify.observed import ObservedTokens
 from outrider.certify.page import TESTS
 from outrider.certify.run import TokenSample, certify, run_pilot
 from outrider.decoder import Decoder
-from outrider.drafters.base import AlteredDrafter, Drafter, Rows
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import Drafter, Rows, altered_drafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError, PromptError
 from outrider.options import Sampling
 from outrider.records import Draft
@@ -103,22 +103,22 @@ def test_a_real_model_is_certified(controls: tuple[str, ...]) -> None:
 def test_a_pair_with_states_is_certified() -> None:
     """And a cache that keeps a rejected token is caught. False alarm: 1e-6."""
     model = hybrid("lfm2")
-    pair = hybrid_lm(model), ModelDrafter(hybrid_lm(perturbed(model, 0.1), "draft"))
+    pair = hybrid_lm(model), model_drafter(hybrid_lm(perturbed(model, 0.1), "draft"))
     certificate = _certificate(_job(pair, "block", 1e-6), 1500, "rollback")
     assert certificate.is_certified, certificate
     assert [control.is_caught for control in certificate.controls] == [True]
 
 
-def _misreported_windows(inner: ModelDrafter) -> Drafter:
+def _misreported_windows(inner: Drafter) -> Drafter:
     """Reports a sharper q than it draws from, but only beyond its context."""
 
     def alter(rows: Rows, k: int, draft: Draft) -> Draft:
         if draft.probs is None:
             return draft
-        is_window = (rows.lengths > inner.draft_lm.context_len)[:, None, None]
+        is_window = (rows.lengths > inner.models[0].context_len)[:, None, None]
         return dataclasses.replace(draft, probs=torch.where(is_window, normalise(draft.probs**2), draft.probs))
 
-    return AlteredDrafter(inner, "misreported", alter)
+    return altered_drafter(inner, "misreported", alter)
 
 
 def test_a_draft_is_certified_beyond_its_context() -> None:
@@ -249,7 +249,7 @@ def test_nothing_is_left_to_chance_at_temperature_zero(monkeypatch: pytest.Monke
 
 def test_look_ups_and_models_without_a_cache_excuse_some_controls() -> None:
     target, _ = table_pair(6)
-    job = _job((target, NgramDrafter()))
+    job = _job((target, ngram_drafter()))
     excused = {control.name: excuse for control in CONTROLS if (excuse := module._excuse(job, control))}
     assert excused.keys() == {"drop-unlikely", "argmax-drafts", "filtered-drafts", "rollback"}
     assert "cache" in excused["rollback"]
@@ -268,7 +268,7 @@ def test_what_is_hardly_a_mistake_is_excused() -> None:
 def test_what_never_comes_up_is_excused_at_temperature_zero() -> None:
     """A draft that never agrees leaves no bonus to be forgotten. That says something from 922 tokens on."""
     table = random_table(30, 0)
-    pair = table_lm(table), ModelDrafter(table_lm(-table, name="draft"))
+    pair = table_lm(table), model_drafter(table_lm(-table, name="draft"))
     job = _job(pair, temperature=0.0, max_new_tokens=40, ignore_eos=True, batch_size=24)
     pilot = run_pilot(job)
     for num_prompts, is_enough in ((12, False), (24, True)):
@@ -293,7 +293,7 @@ def test_where_no_mistake_would_show_nothing_is_certified() -> None:
 def test_a_model_that_drafts_for_itself_raises_no_alarm() -> None:
     """q = p up to rounding, which must not be taken for a statistic. At a level of 1%, in float32."""
     model = copy.deepcopy(tiny_llama()).to(torch.float32)
-    job = _job((as_lm(model), ModelDrafter(as_lm(model))), level=0.01, temperature=0.7, top_p=0.9)
+    job = _job((as_lm(model), model_drafter(as_lm(model))), level=0.01, temperature=0.7, top_p=0.9)
     certificate = _certificate(job, 1000, "replace-last")
     statistical = certificate.statistical
     assert statistical is not None and statistical.is_ok and statistical.detectable is None

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from outrider.certify.divergence import explain
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.options import Sampling
 from outrider.sampling.rules import GUMBEL
 from toys import as_lm, llama_pair, request, table_lm, tiny_llama, tokens
@@ -20,7 +20,7 @@ def test_another_token_is_a_fault(sampling: Sampling) -> None:
     """In float64, where there are no near-ties."""
     target, _ = llama_pair()
     one = request(PROMPT, seed=3, temperature=sampling.temperature, max_new_tokens=12)
-    (text,) = tokens(target, NoDrafter(), [one], GUMBEL, 0)
+    (text,) = tokens(target, NO_DRAFTER, [one], GUMBEL, 0)
     assert explain(target, 0, PROMPT, text, text, sampling, 4) is None
     other = (*text[:7], (text[7] + 1) % 60, *text[8:])
     found = explain(target, 2, PROMPT, text, other, sampling, 4)

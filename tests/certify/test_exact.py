@@ -16,7 +16,7 @@ from outrider.certify.controls import (
 )
 from outrider.certify.exact import check_exactly, forcing_gap, identity_gap
 from outrider.certify.rounds import noise_gap, two_rounds_gap
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookups import ngram_drafter
 from outrider.options import Sampling
 from outrider.records import Draft, Verdict
 from outrider.sampling.noise import GumbelNoise, RoundUniforms, round_uniforms
@@ -55,7 +55,7 @@ def test_what_is_no_number_is_not_lost_among_the_others(monkeypatch: pytest.Monk
 def test_other_drafters_and_small_vocabularies(rule: Rule) -> None:
     target, drafter = llama_pair()
     text = (3, 1, 4, 1, 5, 9, 3, 1)
-    for draft in (drafter, NgramDrafter()):
+    for draft in (drafter, ngram_drafter()):
         report = check_exactly(target, draft, Sampling(), rule, [Text(text, 3)])
         assert report.is_ok and report.distance > 0.05
         assert report.forcing < 1e-9  # 0 where forwards of any shape round alike

@@ -13,8 +13,8 @@ from outrider.certify.design import Design
 from outrider.certify.divergence import explain
 from outrider.certify.exact import check_exactly
 from outrider.certify.observed import GeneratedText, ObservedTokens, observe
-from outrider.drafters.base import AlteredDrafter, Drafter, Rows
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import Drafter, Rows, altered_drafter
+from outrider.drafters.lookups import ngram_drafter
 from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
@@ -80,12 +80,12 @@ def _unmasked(rows: Rows, k: int, draft: Draft) -> Draft:
 
 def test_a_right_loop_passes_and_a_mistake_alarms() -> None:
     assert _findings(DRAFTER, BLOCK) == (False, False)
-    assert _findings(AlteredDrafter(DRAFTER, "unmasked q", _unmasked), REJECTION)[0]
+    assert _findings(altered_drafter(DRAFTER, "unmasked q", _unmasked), REJECTION)[0]
 
 
 def test_a_forbidden_token_is_detected_and_does_not_end_the_text() -> None:
     """Proposals of a look-up are not masked, and here all are kept."""
-    observed = _observed(NgramDrafter(), ACCEPT_ALL, 0, 100, Sampling())
+    observed = _observed(ngram_drafter(), ACCEPT_ALL, 0, 100, Sampling())
     assert observed.is_forbidden.any() and len(observed) == 100 * LENGTH
 
 

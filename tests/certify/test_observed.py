@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, GeneratedText, draft_rows, observe
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, normalise, to_probs
 from outrider.scoring.forcing import force_drafts
@@ -60,7 +60,7 @@ def test_the_statistics_are_those_of_the_rows() -> None:
 def test_a_look_up_is_asked_at_every_token() -> None:
     """q is one-hot where something is proposed, else p."""
     target = table_lm(random_table(6, 0))
-    drafter: Drafter = NgramDrafter()
+    drafter: Drafter = ngram_drafter()
     ((chunk, p, q),) = draft_rows(target, drafter, Sampling(), [Text((1, 2, 1, 2, 5, 4), 2)])
     assert chunk.ids.tolist() == [1, 2, 5, 4]
     assert torch.equal(q[0], p[0]) and torch.equal(q[3], p[3])  # after 1 2, and after 1 2 1 2 5
@@ -101,7 +101,7 @@ def test_q_of_a_head_is_its_own() -> None:
             want[row, place] = q
     taken = [0] * len(texts)
     for (chunk, p, q), (_, p_alone, _) in zip(
-        draft_rows(target, drafter, Sampling(), texts), draft_rows(target, NoDrafter(), Sampling(), texts), strict=True
+        draft_rows(target, drafter, Sampling(), texts), draft_rows(target, NO_DRAFTER, Sampling(), texts), strict=True
     ):
         assert torch.equal(p, p_alone)
         for i, row in enumerate(chunk.rows.tolist()):
@@ -126,7 +126,7 @@ def test_rounding_may_move_a_token_over_the_edge(options: dict, third: float, is
     table = torch.tensor([[2.0, 1.0 if "top_k" in options else 1.9, third, -5.0]] * 4)
     target = table_lm(table)
     text = GeneratedText(0, 0, (0,), (2, 0), (0, 0))
-    seen = observe(target, ModelDrafter(table_lm(table)), Sampling(**options), [text], seed=0, batch_size=1)
+    seen = observe(target, model_drafter(table_lm(table)), Sampling(**options), [text], seed=0, batch_size=1)
     assert seen.is_at_edge.tolist() == [is_edge, False]
     assert seen.is_forbidden.tolist() == [not is_edge, False]
 
@@ -137,13 +137,13 @@ def test_in_bfloat16_top_p_still_forbids() -> None:
     table = probs.log().expand(5, 5).to(torch.bfloat16).contiguous()
     text = GeneratedText(0, 0, (0,), (4, 2), (0, 0))
     target = table_lm(table)
-    seen = observe(target, ModelDrafter(table_lm(table)), Sampling(top_p=0.7), [text], seed=0, batch_size=1)
+    seen = observe(target, model_drafter(table_lm(table)), Sampling(top_p=0.7), [text], seed=0, batch_size=1)
     assert seen.is_forbidden.tolist() == [True, False] and seen.is_at_edge.tolist() == [False, True]
 
 
 def test_what_hardly_varies_is_nothing() -> None:
     """A draft that is the target, but for the last bits of its rows."""
     table = random_table(6, 0)
-    draft = ModelDrafter(table_lm(table * (1 + 1e-15)))
+    draft = model_drafter(table_lm(table * (1 + 1e-15)))
     seen = observe(table_lm(table), draft, Sampling(), TEXTS, seed=5, batch_size=2)
     assert not seen.score.moments.any() and not seen.score.values.any() and seen.surprise.moments.all()

@@ -7,7 +7,7 @@ from scipy import stats
 
 from outrider.certify.controls import ARGMAX_DRAFTS, REUSED
 from outrider.certify.samples import SampledText, check_samples, judge, judge_greedily, num_repeats
-from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.records import Request
@@ -82,7 +82,7 @@ def test_a_deviation_is_measured() -> None:
     """Texts of the draft itself are as far away as the draft is; of the target, not at all."""
     target, drafter = table_pair(6)
     for writer, share in ((drafter.lm, 1.0), (target, 0.0)):
-        samples = _written(writer, NoDrafter(), 400, Sampling(max_new_tokens=20))
+        samples = _written(writer, NO_DRAFTER, 400, Sampling(max_new_tokens=20))
         report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
         assert report.estimate is not None and report.estimate_std is not None
         wanted = share * (1 - report.alpha)
@@ -93,11 +93,11 @@ def test_without_a_draft_a_law_too_sharp_is_found_out() -> None:
     """Texts of temperature 0.8 that are said to be of 1; the score leans to a sharper law."""
     target, _ = table_pair(6)
     options = Sampling(temperature=0.8, max_new_tokens=20)
-    wrong = _written(target, NoDrafter(), 600, options, said=Sampling())
-    report = judge(target, NoDrafter(), wrong, level=1e-6, seed=1, batch_size=256)
+    wrong = _written(target, NO_DRAFTER, 600, options, said=Sampling())
+    report = judge(target, NO_DRAFTER, wrong, level=1e-6, seed=1, batch_size=256)
     score = report.tests[0]
     assert score.is_alarm and score.statistic > 5 and report.surprise_excess < -0.05
-    assert not _is_alarm(target, NoDrafter(), _written(target, NoDrafter(), 600, options))
+    assert not _is_alarm(target, NO_DRAFTER, _written(target, NO_DRAFTER, 600, options))
 
 
 def test_a_forbidden_token_is_seen_in_any_text() -> None:

@@ -8,14 +8,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from block_heads import block_drafter
+from block_heads import tiny_block_drafter
 from outrider.decoder import Decoder
 from outrider.decoding.batch import Row
 from outrider.decoding.schedule import RoundOutcome, Schedule, favoured_ks
-from outrider.drafters.base import AlteredDrafter, Drafter, NoDrafter
-from outrider.drafters.hybrid import HybridDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.suffix import SuffixDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter, altered_drafter
+from outrider.drafters.hybrid import hybrid_drafter
+from outrider.drafters.lookups import suffix_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
 from outrider.options import Sampling
 from outrider.records import Request
@@ -119,7 +119,7 @@ def test_calls_at_the_same_time(decoder: Decoder) -> None:
 
 def _block(size: int) -> tuple[LM, Drafter]:
     target = as_lm(tiny_llama(num_layers=4), "target")
-    return target, block_drafter(target, block_size=size)
+    return target, tiny_block_drafter(target, block_size=size)
 
 
 def test_a_drafter_adds_its_own_k() -> None:
@@ -128,8 +128,8 @@ def test_a_drafter_adds_its_own_k() -> None:
     for size, wanted in ((17, usual | {16}), (16, usual | {7, 15}), (8, {0, 1, 2, 3, 4, 6, 7}), (4, {0, 1, 2, 3})):
         assert set(favoured_ks(*_block(size))) == wanted
     draft = as_lm(tiny_llama(), "draft")
-    at_once = ModelDrafter(draft, mask_id=59)
-    beside = HybridDrafter(SuffixDrafter(None), at_once, 60)
-    for one in (at_once, beside, AlteredDrafter(at_once, "altered", lambda rows, k, draft: draft)):
+    at_once = model_drafter(draft, mask_id=59)
+    beside = hybrid_drafter(suffix_drafter(None), at_once, 60)
+    for one in (at_once, beside, altered_drafter(at_once, "altered", lambda rows, k, draft: draft)):
         assert favoured_ks(draft, one) == (0, 1, 2, 3, 4, 6, 7, 8, 15)
-    assert set(favoured_ks(draft, ModelDrafter(draft))) == usual and favoured_ks(draft, NoDrafter()) == (0,)
+    assert set(favoured_ks(draft, model_drafter(draft))) == usual and favoured_ks(draft, NO_DRAFTER) == (0,)

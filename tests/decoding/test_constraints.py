@@ -10,10 +10,10 @@ import scipy.stats
 import torch
 
 from languages import Remainders, letters_tokenizer, masked_law
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError
 from outrider.options import Sampling
 from outrider.records import Draft, Request
@@ -66,13 +66,13 @@ def test_the_text_is_that_of_plain_decoding(is_greedy: bool) -> None:
     target, drafter = llama_pair() if is_greedy else table_pair(8)
     options = {"temperature": 0.0} if is_greedy else {"top_k": 5, "frequency_penalty": 0.5}
     size = target.vocab_size
-    plain = tokens(target, NoDrafter(), _requests(size, **options), GUMBEL, 0)
+    plain = tokens(target, NO_DRAFTER, _requests(size, **options), GUMBEL, 0)
     assert [_is_right(ids, size) for ids in plain] == [i != 2 for i in range(len(plain))]
     drafters = (
         drafter,
-        replace(drafter, options=DraftOptions(is_greedy=True)),
-        replace(drafter, mask_id=2, options=DraftOptions(min_prob=0.4)),
-        NgramDrafter(),
+        model_drafter(drafter.models[0], DraftOptions(is_greedy=True)),
+        model_drafter(drafter.models[0], DraftOptions(min_prob=0.4), 2),
+        ngram_drafter(),
     )
     for one in drafters:
         assert tokens(target, one, _requests(size, **options), GUMBEL, 4) == plain
@@ -84,7 +84,7 @@ def test_the_text_is_that_of_plain_decoding(is_greedy: bool) -> None:
 def test_a_row_does_not_depend_on_its_neighbours(rule: Rule) -> None:
     """Nor do those without a constraint, beside rows that have one."""
     target, model = table_pair(8)
-    for drafter in (model, replace(model, mask_id=2, options=DraftOptions(min_prob=0.4))):
+    for drafter in (model, model_drafter(model.models[0], DraftOptions(min_prob=0.4), 2)):
         together = tokens(target, drafter, _requests(8, 12), rule, 3)
         assert together == [tokens(target, drafter, [one], rule, 3)[0] for one in _requests(8, 12)]
     assert all(_is_right(ids, 8) for i, ids in enumerate(together) if i != 2)
@@ -119,7 +119,7 @@ def test_the_law_is_the_targets_masked_law(rule: Rule, k: int) -> None:
 def test_the_loop_follows_the_masked_law() -> None:
     """Drafts are drawn from the masked q. K = 3, thousands of seeds, and a chi-square test of whole texts; those that
     are expected fewer than five times are counted together. False alarm: 1e-6."""
-    target, drafter = table_lm(TABLES[0]), ModelDrafter(table_lm(TABLES[1], name="draft"))
+    target, drafter = table_lm(TABLES[0]), model_drafter(table_lm(TABLES[1], name="draft"))
     requests = [
         replace(request((0, 1, 3), StopAt(END), seed=seed, max_new_tokens=8), constraint=structure())
         for seed in range(NUM_SEEDS)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.engine import decode
-from outrider.drafters.base import NoDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import NO_DRAFTER
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError
 from outrider.records import Request, RowRound, Stats
 from outrider.runtime.execution import EagerExecution
@@ -36,7 +36,7 @@ def test_never_one_token_too_many(rule: Rule) -> None:
     """Exactly max_new_tokens, also where the draft is always right; the last round is not truncated, since no more is
     drafted than there is room for."""
     target, drafter = table_pair(8)
-    drafters = drafter, ModelDrafter(target), NgramDrafter(), NoDrafter()
+    drafters = drafter, model_drafter(target), ngram_drafter(), NO_DRAFTER
     for one, k, num_tokens in itertools.product(drafters, (1, 4), (1, 2, 3, 7)):
         for output in run(target, one, _requests(PROMPTS, num_tokens), rule, k):
             assert len(output.token_ids) == num_tokens
@@ -66,7 +66,7 @@ def test_a_row_that_ended_stays_in_a_batch_of_fixed_width(rule: Rule, monkeypatc
         dataclasses.replace(request((1,), seed=i, max_new_tokens=64), num_draft_tokens=3 if i == 3 else 0)
         for i in range(4)
     ]
-    outputs = run(target, ModelDrafter(target), requests, rule, 3)
+    outputs = run(target, model_drafter(target), requests, rule, 3)
     assert [len(output.rounds) for output in outputs] == [64, 64, 64, 16]
 
 
@@ -74,7 +74,7 @@ def test_the_context_limits_the_text() -> None:
     """A row ends with as many tokens as the target's context, each row by itself."""
     target, drafter = llama_pair(context_len=20)
     requests = [request(ids, max_new_tokens=100) for ids in ((1, 2, 3), (4,), (5,) * 19)]
-    plain, outputs = run(target, NoDrafter(), requests, GUMBEL, 0), run(target, drafter, requests, GUMBEL, 4)
+    plain, outputs = run(target, NO_DRAFTER, requests, GUMBEL, 0), run(target, drafter, requests, GUMBEL, 4)
     assert {output.finish_reason for output in (*plain, *outputs)} == {"length"}
     assert [len(output.token_ids) for output in outputs] == [17, 19, 1]
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
@@ -100,7 +100,7 @@ def test_a_draft_of_shorter_context_goes_on(rule: Rule) -> None:
     assert num_accepted > 10
     texts = [output.token_ids for output in outputs]
     if rule is GUMBEL:
-        assert texts == tokens(target, NoDrafter(), requests, rule, 0)
+        assert texts == tokens(target, NO_DRAFTER, requests, rule, 0)
     else:
         assert texts == [tokens(target, drafter, [one], rule, 4)[0] for one in requests]
 
@@ -140,7 +140,7 @@ def test_rejected_ratio_is_below_1_and_1_for_equal_models(rule: Rule) -> None:
         assert (row.rejected_ratio is None) == (row.num_accepted == row.num_drafted)
         if rule is REJECTION and row.rejected_ratio is not None:
             assert 0.0 <= row.rejected_ratio < 1.0
-    for output in run(target, ModelDrafter(target), _requests(PROMPTS, 60), rule, 4):
+    for output in run(target, model_drafter(target), _requests(PROMPTS, 60), rule, 4):
         for row in output.rounds:
             assert row.num_accepted == row.num_drafted or row.rejected_ratio == pytest.approx(1.0, abs=1e-9)
 
@@ -149,11 +149,11 @@ def test_rejected_ratio_is_below_1_and_1_for_equal_models(rule: Rule) -> None:
 def test_drafts_are_reported_with_p_and_q_where_asked_for(rule: Rule, drafter_name: str) -> None:
     """All of them, rejected or not, with the probabilities of the tables; not for the row beside."""
     table = random_table(8, 0, 1.5)
-    target, drafter = table_lm(table), ModelDrafter(table_lm(0.5 * table + random_table(8, 1), name="draft"))
+    target, drafter = table_lm(table), model_drafter(table_lm(0.5 * table + random_table(8, 1), name="draft"))
     p_table, q_table = (one.softmax(-1) for one in (table, 0.5 * table + random_table(8, 1)))
     requests = _requests(PROMPTS, 30)
     requests[0] = dataclasses.replace(requests[0], reports_drafts=True)
-    asked, *others = run(target, drafter if drafter_name == "model" else NgramDrafter(), requests, rule, 4)
+    asked, *others = run(target, drafter if drafter_name == "model" else ngram_drafter(), requests, rule, 4)
     assert all(row.drafted is None for output in others for row in output.rounds)
     text, num_rejected = list(PROMPTS[0]), 0
     for row in asked.rounds:
@@ -177,7 +177,7 @@ def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
     table = torch.zeros(6, 9, dtype=torch.float64)
     table[:, 6:] = 50.0
     target = table_lm(table, vocab_size=6)
-    (output,) = tokens(target, ModelDrafter(target), [request((1,), max_new_tokens=200)], REJECTION, 3)
+    (output,) = tokens(target, model_drafter(target), [request((1,), max_new_tokens=200)], REJECTION, 3)
     assert set(output) == set(range(6))
 
 
@@ -189,7 +189,7 @@ def test_a_stop_acts_token_by_token(rule: Rule, drafter_name: str) -> None:
     """80 seeds: the row ends with the stop's token, which is asked once for every token and never for one after it;
     up to there the text is what it is without a stop; what was dropped is marked, and out of the statistics."""
     target, model_drafter = table_pair(8)
-    drafter = {"model": model_drafter, "itself": ModelDrafter(target), "none": NoDrafter()}[drafter_name]
+    drafter = {"model": model_drafter, "itself": model_drafter(target), "none": NO_DRAFTER}[drafter_name]
     requests = [request((1, 2), stop=StopAt(3), seed=seed, max_new_tokens=40) for seed in range(80)]
     endless = [request((1, 2), seed=seed, max_new_tokens=40) for seed in range(80)]
     num_truncated = num_whole = 0
@@ -229,7 +229,7 @@ def test_a_stop_at_the_last_token_of_a_round_truncates_nothing() -> None:
     target = table_lm(table)
     for stop_id, is_truncated, limit in ((3, False, 20), (2, True, 20), (3, False, 3)):
         one = request((0,), stop=StopAt(stop_id), temperature=0.0, max_new_tokens=limit)
-        (output,) = run(target, ModelDrafter(target), [one], REJECTION, 2)
+        (output,) = run(target, model_drafter(target), [one], REJECTION, 2)
         (row,) = output.rounds
         assert row.token_ids == tuple(range(1, stop_id + 1))
         assert row.origins == ("accepted", "accepted", "bonus")[: len(row.token_ids)]
@@ -278,29 +278,29 @@ def test_bad_logits_of_the_target_are_an_error_that_tells_where(rule: Rule) -> N
     comes after 4 is for position 4; the draft is asked for it only if it drafts one more."""
     target, good = table_lm(_bad_after(4, torch.inf), name="the big one"), table_lm(random_table(6, 1), name="small")
     requests = [request((1, 2), seed=seed, max_new_tokens=40) for seed in (0, 1)]
-    ends = [2 + text.index(4) + 1 for text in tokens(good, NoDrafter(), requests, rule, 0)]
+    ends = [2 + text.index(4) + 1 for text in tokens(good, NO_DRAFTER, requests, rule, 0)]
     assert ends[0] != ends[1]
     where = f"prompt {ends.index(min(ends))}: the model the big one .* position {min(ends)} of the text;"
     with pytest.raises(NumericsError, match=where):
-        run(target, NoDrafter(), requests, rule, 3)
+        run(target, NO_DRAFTER, requests, rule, 3)
     good = table_lm(random_table(6, 3), name="the good one")
     bad = table_lm(_bad_after(4, torch.nan, table_seed=3), name="the bad one")
     for k in (3, 4):
         with pytest.raises(NumericsError, match="the bad one .* position 4 of the text;"):
-            run(bad, ModelDrafter(good), [request((0,), temperature=0.0, max_new_tokens=20)], rule, k)
+            run(bad, model_drafter(good), [request((0,), temperature=0.0, max_new_tokens=20)], rule, k)
 
 
 @ALL_RULES
 def test_a_draft_ends_before_bad_logits_of_its_own(rule: Rule) -> None:
     """The chain goes 0, 2, 1, 4, and the draft has no distribution after 4."""
     good = table_lm(random_table(6, 3))
-    bad = ModelDrafter(table_lm(_bad_after(4, torch.nan, table_seed=3)))
+    bad = model_drafter(table_lm(_bad_after(4, torch.nan, table_seed=3)))
     requests = [request((0,), temperature=0.0, max_new_tokens=20)]
     for k in (3, 4):
         first = next(decode(good, bad, requests, rule, num_draft_tokens=k)).rows[0]
         assert first.token_ids == (2, 1, 4, 1) and first.num_drafted == 3
         assert first.has_broken_draft == (k == 4)
-        assert tokens(good, bad, requests, rule, k) == tokens(good, NoDrafter(), requests, rule, 0)
+        assert tokens(good, bad, requests, rule, k) == tokens(good, NO_DRAFTER, requests, rule, 0)
 
 
 def _gives_nan_after(token_id: int) -> LM:
@@ -318,8 +318,8 @@ def test_a_place_behind_a_rejected_token_ends_no_text(rule: Rule) -> None:
     options = dict(max_new_tokens=12, logit_bias={5: -60.0})
     requests = [request((1, 2, 3), seed=seed, **options) for seed in range(6)]
     # The draft's own bias would keep it from the token.
-    likes_it = ModelDrafter(table_lm(64.0 * torch.eye(bad.vocab_size)[5].repeat(bad.vocab_size, 1)))
-    plain = tokens(bad, NoDrafter(), requests, rule, 0)
+    likes_it = model_drafter(table_lm(64.0 * torch.eye(bad.vocab_size)[5].repeat(bad.vocab_size, 1)))
+    plain = tokens(bad, NO_DRAFTER, requests, rule, 0)
     assert all(len(text) == 12 and 5 not in text for text in plain)
     outputs = run(bad, likes_it, requests, rule, 4)
     assert {len(output.token_ids) for output in outputs} == {12}
@@ -351,16 +351,16 @@ def test_what_is_not_judged_may_be_bad(rule: Rule) -> None:
     table = random_table(6, 1)
     table[:, 4] = -torch.inf
     table[4] = torch.nan
-    outputs = tokens(table_lm(table), NgramDrafter(), _requests([(1, 2, 1, 2, 1), (0,), (3, 3, 3)]), rule, 4)
+    outputs = tokens(table_lm(table), ngram_drafter(), _requests([(1, 2, 1, 2, 1), (0,), (3, 3, 3)]), rule, 4)
     assert all(4 not in text for text in outputs)
     # The draft goes beyond the token that ends the text, to one after which the target gives NaN.
     counting = 9.0 * torch.nn.functional.one_hot(torch.tensor([1, 2, 3, 4, 5, 5]), 6).float()
     bad = counting.clone()
     bad[2] = torch.nan
     one = request((0,), StopAt(2), temperature=0.0, max_new_tokens=9)
-    assert tokens(table_lm(bad), ModelDrafter(table_lm(counting)), [one], rule, 4) == [(1, 2)]
+    assert tokens(table_lm(bad), model_drafter(table_lm(counting)), [one], rule, 4) == [(1, 2)]
     # The second row drafts 1 and 2, which end it; in the columns that only the first row drafts, the draft model is fed
     # that 2, after which its logits are no numbers.
     requests = [request((start,), temperature=0.0, max_new_tokens=n) for start, n in ((5, 12), (0, 3))]
-    outputs = tokens(table_lm(counting), ModelDrafter(table_lm(bad)), requests, rule, 6)
+    outputs = tokens(table_lm(counting), model_drafter(table_lm(bad)), requests, rule, 6)
     assert outputs == [(5,) * 12, (1, 2, 3)]

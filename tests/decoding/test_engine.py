@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from outrider.decoding.engine import decode
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.records import Request, RowRound, Stats
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
@@ -36,13 +36,13 @@ OPTIONS = [
 
 
 @pytest.fixture(scope="module")
-def pair(_execution: None) -> tuple[LM, ModelDrafter]:
+def pair(_execution: None) -> tuple[LM, Drafter]:
     """A target and a draft that agrees with it now and then, in float64."""
     return llama_pair()
 
 
-def _drafters(pair: tuple[LM, ModelDrafter]) -> list[Drafter]:
-    return [pair[1], NgramDrafter(), ModelDrafter(pair[0])]
+def _drafters(pair: tuple[LM, Drafter]) -> list[Drafter]:
+    return [pair[1], ngram_drafter(), model_drafter(pair[0])]
 
 
 def _requests(prompts: list[tuple[int, ...]], num_tokens: int = 16, **options: object) -> list[Request]:
@@ -50,12 +50,12 @@ def _requests(prompts: list[tuple[int, ...]], num_tokens: int = 16, **options: o
 
 
 @ALL_RULES
-def test_greedy_output_is_plain_output(pair: tuple[LM, ModelDrafter], rule: Rule) -> None:
+def test_greedy_output_is_plain_output(pair: tuple[LM, Drafter], rule: Rule) -> None:
     """For each drafter: a row, and a batch of ragged prompts, half of them with a repetition penalty. On the way drafts
     are accepted and rejected."""
     target, _ = pair
     rows = _requests(PROMPTS, temperature=0.0) + _requests(PROMPTS, temperature=0.0, repetition_penalty=1.5)
-    plain = tokens(target, NoDrafter(), rows, rule, 0)
+    plain = tokens(target, NO_DRAFTER, rows, rule, 0)
     assert [len(ids) for ids in plain] == [16] * len(rows)
     for k in (1, 4):
         counts = []
@@ -71,24 +71,24 @@ def test_greedy_output_is_plain_output(pair: tuple[LM, ModelDrafter], rule: Rule
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_gumbel_output_is_plain_output_with_the_same_seed(pair: tuple[LM, ModelDrafter], k: int) -> None:
+def test_gumbel_output_is_plain_output_with_the_same_seed(pair: tuple[LM, Drafter], k: int) -> None:
     """For each drafter: ragged prompts with all kinds of options."""
     target, _ = pair
     requests = [
         request(prompt, seed=i, max_new_tokens=16, **options)
         for i, (prompt, options) in enumerate(zip(PROMPTS * 3, OPTIONS, strict=True))
     ]
-    plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    plain = tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
     for drafter in _drafters(pair):
         assert tokens(target, drafter, requests, GUMBEL, k) == plain
 
 
 @ALL_RULES
-def test_k_is_0_is_plain_decoding(pair: tuple[LM, ModelDrafter], rule: Rule) -> None:
+def test_k_is_0_is_plain_decoding(pair: tuple[LM, Drafter], rule: Rule) -> None:
     """Whatever the drafter: every token is a bonus."""
     target, drafter = pair
     requests = _requests(PROMPTS)
-    plain = run(target, NoDrafter(), requests, rule, 4)
+    plain = run(target, NO_DRAFTER, requests, rule, 4)
     assert run(target, drafter, requests, rule, 0) == plain
     for output in plain:
         assert {origin for row in output.rounds for origin in row.origins} == {"bonus"}
@@ -96,7 +96,7 @@ def test_k_is_0_is_plain_decoding(pair: tuple[LM, ModelDrafter], rule: Rule) -> 
 
 
 @ALL_RULES
-def test_seeds_matter_and_repeat(pair: tuple[LM, ModelDrafter], rule: Rule) -> None:
+def test_seeds_matter_and_repeat(pair: tuple[LM, Drafter], rule: Rule) -> None:
     """Equal seeds give equal rounds; another seed gives another sequence."""
     target, drafter = pair
     again = [run(target, drafter, [request((1,), seed=seed, max_new_tokens=16)], rule, 3)[0] for seed in (1, 1, 2)]
@@ -106,12 +106,10 @@ def test_seeds_matter_and_repeat(pair: tuple[LM, ModelDrafter], rule: Rule) -> N
 
 @pytest.mark.parametrize(
     ("rule", "drafter"),
-    [*((rule, None) for rule in RULES.values()), (REJECTION, NgramDrafter())],
+    [*((rule, None) for rule in RULES.values()), (REJECTION, ngram_drafter())],
     ids=[*RULES, "rejection of n-grams"],
 )
-def test_a_row_does_not_depend_on_its_neighbours(
-    pair: tuple[LM, ModelDrafter], rule: Rule, drafter: Drafter | None
-) -> None:
+def test_a_row_does_not_depend_on_its_neighbours(pair: tuple[LM, Drafter], rule: Rule, drafter: Drafter | None) -> None:
     """Rows of all options, prompts and lengths together: each says what it says alone, round by round."""
     target, by_model = pair
     num_tokens = (9, 14, 17, 5, 25, 11, 8, 6, 20, 1)
@@ -138,7 +136,7 @@ def _resumed(one: Request, output: tuple[int, ...]) -> Request:
 
 
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
-def test_cut_at_the_end_of_a_round_and_resumed_equals_uncut(pair: tuple[LM, ModelDrafter], rule: Rule) -> None:
+def test_cut_at_the_end_of_a_round_and_resumed_equals_uncut(pair: tuple[LM, Drafter], rule: Rule) -> None:
     """After every round: prompt and output so far as the new prompt, the same seed."""
     target, drafter = pair
     for one in _requests(PROMPTS):
@@ -149,17 +147,17 @@ def test_cut_at_the_end_of_a_round_and_resumed_equals_uncut(pair: tuple[LM, Mode
         assert [output + rest for output, rest in zip(said, rests, strict=True)] == [uncut.token_ids] * len(said)
 
 
-def test_gumbel_cut_anywhere_and_resumed_equals_uncut(pair: tuple[LM, ModelDrafter]) -> None:
+def test_gumbel_cut_anywhere_and_resumed_equals_uncut(pair: tuple[LM, Drafter]) -> None:
     """After every token, with another K and another drafter."""
     target, drafter = pair
     for one in _requests(PROMPTS):
         (uncut,) = tokens(target, drafter, [one], GUMBEL, 3)
         said = [uncut[:cut] for cut in range(1, len(uncut))]
-        rests = tokens(target, NgramDrafter(), [_resumed(one, output) for output in said], GUMBEL, 5)
+        rests = tokens(target, ngram_drafter(), [_resumed(one, output) for output in said], GUMBEL, 5)
         assert [output + rest for output, rest in zip(said, rests, strict=True)] == [uncut] * len(said)
 
 
-def test_a_stream_closed_early_leaves_the_models_usable(pair: tuple[LM, ModelDrafter]) -> None:
+def test_a_stream_closed_early_leaves_the_models_usable(pair: tuple[LM, Drafter]) -> None:
     """Closed after one round, or left lying about: what comes next is as if it had never been."""
     target, drafter = pair
     requests = _requests(PROMPTS)

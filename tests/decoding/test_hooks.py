@@ -10,8 +10,8 @@ import torch
 import outrider
 from languages import letters_tokenizer
 from outrider import Decoder, Sampling
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError, OptionError
 from outrider.records import Draft
 from outrider.requests.hooks import Hook, constraint_of
@@ -243,7 +243,7 @@ def test_bad_words_are_not_generated() -> None:
 
 
 def test_bad_texts_are_not_generated() -> None:
-    decoder = replace(embedded(), drafter=NgramDrafter())
+    decoder = replace(embedded(), drafter=ngram_drafter())
     (plain,) = decoder.generate("Once upon a time", temperature=0, max_new_tokens=24)
     words = [word for word in plain.text.replace(".", " ").replace(",", " ").split() if len(word) > 2][:2]
     (found,) = decoder.generate("Once upon a time", temperature=0, max_new_tokens=24, bad_words=words)
@@ -256,6 +256,6 @@ def test_bad_texts_are_not_generated() -> None:
 def test_drafts_follow_the_hook() -> None:
     """A draft that is the target keeps every token, since q is changed as p is."""
     decoder = _decoder()
-    same = replace(decoder, drafter=ModelDrafter(decoder.target))
+    same = replace(decoder, drafter=model_drafter(decoder.target))
     (found,) = same.generate([[1]], processor=_biased, seed=1, max_new_tokens=20, ignore_eos=True, num_draft_tokens=4)
     assert found.stats.draft_acceptance_rate == 1

@@ -14,9 +14,9 @@ from hybrids import FAMILIES, V, hybrid, hybrid_lm
 from languages import Remainders
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
-from outrider.drafters.base import NoDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
 from outrider.records import Request, Round, Stats
 from outrider.runtime import cache_layers, cache_shapes
@@ -52,10 +52,10 @@ def _expected(name: str) -> list[tuple[int, ...]]:
     return texts
 
 
-def _pair(name: str) -> tuple[LM, ModelDrafter]:
+def _pair(name: str) -> tuple[LM, Drafter]:
     """A model with states, and itself with perturbed weights as the draft."""
     model = hybrid(name)
-    return hybrid_lm(model), ModelDrafter(hybrid_lm(perturbed(model, 0.03), "draft"))
+    return hybrid_lm(model), model_drafter(hybrid_lm(perturbed(model, 0.03), "draft"))
 
 
 def _greedy(prompts: Sequence[Sequence[int]] = PROMPTS) -> list[Request]:
@@ -77,14 +77,14 @@ def test_text_is_that_of_generate_and_of_plain_decoding(name: str) -> None:
     target, close = _pair(name)
     expected = _expected(name)
     assert len(set(sum(expected, ()))) > 20, "a text this dull would show no error"
-    for drafter in (NoDrafter(), close, ModelDrafter(as_lm(tiny_llama(3, vocab_size=V), "far draft"))):
+    for drafter in (NO_DRAFTER, close, model_drafter(as_lm(tiny_llama(3, vocab_size=V), "far draft"))):
         outputs = run(target, drafter, _greedy(), BLOCK, 3)
         assert [output.token_ids for output in outputs] == expected
         if drafter is close:
             stats = sum((output.stats for output in outputs), Stats())
             assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
     sampled = [request(prompt, seed=i, max_new_tokens=NUM_TOKENS) for i, prompt in enumerate(PROMPTS)]
-    assert tokens(target, close, sampled, GUMBEL, 4) == tokens(target, NoDrafter(), sampled, GUMBEL, 0)
+    assert tokens(target, close, sampled, GUMBEL, 4) == tokens(target, NO_DRAFTER, sampled, GUMBEL, 0)
 
 
 @pytest.mark.each_execution
@@ -98,7 +98,7 @@ def test_constraints_and_penalties() -> None:
         made = [request(ids, seed=i, max_new_tokens=12, **options[i % 2]) for i, ids in enumerate(PROMPTS)]
         return [replace(one, constraint=Remainders(V)) if i != 2 else one for i, one in enumerate(made)]
 
-    expected = tokens(target, NoDrafter(), requests(), GUMBEL, 0)
+    expected = tokens(target, NO_DRAFTER, requests(), GUMBEL, 0)
     assert _texts(decode(target, drafter, requests(), GUMBEL, num_draft_tokens=4, num_slots=2), 4) == expected
 
 
@@ -123,7 +123,7 @@ def test_plain_steps_are_recorded_one_token_wide(monkeypatch: pytest.MonkeyPatch
     widths: list[int] = []
     feed = LM._feed
     monkeypatch.setattr(LM, "_feed", lambda self, ids, *rest: widths.append(ids.shape[1]) or feed(self, ids, *rest))
-    tokens(target, NoDrafter(), [request(range(1, 10), max_new_tokens=12)], BLOCK, 0)
+    tokens(target, NO_DRAFTER, [request(range(1, 10), max_new_tokens=12)], BLOCK, 0)
     assert widths[0] == STRIDE and set(widths[1:]) == {1}
 
 
@@ -132,12 +132,12 @@ def test_a_row_that_is_not_finite_leaves_no_state_behind() -> None:
     follow it."""
     model = hybrid("qwen3_5_text", tie_word_embeddings=False)
     draft = perturbed(model, 0.03)
-    target, drafter = hybrid_lm(model), ModelDrafter(hybrid_lm(draft, "draft"))
+    target, drafter = hybrid_lm(model), model_drafter(hybrid_lm(draft, "draft"))
     for spoilt in (model, draft):
         spoilt.get_input_embeddings().weight[V - 1] = torch.nan
     options = {"temperature": 0.0, "max_new_tokens": NUM_TOKENS, "logit_bias": {V - 1: -1e3}}
     good = [request(prompt, **options) for prompt in PROMPTS]
-    expected = tokens(target, NoDrafter(), good, BLOCK, 0)
+    expected = tokens(target, NO_DRAFTER, good, BLOCK, 0)
     engine = Engine(target, drafter, BLOCK, num_slots=2, capacity=100, schedule=ConstantSchedule(3), prefill_chunk=9)
     bad = request((*PROMPTS[2][:5], V - 1, *PROMPTS[2][5:]), max_new_tokens=NUM_TOKENS)
     for one in (bad, good[0], bad, bad, *good[1:]):
@@ -177,7 +177,7 @@ def test_a_text_that_goes_on_reuses_the_states() -> None:
         text, num_cached = _conversation(engine, prompt)
         assert num_cached == 0 if not is_found else num_cached >= len(second)
         texts.append(tuple(text))
-    assert texts == tokens(target, NoDrafter(), _greedy([second, *prompts]), BLOCK, 0)
+    assert texts == tokens(target, NO_DRAFTER, _greedy([second, *prompts]), BLOCK, 0)
 
 
 def test_inputs_of_convolutions_need_no_anchor() -> None:
@@ -189,10 +189,10 @@ def test_inputs_of_convolutions_need_no_anchor() -> None:
     for num_shared, is_found in ((len(first), True), (len(first) - 10, True), (len(first) - WINDOW, False)):
         prompt = [*first[:num_shared], 9]
         text, num_cached = _conversation(engine, prompt)
-        assert [tuple(text)] == tokens(target, NoDrafter(), _greedy([prompt]), BLOCK, 0)
+        assert [tuple(text)] == tokens(target, NO_DRAFTER, _greedy([prompt]), BLOCK, 0)
         assert num_cached == (num_shared if is_found else 0)
     with pytest.raises(OptionError, match=f"num_draft_tokens = {WINDOW} is invalid: target has convolutions"):
-        tokens(target, NgramDrafter(), _greedy([first]), BLOCK, WINDOW)
+        tokens(target, ngram_drafter(), _greedy([first]), BLOCK, WINDOW)
 
 
 def test_places_of_inputs_that_are_used_again_too_early_show(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,8 +335,8 @@ def test_a_place_behind_a_rejected_token_ends_no_text() -> None:
     options = dict(max_new_tokens=12, logit_bias={5: -60.0})
     requests = [request((1, 2, 3), seed=seed, **options) for seed in range(2)]
     table = torch.eye(V, dtype=torch.float64)[5] * 64.0  # against the bias, which it is given as well
-    likes_it = ModelDrafter(table_lm(table.expand(V, V).clone()))
-    plain = tokens(bad, NoDrafter(), requests, GUMBEL, 0)
+    likes_it = model_drafter(table_lm(table.expand(V, V).clone()))
+    plain = tokens(bad, NO_DRAFTER, requests, GUMBEL, 0)
     assert all(len(text) == 12 and 5 not in text for text in plain)
     assert tokens(bad, likes_it, requests, GUMBEL, 4) == plain
     for rule in (REJECTION, BLOCK):

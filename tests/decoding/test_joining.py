@@ -12,10 +12,9 @@ from hybrids import hybrid, hybrid_lm
 from outrider.decoding import slots
 from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import ConstantSchedule, Schedule
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
-from outrider.drafters.suffix import SuffixDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import ngram_drafter, suffix_drafter
+from outrider.drafters.model import model_drafter
 from outrider.records import Request, Round, RowRound
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
@@ -109,9 +108,9 @@ def _engine(target: LM, drafter: Drafter, rule: Rule, schedule: Schedule | None 
     return Engine(target, drafter, rule, num_slots=num_slots, capacity=64, schedule=schedule, prefill_chunk=8)
 
 
-def _hybrid_pair() -> tuple[LM, ModelDrafter]:
+def _hybrid_pair() -> tuple[LM, Drafter]:
     model = hybrid("qwen3_5_text")
-    return hybrid_lm(model), ModelDrafter(hybrid_lm(perturbed(model, 0.03), "draft"))
+    return hybrid_lm(model), model_drafter(hybrid_lm(perturbed(model, 0.03), "draft"))
 
 
 @pytest.mark.each_execution
@@ -120,14 +119,14 @@ def _hybrid_pair() -> tuple[LM, ModelDrafter]:
     [
         (REJECTION, llama_pair, None, 0),
         (GUMBEL, llama_pair, None, 2),
-        (REJECTION, llama_pair, NgramDrafter(), 1),
-        (BLOCK, llama_pair, SuffixDrafter(), 0),
+        (REJECTION, llama_pair, ngram_drafter(), 1),
+        (BLOCK, llama_pair, suffix_drafter(), 0),
         (GUMBEL, _hybrid_pair, None, 0),
     ],
     ids=["model", "model, ahead", "ngram, ahead", "suffix", "hybrid"],
 )
 def test_each_request_is_written_as_if_it_were_alone(
-    rule: Rule, make_pair: Callable[[], tuple[LM, ModelDrafter]], drafter: Drafter | None, lookahead: int
+    rule: Rule, make_pair: Callable[[], tuple[LM, Drafter]], drafter: Drafter | None, lookahead: int
 ) -> None:
     """Random arrivals and cancellations, two seeds of 14 requests. Texts that were cancelled are the beginning of
     the text alone. On the way prompts wait, are fed in chunks, are found in caches, and rows are moved down. A slot may
@@ -235,7 +234,7 @@ def test_numbers_that_are_not_finite_end_one_row_only() -> None:
 def test_prompts_do_not_hold_up_the_rows_that_generate() -> None:
     """At most a chunk between two rounds: while a long prompt is fed, the first row goes on."""
     target, _ = llama_pair()
-    engine = _engine(target, NoDrafter(), REJECTION, ConstantSchedule(0))
+    engine = _engine(target, NO_DRAFTER, REJECTION, ConstantSchedule(0))
     engine.submit(request((1, 2), max_new_tokens=30))
     engine.step()
     engine.submit(request(tuple(range(41)), max_new_tokens=5))
@@ -261,7 +260,7 @@ def test_a_row_that_waits_for_a_prefix_compares_prompts_once(
         return compared[-1]
 
     monkeypatch.setattr(slots, "_num_shared", noted)
-    engine = _engine(target, NoDrafter(), REJECTION, ConstantSchedule(0))
+    engine = _engine(target, NO_DRAFTER, REJECTION, ConstantSchedule(0))
     asked = [request(ids, max_new_tokens=9) for ids in ((1, 2), (*range(41),), (*range(41), 7))]
     engine.submit(asked[0])
     engine.step()
@@ -276,7 +275,7 @@ def test_a_row_that_waits_for_a_prefix_compares_prompts_once(
         if is_cancelled and len(num_compared) == 3:
             engine.cancel(1)
     assert num_compared[0] == num_compared[2] < num_compared[-1]
-    assert written[2] == _alone(target, NoDrafter(), asked[2], REJECTION)
+    assert written[2] == _alone(target, NO_DRAFTER, asked[2], REJECTION)
 
 
 @pytest.mark.each_execution

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from outrider.drafters.base import Drafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.records import Request
 from outrider.sampling.rules import BLOCK, RULES, Rule
 from toys import Output, llama_pair, request, run, table_pair
@@ -32,7 +32,7 @@ def _begins(outputs: list[Output], whole: list[Output]) -> bool:
 def test_a_smaller_limit_gives_a_prefix(rule: Rule) -> None:
     """In rows of different limits, with drafts that are always right too."""
     target, drafter = table_pair(8)
-    drafters: list[Drafter] = [drafter, ModelDrafter(target), NgramDrafter()]
+    drafters: list[Drafter] = [drafter, model_drafter(target), ngram_drafter()]
     for one in drafters:
         whole = run(target, one, _requests((20, 20, 20), True), rule, 4)
         for i, limit in enumerate(LIMITS):

@@ -15,9 +15,9 @@ from outrider.certify.controls import drop_unlikely
 from outrider.decoding.batch import Batch, SlotRows
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError
 from outrider.records import Request, Round, RowRound, TokenLogprob
 from outrider.runtime.cuda_graphs import CapturedExecution
@@ -40,10 +40,10 @@ def _set(target: LM, lookahead: int) -> None:
     execution.is_prepared = lookahead == RUNS_ON
 
 
-def _pair(lookahead: int, **options: Any) -> tuple[LM, ModelDrafter]:
+def _pair(lookahead: int, **options: Any) -> tuple[LM, Drafter]:
     target, drafter = llama_pair(**options)
     _set(target, lookahead)
-    _set(drafter.draft_lm, lookahead)
+    _set(drafter.models[0], lookahead)
     return target, drafter
 
 
@@ -81,7 +81,7 @@ def test_the_rounds_are_the_same(rule: Rule, drafter_name: str, lookahead: int) 
     def rounds(lookahead: int) -> list[list[RowRound]]:
         target, by_model = _pair(lookahead)
         cut = drop_unlikely(by_model, 0.3)  # fewer tokens than the draft's cache has been fed
-        drafters: dict[str, Drafter] = {"model": by_model, "cut": cut, "ngram": NgramDrafter(), "none": NoDrafter()}
+        drafters: dict[str, Drafter] = {"model": by_model, "cut": cut, "ngram": ngram_drafter(), "none": NO_DRAFTER}
         outputs = run(target, drafters[drafter_name], _requests(), rule, 0 if drafter_name == "none" else 3)
         return [[_comparable(row) for row in output.rounds] for output in outputs]
 
@@ -131,8 +131,8 @@ def test_lengths_are_within_their_bounds(lookahead: int, spreads: list[int]) -> 
     _set(target, lookahead)
     for model in (perturbed(tiny_llama(), 0.1), tiny_llama()):
         spreads.clear()
-        drafter = ModelDrafter(as_lm(model, "draft"))
-        _set(drafter.draft_lm, lookahead)
+        drafter = model_drafter(as_lm(model, "draft"))
+        _set(drafter.models[0], lookahead)
         rounds = list(decode(target, drafter, _requests(), REJECTION, num_draft_tokens=InTurn(*PAUSING)))
         assert max(spreads) > 0
     first = [row for round_ in rounds for row in round_.rows if row.row == 0]
@@ -143,9 +143,9 @@ def test_lengths_are_within_their_bounds(lookahead: int, spreads: list[int]) -> 
 @LOOKAHEADS
 def test_rows_that_pause_while_others_draft(lookahead: int) -> None:
     """What the draft's cache lacks is counted in every round: with the target as its own draft all tokens stand."""
-    target, drafter = as_lm(tiny_llama()), ModelDrafter(as_lm(tiny_llama(), "draft"))
+    target, drafter = as_lm(tiny_llama()), model_drafter(as_lm(tiny_llama(), "draft"))
     _set(target, lookahead)
-    _set(drafter.draft_lm, lookahead)
+    _set(drafter.models[0], lookahead)
     constant = dataclasses.replace(request(PROMPTS[0], seed=1, max_new_tokens=60), num_draft_tokens=2)
     requests = [constant, request(PROMPTS[1], seed=2, max_new_tokens=60)]
     schedule = InTurn(3, *[0] * 12, 3, 3, *[0] * 9, 2)

@@ -15,7 +15,7 @@ import torch
 
 from outrider.certify.controls import BLOCK_BY_POSITION, WRONG_RULES, drop_unlikely
 from outrider.drafters.base import Drafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION, RULES, Rule
@@ -85,10 +85,10 @@ def test_the_output_follows_the_targets_law(rule: Rule) -> None:
     assert _pvalue(target, drafter, rule, law, **ALL_OPTIONS) > FALSE_ALARM
 
 
-def _open_toy(toy: dict) -> tuple[LM, ModelDrafter, Law]:
+def _open_toy(toy: dict) -> tuple[LM, Drafter, Law]:
     tables = {name: torch.tensor(rows, dtype=torch.float64).log() for name, rows in toy.items()}
     law = table_law(tables["target"], PROMPT, Sampling(), NUM_TOKENS)
-    return table_lm(tables["target"]), ModelDrafter(table_lm(tables["draft"], name="draft")), law
+    return table_lm(tables["target"]), model_drafter(table_lm(tables["draft"], name="draft")), law
 
 
 @ALL_RULES

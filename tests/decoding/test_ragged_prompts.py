@@ -12,7 +12,7 @@ from hybrids import hybrid, hybrid_lm
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine
 from outrider.decoding.prefill import next_forward
-from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.records import Request
 from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM, PREFILL_TOKENS
@@ -99,7 +99,7 @@ def test_every_token_is_fed_once_to_a_model_with_states(monkeypatch: pytest.Monk
     """Whole strides before the first round, which feeds the rest of every row."""
     lm = hybrid_lm(hybrid("qwen3_5_text"))
     num_fed = _count(monkeypatch, lm)
-    tokens(lm, NoDrafter(), _prompts(FAR_APART, 1), BLOCK, 0)
+    tokens(lm, NO_DRAFTER, _prompts(FAR_APART, 1), BLOCK, 0)
     rests = [(n - 1) % STRIDE for n in FAR_APART]
     assert num_fed() == sum(n - 1 for n in FAR_APART) - sum(rests) + len(FAR_APART) * (max(rests) + 1)
 
@@ -125,7 +125,7 @@ def test_texts_are_those_of_rows_alone(has_states: bool) -> None:
     target, drafter = llama_pair()
     by_model: Drafter = drafter
     if has_states:
-        target, by_model = hybrid_lm(hybrid("qwen3_5_text")), NoDrafter()
+        target, by_model = hybrid_lm(hybrid("qwen3_5_text")), NO_DRAFTER
     requests = _prompts(FAR_APART[:5], 12)
     together = tokens(target, by_model, requests, BLOCK, 4)
     assert together == [tokens(target, by_model, [one], BLOCK, 4)[0] for one in requests]

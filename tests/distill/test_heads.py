@@ -18,9 +18,8 @@ from outrider.distill.heads import default_features, most_frequent
 from outrider.distill.recipe import Budget, Recipe
 from outrider.distill.train import distil
 from outrider.drafters import chain
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.block import BlockDrafter, BlockSession
-from outrider.drafters.chain import ChainDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.block import BlockSession, block_drafter
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.records import Stats
@@ -55,7 +54,7 @@ def test_unrolled_is_inference() -> None:
     """Each round of each length, fed to the cache of a session entry by entry: the same logits."""
     target = as_lm(tiny_llama(0, num_layers=4))  # float64
     drafter = random_student(target, "eagle3").as_stored("head", torch.float32)
-    head: Any = drafter.head.model
+    head: Any = drafter.models[0].model
     ids = torch.randint(60, (1, 12), generator=torch.Generator().manual_seed(2))
     steps = [logits for _, logits in unroll(head, target, ids, K)]
     assert [logits.shape[1] for logits in steps] == [11, 10, 9, 8]
@@ -63,10 +62,10 @@ def test_unrolled_is_inference() -> None:
         target.model(input_ids=ids, use_cache=False)
     states = head.fuse(torch.cat([found[i] for i in head.features], dim=-1))
     for first in range(11):
-        cache = drafter.head.new_cache(1, 20)
+        cache = drafter.models[0].new_cache(1, 20)
         fed, state, positions = ids[:, 1 : first + 2], states[:, : first + 1], torch.arange(first + 1)[None]
         for d in range(min(K, 11 - first)):
-            logits, outputs = chain._feed(drafter.head, 20, cache, fed, state, positions, num_logits=1)
+            logits, outputs = chain._feed(drafter.models[0], 20, cache, fed, state, positions, num_logits=1)
             torch.testing.assert_close(logits[:, -1], steps[d][:, first], rtol=0, atol=1e-10)
             fed, state, positions = ids[:, first + 2 + d :][:, :1], outputs[:, -1:], positions[:, -1:] + 1
 
@@ -82,10 +81,10 @@ def test_blocks_are_those_of_inference(tmp_path: Path, token_ids: list[int] | No
     assert stated["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == K
     assert ("lm_head.weight" in tensors) == ("d2t" in tensors) == (token_ids is not None)
     assert not any("embed_tokens" in name for name in tensors)
-    drafter = BlockDrafter(load_head(resolve(str(tmp_path)), target))
+    drafter = block_drafter(load_head(resolve(str(tmp_path)), target))
     ids = torch.randint(60, (1, 12), generator=torch.Generator().manual_seed(2))
     anchors = torch.tensor([0, 3, 4, 7])
-    head: Any = drafter.head.model
+    head: Any = drafter.models[0].model
     steps = [logits for _, logits in drafted_blocks(head, target, ids, anchors)]
     kept = list(range(60)) if token_ids is None else token_ids
     text = [kept[token % len(kept)] for token in ids[0].tolist()]
@@ -103,7 +102,7 @@ def test_alpha_is_the_overlap_with_a_q_of_the_whole_vocabulary(token_ids: list[i
     student = random_student(target, "eagle3", token_ids)
     texts = [Text(ids, 2 * i + 1) for i, ids in enumerate(PROMPTS[:4].repeat(1, 3).tolist())]
     drafter = student.as_stored("head", torch.float32)
-    head: Any = drafter.head.model
+    head: Any = drafter.models[0].model
     kept = list(range(60)) if token_ids is None else token_ids
     for d, alpha in enumerate(student.alphas(drafter, texts)):
         values = []
@@ -138,7 +137,7 @@ def test_a_head_learns_its_target(
         ids = torch.cat((prompts, torch.tensor([output.token_ids for output in outputs])), dim=1)
         return ids, sum((output.stats for output in outputs), Stats()).mean_acceptance_length
 
-    ids, _ = generated(NoDrafter(), 0)
+    ids, _ = generated(NO_DRAFTER, 0)
     is_chain = kind == "eagle3"
     student: Any = (
         ChainStudent(target, new_eagle3(target, None, seed=0), K)
@@ -152,7 +151,7 @@ def test_a_head_learns_its_target(
     low, high = alphas
     assert len(checks[-1].alphas) == K and checks[-1].mean_alpha > high > low > checks[0].mean_alpha
 
-    drafters["trained"] = (ChainDrafter if is_chain else BlockDrafter)(load_head(resolve(str(tmp_path)), target))
+    drafters["trained"] = (Drafter if is_chain else Drafter)(load_head(resolve(str(tmp_path)), target))
     results = {name: generated(drafter, K) for name, drafter in drafters.items()}
     owner, name = (chain, "_keep_states") if is_chain else (BlockSession, "_keep")
     keep = getattr(owner, name)

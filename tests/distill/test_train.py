@@ -20,7 +20,7 @@ from outrider.distill.recipe import Budget, Recipe
 from outrider.distill.student import Shape, new_draft
 from outrider.distill.train import check_same_run, distil
 from outrider.distill.watch import Check
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.base import Drafter
 from outrider.errors import FileError, OptionError
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.options import Sampling
@@ -125,7 +125,7 @@ def test_the_draft_that_is_judged_is_the_one_that_is_kept(tmp_path: Path, monkey
     judged: list[LM] = []
     as_stored = ModelStudent.as_stored
 
-    def spy(self: ModelStudent, name: str, dtype: torch.dtype) -> ModelDrafter:
+    def spy(self: ModelStudent, name: str, dtype: torch.dtype) -> Drafter:
         drafter = as_stored(self, name, dtype)
         judged.append(drafter.lm)
         return drafter

@@ -1,7 +1,6 @@
 """Drafts of K tokens in one forward of an ordinary model that fills in mask tokens (PARD)."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +10,9 @@ import torch
 import outrider
 from contract import check_state, lead
 from hybrids import V, hybrid, hybrid_lm
-from outrider.drafters.base import NoDrafter, Rows
+from outrider.drafters.base import NO_DRAFTER, Drafter, Rows
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.model import ModelDrafter, ModelSession
+from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import UnsupportedModel
 from outrider.records import Draft, Request, Stats
 from outrider.runtime.lm import LM
@@ -25,10 +24,10 @@ MASK = 59
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, tuple(range(30)), (5, 6, 7)]
 
 
-def _pair() -> tuple[LM, ModelDrafter]:
+def _pair() -> tuple[LM, Drafter]:
     """A model, and itself with perturbed weights: right in the first token at most."""
     model = tiny_llama()
-    return as_lm(model), ModelDrafter(as_lm(perturbed(model, 0.1), "draft"), mask_id=MASK)
+    return as_lm(model), model_drafter(as_lm(perturbed(model, 0.1), "draft"), mask_id=MASK)
 
 
 def _requests(**options: object) -> list[Request]:
@@ -41,13 +40,13 @@ def test_the_output_is_that_of_plain_decoding(is_greedy: bool) -> None:
     """Greedy, and sampled under ``gumbel`` with all kinds of options. Drafts are accepted, and rejected; rows with
     rounds of other K, and of none, catch up."""
     target, drafter = _pair()
-    drafter = replace(drafter, options=DraftOptions(is_greedy=is_greedy))
+    drafter = model_drafter(drafter.models[0], DraftOptions(is_greedy=is_greedy), MASK)
     for options, k in (
         ({"temperature": 0.0, "repetition_penalty": 1.3}, 4),
         ({"temperature": 0.5, "top_p": 0.9, "frequency_penalty": 0.5, "min_tokens": 3}, InTurn(3, 0, 0, 0, 0, 0, 2)),
     ):
         outputs = run(target, drafter, _requests(**options), GUMBEL, k)
-        assert [output.token_ids for output in outputs] == tokens(target, NoDrafter(), _requests(**options), GUMBEL, 0)
+        assert [output.token_ids for output in outputs] == tokens(target, NO_DRAFTER, _requests(**options), GUMBEL, 0)
         stats = sum((output.stats for output in outputs), Stats())
         assert 0 < stats.num_accepted_draft_tokens < stats.num_draft_tokens
 
@@ -63,14 +62,14 @@ def test_q_is_that_of_an_uncached_forward() -> None:
     for (_, length), (num, _, q) in led.drafts.items():
         ids = torch.tensor([[*whole[:length], *[MASK] * (num - 1)]])
         with torch.inference_mode():
-            want = drafter.draft_lm.model(ids).logits[0, length - 1 :].softmax(-1)
+            want = drafter.models[0].model(ids).logits[0, length - 1 :].softmax(-1)
         torch.testing.assert_close(q, want, rtol=0.0, atol=1e-12)
 
 
 def test_a_hybrid_drafts_in_one_forward() -> None:
     """Its states are never advanced by mask tokens. (Its recurrences compute in float32.)"""
     target = as_lm(tiny_llama(vocab_size=V))
-    drafter = ModelDrafter(hybrid_lm(hybrid("qwen3_5_text"), "draft"), mask_id=3)
+    drafter = model_drafter(hybrid_lm(hybrid("qwen3_5_text"), "draft"), mask_id=3)
     check_state(target, drafter, _sequences()[:2], 3, atol=1e-4)
 
 
@@ -107,8 +106,8 @@ def test_it_is_recognised_by_its_configuration(tmp_path: Path) -> None:
     target = save(tmp_path / "target", random_llama(), word_tokenizer())
     for i, (keys, mask_id) in enumerate([({"pard_token": 90}, 90), ({"ptd_token_id": 4}, 4), ({}, None)]):
         drafter = outrider.load(target, f"{_folder(tmp_path / str(i), **keys)}:greedy").drafter
-        assert isinstance(drafter, ModelDrafter) and drafter.options.is_greedy
-        assert drafter.mask_id == mask_id and (drafter.lm is None) == (mask_id is not None)
+        assert drafter.is_one_hot
+        assert bool(drafter.favoured_k) == (drafter.lm is None) == (mask_id is not None)
     decoder = outrider.load(target, tmp_path / "0", acceptance="gumbel")
     (one,), (plain,) = (each.generate("w1 w2 w3", max_new_tokens=20, seed=1) for each in (decoder, decoder.plain()))
     assert one.text == plain.text and one.stats.num_draft_tokens > 0

@@ -1,7 +1,6 @@
 """Block heads: DFlash, DFlash 2 and DSpark in their layouts."""
 
 import json
-from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -16,13 +15,13 @@ from transformers import PreTrainedTokenizerFast
 
 import golden.blocks as golden
 import outrider
-from block_heads import add_tensors, block_drafter, write_block
+from block_heads import add_tensors, tiny_block_drafter, write_block
 from contract import lead
 from outrider.api import load_drafter
-from outrider.drafters.base import NoDrafter
-from outrider.drafters.block import BlockDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.block import block_drafter
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import ModelCorrupt, ModelNotFound, OptionError, UnsupportedModel
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
@@ -34,8 +33,8 @@ from toys import InTurn, as_lm, request, tiny_llama, tokens
 GOLDEN = load_file(golden.FILE)
 
 
-def _head(folder: Path, target: LM) -> BlockDrafter:
-    return BlockDrafter(load_head(resolve(str(folder), None), target))
+def _head(folder: Path, target: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
+    return block_drafter(load_head(resolve(str(folder), None), target), options)
 
 
 def _expected_q(name: str) -> Tensor:
@@ -52,7 +51,7 @@ def _led(folder: Path, name: str, options: DraftOptions = NO_OPTIONS) -> tuple[i
     model = golden.target()
     golden.write(folder, name, model)
     target = as_lm(model)
-    drafter = replace(_head(folder, target), options=options)
+    drafter = _head(folder, target, options)
     k = drafter.most_drafted
     sequences = [(golden.TEXT[: at + 1], golden.TEXT[at + 1 : at + 2 + k]) for at in golden.ANCHORS]
     led = lead(target, drafter, sequences, k)
@@ -87,9 +86,9 @@ def test_least_confidence_in_a_name(tmp_path: Path) -> None:
     decoder = outrider.load(model)
     name = f"{tmp_path}:min-confidence=0.4"
     drafter = load_drafter(decoder, name)
-    assert isinstance(drafter, BlockDrafter) and drafter.options == DraftOptions(min_confidence=0.4)
-    assert drafter.name == f"{drafter.head.name}:min-confidence=0.4"
-    assert decoder.drafter.name == "none" and load_drafter(decoder, tmp_path).name == drafter.head.name
+    assert drafter.most_drafted is not None
+    assert drafter.name == f"{drafter.models[0].name}:min-confidence=0.4"
+    assert decoder.drafter.name == "none" and load_drafter(decoder, tmp_path).name == drafter.models[0].name
     for option, remedy in (
         ("greedy", "greedy of the draft = True is invalid: .* does not take it"),
         ("min-prob=0.3", "min-prob of the draft = 0.3 is invalid"),
@@ -101,11 +100,11 @@ def test_least_confidence_in_a_name(tmp_path: Path) -> None:
         with pytest.raises((OptionError, ModelNotFound), match=remedy):
             load_drafter(decoder, f"{tmp_path}:{option}")
     with pytest.raises(OptionError, match="min_confidence|min-confidence of the draft"):
-        ModelDrafter(decoder.target, DraftOptions(min_confidence=0.4))
+        model_drafter(decoder.target, DraftOptions(min_confidence=0.4))
     with pytest.raises(OptionError, match="min_prob = 1"):
         DraftOptions(min_prob=1)
     with pytest.raises(OptionError, match="does not predict acceptance"):
-        replace(block_drafter(as_lm(model)), options=DraftOptions(min_confidence=0.5))
+        block_drafter(tiny_block_drafter(as_lm(model)).models[0], DraftOptions(min_confidence=0.5))
 
 
 def test_the_cases_differ() -> None:
@@ -134,10 +133,10 @@ KINDS: dict[str, dict[str, Any]] = {
 def test_its_text_is_plain_text(kind: str) -> None:
     """To the end of the context, where blocks reach beyond it."""
     target = as_lm(tiny_llama(num_layers=4, context_len=32), context_len=32)
-    drafter = block_drafter(target, **KINDS[kind])
+    drafter = tiny_block_drafter(target, **KINDS[kind])
     prompts = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]
     requests = [request(ids, seed=10 + i, max_new_tokens=32 - len(ids)) for i, ids in enumerate(prompts)]
-    plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    plain = tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
     assert tokens(target, drafter, requests, GUMBEL, drafter.most_drafted) == plain
     assert tokens(target, drafter, requests, GUMBEL, InTurn(3, 0, 0, 1)) == plain
 
@@ -148,9 +147,9 @@ def test_its_text_is_plain_text(kind: str) -> None:
 def test_a_padded_vocabulary(kind: dict[str, Any]) -> None:
     """Tokens beyond the vocabulary have an embedding, as mask tokens do, and are no candidates."""
     target = LM(tiny_llama(num_layers=4), name="target", vocab_size=40, context_len=256)
-    drafter = block_drafter(target, **kind)
+    drafter = tiny_block_drafter(target, **kind)
     requests = [request(ids, seed=i, max_new_tokens=20) for i, ids in enumerate(((5, 6, 7), (1,)))]
-    plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    plain = tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
     assert tokens(target, drafter, requests, GUMBEL, 4) == plain
     led = lead(target, drafter, [((5, 6, 7), range(8))], 4)
     _, ids, q = led.drafts[0, 3]

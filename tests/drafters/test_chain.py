@@ -13,7 +13,7 @@ from heads import eagle3_drafter, mtp_pair
 from hybrids import V, hybrid
 from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import ConstantSchedule, Schedule
-from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.chain import ChainSession
 from outrider.records import Stats
 from outrider.runtime.lm import LM
@@ -49,7 +49,7 @@ def _texts(target: LM, drafter: Drafter, rule: Rule, schedule: Schedule, **optio
 def test_the_output_is_plain_decodings(rule: Rule, temperature: float, ks: tuple[int, ...], lookahead: int) -> None:
     """Greedy, and under ``gumbel`` with a seed; also where two rounds are started ahead."""
     target, drafter = _pair()
-    plain, *_ = _texts(target, NoDrafter(), rule, ConstantSchedule(0), temperature=temperature)
+    plain, *_ = _texts(target, NO_DRAFTER, rule, ConstantSchedule(0), temperature=temperature)
     target.execution.lookahead = lookahead
     output, stats, num_cached = _texts(target, drafter, rule, InTurn(*ks), temperature=temperature)
     assert output == plain
@@ -62,7 +62,7 @@ def test_a_bias_may_forbid_all_tokens_of_the_head() -> None:
     target, drafter = _pair()
     bias = dict.fromkeys(FEW, -torch.inf)
     requests = [request((1, 2, 3), max_new_tokens=16, logit_bias=bias), request((4, 5, 6), max_new_tokens=16)]
-    plain = tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    plain = tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
     assert tokens(target, drafter, requests, GUMBEL, 3) == plain
 
 

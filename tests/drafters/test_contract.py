@@ -7,21 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from block_heads import block_drafter
+from block_heads import tiny_block_drafter
 from contract import check_no_look_ahead, check_state
 from heads import eagle3_drafter
 from hybrids import V, hybrid, hybrid_lm
 from outrider.decoding.batch import Row
 from outrider.decoding.slots import SlotAssignment, Slots
 from outrider.drafters import block
-from outrider.drafters.base import AlteredDrafter, Drafter, Rows
+from outrider.drafters.base import Drafter, Rows, altered_drafter
+from outrider.drafters.chain import chain_drafter
 from outrider.drafters.corpus import Corpus
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.hybrid import HybridDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
-from outrider.drafters.suffix import SuffixDrafter, SuffixSession
-from outrider.drafters.translated import TranslatedDrafter
+from outrider.drafters.hybrid import hybrid_drafter
+from outrider.drafters.lookups import SuffixSession, ngram_drafter, suffix_drafter
+from outrider.drafters.model import model_drafter
+from outrider.drafters.translated import translated_drafter
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.text.spelling import Spelling
@@ -42,30 +42,30 @@ def _target(num_layers: int = 2) -> LM:
 
 def _model(*, mask_id: int | None = None, context_len: int = 256, **options: Any) -> Pair:
     draft = as_lm(tiny_llama(1, vocab_size=FEW), "draft", context_len)
-    return _target(), ModelDrafter(draft, mask_id=mask_id, options=DraftOptions(**options))
+    return _target(), model_drafter(draft, mask_id=mask_id, options=DraftOptions(**options))
 
 
 def _parallel(**options: Any) -> Pair:
     """The mask token is not of the vocabulary."""
     lm = as_lm(tiny_llama(1, vocab_size=FEW + 1), "draft").with_vocabulary(FEW, ())
-    return _target(), ModelDrafter(lm, mask_id=FEW, options=DraftOptions(**options))
+    return _target(), model_drafter(lm, mask_id=FEW, options=DraftOptions(**options))
 
 
 def _other_tokens() -> Pair:
     """The draft has another token at 1, and none at 3."""
     lm = as_lm(tiny_llama(1, vocab_size=FEW - 1), "draft")
-    return _target(), ModelDrafter(lm.with_vocabulary(FEW, (1, 3)))
+    return _target(), model_drafter(lm.with_vocabulary(FEW, (1, 3)))
 
 
-def _suffix(corpus: Sequence[Sequence[int]]) -> SuffixDrafter:
-    return SuffixDrafter(Corpus(corpus), min_prob=0.02)
+def _suffix(corpus: Sequence[Sequence[int]]) -> Drafter:
+    return suffix_drafter(Corpus(corpus), min_prob=0.02)
 
 
 def _eagle3(**options: Any) -> Pair:
     """Two layers, norms of EAGLE-3.1, and three of the tokens."""
     target = _target(4)
     drafter = eagle3_drafter(target, token_ids=[0, 1, 3], num_layers=2, fc_norm=True, norm_output=True)
-    return target, replace(drafter, options=DraftOptions(**options))
+    return target, chain_drafter(drafter.models[0], DraftOptions(**options))
 
 
 def _head() -> Pair:
@@ -75,19 +75,19 @@ def _head() -> Pair:
 
 def _hybrid(pair: Pair, corpus: Sequence[int]) -> Pair:
     target, other = pair
-    return target, HybridDrafter(_suffix([corpus]), other, FEW, rival_acceptance=0.3)
+    return target, hybrid_drafter(_suffix([corpus]), other, FEW, rival_acceptance=0.3)
 
 
 def _translated(**options: Any) -> Pair:
     """The draft has the tokens 0 and 2 under other ids, and spells the others in several."""
     spelling = Spelling((2, -1, 0, -1), ((2,), (1, 4), (0,), (4, 3, 1)), (3,))
-    return _target(), TranslatedDrafter.of(as_lm(tiny_llama(1, vocab_size=5), "draft", **options), spelling)
+    return _target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft", **options), spelling)
 
 
 def _block(min_confidence: float = 0.0, **options: Any) -> Pair:
     target = _target(4)
-    drafter = block_drafter(target, **options)
-    return target, replace(drafter, options=DraftOptions(min_confidence=min_confidence))
+    drafter = tiny_block_drafter(target, **options)
+    return target, block.block_drafter(drafter.models[0], DraftOptions(min_confidence=min_confidence))
 
 
 def _dspark() -> Pair:
@@ -106,7 +106,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "parallel, sure": lambda: _parallel(min_prob=0.5),
     "eagle3": _eagle3,
     "eagle3, sure": lambda: _eagle3(min_prob=0.6),
-    "ngram": lambda: (_target(), NgramDrafter()),
+    "ngram": lambda: (_target(), ngram_drafter()),
     "suffix": lambda: (_target(), _suffix([[3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 3]])),
     "head": _head,
     "translated": _translated,
@@ -168,14 +168,14 @@ def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
     """Its recurrences compute in float32."""
     target = as_lm(tiny_llama(vocab_size=V))
     draft = hybrid_lm(hybrid("qwen3_5_text"), "draft")
-    check_state(target, ModelDrafter(draft), _sequences(V)[:2], K, atol=1e-4)
+    check_state(target, model_drafter(draft), _sequences(V)[:2], K, atol=1e-4)
     draft.context_len = 12
-    check_state(target, ModelDrafter(draft, options=DraftOptions(min_prob=0.05)), _sequences(V)[:2], K, atol=1e-4)
+    check_state(target, model_drafter(draft, options=DraftOptions(min_prob=0.05)), _sequences(V)[:2], K, atol=1e-4)
 
 
 def test_blocks_of_a_hybrid_target_are_a_function_of_the_sequence() -> None:
     target = hybrid_lm(hybrid("qwen3_5_text"))
-    check_state(target, block_drafter(target), _sequences(V)[:2], K, atol=1e-4)
+    check_state(target, tiny_block_drafter(target), _sequences(V)[:2], K, atol=1e-4)
 
 
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:
@@ -202,13 +202,13 @@ def _depend_on_width(rows: Rows, k: int, draft: Draft) -> Draft:
 def test_mistakes_within_a_round_are_detected(mistake: Any, message: str) -> None:
     target, drafter = table_pair(FEW)
     with pytest.raises(AssertionError, match=message):
-        check_no_look_ahead(target, AlteredDrafter(drafter, "wrong", mistake), (3, 1, 2), FEW, K)
+        check_no_look_ahead(target, altered_drafter(drafter, "wrong", mistake), (3, 1, 2), FEW, K)
 
 
 def test_a_q_that_depends_on_neighbours_is_detected() -> None:
     target, drafter = _model()
     with pytest.raises(AssertionError, match="q is off by"):
-        check_state(target, AlteredDrafter(drafter, "wrong", _depend_on_width), _sequences(FEW), K)
+        check_state(target, altered_drafter(drafter, "wrong", _depend_on_width), _sequences(FEW), K)
 
 
 def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,13 +262,12 @@ def test_a_stale_context_is_detected(name: str, session: type, what: str, monkey
 
 
 @pytest.mark.parametrize("what", ["prefix", "rejection", "plain rounds"])
-def test_a_stale_state_is_detected(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stale_state_is_detected(what: str) -> None:
     """A session that keeps what it had in a slot, or rejected tokens, or does not read what was generated meanwhile."""
     target, drafter = llama_pair()
-    opened = type(drafter).open
 
-    def open_wrong(self: Any, *arguments: Any) -> Any:
-        session = opened(self, *arguments)
+    def open_wrong(*arguments: Any) -> Any:
+        session: Any = drafter.opens(*arguments)
         if what == "prefix":
             session.assign = lambda slot, source, num_tokens: None
         elif what == "rejection":
@@ -284,6 +283,5 @@ def test_a_stale_state_is_detected(what: str, monkeypatch: pytest.MonkeyPatch) -
             session.catch_up = lambda rows: False
         return session
 
-    monkeypatch.setattr(type(drafter), "open", open_wrong)
     with pytest.raises(AssertionError, match="is drafted, not|q is off by"):
-        check_state(target, drafter, _sequences(60), K)
+        check_state(target, replace(drafter, opens=open_wrong), _sequences(60), K)

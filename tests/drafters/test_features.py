@@ -14,7 +14,7 @@ from torch import Tensor
 from hybrids import hybrid, hybrid_lm
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
-from outrider.drafters.base import CommittedTokens, NoDrafter, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import NO_DRAFTER, CommittedTokens, Prefill, Rows, Session, empty_draft
 from outrider.records import Draft, Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, Rule
@@ -99,7 +99,7 @@ def test_its_text_is_plain_text() -> None:
     target, _ = llama_pair()
     requests = _requests(temperature=1.3)
     outputs = run(target, Oracle(target), requests, GUMBEL, 2)
-    assert [output.token_ids for output in outputs] == tokens(target, NoDrafter(), requests, GUMBEL, 0)
+    assert [output.token_ids for output in outputs] == tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
     assert sum(output.stats.num_draft_tokens for output in outputs) > 0
 
 

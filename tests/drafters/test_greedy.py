@@ -1,14 +1,12 @@
 """A draft model that drafts its likeliest tokens: the law of the output, and its own q."""
 
-from dataclasses import replace
-
 import torch
 
 from outrider.api import load_drafter
 from outrider.certify.exact import check_exactly
 from outrider.certify.observed import draft_rows
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
 from outrider.sampling.rules import RULES
 from outrider.scoring.teacher_forcing import Text
@@ -18,7 +16,7 @@ from toys import llama_pair, request, run, table_pair
 
 def test_the_name_tells() -> None:
     drafter = load_drafter(embedded().plain(), "fable-draft:greedy")
-    assert isinstance(drafter, ModelDrafter) and drafter.is_one_hot
+    assert drafter.is_one_hot
     assert drafter.name == "fable-draft:greedy" and drafter.lm.name == "fable-draft"
     assert drafter.with_models(lambda lm: lm) == drafter
 
@@ -26,7 +24,10 @@ def test_the_name_tells() -> None:
 def test_drafts_are_the_likeliest_tokens() -> None:
     """Each accepted one is what the draft would have said, and the first correction is not."""
     target, drafter = table_pair(8)
-    greedy, best = replace(drafter, options=DraftOptions(is_greedy=True)), drafter.lm.model.table.argmax(-1).tolist()
+    greedy, best = (
+        model_drafter(drafter.models[0], DraftOptions(is_greedy=True)),
+        drafter.lm.model.table.argmax(-1).tolist(),
+    )
     [output] = run(target, greedy, [request([3], max_new_tokens=200)], RULES["rejection"], 3)
     last, num_accepted = 3, 0
     for row in output.rounds:
@@ -40,7 +41,7 @@ def test_drafts_are_the_likeliest_tokens() -> None:
 def test_a_round_follows_the_targets_law() -> None:
     """By enumeration."""
     target, drafter = llama_pair()
-    greedy = replace(drafter, options=DraftOptions(is_greedy=True))
+    greedy = model_drafter(drafter.models[0], DraftOptions(is_greedy=True))
     texts = [Text([1, 2, 3]), Text([7] * 5)]
     for rule in RULES.values():
         report = check_exactly(target, greedy, Sampling(temperature=0.8, top_p=0.9), rule, texts)
@@ -51,7 +52,7 @@ def test_q_is_one_hot_for_certificates() -> None:
     target, drafter = table_pair(8)
     texts = [Text((1, 2, 3, 4, 5, 6))]
     [(_, _, q)] = draft_rows(
-        target, replace(drafter, options=DraftOptions(is_greedy=True)), Sampling(temperature=0.7), texts
+        target, model_drafter(drafter.models[0], DraftOptions(is_greedy=True)), Sampling(temperature=0.7), texts
     )
     best = drafter.lm.model.table.argmax(-1)[torch.tensor([1, 2, 3, 4, 5])]
     assert torch.equal(q.argmax(-1), best) and torch.equal(q.amax(-1), torch.ones(5, dtype=torch.float64))

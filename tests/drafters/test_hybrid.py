@@ -1,5 +1,6 @@
 """The suffix drafts where its score is high, and another drafter in the other rows."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from outrider.cli.shared.pair_options import PairOptions
 from outrider.drafters.base import Drafter, Rows
 from outrider.drafters.corpus import Corpus
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.hybrid import HybridDrafter, HybridSession
-from outrider.drafters.model import ModelDrafter, ModelSession
-from outrider.drafters.suffix import SuffixDrafter
+from outrider.drafters.hybrid import HybridSession, hybrid_drafter
+from outrider.drafters.lookups import suffix_drafter
+from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import OptionError
 from outrider.options import Sampling
 from outrider.records import Draft
@@ -32,8 +33,8 @@ PROMPTS = [[1, 2, 3, 4] * 3, [7, 8, 9], [5] * 8, [10, 3, 10, 2]]
 V = 60  # tokens of the pair
 
 
-def _hybrid(other: Drafter, *, rival: float = 0.4, vocab_size: int = V, **options: Any) -> HybridDrafter:
-    return HybridDrafter(SuffixDrafter(**options), other, vocab_size, rival)
+def _hybrid(other: Drafter, *, rival: float = 0.4, vocab_size: int = V, **options: Any) -> Drafter:
+    return hybrid_drafter(suffix_drafter(**options), other, vocab_size, rival)
 
 
 @pytest.fixture
@@ -105,7 +106,7 @@ def test_the_form_of_a_draft_does_not_depend_on_who_drafts(seen: list[tuple[Rows
 
 def test_greedy_models_keep_no_probabilities(seen: list[tuple[Rows, Rows, Draft]]) -> None:
     target, model = llama_pair()
-    drafter = _hybrid(ModelDrafter(model.lm, options=DraftOptions(is_greedy=True)))
+    drafter = _hybrid(model_drafter(model.lm, options=DraftOptions(is_greedy=True)))
     assert drafter.is_one_hot and drafter.name == "suffix+draft:greedy"
     run(target, drafter, [request(PROMPTS[0], max_new_tokens=40)], REJECTION, 3)
     assert all(draft.probs is None for *_, draft in seen)
@@ -133,7 +134,7 @@ def test_the_rival_decides(seen: list[tuple[Rows, Rows, Draft]]) -> None:
 def test_a_model_that_misses_the_tokens_of_the_suffix_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the contract: a round without drafts of the model commits more than one token here."""
     target = as_lm(tiny_llama(vocab_size=4))
-    model = ModelDrafter(as_lm(tiny_llama(1, vocab_size=4), "draft"))
+    model = model_drafter(as_lm(tiny_llama(1, vocab_size=4), "draft"))
     sequences = [
         ([3, 1, 2, 0], [1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 1, 0, 2]),
         ([0, 2], [0, 2, 0, 2, 0, 2, 0, 1, 3, 2, 1]),
@@ -160,10 +161,9 @@ def test_names(tmp_path: Path) -> None:
     path.write_text("The old king lived in a castle by the sea.")
     decoder = embedded()
     drafter = load_drafter(decoder, "suffix+fable-draft", corpus=[path])
-    assert isinstance(drafter, HybridDrafter) and drafter.suffix.corpus is not None
-    assert drafter.name == f"suffix+{drafter.suffix.corpus.digest}+fable-draft"
+    assert re.fullmatch("suffix[+][0-9a-f]{8}[+]fable-draft", drafter.name)
     assert drafter.with_models(lambda lm: lm) == drafter
-    assert drafter.models == drafter.other.models and drafter.lm is None and drafter.reads_on_host
+    assert drafter.lm is None and drafter.reads_on_host
     loaded = load("fable", "suffix+fable-draft", device="cpu")
     assert loaded.drafter.name == "suffix+fable-draft" and not loaded.drafter.is_one_hot
     assert loaded.generate("Once", seed=1, max_new_tokens=8)[0].token_ids

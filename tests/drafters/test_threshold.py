@@ -8,7 +8,7 @@ import torch
 
 from outrider.api import load_drafter
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import model_drafter
 from outrider.drafters.parallel import mask_token_of
 from outrider.errors import OptionError
 from outrider.sampling.rules import BLOCK, GUMBEL
@@ -22,11 +22,11 @@ def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(options: dict
     """By the probabilities of the model, whatever the temperature. Row by row in a Markov chain, whose every round is
     known from the accepted tokens and the token that was drafted last."""
     target, drafter = table_pair(8)
-    probs = drafter.draft_lm.model.table.softmax(-1).amax(-1)
+    probs = drafter.models[0].model.table.softmax(-1).amax(-1)
     min_prob = float(probs.quantile(0.4))
     is_sure = (probs >= min_prob).tolist()
     requests = [replace(request((i,), seed=i, max_new_tokens=24, **options), reports_drafts=True) for i in range(8)]
-    outputs = run(target, replace(drafter, options=DraftOptions(min_prob=min_prob)), requests, BLOCK, 4)
+    outputs = run(target, model_drafter(drafter.models[0], DraftOptions(min_prob=min_prob)), requests, BLOCK, 4)
     numbers = set()
     for output, one in zip(outputs, requests, strict=True):
         text = list(one.prompt_ids)
@@ -45,7 +45,7 @@ def test_a_row_is_not_read_beyond_its_cut(monkeypatch: pytest.MonkeyPatch) -> No
     """Eagerly on the CPU, where nothing is left to draft no further forward is run."""
     target, drafter = llama_pair()
     num_forwards = []
-    forward = type(drafter.draft_lm).forward
+    forward = type(drafter.models[0]).forward
     for min_prob in (0.0, 0.999):
         calls: list[int] = []
 
@@ -53,10 +53,10 @@ def test_a_row_is_not_read_beyond_its_cut(monkeypatch: pytest.MonkeyPatch) -> No
             calls.append(1)
             return forward(self, *args, **options)
 
-        monkeypatch.setattr(type(drafter.draft_lm), "forward", count)
+        monkeypatch.setattr(type(drafter.models[0]), "forward", count)
         outputs = run(
             target,
-            replace(drafter, options=DraftOptions(min_prob=min_prob)),
+            model_drafter(drafter.models[0], DraftOptions(min_prob=min_prob)),
             [request((5, 6, 7, 5, 6, 7, 5), max_new_tokens=16)],
             GUMBEL,
             4,
@@ -67,14 +67,14 @@ def test_a_row_is_not_read_beyond_its_cut(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_names() -> None:
     decoder = embedded()
-    for name, min_prob, is_greedy in (
-        ("fable-draft:min-prob=0.3", 0.3, False),
-        ("fable-draft:min-prob=0.25:greedy", 0.25, True),
+    for name, is_greedy in (
+        ("fable-draft:min-prob=0.3", False),
+        ("fable-draft:min-prob=0.25:greedy", True),
     ):
         drafter = load_drafter(decoder, name)
-        assert isinstance(drafter, ModelDrafter) and drafter.name == name
-        assert (drafter.options, drafter.lm) == (DraftOptions(is_greedy, min_prob), None)
-        assert mask_token_of("fable-draft", drafter.draft_lm.model) is None
+        assert drafter.name == name
+        assert (drafter.is_one_hot, drafter.lm) == (is_greedy, None)
+        assert mask_token_of("fable-draft", drafter.models[0].model) is None
     for wrong in ("0", "1", "1.5", "-1", "nan", "many", ""):
         with pytest.raises(OptionError, match="min-prob is a probability between 0 and 1"):
             load_drafter(decoder, f"fable-draft:min-prob={wrong}")

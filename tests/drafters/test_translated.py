@@ -18,11 +18,12 @@ from hybrids import hybrid, hybrid_lm
 from outrider.api import load
 from outrider.certify.exact import check_exactly
 from outrider.decoder import Decoder
-from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.hybrid import HybridDrafter
-from outrider.drafters.model import ModelDrafter, ModelSession
-from outrider.drafters.suffix import SuffixDrafter
-from outrider.drafters.translated import TranslatedDrafter
+from outrider.drafters.base import Drafter
+from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
+from outrider.drafters.hybrid import hybrid_drafter
+from outrider.drafters.lookups import suffix_drafter
+from outrider.drafters.model import ModelSession
+from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.options import Sampling
 from outrider.replay.record import header_of
@@ -63,7 +64,7 @@ def _pair(num_merges: int = 1500, acceptance: str = "block") -> Decoder:
     return load(target, draft, tokenizer=own, draft_tokenizer=tokenizer, device="cpu", acceptance=acceptance)
 
 
-def _toy(**options: Any) -> tuple[LM, TranslatedDrafter]:
+def _spelling() -> Spelling:
     """Of 60 tokens the draft has the even ones up to 40, and spells the others in one to three of its 30."""
     generator = random.Random(0)
     equals = [i // 2 if i % 2 == 0 and i <= 40 else -1 for i in range(60)]
@@ -71,15 +72,21 @@ def _toy(**options: Any) -> tuple[LM, TranslatedDrafter]:
         (equal,) if equal >= 0 else tuple(generator.randrange(30) for _ in range(generator.randint(1, 3)))
         for equal in equals
     ]
-    draft = as_lm(tiny_llama(1, vocab_size=30), "draft", **options)
-    return as_lm(tiny_llama()), TranslatedDrafter.of(draft, Spelling(tuple(equals), tuple(spelled)))
+    return Spelling(tuple(equals), tuple(spelled))
+
+
+SPELLING = _spelling()
+
+
+def _toy(options: DraftOptions = NO_OPTIONS, context_len: int = 256) -> tuple[LM, Drafter]:
+    draft = as_lm(tiny_llama(1, vocab_size=30), "draft", context_len)
+    return as_lm(tiny_llama()), translated_drafter(draft, SPELLING, options)
 
 
 def test_the_output_is_the_targets() -> None:
     """Under ``gumbel`` with a seed; with joins, prefix hits, and rounds of other K. Drafts are accepted."""
     decoder = _pair(acceptance="gumbel")
     drafter = decoder.drafter
-    assert isinstance(drafter, TranslatedDrafter)
     prompts = [decoder.encode(prompt) for prompt in (*PROMPTS, *PROMPTS[:2])]
     requests = [request(ids, seed=i, max_new_tokens=30) for i, ids in enumerate(prompts)]
     outputs = run(decoder.target, drafter, requests, GUMBEL, InTurn(4, 0, 0, 2))
@@ -98,18 +105,18 @@ def test_a_round_follows_the_targets_distribution(rule: Any) -> None:
 def test_logits_are_those_of_equal_tokens() -> None:
     """Fed with the target's tokens or its own, as it spells them."""
     _, drafter = _toy()
-    lm, own = drafter.model, as_lm(tiny_llama(1, vocab_size=30))
+    lm, own = drafter.models[0], as_lm(tiny_llama(1, vocab_size=30))
     with torch.inference_mode():
         got = lm.forward(torch.tensor([[6, 60 + 7, 40]]), torch.arange(3)[None], lm.new_cache(1, 16), 16)
         want = own.forward(torch.tensor([[3, 7, 20]]), torch.arange(3)[None], own.new_cache(1, 16), 16)
-    for token, i in enumerate(drafter.spelling.equals):
+    for token, i in enumerate(SPELLING.equals):
         assert torch.equal(got[..., token], want[..., i]) if i >= 0 else bool((got[..., token] == -1e4).all())
 
 
 def test_only_other_tokens_are_allowed() -> None:
     """Any of them is drafted then. What was fed for one is not its spelling."""
     target, drafter = _toy()
-    bias = {i: -float("inf") for i, equal in enumerate(drafter.spelling.equals) if equal >= 0}
+    bias = {i: -float("inf") for i, equal in enumerate(SPELLING.equals) if equal >= 0}
     prompts = [[1, 2, 3], [43], [2] * 5]
     requests = [request(prompt, seed=i, logit_bias=bias, max_new_tokens=20) for i, prompt in enumerate(prompts)]
     outputs = run(target, drafter, requests, GUMBEL, 3)
@@ -135,7 +142,7 @@ def test_nothing_is_drafted_beyond_the_drafts_context() -> None:
     assert [output.token_ids] == tokens(target, drafter, requests, REJECTION, 0)
     sequence, length, num = (*prompt, *output.token_ids), len(prompt), 0
     for row in output.rounds[:-2]:
-        own = sum(len(drafter.spelling.spelled[i]) for i in sequence[:length])
+        own = sum(len(SPELLING.spelled[i]) for i in sequence[:length])
         assert row.num_drafted == max(0, min(3, 25 - own))
         num += own > 24
         length += len(row.token_ids)
@@ -145,7 +152,7 @@ def test_nothing_is_drafted_beyond_the_drafts_context() -> None:
 def test_a_long_spelling_ends_drafting() -> None:
     """From its place on, and not in a sequence that shares the tokens before it."""
     spelled = tuple((1, 2, 3, 4, 5, 6, 7, 8) if i == 9 else (i % 5,) for i in range(10))
-    drafter = TranslatedDrafter.of(
+    drafter = translated_drafter(
         as_lm(tiny_llama(1, vocab_size=10), "draft"), Spelling((*(i if i < 5 else -1 for i in range(10)),), spelled)
     )
     target = as_lm(tiny_llama(vocab_size=10))
@@ -176,17 +183,15 @@ def test_a_draft_with_states() -> None:
     spelled = tuple((i,) if i % 3 else (i % HYBRID_V, 1, 2)[: 1 + i % 2 * 2] for i in range(40))
     rest = [6, 7, 9, 10, 11, 3, 1, 2, 6, 12, 1, 1, 15, 2]
     sequences = [([1, 2, 3, 4], rest), ([1, 2, 3, 5, 8], rest[::-1])]
-    check_state(target, TranslatedDrafter.of(draft, Spelling(equals, spelled)), sequences, 3, atol=1e-4)
+    check_state(target, translated_drafter(draft, Spelling(equals, spelled)), sequences, 3, atol=1e-4)
 
 
 @pytest.mark.each_execution
 def test_greedy_and_after_a_suffix() -> None:
     target, drafter = _toy()
-    greedy = TranslatedDrafter.of(
-        as_lm(tiny_llama(1, vocab_size=30), "draft"), drafter.spelling, options=DraftOptions(is_greedy=True)
-    )
+    _, greedy = _toy(DraftOptions(is_greedy=True))
     assert greedy.is_one_hot and greedy.name == "draft:greedy"
-    after_suffix = HybridDrafter(SuffixDrafter(), drafter, 60, 0.4)
+    after_suffix = hybrid_drafter(suffix_drafter(), drafter, 60, 0.4)
     requests = [request(ids, temperature=0.0, max_new_tokens=24) for ids in ([1, 2, 3, 4] * 4, [5, 44])]
     for other in (greedy, after_suffix):
         assert tokens(target, other, requests, REJECTION, 3) == tokens(target, drafter, requests, REJECTION, 0)
@@ -218,4 +223,4 @@ def test_too_few_tokens_in_common_are_refused(tmp_path: Path) -> None:
 
 
 def test_models_without_a_tokenizer_are_taken_as_they_are() -> None:
-    assert isinstance(load(random_llama(), random_llama(seed=1)).drafter, ModelDrafter)
+    assert load(random_llama(), random_llama(seed=1)).drafter.lm is not None

@@ -128,7 +128,7 @@ def test_mtp_computes_what_transformers_computes(family: str, tmp_path: Path) ->
         model(ids)
     hook.remove()
     for anchor in (1, 6, 12):
-        found = _logits(drafter.head, features[0], ids, anchor, 1)[0]
+        found = _logits(drafter.models[0], features[0], ids, anchor, 1)[0]
         assert torch.allclose(found, expected[anchor - 1], rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
@@ -196,7 +196,7 @@ def test_mtp_of_qwen_computes_what_its_formula_says(tmp_path: Path) -> None:
             outputs = entries(fed, ids[0, 1 : anchor + step + 1])
             expected.append(model.lm_head.weight @ outputs[-1])
             fed = torch.cat((fed, outputs[-1:]))
-        found = _logits(drafter.head, states[0], ids, anchor, 3)
+        found = _logits(drafter.models[0], states[0], ids, anchor, 3)
         scale = float(torch.stack(expected).abs().max())
         assert torch.allclose(found, torch.stack(expected), rtol=0, atol=1e-5 * scale), anchor
 

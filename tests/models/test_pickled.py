@@ -116,7 +116,7 @@ def test_mtp_layers(tmp_path: Path) -> None:
     write_mtp(tmp_path, target.model, layout="qwen")
     target.model.config._name_or_path = str(pickle(tmp_path))
     assert refused(lambda: load_mtp_of(target)) == refusal(tmp_path)
-    found, want = load_mtp_of(target, allow_pickle=True).model.state_dict(), drafter.head.model.state_dict()
+    found, want = load_mtp_of(target, allow_pickle=True).model.state_dict(), drafter.models[0].model.state_dict()
     assert all(torch.equal(found[name], want[name]) for name in want)
 
 

@@ -11,7 +11,7 @@ from block_heads import write_block
 from heads import write_eagle3, write_mtp
 from native_cases import VOCAB, random_model
 from outrider.drafters import chain
-from outrider.drafters.block import BlockDrafter, BlockSession, _block_step
+from outrider.drafters.block import BlockSession, _block_step, block_drafter
 from outrider.models.executions import beside
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm
@@ -105,7 +105,7 @@ def test_mtp(family: str, layout: str, tmp_path: Path) -> None:
 @torch.inference_mode()
 def _block_results(head: LM, context: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
     """Logits and outputs of blocks over contexts, in rows that draft."""
-    session = BlockDrafter(head).open(len(lengths), 64, torch.device("cpu"), 4)
+    session = block_drafter(head).open(len(lengths), 64, torch.device("cpu"), 4)
     assert isinstance(session, BlockSession)
     places = torch.arange(context.shape[1]).expand(len(lengths), -1)
     counts = torch.tensor(lengths)

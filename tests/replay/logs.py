@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.options import Sampling
 from outrider.replay.log import Header, Record
 from outrider.replay.record import top_probs
@@ -22,7 +22,7 @@ def written(
 ) -> tuple[Header, list[Record]]:
     """What the loop writes without a draft; a text ends at token 5."""
     requests = [request(ids, StopAt(EOS), seed + i, **options) for i, ids in enumerate(prompts)]
-    outputs = run(target, NoDrafter(), requests, REJECTION, 0)
+    outputs = run(target, NO_DRAFTER, requests, REJECTION, 0)
     pairs = [(tuple(ids), output.token_ids) for ids, output in zip(prompts, outputs, strict=True)]
     probs = [None] * len(prompts) if num_probs is None else top_probs(target, pairs, Sampling(**options), num_probs)
     records = [

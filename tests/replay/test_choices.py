@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookups import ngram_drafter
 from outrider.options import Sampling
 from outrider.records import Stats, Timing
 from outrider.replay.plan import NUM_STEPS, Costs, RoundCost, Setting, choices, measure_costs
@@ -77,7 +77,7 @@ def test_measured_costs() -> None:
     setting = Setting(3, 20)
     costs = measure_costs(
         target,
-        {"draft": drafter, "ngram": NgramDrafter()},
+        {"draft": drafter, "ngram": ngram_drafter()},
         {"draft": [1, 2], "ngram": [1]},
         RULES["block"],
         Sampling(temperature=0.5),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outrider.decoder import Decoder
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.options import Sampling
 from outrider.replay.record import record_outputs, top_probs
 from reference import hf_probs
@@ -25,7 +25,7 @@ SEED = {"seed": 7}
 
 @pytest.fixture(scope="module")
 def decoder() -> Decoder:
-    return Decoder(llama_pair()[0], None, frozenset([5]), NoDrafter())
+    return Decoder(llama_pair()[0], None, frozenset([5]), NO_DRAFTER)
 
 
 @pytest.mark.parametrize("num_probs", [1, 9, 100])

@@ -14,10 +14,10 @@ from logs import EOS, header_of, written
 from torch import Tensor
 
 from enumeration import outcomes
-from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
 from outrider.options import Sampling
 from outrider.records import Stats
@@ -48,7 +48,7 @@ from toys import (
 
 KS = [1, 3, 8]
 PROMPTS = [[1, 2, 3], [4, 6], [2] * 7, [3, 1, 2, 3, 1, 2, 3], list(range(6, 30))]
-PAIRS: dict[str, Callable[[], tuple[LM, ModelDrafter]]] = {
+PAIRS: dict[str, Callable[[], tuple[LM, Drafter]]] = {
     "llama": llama_pair,
     "short context": lambda: llama_pair(context_len=40),
     "draft context shorter than a prompt": lambda: llama_pair(draft_context_len=12),
@@ -68,7 +68,7 @@ def test_greedy_rounds_are_those_of_the_loop(pair: str, rule: str, more: dict[st
     """One by one, for every K, to the ends of texts, limits and contexts; and so are the counts. Penalties count tokens
     before the window of a draft too."""
     target, drafter = PAIRS[pair]()
-    chosen: Drafter = drafter if has_model else NgramDrafter()
+    chosen: Drafter = drafter if has_model else ngram_drafter()
     options = {"temperature": 0.0, "max_new_tokens": 30, **more}
     header, records = written(target, PROMPTS, **options)
     assert {record.finish_reason for record in records} <= {"eos", "length"}
@@ -182,7 +182,7 @@ def _replayed(
     drafter: Drafter | None = None,
     **q: Any,
 ) -> Stats:
-    target, drafter = table_lm(TARGET), drafter or ModelDrafter(table_lm(DRAFT, name="draft"), DraftOptions(is_greedy))
+    target, drafter = table_lm(TARGET), drafter or model_drafter(table_lm(DRAFT, name="draft"), DraftOptions(is_greedy))
     header = header_of(target, 1 if has_probs else None, max_new_tokens=num_tokens)
     probs = top_probs(target, [((1,), text)], Sampling(), 1)[0] if has_probs else None
     record = Record(0, None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
@@ -255,7 +255,7 @@ def test_a_draft_may_sample_in_its_own_way(law: str) -> None:
 def test_forcing_a_draft_model_changes_nothing(pair: str, law: str, is_greedy: bool) -> None:
     """One ratio for each place is a case of one for each place and offset."""
     target, drafter = PAIRS[pair]()
-    drafter = dataclasses.replace(drafter, options=DraftOptions(is_greedy=is_greedy))
+    drafter = model_drafter(drafter.models[0], DraftOptions(is_greedy=is_greedy))
     header, records = written(target, PROMPTS, target.vocab_size, temperature=0.9, top_p=0.9, max_new_tokens=12)
     want, got = (
         list(replay(records, header, one, law, [1, 3], target=target, batch_size=3))
@@ -311,7 +311,7 @@ def test_sampled_rounds_of_gumbel_are_those_of_the_loop_on_average() -> None:
 def test_sampled_rounds_of_certain_drafts(rule: str, is_greedy: bool) -> None:
     """A drafted token of a one-hot q stands if and only if it is in the text, so that the rounds are certain."""
     target, drafter = table_pair(8, draft_context_len=11)
-    drafter = dataclasses.replace(drafter, options=DraftOptions(is_greedy=True)) if is_greedy else NgramDrafter()
+    drafter = model_drafter(drafter.models[0], DraftOptions(is_greedy=True)) if is_greedy else ngram_drafter()
     scores = _z_scores(rule, 3, target, drafter, 100)
     assert set(scores.values()) == {0.0}
 
@@ -398,9 +398,9 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     header, records = written(target, PROMPTS[:1], temperature=0.7, max_new_tokens=5)
     with pytest.raises(OptionError, match="record it again with --probs 1"):
         list(replay(records, header, drafter, "rejection", [1]))
-    assert list(replay(records, header, NgramDrafter(), "rejection", [1]))
+    assert list(replay(records, header, ngram_drafter(), "rejection", [1]))
     with pytest.raises(OptionError, match="name a draft to replay"):
-        list(replay(records, header, NoDrafter(), "rejection", [1]))
+        list(replay(records, header, NO_DRAFTER, "rejection", [1]))
     with pytest.raises(OptionError, match="choose one of rejection, block, gumbel, match"):
         list(replay(records, header, drafter, "hope", [1]))
     with pytest.raises(OptionError, match="draft = 'head'.*--target"):
@@ -437,7 +437,7 @@ def test_laws_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     of = RoundDistribution.of
     monkeypatch.setattr(RoundDistribution, "of", lambda *arguments: made.append(None) or of(*arguments))
-    for draft in (drafter, NgramDrafter()):
+    for draft in (drafter, ngram_drafter()):
         first = next(iter(replay(records, header, draft, "block", [1, 2, 3])))
         assert not made
         assert first.distributions(2)[0].probs.shape == (len(records[0].token_ids), 3) and len(made) == 1

@@ -10,7 +10,7 @@ import torch
 
 from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError, OptionError, SessionError
 from outrider.records import Chunk
 from outrider.requests.async_session import AsyncSession
@@ -26,7 +26,7 @@ ENDLESS = 100_000
 def _words() -> Decoder:
     """Texts without end."""
     target = table_lm(random_table(50, 0), context_len=2 * ENDLESS)
-    return Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())
+    return Decoder(target, word_tokenizer(50), frozenset(), NO_DRAFTER)
 
 
 def _raising(error: type[BaseException]) -> Callable[[list[int]], None]:
@@ -89,7 +89,7 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_llama(tie_word_embeddings=False)
     with torch.no_grad():
         model.get_input_embeddings().weight[77] = torch.nan
-    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NoDrafter())
+    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NO_DRAFTER)
     options: dict[str, Any] = {"seed": 4, "max_new_tokens": 8, "logit_bias": {77: -1e9}}
 
     def failing(engine: Engine) -> None:

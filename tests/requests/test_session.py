@@ -12,9 +12,9 @@ import torch
 from hybrids import hybrid, hybrid_lm
 from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import DeviceError, NumericsError, OptionError, PromptError, SessionError
 from outrider.records import Chunk, RowRound, Timing
 from outrider.requests import session as session_module
@@ -35,7 +35,7 @@ def _decoder(drafter: Drafter | None = None, **options: Any) -> Decoder:
 
 def _hybrid() -> Decoder:
     model = hybrid("lfm2")
-    draft = ModelDrafter(hybrid_lm(perturbed(model, 0.03), "draft"))
+    draft = model_drafter(hybrid_lm(perturbed(model, 0.03), "draft"))
     return Decoder(hybrid_lm(model), None, frozenset(), draft)
 
 
@@ -63,7 +63,7 @@ def test_the_output_is_the_decoders_own() -> None:
     decoder = _decoder(acceptance="block", num_draft_tokens=4)
     least = sum(len(PROMPT) + 11 * turn for turn in range(2))
     assert _conversation(decoder, temperature=0.7, top_k=20, repetition_penalty=1.1) >= least
-    assert _conversation(_decoder(NgramDrafter())) > 0
+    assert _conversation(_decoder(ngram_drafter())) > 0
 
 
 def test_streams_join_and_leave() -> None:
@@ -182,7 +182,7 @@ def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> Non
     """Of a row, and of the engine."""
     model = random_llama(tie_word_embeddings=False)
     model.get_input_embeddings().weight[77] = torch.nan
-    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NoDrafter())
+    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NO_DRAFTER)
     options: dict[str, Any] = {"seed": 4, "max_new_tokens": 8, "logit_bias": {77: -1e9}}
     want = _ids(decoder.stream([1, 2], **options))
     with decoder.session() as session:
@@ -256,7 +256,7 @@ def test_chats_are_prompts() -> None:
     tokenizer = word_tokenizer()
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     model = random_llama(context_len=128)
-    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=128), tokenizer, frozenset(), NoDrafter())
+    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=128), tokenizer, frozenset(), NO_DRAFTER)
     messages = [{"role": "user", "content": "w1 w2 w3 " * 6}]
     with decoder.session() as session:
         one = session.chat(messages, seed=1, max_new_tokens=4)

@@ -13,8 +13,8 @@ import torch
 import transformers as tf
 from torch import Tensor, nn
 
-from outrider.drafters.base import NoDrafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.base import NO_DRAFTER
+from outrider.drafters.model import model_drafter
 from outrider.errors import UnsupportedModel
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.runtime.lm import LM
@@ -103,11 +103,11 @@ def _generated(model: tf.PreTrainedModel, prompt: tuple[int, ...], num_tokens: i
 def test_greedy_text_is_that_of_generate(name: str) -> None:
     """Plain, and with a draft that is often right, in a batch of ragged prompts."""
     model = _model(name)
-    target, draft = as_lm(model), ModelDrafter(as_lm(perturbed(model, 0.05), "draft"))
+    target, draft = as_lm(model), model_drafter(as_lm(perturbed(model, 0.05), "draft"))
     expected = [_generated(model, prompt) for prompt in PROMPTS]
     assert sum(len(set(text)) for text in expected) > 20, "a text this dull would show no error"
     requests = [request(prompt, temperature=0.0, max_new_tokens=NUM_TOKENS) for prompt in PROMPTS]
-    assert tokens(target, NoDrafter(), requests, BLOCK, 0) == expected
+    assert tokens(target, NO_DRAFTER, requests, BLOCK, 0) == expected
     outputs = run(target, draft, requests, BLOCK, 3)
     assert [output.token_ids for output in outputs] == expected
     assert sum(output.stats.num_accepted_draft_tokens for output in outputs) > 0
@@ -121,7 +121,7 @@ def test_views_end_with_the_context() -> None:
     prompt = PROMPTS[2]
     expected = _generated(model, prompt, 100 - len(prompt))
     one = request(prompt, temperature=0.0, max_new_tokens=200)
-    for drafter in (NoDrafter(), ModelDrafter(draft)):
+    for drafter in (NO_DRAFTER, model_drafter(draft)):
         output = run(target, drafter, [one], BLOCK, 3)[0]
         assert output.token_ids == expected
         assert drafter.name != "draft" or output.stats.num_accepted_draft_tokens > 0

@@ -101,7 +101,7 @@ def test_a_draft_of_shorter_context_keeps_its_window() -> None:
             num_cached = min(int(session._inner._cached[row.slot]), row.length - 1 - start)
             assert 0 <= num_cached <= 16
             ids = row.token_ids[start : start + num_cached]
-            _assert_holds(drafter.draft_lm, session._inner._cache, row.slot, ids)
+            _assert_holds(drafter.models[0], session._inner._cache, row.slot, ids)
     assert starts == {0, 8, 16, 24, 32, 40, 48, 56}
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hybrids import hybrid, hybrid_lm
 from outrider.decoding.engine import decode
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import ExecutionError
 from outrider.models.executions import choose_execution
 from outrider.options import Sampling
@@ -105,7 +105,7 @@ def test_steps_that_cannot_be_captured_run_eagerly_unless_asked_for(caplog: pyte
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
     model = tiny_llama()
-    drafter = ModelDrafter(as_lm(perturbed(model, 0.1).to("cuda"), "draft"))
+    drafter = model_drafter(as_lm(perturbed(model, 0.1).to("cuda"), "draft"))
     target = as_lm(model.to("cuda"))
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
     want = tokens(target, drafter, requests, rule, 2)
@@ -120,7 +120,7 @@ def test_rotary_frequencies_that_are_chosen_in_each_forward() -> None:
     model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0})
     target = as_lm(model.to("cuda"))
     requests = [Request([1, 2, 3], Sampling(seed=0, max_new_tokens=20))]
-    drafter = ModelDrafter(target)
+    drafter = model_drafter(target)
     want = tokens(target, drafter, requests, REJECTION, 2)
     assert tokens(choose_execution(target), drafter.with_models(choose_execution), requests, REJECTION, 2) == want
     assert model.model.rotary_emb.rope_type == "dynamic"
@@ -132,7 +132,7 @@ def test_the_host_waits_for_nothing_but_reports() -> None:
     target, drafter = (choose_execution(as_lm(tiny_llama(seed).to("cuda"))) for seed in (0, 1))
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=60)) for i, ids in enumerate(PROMPTS)]
     requests.append(Request([5], Sampling(max_new_tokens=1, seed=3)))
-    rounds = decode(target, ModelDrafter(drafter), requests, REJECTION, num_draft_tokens=2)
+    rounds = decode(target, model_drafter(drafter), requests, REJECTION, num_draft_tokens=2)
     for _ in range(3):
         next(rounds)
     try:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from candidate_rows import as_candidates, on_candidates
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.base import Drafter
+from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.sampling.candidates import Candidates
@@ -173,10 +174,10 @@ def test_a_token_that_neither_can_draw_is_rejected(rule: Rule, lists_all: bool) 
 # The loop, with models in float32.
 
 
-def _pair(vocab_size: int, seed: int = 0) -> tuple[object, ModelDrafter]:
+def _pair(vocab_size: int, seed: int = 0) -> tuple[object, Drafter]:
     table = random_table(vocab_size, seed, 1.5).float()
     draft = (0.5 * table + random_table(vocab_size, seed + 1)).float()
-    return table_lm(table), ModelDrafter(table_lm(draft, name="draft"))
+    return table_lm(table), model_drafter(table_lm(draft, name="draft"))
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import reference
 from outrider.decoding.engine import decode
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.options import Sampling
 from outrider.records import Request
 from outrider.sampling import noise as noise_module
@@ -142,7 +142,7 @@ def test_the_gumbel_noise_of_a_round_is_made_as_it_is_asked_for(monkeypatch: pyt
     monkeypatch.setattr(noise_module, "gumbels", counted)
     target, drafter = table_pair(5)
     requests = [Request([1], Sampling(seed=1, max_new_tokens=6))]
-    assert len(list(decode(target, NoDrafter(), requests, GUMBEL, num_draft_tokens=4))) == 6
+    assert len(list(decode(target, NO_DRAFTER, requests, GUMBEL, num_draft_tokens=4))) == 6
     assert num_made == [1] * 6
     num_made.clear()
     num_drafted = [

@@ -90,7 +90,7 @@ def test_alpha_beyond_the_context_of_a_draft() -> None:
         overlaps = []
         for length, start in enumerate(starts, start=1):
             p = target.model(torch.tensor([text.ids[:length]])).logits[0, -1].softmax(-1)
-            q = drafter.draft_lm.model(torch.tensor([text.ids[start:length]])).logits[0, -1].softmax(-1)
+            q = drafter.models[0].model(torch.tensor([text.ids[start:length]])).logits[0, -1].softmax(-1)
             overlaps.append(float(overlap(p, q)))
         return sum(overlaps) / len(overlaps)
 

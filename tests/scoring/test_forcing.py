@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalise
@@ -92,7 +92,7 @@ def test_drafts_end_as_in_the_loop() -> None:
 
 def test_a_one_hot_draft_is_scored_up_to_its_first_other_token() -> None:
     target, drafter = llama_pair()
-    greedy = in_rounds(ModelDrafter(drafter.lm, options=DraftOptions(is_greedy=True)))
+    greedy = in_rounds(model_drafter(drafter.lm, options=DraftOptions(is_greedy=True)))
     (q_rows,) = _whole(drafter.lm, TEXTS[:1], Sampling(temperature=0.0))
     text, num_scored = TEXTS[0], 0
     for one in force_drafts(target, greedy, [text], [Sampling(max_new_tokens=30)], K):

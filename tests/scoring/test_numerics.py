@@ -9,7 +9,7 @@ from torch import Tensor
 from hybrids import hybrid, hybrid_lm
 from outrider.certify.divergence import explain
 from outrider.decoding.engine import decode
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
@@ -33,7 +33,7 @@ def _bad_table(kind: str) -> Tensor:
 
 def _message_of_the_loop(lm: LM, prompt: Sequence[int]) -> str:
     with pytest.raises(NumericsError) as caught:
-        list(decode(lm, NoDrafter(), [request(prompt, max_new_tokens=1)], REJECTION, num_draft_tokens=0))
+        list(decode(lm, NO_DRAFTER, [request(prompt, max_new_tokens=1)], REJECTION, num_draft_tokens=0))
     return str(caught.value)
 
 

@@ -9,9 +9,9 @@ from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decoder import Decoder
-from outrider.drafters.base import NoDrafter
-from outrider.drafters.model import ModelDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import NO_DRAFTER
+from outrider.drafters.lookups import ngram_drafter
+from outrider.drafters.model import model_drafter
 from toys import as_lm, table_lm, tiny_llama
 
 CHATML = (
@@ -58,7 +58,7 @@ def scripted(script: Sequence[str], template: str, markers: Mapping[str, bool], 
     table = 100.0 * torch.eye(len(wrapped)).roll(1, dims=1)  # each token is followed by the next one
     table[0] = 0
     table[0, 1] = 100.0
-    drafter = ModelDrafter(table_lm(table, name="draft")) if has_draft else NoDrafter()
+    drafter = model_drafter(table_lm(table, name="draft")) if has_draft else NO_DRAFTER
     return Decoder(table_lm(table), wrapped, frozenset([len(script) + 1]), drafter, num_draft_tokens=8)
 
 
@@ -74,4 +74,4 @@ def talker(template: str, markers: Mapping[str, bool], *, context_len: int = 102
     wrapped.chat_template = template
     model = tiny_llama(vocab_size=len(wrapped), context_len=context_len, eos_token_id=len(letters))
     lm = as_lm(model, context_len=context_len)
-    return Decoder(lm, wrapped, frozenset([len(letters)]), NgramDrafter())
+    return Decoder(lm, wrapped, frozenset([len(letters)]), ngram_drafter())

@@ -12,7 +12,7 @@ import httpx
 from openai import OpenAI
 
 from outrider.decoder import Decoder
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.serve.served_model import LoadDecoder, ServedModel
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import word_tokenizer
@@ -101,4 +101,4 @@ def is_free(server: Running) -> bool:
 def words(context_len: int = 64) -> Decoder:
     """A decoder of words without end tokens. With a long context its texts have no end within any test."""
     target = table_lm(random_table(50, 0), context_len=context_len)
-    return Decoder(target, word_tokenizer(50), frozenset(), NoDrafter())
+    return Decoder(target, word_tokenizer(50), frozenset(), NO_DRAFTER)

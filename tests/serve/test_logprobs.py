@@ -13,7 +13,7 @@ from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decoder import Decoder
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import model_drafter
 from outrider.serve.token_texts import TokenTexts
 from outrider.text.tokenizer import pieces_of
 from pairs import embedded_tokenizer, metaspace_tokenizer, word_tokenizer
@@ -46,7 +46,7 @@ def saying(tokenizer: Any, tokens: Sequence[str]) -> Decoder:
         table[one, ids[0]] -= 100
         table[one, following] += 100
     lm, draft = table_lm(table), table_lm(table, name="draft")
-    return Decoder(lm, tokenizer, frozenset([ids[-1]]), ModelDrafter(draft), num_draft_tokens=8)
+    return Decoder(lm, tokenizer, frozenset([ids[-1]]), model_drafter(draft), num_draft_tokens=8)
 
 
 def asked(server: Running, path: str, body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ from scripted import MARKERS, TEMPLATES, scripted, talker, tool
 from servers import Running, running
 
 from outrider.decoder import Decoder
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from pairs import word_tokenizer
 from toys import random_table, table_lm
 
@@ -89,7 +89,7 @@ def test_an_error_in_a_stream() -> None:
     """An event of the type "error", numbered like the others."""
     tokenizer = word_tokenizer(50)
     tokenizer.chat_template = "w1"
-    decoder = Decoder(table_lm(random_table(50, 0), context_len=1_000_000), tokenizer, frozenset(), NoDrafter())
+    decoder = Decoder(table_lm(random_table(50, 0), context_len=1_000_000), tokenizer, frozenset(), NO_DRAFTER)
     with running(decoder, num_slots=1, context_len=1_000_000) as server, server.openai() as client:
         events = []
         for event in client.responses.create(model="toy", input="Hm", stream=True):

@@ -8,8 +8,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decoder import Decoder
-from outrider.drafters.base import Drafter, NoDrafter
-from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import ngram_drafter
 from outrider.text.chat import Chat
 from outrider.text.turn_ends import ends_text, turn_end
 from toys import as_lm, tiny_llama
@@ -64,7 +64,7 @@ def test_models_without_a_template() -> None:
     assert turn_end(_tokenizer()) is None
 
 
-@pytest.mark.parametrize("drafter", [NoDrafter(), NgramDrafter()])
+@pytest.mark.parametrize("drafter", [NO_DRAFTER, ngram_drafter()])
 def test_chats_end_there_and_other_texts_do_not(drafter: Drafter) -> None:
     tokenizer = _tokenizer(_CHATML)
     end, eos = (tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<eos>"))

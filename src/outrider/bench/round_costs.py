@@ -12,7 +12,7 @@ import torch
 
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import ConstantSchedule, favoured_ks
-from outrider.drafters.base import AlteredDrafter, Drafter, Rows
+from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Timing
 from outrider.runtime.lm import LM
@@ -95,7 +95,7 @@ def time_rounds(
         drafter = arm.drafter
         if not drafter.models:
             # In random tokens a look-up finds nothing, and its rounds would seem to be free.
-            drafter = AlteredDrafter(drafter, drafter.name, _padded_draft)
+            drafter = altered_drafter(drafter, drafter.name, _padded_draft)
         loop = decode(arm.target, drafter, requests, rule, num_draft_tokens=schedule)
         first, *others = (round_.timing for round_ in islice(loop, 1 + _NUM_ROUNDS))
         if not others:  # the context is full

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.verify import verify_step
-from outrider.drafters.base import AlteredDrafter, Drafter, Rows
+from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.records import Draft, Verdict
 from outrider.runtime.calls import Step
 from outrider.runtime.execution import EagerExecution
@@ -116,7 +116,7 @@ def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
         num_likely = (q_x >= least_prob).long().cumprod(dim=1).sum(dim=1)
         return dataclasses.replace(draft, num_drafted=torch.minimum(draft.num_drafted, num_likely))
 
-    return AlteredDrafter(inner, "drop-unlikely", alter)
+    return altered_drafter(inner, "drop-unlikely", alter)
 
 
 class OffByOneRollback:

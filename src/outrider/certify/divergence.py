@@ -20,7 +20,7 @@ from torch import Tensor
 
 from outrider.certify.constrained import mask_of
 from outrider.decoding.engine import decode
-from outrider.drafters.base import NoDrafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError
 from outrider.options import Sampling
 from outrider.records import Constraint, Request
@@ -76,7 +76,7 @@ def plain_batches(target: LM, rule: Rule, requests: Sequence[Request], batch_siz
     for begin in range(0, len(requests), batch_size):
         batch = requests[begin : begin + batch_size]
         plain: list[list[int]] = [[] for _ in batch]
-        for round_ in decode(target, NoDrafter(), batch, rule, num_draft_tokens=0):
+        for round_ in decode(target, NO_DRAFTER, batch, rule, num_draft_tokens=0):
             for row in round_.rows:
                 plain[row.row] += row.token_ids
         yield plain

@@ -27,7 +27,8 @@ from outrider.distill.heads import (
     read_target,
 )
 from outrider.distill.kinds import Pair
-from outrider.drafters.block import BlockDrafter
+from outrider.drafters.base import Drafter
+from outrider.drafters.block import block_drafter
 from outrider.models.heads.block import BlockHead, Reach
 from outrider.runtime.lm import LM
 
@@ -147,8 +148,8 @@ class BlockStudent(HeadStudent[BlockHead]):
         anchors = places[: max(1, length // _TOKENS_PER_ANCHOR)].sort().values.to(ids.device)
         return anchors + 1, drafted_blocks(head, self.target, ids, anchors)
 
-    def drafter(self, head: LM) -> BlockDrafter:
-        return BlockDrafter(head)
+    def drafter(self, head: LM) -> Drafter:
+        return block_drafter(head)
 
     def settings(self) -> dict[str, Any]:
         return {

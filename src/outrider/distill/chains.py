@@ -27,7 +27,8 @@ from outrider.distill.heads import (
     read_target,
 )
 from outrider.distill.kinds import Pair
-from outrider.drafters.chain import ChainDrafter
+from outrider.drafters.base import Drafter
+from outrider.drafters.chain import chain_drafter
 from outrider.models.heads.base import ChainHead, layer_config
 from outrider.models.heads.eagle3 import LAYER_IDS, Eagle3Head
 from outrider.runtime.lm import LM
@@ -84,8 +85,8 @@ class ChainStudent(HeadStudent[Eagle3Head]):
         """Rounds from all places."""
         return torch.arange(2, ids.shape[1] + 1, device=ids.device), unroll(head, self.target, ids, self.depth)
 
-    def drafter(self, head: LM) -> ChainDrafter:
-        return ChainDrafter(head)
+    def drafter(self, head: LM) -> Drafter:
+        return chain_drafter(head)
 
     def settings(self) -> dict[str, Any]:
         return {

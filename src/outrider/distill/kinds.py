@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.drafters.base import Drafter
-from outrider.drafters.model import ModelDrafter
+from outrider.drafters.model import model_drafter
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
@@ -86,11 +86,11 @@ class ModelStudent(Student):
             target_logits = self.target.model(input_ids=ids, use_cache=False).logits
         return [(target_logits[..., :size], outputs.logits[..., :size])]
 
-    def as_stored(self, name: str, dtype: torch.dtype) -> ModelDrafter:
+    def as_stored(self, name: str, dtype: torch.dtype) -> Drafter:
         model = copy.deepcopy(self.module)
         for parameter in model.parameters():  # not buffers, which are not stored
             parameter.data = parameter.to(dtype).to(torch.float32)
-        return ModelDrafter(build_lm(Checkpoint(name, model, self._tokenizer), self.target.vocab_size))
+        return model_drafter(build_lm(Checkpoint(name, model, self._tokenizer), self.target.vocab_size))
 
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
         assert drafter.lm is not None

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -158,51 +158,42 @@ class Session(ABC):
         """Receive the result of a round that was committed, with drafts or without."""
 
 
-class Drafter(Protocol):
-    """Proposes tokens.
+Opens = Callable[[Sequence[LM], int, int, torch.device, int], Session]
+"""Start a session: (models, slots, most tokens in a sequence, device of the loop's tensors, most tokens drafted for a
+row in a round) -> session."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drafter:
+    """Proposes tokens: how its sessions are started, and what the loop and the tools need to know of it.
 
     Attributes:
         name: the name in tables and messages.
+        opens: starts a session.
+        models: the drafter's models.
+        is_lm: whether q is that of its (one) model, so that q depends on the tokens alone.
+        is_one_hot: whether q is one-hot (``Draft.probs`` is None).
+        reads_on_host: whether the drafter reads committed tokens on the host before drafting, so that no round is
+            started ahead.
+        most_drafted: most tokens that the drafter can draft in a round: 0 for plain decoding, None for no limit.
+        favoured_k: values of K that adaptive schedules try, besides the values that the execution favours.
+        features: the hidden states of the target that sessions need: index i is the input of decoder layer i.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    opens: Opens
+    models: tuple[LM, ...] = ()
+    is_lm: bool = False
+    is_one_hot: bool = False
+    reads_on_host: bool = False
+    most_drafted: int | None = None
+    favoured_k: tuple[int, ...] = ()
+    features: tuple[int, ...] = ()
 
     @property
     def lm(self) -> LM | None:
-        """The language model of q, if q depends on the tokens alone; None for other drafters. ``q_sampling`` gives the
-        sampling options of q."""
-        ...
-
-    @property
-    def models(self) -> tuple[LM, ...]:
-        """The drafter's models: for memory and checksums."""
-        ...
-
-    @property
-    def most_drafted(self) -> int | None:
-        """Most tokens that the drafter can draft in a round: 0 for plain decoding, None for no limit."""
-        ...
-
-    @property
-    def favoured_k(self) -> tuple[int, ...]:
-        """Values of K that adaptive schedules try, besides the values that the execution favours."""
-        ...
-
-    @property
-    def is_one_hot(self) -> bool:
-        """Whether q is one-hot (``Draft.probs`` is None)."""
-        ...
-
-    @property
-    def reads_on_host(self) -> bool:
-        """Whether the drafter reads committed tokens on the host before drafting, so that no round is started ahead."""
-        ...
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        """The hidden states of the target that the session needs: index i is the input of decoder layer i."""
-        ...
+        """The language model of q, if q depends on the tokens alone. ``q_sampling`` gives the sampling options of q."""
+        return self.models[0] if self.is_lm else None
 
     def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
         """Start a session over empty slots.
@@ -212,30 +203,11 @@ class Drafter(Protocol):
             device: the device of the loop's tensors.
             max_k: the most tokens that a round drafts for a row.
         """
-        ...
+        return self.opens(self.models, num_slots, capacity, device, max_k)
 
     def with_models(self, change: Callable[[LM], LM]) -> Drafter:
-        """Copy the drafter, with its models changed (by ``LM.eager``, for example)."""
-        ...
-
-
-class NoDrafter:
-    """Proposes nothing: plain decoding."""
-
-    name = "none"
-    lm: LM | None = None
-    models: tuple[LM, ...] = ()
-    most_drafted: int | None = 0
-    favoured_k: tuple[int, ...] = ()
-    is_one_hot = True
-    reads_on_host = False
-    features: tuple[int, ...] = ()
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return _EmptySession()
-
-    def with_models(self, change: Callable[[LM], LM]) -> NoDrafter:
-        return self
+        """Copy the drafter, with its models changed (by ``LM.uncaptured``, for example)."""
+        return replace(self, models=tuple(map(change, self.models)))
 
 
 class _EmptySession(Session):
@@ -243,65 +215,35 @@ class _EmptySession(Session):
         return empty_draft(rows)
 
 
-@dataclass(frozen=True, slots=True)
-class AlteredDrafter:
-    """Wraps a drafter and alters its drafts.
+NO_DRAFTER = Drafter("none", lambda *_: _EmptySession(), is_one_hot=True, most_drafted=0)
+"""Proposes nothing: plain decoding."""
+
+
+def altered_drafter(
+    inner: Drafter,
+    name: str,
+    alter: Callable[[Rows, int, Draft], Draft] = lambda rows, k, draft: draft,
+    *,
+    show: Callable[[Rows], Rows] = lambda rows: rows,
+) -> Drafter:
+    """A drafter whose drafts are altered.
 
     Args:
         alter: (rows, k, draft) -> draft.
         show: (rows) -> the rows that the inner drafter sees.
     """
 
-    inner: Drafter
-    name: str
-    alter: Callable[[Rows, int, Draft], Draft] = lambda rows, k, draft: draft
-    show: Callable[[Rows], Rows] = lambda rows: rows
+    def opens(*sizes: Any) -> Session:
+        session = inner.opens(*sizes)
+        propose = session.propose
 
-    @property
-    def lm(self) -> LM | None:
-        return self.inner.lm
+        def propose_altered(rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+            return alter(rows, k, propose(show(rows), k, rule, noise))
 
-    @property
-    def models(self) -> tuple[LM, ...]:
-        return self.inner.models
+        session.propose = propose_altered  # type: ignore[method-assign]
+        return session
 
-    @property
-    def most_drafted(self) -> int | None:
-        return self.inner.most_drafted
-
-    @property
-    def favoured_k(self) -> tuple[int, ...]:
-        return self.inner.favoured_k
-
-    @property
-    def is_one_hot(self) -> bool:
-        return self.inner.is_one_hot
-
-    @property
-    def reads_on_host(self) -> bool:
-        return self.inner.reads_on_host
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        return self.inner.features
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return _AlteredSession(self.inner.open(num_slots, capacity, device, max_k), self.alter, self.show)
-
-    def with_models(self, change: Callable[[LM], LM]) -> AlteredDrafter:
-        return replace(self, inner=self.inner.with_models(change))
-
-
-class _AlteredSession(Session):
-    def __init__(
-        self, inner: Session, alter: Callable[[Rows, int, Draft], Draft], show: Callable[[Rows], Rows]
-    ) -> None:
-        self._inner, self._alter, self._show = inner, alter, show
-        self.assign, self.prefill, self.observe = inner.assign, inner.prefill, inner.observe  # type: ignore[method-assign]
-        self.catch_up = inner.catch_up  # type: ignore[method-assign]
-
-    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        return self._alter(rows, k, self._inner.propose(self._show(rows), k, rule, noise))
+    return replace(inner, name=name, opens=opens)
 
 
 def q_sampling(drafter: Drafter, sampling: Sampling) -> Sampling:

@@ -1,4 +1,4 @@
-"""BlockDrafter: drafts all tokens of a round in one forward of a block head.
+"""The drafter of block heads: it drafts all tokens of a round in one forward of a block head.
 
 The cache of the head holds the keys and values of the target's hidden states: all that the session knows, a function of
 each token's place. They are written once, when a token is committed. A block writes its own keys and values at the
@@ -15,14 +15,13 @@ Sources: DFlash (2602.06036), DFlash 2; DSpark (2607.05147, appendix A for where
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import draw_next, end_before, one_by_one
 from outrider.errors import OptionError
@@ -38,60 +37,30 @@ from outrider.sampling.rules import Rule
 _LARGE = 8  # K; executions favour some up to half of it
 
 
-@dataclass(frozen=True, slots=True)
-class BlockDrafter:
-    """Drafts with a block head.
+def block_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
+    """Draft with a block head.
 
-    Attributes:
+    Args:
         head: its module is a ``BlockHead``.
         options: a least confidence, for heads that predict acceptance.
+
+    Raises:
+        OptionError
     """
-
-    head: LM
-    options: DraftOptions = NO_OPTIONS
-
-    lm: ClassVar[LM | None] = None
-    is_one_hot: ClassVar[bool] = False
-    reads_on_host: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        module: Any = self.head.model
-        least = self.options.min_confidence
-        if least > 0 and module.confidence_head is None:
-            raise OptionError("min_confidence", least, f"{self.head.name} does not predict acceptance: leave it out")
-        self.options.check_taken(self.head.name, "min_confidence")
-
-    @property
-    def name(self) -> str:
-        return self.options.full_name(self.head.name)
-
-    @property
-    def most_drafted(self) -> int:
-        module: Any = self.head.model
-        most: int = module.most_drafted
-        return most
-
-    @property
-    def favoured_k(self) -> tuple[int, ...]:
-        """The whole block, which costs one forward in any case, and half of a large one, to verify less."""
-        most = self.most_drafted
-        return (most // 2, most) if most > _LARGE else (most,)
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        module: Any = self.head.model
-        features: tuple[int, ...] = module.features
-        return features
-
-    @property
-    def models(self) -> tuple[LM, ...]:
-        return (self.head,)
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return BlockSession(self.head, self.options, num_slots, capacity)
-
-    def with_models(self, change: Callable[[LM], LM]) -> BlockDrafter:
-        return replace(self, head=change(self.head))
+    module: Any = head.model
+    least, most = options.min_confidence, module.most_drafted
+    if least > 0 and module.confidence_head is None:
+        raise OptionError("min_confidence", least, f"{head.name} does not predict acceptance: leave it out")
+    options.check_taken(head.name, "min_confidence")
+    return Drafter(
+        options.full_name(head.name),
+        lambda models, num_slots, capacity, *_: BlockSession(models[0], options, num_slots, capacity),
+        (head,),
+        most_drafted=most,
+        # The whole block, which costs one forward in any case, and half of a large one, to verify less.
+        favoured_k=(most // 2, most) if most > _LARGE else (most,),
+        features=module.features,
+    )
 
 
 def _block_step(

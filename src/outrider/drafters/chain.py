@@ -15,14 +15,13 @@ drawn from q.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import draw_next, end_before, is_unsure, one_by_one
 from outrider.records import Draft
@@ -35,49 +34,25 @@ from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
 
-@dataclass(frozen=True, slots=True)
-class ChainDrafter:
-    """Drafts with a chain head.
+def chain_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
+    """Draft with a chain head.
 
-    Attributes:
+    Args:
         head: its module is a ``ChainHead``.
         options: greedy, and a least probability.
+
+    Raises:
+        OptionError
     """
-
-    head: LM
-    options: DraftOptions = NO_OPTIONS
-
-    lm: ClassVar[LM | None] = None
-    most_drafted: ClassVar[int | None] = None
-    favoured_k: ClassVar[tuple[int, ...]] = ()
-    reads_on_host: ClassVar[bool] = False
-
-    def __post_init__(self) -> None:
-        self.options.check_taken(self.head.name, "is_greedy", "min_prob")
-
-    @property
-    def name(self) -> str:
-        return self.options.full_name(self.head.name)
-
-    @property
-    def is_one_hot(self) -> bool:
-        return self.options.is_greedy
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        module: Any = self.head.model
-        features: tuple[int, ...] = module.features
-        return features
-
-    @property
-    def models(self) -> tuple[LM, ...]:
-        return (self.head,)
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return ChainSession(self, num_slots, capacity, device, max_k)
-
-    def with_models(self, change: Callable[[LM], LM]) -> ChainDrafter:
-        return replace(self, head=change(self.head))
+    options.check_taken(head.name, "is_greedy", "min_prob")
+    module: Any = head.model
+    return Drafter(
+        options.full_name(head.name),
+        lambda models, *sizes: ChainSession(models[0], options, *sizes),
+        (head,),
+        is_one_hot=options.is_greedy,
+        features=module.features,
+    )
 
 
 def _keep_states(head: LM, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
@@ -192,9 +167,10 @@ class ChainSession(Session):
     host's bound of those that are missing.
     """
 
-    def __init__(self, drafter: ChainDrafter, num_slots: int, capacity: int, device: torch.device, max_k: int) -> None:
-        self._head, self._options = drafter.head, drafter.options
-        head = drafter.head
+    def __init__(
+        self, head: LM, options: DraftOptions, num_slots: int, capacity: int, device: torch.device, max_k: int
+    ) -> None:
+        self._head, self._options = head, options
         self._cache = head.new_cache(num_slots, capacity)
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._num_late = [0] * num_slots

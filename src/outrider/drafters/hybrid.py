@@ -10,15 +10,15 @@ Source: SuffixDecoding, Oliaro et al. 2411.04975, section 3.3.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, pad
-from outrider.drafters.suffix import SuffixDrafter, SuffixSession, looked_up
+from outrider.drafters.lookups import SuffixSession, looked_up
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, certain_rows, one_hot_rows
@@ -27,57 +27,34 @@ from outrider.sampling.rules import Rule
 RIVAL_ACCEPTANCE = 0.7
 
 
-@dataclass(frozen=True, slots=True)
-class HybridDrafter:
-    """Drafts with ``suffix`` or with ``other``, row by row.
+def hybrid_drafter(
+    suffix: Drafter, other: Drafter, vocab_size: int, rival_acceptance: float = RIVAL_ACCEPTANCE
+) -> Drafter:
+    """Draft with ``suffix`` or with ``other``, row by row.
 
-    Attributes:
+    Args:
+        suffix: from ``suffix_drafter``.
         vocab_size: size of the target's vocabulary.
         rival_acceptance: probability with which each token of the suffix's rival is accepted.
     """
 
-    suffix: SuffixDrafter
-    other: Drafter
-    vocab_size: int
-    rival_acceptance: float = RIVAL_ACCEPTANCE
+    def opens(models: Sequence[LM], *sizes: Any) -> Session:
+        first: Any = suffix.opens((), *sizes)
+        return HybridSession(first, other.opens(models, *sizes), other, vocab_size, rival_acceptance)
 
-    lm: ClassVar[LM | None] = None
-    most_drafted: ClassVar[int | None] = None
-    reads_on_host: ClassVar[bool] = True
-
-    @property
-    def name(self) -> str:
-        return f"{self.suffix.name}+{self.other.name}"
-
-    @property
-    def models(self) -> tuple[LM, ...]:
-        return self.other.models
-
-    @property
-    def favoured_k(self) -> tuple[int, ...]:
-        return self.other.favoured_k
-
-    @property
-    def is_one_hot(self) -> bool:
-        return self.other.is_one_hot
-
-    @property
-    def features(self) -> tuple[int, ...]:
-        return self.other.features
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        sizes = num_slots, capacity, device, max_k
-        return HybridSession(self, self.suffix.open(*sizes), self.other.open(*sizes))
-
-    def with_models(self, change: Callable[[LM], LM]) -> HybridDrafter:
-        return replace(self, other=self.other.with_models(change))
+    return replace(
+        other, name=f"{suffix.name}+{other.name}", opens=opens, is_lm=False, most_drafted=None, reads_on_host=True
+    )
 
 
 class HybridSession(Session):
     """The sessions of both drafters. Each reads the tokens of all rows."""
 
-    def __init__(self, drafter: HybridDrafter, suffix: SuffixSession, other: Session) -> None:
-        self._drafter, self._suffix, self._other = drafter, suffix, other
+    def __init__(
+        self, suffix: SuffixSession, other: Session, drafter: Drafter, vocab_size: int, rival_acceptance: float
+    ) -> None:
+        self._suffix, self._other, self._drafter = suffix, other, drafter
+        self._vocab_size, self._rival_acceptance = vocab_size, rival_acceptance
         self._found: list[list[int]] = []  # this round's drafts of the suffix, empty in rows that it does not take
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
@@ -108,14 +85,13 @@ class HybridSession(Session):
     def _rival_score(self, k: int) -> float:
         """Expected number of accepted tokens of k, each accepted with the rival's probability if the ones before it
         were."""
-        return float(sum(self._drafter.rival_acceptance**i for i in range(1, k + 1)))
+        return float(sum(self._rival_acceptance**i for i in range(1, k + 1)))
 
     def _rest(self, rows: Rows) -> Rows:
         """The rows as the other drafter sees them: it drafts where the suffix does not, within its own limits."""
-        drafter = self._drafter.other
         most_wanted = [0 if ids else num for ids, num in zip(self._found, rows.most_wanted, strict=True)]
-        if drafter.most_drafted is not None:
-            most_wanted = [min(num, drafter.most_drafted) for num in most_wanted]
+        if (most := self._drafter.most_drafted) is not None:
+            most_wanted = [min(num, most) for num in most_wanted]
         num_wanted = torch.minimum(rows.num_wanted, torch.tensor(most_wanted, device=rows.ids.device))
         return replace(rows, num_wanted=num_wanted, most_wanted=most_wanted, most_drafted=rows.most_wanted)
 
@@ -141,6 +117,6 @@ class HybridSession(Session):
     def _nothing(self, like: Tensor, settings: Settings) -> Draft:
         """A draft of the other drafter, with columns but without tokens."""
         ids = torch.zeros_like(like)
-        probs = None if self._drafter.is_one_hot else certain_rows(ids, self._drafter.vocab_size, settings)
+        probs = None if self._drafter.is_one_hot else certain_rows(ids, self._vocab_size, settings)
         is_finite = torch.ones_like(ids, dtype=torch.bool) if self._drafter.models else None
         return Draft(ids, probs, torch.zeros_like(ids[:, 0]), is_finite)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import draw_next, end_before, is_unsure, one_by_one
 from outrider.drafters.parallel import FAVOURED_K, draft_at_once, mask_token_of, parallel_logits
@@ -24,60 +23,33 @@ from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
 
-def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS) -> ModelDrafter:
-    """The drafter of a loaded model. Raises UnsupportedModel, OptionError."""
-    return ModelDrafter(lm, options, mask_token_of(lm.name, lm.weights))
+def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | None = None) -> Drafter:
+    """Draft with a language model, under the same sampling options as the target.
 
-
-@dataclass(frozen=True, slots=True)
-class ModelDrafter:
-    """Drafts with a language model, under the same sampling options as the target.
-
-    Attributes:
+    Args:
         options: greedy, and a least probability.
         mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see parallel.py); None for the
-            usual models, which draft one token after the other.
+            token that its configuration states. The usual models state none and draft one token after the other.
+
+    Raises:
+        UnsupportedModel, OptionError
     """
+    options.check_taken(lm.name, "is_greedy", "min_prob")
+    mask = mask_token_of(lm.name, lm.weights) if mask_id is None else mask_id
 
-    draft_lm: LM
-    options: DraftOptions = NO_OPTIONS
-    mask_id: int | None = None
+    def opens(models: Sequence[LM], num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+        (lm,) = models
+        session = ModelSession(lm, options, mask, num_slots, capacity, device, 1 if mask is None else max_k)
+        return session if capacity <= lm.context_len else WindowSession(session, lm.context_len, num_slots)
 
-    most_drafted: ClassVar[int | None] = None
-    reads_on_host: ClassVar[bool] = False
-    features: ClassVar[tuple[int, ...]] = ()
-
-    def __post_init__(self) -> None:
-        self.options.check_taken(self.draft_lm.name, "is_greedy", "min_prob")
-
-    @property
-    def name(self) -> str:
-        return self.options.full_name(self.draft_lm.name)
-
-    @property
-    def lm(self) -> LM | None:
-        return self.draft_lm if self.mask_id is None and self.options.min_prob == 0 else None
-
-    @property
-    def favoured_k(self) -> tuple[int, ...]:
-        return () if self.mask_id is None else FAVOURED_K
-
-    @property
-    def is_one_hot(self) -> bool:
-        return self.options.is_greedy
-
-    @property
-    def models(self) -> tuple[LM, ...]:
-        return (self.draft_lm,)
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        most_owed = 1 if self.mask_id is None else max_k
-        session = ModelSession(self, num_slots, capacity, device, most_owed)
-        context_len = self.draft_lm.context_len
-        return session if capacity <= context_len else WindowSession(session, context_len, num_slots)
-
-    def with_models(self, change: Callable[[LM], LM]) -> ModelDrafter:
-        return replace(self, draft_lm=change(self.draft_lm))
+    return Drafter(
+        options.full_name(lm.name),
+        opens,
+        (lm,),
+        is_lm=mask is None and options.min_prob == 0,
+        is_one_hot=options.is_greedy,
+        favoured_k=() if mask is None else FAVOURED_K,
+    )
 
 
 def draft_steps(
@@ -165,15 +137,22 @@ class ModelSession(Session):
     """
 
     def __init__(
-        self, drafter: ModelDrafter, num_slots: int, capacity: int, device: torch.device, most_owed: int
+        self,
+        lm: LM,
+        options: DraftOptions,
+        mask_id: int | None,
+        num_slots: int,
+        capacity: int,
+        device: torch.device,
+        most_owed: int,
     ) -> None:
         """
         Args:
+            mask_id: see ``model_drafter``; None for drafts token by token.
             most_owed: the most tokens, besides the last one, that a row's cache lacks after a round with drafts.
         """
-        lm = drafter.draft_lm
-        self._lm, self._options, self._mask_id = lm, drafter.options, drafter.mask_id
-        self._stops_early = drafter.options.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
+        self._lm, self._options, self._mask_id = lm, options, mask_id
+        self._stops_early = options.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
         self._most_owed = most_owed
         self._draft = lm.bind(draft_steps)
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))

@@ -12,16 +12,15 @@ Source: token-level intersection, Timor et al. 2502.05202, algorithm 4.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session
+from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.model import ModelDrafter, ModelSession
+from outrider.drafters.model import ModelSession
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
@@ -31,50 +30,26 @@ _SLACK = 64  # own tokens that a sequence may have beyond its share
 _LOST = 2**40  # length of a sequence that is too long for the draft, now and later
 
 
-@dataclass(frozen=True, slots=True)
-class TranslatedDrafter:
-    """Drafts with a language model of other tokens.
+def translated_drafter(lm: LM, spelling: Spelling, options: DraftOptions = NO_OPTIONS) -> Drafter:
+    """Draft with a language model of other tokens.
 
-    Attributes:
-        model: with the target's vocabulary (``LM.with_tokens``).
+    Args:
+        lm: with its own tokens.
         options: greedy, and a least probability.
+
+    Raises:
+        OptionError
     """
-
-    model: LM
-    spelling: Spelling
-    options: DraftOptions = NO_OPTIONS
-
-    lm: ClassVar[LM | None] = None  # the tools would feed it the target's tokens
-    most_drafted: ClassVar[int | None] = None
-    favoured_k: ClassVar[tuple[int, ...]] = ()
-    reads_on_host: ClassVar[bool] = True
-    features: ClassVar[tuple[int, ...]] = ()
-
-    @classmethod
-    def of(cls, lm: LM, spelling: Spelling, options: DraftOptions = NO_OPTIONS) -> TranslatedDrafter:
-        """The drafter of a model with its own tokens."""
-        return cls(lm.with_tokens(spelling.equals), spelling, options)
-
-    def __post_init__(self) -> None:
-        self.options.check_taken(self.model.name, "is_greedy", "min_prob")
-
-    @property
-    def name(self) -> str:
-        return self.options.full_name(self.model.name)
-
-    @property
-    def is_one_hot(self) -> bool:
-        return self.options.is_greedy
-
-    @property
-    def models(self) -> tuple[LM, ...]:
-        return (self.model,)
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
-        return TranslatedSession(self, num_slots, capacity, device)
-
-    def with_models(self, change: Callable[[LM], LM]) -> TranslatedDrafter:
-        return replace(self, model=change(self.model))
+    options.check_taken(lm.name, "is_greedy", "min_prob")
+    return Drafter(
+        options.full_name(lm.name),
+        lambda models, num_slots, capacity, device, _: TranslatedSession(
+            models[0], spelling, options, num_slots, capacity, device
+        ),
+        (lm.with_tokens(spelling.equals),),
+        is_one_hot=options.is_greedy,
+        reads_on_host=True,
+    )
 
 
 class TranslatedSession(Session):
@@ -85,23 +60,34 @@ class TranslatedSession(Session):
     it from there on. (That is a function of its tokens, too.)
     """
 
-    def __init__(self, drafter: TranslatedDrafter, num_slots: int, capacity: int, device: torch.device) -> None:
-        lm, spelled, prefix = drafter.model, drafter.spelling.spelled, drafter.spelling.prefix
+    def __init__(
+        self,
+        lm: LM,
+        spelling: Spelling,
+        options: DraftOptions,
+        num_slots: int,
+        capacity: int,
+        device: torch.device,
+    ) -> None:
+        """
+        Args:
+            lm: with the target's vocabulary (``LM.with_tokens``).
+        """
+        spelled, prefix = spelling.spelled, spelling.prefix
         self._context_len = lm.context_len
         self._most = max(map(len, spelled))  # own tokens of one of the target's
         self._most_per_token = 1 + math.ceil(sum(map(len, spelled)) / len(spelled))
         rows = [[lm.vocab_size + i for i in ids] + [0] * (self._most - len(ids)) for ids in spelled]
         self._spelled = torch.tensor(rows, device=device)  # [V, M]
         self._nums = torch.tensor([len(ids) for ids in spelled], device=device)  # [V]
-        self._has_equal = torch.tensor(drafter.spelling.equals, device=device) >= 0  # [V]
+        self._has_equal = torch.tensor(spelling.equals, device=device) >= 0  # [V]
         own_capacity = min(self._limit(capacity), lm.context_len)
         # The last column of each takes what is written beyond.
         self._ids = torch.zeros(num_slots, own_capacity + 1, dtype=torch.long, device=device)
         self._ids[:, : len(prefix)] = lm.vocab_size + torch.tensor(prefix, dtype=torch.long, device=device)
         self._ends = torch.full((num_slots, capacity + 2), len(prefix), dtype=torch.long, device=device)
         self._num_read = torch.zeros(num_slots, dtype=torch.long, device=device)  # tokens that are spelled
-        inner = ModelDrafter(lm, drafter.options)
-        self._inner = ModelSession(inner, num_slots, own_capacity, device, self._most)
+        self._inner = ModelSession(lm, options, None, num_slots, own_capacity, device, self._most)
 
     def _limit(self, num_tokens: Any) -> Any:
         """The most own tokens of a sequence."""

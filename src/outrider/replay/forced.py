@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import AlteredDrafter, Drafter, Rows
+from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.options import Sampling
 from outrider.replay.bounds import agreement
 from outrider.replay.log import Header, Record
@@ -90,7 +90,7 @@ def _under(drafter: Drafter, sampling: Sampling, vocab_size: int) -> Drafter:
         settings = Settings.of([sampling] * len(rows), vocab_size, rows.ids.device)
         return replace(rows, settings=settings)
 
-    return AlteredDrafter(drafter, drafter.name, show=show)
+    return altered_drafter(drafter, drafter.name, show=show)
 
 
 def _measure(p: Tensor, q: Tensor, ids: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from outrider.bench.round_costs import CostArm, average_of, time_rounds
-from outrider.drafters.base import Drafter, NoDrafter
+from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.options import Sampling
 from outrider.records import Stats, Timing, add_counts
 from outrider.runtime.lm import LM
@@ -103,7 +103,7 @@ def measure_costs(
         on_pass: called after warming up and after each pass: NUM_STEPS times, unless ``num_passes`` says otherwise.
     """
     keys = [(name, k) for name in drafters for k in ks[name]]
-    arms = [CostArm(target, NoDrafter(), 0), *(CostArm(target, drafters[name], k) for name, k in keys)]
+    arms = [CostArm(target, NO_DRAFTER, 0), *(CostArm(target, drafters[name], k) for name, k in keys)]
     plain, *rounds = time_rounds(
         arms,
         rule,

@@ -20,8 +20,8 @@ import numpy as np
 from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter, q_sampling
 from outrider.drafters.draft_options import split_name
+from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
-from outrider.drafters.ngram import NgramDrafter
 from outrider.drafters.window import window_start
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.heads.loading import MTP, is_head
@@ -146,7 +146,7 @@ def load_draft(
     if name == "none":
         raise OptionError("--draft", name, _NO_DRAFT)
     if name == "ngram":
-        return NgramDrafter()
+        return ngram_drafter()
     if name == "suffix":
         return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
     model, options = split_name(name)

@@ -1,65 +1,95 @@
-"""Suffix decoding: drafts the most frequent continuation of the longest suffix that occurred before.
+"""Look-ups: drafts from earlier in the sequence, and from other texts. q is one-hot, so only tokens are reported.
 
-The longest suffix of the sequence is searched for in the sequence itself and in a corpus. Of the tokens that followed
-it there, the most frequent one is drafted, then the most frequent one after suffix and draft, and so on. With N of F
-occurrences followed by that token, after m equal tokens, its probability is estimated as N / (F + 2 / m): one place
-after one equal token counts for little, after twenty for much. The draft ends where the product of its estimates falls
-below ``min_prob``. The sum of these products, the expected number of accepted tokens, decides between sequence and
-corpus. q is one-hot.
+Prompt look-up (``ngram_drafter``): the last n tokens (n from ``max_ngram`` down to 1) are searched for earlier in the
+sequence, and the tokens that followed there are drafted, on the device.
 
-Sources: SuffixDecoding, Oliaro et al. 2411.04975, whose D(N) and score these are, but for the summand 2 / m, which
-takes the place of a draft length proportional to m and of a search over shorter suffixes; suffix automata for drafts:
-Hu et al., ACL 2025 (long.595); their construction: Blumer et al. 1985.
+Suffix decoding (``suffix_drafter``): the longest suffix of the sequence is searched for in the sequence itself and in a
+corpus, on the host. Of the tokens that followed it there, the most frequent one is drafted, then the most frequent one
+after suffix and draft, and so on. With N of F occurrences followed by that token, after m equal tokens, its probability
+is estimated as N / (F + 2 / m): one place after one equal token counts for little, after twenty for much. The draft
+ends where the product of its estimates falls below ``min_prob``. The sum of these products, the expected number of
+accepted tokens, decides between sequence and corpus.
+
+Sources: prompt lookup decoding, Saxena 2023, and, with references as the source, Yang et al. 2304.04487.
+SuffixDecoding, Oliaro et al. 2411.04975, whose D(N) and score these are, but for the summand 2 / m, which takes the
+place of a draft length proportional to m and of a search over shorter suffixes; suffix automata for drafts: Hu et al.,
+ACL 2025 (long.595); their construction: Blumer et al. 1985.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from outrider.drafters.base import Rows, Session, empty_draft
+from outrider.drafters.base import Drafter, Rows, Session, empty_draft
 from outrider.drafters.corpus import MAX_MATCH, Corpus
 from outrider.records import Draft
-from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
 
 MIN_PROB = 0.1
 _DOUBT = 2.0  # the summand 2 / m
 
 
-@dataclass(frozen=True, slots=True)
-class SuffixDrafter:
-    """Drafts from the sequence so far, and from a corpus.
+def ngram_drafter(max_ngram: int = 3) -> Drafter:
+    """Draft by looking up the last tokens earlier in the sequence."""
+    assert max_ngram >= 1
+    return Drafter("ngram", lambda *_: NgramSession(max_ngram), is_one_hot=True)
 
-    Attributes:
+
+class NgramSession(Session):
+    """A session without state: everything is in the sequence."""
+
+    def __init__(self, max_ngram: int) -> None:
+        self._max_ngram = max_ngram
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        width = rows.longest
+        lengths = rows.lengths.clamp_max(width)  # inactive slots may be longer
+        begins, num_found = self._look_up(rows.ids[:, :width], lengths, rows.num_wanted)
+        # On other devices the host would have to wait for this number, which costs more than padding.
+        num_columns = int(num_found.amax()) if num_found.device.type == "cpu" else k
+        if num_columns == 0:
+            return empty_draft(rows)
+        columns = begins[:, None] + torch.arange(num_columns, device=begins.device)
+        ids = rows.ids.gather(1, columns.clamp_max(rows.ids.shape[1] - 1))
+        return Draft(ids=ids, probs=None, num_drafted=num_found)
+
+    def _look_up(self, ids: Tensor, lengths: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+        """Start and length of each row's continuation (length 0: not found). [B], [B]"""
+        num_rows, width = ids.shape
+        begins, num_found = torch.zeros_like(lengths), torch.zeros_like(lengths)
+        for n in range(1, min(self._max_ngram, width - 1) + 1):  # a longer match overrides a shorter one
+            suffix_columns = (lengths[:, None] - n + torch.arange(n, device=ids.device)).clamp_min(0)
+            suffix = ids.gather(1, suffix_columns)  # [B, n]
+            is_hit = (ids.unfold(1, n, 1) == suffix[:, None]).all(dim=-1)  # [B, width-n+1]
+            ends = torch.arange(n, width + 1, device=ids.device)  # where the continuation of each window begins
+            num_after = torch.minimum(lengths[:, None] - ends, wanted[:, None])  # [B, width-n+1]
+            # The hit with the longest continuation, then the latest.
+            score = torch.where(is_hit & (num_after > 0), num_after * (width + 1) + ends, -1)
+            best, at = score.max(dim=1)
+            is_found = best > 0
+            begins = torch.where(is_found, ends[at], begins)
+            num_found = torch.where(is_found, num_after.gather(1, at[:, None]).squeeze(1), num_found)
+        return begins, num_found
+
+
+def suffix_drafter(corpus: Corpus | None = None, min_prob: float = MIN_PROB) -> Drafter:
+    """Draft from the sequence so far, and from a corpus, whose digest is part of the name: the output of a seed depends
+    on it.
+
+    Args:
         min_prob: a draft ends where its estimated probability falls below.
     """
-
-    corpus: Corpus | None = None
-    min_prob: float = MIN_PROB
-
-    lm: ClassVar[LM | None] = None
-    models: ClassVar[tuple[LM, ...]] = ()
-    most_drafted: ClassVar[int | None] = None
-    favoured_k: ClassVar[tuple[int, ...]] = ()
-    is_one_hot: ClassVar[bool] = True
-    reads_on_host: ClassVar[bool] = True
-    features: ClassVar[tuple[int, ...]] = ()
-
-    @property
-    def name(self) -> str:
-        """With a digest of the corpus, on which the output of a seed depends."""
-        return "suffix" if self.corpus is None else f"suffix+{self.corpus.digest}"
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> SuffixSession:
-        return SuffixSession(self, num_slots)
-
-    def with_models(self, change: Callable[[LM], LM]) -> SuffixDrafter:
-        return self
+    return Drafter(
+        "suffix" if corpus is None else f"suffix+{corpus.digest}",
+        lambda models, num_slots, *_: SuffixSession(corpus, min_prob, num_slots),
+        is_one_hot=True,
+        reads_on_host=True,
+    )
 
 
 def looked_up(rows: Rows, drafts: Sequence[Sequence[int]]) -> Draft:
@@ -76,8 +106,8 @@ def looked_up(rows: Rows, drafts: Sequence[Sequence[int]]) -> Draft:
 class SuffixSession(Session):
     """An index of each slot's sequence, which reads the committed tokens before it drafts."""
 
-    def __init__(self, drafter: SuffixDrafter, num_slots: int) -> None:
-        self._corpus, self._min_prob = drafter.corpus, drafter.min_prob
+    def __init__(self, corpus: Corpus | None, min_prob: float, num_slots: int) -> None:
+        self._corpus, self._min_prob = corpus, min_prob
         self._indices = [SuffixIndex() for _ in range(num_slots)]
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
