@@ -1,5 +1,5 @@
 /**
- * Race events (docs/reference/server.md), and the clock that replays them. Knows neither the document nor the server.
+ * Race events, which race/events.py makes, and the clock that replays them. Knows neither the document nor the server.
  *
  * @typedef {{id: number, text: string, origin: "accepted" | "correction" | "bonus"}} Token
  * @typedef {{id: number, text: string, p: number, q: number}} Drafted
