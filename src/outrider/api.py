@@ -46,10 +46,10 @@ from outrider.options import (
 from outrider.runtime.lm import LM
 from outrider.system.collection import gc_paused
 from outrider.system.ranks import join
+from outrider.text.chat import ends_text, turn_end
 from outrider.text.example_prompts import PROMPTS
 from outrider.text.spelling import Spelling, spelling_of
 from outrider.text.tokenizer import differing_tokens, encode, examples_of, processor_of, tokenizer_of
-from outrider.text.turn_ends import ends_text, turn_end
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()

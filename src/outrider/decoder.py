@@ -32,8 +32,8 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
 from outrider.text.chat import ChatChanges
 from outrider.text.chat_images import chat_of
+from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.prompts import prompts_of
-from outrider.text.thinking import ThoughtSplitter
 from outrider.text.tokenizer import Prompt
 
 

@@ -279,8 +279,6 @@ def _fails(*_: object, **__: object) -> Any:
     ("module", "name", "path", "body"),
     [
         (prepare, "encode", "completions", {}),
-        (prepare, "read_constraint", "completions", {}),
-        (race, "read_constraint", "race", {}),
         (served_model, "prompt_logprobs", "completions", {"prompt_logprobs": 1}),
         (race, "race_events", "race", {}),
         (app, "whole", "completions", {}),

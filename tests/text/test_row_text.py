@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.records import FinishReason
+from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.row_text import RowText
-from outrider.text.thinking import Stage, Thinking, ThoughtSplitter
+from outrider.text.thinking import Stage, Thinking
 from outrider.text.tokenizer import Detokenizer
 from pairs import byte_level_tokenizer, embedded_tokenizer, metaspace_tokenizer
 

@@ -1,4 +1,4 @@
-"""Thoughts in text, however it arrives; and constraints after them, under any drafts."""
+"""Where thoughts begin and end; and constraints after them, under any drafts."""
 
 from typing import Any
 
@@ -7,43 +7,10 @@ import pytest
 from tokenizers import AddedToken
 
 from outrider.errors import OptionError
-from outrider.text.output_parser import OutputParser
-from outrider.text.thinking import AfterThinking, Stage, Thinking, ThoughtSplitter, thinking_of
-from outrider.text.tools.formats import TOOL_FORMATS
+from outrider.text.thinking import AfterThinking, Stage, Thinking, thinking_of
 from pairs import byte_level_tokenizer
 
 MARKERS = Thinking("<think>", "</think>", 90, 91)
-CALL = '<tool_call>\n{"name": "time"}\n</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("stage", "text", "expected"),
-    [
-        ("in", "Hm, <b>.\n</think>\n\nYes.\n", ("Hm, <b>.", "Yes.\n", "")),
-        ("in", "Hm", ("Hm", "", "")),
-        ("in", "\n\n</think>\n", ("", "", "")),
-        ("before", "<think>\nHm.\n\nWell.</think>Yes. </think>", ("Hm.\n\nWell.", "Yes. </think>", "")),
-        ("before", "\n <think>Hm", ("Hm", "", "")),
-        ("before", " Yes.", ("", " Yes.", "")),
-        ("before", " <thi", ("", " <thi", "")),
-        ("after", "\n\nYes <think>.", ("", "Yes <think>.", "")),
-        ("in", f"Hm {CALL}</think>\n\n{CALL}", (f"Hm {CALL}", "", "time")),
-        ("in", f"Hm</think>Yes \n{CALL} \nand <tool_call>no", ("Hm", "Yes \nand <tool_call>no", "time")),
-    ],
-)
-def test_parts_of_a_text(stage: Stage, text: str, expected: tuple[str, str, str]) -> None:
-    for chunks in ([text], list(text), [text[:9], text[9:]]):
-        parser = OutputParser(ThoughtSplitter(MARKERS, stage), TOOL_FORMATS["hermes"].parser(["time"]))
-        pieces, fed = [], ""
-        for i, chunk in enumerate([*chunks, ""]):
-            fed += chunk
-            pieces += (new := parser.feed(chunk, is_end=i == len(chunks)))
-            for piece in new:
-                end = len(fed) - piece.num_after
-                assert piece.kind != "content" or fed[end - len(piece.text) : end] == piece.text
-        kinds = ("reasoning", "content", "call")
-        found = tuple("".join(piece.text for piece in pieces if piece.kind == kind) for kind in kinds)
-        assert found[0] == expected[0] and found[2] == expected[2] and found[1].strip() == expected[1].strip()
 
 
 def test_the_prompt_tells_where_the_output_begins() -> None:

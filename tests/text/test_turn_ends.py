@@ -10,8 +10,7 @@ from transformers import PreTrainedTokenizerFast
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import ngram_drafter
-from outrider.text.chat import Chat
-from outrider.text.turn_ends import ends_text, turn_end
+from outrider.text.chat import Chat, ends_text, turn_end
 from toys import as_lm, tiny_llama
 
 _SPECIALS = ["<|im_start|>", "<|im_end|>", "<eos>", "<|im_end|>s"]

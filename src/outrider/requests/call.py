@@ -27,9 +27,9 @@ from outrider.runtime.media import read_media
 from outrider.sampling.rules import Rule
 from outrider.system.ranks import current_ranks
 from outrider.text.chat_images import chat_inputs, has_images
+from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.prompts import check_ids, check_padding, is_chat, media_of, prompts_of, without_media
 from outrider.text.row_text import RowText
-from outrider.text.thinking import ThoughtSplitter
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
 
 

@@ -39,7 +39,6 @@ from outrider.serve.race import Race, choices, parse_race, streamed_race
 from outrider.serve.responses_answer import streamed_response, whole_response
 from outrider.serve.served_model import ServedModel
 from outrider.serve.streaming import PreparedRequest, ended, streamed, until_disconnect, whole
-from outrider.text.constraint_check import Reading
 
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING, _NUM_CONSTRAINING, _NUM_FETCHING = 2, 2, 8  # threads
@@ -124,12 +123,12 @@ class App:
             value = parse_body(body)
             return parse(self._preparer_of(value.get("model")), value)
 
-        with self._model.reserve(client), Reading() as reading:
+        with self._model.reserve(client):
             parsed = await self._tokenizing.run(parse_it, client)
             if urls := self._images.urls_of(parsed.ask.prompts):
                 parsed.ask.fetched.update(await self._fetching.run(lambda: self._images.fetch(urls), client))
             pool = self._tokenizing if parsed.ask.structured_by is None else self._constraining
-            return await pool.run(lambda: parsed.prepare(reading), client)
+            return await pool.run(parsed.prepare, client)
 
     def client_of(self, scope: Scope) -> str:
         """Identify a client: by its API key if the server has several, else by its address and the key it sent, if

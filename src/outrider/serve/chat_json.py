@@ -12,8 +12,7 @@ from typing import Any
 from outrider.records import FinishReason
 from outrider.serve.completion_json import FINISH, finite
 from outrider.serve.token_texts import PlacedToken, ScoredTokens, TokenTexts, WaitingTokens
-from outrider.text.output_parser import OutputParser
-from outrider.text.pieces import Piece
+from outrider.text.output_parser import OutputParser, Piece
 
 
 class ChatForm:

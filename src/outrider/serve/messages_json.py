@@ -13,8 +13,7 @@ from outrider.records import FinishReason
 from outrider.serve.http_errors import Refusal
 from outrider.serve.messages import error_json
 from outrider.serve.responses_json import event_of
-from outrider.text.output_parser import OutputParser
-from outrider.text.pieces import Piece
+from outrider.text.output_parser import OutputParser, Piece
 
 _REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens"}
 _KINDS = {"content": "text", "reasoning": "thinking", "call": "tool_use", "arguments": "tool_use"}

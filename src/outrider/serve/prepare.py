@@ -31,13 +31,11 @@ from outrider.serve.token_texts import TokenTexts
 from outrider.serve.tools import descriptions_of, tools_of
 from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
-from outrider.text.constraint_check import Reading
-from outrider.text.output_parser import OutputParser
+from outrider.text.output_parser import CallParser, OutputParser, ThoughtSplitter
 from outrider.text.prompts import is_chat, last_ids, rows_of, without_media
-from outrider.text.structure import read_constraint
-from outrider.text.thinking import AfterThinking, Thinking, ThoughtSplitter
+from outrider.text.thinking import AfterThinking, Thinking
 from outrider.text.tokenizer import Prompt, encode, special_ids
-from outrider.text.tools.formats import ToolFormat
+from outrider.text.tool_formats import ToolFormat
 
 # Assumed bytes per token if no token is longer: some tokenizers drop spaces or map unknown words to one token.
 _LEAST_BYTES_A_TOKEN = 64
@@ -49,11 +47,11 @@ class Parsed:
     """A parsed body.
 
     Attributes:
-        prepare: does the slow rest. It may be stopped while it reads a constraint, and then raises some error.
+        prepare: does the slow rest.
     """
 
     ask: ParsedRequest
-    prepare: Callable[[Reading], Any]
+    prepare: Callable[[], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,15 +91,13 @@ class Preparer:
     def completions(self, body: Mapping[str, Any]) -> Parsed:
         """Parse a completion request; prepares a ``PreparedRequest``. Raises Refusal."""
         ask = parse_completions(body)
-        return Parsed(ask, lambda reading: self._prepare(ask, reading, lambda ids: CompletionForm(self._texts(ask))))
+        return Parsed(ask, lambda: self._prepare(ask, lambda ids: CompletionForm(self._texts(ask))))
 
     def chat(self, body: Mapping[str, Any]) -> Parsed:
         """Parse a chat request; prepares a ``PreparedRequest``. Raises Refusal."""
         ask = self._with_tool_constraint(parse_chat(body))
         thinking = self.thinking if ask.splits_thoughts else None
-        return Parsed(
-            ask, lambda reading: self._prepare(ask, reading, partial(self._chat_form, ask, thinking), thinking)
-        )
+        return Parsed(ask, lambda: self._prepare(ask, partial(self._chat_form, ask, thinking), thinking))
 
     def responses(self, body: Mapping[str, Any]) -> Parsed:
         """Parse a request for a response; prepares a ``PreparedRequest``. Raises Refusal."""
@@ -136,10 +132,10 @@ class Preparer:
         if ask.structured_by == "response_format":
             ask = replace(ask, structured_by=names["response_format"])
 
-        def prepare(reading: Reading) -> PreparedRequest:
+        def prepare() -> PreparedRequest:
             with named_as_sent(places, names):
                 return self._prepare(
-                    ask, reading, lambda ids: form_of(ask, self._new_parser(ask, self.thinking, ids)()), self.thinking
+                    ask, lambda ids: form_of(ask, self._new_parser(ask, self.thinking, ids)()), self.thinking
                 )
 
         return Parsed(ask, prepare)
@@ -220,7 +216,6 @@ class Preparer:
     def _prepare(
         self,
         ask: ParsedRequest,
-        reading: Reading,
         form_of: Callable[[Sequence[int]], Form | ItemForm],
         thinking: Thinking | None = None,
     ) -> PreparedRequest:
@@ -244,7 +239,6 @@ class Preparer:
         jobs: list[RequestState] = []
         if ask.max_tokens != 0:
             try:
-                read_constraint(ask.options, reading)
                 ask = replace(ask, options={**ask.options, **self._only_allowed(ask)})
                 for prompt, ids in zip(prompts, all_ids, strict=True):
                     read = self.decoder.read(prompt if isinstance(prompt, Mapping) else ids)
@@ -317,7 +311,7 @@ class Preparer:
         def new_parser() -> OutputParser:
             return OutputParser(
                 self._new_splitter(ask, thinking, ids),
-                None if tools is None or format_ is None else format_.parser(tools.names),
+                None if tools is None or format_ is None else CallParser(format_, tools.names),
                 has_content=tools is None or not tools.is_forced,
             )
 

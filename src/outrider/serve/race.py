@@ -21,8 +21,6 @@ from outrider.serve.completion_json import DONE, KEEP_ALIVE, event
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.prepare import Parsed, Preparer, named_refusal
 from outrider.serve.protocol import ParsedRequest, parse_completions
-from outrider.text.constraint_check import Reading
-from outrider.text.structure import read_constraint
 
 _MOST_K = 16
 # Fields of completions that a race does not honour.
@@ -67,10 +65,10 @@ def parse_race(preparer: Preparer, body: Mapping[str, Any]) -> Parsed:
     given = next((field for field in _NOT_TAKEN if body.get(field) is not None), None)
     if given is not None:
         raise Refusal(f"a race does not take {given}: leave it out", param=given)
-    return Parsed(ask, lambda reading: _prepare(preparer, ask, name, reading))
+    return Parsed(ask, lambda: _prepare(preparer, ask, name))
 
 
-def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading) -> Race:
+def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any) -> Race:
     """
     Args:
         name: of the drafter.
@@ -92,7 +90,6 @@ def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any, reading: Reading
     }
     try:
         decoder = replace(preparer.decoder, acceptance=ask.acceptance or preparer.decoder.acceptance)
-        read_constraint(options, reading)
         decoder.request(ids, options)  # raises if impossible
         arms = Arm("plain", decoder.plain()), _speculative(decoder, name, ask.num_draft_tokens)
     except Exception as error:

@@ -12,8 +12,7 @@ from typing import Any
 
 from outrider.records import FinishReason
 from outrider.serve.http_errors import Refusal
-from outrider.text.output_parser import OutputParser
-from outrider.text.pieces import Piece
+from outrider.text.output_parser import OutputParser, Piece
 
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
 

@@ -18,7 +18,7 @@ from outrider.serve.http_errors import unavailable
 from outrider.serve.prepare import Preparer
 from outrider.serve.served_model import LoadDecoder, ServedModel
 from outrider.text.thinking import thinking_of
-from outrider.text.tools.formats import tool_format_of
+from outrider.text.tool_formats import tool_format_of
 
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1

@@ -6,7 +6,7 @@ from outrider.decoder import Decoder
 from outrider.decoding.schedule import Schedule
 from outrider.models.generation_config import defaults_text
 from outrider.system.available import size_text
-from outrider.text.turn_ends import ends_text
+from outrider.text.chat import ends_text
 
 
 def about(decoder: Decoder, schedule: Schedule, num_slots: int, capacity: int) -> list[str]:

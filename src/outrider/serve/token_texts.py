@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.records import TokenLogprob
-from outrider.text.token_bytes import token_bytes
+from outrider.text.spelling import token_bytes
 
 _UNFINISHED = "\ufffd"  # output of decoders for a part of a character
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from outrider.serve.http_errors import Refusal
 from outrider.serve.json_input import read_json
-from outrider.text.tools.formats import ToolFormat
-from outrider.text.tools.grammar import calls_grammar
+from outrider.text.tool_formats import ToolFormat, calls_grammar
 
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _MOST_TOOLS = 512

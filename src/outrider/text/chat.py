@@ -1,7 +1,8 @@
 """Chats as prompts: messages, and options for the model's chat template.
 
 The template is a program of the model's authors, which ignores variables that it does not know. So an option that it
-does not read is refused by name.
+does not read is refused by name. A chat ends with the token that its template writes after an answer, too, if the
+checkpoint names another end.
 
 Sources: Transformers' chat templates (``apply_chat_template``); the names are those of vLLM's chat requests.
 """
@@ -9,7 +10,7 @@ Sources: Transformers' chat templates (``apply_chat_template``); the names are t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -23,6 +24,10 @@ FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message"
 """Options that a request, or a row of a file, may have beside its messages."""
 _THINKING = ("enable_thinking", "thinking")  # names of the switch: Qwen's and others', DeepSeek's and Granite's
 _MOST_TRIALS = 8  # messages that are left out on trial, at the price of the whole template for each
+_ANSWER = "A short answer."
+_CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "a"}}}
+# Parts of an answer besides its content: a token that ends these, too, is no end of a turn.
+_PARTS = (dict.fromkeys(("reasoning_content", "reasoning", "thinking"), "A thought."), {"tool_calls": [_CALL]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,3 +328,42 @@ def _text_of_part(index: int, part: Any) -> str:
     if not isinstance(text, str):
         raise PromptError(f"message {index} has a part of type {kind!r}: only text can be given here")
     return text
+
+
+def turn_end(tokenizer: Any | None) -> int | None:
+    """Token that a tokenizer's chat template writes after an answer; None if it writes none, or there is none."""
+    if tokenizer is None or not tokenizer.chat_template:
+        return None
+    text = _answered(tokenizer, {})
+    if _ANSWER not in text:
+        return None
+    added: dict[str, int] = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
+    after = text.rpartition(_ANSWER)[2].lstrip()
+    end = max((name for name in added if after.startswith(name)), key=len, default=None)
+    if end is None:
+        return None
+    others = [other for part in _PARTS if _ANSWER in (other := _answered(tokenizer, part))]
+    return None if any(other.count(end) > text.count(end) for other in others) else added[end]
+
+
+def _answered(tokenizer: Any, part: Mapping[str, Any]) -> str:
+    """Text of a chat whose answer has another part; empty if the template does not take it."""
+    messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER, **part}]
+    try:
+        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+    except Exception:  # templates raise what they like, and may want other messages
+        return ""
+    return text
+
+
+def ends_text(name: str, tokenizer: Any | None, eos_ids: Collection[int], turn_ids: Collection[int]) -> str:
+    """The line that names a model's ends."""
+
+    def names_of(ids: Collection[int]) -> str:
+        words = [str(i) if tokenizer is None else f"{i} {tokenizer.convert_ids_to_tokens(i)}" for i in sorted(ids)]
+        return ", ".join(words) or "no token"
+
+    of_turns = {*turn_ids} - {*eos_ids}
+    return f"{name}: texts end with {names_of(eos_ids)}" + (
+        f"; chats also with {names_of(of_turns)}" if of_turns else ""
+    )

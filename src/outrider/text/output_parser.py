@@ -1,10 +1,42 @@
-"""Splits a model's output into thoughts, content and calls of tools, as it arrives."""
+"""Splits a model's output into thoughts, content and calls of tools, as it arrives, and passes on no half a marker."""
 
 from __future__ import annotations
 
-from outrider.text.pieces import Piece
-from outrider.text.thinking import ThoughtSplitter
-from outrider.text.tools.parser import ToolParser
+import json
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from outrider.text.thinking import Stage, Thinking
+from outrider.text.tool_formats import SPACE, ToolFormat
+
+_PLAIN = re.compile(r'[^"\\]+')  # in a string: read at once, since one character after another takes quadratic time
+_CLOSERS = {"{": "}", "[": "]"}
+_STRING = r'"([^"\\]*)"\s*'
+# A call as formats have it, up to the bracket of its arguments.
+_HEAD = re.compile(
+    rf'\s*{{\s*(?:"(?:type|id)"\s*:\s*{_STRING},\s*)*'
+    rf'"name"\s*:\s*{_STRING},\s*"(?:arguments|parameters)"\s*:\s*{{'
+)
+_FIRST_KEY = re.compile(r'\s*{\s*"(?:name|type|id|arguments|parameters)"\s*:')
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A part of the output.
+
+    Attributes:
+        kind: "call" begins a call, whose arguments follow.
+        text: content; thoughts; the name of the tool; or a part of the arguments, which are JSON.
+        call: the number of the call, from 0.
+        num_after: characters of the output so far that follow content, and are not decided or no content.
+    """
+
+    kind: Literal["content", "reasoning", "call", "arguments"]
+    text: str
+    call: int = 0
+    num_after: int = 0
 
 
 class OutputParser:
@@ -12,19 +44,19 @@ class OutputParser:
 
     Args:
         thoughts: splits them off; None if there are none.
-        tools: finds calls; None if there are none.
+        calls: finds calls; None if there are none.
         has_content: otherwise what looks like content is the beginning of a call that was cut.
     """
 
     def __init__(
-        self, thoughts: ThoughtSplitter | None = None, tools: ToolParser | None = None, *, has_content: bool = True
+        self, thoughts: ThoughtSplitter | None = None, calls: CallParser | None = None, *, has_content: bool = True
     ) -> None:
-        self._thoughts, self._tools, self._has_content = thoughts, tools, has_content
+        self._thoughts, self._calls, self._has_content = thoughts, calls, has_content
 
     @property
     def is_in_call(self) -> bool:
         """Whether the text so far ends in a call that is incomplete."""
-        return self._tools is not None and self._tools.is_in_call
+        return self._calls is not None and self._calls.is_in_call
 
     def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
         """Add text; return the parts that are certain, at the end all.
@@ -36,7 +68,320 @@ class OutputParser:
         if self._thoughts is not None:
             thoughts, text = self._thoughts.feed(text, is_end=is_end)
         pieces = [Piece("reasoning", thoughts)] if thoughts else []
-        if self._tools is not None:
-            found = [*self._tools.feed(text), *(self._tools.finish() if is_end else ())]
+        if self._calls is not None:
+            found = self._calls.feed(text, is_end=is_end)
             return pieces + [piece for piece in found if self._has_content or piece.kind != "content"]
         return [*pieces, Piece("content", text)] if text else pieces
+
+
+class ThoughtSplitter:
+    """Splits one output into thoughts and the rest, as it arrives, without the white space between them.
+
+    Args:
+        stage: where the output begins.
+        is_continued: in the middle of a text, so that white space counts from the beginning.
+    """
+
+    def __init__(self, thinking: Thinking, stage: Stage, *, is_continued: bool = False) -> None:
+        self._thinking, self._stage = thinking, stage
+        self._text = ""  # not yet split
+        self._is_dropping = stage != "before" and not is_continued  # white space
+
+    @property
+    def num_waiting(self) -> int:
+        """Characters at the end that are neither thoughts nor the rest for certain."""
+        return len(self._text)
+
+    def feed(self, text: str, *, is_end: bool = False) -> tuple[str, str]:
+        """Add text; return the thoughts and the rest that are certain."""
+        self._text += text
+        begin, end = self._thinking.begin, self._thinking.end
+        thoughts = ""
+        if self._stage == "before":
+            stripped = self._text.lstrip()
+            if not is_end and begin.startswith(stripped) and stripped != begin:
+                return "", ""
+            is_thought = stripped.startswith(begin)
+            self._stage, self._is_dropping = ("in" if is_thought else "after"), is_thought
+            self._text = stripped.removeprefix(begin) if is_thought else self._text
+        if self._stage == "in":
+            self._drop_space()
+            before, marker, after = self._text.partition(end)
+            if not marker:
+                # White space at the end waits for more thoughts.
+                held = 0 if is_end else num_undecided(self._text, (end,))
+                thoughts = self._text[: len(self._text) - held].rstrip()
+                self._text = self._text[len(thoughts) :]
+                return thoughts, ""
+            thoughts, self._text = before.rstrip(), after
+            self._stage, self._is_dropping = "after", True
+        self._drop_space()
+        rest, self._text = self._text, ""
+        return thoughts, rest
+
+    def _drop_space(self) -> None:
+        if self._is_dropping:
+            self._text = self._text.lstrip()
+            self._is_dropping = not self._text
+
+
+class CallParser:
+    """Splits one output into content and calls of tools, as it arrives.
+
+    White space before a call is no content. Text that begins like a call, and is none, is content.
+
+    Args:
+        names: of the tools.
+    """
+
+    def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
+        self._form, self._names = form, frozenset(names)
+        self._text = ""  # not yet parsed
+        self._space = ""  # content, unless a call follows
+        self._opening = ""  # text of a marker: content, unless a call follows
+        self._reader: CallReader | None = None
+        self._pieces: list[Piece] = []
+        self._num_calls = 0
+        self._is_end = False
+        self._state = self._in_text if form.has_marker else self._at_the_beginning
+
+    def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
+        """Add text; return the parts that are certain, at the end all."""
+        self._text += text
+        self._is_end = is_end
+        while self._state():
+            pass
+        pieces, self._pieces = self._pieces, []
+        return pieces + self._rest() if is_end else pieces
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the text so far ends in a call that is incomplete."""
+        return self._reader is not None and self._reader.has_begun and not self._reader.is_complete
+
+    def _rest(self) -> list[Piece]:
+        reader = self._reader
+        pieces = [] if reader is None else reader.finish()
+        unread = "" if reader is None or reader.has_begun else reader.raw
+        rest = self._opening + unread + (self._text if self._opening else "")
+        if rest or not self._num_calls:
+            rest = self._space + rest
+        return [*pieces, Piece("content", rest)] if rest else pieces
+
+    # States: each parses some of the text, and returns whether there may be more to do.
+
+    def _at_the_beginning(self) -> bool:
+        text = self._text.lstrip(SPACE)
+        if not text and not self._is_end:
+            return False
+        if text.startswith("{"):
+            self._say(len(self._text) - len(text))
+            return self._begin()
+        self._state = self._in_text
+        return True
+
+    def _in_text(self) -> bool:
+        trigger = self._form.tokens[0]
+        at = self._text.find(trigger)
+        if at < 0:
+            self._say(len(self._text) - (0 if self._is_end else num_undecided(self._text, (trigger,))))
+            return False
+        self._opening = trigger
+        self._say(at)
+        self._text = self._text[len(trigger) :]
+        self._state = self._after_marker
+        return True
+
+    def _after_marker(self) -> bool:
+        if not self._form.may_begin_with_name:
+            return self._begin()
+        self._text = self._text.lstrip()
+        if self._text.startswith("["):
+            self._opening, self._text = self._opening + "[", self._text[1:]
+            return self._begin()
+        if self._text.startswith("{"):
+            return self._begin()
+        ends = [(at, mark) for mark in ("[ARGS]", "{") if (at := self._text.find(mark)) >= 0]
+        if not ends:
+            return False
+        at, mark = min(ends)
+        name = self._text[:at].partition("[CALL_ID]")[0].strip()
+        if name not in self._names:
+            self._text, num_said = self._opening + self._text, len(self._opening) + at
+            self._opening = ""
+            self._say(num_said)
+            self._state = self._in_text
+            return True
+        self._text = self._text[at:].removeprefix("[ARGS]")
+        return self._begin(name)
+
+    def _begin(self, name: str | None = None) -> bool:
+        """Begin to read a call: see ``CallReader``."""
+        self._reader = CallReader(self._num_calls, None if self._form.has_marker else self._names, name)
+        self._state = self._in_call
+        return True
+
+    def _in_call(self) -> bool:
+        reader = self._reader
+        assert reader is not None
+        self._text = self._text[reader.read(self._text) :]
+        self._pieces += reader.take()
+        if reader.has_begun:
+            self._num_calls, self._space, self._opening = reader.number + 1, "", ""
+        if not (reader.is_done or reader.is_wrong):
+            return False
+        if reader.has_begun:
+            self._state = self._after_call if reader.is_done else self._in_rest
+        else:
+            num_said = len(self._opening)
+            self._text, self._opening = self._opening + reader.raw + self._text, ""
+            self._say(num_said)
+            self._state, self._reader = self._in_text, None
+        return True
+
+    def _after_call(self) -> bool:
+        self._text = self._text.lstrip(self._form.skipped)
+        if not self._text:
+            return False
+        if end := self._form.end:
+            if end != self._text and end.startswith(self._text):
+                return False
+            self._text = self._text.removeprefix(end)
+        elif self._text.startswith("{"):
+            return self._begin()
+        self._state = self._in_text
+        return True
+
+    def _in_rest(self) -> bool:
+        """The rest of a call that has gone wrong: the client will find its arguments invalid."""
+        assert self._reader is not None
+        end = self._form.end
+        found = self._text.find(end) if end else -1
+        undecided = num_undecided(self._text, (end,)) if end and not self._is_end else 0
+        at = found if found >= 0 else len(self._text) - undecided
+        if at:
+            self._pieces.append(Piece("arguments", self._text[:at], self._reader.number))
+        self._text = self._text[at:]
+        if found >= 0:
+            self._state = self._after_call
+        return found >= 0
+
+    def _say(self, num_characters: int) -> None:
+        """Pass on the beginning of the text as content; white space at its end waits."""
+        text, self._text = self._space + self._text[:num_characters], self._text[num_characters:]
+        said = text.rstrip()
+        self._space = text[len(said) :]
+        if said:
+            self._pieces.append(Piece("content", said, num_after=len(self._space) + len(self._text)))
+
+
+class CallReader:
+    """Reads one call, a JSON object with a name and arguments. The arguments are passed on while they are still being
+    written, if the name comes first; else once the object is complete.
+
+    Args:
+        number: of the call.
+        names: of the tools; an object with another name is no call. None: any name.
+        name: known already: the text is the arguments alone.
+
+    Attributes:
+        is_done: the object is complete.
+        is_wrong: this is no call: not JSON, another object, or one without a name. The text from there on is not read.
+        has_begun: its name has been taken.
+        is_complete: there is a name with all its arguments, though the object may not be done.
+        raw: the text read, up to the name.
+    """
+
+    def __init__(self, number: int, names: Collection[str] | None = None, name: str | None = None) -> None:
+        self.number, self._names, self._name = number, names, name
+        self.is_done = self.is_wrong = self.has_begun = self.is_complete = False
+        self.raw = ""
+        self._open: list[str] = []  # closing brackets to come
+        self._depth = 1 if name is None else 0  # brackets around the arguments
+        self._arguments: list[str] = []  # parts not taken yet
+        self._has_arguments = False
+        self._is_string = self._is_escaped = False
+
+    def read(self, text: str) -> int:
+        """Read up to the end of the object, or to where it goes wrong. Returns the number of characters read."""
+        num_read = 0
+        try:
+            while num_read < len(text) and not self.is_done:
+                plain = _PLAIN.match(text, num_read) if self._is_string and not self._is_escaped else None
+                part = text[num_read] if plain is None else plain[0]
+                self._push(part)
+                num_read += len(part)
+        except (ValueError, RecursionError):
+            # Models forget the last bracket.
+            self.is_done, self.is_wrong = self.is_complete, not self.is_complete
+        return num_read
+
+    def take(self) -> list[Piece]:
+        """The new parts of the call."""
+        pieces = []
+        if self._name is not None and not self.has_begun:
+            self.has_begun = True
+            pieces.append(Piece("call", self._name, self.number))
+        if arguments := "".join(self._arguments):
+            pieces.append(Piece("arguments", arguments, self.number))
+            self._arguments, self._has_arguments = [], True
+        return pieces
+
+    def finish(self) -> list[Piece]:
+        """The rest at the end: a call without arguments has none to read, and their JSON is an empty object."""
+        has_none = self.has_begun and not self.is_wrong and not self._has_arguments
+        return [Piece("arguments", "{}", self.number)] if has_none else []
+
+    def _push(self, part: str) -> None:
+        """Read a character; in a string, plain ones at once. Raises ValueError."""
+        text = self.raw + part if self._name is None else ""
+        was_inside, was_complete = len(self._open) > self._depth, self.is_complete
+        if self._is_string:
+            self._is_string = self._is_escaped or part != '"'
+            self._is_escaped = part == "\\" and not self._is_escaped
+        elif part in _CLOSERS:
+            self._open.append(_CLOSERS[part])
+            if self._name is None and len(self._open) == 2 and (head := _HEAD.fullmatch(text)):
+                self._set_name(head[2])
+        elif part in "}]":
+            if not self._open or self._open.pop() != part:
+                raise ValueError
+            self.is_complete |= self._name is not None and len(self._open) == self._depth
+            if not self._open:
+                self._end(text)
+        elif part == "<" or not (self._open or part.isspace()):  # of a marker; or before the object
+            raise ValueError
+        elif part == ":" and len(self._open) == 1 and self._name is None and not _FIRST_KEY.match(text):
+            raise ValueError
+        else:
+            self._is_string = part == '"'
+        if self._name is None:
+            self.raw = text
+        elif not was_complete and (was_inside or len(self._open) > self._depth):
+            self._arguments.append(part)
+
+    def _set_name(self, name: object) -> None:
+        """Raises ValueError."""
+        if not isinstance(name, str) or (self._names is not None and name not in self._names):
+            raise ValueError
+        self._name = name
+
+    def _end(self, text: str) -> None:
+        """Raises ValueError."""
+        if self._name is None:
+            call = json.loads(text)
+            self._set_name(call.get("name"))
+            given = call.get("arguments", call.get("parameters"))
+            self._arguments.append(given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False))
+        self.is_done = self.is_complete = True
+
+
+def num_undecided(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest suffix of a text that is the beginning of a marker."""
+    longest = 0
+    for marker in markers:
+        for length in range(min(len(marker) - 1, len(text)), longest, -1):
+            if text.endswith(marker[:length]):
+                longest = length
+                break
+    return longest

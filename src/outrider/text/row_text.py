@@ -12,8 +12,7 @@ from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 from outrider.records import FinishReason
-from outrider.text.pieces import num_undecided
-from outrider.text.thinking import ThoughtSplitter
+from outrider.text.output_parser import ThoughtSplitter, num_undecided
 from outrider.text.tokenizer import Detokenizer
 
 

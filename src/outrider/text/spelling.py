@@ -1,5 +1,6 @@
-"""The tokens of one tokenizer, spelled in those of another.
+"""The tokens of a vocabulary as bytes, and spelled in the tokens of another.
 
+Tokenizers write a leading space as "Ġ" or "▁", and other bytes as letters or as "<0x41>". A special token is its name.
 Tokens are compared as bytes. Special tokens are compared by their role (end, beginning) and by their names. A token
 without an equal is spelled by itself, not within its text; so the spelling of a sequence grows token by token, and is a
 function of it.
@@ -9,13 +10,62 @@ Source: the token-level intersection of Timor et al. 2502.05202, algorithm 4; th
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
-from outrider.text.token_bytes import TokenBytes, is_byte, letters, token_bytes
-
 _MOST = 8  # tokens of a spelling; of longer ones the last are kept
+
+
+class TokenBytes:
+    """Reads tokens as bytes: see ``token_bytes``.
+
+    Attributes:
+        has_letters: each byte is written as a letter.
+    """
+
+    def __init__(self, tokenizer: Any, has_letters: bool) -> None:
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        self._name_of, self.has_letters = tokenizer.convert_ids_to_tokens, has_letters
+        self._added = frozenset(tokenizer.added_tokens_decoder)
+        self._letters: dict[int, str] = bytes_to_unicode()
+        self._bytes = {letter: byte for byte, letter in self._letters.items()}
+
+    def of(self, token_id: int) -> bytes:
+        """The bytes of a token; none for an id without a token."""
+        name: str = self._name_of(token_id) or ""
+        if not self.has_letters:
+            return bytes([int(name[3:-1], 16)]) if _is_byte(name) else name.replace("▁", " ").encode()
+        if token_id in self._added:
+            return name.encode()
+        return bytes(self._bytes[letter] for letter in name if letter in self._bytes)
+
+    def written(self, text: bytes) -> str:
+        """A text as tokens write it. Raises UnicodeDecodeError: it is no whole characters, which tokens need here."""
+        return "".join(map(self._letters.__getitem__, text)) if self.has_letters else text.decode().replace(" ", "▁")
+
+
+@lru_cache(maxsize=8)
+def token_bytes(tokenizer: Any) -> TokenBytes | None:
+    """The tokens of a tokenizer as bytes; None if they cannot be read so."""
+    from tokenizers.models import BPE, Unigram
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or backend.decoder is None or not isinstance(backend.model, (BPE, Unigram)):
+        return None
+    state = json.loads(backend.decoder.__getstate__())
+    decoders = {one["type"] for one in (state, *state.get("decoders", ()))}
+    if not {"ByteLevel", "Metaspace", "Replace"} & decoders:
+        return None
+    return TokenBytes(tokenizer, "ByteLevel" in decoders)
+
+
+def _is_byte(name: str) -> bool:
+    """Whether a token is written as a byte."""
+    return len(name) == 6 and name.startswith("<0x")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +138,16 @@ class _Tokens:
         self.specials = {str(token): i for i, token in added.items() if token.special and i < num_tokens}
         self.ids: dict[bytes, int] = {}
         special_ids = {*self.specials.values()}
-        for i in sorted(names.keys() - special_ids, key=lambda i: (is_byte(names[i]), i)):
+        for i in sorted(names.keys() - special_ids, key=lambda i: (_is_byte(names[i]), i)):
             self.ids.setdefault(self.bytes.of(i), i)
 
     def spell(self, text: bytes) -> list[int]:
         """A text in these tokens; as bytes where it is no whole character."""
         try:
-            written = "".join(map(letters().__getitem__, text)) if self.bytes.has_letters else text.decode()
+            written = self.bytes.written(text)
         except UnicodeDecodeError:
             return [i for byte in text if (i := self._vocab.get(f"<0x{byte:02X}>")) is not None]
-        found = self._model.tokenize(written if self.bytes.has_letters else written.replace(" ", "▁"))
-        return [token.id for token in found if token.id < self._num_tokens]
+        return [token.id for token in self._model.tokenize(written) if token.id < self._num_tokens]
 
 
 def _equal_specials(ours: _Tokens, theirs: _Tokens) -> Iterator[tuple[int, int]]:

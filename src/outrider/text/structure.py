@@ -2,12 +2,18 @@
 
 llguidance (https://github.com/guidance-ai/llguidance) does the work: after each token it knows which tokens may follow,
 by their bytes. In its terms, a matcher is a grammar with a position in a text.
+
+A few hundred bytes can keep llguidance busy for hours: it decides whether a string can match all patterns of a schema
+by expanding them, and none of its limits (``LLParserLimits``) counts that work. Nor can it be interrupted. So a process
+with limited processor time and memory reads each constraint first.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -15,9 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.errors import MissingExtra, OptionError
+from outrider.errors import ConstraintNotRead, MissingExtra, OptionError
 from outrider.options import CONSTRAINTS, Sampling
-from outrider.text.constraint_check import Reading
 
 # Between the parts of JSON. llguidance's default allows any amount; small models fill the text with it to the limit.
 _JSON_OPTIONS = {"whitespace_pattern": r"( |\n {0,24})"}
@@ -30,11 +35,35 @@ _MOST_ITEMS = 5000
 _MOST_BYTES = 2**18  # of a constraint; 5,000 choices have 170 KB and are read in 0.2 s
 _MOST_PATTERNS = 1000  # of a schema; if each is for another string, they are read in 0.1 s
 # Operators `&` of a grammar. The work doubles with each: 5 take 2 ms, 29 never finish, under any limit of llguidance.
-# Patterns of a schema that must match together are refused when it is read: see `Reading`.
+# Patterns of a schema that must match together are refused when it is checked: see `_can_be_read`.
 _MOST_INTERSECTIONS = 5
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
 _DATA = frozenset(["const", "default", "enum", "examples"])  # keys of a schema whose values are not schemas
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/', re.DOTALL)  # and comments
+
+_MOST_CPU_S = 2  # ordinary constraints take 0.1, most of it for the start of Python
+_MOST_MEMORY = 2**30
+_MOST_CHECK_S = 60.0  # for a machine so busy that the process gets no processor time
+
+# Imports nothing of this package, which would take longer than all the rest, and is nice to other requests. The hard
+# limit on time is above the soft one, since it ends the process by the same signal as others do. Windows has no such
+# limits, and macOS none of memory: there the caller's limit of time remains.
+_PROGRAM = """
+import contextlib, os, sys
+with contextlib.suppress(AttributeError, OSError):
+    os.nice(10)
+import llguidance
+grammar = sys.stdin.buffer.read().decode()
+with contextlib.suppress(ImportError, ValueError, OSError):
+    import resource
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[1]), int(sys.argv[1]) + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[2]),) * 2)
+print("limited", flush=True)
+llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
+"""
+# Exit codes at a limit: of time, of memory (in llguidance or in Python), of the stack.
+_ENDS_BY_LIMITS = (-24, -6, 1, -11)  # SIGXCPU, SIGABRT, an error of Python, SIGSEGV: Windows knows only the third
 
 
 def structure_of(sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Structure | None:
@@ -61,7 +90,7 @@ class Structure:
         name, value = _given(sampling)
         if not eos_ids:
             raise OptionError(name, value, "this model has no end token, so no output would be complete")
-        grammar = _grammar(name, value, Reading())
+        grammar = _grammar(name, value)
         try:
             tokens = _tokens(tokenizer, vocab_size, eos_ids)
         except ValueError as error:
@@ -109,31 +138,16 @@ def check_structure(sampling: Sampling) -> None:
         OptionError, MissingExtra, ConstraintNotRead
     """
     name, value = _given(sampling)
-    is_error, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(_grammar(name, value, Reading()))
+    is_error, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(_grammar(name, value))
     if is_error:
         raise _refusal(name, value, messages[0])
-
-
-def read_constraint(options: Mapping[str, Any], reading: Reading) -> None:
-    """Read a constraint, if there is one, so that another thread can stop it. ``Structure`` then reuses the result.
-
-    Args:
-        options: fields of ``Sampling``.
-
-    Raises:
-        OptionError: it cannot be read.
-        MissingExtra, ConstraintNotRead
-    """
-    for name in CONSTRAINTS:
-        if options.get(name) is not None:
-            _grammar(name, options[name], reading)
 
 
 def _given(sampling: Sampling) -> tuple[str, Any]:
     return next((name, value) for name in CONSTRAINTS if (value := getattr(sampling, name)) is not None)
 
 
-def _grammar(name: str, value: str | Mapping[str, Any], reading: Reading) -> str:
+def _grammar(name: str, value: str | Mapping[str, Any]) -> str:
     """Constraint in llguidance's own format. Raises OptionError, MissingExtra, ConstraintNotRead."""
     llguidance = _llguidance()
     try:
@@ -150,9 +164,36 @@ def _grammar(name: str, value: str | Mapping[str, Any], reading: Reading) -> str
         raise _refusal(name, value, str(error)) from None
     if name == "grammar" and _LITERALS.sub("", grammar).count("&") > _MOST_INTERSECTIONS:
         raise OptionError(name, value, f"it has more than {_MOST_INTERSECTIONS} operators &")
-    if not reading.can_be_read(grammar):
+    if not _can_be_read(grammar):
         raise OptionError(name, value, "it takes too much time or memory to read: make it simpler")
     return grammar
+
+
+@lru_cache(maxsize=64)
+def _can_be_read(grammar: str) -> bool:
+    """Whether llguidance can validate a grammar, in its own format, within the limits of a process.
+
+    Raises:
+        ConstraintNotRead: the machine is too busy. (This is not remembered.)
+    """
+    command = [sys.executable, "-P", "-c", _PROGRAM, str(_MOST_CPU_S), str(_MOST_MEMORY)]
+    try:
+        done = subprocess.run(
+            command,
+            input=grammar.encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=_MOST_CHECK_S,
+        )
+    except OSError as error:
+        raise ConstraintNotRead(f"no process can be started to read the constraint ({error.strerror})") from None
+    except subprocess.TimeoutExpired:
+        raise ConstraintNotRead(f"the constraint was not read within {_MOST_CHECK_S:g} seconds: try again") from None
+    if done.returncode == 0:
+        return True
+    if done.stdout and done.returncode in _ENDS_BY_LIMITS:
+        return False
+    raise ConstraintNotRead(f"the process that reads constraints has ended (status {done.returncode}): try again")
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:

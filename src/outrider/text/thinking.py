@@ -13,7 +13,6 @@ import numpy as np
 
 from outrider.errors import OptionError
 from outrider.records import Constraint, Effect
-from outrider.text.pieces import num_undecided
 
 _FORMATS = {"think": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]")}
 
@@ -75,59 +74,6 @@ def thinking_of(tokenizer: Any, name: str) -> Thinking | None:
     if name in _FORMATS:
         raise OptionError("--reasoning-parser", name, f"the tokenizer has no tokens {' and '.join(_FORMATS[name])}")
     return None
-
-
-class ThoughtSplitter:
-    """Splits one output into thoughts and the rest, as it arrives, without the white space between them.
-
-    Args:
-        stage: where the output begins.
-        is_continued: in the middle of a text, so that white space counts from the beginning.
-    """
-
-    def __init__(self, thinking: Thinking, stage: Stage, *, is_continued: bool = False) -> None:
-        self._thinking, self._stage = thinking, stage
-        self._text = ""  # not yet split
-        self._is_dropping = stage != "before" and not is_continued  # white space
-
-    @property
-    def num_waiting(self) -> int:
-        """Characters at the end that are neither thoughts nor the rest for certain."""
-        return len(self._text)
-
-    def feed(self, text: str, *, is_end: bool = False) -> tuple[str, str]:
-        """Add text; return the thoughts and the rest that are certain."""
-        self._text += text
-        begin, end = self._thinking.begin, self._thinking.end
-        thoughts = ""
-        if self._stage == "before":
-            stripped = self._text.lstrip()
-            if not is_end and begin.startswith(stripped):
-                if stripped != begin:
-                    return "", ""
-            is_thought = stripped.startswith(begin)
-            self._stage, self._is_dropping = ("in" if is_thought else "after"), is_thought
-            self._text = stripped.removeprefix(begin) if is_thought else self._text
-        if self._stage == "in":
-            self._drop_space()
-            before, marker, after = self._text.partition(end)
-            if marker:
-                thoughts, self._text = before.rstrip(), after
-                self._stage, self._is_dropping = "after", True
-            else:
-                # White space at the end waits for more thoughts.
-                held = 0 if is_end else num_undecided(self._text, (end,))
-                thoughts = self._text[: len(self._text) - held].rstrip()
-                self._text = self._text[len(thoughts) :]
-                return thoughts, ""
-        self._drop_space()
-        rest, self._text = self._text, ""
-        return thoughts, rest
-
-    def _drop_space(self) -> None:
-        if self._is_dropping:
-            self._text = self._text.lstrip()
-            self._is_dropping = not self._text
 
 
 class AfterThinking:

@@ -168,7 +168,7 @@ def serve(
         from outrider.serve.server import Server, ServerOptions, listen
         from outrider.serve.startup_log import about
         from outrider.text.thinking import thinking_of
-        from outrider.text.tools.formats import tool_format_of
+        from outrider.text.tool_formats import tool_format_of
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
     check_hosts(allow_image_host or ())

@@ -1,4 +1,5 @@
-"""Grammars of calls: the forms that models have learnt, and no half a call; read by llguidance itself."""
+"""Formats of calls: found by the template; and their grammars, read by llguidance itself: what models have learnt, and
+no half a call."""
 
 import itertools
 from typing import Any
@@ -8,8 +9,8 @@ import pytest
 from llguidance.hf import from_tokenizer
 from tokenizers import AddedToken
 
-from outrider.text.tools.formats import TOOL_FORMATS, ToolFormat, tool_format_of
-from outrider.text.tools.grammar import calls_grammar
+from outrider.errors import OptionError
+from outrider.text.tool_formats import TOOL_FORMATS, ToolFormat, calls_grammar, tool_format_of
 from pairs import byte_level_tokenizer, word_tokenizer
 
 RAIN = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
@@ -80,3 +81,31 @@ def test_markers_may_be_no_tokens() -> None:
         matcher = llguidance.LLMatcher(tokens, llguidance.grammar_from("grammar", free), log_level=0)
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert (matcher.validate_tokens(ids) == len(ids)) == is_match
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "expected"),
+    [
+        ("{{ tools }}<tool_call>", [], "hermes"),
+        ("{{ tools }}<tool_call><function=", [], None),
+        ("{{ tools }}<tool_call><arg_key>", [], None),
+        ("{{ tools }}[TOOL_CALLS]", ["[ARGS]"], "mistral"),
+        ("{{ tools }}" + '{"name": x, "parameters": y}', ["<|python_tag|>"], "llama3_json"),
+        ("{{ tools }}" + '{"name": x, "parameters": y}', [], None),
+        ("{{ messages }}", [], None),
+        (None, [], None),
+    ],
+)
+def test_the_template_tells_the_format(template: str | None, special: list[str], expected: str | None) -> None:
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.add_special_tokens({"extra_special_tokens": special})
+    assert tool_format_of(tokenizer, "auto") is (TOOL_FORMATS[expected] if expected else None)
+
+
+def test_mistral_writes_lists_without_the_token_for_arguments() -> None:
+    form = tool_format_of(word_tokenizer(), "mistral")
+    assert form is not None and form.opening == "[TOOL_CALLS]["
+    assert len(form.new_id()) == 9 and form.new_id().isalnum()  # its template checks that
+    with pytest.raises(OptionError, match="--tool-parser = 'pythonic' is invalid: choose auto, or one of hermes"):
+        tool_format_of(word_tokenizer(), "pythonic")

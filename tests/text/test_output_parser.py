@@ -1,16 +1,14 @@
-"""Calls in text: the same parts, however the text arrives; never half a marker; and text that is no call is content."""
+"""Thoughts and calls in text: the same parts, however it arrives; never half a marker; what is no call is content."""
 
-import json
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.errors import OptionError
-from outrider.text.pieces import Piece
-from outrider.text.tools.formats import TOOL_FORMATS, tool_format_of
-from pairs import word_tokenizer
+from outrider.text.output_parser import CallParser, OutputParser, Piece, ThoughtSplitter
+from outrider.text.thinking import Stage, Thinking
+from outrider.text.tool_formats import TOOL_FORMATS
 
 NAMES = ["weather", "time"]
 ROME = '{"city": "Rome </tool_call> \\" }{", "days": [1, {"a": null}]}'
@@ -30,9 +28,9 @@ def parts(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
 
 
 def parsed(name: str, chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    parser = TOOL_FORMATS[name].parser(NAMES)
+    parser = CallParser(TOOL_FORMATS[name], NAMES)
     pieces = [piece for chunk in chunks for piece in parser.feed(chunk)]
-    return parts([*pieces, *parser.finish()])
+    return parts([*pieces, *parser.feed("", is_end=True)])
 
 
 HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>'
@@ -82,10 +80,21 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         "Yes.",
         [("weather", ROME), ("time", "{}")],
     ),
+    (
+        "mistral",
+        '[TOOL_CALLS][{"name": "time", "arguments": {}, "id": "VvvODy9mT"}, {"name": "time", "arguments": {"a": 1}',
+        "",
+        [("time", "{}"), ("time", '{"a": 1}')],
+    ),
     ("mistral", "[TOOL_CALLS", "[TOOL_CALLS", []),
     ("mistral", "[TOOL_CALLS]nothing", "[TOOL_CALLS]nothing", []),
     ("hermes", '<tool_call>{"name": "time"}\n]Now, <b>.', "Now, <b>.", [("time", "{}")]),
-    ("hermes", '<tool_call>{"name": "time", "arguments": }</tool_call>', "", [("time", "{}")]),
+    (
+        "hermes",
+        '<tool_call>{"name": "time", "arguments": }</tool_call>',
+        '<tool_call>{"name": "time", "arguments": }</tool_call>',
+        [],
+    ),
     ("llama3_json", '\u00a0{"name": "time"}', '\u00a0{"name": "time"}', []),
     ("mistral", "[TOOL_CALLS]time[ARGS]", "", [("time", "{}")]),
     ("mistral", "[TOOL_CALLS]is a marker {of calls}.", "[TOOL_CALLS]is a marker {of calls}.", []),
@@ -100,8 +109,12 @@ def test_parts_of_a_text(name: str, text: str, content: str, calls: list[tuple[s
 
 
 def test_arguments_that_are_too_deep() -> None:
-    text = f'<tool_call>{{"name": "time", "arguments": {"[" * 20_000}{"]" * 20_000}}}</tool_call>'
-    assert parsed("hermes", [text])[1][0][0] == "time"
+    deep = f'{{"a": {"[" * 20_000}{"]" * 20_000}}}'
+    for begin in ("", '"id": "a", '):
+        text = f'<tool_call>{{{begin}"name": "time", "arguments": {deep}}}</tool_call>'
+        assert parsed("hermes", [text]) == ("", [("time", deep)])
+    text = f'<tool_call>{{"arguments": {deep}, "name": "time"}}</tool_call>'
+    assert parsed("hermes", [text]) == (text, [])
 
 
 @settings(max_examples=150, deadline=None)
@@ -116,7 +129,7 @@ def test_any_cuts_give_the_same_parts(case: Any, cuts: list[int]) -> None:
 def test_arguments_are_passed_on_while_they_are_written() -> None:
     """All of them that can be known."""
     for name, text, *_ in CASES[1:2] + CASES[15:16] + CASES[24:25]:
-        parser, fed, arguments = TOOL_FORMATS[name].parser(NAMES), "", ""
+        parser, fed, arguments = CallParser(TOOL_FORMATS[name], NAMES), "", ""
         for character in text:
             fed += character
             arguments += "".join(piece.text for piece in parser.feed(character) if piece.kind == "arguments")
@@ -125,30 +138,35 @@ def test_arguments_are_passed_on_while_they_are_written() -> None:
                 assert arguments == ROME[:8] + begun[2]
 
 
+MARKERS = Thinking("<think>", "</think>", 90, 91)
+CALL = '<tool_call>\n{"name": "time"}\n</tool_call>'
+
+
 @pytest.mark.parametrize(
-    ("template", "special", "expected"),
+    ("stage", "text", "expected"),
     [
-        ("{{ tools }}<tool_call>", [], "hermes"),
-        ("{{ tools }}<tool_call><function=", [], None),
-        ("{{ tools }}<tool_call><arg_key>", [], None),
-        ("{{ tools }}[TOOL_CALLS]", ["[ARGS]"], "mistral"),
-        ("{{ tools }}" + '{"name": x, "parameters": y}', ["<|python_tag|>"], "llama3_json"),
-        ("{{ tools }}" + '{"name": x, "parameters": y}', [], None),
-        ("{{ messages }}", [], None),
-        (None, [], None),
+        ("in", "Hm, <b>.\n</think>\n\nYes.\n", ("Hm, <b>.", "Yes.\n", "")),
+        ("in", "Hm", ("Hm", "", "")),
+        ("in", "\n\n</think>\n", ("", "", "")),
+        ("before", "<think>\nHm.\n\nWell.</think>Yes. </think>", ("Hm.\n\nWell.", "Yes. </think>", "")),
+        ("before", "\n <think>Hm", ("Hm", "", "")),
+        ("before", " Yes.", ("", " Yes.", "")),
+        ("before", " <thi", ("", " <thi", "")),
+        ("after", "\n\nYes <think>.", ("", "Yes <think>.", "")),
+        ("in", f"Hm {CALL}</think>\n\n{CALL}", (f"Hm {CALL}", "", "time")),
+        ("in", f"Hm</think>Yes \n{CALL} \nand <tool_call>no", ("Hm", "Yes \nand <tool_call>no", "time")),
     ],
 )
-def test_the_template_tells_the_format(template: str | None, special: list[str], expected: str | None) -> None:
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = template
-    tokenizer.add_special_tokens({"extra_special_tokens": special})
-    assert tool_format_of(tokenizer, "auto") is (TOOL_FORMATS[expected] if expected else None)
-
-
-def test_mistral_writes_lists_without_the_token_for_arguments() -> None:
-    form = tool_format_of(word_tokenizer(), "mistral")
-    assert form is not None and form.opening == "[TOOL_CALLS]["
-    assert len(form.new_id()) == 9 and form.new_id().isalnum()  # its template checks that
-    with pytest.raises(OptionError, match="--tool-parser = 'pythonic' is invalid: choose auto, or one of hermes"):
-        tool_format_of(word_tokenizer(), "pythonic")
-    assert json.loads(ROME)
+def test_thoughts_and_what_follows(stage: Stage, text: str, expected: tuple[str, str, str]) -> None:
+    for chunks in ([text], list(text), [text[:9], text[9:]]):
+        parser = OutputParser(ThoughtSplitter(MARKERS, stage), CallParser(TOOL_FORMATS["hermes"], ["time"]))
+        pieces, fed = [], ""
+        for i, chunk in enumerate([*chunks, ""]):
+            fed += chunk
+            pieces += (new := parser.feed(chunk, is_end=i == len(chunks)))
+            for piece in new:
+                end = len(fed) - piece.num_after
+                assert piece.kind != "content" or fed[end - len(piece.text) : end] == piece.text
+        kinds = ("reasoning", "content", "call")
+        found = tuple("".join(piece.text for piece in pieces if piece.kind == kind) for kind in kinds)
+        assert found[0] == expected[0] and found[2] == expected[2] and found[1].strip() == expected[1].strip()

@@ -1,1 +1,0 @@
-"""Calls of tools: their formats in a model's text, as parsers and as constraints."""
