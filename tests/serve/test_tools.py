@@ -72,7 +72,7 @@ def test_some_tool_is_called(client: OpenAI) -> None:
 def test_a_forced_call_that_is_cut_shows_no_marker(kind: str) -> None:
     """There is no text beside a call that is forced: half a marker is none."""
     with running(talker(TEMPLATES[kind], MARKERS[kind]), num_slots=2) as server, server.openai() as client:
-        for most in range(1, 34, 8):
+        for most in range(1, 50, 8):
             body: Any = {"messages": ASK, "tools": [tool()], "tool_choice": "required", "seed": 1, "max_tokens": most}
             (choice,) = client.chat.completions.create(model="toy", **body).choices
             content, calls, reasons = streamed(client, **body)
