@@ -1,17 +1,11 @@
-"""The public surface: names, parameters, fields, errors, commands and their options.
-
-python tests/public.py        # writes tests/golden/public.json, at each release
-"""
+"""The public surface: names, parameters, fields, errors, commands and their options."""
 
 import inspect
-import json
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import outrider
 
-LIST = Path(__file__).parent / "golden" / "public.json"
 NOT_PUBLIC = {"Decoder.engine", "Decoder.request", "Decoder.read", "Decoder.pair_state"}  # for other layers
 
 
@@ -48,8 +42,7 @@ def _is_error(value: Any) -> bool:
 def _errors() -> dict[str, str]:
     """Each error with its base."""
     errors = import_module("outrider.errors")
-    homes = {name: name for name in errors.__all__} | errors.DEPRECATED
-    return {name: getattr(errors, home).__base__.__name__ for name, home in homes.items()}
+    return {name: getattr(errors, name).__base__.__name__ for name in errors.__all__}
 
 
 def _commands(group: Any, path: str = "") -> dict[str, list[str]]:
@@ -65,23 +58,9 @@ def _commands(group: Any, path: str = "") -> dict[str, list[str]]:
 
 
 def public() -> dict[str, Any]:
-    """Everything that a new version keeps, or deprecates first (CONTRIBUTING.md)."""
+    """All that is public (CONTRIBUTING.md)."""
     from typer.main import get_command
 
     from outrider.cli.app import app
 
     return {"python": _python(), "errors": _errors(), "commands": _commands(get_command(app))}
-
-
-def missing(old: Any, new: Any, path: str = "") -> list[str]:
-    """What the old list has and the new one lacks. New names and new parameters break nobody."""
-    if isinstance(old, dict):
-        gone = [f"{path}{name}" for name in old if name not in new]
-        return gone + [line for n in old if n in new for line in missing(old[n], new[n], f"{path}{n}.")]
-    if isinstance(old, list):
-        return [f"{path}{name}" for name in old if name not in new]
-    return [] if old == new else [f"{path}{old}"]
-
-
-if __name__ == "__main__":
-    LIST.write_text(json.dumps(public(), indent=1, sort_keys=True) + "\n", encoding="utf-8")

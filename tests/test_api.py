@@ -367,3 +367,5 @@ def test_a_placement_is_one_object() -> None:
     assert (decoder.target.dtype, decoder.drafter.models[0].dtype) == (torch.float64, torch.float64)
     with pytest.raises(OptionError, match="placement"):
         outrider.load("fable", dtype="float32", placement=placement)
+    with pytest.raises(OptionError, match="no such option: did you mean dtype"):
+        outrider.load("fable", torch_dtype="float32")

@@ -1,6 +1,5 @@
-"""What is public stays, and a caller's types hold."""
+"""The types of the public names, as a caller's type checker sees them."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,21 +7,6 @@ from pathlib import Path
 import pytest
 
 import outrider
-from public import LIST, missing, public
-
-
-def test_nothing_public_has_gone() -> None:
-    """Deprecate first (CONTRIBUTING.md). ``python tests/public.py`` writes the list of a new version."""
-    assert missing(json.loads(LIST.read_text(encoding="utf-8")), json.loads(json.dumps(public()))) == []
-
-
-def test_what_has_gone_is_named() -> None:
-    """The control."""
-    old = {"python": {"load": ["target", "draft"], "Chunk": {"text": []}}, "errors": {"PromptError": "UsageError"}}
-    new = {"python": {"load": ["draft", "more"], "Chunk": {}}, "errors": {"PromptError": "Exception"}, "more": 1}
-    assert missing(old, new) == ["python.load.target", "python.Chunk.text", "errors.PromptError.UsageError"]
-    assert missing(old, old) == []
-
 
 CALLER = """
 from collections.abc import AsyncIterator

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from outrider.models.placement import Placement
     from outrider.options import Sampling
     from outrider.records import Chunk, Completion, DraftedToken, Stats, Timing, TokenLogprob
-    from outrider.requests.async_session import AsyncSession
-    from outrider.requests.session import Session
+    from outrider.requests.session import AsyncSession, Session
     from outrider.text.chat import Chat, ChatOptions
 
 __all__ = [
@@ -46,7 +45,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AsyncSession": "requests.async_session",
+    "AsyncSession": "requests.session",
     "Chat": "text.chat",
     "ChatOptions": "text.chat",
     "Decoder": "decoder",

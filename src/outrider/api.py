@@ -8,7 +8,6 @@ for chunk in decoder.stream("Once upon a time", seed=1):
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +39,9 @@ from outrider.options import (
     DEFAULT_NUM_DRAFT_TOKENS,
     HYBRID,
     NumDraftTokens,
+    instead_of,
     looks_up,
+    own_name,
     reads_corpus,
 )
 from outrider.runtime.lm import LM
@@ -64,23 +65,14 @@ def load(
     *,
     tokenizer: Any | None = None,
     draft_tokenizer: Any | None = None,
-    device: str = "auto",
-    dtype: str = "auto",
-    quantization: str | None = None,
-    device_map: str | None = None,
-    max_memory: str | None = None,
-    tensor_parallel: int | None = None,
-    store: str | None = None,
-    allow_pickle: bool = False,
-    execution: str = "auto",
     placement: Placement | None = None,
     draft_placement: Placement | None = None,
     acceptance: str = DEFAULT_ACCEPTANCE,
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
-    compile: bool | None = None,
     generation_config: str = "auto",
     models_file: Path | None = None,
     corpus: Sequence[str | Path] = (),
+    **fields: Any,
 ) -> Decoder:
     """Load a target and a draft.
 
@@ -96,35 +88,33 @@ def load(
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
-        device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle, execution: the
-            placement of the target (see ``Placement``); models in memory stay where they are.
-        placement: the same as one object, in place of these.
+        placement: of the target; models in memory stay where they are.
         draft_placement: the placement of the draft; an "auto" device or dtype is the target's, and so are
             ``allow_pickle`` and "eager" as ``execution``.
         acceptance: "rejection", "block" or "gumbel".
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, from costs measured on first
             use for each number of rows (about a second each for small models) and cached.
-        compile: deprecated, and without effect: see ``execution``.
         generation_config: "auto" takes the sampling defaults of the target's checkpoint (temperature, top_k, top_p,
             min_p and repetition_penalty, as far as its generation_config.json states them) for calls that give no
             ``Sampling``; their keywords are changes to these. "none" does not. A model in memory has none.
         models_file: a TOML file with names of models, beside the user's own.
         corpus: files in which the draft "suffix" looks up the text, too: text, or JSON lines with "prompt" and "text"
             (or "prompt_ids" and "token_ids"), as ``outrider generate --output`` writes them.
+        fields: of ``Placement``, in place of ``placement``: ``load(..., device="cuda", dtype="bfloat16")``.
 
     Raises:
         ModelError: a model cannot be loaded, or its cache cannot be rolled back.
         TokenizerMismatch: the draft has too few of the target's tokens. (Those that it lacks are never drafted.)
         DeviceError, OptionError, FileError, MissingExtra: an option is not possible here.
     """
-    if compile is not None:
-        warnings.warn("'compile' has no effect: 'execution' chooses how a model runs", FutureWarning, stacklevel=3)
-    by_keywords = Placement(
-        device, dtype, quantization, device_map, max_memory, tensor_parallel, store, allow_pickle, execution
-    )
-    if placement is not None and by_keywords != _ANYWHERE:
-        raise OptionError("placement", placement, "give it or the keywords for a device, a dtype ..., not both")
-    placement = placement or by_keywords
+    if placement is not None and fields:
+        raise OptionError("placement", placement, "give it or its fields, not both")
+    for name, value in fields.items():
+        if name not in Placement.__dataclass_fields__:
+            near = own_name(name, (*Placement.__dataclass_fields__, "draft", "num_draft_tokens", "target"))
+            remedy = f"did you mean {near}?" if near else instead_of(name) or "leave it out"
+            raise OptionError(name, value, f"'load' has no such option: {remedy}")
+    placement = placement or Placement(**fields)
     checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True)
     num_tokens = num_tokens_of(checkpoint)
     check_choice(generation_config)

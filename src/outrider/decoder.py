@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import warnings
+import secrets
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Unpack
+from functools import partial
+from typing import Any, NamedTuple, Unpack
 
+from outrider.decoding.batch import Row, final_room
 from outrider.decoding.engine import Engine
-from outrider.decoding.schedule import PairState
+from outrider.decoding.fair_queue import FairQueue
+from outrider.decoding.prefill import PREFILL_CHUNK
+from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, PairState
 from outrider.drafters.base import NO_DRAFTER, Drafter
-from outrider.errors import OptionError, OutriderError
+from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
@@ -19,26 +24,40 @@ from outrider.options import (
     NumDraftTokens,
     Sampling,
     SamplingChanges,
+    check_n,
     check_num_draft_tokens,
     check_num_slots,
 )
-from outrider.records import Chunk, Completion
-from outrider.requests.async_session import AsyncSession
-from outrider.requests.call import GenerateCall, ReadPrompt, checked_ids, collect, ends_of
-from outrider.requests.row_options import check_names, rows_of
-from outrider.requests.session import Session, SessionCalls
+from outrider.records import Chunk, Completion, MediaPrompt, Request
+from outrider.requests.doors import Doors
+from outrider.requests.engine_loop import EngineLoop
+from outrider.requests.hooks import constraint_of
+from outrider.requests.row_options import LISTS, check_names, check_resume_ids, check_tokens, rows_of, seed_of
+from outrider.requests.session import AsyncSession, Session
 from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
+from outrider.runtime.media import read_media
 from outrider.sampling.rules import RULES
-from outrider.text.chat import ChatChanges
-from outrider.text.chat_images import chat_of
+from outrider.system.ranks import current_ranks
+from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.output_parser import ThoughtSplitter
-from outrider.text.prompts import prompts_of
-from outrider.text.tokenizer import Prompt
+from outrider.text.prompts import check_ids, check_padding, is_chat, media_of, prompts_of, without_media
+from outrider.text.row_text import RowText
+from outrider.text.tokenizer import Detokenizer, Prompt, encode
+
+_LEAST_SESSION_CAPACITY = 2048  # tokens of a slot, so that most sessions never grow
+
+
+class ReadPrompt(NamedTuple):
+    """A checked prompt for any number of requests: token ids, with the placeholders of images, and what the model has
+    read of the images; None for text."""
+
+    ids: Sequence[int]
+    media: MediaPrompt | None
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder:
+class Decoder(Doors):
     """A target, a drafter and their defaults. It holds no state of a generation, so that one decoder serves many.
 
     Attributes:
@@ -69,7 +88,8 @@ class Decoder:
     turn_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
-        _check_acceptance(self.acceptance)
+        if self.acceptance not in RULES:
+            raise OptionError("acceptance", self.acceptance, f"choose one of {', '.join(RULES)}")
         check_num_draft_tokens(self.num_draft_tokens)
         if self.pair_state is None or not self.pair_state.is_of(self.target, self.drafter):
             object.__setattr__(self, "pair_state", PairState(self.target, self.drafter))
@@ -77,124 +97,6 @@ class Decoder:
     def plain(self) -> Decoder:
         """A decoder with this target and no draft: the baseline of every comparison."""
         return replace(self, drafter=NO_DRAFTER)
-
-    def compiled(self, *, waits: bool = True, service: object = None) -> Decoder:
-        """Deprecated: the decoder itself. The fast execution of each device is the default (see ``Placement``)."""
-        warnings.warn("Decoder.compiled has no effect: the fast execution is the default", FutureWarning, stacklevel=2)
-        return self
-
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        resume_ids: Sequence[int] = (),
-        num_draft_tokens: NumDraftTokens | None = None,
-        acceptance: str | None = None,
-        is_repeatable: bool = True,
-        reports_drafts: bool = False,
-        **changes: Unpack[SamplingChanges],
-    ) -> Iterator[Chunk]:
-        """Generate for one prompt, one chunk per round. Options: see ``stream_many``.
-
-        The iterator may be dropped at any time. A call with ``resume_ids``, the tokens generated so far, continues from
-        there; stop strings and characters may span the cut. ``max_new_tokens`` counts the tokens of ``resume_ids`` too.
-        Cut at the end of a round (after a chunk; under ``gumbel`` anywhere), a given seed yields the output of the
-        uncut stream.
-        """
-        call = self._call(num_draft_tokens, acceptance, is_repeatable, reports_drafts)
-        return call.chunks(call.one(prompt, sampling, changes, resume_ids), num_slots=1)
-
-    def stream_many(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
-        n: int = 1,
-        resume_ids: Sequence[Sequence[int]] | None = None,
-        num_slots: int = DEFAULT_NUM_SLOTS,
-        num_draft_tokens: NumDraftTokens | None = None,
-        acceptance: str | None = None,
-        is_repeatable: bool = True,
-        reports_drafts: bool = False,
-        **changes: Unpack[SamplingChanges],
-    ) -> Iterator[Chunk]:
-        """Generate for several prompts concurrently, one chunk per row and round.
-
-        Args:
-            prompts: texts, lists of token ids, or chats; or one of these; or the output of a tokenizer, with its mask.
-            n: completions of each prompt, in turn: completion j of prompt i is row i n + j. The prompt is fed once.
-            resume_ids: for each completion the tokens generated before (see ``stream``).
-            num_slots: concurrent prompts. When a row ends, the next prompt takes its slot.
-            num_draft_tokens, acceptance: for this call, in place of the decoder's.
-            is_repeatable: the output of a row whose seed is given depends on the call alone: under "auto" its K is
-                constant if the output depends on K. False lifts this (for measurements; the output distribution is the
-                same if no seed is used twice with this decoder).
-            reports_drafts: report all drafted tokens in chunks, rejected or not, with p and q.
-            sampling: options of all prompts, or a list with one for each; None for ``sampling_defaults``. A
-                single ``seed`` is the base seed; row i gets seed + i. (A list has the seed of each prompt's first row.)
-                Without a seed each row draws its own.
-            changes: fields of ``Sampling`` in place of those of ``sampling``.
-
-        Raises:
-            OptionError, PromptError: from the call, not from the first chunk.
-            NumericsError: from the iterator.
-        """
-        call = self._call(num_draft_tokens, acceptance, is_repeatable, reports_drafts)
-        return call.chunks(call.states(prompts, sampling, changes, resume_ids, n), num_slots)
-
-    def generate(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
-        n: int = 1,
-        resume_ids: Sequence[Sequence[int]] | None = None,
-        num_slots: int = DEFAULT_NUM_SLOTS,
-        num_draft_tokens: NumDraftTokens | None = None,
-        acceptance: str | None = None,
-        **changes: Unpack[SamplingChanges],
-    ) -> list[Completion]:
-        """Generate for one prompt or several, and wait for all. Arguments and errors: see ``stream_many``.
-
-        Returns:
-            ``n`` completions for each prompt, in order.
-        """
-        call = self._call(num_draft_tokens, acceptance)
-        states = call.states(prompts, sampling, changes, resume_ids, n)
-        return collect(states, call.chunks(states, num_slots))
-
-    def stream_chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        **options: Unpack[ChatChanges],
-    ) -> Iterator[Chunk]:
-        """Generate the answer to a chat, one chunk per round.
-
-        Args:
-            messages: ``[{"role": "user", "content": "..."}, ...]``; a string is one message of the user.
-            options: fields of ``ChatOptions`` (``system``, ``tools``, ``chat_template_kwargs``, ...), which go to the
-                chat template; and options of ``stream``.
-
-        Raises:
-            PromptError: there is no chat template, or it does not accept the messages.
-            OptionError: an option is invalid, or the template does not read it.
-        """
-        chat, others = chat_of(messages, options)
-        return self.stream(chat, sampling, **others)
-
-    def chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        **options: Unpack[ChatChanges],
-    ) -> Completion:
-        """Generate the answer to a chat, and wait for it. Arguments and errors: see ``stream_chat``. (``generate``
-        takes several chats.)"""
-        chat, others = chat_of(messages, options)
-        (completion,) = self.generate(chat, sampling, **others)
-        return completion
 
     def complete(
         self,
@@ -218,11 +120,11 @@ class Decoder:
             The index of the prompt and its completion; or its error (PromptError, OptionError, NumericsError), while
             the other prompts continue.
         """
-        call = self._call(num_draft_tokens, acceptance)
+        own = self._with(num_draft_tokens, acceptance)
         check_num_slots(num_slots)
         (options,) = rows_of(sampling, {}, 1, self.sampling_defaults)
         check_names(changes)
-        return call.completions(prompts_of(prompts), num_slots, options | changes)
+        return own._completions(prompts_of(prompts), num_slots, options | changes)
 
     def session(
         self,
@@ -244,7 +146,17 @@ class Decoder:
         Raises:
             OptionError
         """
-        return Session(SessionCalls(self._call(num_draft_tokens, acceptance), slots, capacity))
+        own = self._with(num_draft_tokens, acceptance)
+        check_num_slots(slots, "slots")
+        least, most = _LEAST_SESSION_CAPACITY, self.target.context_len
+        if capacity is not None:
+            is_number = isinstance(capacity, int) and not isinstance(capacity, bool)
+            if not is_number or not 2 <= capacity <= most:
+                remedy = f"a whole number of tokens from 2 to {most}, the context of {self.target.name}"
+                raise OptionError("capacity", capacity, remedy)
+            least = most = min(capacity + own._constant_k, most)
+        loop = EngineLoop(partial(own.engine, slots), least_capacity=least, most_capacity=most)
+        return Session(own._requests, loop, self.target, capacity)
 
     def async_session(
         self,
@@ -256,47 +168,127 @@ class Decoder:
     ) -> AsyncSession:
         """A session for an event loop, whose tasks share it: ``async with decoder.async_session() as session``, then
         ``async for chunk in session.stream(...)``. Arguments and errors: see ``session``."""
-        return AsyncSession(SessionCalls(self._call(num_draft_tokens, acceptance), slots, capacity))
+        return AsyncSession(self.session(slots, capacity, num_draft_tokens=num_draft_tokens, acceptance=acceptance))
 
-    def engine(self, num_slots: int, capacity: int) -> Engine:
+    def engine(
+        self,
+        num_slots: int,
+        capacity: int,
+        *,
+        prefill_chunk: int | None = PREFILL_CHUNK,
+        queue: FairQueue[Row] | None = None,
+    ) -> Engine:
         """An engine for requests that arrive at any time (docs/internals/engine.md), made by ``request``.
 
         Args:
             capacity: most tokens in a row, prompt included.
+            prefill_chunk, queue: see ``Engine``.
         """
-        return self._call().engine(num_slots, capacity)
+        assert self.pair_state is not None
+        rule = RULES[self.acceptance]
+        is_adaptive = self.num_draft_tokens == "auto" and self.drafter.most_drafted != 0
+        return Engine(
+            self.target,
+            self.drafter,
+            rule,
+            num_slots=num_slots,
+            capacity=capacity,
+            schedule=AdaptiveSchedule(self.pair_state.estimates(rule))
+            if is_adaptive
+            else ConstantSchedule(self._constant_k),
+            prefill_chunk=prefill_chunk,
+            queue=queue,
+        )
 
     def read(self, prompt: Prompt) -> ReadPrompt:
         """A prompt for several requests: it is encoded, and its images are read, only once. Raises PromptError."""
-        return self._call().read(prompt)
+        prompt = chat_inputs(self.processor, prompt) if has_images(prompt) else prompt  # type: ignore[arg-type]
+        inputs = media_of(prompt)
+        ids = self._checked_ids(without_media(prompt), has_images=bool(inputs))
+        return ReadPrompt(ids, read_media(self.target, ids, inputs) if inputs else None)
 
     def request(
         self,
         prompt: Prompt | ReadPrompt,
         options: Mapping[str, Any],
         *,
+        resume_ids: Sequence[int] = (),
         shown_ids: Collection[int] = (),
         includes_stop: bool = False,
         thoughts: ThoughtSplitter | None = None,
+        is_repeatable: bool = True,
+        reports_drafts: bool = False,
     ) -> RequestState:
-        """A checked request for ``engine``.
+        """A checked request.
 
         Args:
             options: fields of ``Sampling``, one value each; others are the decoder's defaults.
+            resume_ids: see ``stream``.
             shown_ids: special tokens that are written in its text.
             includes_stop: so is the token or string that ends it.
             thoughts: splits off its thoughts, in which stop strings do not count.
+            is_repeatable, reports_drafts: see ``CallOptions``.
 
         Raises:
             OptionError, PromptError
         """
-        read = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
-        own = {**self.sampling_defaults, **options}
-        return self._call().state(read, own, shown_ids=shown_ids, includes_stop=includes_stop, thoughts=thoughts)
+        check_names(options)
+        options = {**self.sampling_defaults, **options}
+        ids, media = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
+        vocab_size = self.target.vocab_size
+        has_seed = options.get("seed") is not None
+        # 53 bits: JSON numbers are float64 in other languages.
+        seed = options["seed"] if has_seed else current_ranks().shared(secrets.randbits(53))
+        lists = {name: () for name in LISTS if options.get(name) is None}
+        sampling = Sampling(**{**options, "seed": seed, **lists})
+        ends = self.ends_of(ids)
+        check_tokens(sampling, vocab_size, ends)
+        if sampling.stop and self.tokenizer is None:
+            raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
+        constraint = constraint_of(sampling, self.tokenizer, vocab_size, ends, ids)
+        text = RowText(
+            None if self.tokenizer is None else Detokenizer(self.tokenizer, ids, shown_ids),
+            () if sampling.ignore_eos else ends,
+            sampling.stop,
+            sampling.stop_token_ids,
+            sampling.min_tokens,
+            includes_stop,
+            thoughts,
+        )
+        check_resume_ids(resume_ids, vocab_size)
+        if len(resume_ids) >= sampling.max_new_tokens or len(ids) + len(resume_ids) >= self.target.context_len:
+            raise OptionError(
+                "resume_ids", f"{len(resume_ids)} tokens", "the output is complete: nothing is left to generate"
+            )
+        for token_id in resume_ids:
+            if text.push(token_id) is not None:
+                raise OptionError("resume_ids", token_id, "the output ended with this token")
+            if constraint is not None and not constraint.push(token_id):
+                raise OptionError("resume_ids", token_id, "the constraint forbids this token")
+        text.take()  # emitted before the cut
+        # If the output for a given seed depends on K, it must not depend on the load, so that under "auto" K is
+        # constant. With a constant K it must not depend on its own end, since a drawn seed is reported and may be
+        # given.
+        is_fixed, is_auto = has_seed and is_repeatable, self.num_draft_tokens == "auto"
+        depends_on_k = self.drafter.most_drafted != 0 and self.acceptance != "gumbel" and sampling.temperature > 0
+        request = Request(
+            [*ids, *resume_ids],
+            sampling.with_ends(ends),
+            text,
+            num_draft_tokens=self._constant_k if is_auto and is_fixed and depends_on_k else None,
+            reports_drafts=reports_drafts,
+            drafts_beyond_end=depends_on_k and (is_fixed or not is_auto),
+            num_resumed=len(resume_ids),
+            constraint=constraint,
+            media=media,
+        )
+        room = final_room(self.target, request, self._constant_k)
+        return RequestState(request, text, len(ids), len(resume_ids), room)
 
     def ends_of(self, prompt_ids: Sequence[int]) -> frozenset[int]:
-        """Tokens that end the output of a prompt."""
-        return ends_of(prompt_ids, self.eos_ids, self.turn_ids)
+        """Tokens that end the output of a prompt. A prompt with a token that ends turns is a chat, whoever has applied
+        the template, so that its output ends with a turn."""
+        return self.eos_ids if self.turn_ids.isdisjoint(prompt_ids) else self.eos_ids | self.turn_ids
 
     def of_one_kind(self, prompts: Iterable[Sequence[int]]) -> Decoder:
         """A decoder for texts that share their options: if one of the prompts is a chat, all texts end with turns."""
@@ -309,25 +301,112 @@ class Decoder:
         Raises:
             PromptError: it is empty, too long for the context, or has ids beyond the vocabulary or of an image.
         """
-        return checked_ids(self.target, self.tokenizer, prompt)
+        return self._checked_ids(prompt, has_images=False)
 
-    def _call(
-        self,
-        num_draft_tokens: NumDraftTokens | None = None,
-        acceptance: str | None = None,
-        is_repeatable: bool = True,
-        reports_drafts: bool = False,
-    ) -> GenerateCall:
+    def _checked_ids(self, prompt: Prompt, *, has_images: bool) -> list[int]:
+        target, ids = self.target, encode(self.tokenizer, prompt)
+        if len(ids) >= target.context_len:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, but {target.name} can take {target.context_len} in all, "
+                "prompt and output together: shorten it"
+            )
+        check_ids(ids, target.vocab_size, target.weights.config, self.tokenizer, has_images=has_images)
+        return ids
+
+    @property
+    def _constant_k(self) -> int:
+        """K of rows whose K is constant."""
+        k = DEFAULT_NUM_DRAFT_TOKENS if self.num_draft_tokens == "auto" else self.num_draft_tokens
+        most = self.drafter.most_drafted
+        return k if most is None else min(k, most)
+
+    def _with(self, num_draft_tokens: NumDraftTokens | None, acceptance: str | None) -> Decoder:
+        """The decoder of a call with a K or a rule of its own."""
+        if num_draft_tokens is None and acceptance is None:
+            return self
         k = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        check_num_draft_tokens(k)
-        rule = RULES[_check_acceptance(self.acceptance if acceptance is None else acceptance)]
-        assert self.pair_state is not None
-        models = self.target, self.tokenizer, self.eos_ids, self.turn_ids, self.drafter, self.pair_state
-        shared = self.sampling_defaults, is_repeatable, reports_drafts, self.processor
-        return GenerateCall(*models, k, rule, *shared)
+        return replace(self, num_draft_tokens=k, acceptance=self.acceptance if acceptance is None else acceptance)
 
+    def _open(
+        self, prompts: Any, sampling: Any, resume_ids: Any, n: int, options: Mapping[str, Any]
+    ) -> tuple[list[RequestState], EngineLoop]:
+        changes = dict(options)
+        num_slots = changes.pop("num_slots", DEFAULT_NUM_SLOTS)
+        own = self._with(changes.pop("num_draft_tokens", None), changes.pop("acceptance", None))
+        is_repeatable = changes.pop("is_repeatable", True)
+        states = own._requests(prompts, sampling, resume_ids, n, changes, is_repeatable=is_repeatable)
+        check_num_slots(num_slots)
+        return states, own._loop(min(num_slots, len(states)), prefill_chunk=None)
 
-def _check_acceptance(name: str) -> str:
-    if name not in RULES:
-        raise OptionError("acceptance", name, f"choose one of {', '.join(RULES)}")
-    return name
+    def _loop(self, num_slots: int, prefill_chunk: int | None = PREFILL_CHUNK) -> EngineLoop:
+        make = partial(self.engine, num_slots, prefill_chunk=prefill_chunk)
+        return EngineLoop(make, most_capacity=self.target.context_len)
+
+    def _requests(
+        self,
+        given: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None,
+        resume_ids: Sequence[Sequence[int]] | None,
+        n: int,
+        options: Mapping[str, Any],
+        *,
+        is_repeatable: bool = True,
+    ) -> list[RequestState]:
+        """``n`` requests for each prompt."""
+        check_n(n)
+        changes = dict(options)
+        reports_drafts = changes.pop("reports_drafts", False)
+        prompts = list(prompts_of(given))
+        check_padding(self.tokenizer, prompts)
+        num_rows = n * len(prompts)
+        if resume_ids is not None and len(resume_ids) != num_rows:
+            raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {num_rows} completions")
+        rows = rows_of(sampling, changes, len(prompts), self.sampling_defaults, n)
+        states: list[RequestState] = []
+        for index, prompt in enumerate(prompts):
+            try:
+                read = self.read(prompt)
+            except PromptError as error:
+                raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
+            for row in rows[index * n : (index + 1) * n]:
+                resumed = () if resume_ids is None else resume_ids[len(states)]
+                state = self.request(
+                    read, row, resume_ids=resumed, is_repeatable=is_repeatable, reports_drafts=reports_drafts
+                )
+                states.append(state)
+        return states
+
+    def _completions(
+        self, prompts: Iterable[Any], num_slots: int, options: Mapping[str, Any]
+    ) -> Iterator[tuple[int, Completion | OutriderError]]:
+        """See ``complete``."""
+        unread, loop = enumerate(prompts), self._loop(num_slots)
+        arrived: deque[tuple[int, Chunk | OutriderError]] = deque()
+        states: dict[int, RequestState] = {}
+        while True:
+            while len(states) < 2 * num_slots and (item := next(unread, None)) is not None:
+                number, prompt = item
+                own: Mapping[str, Any] = {}
+                if isinstance(prompt, tuple) and len(prompt) == 2 and isinstance(prompt[1], Mapping):
+                    prompt, own = (prompt, own) if is_chat(prompt) else prompt
+                try:
+                    check_padding(self.tokenizer, [prompt])
+                    own = {**options, "seed": seed_of(options.get("seed"), number), **own}
+                    state = self.request(prompt, own)
+                except (OptionError, PromptError) as error:
+                    yield number, error
+                else:
+                    states[number] = state
+                    loop.submit([state], lambda *item: arrived.append(item), first_number=number)
+            if not states:
+                return
+            while not arrived:
+                loop.step(skip_if=arrived)
+            number, found = arrived.popleft()
+            if isinstance(found, OutriderError):
+                del states[number]
+                yield number, found
+                continue
+            states[number].chunks.append(found)
+            if found.finish_reason is not None:
+                yield number, states.pop(number).completion

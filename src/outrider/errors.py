@@ -25,9 +25,6 @@ exception, never one of these.
 
 from __future__ import annotations
 
-import warnings
-from typing import TYPE_CHECKING
-
 __all__ = [
     "ConstraintNotRead",
     "DeviceError",
@@ -162,15 +159,3 @@ class NumericsError(OutriderError):
 
 class RankError(OutriderError):
     """The ranks of a job (``torchrun``) that share a target generated different tokens."""
-
-
-DEPRECATED = {"CompileError": "ExecutionError"}
-"""Former names, with those in their place."""
-
-if not TYPE_CHECKING:  # else a type checker would take any name for one of this module's
-
-    def __getattr__(name: str) -> type[OutriderError]:
-        if name not in DEPRECATED:
-            raise AttributeError(f"module 'outrider.errors' has no attribute {name!r}")
-        warnings.warn(f"{name} is now {DEPRECATED[name]}", FutureWarning, stacklevel=2)
-        return globals()[DEPRECATED[name]]

@@ -250,6 +250,26 @@ class SamplingChanges(TypedDict, total=False):
     processor: _HookOrNone | Sequence[_HookOrNone]
 
 
+class CallOptions(SamplingChanges, total=False):
+    """Keywords of ``Decoder.stream_many`` and the like: the fields of ``Sampling``, and options of the whole call. (In
+    a session the engine is shared: ``reports_drafts`` is the only option of a call there.)
+
+    Attributes:
+        num_slots: concurrent prompts. When a row ends, the next prompt takes its slot.
+        num_draft_tokens, acceptance: for this call, in place of the decoder's.
+        is_repeatable: the output of a row whose seed is given depends on the call alone: under "auto" its K is constant
+            if the output depends on K. False lifts this (for measurements; the output distribution is the same if no
+            seed is used twice with this decoder).
+        reports_drafts: report all drafted tokens in chunks, rejected or not, with p and q.
+    """
+
+    num_slots: int
+    num_draft_tokens: NumDraftTokens | None
+    acceptance: str | None
+    is_repeatable: bool
+    reports_drafts: bool
+
+
 def is_word(item: object) -> bool:
     """Whether this may be one of ``bad_words``: a text, or token ids."""
     if isinstance(item, Sequence) and not isinstance(item, str):

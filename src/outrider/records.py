@@ -158,6 +158,7 @@ class RowRound:
         logprobs: one for each token, if asked for.
         rejected_ratio: p/q at the first rejected token, None if none was rejected.
         num_cached_tokens: in a row's first round, the prompt tokens found in the cache.
+        queued_s: in a row's first round, the seconds that the row waited for a slot.
         error: the reason, where ``finish_reason`` is "error"; no token of this round is committed then.
         drafted: all drafted tokens, rejected or not, if asked for.
         slot: the row's slot of the cache.
@@ -178,6 +179,7 @@ class RowRound:
     error: str | None = None
     drafted: tuple[DraftedToken, ...] | None = None
     slot: int = field(default=0, compare=False)
+    queued_s: float = field(default=0.0, compare=False)
     has_broken_draft: bool = False
     logits: Tensor | None = field(default=None, compare=False, repr=False)
 

@@ -76,15 +76,3 @@ def test_a_file_of_names_may_choose(tmp_path: Path) -> None:
         spec = resolve("mine", file)
         assert Placement().over(spec).execution == name
         assert Placement(execution="eager").over(spec).execution == "eager"
-
-
-def test_former_names_still_work(model: PreTrainedModel) -> None:
-    """With a warning that names the successor."""
-    with pytest.warns(FutureWarning, match="'execution' chooses how a model runs"):
-        decoder = outrider.load(model, compile=True)
-    with pytest.warns(FutureWarning, match="the fast execution is the default"):
-        assert decoder.compiled(waits=False) is decoder
-    with pytest.warns(FutureWarning, match="CompileError is now ExecutionError"):
-        assert outrider.errors.CompileError is outrider.errors.ExecutionError
-    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
-        outrider.errors.Nothing  # noqa: B018

@@ -13,8 +13,8 @@ from outrider.decoding.engine import Engine
 from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError, OptionError, SessionError
 from outrider.records import Chunk
-from outrider.requests.async_session import AsyncSession
-from outrider.requests.shared_engine import SharedEngine
+from outrider.requests.engine_loop import EngineLoop
+from outrider.requests.session import AsyncSession
 from outrider.runtime.lm import LM
 from pairs import random_llama, word_tokenizer
 from toys import llama_pair, random_table, table_lm
@@ -38,8 +38,7 @@ def _raising(error: type[BaseException]) -> Callable[[list[int]], None]:
 
 def _num_rows(session: AsyncSession) -> int:
     """Rows that run or wait."""
-    engine = session._calls.engine
-    return len(engine._rows) + len(engine._waiting)
+    return session._session.loop.num_rows
 
 
 def test_tasks_share_a_session() -> None:
@@ -128,14 +127,14 @@ def test_a_thread_that_fails_ends_all_streams(monkeypatch: pytest.MonkeyPatch) -
     """Those that it had not taken too; later ones are refused."""
     decoder = _words()
 
-    def failing(engine: SharedEngine, rows: Any) -> None:
+    def failing(engine: EngineLoop, rows: Any, receive: Any) -> None:
         raise RuntimeError("no more")
 
     async def ended() -> None:
         async with decoder.async_session() as session:
             streams = [session.stream("w1", max_new_tokens=ENDLESS) for _ in range(2)]
             await anext(streams[0])
-            monkeypatch.setattr(SharedEngine, "submit", failing)
+            monkeypatch.setattr(EngineLoop, "submit", failing)
             for stream, match in zip(streams[::-1], ("thread of the session has failed", "closed before"), strict=True):
                 with pytest.raises(SessionError, match=match):
                     while True:

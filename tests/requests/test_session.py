@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from hybrids import hybrid, hybrid_lm
+from outrider import decoder as decoder_module
 from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine
 from outrider.drafters.base import NO_DRAFTER, Drafter
@@ -17,9 +18,7 @@ from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import DeviceError, NumericsError, OptionError, PromptError, SessionError
 from outrider.records import Chunk, RowRound, Timing
-from outrider.requests import session as session_module
-from outrider.requests.call import GenerateCall
-from outrider.requests.shared_engine import SharedEngine
+from outrider.requests.engine_loop import EngineLoop
 from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
 from pairs import random_llama, word_tokenizer
@@ -103,15 +102,15 @@ def test_threads_take_turns() -> None:
 @pytest.fixture
 def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Capacities of the engines that are made, the least of which is small."""
-    monkeypatch.setattr(session_module, "_LEAST_CAPACITY", 48)
+    monkeypatch.setattr(decoder_module, "_LEAST_SESSION_CAPACITY", 48)
     found: list[int] = []
-    make = GenerateCall.engine
+    make = Decoder.engine
 
-    def noted(call: GenerateCall, num_slots: int, capacity: int, **options: Any) -> Engine:
+    def noted(decoder: Decoder, num_slots: int, capacity: int, **options: Any) -> Engine:
         found.append(capacity)
-        return make(call, num_slots, capacity, **options)
+        return make(decoder, num_slots, capacity, **options)
 
-    monkeypatch.setattr(GenerateCall, "engine", noted)
+    monkeypatch.setattr(Decoder, "engine", noted)
     return found
 
 
@@ -161,7 +160,7 @@ def test_a_larger_cache_that_does_not_fit_is_freed_first() -> None:
                 raise DeviceError("no memory")
             assert [one() for one in made[:-1]] == [None] * (len(made) - 1)
 
-    engine = SharedEngine(Half, least_capacity=16, most_capacity=64)  # type: ignore[arg-type]
+    engine = EngineLoop(Half, least_capacity=16, most_capacity=64)  # type: ignore[arg-type]
     engine._enlarge(8)
     assert len(made) == 2 and engine._capacity == 8
 
@@ -217,7 +216,7 @@ def test_no_chunk_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
         next(other)
         next(one)
 
-        def failing(state: RequestState, row: RowRound, timing: Timing, number: int) -> Chunk:
+        def failing(state: RequestState, row: RowRound, timing: Timing) -> Chunk:
             raise ValueError("no text")
 
         with monkeypatch.context() as patch:

@@ -10,14 +10,15 @@ import openai
 import pytest
 from servers import LIMIT_S, Running, running, wait_until, words
 
+from outrider.decoding.fair_queue import FairQueue
 from outrider.serve import pending
 from outrider.serve.admission import Admission
 from outrider.serve.app import network_of
-from outrider.serve.fair_queue import Turns, TurnsPool
+from outrider.serve.fair_threads import FairThreads
 from outrider.text.tokenizer import encode
 
 
-def order(turns: Turns[str]) -> list[str]:
+def order(turns: FairQueue[str]) -> list[str]:
     found = []
     while (one := turns.pop()) is not None:
         found.append(one[1])
@@ -25,7 +26,7 @@ def order(turns: Turns[str]) -> list[str]:
 
 
 def test_clients_take_turns() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for name in ("a1", "a2", "a3", "b1", "a4", "c1", "b2"):
         turns.push(name, name[0])
     assert len(turns) == 7 and sorted(turns) == ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
@@ -44,14 +45,14 @@ def test_clients_take_turns() -> None:
 )
 def test_priority_within_a_client(priorities: dict[str, int], is_across: bool, expected: list[str]) -> None:
     """And across clients only where it is allowed."""
-    turns: Turns[str] = Turns(has_priority_across_clients=is_across)
+    turns: FairQueue[str] = FairQueue(has_priority_across_clients=is_across)
     for name, priority in priorities.items():
         turns.push(name, name[0], priority)
     assert order(turns) == expected
 
 
 def test_removed_items_lose_their_turn() -> None:
-    turns: Turns[str] = Turns()
+    turns: FairQueue[str] = FairQueue()
     for name in ("a1", "a2", "b1", "b2"):
         turns.push(name, name[0])
     assert turns.remove(lambda name: name in ("a1", "b1", "b2")) == 3
@@ -62,7 +63,7 @@ def test_a_client_never_has_all_threads() -> None:
     """While one client's work lasts, that of another is done; those who were cancelled are left out."""
 
     async def check() -> None:
-        pool, may_end, done = TurnsPool(2, "test"), threading.Event(), []
+        pool, may_end, done = FairThreads(2, "test"), threading.Event(), []
         try:
             slow = [asyncio.ensure_future(pool.run(may_end.wait, "a")) for _ in range(4)]
             await asyncio.sleep(0)
@@ -172,7 +173,7 @@ def test_requests_that_wait_to_be_tokenized_are_in_the_queue(monkeypatch: pytest
 def test_a_prompt_that_cannot_have_room_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """64 tokens hold at most 4,096 bytes here."""
     with running(words()) as server, server.http() as http:
-        monkeypatch.setattr("outrider.requests.call.encode", _encode_one_word)
+        monkeypatch.setattr("outrider.decoder.encode", _encode_one_word)
         monkeypatch.setattr("outrider.serve.prepare.encode", _encode_one_word)
         for path, body, param in (
             ("/v1/completions", {"prompt": ["w1", "w1 " * 2000]}, "prompt"),

@@ -47,6 +47,7 @@ class Row:
         limit: the length at which the row ends.
         room: the length that the row's rounds may reach; more than the limit where drafts are not shortened for it.
         slot: the row's slot; -1 while the row waits.
+        submitted_s, queued_s: when the row was submitted, and how long it waited for the slot.
         num_cached: prompt tokens found in the slot's cache.
         num_filled: prompt tokens in the target's cache.
         awaited: the row in prefill whose prefix this row waits for.
@@ -59,6 +60,8 @@ class Row:
     limit: int
     room: int
     slot: int = -1
+    submitted_s: float = 0.0
+    queued_s: float = 0.0
     num_cached: int = 0
     num_filled: int = 0
     awaited: Row | None = None

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from outrider.decoding.batch import Batch, Row, final_length, final_room
+from outrider.decoding.fair_queue import FairQueue
 from outrider.decoding.prefill import PREFILL_CHUNK, next_forward
 from outrider.decoding.readback import StartedRound, read
 from outrider.decoding.runner import Runner
@@ -91,6 +92,7 @@ class Engine:
         capacity: int,
         schedule: Schedule,
         prefill_chunk: int | None = PREFILL_CHUNK,
+        queue: FairQueue[Row] | None = None,
     ) -> None:
         """
         Args:
@@ -99,6 +101,7 @@ class Engine:
             schedule: chooses K for each round.
             prefill_chunk: about the number of prompt tokens fed in a step, which bounds how long a joining prompt
                 delays other rows, and other engines; None for no limit.
+            queue: decides which request gets the next slot; None: the clients in turn.
         """
         self.schedule = schedule
         self._target, self._drafter = target, drafter
@@ -118,7 +121,7 @@ class Engine:
         self._lookahead = 0 if reads else target.execution.lookahead
         self._rounds_per_look = 1 if reads else min(one.rounds_per_look for one in executions)
         cache = self._runner.cache
-        self._scheduler = Scheduler(Slots(num_slots, cache.take_over, shares_parts=not cache.has_anchors))
+        self._scheduler = Scheduler(Slots(num_slots, cache.take_over, shares_parts=not cache.has_anchors), queue)
         self._slots = self._scheduler.slots
         self._in_flight: deque[StartedRound] = deque()
         self._last_k = -1
@@ -127,8 +130,11 @@ class Engine:
         self._agreement = Agreement()
         self._inference_mode = torch.inference_mode()  # made once: as a decorator it would be made for every round
 
-    def submit(self, request: Request) -> int:
+    def submit(self, request: Request, client: str = "", priority: int = 0) -> int:
         """Queue a request.
+
+        Args:
+            client, priority: see ``FairQueue``.
 
         Returns:
             Its index, as in ``RowRound.row``.
@@ -137,7 +143,7 @@ class Engine:
         assert (request.num_draft_tokens or 0) <= self.schedule.max_k
         limit = min(final_length(self._target, request), self._capacity)
         room = min(final_room(self._target, request, self.schedule.max_k), self._capacity)
-        return self._scheduler.submit(request, limit, room)
+        return self._scheduler.submit(request, limit, room, client, priority)
 
     def cancel(self, index: int) -> None:
         """Cancel a request. It leaves before the next round, and is in no round from then on."""
@@ -146,6 +152,11 @@ class Engine:
     @property
     def load(self) -> Load:
         return self._scheduler.load
+
+    @property
+    def waiting(self) -> list[int]:
+        """Indices of the requests without a slot."""
+        return self._scheduler.waiting
 
     def step(self) -> Round | None:
         """Let rows leave and join, feed a chunk of prompts, and run one round.

@@ -116,7 +116,7 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
             continue
         *tokens, n, num_drafted, is_bad, is_bad_draft = numbers
         is_first = row.length == row.prompt_length
-        num_cached = row.num_cached if is_first else 0
+        num_cached, queued_s = (row.num_cached, row.queued_s) if is_first else (0, 0.0)
         is_rejected = n < num_drafted
         token_ids, reason = _until_stop(row, tokens[:n] if is_bad else tokens[: n + 1])
         error = _advance_constraint(row, token_ids)
@@ -151,6 +151,7 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
                 logprobs=logprobs,
                 rejected_ratio=_ratio(*probs[b][n]) if is_rejected and len(token_ids) > n else None,
                 num_cached_tokens=num_cached,
+                queued_s=queued_s,
                 drafted=drafted,
                 slot=b,
                 has_broken_draft=bool(is_bad_draft),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from itertools import count
 
 from outrider.decoding.batch import Row
+from outrider.decoding.fair_queue import FairQueue
 from outrider.decoding.slots import SlotAssignment, Slots
 from outrider.records import Request
 
@@ -23,35 +25,40 @@ class Load:
 
 
 class Scheduler:
-    """Queue of requests and their slots. First come, first served; a row that has a slot keeps it.
+    """Queue of requests and their slots. A row that has a slot keeps it.
 
-    ``submit``, ``cancel`` and ``load`` may be called from any thread, all else from one.
+    ``submit``, ``cancel``, ``load`` and ``waiting`` may be called from any thread, all else from one.
 
     Attributes:
         slots: the rows' slots.
         filling: rows in prefill, the one that waited longest first.
     """
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, queue: FairQueue[Row] | None = None) -> None:
+        """
+        Args:
+            queue: decides which row gets the next slot; None: the clients in turn.
+        """
         self.slots = slots
         self.filling: deque[Row] = deque()
         self._lock = threading.Lock()
         self._indices = count()
-        self._waiting: deque[Row] = deque()
+        self._queue: FairQueue[Row] = FairQueue() if queue is None else queue
         self._cancelled: set[int] = set()
 
-    def submit(self, request: Request, limit: int, room: int) -> int:
+    def submit(self, request: Request, limit: int, room: int, client: str = "", priority: int = 0) -> int:
         """Queue a request.
 
         Args:
             limit, room: see ``Row``.
+            client, priority: see ``FairQueue``.
 
         Returns:
             Its index.
         """
         with self._lock:
             index = next(self._indices)
-            self._waiting.append(Row(index, request, limit, room))
+            self._queue.push(Row(index, request, limit, room, submitted_s=time.perf_counter()), client, priority)
         return index
 
     def cancel(self, index: int) -> None:
@@ -63,16 +70,22 @@ class Scheduler:
     def load(self) -> Load:
         with self._lock:
             num_filling = len(self.filling)
-            return Load(self.slots.num_used - num_filling, num_filling, len(self._waiting), self.slots.num_free)
+            return Load(self.slots.num_used - num_filling, num_filling, len(self._queue), self.slots.num_free)
+
+    @property
+    def waiting(self) -> list[int]:
+        """Indices of the requests without a slot."""
+        with self._lock:
+            return [row.index for row in self._queue]
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._waiting)
+        return len(self._queue) > 0
 
     @property
     def is_idle(self) -> bool:
         """Whether no request waits or has a slot."""
-        return self.slots.num_used == 0 and not self._waiting
+        return self.slots.num_used == 0 and not self.has_waiting
 
     def take_cancelled(self) -> set[int]:
         """Indices of the requests cancelled since the last call. Waiting requests among them are dropped; the caller
@@ -81,19 +94,20 @@ class Scheduler:
             return set()
         with self._lock:
             cancelled, self._cancelled = self._cancelled, set()
-            self._waiting = deque(row for row in self._waiting if row.index not in cancelled)
+            self._queue.remove(lambda row: row.index in cancelled)
         return cancelled
 
     def admit(self) -> tuple[Row, SlotAssignment] | None:
-        """Give a free slot to the row that has waited longest, whose prefill begins. None if there is no slot or row;
-        or if the row shares the prompt of a row in prefill, for which it waits, and the others behind it."""
-        if not (self._waiting and self.slots.num_free) or self.slots.waits(self._waiting[0], self.filling):
-            return None
+        """Give a free slot to the next row, whose prefill begins. None if there is no slot or row; or if the row shares
+        the prompt of a row in prefill, for which it waits, and the others behind it."""
         with self._lock:
-            row = self._waiting.popleft()
+            row = self._queue.first()
+            if row is None or not self.slots.num_free or self.slots.waits(row, self.filling):
+                return None
+            self._queue.pop()
             assignment = self.slots.place(row)
             self.filling.append(row)
-        row.slot = assignment.slot
+        row.slot, row.queued_s = assignment.slot, time.perf_counter() - row.submitted_s
         return row, assignment
 
     def end_prefill(self, row: Row) -> None:

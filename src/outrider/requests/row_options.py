@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -95,3 +96,26 @@ def rows_of(
 
 def fields_of(sampling: Sampling) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in _OPTIONS}
+
+
+def check_tokens(sampling: Sampling, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    """Check that the vocabulary has the tokens that the options name, and that one may be generated. Raises
+    OptionError."""
+    bias = sampling.logit_bias or {}
+    for name, ids in (("logit_bias", bias), ("stop_token_ids", sampling.stop_token_ids)):
+        if max(ids, default=0) >= vocab_size:
+            raise OptionError(name, max(ids), f"token ids are below {vocab_size}")
+    forbidden = {token_id for token_id, value in bias.items() if value == -math.inf}
+    if len(forbidden) == vocab_size:
+        raise OptionError("logit_bias", -math.inf, "it forbids every token")
+    if sampling.min_tokens and len(forbidden.union(sampling.stop_token_ids, eos_ids)) == vocab_size:
+        raise OptionError("min_tokens", sampling.min_tokens, "no token is left that does not end the output")
+
+
+def check_resume_ids(resume_ids: Any, vocab_size: int) -> None:
+    """Raises OptionError."""
+    is_list = isinstance(resume_ids, Sequence) and not isinstance(resume_ids, str | bytes)
+    if not is_list or not all(isinstance(i, numbers.Integral) for i in resume_ids):
+        raise OptionError("resume_ids", resume_ids, "a list of token ids for each prompt")
+    if resume_ids and not 0 <= min(resume_ids) <= max(resume_ids) < vocab_size:
+        raise OptionError("resume_ids", list(resume_ids)[:8], f"token ids from 0 to {vocab_size - 1}")

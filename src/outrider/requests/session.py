@@ -1,161 +1,67 @@
-"""A session: calls that share one engine, whose cache keeps the prefixes of earlier ones."""
+"""Sessions: calls that share one engine, whose cache keeps the prefixes of earlier calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, Unpack
 
 from outrider.decoding.batch import final_length
-from outrider.errors import OptionError
-from outrider.options import Sampling, SamplingChanges, check_num_slots
+from outrider.errors import OptionError, OutriderError, SessionError
+from outrider.options import CallOptions, Sampling
 from outrider.records import Chunk, Completion
-from outrider.requests.call import GenerateCall, collect
-from outrider.requests.shared_engine import SharedEngine
+from outrider.requests.doors import Doors
+from outrider.requests.engine_loop import EngineLoop, chunk_of
+from outrider.requests.loop_thread import LoopThread
 from outrider.requests.state import RequestState
+from outrider.runtime.lm import LM
 from outrider.text.chat import ChatChanges
 from outrider.text.chat_images import chat_of
 from outrider.text.tokenizer import Prompt
 
-_LEAST_CAPACITY = 2048  # tokens of a slot, so that most sessions never grow
+_LOG = logging.getLogger(__name__)
+_Opened = tuple[list[RequestState], EngineLoop]
+_Arrived = asyncio.Queue[tuple[int, Chunk | OutriderError]]
 
 
-class SessionCalls:
-    """The requests of a session, and its engine."""
-
-    def __init__(self, call: GenerateCall, slots: int, capacity: int | None) -> None:
-        check_num_slots(slots, "slots")
-        self._call, self._capacity = call, capacity
-        least, context_len = _LEAST_CAPACITY, call.target.context_len
-        most = context_len
-        if capacity is not None:
-            is_number = isinstance(capacity, int) and not isinstance(capacity, bool)
-            if not is_number or not 2 <= capacity <= context_len:
-                remedy = f"a whole number of tokens from 2 to {context_len}, the context of {call.target.name}"
-                raise OptionError("capacity", capacity, remedy)
-            least = most = call.with_drafts(capacity)
-        self.engine = SharedEngine(partial(call.engine, slots), least_capacity=least, most_capacity=most)
-
-    def one(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None,
-        changes: Mapping[str, Any],
-        resume_ids: Sequence[int],
-        **more: Any,
-    ) -> list[RequestState]:
-        """See ``Session.stream``."""
-        return self._checked(replace(self._call, **more).one(prompt, sampling, changes, resume_ids))
-
-    def many(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None,
-        changes: Mapping[str, Any],
-        resume_ids: Sequence[Sequence[int]] | None,
-        n: int = 1,
-        **more: Any,
-    ) -> list[RequestState]:
-        """See ``Session.stream_many``."""
-        return self._checked(replace(self._call, **more).states(prompts, sampling, changes, resume_ids, n))
-
-    def room(self, state: RequestState) -> int:
-        """See ``GenerateCall.room``."""
-        return self._call.room(state)
-
-    def chunks(self, states: Sequence[RequestState]) -> Iterator[Chunk]:
-        """See ``GenerateCall.chunks_on``."""
-        return self._call.chunks_on(self.engine, states)
-
-    def _checked(self, states: list[RequestState]) -> list[RequestState]:
-        self.engine.check_open()
-        for state in states:
-            num_tokens = final_length(self._call.target, state.request)
-            if self._capacity is not None and num_tokens > self._capacity:
-                remedy = f"the prompt makes it {num_tokens} tokens, but the session has room for {self._capacity}"
-                raise OptionError("max_new_tokens", state.request.sampling.max_new_tokens, remedy)
-        return states
-
-
-class Session:
+class Session(Doors):
     """Calls that share one engine: a prompt that begins like an earlier one is not fed again, and concurrent streams
     are batched. See ``Decoder.session``.
 
-    The methods are those of ``Decoder``, and a given seed has the same output. Rows join and leave between rounds.
-    Iterating over one stream generates for all; the others keep their chunks until they are read. Several threads may
-    share a session; they take turns. A stream that is dropped leaves before the next round. An error of one row ends
-    its stream; one of the engine (or Ctrl-C in the middle of a round) ends all open streams, and the next call begins
-    with an empty cache.
+    The methods are those of ``Decoder``, and a given seed has the same output. Rows join and leave between rounds; a
+    stream joins when its first chunk is asked for. Iterating over one stream generates for all; the others keep their
+    chunks until they are read. Several threads may share a session; they take turns. A stream that is dropped leaves
+    before the next round. An error of one row ends its stream; one of the engine (or Ctrl-C in the middle of a round)
+    ends all open streams, and the next call begins with an empty cache.
     """
 
-    def __init__(self, calls: SessionCalls) -> None:
-        self._calls = calls
+    def __init__(
+        self, requests: Callable[..., list[RequestState]], loop: EngineLoop, target: LM, capacity: int | None
+    ) -> None:
+        """
+        Args:
+            requests: makes the requests of a call, from the arguments of ``_open``.
+            capacity: the most tokens in a row, prompt included; None for the target's context.
+        """
+        self._requests, self.loop, self._target, self._capacity = requests, loop, target, capacity
 
-    def stream(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None = None,
-        *,
-        resume_ids: Sequence[int] = (),
-        reports_drafts: bool = False,
-        **changes: Unpack[SamplingChanges],
-    ) -> Iterator[Chunk]:
-        """Generate for one prompt: see ``Decoder.stream``. It joins when the first chunk is asked for."""
-        return self._calls.chunks(self._calls.one(prompt, sampling, changes, resume_ids, reports_drafts=reports_drafts))
-
-    def stream_many(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
-        n: int = 1,
-        resume_ids: Sequence[Sequence[int]] | None = None,
-        reports_drafts: bool = False,
-        **changes: Unpack[SamplingChanges],
-    ) -> Iterator[Chunk]:
-        """Generate for several prompts concurrently: see ``Decoder.stream_many``."""
-        states = self._calls.many(prompts, sampling, changes, resume_ids, n, reports_drafts=reports_drafts)
-        return self._calls.chunks(states)
-
-    def generate(
-        self,
-        prompts: Prompt | Iterable[Prompt],
-        sampling: Sampling | Sequence[Sampling] | None = None,
-        *,
-        n: int = 1,
-        resume_ids: Sequence[Sequence[int]] | None = None,
-        **changes: Unpack[SamplingChanges],
-    ) -> list[Completion]:
-        """Generate, and wait for all completions: see ``Decoder.generate``."""
-        states = self._calls.many(prompts, sampling, changes, resume_ids, n)
-        return collect(states, self._calls.chunks(states))
-
-    def stream_chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        **options: Unpack[ChatChanges],
-    ) -> Iterator[Chunk]:
-        """Generate the answer to a chat: see ``Decoder.stream_chat``."""
-        chat, others = chat_of(messages, options)
-        return self.stream(chat, sampling, **others)
-
-    def chat(
-        self,
-        messages: str | Sequence[Mapping[str, Any]],
-        sampling: Sampling | None = None,
-        **options: Unpack[ChatChanges],
-    ) -> Completion:
-        """Generate the answer to a chat, and wait for it: see ``Decoder.chat``."""
-        chat, others = chat_of(messages, options)
-        (completion,) = self.generate(chat, sampling, **others)
-        return completion
+    def _open(self, prompts: Any, sampling: Any, resume_ids: Any, n: int, options: Mapping[str, Any]) -> _Opened:
+        states = self._requests(prompts, sampling, resume_ids, n, options)
+        self.loop.check_open()
+        for state in states:
+            num_tokens = final_length(self._target, state.request)
+            if self._capacity is not None and num_tokens > self._capacity:
+                remedy = f"the prompt makes it {num_tokens} tokens, but the session has room for {self._capacity}"
+                raise OptionError("max_new_tokens", state.request.sampling.max_new_tokens, remedy)
+        return states, self.loop
 
     def close(self) -> None:
         """End open streams, and free the cache."""
-        self._calls.engine.close()
+        self.loop.close()
 
     def __enter__(self) -> Self:
         return self
@@ -164,3 +70,137 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class AsyncSession:
+    """``Session`` for one event loop: a thread steps the engine, and many tasks share it. See
+    ``Decoder.async_session``.
+
+    Concurrent tasks are batched. A task that is cancelled, or closes its stream (``contextlib.aclosing``), leaves
+    before the next round. Chunks for a slow reader wait in memory. Errors come from the iterator, those of options too.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._is_open = session, False
+        self._thread = LoopThread("outrider-session")
+        self._streams: set[_Arrived] = set()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        resume_ids: Sequence[int] = (),
+        **options: Unpack[CallOptions],
+    ) -> AsyncGenerator[Chunk]:
+        """Generate for one prompt: see ``Decoder.stream``."""
+        return self._stream(partial(self._session._open_one, prompt, sampling, resume_ids, options))
+
+    def stream_many(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        n: int = 1,
+        resume_ids: Sequence[Sequence[int]] | None = None,
+        **options: Unpack[CallOptions],
+    ) -> AsyncGenerator[Chunk]:
+        """Generate for several prompts concurrently: see ``Decoder.stream_many``."""
+        return self._stream(partial(self._session._open, prompts, sampling, resume_ids, n, options))
+
+    async def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        n: int = 1,
+        resume_ids: Sequence[Sequence[int]] | None = None,
+        **options: Unpack[CallOptions],
+    ) -> list[Completion]:
+        """Generate, and wait for all completions: see ``Decoder.generate``."""
+        states, _ = await asyncio.to_thread(self._session._open, prompts, sampling, resume_ids, n, options)
+        async with aclosing(self._chunks(states)) as chunks:
+            async for chunk in chunks:
+                states[chunk.row].chunks.append(chunk)
+        return [state.completion for state in states]
+
+    def stream_chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        **options: Unpack[ChatChanges],
+    ) -> AsyncGenerator[Chunk]:
+        """Generate the answer to a chat: see ``Decoder.stream_chat``."""
+        chat, others = chat_of(messages, options)
+        return self.stream(chat, sampling, **others)
+
+    async def chat(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        sampling: Sampling | None = None,
+        **options: Unpack[ChatChanges],
+    ) -> Completion:
+        """Generate the answer to a chat, and wait for it: see ``Decoder.chat``."""
+        chat, others = chat_of(messages, options)
+        (completion,) = await self.generate(chat, sampling, **others)
+        return completion
+
+    async def __aenter__(self) -> Self:
+        if self._is_open:
+            raise SessionError("the session is open already: each 'async with' needs its own")
+        self._thread.start(self._step_on_thread, begin=lambda: None, fail=self._fail_on_thread)
+        self._is_open = True
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        self._thread.post(self._session.close)
+        self._thread.stop()
+        await asyncio.to_thread(self._thread.join)
+
+    async def _stream(self, open_: Callable[[], _Opened]) -> AsyncGenerator[Chunk]:
+        states, _ = await asyncio.to_thread(open_)  # tokenizing is slow
+        async with aclosing(self._chunks(states)) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    async def _chunks(self, states: Sequence[RequestState]) -> AsyncGenerator[Chunk]:
+        if not self._is_open:
+            raise SessionError("the session is not open: use it as 'async with decoder.async_session() as session'")
+        arrived: _Arrived = asyncio.Queue()
+
+        def receive_on_thread(number: int, item: Chunk | OutriderError) -> None:
+            self._thread.call(arrived.put_nowait, (number, item))
+
+        loop, num_open = self._session.loop, len(states)
+        self._streams.add(arrived)
+        self._thread.post(partial(loop.submit, states, receive_on_thread))
+        try:
+            while num_open:
+                chunk = chunk_of(*await arrived.get(), len(states))
+                num_open -= chunk.finish_reason is not None
+                yield chunk
+        finally:
+            self._streams.remove(arrived)
+            self._thread.post(partial(loop.cancel, states))  # after they were submitted
+
+    def _end_streams(self) -> None:
+        """End all streams after a failure, also those whose requests the thread had not taken."""
+        self._is_open = False
+        for arrived in self._streams:
+            arrived.put_nowait((0, SessionError("the thread of the session has failed: open another session")))
+
+    def _step_on_thread(self) -> bool:
+        try:
+            return self._session.loop.step()
+        except BaseException as error:  # SystemExit of a hook, too. All rows have received it; the next engine is new
+            if not isinstance(error, OutriderError):
+                _LOG.exception("the engine of a session has failed")
+            return False
+
+    def _fail_on_thread(self, error: Exception) -> None:
+        _LOG.error("the thread of a session has failed", exc_info=error)
+        self._session.close()
+        self._thread.call(self._end_streams)

@@ -28,7 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve import messages
-from outrider.serve.fair_queue import TurnsPool
+from outrider.serve.fair_threads import FairThreads
 from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable
 from outrider.serve.image_fetch import ImageFetcher
 from outrider.serve.model_names import check_name, model_card
@@ -62,9 +62,9 @@ class App:
         self._model, self._num_keys = model, len(api_keys)
         self._created = int(time.time())
         self._num_races = 0
-        self._tokenizing = TurnsPool(_NUM_TOKENIZING, "outrider-tokenizer")
-        self._constraining = TurnsPool(_NUM_CONSTRAINING, "outrider-constraints")
-        self._fetching = TurnsPool(_NUM_FETCHING, "outrider-images")
+        self._tokenizing = FairThreads(_NUM_TOKENIZING, "outrider-tokenizer")
+        self._constraining = FairThreads(_NUM_CONSTRAINING, "outrider-constraints")
+        self._fetching = FairThreads(_NUM_FETCHING, "outrider-images")
         self._images = ImageFetcher(image_hosts)
         self._registry = CollectorRegistry()
         self._registry.register(model.metrics)

@@ -40,9 +40,8 @@ class TicketRow:
     Attributes:
         which: the row's number in the ticket.
         submitted_s: when the row was queued.
-        begun_s: when the row got a slot.
+        begun_s: when the row got a slot, set with the first tokens.
         first_s, last_s: when the first and the last tokens came.
-        index: the engine's number of the row while the row has a slot, as the engine thread knows.
     """
 
     job: RequestState
@@ -51,7 +50,6 @@ class TicketRow:
     begun_s: float = 0.0
     first_s: float = 0.0
     last_s: float = 0.0
-    index: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -64,7 +62,7 @@ class Ticket:
         submitted_s: when the rows were queued.
         events: (row's number, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
         num_open: unfinished rows, as the event loop knows.
-        has_begun: one of the rows has had a slot, as the engine thread knows.
+        has_begun: tokens of one of the rows have come, as the engine thread knows.
         scored: tokens of each prompt but the first, if their log-probabilities are requested.
     """
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from outrider.decoder import Decoder
+from outrider.decoder import Decoder, ReadPrompt
 from outrider.errors import MissingExtra, OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS, Sampling
-from outrider.requests.call import ReadPrompt
 from outrider.requests.state import RequestState
 from outrider.serve import messages, responses
 from outrider.serve.chat_json import ChatForm

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import AsyncGenerator, Callable, Container, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +19,17 @@ from typing import Any, TypeVar
 
 from outrider.decoder import Decoder
 from outrider.decoding import engine
+from outrider.decoding.batch import Row
+from outrider.decoding.fair_queue import FairQueue
 from outrider.decoding.schedule import Schedule
 from outrider.decoding.scheduler import Load
 from outrider.errors import NumericsError, OutriderError
-from outrider.records import Chunk, Round, Timing
+from outrider.records import Chunk
+from outrider.requests.engine_loop import EngineLoop
 from outrider.requests.loop_thread import LoopThread
-from outrider.requests.state import RequestState
+from outrider.requests.state import RequestState, discard
 from outrider.runtime.lm import LM
 from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission
-from outrider.serve.fair_queue import Turns
 from outrider.serve.fingerprint import fingerprint_of
 from outrider.serve.http_errors import Refusal, unavailable
 from outrider.serve.metrics import Metrics
@@ -41,7 +43,6 @@ _NO_LOAD = Load(0, 0, 0, 0)
 _NEWEST = 0.1  # weight of the latest row in the moving average of row times
 
 LoadDecoder = Callable[[], Decoder]
-_Queued = tuple[Ticket, TicketRow]
 _Step = TypeVar("_Step")
 
 
@@ -71,26 +72,28 @@ class ServedModel:
         num_slots: int,
         context_len: int,
         admission: Admission,
-        waiting: Turns[_Queued],
+        queue: FairQueue[Row],
         queue_timeout_s: float,
     ) -> None:
         """
         Args:
             load: loads the decoder, in the thread that will own it.
             context_len: maximum tokens of a sequence, prompt included.
-            waiting: decides which row gets the next slot.
+            queue: decides which row gets the next slot.
             queue_timeout_s: maximum wait for a first slot.
         """
         self.names, self.num_slots, self.admission = tuple(names), num_slots, admission
         self.metrics = Metrics(lambda: self.load, self.names[0])
         self.error: Exception | None = None
         self._is_open = False
-        self._thread, self._waiting, self._load = LoopThread("outrider-engine"), waiting, load
+        self._thread, self._queue, self._load = LoopThread("outrider-engine"), queue, load
         self._context_len, self._queue_timeout_s = context_len, queue_timeout_s
-        self._rows: dict[int, _Queued] = {}  # rows with a slot, by the engine's row number
+        self._rows: dict[int, tuple[Ticket, TicketRow]] = {}  # unfinished rows, as the thread numbers them
+        self._num_submitted = 0
+        self._arrived: list[tuple[Ticket, Event]] = []  # in the current round
         self._row_s = 0.0  # moving average of how long a row keeps its slot
-        self._works_on_thread: Turns[EngineTask] = Turns()
-        self._alone_on_thread: Turns[EngineTask] = Turns()  # wait until the running one ends
+        self._works_on_thread: FairQueue[EngineTask] = FairQueue()
+        self._alone_on_thread: FairQueue[EngineTask] = FairQueue()  # wait until the running one ends
         self._running_alone: EngineTask | None = None
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
@@ -132,10 +135,10 @@ class ServedModel:
 
     @property
     def load(self) -> Load:
-        """Load of the engine, including rows that wait here."""
+        """Load of the engine."""
         if not self._is_open:
             return _NO_LOAD
-        return replace(self._engine.load, num_waiting=len(self._waiting))
+        return self._engine.load
 
     @property
     def most_rows(self) -> int:
@@ -156,7 +159,7 @@ class ServedModel:
         now_s = time.perf_counter()
         ticket = Ticket([TicketRow(job, which, now_s) for which, job in enumerate(jobs)], client, priority, now_s)
         self.admission.tickets.add(ticket)
-        self._thread.post(lambda: self._queue_on_thread(ticket))
+        self._thread.post(lambda: self._submit_on_thread(ticket))
         return ticket
 
     def close(self, ticket: Ticket) -> None:
@@ -164,7 +167,7 @@ class ServedModel:
         self.admission.tickets.discard(ticket)
         if ticket.num_open:
             ticket.num_open = 0
-            self._thread.post(lambda: self._cancel_on_thread(ticket))
+            self._thread.post(lambda: self._cancel_on_thread(ticket, "abort"))
 
     async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[ScoredToken]]:
         """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
@@ -228,7 +231,7 @@ class ServedModel:
 
     def _retry_after_s(self) -> int:
         """Estimated time until the rows waiting now have slots."""
-        wait_s = self._row_s * len(self._waiting) / self.num_slots
+        wait_s = self._row_s * self.load.num_waiting / self.num_slots
         return min(max(math.ceil(wait_s), LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
 
     # In the event loop, called by the thread
@@ -250,99 +253,96 @@ class ServedModel:
         self.capacity = min(self._context_len, decoder.target.context_len)
         self.fingerprint = fingerprint_of(decoder)
         # The costs of a pair are kept under its own names.
-        self._engine, self._own_name = loaded.engine(self.num_slots, self.capacity), loaded.target.name
+        self._engine, self._own_name = (
+            loaded.engine(self.num_slots, self.capacity, queue=self._queue),
+            loaded.target.name,
+        )
+        self._loop = EngineLoop(
+            lambda capacity: self._engine, least_capacity=self.capacity, most_capacity=self.capacity
+        )
         self.schedule = self._engine.schedule
         self._is_open = True
         # Warm up: generating once detects models that cannot generate, and does one-time work like capturing. (NaN in
         # this sequence is no reason to refuse all requests.)
         is_prepared = decoder.target.execution.is_prepared
         sizes = [2**i for i in range(self.num_slots.bit_length())] if is_prepared else [1]
-        num_tokens = min(2 * (self.schedule.max_k + 1), self.capacity - 1)
+        options = {"max_new_tokens": min(2 * (self.schedule.max_k + 1), self.capacity - 1), "ignore_eos": True}
         for size in sizes:
-            for _ in range(size):
-                job = decoder.request([0], {"max_new_tokens": num_tokens, "ignore_eos": True})
-                self._engine.submit(job.request)
-            while self._engine.step() is not None:
+            self._loop.submit([decoder.request([0], options) for _ in range(size)], discard)
+            while self._loop.step():
                 pass
 
     def _run_on_thread(self) -> bool:
         """Run one round, and a step of other work. Returns whether there is more to do."""
         self._time_out_on_thread()
-        self._begin_on_thread()
-        round_ = self._engine.step()
-        if round_ is not None:
-            self._deliver_on_thread(round_)
+        has_more = self._loop.step()
+        if self._arrived:
+            self._thread.call(self._deliver, self._arrived)
+            self._arrived = []
         self._work_on_thread()
-        return round_ is not None or bool(self._works_on_thread or self._alone_on_thread or self._waiting)
+        return has_more or bool(self._works_on_thread or self._alone_on_thread)
 
-    def _queue_on_thread(self, ticket: Ticket) -> None:
-        for row in ticket.rows:
-            self._waiting.push((ticket, row), ticket.client, ticket.priority)
-
-    def _begin_on_thread(self) -> None:
-        """Submit the next rows to free slots. (The engine's own queue knows only the order of arrival.)"""
-        while len(self._rows) < self.num_slots and (found := self._waiting.pop()) is not None:
-            _, (ticket, row) = found
-            row.index = self._engine.submit(row.job.request)
-            self._rows[row.index], ticket.has_begun = (ticket, row), True
-            row.begun_s = time.perf_counter()
-            self.metrics.count_queue(row.begun_s - row.submitted_s)
+    def _submit_on_thread(self, ticket: Ticket) -> None:
+        first = self._num_submitted
+        self._num_submitted += len(ticket.rows)
+        self._rows |= {number: (ticket, row) for number, row in enumerate(ticket.rows, first)}
+        self._loop.submit(
+            [row.job for row in ticket.rows],
+            self._receive_on_thread,
+            first_number=first,
+            client=ticket.client,
+            priority=ticket.priority,
+        )
 
     def _time_out_on_thread(self) -> None:
         """Refuse requests that waited too long for a first slot or forward."""
         least_s = time.perf_counter() - self._queue_timeout_s
-        late = {ticket for ticket, _ in self._waiting if ticket.submitted_s < least_s and not ticket.has_begun}
+        late = {ticket for ticket, _ in self._rows.values() if ticket.submitted_s < least_s and not ticket.has_begun}
+        if late:
+            waiting = set(self._loop.waiting())
+            late = {ticket for ticket in late if all(row.job in waiting for row in ticket.rows)}
         both = (self._works_on_thread, self._alone_on_thread)
         works = {one for works in both for one in works if one.submitted_s < least_s and not one.has_begun}
         if not (late or works):
             return
         message = f"the request waited {self._queue_timeout_s:g} seconds in the queue: try again later"
         error = unavailable(message, self._retry_after_s())
-        self._drop_waiting_on_thread(late, "timeout")
+        for ticket in late:
+            self._cancel_on_thread(ticket, "timeout")
         self._thread.call(self._deliver, [(ticket, (0, error)) for ticket in late])
-        for waiting in both:
-            waiting.remove(lambda work: work in works)
+        for waiting_works in both:
+            waiting_works.remove(lambda work: work in works)
         for work in works:
             self._thread.call(work.found.put_nowait, error)
 
-    def _drop_waiting_on_thread(self, tickets: Container[Ticket], reason: str) -> None:
-        self.metrics.count_end(reason, self._waiting.remove(lambda queued: queued[0] in tickets))
+    def _cancel_on_thread(self, ticket: Ticket, reason: str) -> None:
+        numbers = [number for number, (own, _) in self._rows.items() if own is ticket]
+        self._loop.cancel([self._rows.pop(number)[1].job for number in numbers])
+        self.metrics.count_end(reason, len(numbers))
 
-    def _cancel_on_thread(self, ticket: Ticket) -> None:
-        indices = [row.index for row in ticket.rows if row.index is not None]
-        for index in indices:
-            self._engine.cancel(index)
-            del self._rows[index]
-        self.metrics.count_end("abort", len(indices))
-        self._drop_waiting_on_thread({ticket}, "abort")
-
-    def _deliver_on_thread(self, round_: Round) -> None:
-        now_s, timing = time.perf_counter(), round_.timing
-        self.metrics.count_time(timing)
-        events: list[tuple[Ticket, Event]] = []
-        for row_round in round_.rows:
-            ticket, row = self._rows[row_round.row]
-            event: Chunk | Exception
-            if row_round.error is not None:
-                message = row_round.error.replace(f"the model {self._own_name} ", f"the model {self.names[0]} ")
-                event, reason = NumericsError(message), "error"
-            else:
-                event = row.job.chunk(row_round, Timing(), row_round.row)
-                reason = row_round.finish_reason or ""
-                if row.first_s == 0.0:
-                    row.first_s = now_s
-                    self.metrics.count_first(event, row)
-                self.metrics.count_chunk(event)
-            if reason:
-                row.last_s = now_s
-                self.metrics.count_end(reason)
-                if row_round.error is None:
-                    self.metrics.count_latency(row)
+    def _receive_on_thread(self, number: int, item: Chunk | OutriderError) -> None:
+        now_s, (ticket, row) = time.perf_counter(), self._rows[number]
+        ticket.has_begun = True
+        if isinstance(item, Chunk):
+            reason = item.finish_reason
+            self.metrics.count_time(item.timing)
+            if row.first_s == 0.0:
+                row.begun_s, row.first_s = row.submitted_s + item.queued_s, now_s
+                self.metrics.count_queue(item.queued_s)
+                self.metrics.count_first(item, row)
+            self.metrics.count_chunk(item)
+        else:
+            reason = "error"
+            item = NumericsError(str(item).replace(f"the model {self._own_name} ", f"the model {self.names[0]} "))
+        if reason is not None:
+            row.last_s = now_s
+            self.metrics.count_end(reason)
+            if row.begun_s:
                 self._row_s += _NEWEST * (now_s - row.begun_s - self._row_s)
-                del self._rows[row_round.row]
-                row.index = None
-            events.append((ticket, (row.which, event)))
-        self._thread.call(self._deliver, events)
+            if reason != "error":
+                self.metrics.count_latency(row)
+            del self._rows[number]
+        self._arrived.append((ticket, (row.which, item)))
 
     def _work_on_thread(self) -> None:
         """Run one step of the next task."""

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import uvicorn
 
+from outrider.decoding.fair_queue import FairQueue
 from outrider.errors import OptionError
 from outrider.serve.admission import Admission
 from outrider.serve.app import App
-from outrider.serve.fair_queue import Turns
 from outrider.serve.http_errors import unavailable
 from outrider.serve.prepare import Preparer
 from outrider.serve.served_model import LoadDecoder, ServedModel
@@ -84,7 +84,7 @@ class Server:
             num_slots=options.num_slots,
             context_len=options.context_len,
             admission=Admission(options.num_slots + options.max_queue, options.max_per_client),
-            waiting=Turns(has_priority_across_clients=options.has_priority_across_clients),
+            queue=FairQueue(has_priority_across_clients=options.has_priority_across_clients),
             queue_timeout_s=options.queue_timeout_s,
         )
         self._app = App(self.model, options.api_keys, options.image_hosts)

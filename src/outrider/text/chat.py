@@ -18,7 +18,7 @@ from itertools import takewhile
 from typing import Any
 
 from outrider.errors import OptionError, PromptError
-from outrider.options import NumDraftTokens, SamplingChanges
+from outrider.options import CallOptions
 
 FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 """Options that a request, or a row of a file, may have beside its messages."""
@@ -127,7 +127,7 @@ class Chat:
         return (self.messages[-1].get("content") or "") if self.options.continue_final_message else ""
 
 
-class ChatChanges(SamplingChanges, total=False):
+class ChatChanges(CallOptions, total=False):
     """Keywords of ``Decoder.chat``: the fields of ``ChatOptions`` and of ``Sampling``, and options of the call."""
 
     system: str | None
@@ -137,8 +137,6 @@ class ChatChanges(SamplingChanges, total=False):
     continue_final_message: bool
     add_generation_prompt: bool | None
     chat_template: str | None
-    num_draft_tokens: NumDraftTokens
-    acceptance: str
 
 
 def chat_text(tokenizer: Any | None, chat: Chat) -> str:

@@ -40,6 +40,21 @@ def prompts_of(given: Any) -> Iterable[Any]:
     raise PromptError(f"prompts are one or several, each {FORMS}, not {given!r}")
 
 
+def one_prompt(prompt: Any) -> list[Any]:
+    """A list of one prompt, in which a tokenizer's output is token ids. (In a list, a single message of a chat would be
+    taken for the chat.)
+
+    Raises:
+        PromptError: a tokenizer's output has several prompts; or see ``rows_of``.
+    """
+    if not isinstance(prompt, Mapping) or media_of(prompt):
+        return [prompt]
+    rows = rows_of(prompt)
+    if len(rows) != 1:
+        raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
+    return rows
+
+
 def is_chat(prompt: Any) -> bool:
     """Whether it is one chat: a ``Chat``, or its message list."""
     if isinstance(prompt, Chat):

@@ -15,7 +15,7 @@ from typing import Any
 
 from outrider.errors import OptionError, PromptError, TokenizerMismatch
 from outrider.text.chat import Chat, chat_text
-from outrider.text.prompts import FORMS, rows_of, without_second_bos
+from outrider.text.prompts import FORMS, one_prompt, without_second_bos
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]] | Chat | Mapping[str, Any]
 """Text; token ids; chat messages, ``{"role": ..., "content": ...}``, or a ``Chat``, which has options beside them; or a
@@ -51,10 +51,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool | None = 
         ids = [int(i) for i in tokenizer(prompt, add_special_tokens=adds_special, verbose=False).input_ids]
         ids = without_second_bos(tokenizer, prompt, ids) if adds_special else ids
     elif isinstance(prompt, Mapping):
-        rows = rows_of(prompt)
-        if len(rows) != 1:
-            raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
-        (ids,) = rows
+        (ids,) = one_prompt(prompt)
     elif isinstance(prompt, Chat):
         ids = encode(tokenizer, chat_text(tokenizer, prompt), has_special=bool(has_special))
     elif isinstance(prompt, Sequence) and prompt and isinstance(prompt[0], Mapping):

@@ -135,7 +135,7 @@ def _samples(
     """
     from outrider.certify.samples import SampledText
     from outrider.options import Sampling
-    from outrider.requests.call import check_tokens
+    from outrider.requests.row_options import check_tokens
 
     for line in lines:
         where = f"{file}, line {line.number}"

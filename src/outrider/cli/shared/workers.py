@@ -127,7 +127,7 @@ class LocalWorker:
                 yield index, Length(min(most, context_len), most > context_len)
 
     def _check_tokens(self, options: dict[str, Any]) -> None:
-        from outrider.requests.call import check_tokens
+        from outrider.requests.row_options import check_tokens
 
         check_tokens(Sampling(**options), self.decoder.target.vocab_size, self.decoder.eos_ids)
 

@@ -1,0 +1,75 @@
+"""A fair queue: clients take turns, so that many requests of one client do not delay the others.
+
+This module knows neither requests nor threads.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Container, Iterator
+from itertools import count
+from typing import Generic, TypeVar
+
+_Item = TypeVar("_Item")
+
+
+class FairQueue(Generic[_Item]):
+    """Clients take turns; within a client the lowest priority number goes first, then the oldest item. With one client
+    and one priority: first come, first served.
+
+    Args:
+        has_priority_across_clients: the lowest number of all clients goes first; clients take turns on ties.
+    """
+
+    def __init__(self, *, has_priority_across_clients: bool = False) -> None:
+        self._has_priority_across_clients = has_priority_across_clients
+        self._lines: dict[str, list[tuple[int, int, _Item]]] = {}  # a heap per client; the next client is first
+        self._arrivals = count()
+        self._num_items = 0
+
+    def __len__(self) -> int:
+        return self._num_items
+
+    def __iter__(self) -> Iterator[_Item]:
+        """Iterate in any order."""
+        return (item for line in self._lines.values() for _, _, item in line)
+
+    def push(self, item: _Item, client: str = "", priority: int = 0) -> None:
+        heapq.heappush(self._lines.setdefault(client, []), (priority, next(self._arrivals), item))
+        self._num_items += 1
+
+    def _next_client(self, but: Container[str] = ()) -> str | None:
+        clients = (client for client in self._lines if client not in but)
+        if self._has_priority_across_clients:
+            return min(clients, key=lambda one: self._lines[one][0][0], default=None)  # the first of several
+        return next(clients, None)
+
+    def first(self) -> _Item | None:
+        """The item that ``pop`` would return; None if there is none."""
+        client = self._next_client()
+        return None if client is None else self._lines[client][0][2]
+
+    def pop(self, but: Container[str] = ()) -> tuple[str, _Item] | None:
+        """Remove and return the next item and its client; None if there is none.
+
+        Args:
+            but: clients to skip.
+        """
+        client = self._next_client(but)
+        if client is None:
+            return None
+        line = self._lines.pop(client)
+        _, _, item = heapq.heappop(line)
+        if line:
+            self._lines[client] = line  # behind the others
+        self._num_items -= 1
+        return client, item
+
+    def remove(self, is_gone: Callable[[_Item], bool]) -> int:
+        """Remove items. Returns the number removed."""
+        lines = {client: [entry for entry in line if not is_gone(entry[2])] for client, line in self._lines.items()}
+        for line in lines.values():
+            heapq.heapify(line)
+        self._lines = {client: line for client, line in lines.items() if line}
+        num_before, self._num_items = self._num_items, sum(map(len, self._lines.values()))
+        return num_before - self._num_items
