@@ -143,7 +143,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "starcoder2": {
         "plain": {},
         "no biases, untied": {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 0.1} | _UNTIED,
-        "a window": {"sliding_window": 7} | _rope(_LINEAR),
+        "a window, wide heads": {"sliding_window": 7} | _WIDE | _rope(_LINEAR),
         "of published files": {"norm_type": "layer_norm", "mlp_type": "default"},
     },
     "gpt2": {

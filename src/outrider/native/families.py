@@ -5,8 +5,7 @@ A configuration with a field that its family's plan does not know is refused, un
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,16 +31,7 @@ _COMMON = frozenset(
     "quantization_config auto_map transformers.js_config is_llama_config unsloth_fixed unsloth_version "
     "_num_labels".split()
 )
-_BIASES = frozenset({"attention_bias", "mlp_bias"})
 _PARTLY_TURNED = frozenset({"phi3", "glm4"})  # whose code reads the factor
-
-
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """A family: its own fields, and what makes its plan."""
-
-    make: Callable[[Any], Plan]
-    fields: frozenset[str] = field(default_factory=frozenset)
 
 
 def plan_of(config: Any) -> Plan:
@@ -50,13 +40,14 @@ def plan_of(config: Any) -> Plan:
     Raises:
         NotPlanned
     """
-    family = _FAMILIES.get(config.model_type)
-    if family is None:
+    if config.model_type not in FAMILIES:
         raise NotPlanned(f"{config.model_type} has no plan")
+    make, fields = FAMILIES[config.model_type]
+    known = _COMMON | {*fields.split()}
     for name, value in config.to_dict().items():
-        if name not in _COMMON | family.fields and value not in (None, False):
+        if name not in known and value not in (None, False):
             raise NotPlanned(f"its plan does not know {name}={value!r}")
-    return family.make(config)
+    return make(config)
 
 
 # Parts of plans
@@ -123,92 +114,108 @@ def _rope(config: Any, kind: str | None = None, *, is_interleaved: bool = False)
 # Families
 
 
-def _llama(config: Any) -> Plan:
-    """Llama, and those that differ from it by little."""
-    bias, mlp_bias = bool(getattr(config, "attention_bias", False)), bool(getattr(config, "mlp_bias", False))
-    layers = []
-    for i in range(config.num_hidden_layers):
-        at = f"model.layers.{i}"
-        layers.append(
-            LayerPlan(
-                attention_norm=_rms(config, f"{at}.input_layernorm"),
-                inputs=tuple(_linear(f"{at}.self_attn.{name}_proj", bias) for name in "qkv"),
-                out=_linear(f"{at}.self_attn.o_proj", bias),
-                mlp_norm=_rms(config, f"{at}.post_attention_layernorm"),
-                ups=tuple(_linear(f"{at}.mlp.{name}_proj", mlp_bias) for name in ("gate", "up")),
-                down=_linear(f"{at}.mlp.down_proj", mlp_bias),
-            )
-        )
-    ropes = () if isinstance(next(iter(config.rope_parameters.values()), None), dict) else (_rope(config),)
-    return _of_layers(config, layers, _rms(config, "model.norm"), ropes, _head_width(config))
-
-
-def _of_layers(
-    config: Any, layers: Sequence[LayerPlan], last_norm: NormPlan, ropes: tuple[RopePlan, ...], width: int
+def _plan(
+    config: Any,
+    layer: Callable[[str, int], LayerPlan],
+    *,
+    at: str = "model.layers",
+    last_norm: NormPlan | None = None,
+    ropes: tuple[RopePlan, ...] | None = None,
+    embedding: str = "model.embed_tokens.weight",
+    **others: Any,
 ) -> Plan:
-    """Plan whose parts besides its layers have Llama's names, with heads of this width."""
-    embedding = "model.embed_tokens.weight"
-    return Plan(
-        layers=tuple(layers),
-        num_heads=config.num_attention_heads,
-        num_groups=config.num_key_value_heads,
-        head_width=width,
-        activation=_activation(config),
-        embedding=embedding,
-        last_norm=last_norm,
-        head=MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
-        attention_scale=width**-0.5,
-        ropes=ropes,
-    )
+    """Plan with Llama's parts, unless they are stated.
+
+    Args:
+        layer: makes a layer of the beginning of its parameters' names and its number.
+        at: the beginning of the names of all layers' parameters.
+        others: fields of the plan.
+    """
+    width = _head_width(config)
+    fields: dict[str, Any] = {
+        "num_heads": config.num_attention_heads,
+        "num_groups": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_width": width,
+        "activation": _activation(config),
+        "embedding": embedding,
+        "head": MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
+        "attention_scale": width**-0.5,
+        "layers": tuple(layer(f"{at}.{i}", i) for i in range(config.num_hidden_layers)),
+        "last_norm": last_norm or _rms(config, "model.norm"),
+        "ropes": (_rope(config),) if ropes is None else ropes,
+    }
+    return Plan(**(fields | others))
 
 
-def _with_layers(plan: Plan, change: Callable[[int, LayerPlan], LayerPlan]) -> Plan:
-    return replace(plan, layers=tuple(change(i, layer) for i, layer in enumerate(plan.layers)))
+def _llama_layer(config: Any, at: str, **others: Any) -> LayerPlan:
+    """Layer of Llama, but for other fields that are stated."""
+    bias, mlp_bias = bool(getattr(config, "attention_bias", False)), bool(getattr(config, "mlp_bias", False))
+    fields: dict[str, Any] = {
+        "attention_norm": _rms(config, f"{at}.input_layernorm"),
+        "inputs": _inputs(at, bias),
+        "out": _linear(f"{at}.self_attn.o_proj", bias),
+        "mlp_norm": _rms(config, f"{at}.post_attention_layernorm"),
+        "ups": tuple(_linear(f"{at}.mlp.{name}_proj", mlp_bias) for name in ("gate", "up")),
+        "down": _linear(f"{at}.mlp.down_proj", mlp_bias),
+    }
+    return LayerPlan(**(fields | others))
+
+
+def _inputs(at: str, has_bias: bool) -> tuple[MatrixPlan, ...]:
+    return tuple(_linear(f"{at}.self_attn.{name}_proj", has_bias) for name in "qkv")
+
+
+def _halves(name: str) -> tuple[MatrixPlan, ...]:
+    """Gate and up in one matrix."""
+    return tuple(_linear(name, part=part, num_parts=2) for part in range(2))
+
+
+def _head_norms(config: Any, at: str, added: float = 0.0) -> dict[str, NormPlan]:
+    names = {"query_norm": "q_norm", "key_norm": "k_norm"}
+    return {field: _rms(config, f"{at}.self_attn.{name}", added) for field, name in names.items()}
+
+
+def _llama(config: Any) -> Plan:
+    return _plan(config, lambda at, i: _llama_layer(config, at))
 
 
 def _mistral(config: Any) -> Plan:
-    return _with_layers(_llama(config), lambda i, layer: replace(layer, window=config.sliding_window))
+    return _plan(config, lambda at, i: _llama_layer(config, at, window=config.sliding_window))
 
 
 def _qwen2(config: Any) -> Plan:
-    def change(i: int, layer: LayerPlan) -> LayerPlan:
-        inputs = tuple(_linear(f"model.layers.{i}.self_attn.{name}_proj", True) for name in "qkv")
-        return replace(layer, inputs=inputs, window=_window(config, i))
-
-    return _with_layers(_llama(config), change)
+    return _plan(config, lambda at, i: _llama_layer(config, at, inputs=_inputs(at, True), window=_window(config, i)))
 
 
 def _qwen3(config: Any) -> Plan:
-    def change(i: int, layer: LayerPlan) -> LayerPlan:
-        query, key = (_rms(config, f"model.layers.{i}.self_attn.{name}_norm") for name in "qk")
-        return replace(layer, query_norm=query, key_norm=key, window=_window(config, i))
+    def layer(at: str, i: int) -> LayerPlan:
+        return _llama_layer(config, at, window=_window(config, i), **_head_norms(config, at))
 
-    return _with_layers(_llama(config), change)
+    return _plan(config, layer)
 
 
 def _smollm3(config: Any) -> Plan:
-    def change(i: int, layer: LayerPlan) -> LayerPlan:
-        return replace(layer, rope=0 if config.no_rope_layers[i] else None, window=_window(config, i))
+    def layer(at: str, i: int) -> LayerPlan:
+        return _llama_layer(config, at, rope=0 if config.no_rope_layers[i] else None, window=_window(config, i))
 
-    return _with_layers(_llama(config), change)
+    return _plan(config, layer)
 
 
 def _olmo2(config: Any) -> Plan:
     """OLMo 2: norms after the halves of a layer instead of before; those of queries and keys are of whole rows."""
 
-    def change(i: int, layer: LayerPlan) -> LayerPlan:
-        at = f"model.layers.{i}"
-        query, key = (_rms(config, f"{at}.self_attn.{name}_norm") for name in "qk")
+    def layer(at: str, i: int) -> LayerPlan:
         post, mlp_post = (_rms(config, f"{at}.post_{name}_layernorm") for name in ("attention", "feedforward"))
-        layer = replace(layer, attention_norm=None, mlp_norm=None, attention_post_norm=post, mlp_post_norm=mlp_post)
-        return replace(layer, query_norm=query, key_norm=key, norms_whole_rows=True)
+        norms = {"attention_norm": None, "mlp_norm": None, "attention_post_norm": post, "mlp_post_norm": mlp_post}
+        return _llama_layer(config, at, norms_whole_rows=True, **norms, **_head_norms(config, at))
 
-    return _with_layers(_llama(config), change)
+    return _plan(config, layer)
 
 
 def _granite(config: Any) -> Plan:
-    return replace(
-        _llama(config),
+    return _plan(
+        config,
+        lambda at, i: _llama_layer(config, at),
         embedding_scale=config.embedding_multiplier,
         attention_scale=config.attention_multiplier,
         residual_scale=config.residual_multiplier,
@@ -216,27 +223,21 @@ def _granite(config: Any) -> Plan:
     )
 
 
-def _fused(config: Any, layer: LayerPlan, at: str, *, inputs: bool) -> LayerPlan:
-    """Layer with one matrix for gate and up, and perhaps one for queries, keys and values."""
-    layer = replace(layer, ups=tuple(_linear(f"{at}.mlp.gate_up_proj", part=part, num_parts=2) for part in range(2)))
-    return replace(layer, inputs=(_linear(f"{at}.self_attn.qkv_proj"),)) if inputs else layer
-
-
 def _phi3(config: Any) -> Plan:
-    def change(i: int, layer: LayerPlan) -> LayerPlan:
-        return replace(_fused(config, layer, f"model.layers.{i}", inputs=True), window=config.sliding_window)
+    def layer(at: str, i: int) -> LayerPlan:
+        inputs, ups = (_linear(f"{at}.self_attn.qkv_proj"),), _halves(f"{at}.mlp.gate_up_proj")
+        return _llama_layer(config, at, inputs=inputs, ups=ups, window=config.sliding_window)
 
-    return _with_layers(_llama(config), change)
+    return _plan(config, layer)
 
 
 def _glm4(config: Any) -> Plan:
-    def change(i: int, layer: LayerPlan) -> LayerPlan:
-        at = f"model.layers.{i}"
+    def layer(at: str, i: int) -> LayerPlan:
         post, mlp_post = (_rms(config, f"{at}.post_{name}_layernorm") for name in ("self_attn", "mlp"))
-        layer = replace(layer, attention_post_norm=post, mlp_post_norm=mlp_post, out=_linear(f"{at}.self_attn.o_proj"))
-        return _fused(config, layer, at, inputs=False)
+        out, ups = _linear(f"{at}.self_attn.o_proj"), _halves(f"{at}.mlp.gate_up_proj")
+        return _llama_layer(config, at, attention_post_norm=post, mlp_post_norm=mlp_post, out=out, ups=ups)
 
-    return replace(_with_layers(_llama(config), change), ropes=(_rope(config, is_interleaved=True),))
+    return _plan(config, layer, ropes=(_rope(config, is_interleaved=True),))
 
 
 def _gemma(config: Any) -> Plan:
@@ -244,132 +245,107 @@ def _gemma(config: Any) -> Plan:
     if getattr(config, "use_bidirectional_attention", None):
         raise NotPlanned("its attention is bidirectional")
     has_kinds, is_third = config.model_type != "gemma", config.model_type == "gemma3_text"
-
-    def norm(name: str) -> NormPlan:
-        return _rms(config, name, added=1.0)
-
-    def change(i: int, layer: LayerPlan) -> LayerPlan:
-        at = f"model.layers.{i}"
-        layer = replace(
-            layer, attention_norm=norm(f"{at}.input_layernorm"), mlp_norm=norm(f"{at}.post_attention_layernorm")
-        )
-        if has_kinds:
-            layer = replace(
-                layer,
-                attention_post_norm=norm(f"{at}.post_attention_layernorm"),
-                mlp_norm=norm(f"{at}.pre_feedforward_layernorm"),
-                mlp_post_norm=norm(f"{at}.post_feedforward_layernorm"),
-                window=_window(config, i),
-            )
-        if is_third:
-            query, key = (norm(f"{at}.self_attn.{name}_norm") for name in "qk")
-            layer = replace(layer, query_norm=query, key_norm=key, rope=kinds.index(config.layer_types[i]))
-        return layer
-
     kinds = sorted(set(config.layer_types)) if is_third else []
-    plan = _with_layers(_llama(config), change)
-    return replace(
-        plan,
-        last_norm=norm("model.norm"),
-        ropes=tuple(_rope(config, kind) for kind in kinds) or plan.ropes,
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if has_kinds:
+        names |= {"attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+        names |= {"mlp_post_norm": "post_feedforward_layernorm"}
+
+    def layer(at: str, i: int) -> LayerPlan:
+        others: dict[str, Any] = {field: _rms(config, f"{at}.{name}", 1.0) for field, name in names.items()}
+        if has_kinds:
+            others["window"] = _window(config, i)
+        if is_third:
+            others |= _head_norms(config, at, 1.0) | {"rope": kinds.index(config.layer_types[i])}
+        return _llama_layer(config, at, **others)
+
+    scale = {"attention_scale": config.query_pre_attn_scalar**-0.5} if has_kinds else {}
+    return _plan(
+        config,
+        layer,
+        last_norm=_rms(config, "model.norm", 1.0),
+        ropes=tuple(_rope(config, kind) for kind in kinds) or None,
         embedding_scale=config.hidden_size**0.5,
-        attention_scale=config.query_pre_attn_scalar**-0.5 if has_kinds else plan.attention_scale,
         attention_cap=getattr(config, "attn_logit_softcapping", None),
         logit_cap=getattr(config, "final_logit_softcapping", None),
+        **scale,
     )
 
 
 def _starcoder2(config: Any) -> Plan:
-    bias, norm = config.use_bias, config.norm_epsilon
-    layers = []
-    for i in range(config.num_hidden_layers):
-        at = f"model.layers.{i}"
-        layers.append(
-            LayerPlan(
-                attention_norm=_layer_norm(f"{at}.input_layernorm", norm),
-                inputs=tuple(_linear(f"{at}.self_attn.{name}_proj", bias) for name in "qkv"),
-                out=_linear(f"{at}.self_attn.o_proj", bias),
-                mlp_norm=_layer_norm(f"{at}.post_attention_layernorm", norm),
-                ups=(_linear(f"{at}.mlp.c_fc", bias),),
-                down=_linear(f"{at}.mlp.c_proj", bias),
-                window=config.sliding_window,
-            )
+    bias, epsilon = config.use_bias, config.norm_epsilon
+
+    def layer(at: str, i: int) -> LayerPlan:
+        return LayerPlan(
+            attention_norm=_layer_norm(f"{at}.input_layernorm", epsilon),
+            inputs=_inputs(at, bias),
+            out=_linear(f"{at}.self_attn.o_proj", bias),
+            mlp_norm=_layer_norm(f"{at}.post_attention_layernorm", epsilon),
+            ups=(_linear(f"{at}.mlp.c_fc", bias),),
+            down=_linear(f"{at}.mlp.c_proj", bias),
+            window=config.sliding_window,
         )
-    width = config.hidden_size // config.num_attention_heads
-    return _of_layers(config, layers, _layer_norm("model.norm", norm), (_rope(config),), width)
+
+    return _plan(config, layer, last_norm=_layer_norm("model.norm", epsilon))
 
 
 def _gpt2(config: Any) -> Plan:
     if config.scale_attn_by_inverse_layer_idx or config.add_cross_attention:
         raise NotPlanned("its plan does not know this attention")
-    layers = []
-    for i in range(config.n_layer):
-        at = f"transformer.h.{i}"
-        layers.append(
-            LayerPlan(
-                attention_norm=_layer_norm(f"{at}.ln_1", config.layer_norm_epsilon),
-                inputs=(_conv(f"{at}.attn.c_attn"),),
-                out=_conv(f"{at}.attn.c_proj"),
-                mlp_norm=_layer_norm(f"{at}.ln_2", config.layer_norm_epsilon),
-                ups=(_conv(f"{at}.mlp.c_fc"),),
-                down=_conv(f"{at}.mlp.c_proj"),
-                rope=None,
-            )
+    epsilon = config.layer_norm_epsilon
+
+    def conv(name: str) -> MatrixPlan:
+        return MatrixPlan(f"{name}.weight", f"{name}.bias", is_transposed=True)
+
+    def layer(at: str, i: int) -> LayerPlan:
+        return LayerPlan(
+            attention_norm=_layer_norm(f"{at}.ln_1", epsilon),
+            inputs=(conv(f"{at}.attn.c_attn"),),
+            out=conv(f"{at}.attn.c_proj"),
+            mlp_norm=_layer_norm(f"{at}.ln_2", epsilon),
+            ups=(conv(f"{at}.mlp.c_fc"),),
+            down=conv(f"{at}.mlp.c_proj"),
+            rope=None,
         )
-    width = config.n_embd // config.n_head
-    embedding = "transformer.wte.weight"
-    return Plan(
-        layers=tuple(layers),
-        num_heads=config.n_head,
-        num_groups=config.n_head,
-        head_width=width,
-        activation=_activation(config),
-        embedding=embedding,
+
+    return _plan(
+        config,
+        layer,
+        at="transformer.h",
+        last_norm=_layer_norm("transformer.ln_f", epsilon),
+        ropes=(),
+        embedding="transformer.wte.weight",
         place_embedding="transformer.wpe.weight",
         num_places=config.n_positions,
-        last_norm=_layer_norm("transformer.ln_f", config.layer_norm_epsilon),
-        head=MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
-        attention_scale=width**-0.5 if config.scale_attn_weights else 1.0,
+        **({} if config.scale_attn_weights else {"attention_scale": 1.0}),
     )
 
 
-def _conv(name: str) -> MatrixPlan:
-    return MatrixPlan(f"{name}.weight", f"{name}.bias", is_transposed=True)
-
-
-_FAMILIES = {
-    "llama": _Family(_llama, _BIASES),
-    "mistral": _Family(_mistral),
-    "qwen2": _Family(_qwen2),
-    "qwen3": _Family(_qwen3, _BIASES),
-    "smollm3": _Family(_smollm3, _BIASES | {"no_rope_layers", "no_rope_layer_interval"}),
-    "olmo2": _Family(_olmo2, _BIASES),
-    "granite": _Family(
-        _granite, _BIASES | {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+_BIASES = "attention_bias mlp_bias"
+_GEMMA = f"{_BIASES} hidden_activation"
+_GEMMA2 = f"{_GEMMA} query_pre_attn_scalar final_logit_softcapping cache_implementation"
+# By Transformers' model_type: the function that makes a plan, and fields of the configuration that only it reads.
+FAMILIES: dict[str, tuple[Callable[[Any], Plan], str]] = {
+    "llama": (_llama, _BIASES),
+    "mistral": (_mistral, ""),
+    "qwen2": (_qwen2, ""),
+    "qwen3": (_qwen3, _BIASES),
+    "smollm3": (_smollm3, f"{_BIASES} no_rope_layers no_rope_layer_interval"),
+    "olmo2": (_olmo2, _BIASES),
+    "granite": (
+        _granite,
+        f"{_BIASES} embedding_multiplier attention_multiplier residual_multiplier logits_scaling",
     ),
-    "phi3": _Family(_phi3, frozenset({"full_attn_mod", "interpolate_factor", "partial_rotary_factor"})),
-    "glm4": _Family(_glm4, _BIASES),
-    "gemma": _Family(_gemma, _BIASES | {"hidden_activation"}),
-    "gemma2": _Family(
-        _gemma,
-        _BIASES
-        | {"hidden_activation", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"}
-        | {"cache_implementation"},
-    ),
-    "gemma3_text": _Family(
-        _gemma,
-        _BIASES
-        | {"hidden_activation", "query_pre_attn_scalar", "final_logit_softcapping"}
-        | {"_sliding_window_pattern", "sliding_window_pattern", "cache_implementation"},
-    ),
-    "starcoder2": _Family(_starcoder2, frozenset({"use_bias", "norm_epsilon", "norm_type", "mlp_type"})),
-    "gpt2": _Family(
+    "phi3": (_phi3, "full_attn_mod interpolate_factor partial_rotary_factor"),
+    "glm4": (_glm4, _BIASES),
+    "gemma": (_gemma, _GEMMA),
+    "gemma2": (_gemma, f"{_GEMMA2} attn_logit_softcapping"),
+    "gemma3_text": (_gemma, f"{_GEMMA2} _sliding_window_pattern sliding_window_pattern"),
+    "starcoder2": (_starcoder2, "use_bias norm_epsilon norm_type mlp_type"),
+    "gpt2": (
         _gpt2,
-        frozenset(
-            "activation_function attn_pdrop layer_norm_epsilon n_embd n_head n_inner n_layer n_positions n_ctx "
-            "scale_attn_weights summary_activation summary_first_dropout summary_proj_to_labels summary_type "
-            "summary_use_proj reorder_and_upcast_attn task_specific_params".split()
-        ),
+        "activation_function attn_pdrop layer_norm_epsilon n_embd n_head n_inner n_layer n_positions n_ctx "
+        "scale_attn_weights summary_activation summary_first_dropout summary_proj_to_labels summary_type "
+        "summary_use_proj reorder_and_upcast_attn task_specific_params",
     ),
 }
-FAMILIES = tuple(_FAMILIES)
