@@ -29,7 +29,7 @@ from outrider.bench.report import interval_text, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.bench.tables import new_table
 from outrider.models.placement import Placement
-from outrider.models.quantize import num_bytes
+from outrider.models.weights import num_bytes
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 

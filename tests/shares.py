@@ -24,8 +24,7 @@ from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.lookups import ngram_drafter
 from outrider.errors import OptionError, OutriderError
-from outrider.models.checksums import weights_checksum
-from outrider.models.quantize import num_bytes
+from outrider.models.weights import num_bytes, weights_checksum
 from outrider.options import Sampling
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.sampling.rules import RULES

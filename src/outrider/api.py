@@ -28,11 +28,11 @@ from outrider.drafters.parallel import mask_token_of
 from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.models.executions import beside
-from outrider.models.generation_config import check_choice, defaults_text, sampling_defaults
 from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import DTYPES, Placement
+from outrider.models.reading import check_choice, defaults_text, sampling_defaults
 from outrider.models.registry import resolve
 from outrider.options import (
     DEFAULT_ACCEPTANCE,

@@ -14,8 +14,8 @@ from hybrids import hybrid, hybrid_lm
 from outrider.bench.predicted_memory import Memory, Predictor, Workload, head_memory
 from outrider.errors import OptionError
 from outrider.models.heads.loading import load_head
-from outrider.models.quantize import num_bytes
 from outrider.models.registry import resolve
+from outrider.models.weights import num_bytes
 from outrider.runtime.lm import PREFILL_TOKENS
 from pairs import zoo
 

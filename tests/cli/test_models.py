@@ -12,8 +12,8 @@ from hybrids import hybrid
 from outrider.api import load
 from outrider.models import cpu_weights
 from outrider.models.memory import sizes_of
-from outrider.models.quantize import num_bytes
 from outrider.models.registry import known_models, resolve
+from outrider.models.weights import num_bytes
 from pairs import embedded, random_llama, save
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import outrider
 from outrider.errors import FileError, OptionError
-from outrider.models.generation_config import sampling_defaults
+from outrider.models.reading import sampling_defaults
 from outrider.models.registry import ModelSpec, resolve
 from outrider.options import Sampling
 from outrider.serve.fingerprint import fingerprint_of

@@ -7,7 +7,7 @@ import pytest
 
 import outrider
 from gguf_models import CASES, write_case
-from outrider.models.gguf.ends import end_ids
+from outrider.models.gguf.vocabulary import end_ids
 
 
 @pytest.mark.parametrize(

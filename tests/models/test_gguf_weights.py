@@ -14,7 +14,7 @@ from launch import said_by_loading
 from outrider.errors import OptionError
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
-from outrider.models.quantize import num_bytes
+from outrider.models.weights import num_bytes
 from rounded_rows import rounded
 
 _FIELDS = {

@@ -11,8 +11,8 @@ import outrider
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
-from outrider.models.group_rounding import rounded_to_groups, widened_groups
-from outrider.models.quantize import num_bytes
+from outrider.models.quantize import rounded_to_groups, widened_groups
+from outrider.models.weights import num_bytes
 from pairs import random_llama, save
 
 

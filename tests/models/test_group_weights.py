@@ -19,8 +19,8 @@ import outrider
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
-from outrider.models.group_layouts import layout_of
-from outrider.models.quantize import num_bytes
+from outrider.models.groups import layout_of
+from outrider.models.weights import num_bytes
 from pairs import random_llama, save
 from rounded_rows import rounded
 
@@ -217,7 +217,8 @@ def test_zeros_that_wrapped_around(tmp_path: Path) -> None:
     stored["a.qzeros"] -= 0x11111111
     layout = layout_of(_GPTQ)
     assert layout is not None
-    assert torch.equal(layout.read(stored, "a").numbers(), parts.numbers())
+    _, reader = layout
+    assert torch.equal(reader(stored, "a").numbers(), parts.numbers())
 
 
 @pytest.mark.parametrize("is_symmetric", [True, False])

@@ -18,11 +18,11 @@ from ggml_blocks import block_bytes
 from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.checksums import weights_checksum
 from outrider.models.heads.checkpoint import read_config
 from outrider.models.loading import context_len, load_checkpoint
 from outrider.models.placement import pick_device
 from outrider.models.registry import ModelSpec
+from outrider.models.weights import weights_checksum
 from outrider.serve.fingerprint import sample_of
 from pairs import NUM_WORDS, random_llama, save, word_tokenizer
 from toys import random_model

@@ -13,8 +13,8 @@ from multimodal import KINDS, multimodal
 from outrider.bench.predicted_memory import Predictor, Workload
 from outrider.errors import UnsupportedModel
 from outrider.models.memory import sizes_of
-from outrider.models.quantize import num_bytes
 from outrider.models.registry import resolve
+from outrider.models.weights import num_bytes
 from pairs import random_llama, save, word_tokenizer
 
 

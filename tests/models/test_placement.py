@@ -10,7 +10,6 @@ import torch
 
 import outrider
 from outrider.errors import DeviceError, FileError, OptionError
-from outrider.models.memory_fit import fastest_with_room
 from outrider.models.placement import Placement, device_map_of, max_memory_of
 from outrider.models.registry import ModelSpec, resolve
 from pairs import zoo
@@ -108,19 +107,11 @@ def test_a_map_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         outrider.load("fable", **how)
 
 
-def test_what_does_not_fit_is_refused_with_what_would(monkeypatch: pytest.MonkeyPatch) -> None:
-    def with_free(megabytes: float) -> None:
-        monkeypatch.setattr("outrider.models.memory_fit.available_bytes", lambda _: int(megabytes * 2**20))
-
-    with_free(12)
-    with pytest.raises(DeviceError) as error:
+def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("outrider.models.memory.available_bytes", lambda _: 12 * 2**20)
+    with pytest.raises(DeviceError, match="the weights of fable need 22.4 MiB on cpu, where 12.0 MiB are free: choose"):
         outrider.load("fable", device="cpu")
-    assert str(error.value).startswith("the weights of fable need 22.4 MiB on cpu, where 12.0 MiB are free; this would")
-    assert "--dtype bfloat16 (11.2 MiB), --quantize int8 (8.7 MiB), --quantize int4" in str(error.value)
     assert outrider.load("fable:int8", device="cpu").target.name == "fable:int8"
-    with_free(3)
-    with pytest.raises(DeviceError, match="nothing here; or spread it over several devices"):
-        outrider.load("fable", device="cpu")
 
 
 def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,18 +135,3 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text("anon 30\ninactive_file 40\nactive_file 20\n")
     assert available.available_bytes(cpu) == 760
     assert available.available_bytes(torch.device("meta")) is None
-
-
-def test_a_draft_goes_to_the_fastest_device_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = {0: 4, 1: 60, 2: 60, 3: 60}
-    clocks = {0: 9, 1: 3, 2: 5, 3: 5}
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(free))
-    monkeypatch.setattr(
-        torch.cuda,
-        "get_device_properties",
-        lambda device: SimpleNamespace(memory_clock_rate=clocks[device.index], memory_bus_width=5120),
-    )
-    monkeypatch.setattr("outrider.models.memory_fit.available_bytes", lambda device: free[device.index])
-    assert fastest_with_room(2) == torch.device("cuda:0")
-    assert fastest_with_room(3) == torch.device("cuda:2")
-    assert fastest_with_room(31) is None

@@ -12,10 +12,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import outrider
 from outrider.errors import DeviceError, MissingExtra, OptionError, UnsupportedModel
-from outrider.models.checksums import weights_checksum
 from outrider.models.memory import weights_bytes
-from outrider.models.quantize import num_bytes, quantized_share, widened_weights
 from outrider.models.registry import QUANTIZATIONS
+from outrider.models.weights import num_bytes, quantized_share, weights_checksum, widened_weights
 from pairs import embedded, random_llama, save, zoo
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torchao and bitsandbytes warn of what they will change
@@ -34,7 +33,7 @@ def test_a_quantized_target(quantization: str) -> None:
     model = plain.target.model
     assert plain.target.name == f"fable:{quantization}" and plain.target.dtype == torch.float32
     assert quantized_share(model) > 0.8
-    predicted = weights_bytes(_skeleton(torch.float32), torch.float32, quantization)
+    predicted = weights_bytes(_skeleton(torch.float32), quantization)
     assert predicted == _about(num_bytes(model), quantization)
     pair = outrider.load("fable", "fable-draft", quantization=quantization)
     assert pair.target.name == plain.target.name
@@ -54,10 +53,10 @@ def test_a_quantized_target(quantization: str) -> None:
     assert (got - want).norm() < tolerance * (want - want.mean(-1, keepdim=True)).norm()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "int4", "nf4"])
+@pytest.mark.parametrize("quantization", ["int8", "nf4"])
 def test_bytes_in_bfloat16_are_predicted(quantization: str) -> None:
     model = outrider.load(f"fable:{quantization}", dtype="bfloat16").target.model
-    predicted = weights_bytes(_skeleton(torch.bfloat16), torch.bfloat16, quantization)
+    predicted = weights_bytes(_skeleton(torch.bfloat16), quantization)
     assert predicted == _about(num_bytes(model), quantization)
 
 
@@ -82,7 +81,7 @@ def test_widths_that_the_group_does_not_divide_are_passed_over(tmp_path: Path) -
     assert 0.4 < quantized_share(model) < 0.8
     with torch.device("meta"):
         skeleton = LlamaForCausalLM(config)
-    assert weights_bytes(skeleton, torch.float32, "int4") == num_bytes(model)
+    assert weights_bytes(skeleton, "int4") == num_bytes(model)
 
 
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
@@ -123,6 +122,8 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest
         outrider.load(folder)
     with pytest.raises(MissingExtra, match=r"quantization nf4 needs bitsandbytes: pip install '\.\[quantize\]'"):
         outrider.load("fable:nf4")
+    with pytest.raises(OptionError, match="for float32 on the CPU: choose nf4 or int8 elsewhere"):
+        outrider.load("fable:int4", dtype="bfloat16")
     with pytest.raises(MissingExtra, match="model.gguf needs gguf"):
         (folder / "model.gguf").touch()
         outrider.load(folder / "model.gguf")
@@ -176,6 +177,6 @@ def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(
     assert quantized_share(again.target.model) > 0.8
     states = [getattr(module, "state", None) for module in again.target.model.modules()]
     assert {state.threshold for state in states if state is not None} == {0.0}
-    monkeypatch.setattr("outrider.models.memory_fit.available_bytes", lambda _: 2**20)
+    monkeypatch.setattr("outrider.models.memory.available_bytes", lambda _: 2**20)
     with pytest.raises(DeviceError, match="the weights of .* where 1.0 MiB are free"):
         outrider.load(tmp_path / "model")

@@ -92,7 +92,8 @@ def test_each_family_and_each_of_its_fields_has_a_case() -> None:
         default = AutoConfig.for_model(family)
         stated = [(name, value) for fields in cases.values() for name, value in fields.items()]
         varied = {name for name, value in stated if value != getattr(default, name, None)}
-        known = {name for name in FAMILIES[family][1].split() if hasattr(default, name)}  # other fields it has by mistake
+        # Other fields are there by mistake.
+        known = {name for name in FAMILIES[family][1].split() if hasattr(default, name)}
         assert known - _OTHERS <= varied, family
 
 

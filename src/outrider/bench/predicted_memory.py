@@ -26,7 +26,6 @@ from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import context_len
 from outrider.models.memory import skeleton, weights_bytes
-from outrider.models.quantize import by_groups
 from outrider.models.reading import read_config
 from outrider.models.registry import ModelSpec
 from outrider.records import Draft
@@ -85,7 +84,6 @@ class Predictor:
         config: Hugging Face configuration.
         dtype: of the arithmetic.
         kept: storage type of large matrices, if narrower (see ``kept_type``).
-        device_type: that int4 is for.
 
     Raises:
         OptionError: the context is longer than the model's.
@@ -97,12 +95,10 @@ class Predictor:
         work: Workload,
         dtype: torch.dtype,
         kept: torch.dtype | None = None,
-        device_type: str = "cpu",
     ) -> None:
         longest = context_len(config)
         if work.context > longest:
             raise OptionError("context", work.context, f"this model accepts {longest} tokens")
-        self._dtype, self._device_type = dtype, device_type
         with FakeTensorMode(), torch.inference_mode():
             self._plain = self._kept = skeleton(config, dtype)
             if kept is not None:
@@ -128,9 +124,8 @@ class Predictor:
             parallel: tensor-parallel processes; the result is for one of them. Its steps are predicted as if it
                 worked alone, since the largest tensors of a step are not sharded.
         """
-        in_groups = by_groups(quantization, self._device_type, self._dtype, parallel)
-        model = self._kept if in_groups or (quantization == "none" and parallel == 1) else self._plain
-        weights = weights_bytes(model, self._dtype, quantization, parallel, self._device_type)
+        model = self._kept if quantization in ("none", "int4") and parallel == 1 else self._plain
+        weights = weights_bytes(model, quantization, parallel)
         return Memory(weights, self._cache // parallel, self._prefill, self._verify)
 
 

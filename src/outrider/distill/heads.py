@@ -18,7 +18,7 @@ from outrider.errors import NumericsError
 from outrider.models.heads.base import Head, embedding_of, head_lm
 from outrider.models.heads.loading import check_target
 from outrider.models.heads.saving import save_speculators
-from outrider.models.quantize import widened_weights
+from outrider.models.weights import widened_weights
 from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from outrider.errors import OptionError
 from outrider.models.kinds import auto_class
-from outrider.models.quantize import widened_weights
+from outrider.models.weights import widened_weights
 
 # Fused weights: their leading part is not composed of leading parts.
 _FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")

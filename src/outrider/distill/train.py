@@ -23,7 +23,7 @@ from outrider.distill.losses import LOSSES, Loss
 from outrider.distill.recipe import Budget, Recipe
 from outrider.distill.watch import MARK, Check, OnCheck, OnStep, Watch, last_checkpoint
 from outrider.errors import FileError
-from outrider.models.notices import without_bars
+from outrider.models.reading import without_bars
 from outrider.scoring.teacher_forcing import Text
 from outrider.system.files import write_whole
 

@@ -1,17 +1,22 @@
-"""Weights on the CPU that stay in their stored type (see kernels/narrow_weight.py): which, and how they are loaded."""
+"""Weights on the CPU that stay as they are stored (see kernels/narrow_weight.py): which, and how they are loaded."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from outrider.models.memory import INDEX, WHOLE, indexed_files, only_type, skeleton, weight_files
+from outrider.kernels.library import library
+from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.models.kinds import INDEX, WHOLE
+from outrider.models.memory import indexed_files, only_type, skeleton, weight_files
 from outrider.models.placement import Placement
 from outrider.models.registry import ModelSpec
+from outrider.runtime.huge_pages import Room
 
 _LEAST_NUMBERS = 2**18  # of a matrix: for smaller ones the call costs as much as the product
 _LEAST_IN_ALL = 2**24  # smaller models do not repay the seconds of compiling the kernel
@@ -39,8 +44,6 @@ def kept_type(
 
 def has_kernel(placed: Placement) -> bool:
     """Whether our kernel may be used, and can be compiled here."""
-    from outrider.kernels.library import library
-
     return placed.store != "plain" and library() is not None
 
 
@@ -82,8 +85,6 @@ def _is_linear(module: nn.Module) -> bool:
 def narrow_weights(model: nn.Module, *stored: torch.dtype) -> None:
     """Keep the large matrices of a model in the type ``stored``, the first of these that holds all numbers of a matrix,
     and those in torchao's int8 as they are; products of few rows then use our kernel."""
-    from outrider.kernels.narrow_weight import NarrowWeight
-
     narrow: dict[int, nn.Parameter] = {}
     for layer in narrow_layers(model).values():
         weight = layer.weight
@@ -117,10 +118,7 @@ def widen_weights(narrow: Any, config: Any) -> Any:
 
     The module tree is rebuilt: buffers, and constants in its code, take the type in which it is built.
     """
-    from accelerate import init_empty_weights
-
-    with init_empty_weights(include_buffers=False):
-        wide = skeleton(config, torch.float32)
+    wide = without_weights(config)
     kept = {f"{name}.weight" for name in narrow_layers(wide)}
     numbers: dict[str, Tensor] = narrow.state_dict()
     wide.load_state_dict(
@@ -133,3 +131,63 @@ def widen_weights(narrow: Any, config: Any) -> Any:
     wide.tie_weights()
     wide.generation_config = narrow.generation_config
     return wide
+
+
+def without_weights(config: Any) -> Any:
+    """Model in float32 without its parameters, which are on the device "meta"."""
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        return skeleton(config, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Weights of a checkpoint by their names in the model; large matrices stay as they are stored.
+
+    Attributes:
+        kept: bytes of the matrices that stay in blocks, or are no wider than bfloat16.
+        others: names of the other weights.
+        read: reads a weight, in float32 unless it stays. Blocks are interleaved to the tensor that the second argument
+            makes.
+    """
+
+    kept: Mapping[str, int]
+    others: frozenset[str]
+    read: Callable[[str, Callable[[Tensor], Tensor]], Tensor]
+
+    def num_bytes_saved(self, bare: nn.Module) -> int:
+        """Bytes by which the weights are smaller than those of the skeleton."""
+        return sum(bare.get_parameter(name).nbytes - number for name, number in self.kept.items())
+
+    def read_all(self) -> dict[str, Tensor]:
+        """All weights, blocks in huge pages."""
+        room = Room(self.kept.values())
+        kept = {name: self.read(name, room.empty_like) for name in self.kept}
+        return kept | {name: self.read(name, torch.empty_like) for name in self.others}
+
+    def load(self, config: Any) -> tuple[Any, list[str]]:
+        """Load the model, in float32 but for the matrices that stay.
+
+        Returns:
+            The model, and names of weights that are missing in the checkpoint.
+        """
+        model, weights = without_weights(config), self.read_all()
+        _set_weights(model, {name: weights.pop(name) for name in self.kept})
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
+        return model, sorted(name for name, weight in model.named_parameters() if weight.is_meta)
+
+
+def _set_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Set weights, wherever they are shared."""
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for name, weight in weights.items():
+        shared = model.get_parameter(name)
+        if weight.shape != shared.shape:
+            raise ValueError(f"the shape of {name} does not fit its configuration")
+        new[shared] = nn.Parameter(weight, requires_grad=False)
+    for module in model.modules():
+        for own, one in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
+            if one in new:
+                setattr(module, own, new[one])

@@ -9,8 +9,8 @@ import torch
 
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.models.probe import probe
-from outrider.models.quantize import num_bytes
 from outrider.models.registry import EXECUTIONS
+from outrider.models.weights import num_bytes
 from outrider.native.engine import NativeForward
 from outrider.native.plan import NotPlanned
 from outrider.runtime.cuda_graphs import CapturedExecution

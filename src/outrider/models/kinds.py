@@ -1,18 +1,19 @@
 """Kinds of models that are known not to work: refused by name before their weights are read.
 
 So are checkpoints that are not models by themselves: adapters, and heads that draft from the hidden states of their
-target.
+target; and pickled weights, which may run code of their author, unless they are asked for. Where they are allowed,
+PyTorch's restricted unpickler reads them (``weights_only``).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
-from outrider.models.registry import ADAPTER_CONFIG
+from outrider.models.registry import ADAPTER_CONFIG, ModelSpec
 
 # Attention that position-based masks describe, states, and layers without a cache.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -34,8 +35,9 @@ _HEADS = {
     "speculator": "a speculator",
 }
 _FIELDS_OF_HEADS = ("draft_vocab_size", "medusa_num_heads", "hydra_num_heads", "dflash_config", "eagle_config")
-# Parts of weight names that no causal language model has, for checkpoints with the configuration of their target.
-_WEIGHTS = {"lora_": "a LoRA adapter", "medusa": "a set of Medusa heads", "fc.": "an EAGLE head"}
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_ADAPTER, _PICKLED_ADAPTER = "adapter_model.safetensors", "adapter_model.bin"
 
 
 def check_adapter(name: str, file: Path | None) -> None:
@@ -69,7 +71,10 @@ def check_head(name: str, stated: Mapping[str, Any]) -> None:
     """
     thing = head_named(stated)
     if thing is not None:
-        raise UnsupportedModel(_head_message(name, thing))
+        raise UnsupportedModel(
+            f"{name} is {thing}, which works only together with its base model: the target is that model, and a head "
+            "of a known kind its draft ('outrider generate --help')"
+        )
 
 
 def head_named(stated: Mapping[str, Any]) -> str | None:
@@ -82,28 +87,10 @@ def head_named(stated: Mapping[str, Any]) -> str | None:
     return next((thing for word, thing in _HEADS.items() if word in words), None)
 
 
-def check_missing(name: str, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """Refuse a checkpoint that lacks weights; unexpected ones show what it is.
-
-    Raises:
-        UnsupportedModel: a known part of a model.
-        ModelCorrupt: anything else.
-    """
-    lacking = sorted(missing)
-    if not lacking:
-        return
-    strange = " ".join(unexpected)
-    thing = next((thing for part, thing in _WEIGHTS.items() if part in strange), None)
-    if thing is not None:
-        raise UnsupportedModel(_head_message(name, thing))
-    raise ModelCorrupt(f"{name} lacks {len(lacking)} of the model's weights, {lacking[0]} among them")
-
-
-def _head_message(name: str, thing: str) -> str:
-    return (
-        f"{name} is {thing}, which works only together with its base model: the target is that model, and a head of a "
-        "known kind its draft ('outrider generate --help')"
-    )
+def check_missing(name: str, missing: Iterable[str]) -> None:
+    """Raises ModelCorrupt: a checkpoint lacks weights."""
+    if lacking := sorted(missing):
+        raise ModelCorrupt(f"{name} lacks {len(lacking)} of the model's weights, {lacking[0]} among them")
 
 
 def auto_class(name: str, config: Any) -> Any:
@@ -159,3 +146,35 @@ def _continues_text(architecture: str) -> bool:
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
     return any(part in architecture for part in ("CausalLM", "LMHead", "Conditional")) or architecture in NAMES.values()
+
+
+def check_unpickled(spec: ModelSpec, config: Any) -> None:
+    """Raises UnsupportedModel: the weights of a model, or of its adapter, would be read from a pickled file."""
+    stated = getattr(config, "transformers_weights", None)  # goes before the usual names
+    if stated is not None and not str(stated).endswith((".safetensors", ".safetensors.index.json")):
+        raise _refusal_of_pickle(spec.location, str(stated))
+    if spec.gguf is None and stated is None:
+        _check_files(spec.location, (WHOLE, INDEX), (PICKLED, _PICKLED_INDEX))
+    if spec.adapter is not None:
+        _check_files(spec.adapter, (_ADAPTER,), (_PICKLED_ADAPTER,))
+
+
+def check_no_pickle(location: str) -> None:
+    """Raises UnsupportedModel: a folder or hub repository has pickled weights."""
+    _check_files(location, (), (PICKLED,))
+
+
+def _check_files(location: str, plain: Sequence[str], pickled: Sequence[str]) -> None:
+    from transformers.utils import has_file
+
+    if not any(has_file(location, name) for name in plain):
+        for name in pickled:
+            if has_file(location, name):
+                raise _refusal_of_pickle(location, name)
+
+
+def _refusal_of_pickle(location: str, file: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"the weights of {location} are in {file}, a pickle, which may run code: take them in safetensors; or, if you "
+        "trust their author, --allow-pickle (in Python allow_pickle=True)"
+    )

@@ -6,10 +6,9 @@ Models that are known not to work are refused by name; all others are probed (pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -23,42 +22,54 @@ from outrider.errors import (
 )
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.adapters import check_mergeable, merge
-from outrider.models.block_weights import BlockWeights
-from outrider.models.cpu_weights import has_kernel, kept_type, narrow_weights, widen_weights
+from outrider.models.cpu_weights import (
+    StoredWeights,
+    has_kernel,
+    kept_type,
+    narrow_layers,
+    narrow_weights,
+    widen_weights,
+)
 from outrider.models.executions import choose_execution
-from outrider.models.generation_config import generation_config_of
-from outrider.models.group_rounding import predict_groups, round_to_groups
-from outrider.models.kinds import auto_class, check_kind, check_missing
-from outrider.models.memory import skeleton, weights_bytes
-from outrider.models.memory_fit import check_fits, fastest_with_room, forms, room_of, stored_bytes
-from outrider.models.notes import has_notes, notes_name, read_notes, write_notes
-from outrider.models.parallel import check_shares, num_shares
-from outrider.models.pickled import check_unpickled
-from outrider.models.placement import DTYPES, Placement, device_map_of, max_memory_of, pick_device
+from outrider.models.groups import group_weights, layout_of
+from outrider.models.kinds import auto_class, check_kind, check_missing, check_unpickled
+from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
+from outrider.models.notes import has_notes, notes_name, read_notes, reopen, write_notes
+from outrider.models.placement import (
+    DTYPES,
+    Placement,
+    check_shares,
+    device_map_of,
+    max_memory_of,
+    num_shares,
+    pick_device,
+)
 from outrider.models.quantize import (
-    by_groups,
     check_quantization,
     method_of,
+    own_quantization,
     picks_outliers,
     plain_config,
     quantization_config,
-    quantized_share,
     require_quantizer,
+    round_to_groups,
     without_outliers,
 )
-from outrider.models.reading import held_file, load_processor, load_tokenizer, read_config, reading
+from outrider.models.reading import (
+    generation_config_of,
+    held_file,
+    load_processor,
+    load_tokenizer,
+    read_config,
+    reading,
+)
 from outrider.models.registry import ARITHMETICS, QUANTIZATIONS, ModelSpec
-from outrider.models.reopening import reopen
-from outrider.models.stored_blocks import are_in_groups, stored_blocks
+from outrider.models.weights import quantized_share
 from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
 from outrider.runtime.stand_in import StandIn
-from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import has_token, vocab_size
-
-if TYPE_CHECKING:
-    pass
 
 _LOG = logging.getLogger(__name__)
 _ANYWHERE = Placement()
@@ -108,113 +119,28 @@ def load_checkpoint(
     Raises:
         ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError, MissingExtra, FileError
     """
-    placed, name = placement.over(spec), placement.name_of(spec)
-    size = num_shares(name, placed, is_target=is_target)
-    device, device_map = pick_device(placed.device), device_map_of(placed)
-    if isinstance(device_map, str) and placed.device == "cpu" and torch.cuda.is_available():
-        raise OptionError("device_map", device_map, "it spreads the model over CUDA devices: leave out --device cpu")
-    is_alone = size == 1 and device_map is None
+    job = _Job.of(spec, placement, is_target=is_target)
+    placed, name = job.placed, job.name
     file = held_file(spec)
-    is_native = is_alone and device.type == "cpu" and placed.execution in ("auto", "native")
+    is_native = job.is_alone and job.device.type == "cpu" and placed.execution in ("auto", "native")
     noted_in = notes_name(spec, placed) if is_native else None
-    if may_stand_in and is_native and placed.max_memory is None and placed.quantization not in QUANTIZATIONS:
-        notes = None if noted_in is None else read_notes(noted_in)
-        model = None if notes is None else reopen(spec, placed, notes)
-        if notes is not None and model is not None:
-            return Checkpoint(name, model, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
+    if may_stand_in and noted_in is not None and placed.max_memory is None and placed.quantization not in QUANTIZATIONS:
+        notes = read_notes(noted_in)
+        stand_in = None if notes is None else reopen(spec, placed, notes)
+        if notes is not None and stand_in is not None:
+            return Checkpoint(name, stand_in, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
     config = read_config(spec)
-    method = "gguf" if spec.gguf else method_of(config)
-    with reading(spec, f"model on {device}"):
-        if spec.adapter is not None:
-            check_mergeable(name, placed, size, method)
-        if not placed.allow_pickle:
-            check_unpickled(spec, config)
-        check_quantization(name, placed.quantization or "none", method)
-        without_outliers(config)
-        has_arithmetic = placed.quantization in ARITHMETICS
-        quantization = "none" if has_arithmetic else str(placed.quantization)  # of the weights
-        dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
-        in_groups = is_alone and by_groups(quantization, device.type, dtype)
-        how: dict[str, Any] = {"dtype": dtype or "auto"}
-        if size > 1:
-            from transformers.distributed import DistributedConfig
-
-            check_shares(name, size, placed, device, config, method)
-            how["distributed_config"] = DistributedConfig(tp_size=size)
-        kept: torch.dtype | None = None
-        blocks: BlockWeights | None = None
-        needed = stored_bytes(spec)
-        smaller: Callable[[], Mapping[str, int]] = dict
-        stated: torch.dtype = config.dtype or torch.float32
-        is_float32_on_cpu = is_alone and device.type == "cpu" and dtype == torch.float32
-        if method in (None, "gguf") or (is_float32_on_cpu and are_in_groups(config)):
-            dtype = dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
-            with torch.device("meta"):
-                bare = skeleton(plain_config(config), dtype)
-            if is_alone and (quantization in ("none", "int8") or in_groups):
-                kept = kept_type(spec, placed, device, bare, stated)
-            if is_float32_on_cpu:
-                blocks = stored_blocks(spec, placed, config, bare, keeps=kept is not None)
-            if blocks is not None:
-                blocks.predict(bare)
-        if method in (None, "gguf") or blocks is not None:
-            assert dtype is not None
-            if kept is not None:
-                narrow_weights(bare, kept)
-            if in_groups and has_kernel(placed):
-                predict_groups(bare)
-            needed = weights_bytes(bare, dtype, "none" if in_groups else quantization, size, device.type)
-            if method is None:
-                smaller = partial(forms, bare, kept or dtype, quantization, size, device.type)
-        else:
-            kept = None
-        if blocks is None and not in_groups:
-            require_quantizer(name, quantization, method)
-            if quantization != "none":
-                assert dtype is not None
-                how["quantization_config"] = quantization_config(quantization, device, dtype, bare, size)
-        if has_arithmetic and (blocks is None or kept is None):
-            raise OptionError(
-                "quantization", placed.quantization, f"{name} is not multiplied in its blocks here: leave it out"
-            )
-        if placed.device == "auto" and device_map is None and current_ranks().size == 1 and not is_target:
-            device = fastest_with_room(needed) or device
-        limits = max_memory_of(placed.max_memory)
-        check_fits(name, needed, room_of(device, device_map, limits), smaller)
-        if kept is not None:
-            kept = how["dtype"] = kept_type(spec, placed, device, bare)  # may download its files
-        if size == 1:
-            how |= {"device_map": device_map or {"": device}, "max_memory": limits}
-        if blocks is not None:
-            model, missing = blocks.load(plain_config(config))
-            check_missing(spec.location, missing, [])
-            model.generation_config = generation_config_of(spec) or model.generation_config
-        else:
-            how["use_safetensors"] = None if placed.allow_pickle else True
-            model = _from_pretrained(name, spec, config, how)
-        on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
-        if on_disk:
-            raise DeviceError(
-                f"{name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} the "
-                "first: raise --max-memory, or choose fewer bits with --quantize"
-            )
-    if spec.adapter is not None:
-        with reading(spec, "adapter"):
-            model = merge(name, model, spec.adapter)
-    if kept is not None:
-        model = model if kept == dtype else widen_weights(model, config)
-        # An adapter has left most matrices as the base stores them.
-        of_base = kept_type(replace(spec, adapter=None), placed, device, bare)
-        narrow_weights(model, *dict.fromkeys((of_base or kept, kept)))
-    share = round_to_groups(model, keeps=has_kernel(placed)) if in_groups else None
-    if device.type == "cpu" and is_alone:
-        narrow = [] if blocks is None else [one for one in model.parameters() if isinstance(one, NarrowWeight)]
-        move_weights(model, [one for one in narrow if one.blocks is not None])  # blocks are there
-    if quantization != "none":
-        _report_share(name, quantization, quantized_share(model) if share is None else share)
+    with reading(spec, f"model on {job.device}"):
+        loader = _loader(job, config)
+        check_fits(name, loader.predict(), job.device, job.device_map, job.limits)
+        model = loader.load()
+    if job.device.type == "cpu" and job.is_alone:
+        in_room = isinstance(loader, _StoredLoader)
+        narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight)] if in_room else []
+        move_weights(model, [one for one in narrow if one.blocks is not None])
     tokenizer = load_tokenizer(spec)
     if file is not None:
-        from outrider.models.gguf.ends import end_ids
+        from outrider.models.gguf.vocabulary import end_ids
 
         model.generation_config.eos_token_id = end_ids(file.metadata, tokenizer.eos_token_id)
     if spec.adapter is not None and vocab_size(tokenizer) > (num_rows := len(model.get_input_embeddings().weight)):
@@ -225,6 +151,201 @@ def load_checkpoint(
     reads_images = is_target and spec.gguf is None and takes_images(model)
     processor = load_processor(spec) if reads_images else None
     return Checkpoint(name, model, tokenizer, processor, placed.execution, noted_in)
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A checkpoint, and the devices and processes that it is loaded on.
+
+    Attributes:
+        num_shares: number of processes that share it.
+        device_map, limits: ``device_map`` and ``max_memory`` of ``from_pretrained``.
+        dtype: compute type; None for the checkpoint's own.
+        quantization: of the weights, while loading.
+    """
+
+    spec: ModelSpec
+    placed: Placement
+    name: str
+    num_shares: int
+    device: torch.device
+    device_map: str | dict[str, Any] | None
+    limits: dict[int | str, str] | None
+    dtype: torch.dtype | None
+    quantization: str
+
+    @classmethod
+    def of(cls, spec: ModelSpec, placement: Placement, *, is_target: bool) -> _Job:
+        placed, name = placement.over(spec), placement.name_of(spec)
+        size = num_shares(name, placed, is_target=is_target)
+        device, device_map = pick_device(placed.device), device_map_of(placed)
+        if isinstance(device_map, str) and placed.device == "cpu" and torch.cuda.is_available():
+            raise OptionError(
+                "device_map", device_map, "it spreads the model over CUDA devices: leave out --device cpu"
+            )
+        limits = max_memory_of(placed.max_memory)
+        dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
+        quantization = "none" if placed.quantization in ARITHMETICS else str(placed.quantization)
+        return cls(spec, placed, name, size, device, device_map, limits, dtype, quantization)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the model is on one device of one process."""
+        return self.num_shares == 1 and self.device_map is None
+
+    @property
+    def is_float32_on_cpu(self) -> bool:
+        return self.is_alone and self.device.type == "cpu" and self.dtype == torch.float32
+
+
+class _Loader(Protocol):
+    """One way to load a model."""
+
+    def predict(self) -> int:
+        """Bytes of its weights."""
+
+    def load(self) -> Any:
+        """The model, on its devices."""
+
+
+def _loader(job: _Job, config: Any) -> _Loader:
+    """The way to load a model, or the reason why there is none."""
+    spec, placed, name = job.spec, job.placed, job.name
+    method = "gguf" if spec.gguf else method_of(config)
+    if spec.adapter is not None:
+        check_mergeable(name, placed, job.num_shares, method)
+    if not placed.allow_pickle:
+        check_unpickled(spec, config)
+    check_quantization(name, placed.quantization or "none", method)
+    without_outliers(config)
+    if job.num_shares > 1:
+        check_shares(name, job.num_shares, placed, job.device, config, method)
+    if job.quantization == "int4" and not job.is_float32_on_cpu:
+        raise OptionError("quantization", "int4", "for float32 on the CPU: choose nf4 or int8 elsewhere")
+    stored = own_quantization(config) or {}
+    is_plain = method in (None, "gguf")
+    in_groups = job.is_float32_on_cpu and spec.gguf is None and layout_of(stored) is not None
+    bare, kept, weights = None, None, None
+    if is_plain or in_groups:
+        dtype = job.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
+        with torch.device("meta"):
+            bare = skeleton(plain_config(config), dtype)
+        if job.is_alone and job.quantization in ("none", "int8", "int4"):
+            kept = kept_type(spec, placed, job.device, bare, config.dtype or torch.float32)
+        if job.is_float32_on_cpu and spec.adapter is None and job.quantization == "none":
+            weights = _stored_weights(spec, placed, stored, bare, keeps=kept is not None)
+    if placed.quantization in ARITHMETICS and (weights is None or kept is None):
+        raise OptionError(
+            "quantization", placed.quantization, f"{name} is not multiplied in its blocks here: leave it out"
+        )
+    if weights is not None:
+        return _StoredLoader(spec, config, bare, weights, keeps=kept is not None)
+    require_quantizer(name, job.quantization, method)
+    return _TransformersLoader(job, config, bare if is_plain else None, kept if is_plain else None)
+
+
+def _stored_weights(
+    spec: ModelSpec, placed: Placement, stored: Mapping[str, Any], bare: nn.Module, *, keeps: bool
+) -> StoredWeights | None:
+    """The weights of a checkpoint in blocks or groups; None if Transformers is to read it.
+
+    Args:
+        stored: its ``quantization_config``.
+        keeps: whether matrices may stay in blocks; else groups are widened.
+    """
+    if spec.gguf is None:
+        return group_weights(spec, stored, bare, keeps=keeps, num_digits=placed.num_digits(spec))
+    from outrider.models.gguf.checkpoint import gguf_weights
+
+    large = [f"{layer}.weight" for layer in narrow_layers(bare)]
+    found = gguf_weights(spec, bare, large, placed.num_digits(spec)) if keeps else None
+    return found if found and found.kept else None
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredLoader:
+    """Reads weights in their own blocks or groups, for float32 on the CPU.
+
+    Attributes:
+        bare: the skeleton.
+        keeps: whether large matrices stay as they are stored.
+    """
+
+    spec: ModelSpec
+    config: Any
+    bare: Any
+    weights: StoredWeights
+    keeps: bool
+
+    def predict(self) -> int:
+        return weights_bytes(self.bare) - self.weights.num_bytes_saved(self.bare)
+
+    def load(self) -> Any:
+        model, missing = self.weights.load(plain_config(self.config))
+        check_missing(self.spec.location, missing)
+        model.generation_config = generation_config_of(self.spec) or model.generation_config
+        if self.keeps:
+            narrow_weights(model, torch.float32)
+        return model
+
+
+@dataclass(frozen=True, slots=True)
+class _TransformersLoader:
+    """Lets Transformers load the model, and then merges its adapter, keeps large matrices in their type and rounds
+    int4.
+
+    Attributes:
+        bare: the skeleton; None for checkpoints that are quantized.
+        kept: type in which large matrices stay, as far as is known without a download.
+    """
+
+    job: _Job
+    config: Any
+    bare: Any | None
+    kept: torch.dtype | None
+
+    def predict(self) -> int:
+        job, bare = self.job, self.bare
+        if bare is None:
+            return stored_bytes(job.spec)
+        if self.kept is not None:
+            narrow_weights(bare, self.kept)
+        is_widened = job.quantization == "int4" and not has_kernel(job.placed)
+        return weights_bytes(bare, "none" if is_widened else job.quantization, job.num_shares)
+
+    def load(self) -> Any:
+        job, spec, kept = self.job, self.job.spec, self.kept
+        if kept is not None:
+            kept = kept_type(spec, job.placed, job.device, self.bare)  # may download its files
+        how: dict[str, Any] = {"dtype": kept or job.dtype or "auto"}
+        if job.num_shares > 1:
+            from transformers.distributed import DistributedConfig
+
+            how["distributed_config"] = DistributedConfig(tp_size=job.num_shares)
+        else:
+            how |= {"device_map": job.device_map or {"": job.device}, "max_memory": job.limits}
+        if self.bare is not None and job.quantization not in ("none", "int4"):
+            how["quantization_config"] = quantization_config(job.quantization, self.bare.dtype)
+        how["use_safetensors"] = None if job.placed.allow_pickle else True
+        model = _from_pretrained(job.name, spec, self.config, how)
+        on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
+        if on_disk:
+            raise DeviceError(
+                f"{job.name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} "
+                "the first: raise --max-memory, or choose fewer bits with --quantize"
+            )
+        if spec.adapter is not None:
+            with reading(spec, "adapter"):
+                model = merge(job.name, model, spec.adapter)
+        if kept is not None:
+            model = model if kept == job.dtype else widen_weights(model, self.config)
+            # An adapter has left most matrices as the base stores them.
+            narrow_weights(model, *(() if spec.adapter is None else (torch.bfloat16,)), kept)
+        is_rounded, keeps = job.quantization == "int4", has_kernel(job.placed)
+        share = round_to_groups(model, keeps=keeps) if is_rounded else quantized_share(model)
+        if job.quantization != "none":
+            _report_share(job.name, job.quantization, share)
+        return model
 
 
 def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, Any]) -> Any:
@@ -239,7 +360,7 @@ def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, 
         dtype = given["dtype"] if isinstance(given["dtype"], torch.dtype) else torch.bfloat16  # as most are stored
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # auto classes want a name
         model, info = cls.from_pretrained(None, state_dict=gguf_numbers(spec, dtype), **given)
-    check_missing(spec.location, info["missing_keys"], info["unexpected_keys"])
+    check_missing(spec.location, info["missing_keys"])
     mismatched = sorted(key for key, *_ in info["mismatched_keys"])
     if mismatched:
         raise ModelCorrupt(f"{spec.location}: the shape of {mismatched[0]} does not fit its config.json")

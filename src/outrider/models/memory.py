@@ -1,4 +1,5 @@
-"""Memory of the weights of a model, and of the cache at a given context and batch size. Nothing is loaded.
+"""Memory of the weights of a model, and of the cache at a given context and batch size; and whether devices have room
+for the weights. Nothing is loaded.
 
 For the list of all models, sizes come from files (configuration and headers of the weights) or, for models that are not
 on this disk, from the registry. For one model, they come from its skeleton, built from its configuration;
@@ -10,19 +11,20 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.models.kinds import auto_class
+from outrider.errors import DeviceError
+from outrider.models.kinds import INDEX, WHOLE, auto_class
 from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
 from outrider.runtime.shape_buckets import eager_length, prepared_length
+from outrider.system.available import available_bytes, size_text
 
 if TYPE_CHECKING:
     import torch
 
-
-WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_STATES = ("linear_", "mamba_", "ssm_", "conv_", "layers_block_type")  # prefixes of configuration fields
 
 
@@ -143,23 +145,17 @@ def skeleton(config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def weights_bytes(
-    model: Any, dtype: torch.dtype, quantization: str = "none", parallel: int = 1, device_type: str = "cpu"
-) -> int:
+def weights_bytes(model: Any, quantization: str = "none", parallel: int = 1) -> int:
     """Bytes of the weights and buffers of a skeleton, shared ones once.
 
     Args:
-        dtype: of the scales.
         quantization: "none", or one of QUANTIZATIONS; a skeleton is not quantized.
         parallel: processes that share layers by the model's own plan; the result is for one of them.
-        device_type: that int4 is for.
     """
-    from outrider.models.group_rounding import bytes_in_groups
-    from outrider.models.quantize import by_groups, group_size_of, linear_bytes, quantizable
+    from outrider.models.quantize import linear_bytes, quantizable
     from outrider.runtime.tensor_parts import stored_tensors
 
-    layers = {} if quantization == "none" else quantizable(model)
-    group_size, in_groups = group_size_of(layers, parallel), by_groups(quantization, device_type, dtype, parallel)
+    layers = {} if quantization == "none" else quantizable(model, quantization)
     plan = {module for module, style in (model.tp_plan or {}).items() if not style.startswith("replicated")}
     shared = [re.compile(pattern.replace(".", r"\.").replace("*", r"\d+")) for pattern in plan]
     total, seen = 0, set()
@@ -169,8 +165,57 @@ def weights_bytes(
             if id(tensor) in seen:
                 continue
             seen.add(id(tensor))
-            number = sum(inner.numel() * inner.element_size() for inner in stored_tensors(tensor))
             if name in layers and tensor is module.weight:
-                number = bytes_in_groups(module) if in_groups else linear_bytes(quantization, module, dtype, group_size)
+                number = linear_bytes(quantization, module)
+            else:
+                number = sum(inner.numel() * inner.element_size() for inner in stored_tensors(tensor))
             total += number // parallel if is_shared else number
     return total
+
+
+def stored_bytes(spec: ModelSpec) -> int:
+    """Bytes of the weights of a checkpoint on this disk; 0 if it is not here."""
+    return 0 if spec.path is None else sum(file.stat().st_size for file in weight_files(spec.path))
+
+
+def check_fits(
+    name: str,
+    needed: int,
+    device: torch.device,
+    device_map: str | Mapping[str, str] | None = None,
+    limits: Mapping[int | str, str] | None = None,
+) -> None:
+    """Refuse a model whose weights do not fit.
+
+    Args:
+        needed: bytes of its weights.
+        device_map, limits: ``device_map`` and ``max_memory`` of ``from_pretrained``.
+
+    Raises:
+        DeviceError: with the numbers.
+    """
+    where, free = _room(device, device_map, limits)
+    if free is not None and needed > free:
+        raise DeviceError(
+            f"the weights of {name} need {size_text(needed)} on {where}, where {size_text(free)} are free: choose "
+            "fewer bits (--quantize, --dtype; 'outrider models --target' has the sizes), or spread it over several "
+            "devices (--device-map)"
+        )
+
+
+def _room(
+    device: torch.device, device_map: str | Mapping[str, str] | None, limits: Mapping[int | str, str] | None
+) -> tuple[str, int | None]:
+    """Devices in words, and their free bytes; None if unknown."""
+    import torch
+
+    if device_map is None:
+        return str(device), available_bytes(device)
+    if isinstance(device_map, str):
+        from accelerate.utils import get_max_memory
+
+        # By Accelerate's account: free memory of each device and the CPU, or the limits.
+        free = get_max_memory(None if limits is None else dict(limits))
+        return "all devices together", sum(size for place, size in free.items() if place != "disk")
+    known = [available_bytes(torch.device(name)) for name in sorted(set(device_map.values()))]
+    return "the devices of its map", None if None in known else sum(filter(None, known))

@@ -7,10 +7,10 @@ to give the logits of the model's own code, by the same software.
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable
+import pickle
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -18,79 +18,59 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.models.cpu_weights import without_weights
+from outrider.models.groups import tensors_in
+from outrider.models.memory import weight_files
 from outrider.models.placement import Placement
-from outrider.models.quantize import num_bytes
+from outrider.models.quantize import plain_config
+from outrider.models.reading import generation_config_of, read_config, reading
 from outrider.models.registry import ModelSpec
+from outrider.models.weights import num_bytes
 from outrider.native.families import plan_of
-from outrider.native.plan import read_plan
+from outrider.native.plan import Plan
+from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.stand_in import StandIn, StatedConfig
+from outrider.system.available import available_bytes
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
 _MOST_BYTES = 2**24  # on disk: some hundred models
 _KINDS = (".safetensors", ".gguf", ".json")
 _CODE = ("native", "kernels", "runtime", "models")  # packages on which the notes depend
-BLOCKS, NARROW = "blocks", "narrow "  # how a parameter is stored: in the file's blocks, or as a NarrowWeight of a type
 
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """Description of a model, in JSON's types.
+    """Description of a model.
 
     Attributes:
-        plan: the native engine's (native/plan.py), as a dictionary.
+        plan: the native engine's.
         fields: the fields of Transformers' configuration.
         aliases: other names of these fields.
         shapes: the shape of each parameter.
         tied: parameters that are the same as another, with the other's name.
-        stored: the type of each parameter that is not tied to another: BLOCKS, NARROW and a type, or "float32".
+        in_blocks: parameters that stay in the file's blocks.
+        narrow: parameters that stay in a type; the others are in float32.
         num_bytes: the size of all parameters.
         embedding: the name of the module that embeds tokens.
         end: ``eos_token_id`` of Transformers' generation configuration.
         tokenizer: the name of the tokenizer's class in Transformers; None without a tokenizer.
     """
 
-    plan: dict[str, Any]
+    plan: Plan
     fields: dict[str, Any]
     aliases: dict[str, str]
-    shapes: dict[str, list[int]]
+    shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
-    stored: dict[str, str]
+    in_blocks: list[str]
+    narrow: dict[str, torch.dtype]
     num_bytes: int
     embedding: str
     end: int | list[int] | None
     tokenizer: str | None
-
-    @classmethod
-    def about(cls, model: Any, tokenizer: Any | None) -> Notes | None:
-        """Notes about a model of Transformers and its tokenizer; None if its parameters are stored in other ways.
-
-        Raises:
-            NotPlanned
-        """
-        config = model.config
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        if config.get_text_config(decoder=True) is not config or model.state_dict().keys() - parameters.keys():
-            return None
-        first: dict[nn.Parameter, str] = {}
-        shapes, tied, stored = {}, {}, {}
-        for name, weight in parameters.items():
-            if weight in first:
-                tied[name] = first[weight]
-                continue
-            kind = _kind_of(weight)
-            if kind is None:
-                return None
-            first[weight], shapes[name], stored[name] = name, list(weight.shape), kind
-        embedding = first[model.get_input_embeddings().weight].removesuffix(".weight")
-        end = getattr(model.generation_config, "eos_token_id", None)
-        kind = None if tokenizer is None else type(tokenizer).__name__
-        aliases = dict(config.attribute_map)
-        plan = asdict(plan_of(config))
-        return cls(plan, config.to_dict(), aliases, shapes, tied, stored, num_bytes(model), embedding, end, kind)
 
     def stand_in(self, build: Callable[[], nn.Module]) -> StandIn:
         """Stand-in for the model, whose parameters have no numbers yet.
@@ -99,16 +79,48 @@ class Notes:
             build: makes the model, without its weights.
         """
         config, end = StatedConfig(self.fields, self.aliases), SimpleNamespace(eos_token_id=self.end)
-        shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
-        return StandIn(shapes, self.tied, self.embedding, read_plan(self.plan), config, end, build)
+        return StandIn(self.shapes, self.tied, self.embedding, self.plan, config, end, build)
 
 
-def _kind_of(weight: nn.Parameter) -> str | None:
-    if isinstance(weight, NarrowWeight):
-        if weight.blocks is not None:
-            return BLOCKS if weight.order is None else None
-        return None if weight.scale is not None else NARROW + str(weight.stored.dtype).removeprefix("torch.")
-    return "float32" if type(weight) is nn.Parameter and weight.dtype == torch.float32 else None
+def notes_about(model: Any, tokenizer: Any | None) -> Notes | None:
+    """Notes about a model of Transformers and its tokenizer; None if its parameters are stored in other ways.
+
+    Raises:
+        NotPlanned
+    """
+    config = model.config
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    if config.get_text_config(decoder=True) is not config or model.state_dict().keys() - parameters.keys():
+        return None
+    first: dict[nn.Parameter, str] = {}
+    tied, in_blocks, narrow = {}, [], {}
+    for name, weight in parameters.items():
+        if weight in first:
+            tied[name] = first[weight]
+            continue
+        first[weight] = name
+        if isinstance(weight, NarrowWeight):
+            if weight.order is not None or weight.scale is not None:
+                return None
+            if weight.blocks is None:
+                narrow[name] = weight.stored.dtype
+            else:
+                in_blocks.append(name)
+        elif type(weight) is not nn.Parameter or weight.dtype != torch.float32:
+            return None
+    return Notes(
+        plan=plan_of(config),
+        fields=config.to_dict(),
+        aliases=dict(config.attribute_map),
+        shapes={name: tuple(weight.shape) for weight, name in first.items()},
+        tied=tied,
+        in_blocks=in_blocks,
+        narrow=narrow,
+        num_bytes=num_bytes(model),
+        embedding=first[model.get_input_embeddings().weight].removesuffix(".weight"),
+        end=getattr(model.generation_config, "eos_token_id", None),
+        tokenizer=None if tokenizer is None else type(tokenizer).__name__,
+    )
 
 
 def notes_name(spec: ModelSpec, placed: Placement) -> str | None:
@@ -132,17 +144,62 @@ def has_notes(name: str) -> bool:
 
 def read_notes(name: str) -> Notes | None:
     """Notes about a model; None if there are none, or none from which it can be opened."""
-    with suppress(ValueError, TypeError):
-        fields = json.loads(_folder().read(name) or b"null")
-        return None if fields is None else Notes(**fields)
-    return None
+    data = _folder().read(name)  # which nobody else can have written
+    notes: Notes | None = None if data is None else pickle.loads(data)
+    return notes
 
 
 def write_notes(name: str, model: Any, tokenizer: Any | None) -> None:
     """Note that the native engine gives this model's logits, if the cache can be written."""
-    notes = Notes.about(model, tokenizer)
-    with suppress(TypeError, ValueError):  # of a configuration that JSON cannot hold
-        _folder().keep(name, json.dumps(None if notes is None else asdict(notes)).encode())
+    with suppress(TypeError, AttributeError, pickle.PicklingError):  # of strange values in a configuration
+        _folder().keep(name, pickle.dumps(notes_about(model, tokenizer)))
+
+
+def reopen(spec: ModelSpec, placed: Placement, notes: Notes) -> StandIn | None:
+    """Stand-in for a model on the CPU; None if its weights do not fit, or have other names.
+
+    Raises:
+        ModelCorrupt, UnsupportedModel
+    """
+    free = available_bytes(torch.device("cpu"))
+    if free is not None and notes.num_bytes > free:
+        return None
+    model = notes.stand_in(lambda: _without_weights(spec))
+    with reading(spec, "model on cpu"):
+        weights = _weights(spec, placed, notes, model)
+        if weights is None:
+            return None
+        model.fill(weights)
+    in_blocks = [one for one in model.parameters() if isinstance(one, NarrowWeight) and one.blocks is not None]
+    move_weights(model, in_blocks)  # blocks are there
+    return model
+
+
+def _without_weights(spec: ModelSpec) -> Any:
+    """Transformers' model, without its weights."""
+    model = without_weights(plain_config(read_config(spec)))
+    model.generation_config = generation_config_of(spec) or model.generation_config
+    return model
+
+
+def _weights(spec: ModelSpec, placed: Placement, notes: Notes, model: StandIn) -> Mapping[str, Tensor] | None:
+    if spec.gguf is not None:
+        from outrider.models.gguf.checkpoint import gguf_weights
+
+        num_digits = placed.num_digits(spec)
+        tensors = gguf_weights(spec, model, notes.in_blocks, num_digits, model.config).read_all()
+    else:
+        assert spec.path is not None
+        if notes.in_blocks:  # made from groups of the file, or from its numbers
+            return None
+        tensors = tensors_in(weight_files(spec.path))
+        if not notes.shapes.keys() <= tensors.keys() <= notes.shapes.keys() | notes.tied.keys():
+            return None
+    weights = {name: tensors[name] for name in notes.in_blocks}
+    for name in notes.shapes.keys() - weights.keys():
+        dtype = notes.narrow.get(name)
+        weights[name] = tensors[name].float() if dtype is None else NarrowWeight(tensors[name].to(dtype), torch.float32)
+    return weights
 
 
 def _folder() -> PrivateFolder:

@@ -7,8 +7,7 @@ are not quantized (weights only), or have a scale per row.
 | name | weights | by |
 |---|---|---|
 | int8 | 8 bits, a scale for each output channel | torchao ``Int8WeightOnlyConfig`` |
-| int4 | 4 bits, a scale and a zero for each 32 inputs | on the CPU in float32, group_rounding.py |
-| int4 | 4 bits, a scale and an offset for each 128 (or 32) inputs | elsewhere, torchao |
+| int4 | 4 bits, a scale and a zero for each 32 inputs; 4.75 bits in all | ``round_to_groups``, on the CPU in float32 |
 | fp8 | e4m3, a scale for each output channel | torchao ``Float8WeightOnlyConfig`` |
 | 8bit | 8 bits, a scale for each output channel; activations with one for each row | bitsandbytes LLM.int8() |
 | nf4 | 4 bits, a scale for each 64 numbers | bitsandbytes |
@@ -21,12 +20,16 @@ Weights in blocks (GGUF) or groups of 4 bits are multiplied on the CPU with acti
 | a32 | float32 | |
 | a15 | 15 bits, a scale for each 32 numbers: as good as float32, and faster | groups, which Transformers widens |
 | a8 | 8 bits, a scale for each 32 numbers | GGUF files, as in llama.cpp |
+
+Of a few scales of int4, each fitted to its own integers by least squares, the one with the least error is taken. Errors
+of large weights count more (by their size plus the root mean square of the group, as in llama.cpp's K-quants). Nothing
+is calibrated. ``benchmarks/results/four_bits_fable.txt`` compares other choices.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,9 +37,9 @@ import torch
 from torch import Tensor, nn
 
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError
-from outrider.models.notices import drop_cast_notices
+from outrider.kernels.blocks import GROUP_FORMS, in_groups
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.registry import ARITHMETICS
-from outrider.runtime.tensor_parts import stored_tensors
 
 # Extras that Transformers needs to read a checkpoint, by its ``quant_method``, with their packages.
 _EXTRAS = {
@@ -47,8 +50,12 @@ _EXTRAS = {
     "gptq": ("gptq", ("gptqmodel", "optimum")),
     "awq": ("gptq", ("gptqmodel",)),
 }
-_GROUPS = (128, 32)  # sizes, in order of preference
 _NF4_BLOCK, _NF4_CODES = 64, 16
+_GROUP = 32  # inputs
+_FORM = replace(GROUP_FORMS[_GROUP, True], num_digits=2)
+# A group's range is divided into 15 steps and this for a scale: the integers reach a bit less or further than to it.
+_STEPS = (-1.2, -0.9, -0.6, -0.3, 0.0, 0.3, 0.6, 0.9, 1.2)
+_NUMBERS = 2**19  # rounded at a time: they stay in the processor's cache
 
 
 def check_quantization(name: str, quantization: str, method: str | None) -> None:
@@ -63,8 +70,6 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-    if quantization == "8bit" or method == "bitsandbytes":
-        drop_cast_notices()
     if quantization == "none":
         if method is not None:
             if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
@@ -76,15 +81,6 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
         return
     if method is not None:
         raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")
-
-
-def by_groups(quantization: str, device_type: str, dtype: torch.dtype | None, parallel: int = 1) -> bool:
-    """Whether weights are rounded to groups by ourselves (group_rounding.py): int4 on the CPU, in float32.
-
-    Args:
-        parallel: processes that share the layers.
-    """
-    return quantization == "int4" and device_type == "cpu" and dtype == torch.float32 and parallel == 1
 
 
 def method_of(config: Any) -> str | None:
@@ -112,19 +108,19 @@ def own_quantization(config: Any) -> Any:
 
 
 def require_quantizer(name: str, quantization: str, method: str | None) -> None:
-    """Check that what quantizes a model, or reads a quantized checkpoint, is there.
+    """Check that the packages that quantize a model, or read a quantized checkpoint, are installed.
 
     Args:
         method: see ``check_quantization``.
 
     Raises:
-        MissingExtra: a package is not installed.
+        MissingExtra
     """
-    if method is not None:
-        require_packages(method, f"{name}, quantized with {method},")
-    elif quantization != "none":
+    needed_by = f"quantization {quantization}" if method is None else f"{name}, quantized with {method},"
+    if method is None and quantization not in ("none", "int4"):
         method = "bitsandbytes" if quantization in ("8bit", "nf4") else "torchao"
-        require_packages(method, f"quantization {quantization}")
+    if method is not None:
+        require_packages(method, needed_by)
 
 
 def require_packages(method: str, needed_by: str) -> None:
@@ -148,26 +144,19 @@ def picks_outliers(model: nn.Module) -> bool:
     return any(getattr(getattr(module, "state", None), "threshold", 0) > 0 for module in model.modules())
 
 
-def quantizable(model: Any) -> dict[str, nn.Linear]:
-    """Layers that are quantized while loading: all linear ones but the last."""
-    last = model.get_output_embeddings()
+def quantizable(model: Any, quantization: str) -> dict[str, nn.Linear]:
+    """Layers that are quantized while loading: all linear ones but the last; in int4, of whole groups."""
+    last, size = model.get_output_embeddings(), _GROUP if quantization == "int4" else 1
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return {name: module for name, module in linear.items() if module is not last}
+    return {name: layer for name, layer in linear.items() if layer is not last and layer.in_features % size == 0}
 
 
-def quantization_config(
-    quantization: str, device: torch.device, dtype: torch.dtype, skeleton: Any, parallel: int = 1
-) -> Any:
+def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
     """Quantization config for ``from_pretrained``.
 
     Args:
-        quantization: one of QUANTIZATIONS.
+        quantization: one of QUANTIZATIONS, but int4.
         dtype: compute type.
-        skeleton: model without weight values.
-        parallel: processes that share its layers.
-
-    Raises:
-        OptionError: there are no kernels for it on this device.
     """
     import transformers
 
@@ -177,88 +166,72 @@ def quantization_config(
         return transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=False
         )
-    return transformers.TorchAoConfig(_torchao_config(quantization, device, skeleton, parallel))
+    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig() if quantization == "int8" else Float8WeightOnlyConfig())
 
 
-def _torchao_config(quantization: str, device: torch.device, skeleton: Any, parallel: int) -> Any:
-    import torchao.quantization as torchao
-
-    if quantization == "int8":
-        return torchao.Int8WeightOnlyConfig()
-    if quantization == "fp8":
-        return torchao.Float8WeightOnlyConfig()
-    group_size = group_size_of(quantizable(skeleton), parallel)
-    if device.type == "cpu":
-        # In other types than float32, or shared. The published configuration needs a GPU package.
-        from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
-
-        return PrototypeInt4WeightOnlyConfig(group_size=group_size, set_inductor_config=False)
-    if find_spec("mslk") is None:
-        raise OptionError("quantization", "int4", "torchao's kernels for it need 'pip install mslk'; or choose nf4")
-    return torchao.Int4WeightOnlyConfig(group_size=group_size)
-
-
-def group_size_of(layers: Mapping[str, nn.Linear], parallel: int) -> int:
-    """Number of inputs that share a scale in int4. torchao skips layers whose width it does not divide.
-
-    Args:
-        parallel: processes that may share the inputs of a layer.
-    """
-    widths = {layer.in_features // shares for layer in layers.values() for shares in (1, parallel)}
-    return next((size for size in _GROUPS if all(width % size == 0 for width in widths)), _GROUPS[-1])
-
-
-def linear_bytes(quantization: str, layer: nn.Linear, dtype: torch.dtype, group_size: int) -> int:
-    """Bytes of the quantized weights of a layer, with their scales.
-
-    Args:
-        dtype: compute type; scales of int4 have it.
-        group_size: of int4.
-    """
+def linear_bytes(quantization: str, layer: nn.Linear) -> int:
+    """Bytes of the quantized weights of a layer, with their scales."""
     number, outputs = layer.weight.numel(), layer.out_features
     if quantization == "nf4":
         return number // 2 + 4 * -(-number // _NF4_BLOCK) + 4 * _NF4_CODES
     if quantization == "int4":
-        if layer.in_features % group_size:
-            return number * dtype.itemsize
-        return number // 2 + 2 * dtype.itemsize * (number // group_size)
+        return number // _GROUP * _FORM.num_bytes
     return number + outputs * (4 + (quantization == "int8"))  # torchao's int8 stores zero points
 
 
-def num_bytes(model: nn.Module) -> int:
-    """Bytes of all weights and buffers, shared ones once."""
-    stored = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in stored_tensors(tensor)]
-    # bitsandbytes moves the scales there when a layer is first used.
-    scales = [getattr(getattr(module, "state", None), "SCB", None) for module in model.modules()]
-    stored += [scale for scale in scales if isinstance(scale, Tensor)]
-    return sum({inner.data_ptr(): inner.numel() * inner.element_size() for inner in stored}.values())
+def round_to_groups(model: Any, *, keeps: bool) -> float:
+    """Round the weights of linear layers to int4, one after the other.
+
+    Args:
+        keeps: whether they stay in groups; else they are widened again.
+
+    Returns:
+        The share of the model's weights that is rounded.
+    """
+    rounded, total = 0, sum(parameter.numel() for parameter in model.parameters())
+    for layer in quantizable(model, "int4").values():
+        weight = layer.weight.detach()
+        wide = weight.wide() if isinstance(weight, NarrowWeight) else weight
+        parts = rounded_to_groups(wide)
+        new = NarrowWeight.of_blocks(in_groups(*parts), _FORM) if keeps else widened_groups(*parts)
+        layer.weight = nn.Parameter(new, requires_grad=False)
+        rounded += wide.numel()
+    return rounded / total if total else 0.0
 
 
-def quantized_share(model: nn.Module) -> float:
-    """Fraction of the weights that is quantized, by count. Embeddings and the LM head are not, nor are layers whose
-    width the group size does not divide."""
-    quantized = total = 0
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        number = state.shape.numel() if state is not None else parameter.numel()
-        total += number
-        quantized += number * _is_quantized(parameter)
-    return quantized / total if total else 0.0
+def rounded_to_groups(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Integers, scales and zeros. [O, I] -> uint8 [O, I], float16 [O, I / 32], uint8 [O, I / 32]"""
+    parts = weight.split(max(1, _NUMBERS // weight.shape[1]))
+    wholes, scales, zeros = zip(*map(_round, parts), strict=True)
+    return torch.cat(wholes), torch.cat(scales), torch.cat(zeros)
 
 
-def _is_quantized(parameter: Tensor) -> bool:
-    return any(not inner.is_floating_point() or inner.itemsize == 1 for inner in stored_tensors(parameter))
+def widened_groups(wholes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Numbers that they mean. float32 [O, I]"""
+    shifted = wholes.float().unflatten(-1, (-1, _GROUP)) - zeros.float().unsqueeze(-1)
+    numbers: Tensor = shifted * scales.float().unsqueeze(-1)
+    return numbers.flatten(-2)
 
 
-@torch.no_grad()
-def widened_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Weights by name, quantized ones dequantized: a layer's outputs for the unit vectors, in any library."""
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
-    weights |= dict(model.named_buffers(remove_duplicate=False))
-    dtype = next(one.dtype for one in weights.values() if one.is_floating_point())
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and _is_quantized(module.weight):
-            units = torch.eye(module.in_features, dtype=dtype, device=module.weight.device)
-            products = module(units) if module.bias is None else module(units) - module.bias
-            weights[f"{name}.weight"] = products.T.contiguous()
-    return weights
+def _round(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    numbers = weight.float().unflatten(-1, (-1, _GROUP))  # [O, groups, 32]
+    importance = numbers.abs() + numbers.square().mean(-1, keepdim=True).sqrt()
+    low, high = numbers.amin(-1, keepdim=True).clamp_max(0.0), numbers.amax(-1, keepdim=True).clamp_min(0.0)
+    least, wholes = torch.full_like(low, torch.inf), torch.zeros_like(numbers)
+    scales, zeros = torch.zeros_like(low), torch.zeros_like(low)
+    for step in _STEPS:
+        scale = (high - low) / (15 + step)
+        scale = torch.where(scale == 0, 1.0, scale)
+        zero = (-low / scale - step / 2).round().clamp(0, 15)
+        shifted = ((numbers / scale).round() + zero).clamp(0, 15) - zero
+        sizes = (importance * shifted.square()).sum(-1, keepdim=True)
+        fitted = (importance * numbers * shifted).sum(-1, keepdim=True) / torch.where(sizes == 0, 1.0, sizes)
+        fitted = fitted.half().float()
+        error = (importance * (numbers - shifted * fitted).square()).sum(-1, keepdim=True)
+        is_better = error < least
+        least = torch.where(is_better, error, least)
+        wholes = torch.where(is_better, shifted + zero, wholes)
+        scales, zeros = torch.where(is_better, fitted, scales), torch.where(is_better, zero, zeros)
+    return wholes.to(torch.uint8).flatten(-2), scales.squeeze(-1).half(), zeros.squeeze(-1).to(torch.uint8)

@@ -1,26 +1,39 @@
-"""Reads what a checkpoint states besides its weights: configuration, tokenizer, processor of images."""
+"""Reads what a checkpoint states besides its weights: configuration, tokenizer, processor of images, and defaults of
+sampling, taken as vLLM takes them."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
+from outrider.errors import FileError, ModelCorrupt, ModelNotFound, OptionError, OutriderError, UnsupportedModel
 from outrider.models.kinds import auto_class, check_adapter, check_head, check_kind
-from outrider.models.notices import without_bars, without_notices
 from outrider.models.registry import ADAPTER_CONFIG, ModelSpec
 from outrider.models.stated_tokenizer import as_stated
+from outrider.options import Sampling
+from outrider.system.files import read_text
 
 if TYPE_CHECKING:
     from outrider.models.gguf.file import GgufFile
 
 _LOG = logging.getLogger(__name__)
+_GENERATION_CONFIG = "generation_config.json"
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+# Notices of libraries while a model is loaded, about which its user can do nothing: logger, and how they begin.
+_NOTICES = {
+    "torchao": ("Failed to load ",),  # kernels for other devices
+    "torchao.kernel.intmm": ("Warning: Detected no triton",),
+    "torch.utils._pytree": ("<enum ",),  # torchao's call is deprecated
+    "bitsandbytes.backends.cpu.ops": ("Failed to load CPU gemm_4bit_forward",),  # an optional kernel
+    "bitsandbytes.autograd._functions": ("MatMul8bitLt: inputs will be cast",),  # in every forward
+}
 
 
 def read_config(spec: ModelSpec) -> Any:
@@ -104,10 +117,8 @@ def reading(spec: ModelSpec, what: str) -> Iterator[None]:
     where = spec.location if spec.gguf is None else f"{spec.location}/{spec.gguf}"
     is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
     try:
-        with (
-            without_notices(),
-            without_bars() if is_quiet and "transformers" in sys.modules else contextlib.nullcontext(),
-        ):
+        drop_notices()
+        with without_bars() if is_quiet and "transformers" in sys.modules else contextlib.nullcontext():
             yield
     except (OutriderError, torch.OutOfMemoryError):
         raise
@@ -156,3 +167,89 @@ def held_file(spec: ModelSpec) -> GgufFile | None:
 
     with reading(spec, "file"):
         return gguf_file(spec)
+
+
+def check_choice(choice: str) -> None:
+    """Raises OptionError: ``sampling_defaults`` has no such choice."""
+    if choice not in ("auto", "none"):
+        raise OptionError("generation_config", choice, "auto (the checkpoint's sampling defaults) or none")
+
+
+def sampling_defaults(spec: ModelSpec, choice: str = "auto") -> dict[str, Any]:
+    """Fields of ``Sampling`` that the file ``generation_config.json`` of a checkpoint states, if these are other than
+    ours. (Transformers' ``GenerationConfig`` fills in others, which the authors of the model did not choose.)
+    ``do_sample`` is not read: a temperature of 0 is greedy, any other samples. Nor is ``max_new_tokens``: the length
+    belongs to the request.
+
+    Args:
+        choice: "auto", or "none" for nothing.
+
+    Raises:
+        OptionError: there is no such choice.
+        FileError: the file cannot be read, or states an impossible value.
+    """
+    check_choice(choice)
+    if choice == "none" or (path := _generation_config(spec)) is None:
+        return {}
+    try:
+        document = json.loads(read_text(path))
+        default = Sampling()
+        stated = {name: document[name] for name in _SAMPLING if document.get(name) is not None}
+        found = {name: value for name, value in stated.items() if value != getattr(default, name)}
+        Sampling(**found)
+    except (OptionError, ValueError, AttributeError, TypeError) as error:
+        raise FileError(f"{path}: {error}; --generation-config none does without it") from None
+    return found
+
+
+def defaults_text(name: str, defaults: Mapping[str, Any]) -> str:
+    """The line that says so."""
+    values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+    return f"sampling as {name} states in its {_GENERATION_CONFIG}: {values} (--generation-config none does without)"
+
+
+def generation_config_of(spec: ModelSpec) -> Any | None:
+    """Transformers' ``GenerationConfig`` of a checkpoint, with its end tokens; None if it has none."""
+    from transformers import GenerationConfig
+
+    path = _generation_config(spec)
+    return None if path is None else GenerationConfig.from_pretrained(path.parent)
+
+
+def _generation_config(spec: ModelSpec) -> Path | None:
+    """The file of a checkpoint, if it has one."""
+    if spec.gguf is not None:
+        return None
+    if spec.path is not None:
+        path = spec.path / _GENERATION_CONFIG
+        return path if path.is_file() else None
+    from huggingface_hub import hf_hub_download
+
+    # It has none; or the hub cannot be reached, and what is missing of the model is reported where it is loaded.
+    with contextlib.suppress(Exception):
+        return Path(hf_hub_download(str(spec.hub), _GENERATION_CONFIG))
+    return None
+
+
+@contextlib.contextmanager
+def without_bars() -> Iterator[None]:
+    """Disable Transformers' progress bars."""
+    from transformers.utils import logging as of_transformers
+
+    had_bars = of_transformers.is_progress_bar_enabled()
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if had_bars:
+            of_transformers.enable_progress_bar()
+
+
+def drop_notices() -> None:
+    """Drop, from now on, the notices of libraries that quantize."""
+    for name in _NOTICES:
+        logging.getLogger(name).addFilter(_is_no_notice)
+
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return not record.getMessage().startswith(_NOTICES[record.name])

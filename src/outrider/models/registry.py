@@ -19,7 +19,8 @@ from outrider.system.files import read_text
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # of weights, while loading; see quantize.py
-ARITHMETICS = ("a32", "a15", "a8")  # of products with weights in blocks; see quantize.py
+# Of products with weights in blocks (see quantize.py): digits of the integers to which rows are rounded.
+ARITHMETICS = {"a32": 0, "a15": 2, "a8": 1}
 STORES = ("auto", "plain")  # see placement.py
 EXECUTIONS = ("auto", "eager", "native", "captured")  # see executions.py
 ADAPTER_CONFIG = "adapter_config.json"

@@ -6,10 +6,8 @@ come from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, TypeVar
 
 _Part = TypeVar("_Part", bound="Plan | LayerPlan | MatrixPlan | NormPlan | RopePlan | JointPlan")
 
@@ -150,23 +148,6 @@ class Plan:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     joint: JointPlan | None = None
-
-
-def read_plan(stated: Mapping[str, Any]) -> Plan:
-    """Plan of what ``dataclasses.asdict`` made of one, perhaps through JSON."""
-    plan: Plan = _read(Plan, stated)
-    return plan
-
-
-def _read(kind: Any, value: Any) -> Any:
-    if is_dataclass(kind):
-        kinds = get_type_hints(kind)
-        return kind(**{name: _read(kinds[name], one) for name, one in value.items()})  # type: ignore[operator]
-    if get_origin(kind) is tuple:
-        return tuple(_read(get_args(kind)[0], one) for one in value)
-    if get_origin(kind) is UnionType and value is not None:
-        return _read(get_args(kind)[0], value)
-    return value
 
 
 _PARTS = (LayerPlan, MatrixPlan, NormPlan, RopePlan, JointPlan)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from outrider.decoder import Decoder
-from outrider.models.checksums import portable_tensors
+from outrider.models.weights import portable_tensors
 
 _NUM_SAMPLED = 1024  # numbers of each weight
 _NUM_ROWS = 16  # of a weight in blocks, from which they are taken

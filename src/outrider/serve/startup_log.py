@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from outrider.decoder import Decoder
 from outrider.decoding.schedule import Schedule
-from outrider.models.generation_config import defaults_text
+from outrider.models.reading import defaults_text
 from outrider.system.available import size_text
 from outrider.text.chat import ends_text
 

@@ -217,7 +217,7 @@ def _job_of(
 
 def _weights(decoder: Decoder) -> dict[str, str | None]:
     """Checksum of each model's weights."""
-    from outrider.models.checksums import weights_checksum
+    from outrider.models.weights import weights_checksum
 
     drafts = [weights_checksum(lm.weights) for lm in decoder.drafter.models]
     return {"target": weights_checksum(decoder.target.weights), "draft": " ".join(drafts) or None}

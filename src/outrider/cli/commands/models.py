@@ -226,7 +226,7 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
     if kept is None:
         return None
     narrow_weights(bare, kept)
-    return weights_bytes(bare, torch.float32)
+    return weights_bytes(bare)
 
 
 def _list(rows: list[dict[str, Any]], context: int, batch_size: int, is_wide: bool) -> Table:
@@ -265,8 +265,7 @@ def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> lis
     from outrider.bench.predicted_memory import Predictor
     from outrider.models.cpu_weights import kept_type
     from outrider.models.memory import skeleton
-    from outrider.models.parallel import check_shares
-    from outrider.models.placement import DTYPES, Placement, pick_device
+    from outrider.models.placement import DTYPES, Placement, check_shares, pick_device
     from outrider.models.quantize import method_of
     from outrider.models.reading import read_config
     from outrider.models.registry import QUANTIZATIONS
@@ -284,12 +283,13 @@ def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> lis
         bare = skeleton(config, DTYPES[dtype])
     alone = Placement(quantization="none", device_map="none").over(spec)
     kept = kept_type(spec, alone, device, bare, stated)  # nothing is downloaded
-    predictor = Predictor(config, work, DTYPES[dtype], kept, device.type)
+    predictor = Predictor(config, work, DTYPES[dtype], kept)
     free = available_bytes(device)
     return [
         _row(spec.name, dtype, quantization, size, predictor.memory(quantization, size), free)
         for size in sizes
         for quantization in ("none", *QUANTIZATIONS)
+        if quantization != "int4" or (size == 1 and device.type == "cpu")
     ]
 
 

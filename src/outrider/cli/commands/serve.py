@@ -154,7 +154,7 @@ def serve(
         raise OptionError("--queue-timeout", queue_timeout, "seconds, more than 0")
     if not 0 <= shutdown_timeout < 1e6:
         raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
-    from outrider.models.generation_config import check_choice
+    from outrider.models.reading import check_choice
 
     # A key read from a file may end in a newline.
     keys = tuple(key.strip() for key in api_key or () if key.strip())

@@ -32,7 +32,7 @@ def over_checkpoint(
     Raises:
         OptionError, ModelNotFound, FileError
     """
-    from outrider.models.generation_config import defaults_text, sampling_defaults
+    from outrider.models.reading import defaults_text, sampling_defaults
     from outrider.models.registry import resolve
 
     spec = resolve(target, models)

@@ -1,25 +1,29 @@
 """Checkpoints in GGUF files: configuration, tokenizer and weights, large matrices in the file's own blocks
-(kernels/blocks.py) where they may stay there."""
+(kernels/blocks.py) where they may stay there. Each tensor is used, and each parameter found, or the file is refused."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.block_weights import BlockWeights
-from outrider.models.gguf.families import stated_model
-from outrider.models.gguf.file import GgufFile, shards_of
-from outrider.models.gguf.weights import Source, sources
+from outrider.models.cpu_weights import StoredWeights
+from outrider.models.gguf.families import Family, StatedModel, stated_model
+from outrider.models.gguf.file import GgufFile, StoredTensor, shards_of
 from outrider.models.memory import skeleton
 from outrider.models.quantize import require_packages
 from outrider.models.registry import ModelSpec
+
+_OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 def gguf_file(spec: ModelSpec) -> GgufFile:
@@ -47,13 +51,13 @@ def gguf_numbers(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tensor]:
     model = stated_model(file, spec.name)
     with torch.device("meta"):
         bare = skeleton(model.config, dtype)
-    found = tqdm(sources(file, model, bare, spec.name).items(), desc="Reading tensors")
+    found = tqdm(_sources(file, model, bare, spec.name).items(), desc="Reading tensors")
     return {name: source.numbers().to(dtype) for name, source in found}
 
 
 def gguf_weights(
     spec: ModelSpec, bare: nn.Module, large: Iterable[str], num_digits: int = 0, config: Any | None = None
-) -> BlockWeights:
+) -> StoredWeights:
     """Find the matrices of a GGUF file that can stay in its blocks. They remain in the file until they are loaded.
 
     Args:
@@ -63,29 +67,119 @@ def gguf_weights(
         config: that of this file, if it was made before.
     """
     file = gguf_file(spec)
-    found = sources(file, stated_model(file, spec.name, config), bare, spec.name)
-    matrices = [name for name in large if _stays(found.get(name))]
-    forms = {
-        name: replace(BLOCK_FORMS[found[name].tensors[0].kind], num_digits=num_digits) for name in sorted(matrices)
-    }
+    found = _sources(file, stated_model(file, spec.name, config), bare, spec.name)
+    kept = {name: found[name].num_bytes for name in sorted(large) if name in found and found[name].is_in_blocks}
 
-    def matrix(name: str, empty_like: Callable[[Tensor], Tensor]) -> NarrowWeight:
+    def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
         source = found[name]
+        if name not in kept:
+            return source.numbers()
         rows = torch.from_numpy(source.tensors[0].raw())
-        return NarrowWeight.of_blocks(
-            rows if source.order is None else rows[source.order], forms[name], empty_like=empty_like
-        )
+        rows = rows if source.order is None else rows[source.order]
+        form = replace(BLOCK_FORMS[source.tensors[0].kind], num_digits=num_digits)
+        return NarrowWeight.of_blocks(rows, form, empty_like=empty_like)
 
-    def without_bytes(name: str) -> NarrowWeight:
-        stored = torch.empty(found[name].tensors[0].stored_shape, dtype=torch.uint8, device="meta")
-        return NarrowWeight(stored, torch.float32, None, forms[name])
-
-    kept = {name: without_bytes(name) for name in forms}
-    return BlockWeights(kept, frozenset(found.keys() - kept.keys()), matrix, lambda name: found[name].numbers())
+    return StoredWeights(kept, frozenset(found.keys() - kept.keys()), read)
 
 
-def _stays(source: Source | None) -> bool:
-    """Whether a matrix is one tensor in blocks, whose rows are whole."""
-    if source is None or source.change is not None or len(source.tensors) > 1:
-        return False
-    return source.tensors[0].kind in BLOCK_FORMS
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where a parameter is in a file.
+
+    Attributes:
+        tensors: joined along their rows if there are several.
+        order: rows by their places in the file; None for the file's order.
+        change: undoes the file's own form of the numbers; None if there is none.
+    """
+
+    tensors: tuple[StoredTensor, ...]
+    order: Tensor | None
+    change: Callable[[Tensor], Tensor] | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the parameter."""
+        # Without operators on the device "meta", whose first use imports seconds of PyTorch's compiler.
+        first, *others = (one.shape for one in self.tensors)
+        if any(len(other) != len(first) or len(first) < 2 for other in others):
+            return ()  # of no parameter
+        if others:
+            first = (*first[:-2], sum(one.shape[-2] for one in self.tensors), first[-1])
+        return first if self.change is None else tuple(self.change(torch.zeros(()).expand(first)).shape)
+
+    @property
+    def is_in_blocks(self) -> bool:
+        """Whether it is one tensor in blocks, whose rows are whole."""
+        return self.change is None and len(self.tensors) == 1 and self.tensors[0].kind in BLOCK_FORMS
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(math.prod(one.stored_shape) for one in self.tensors)
+
+    def numbers(self) -> Tensor:
+        """The parameter, float32."""
+        parts = [one.numbers() for one in self.tensors]
+        joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
+        ordered = joined if self.order is None else joined[self.order]
+        return ordered if self.change is None else self.change(ordered).contiguous()
+
+
+def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> dict[str, _Source]:
+    """Sources of all parameters of a model, by name; of shared ones, under one of their names.
+
+    Args:
+        bare: the skeleton of the model.
+        name: for errors.
+
+    Raises:
+        UnsupportedModel: a tensor of the file has no place in the model.
+        ModelCorrupt: a parameter is missing, or has another shape.
+    """
+    parameters = dict(bare.named_parameters(remove_duplicate=False))
+    parts: dict[str, list[str]] = {}
+    for tensor in file.tensors:
+        if tensor not in model.tensors:
+            parts.setdefault(_parameter(tensor, model.family, parameters, name), []).append(tensor)
+    found = {}
+    for parameter, tensors in parts.items():
+        leaf, expected = _leaf(tensors[0]), tuple(parameters[parameter].shape)
+        # A gate comes first: "ffn_gate_exps" before "ffn_up_exps".
+        stored = tuple(file.tensors[one] for one in sorted(tensors))
+        source = _Source(stored, None, model.family.changes.get(leaf))
+        if source.shape != expected:  # before an order is made, which may be as long as the metadata state
+            raise ModelCorrupt(
+                f"{name}: the tensor {tensors[0]} has the shape {list(stored[0].shape)}, which does not fit "
+                f"the file's metadata: {list(expected)} by these"
+            )
+        source = replace(source, order=model.family.order(leaf.rpartition(".")[0], model.config))
+        found[parameter] = source
+    shared = {parameters[parameter] for parameter in found}
+    if missing := sorted(key for key, parameter in parameters.items() if parameter not in shared):
+        raise ModelCorrupt(f"{name}: the file lacks {len(missing)} of the model's weights, {missing[0]} among them")
+    return found
+
+
+def _leaf(tensor: str) -> str:
+    """Name of a tensor within its layer."""
+    found = _OF_LAYER.fullmatch(tensor)
+    return tensor if found is None else found[2]
+
+
+def _parameter(tensor: str, family: Family, parameters: dict[str, Any], name: str) -> str:
+    """Name of the parameter that a tensor belongs to. Raises UnsupportedModel."""
+    found = _OF_LAYER.fullmatch(tensor)
+    leaf, names = (tensor, family.ends) if found is None else (found[2], family.tensors)
+    prefix = "" if found is None else f"{family.layers}.{found[1]}."
+    module, _, kind = leaf.rpartition(".")
+    # Some parameters are no part of a layer of their own: "ssm_a", and a layer's experts.
+    for candidate in (
+        f"{prefix}{names.get(module)}.{kind}",
+        f"{prefix}{names.get(module)}",
+        f"{prefix}{names.get(leaf)}",
+    ):
+        if candidate in parameters:
+            return candidate
+    raise UnsupportedModel(
+        f"{name}: the file has a tensor {tensor}, for which {family.model_type} models have no place: another model "
+        "would run without it"
+    )

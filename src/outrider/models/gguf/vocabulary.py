@@ -1,4 +1,4 @@
-"""Tokenizers of GGUF files, built from their metadata alone.
+"""Tokenizers of GGUF files, built from their metadata alone, and the tokens that end a text.
 
 What a file states about tokens means here what it means in llama.cpp: the kind of vocabulary, its splitter
 (splitters.py), types of tokens, defaults. Each key that begins with ``tokenizer.`` is read, or is known to change no
@@ -58,13 +58,17 @@ END_NAMES = frozenset(
     "<｜end▁of▁sentence｜>".split()
 )
 """Tokens that end a text, and are control tokens, whatever type a file states."""
+# Tokens of code that end a text, too, by their keys.
+_FILL_IN = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
 _CODE_NAMES = frozenset(
     "<|fim_prefix|> <fim-prefix> <fim_prefix> <｜fim▁begin｜> <PRE> ▁<PRE> <|code_prefix|> <|prefix|> "
     "<|fim_suffix|> <fim-suffix> <fim_suffix> <｜fim▁hole｜> <SUF> ▁<SUF> <|code_suffix|> <|suffix|> "
-    "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|> "
-    "<|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame> "
-    "<|file_sep|>".split()
-)  # control tokens likewise
+    "<|fim_middle|> <fim-middle> <fim_middle> <｜fim▁end｜> <MID> ▁<MID> <|code_middle|> <|middle|>".split()
+).union(*_FILL_IN.values())  # control tokens likewise
 _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # in Phi 3, whose other special tokens take the space after them
 
 
@@ -243,3 +247,27 @@ def _merges(stated: Iterable[str]) -> list[tuple[str, str]]:
     """Merges of a file. Of equal ones the first counts; a token may begin with a space."""
     pairs = ((merge[:i], merge[i + 1 :]) for merge in stated if (i := merge.find(" ", 1)) > 0)
     return [*dict.fromkeys(pairs)]
+
+
+def end_ids(metadata: Mapping[str, Any], eos_id: int | None) -> list[int]:
+    """Ids of a file's end tokens. Besides the ids in its metadata, these are tokens that are known by name: converters
+    write one end, and chat models have several (``special_eog_ids`` in llama.cpp).
+
+    Args:
+        eos_id: of the tokenizer, which has a default where the file states none; it comes first.
+    """
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    ids = {token: i for i, token in enumerate(tokens)}
+    found = [eos_id, *(metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
+    for key, names in _FILL_IN.items():
+        stated = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        found += [ids[name] for name in names if name in ids][:1] if stated is None else [stated]
+    found += [ids[name] for name in sorted(END_NAMES & ids.keys())]
+    ends = [i for i in dict.fromkeys(found) if i is not None and i < len(tokens)]
+    named = {tokens[i] for i in ends}
+    without = set()
+    if named & {"<|call|>", "<|calls|>"} and named & {"<|return|>", "<|flush|>"}:
+        without.add("<|end|>")  # of a channel
+    if "<|tool_response>" in named:
+        without.add("</s>")  # a tag of HTML
+    return [i for i in ends if tokens[i] not in without]

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from outrider.errors import ModelCorrupt, ModelNotFound
-from outrider.models.pickled import OLD, check_old_file
+from outrider.models.kinds import PICKLED, check_no_pickle
 
 _WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -95,12 +95,12 @@ def open_tensors(location: str, *, allow_pickle: bool = False) -> StoredTensors:
             files = {file: [name for name in home if home[name] == file] for file in sorted(set(home.values()))}
             return StoredTensors(location, files)
     if not allow_pickle:
-        check_old_file(location)
-    elif (old := _file(location, OLD)) is not None:
+        check_no_pickle(location)
+    elif (old := _file(location, PICKLED)) is not None:
         with _reading(old):
             loaded = torch.load(old, map_location="cpu", weights_only=True)
-            return StoredTensors(location, {OLD: list(loaded)}, loaded)
-    raise ModelNotFound(f"{location} has no weights: neither {_WHOLE}, {_INDEX} nor {OLD}")
+            return StoredTensors(location, {PICKLED: list(loaded)}, loaded)
+    raise ModelNotFound(f"{location} has no weights: neither {_WHOLE}, {_INDEX} nor {PICKLED}")
 
 
 def _file(location: str, name: str) -> Path | None:

@@ -1,0 +1,83 @@
+"""Weights of a loaded model: their bytes, their checksum, the share that is quantized, and their numbers."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.runtime.tensor_parts import stored_tensors, whole
+from outrider.system.ranks import current_ranks
+
+
+def weights_checksum(model: nn.Module) -> str:
+    """SHA-256 of names, shapes, types and bytes of all weights.
+
+    All processes of a job must call it. Weights that they share are gathered one by one. Quantized shares cannot be
+    gathered; then it is the SHA-256 of the checksums of all processes.
+    """
+    digest = hashlib.sha256()
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        for stored in portable_tensors(whole(weight.detach())):
+            # As bytes: NumPy does not support all of torch's types.
+            digest.update(stored.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    checksums = current_ranks().of_all(digest.hexdigest())
+    if len(set(checksums)) == 1:
+        return checksums[0]
+    return hashlib.sha256("".join(checksums).encode()).hexdigest()
+
+
+def portable_tensors(weight: Tensor, num_rows: int | None = None) -> list[Tensor]:
+    """Tensors with the bytes of a weight, the same on all processors. (In memory, as many rows of blocks are
+    interleaved as the processor's vectors have lanes.)
+
+    Args:
+        num_rows: about so many rows of a weight in blocks, evenly spaced; None for all.
+    """
+    if not isinstance(weight, NarrowWeight) or weight.blocks is None:
+        return stored_tensors(weight)
+    step = 1 if num_rows is None else max(1, len(weight) // num_rows)
+    rows = weight.stored_rows(torch.arange(0, len(weight), step))
+    return [rows] if weight.order is None else [rows, weight.order]
+
+
+def num_bytes(model: nn.Module) -> int:
+    """Bytes of all weights and buffers, shared ones once."""
+    stored = [inner for tensor in (*model.parameters(), *model.buffers()) for inner in stored_tensors(tensor)]
+    # bitsandbytes moves the scales there when a layer is first used.
+    scales = [getattr(getattr(module, "state", None), "SCB", None) for module in model.modules()]
+    stored += [scale for scale in scales if isinstance(scale, Tensor)]
+    return sum({inner.data_ptr(): inner.numel() * inner.element_size() for inner in stored}.values())
+
+
+def quantized_share(model: nn.Module) -> float:
+    """Fraction of the weights that is quantized, by count. Embeddings and the LM head are not, nor are layers whose
+    width the group size does not divide."""
+    quantized = total = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        number = state.shape.numel() if state is not None else parameter.numel()
+        total += number
+        quantized += number * _is_quantized(parameter)
+    return quantized / total if total else 0.0
+
+
+def _is_quantized(parameter: Tensor) -> bool:
+    return any(not inner.is_floating_point() or inner.itemsize == 1 for inner in stored_tensors(parameter))
+
+
+@torch.no_grad()
+def widened_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Weights by name, quantized ones dequantized: a layer's outputs for the unit vectors, in any library."""
+    weights = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
+    weights |= dict(model.named_buffers(remove_duplicate=False))
+    dtype = next(one.dtype for one in weights.values() if one.is_floating_point())
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and _is_quantized(module.weight):
+            units = torch.eye(module.in_features, dtype=dtype, device=module.weight.device)
+            products = module(units) if module.bias is None else module(units) - module.bias
+            weights[f"{name}.weight"] = products.T.contiguous()
+    return weights
