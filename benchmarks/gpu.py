@@ -36,8 +36,7 @@ from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.errors import ExecutionError
-from outrider.models.placement import Placement
-from outrider.models.registry import resolve
+from outrider.models.registry import Placement, resolve
 from outrider.runtime.lm import LM
 from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance

@@ -28,7 +28,7 @@ from outrider.api import load, load_drafter
 from outrider.bench.report import interval_text, summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.bench.tables import new_table
-from outrider.models.placement import Placement
+from outrider.models.registry import Placement
 from outrider.models.weights import num_bytes
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS

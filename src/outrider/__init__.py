@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from outrider.custom_generate import assisted, generate
     from outrider.decoder import Decoder
     from outrider.errors import OutriderError, UsageError
-    from outrider.models.placement import Placement
+    from outrider.models.registry import Placement
     from outrider.options import Sampling
     from outrider.records import Chunk, Completion, DraftedToken, Stats, Timing, TokenLogprob
     from outrider.requests.session import AsyncSession, Session
@@ -54,7 +54,7 @@ _HOMES = {
     "generate": "custom_generate",
     "OutriderError": "errors",
     "UsageError": "errors",
-    "Placement": "models.placement",
+    "Placement": "models.registry",
     "Sampling": "options",
     "Session": "requests.session",
 }

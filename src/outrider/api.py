@@ -31,9 +31,9 @@ from outrider.models.executions import beside
 from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
-from outrider.models.placement import DTYPES, Placement
+from outrider.models.placement import DTYPES
 from outrider.models.reading import check_choice, defaults_text, sampling_defaults
-from outrider.models.registry import resolve
+from outrider.models.registry import Placement, resolve
 from outrider.options import (
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,

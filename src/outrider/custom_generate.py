@@ -24,7 +24,7 @@ from torch import Tensor
 from outrider.api import load, load_drafter
 from outrider.decoder import Decoder
 from outrider.errors import NumericsError, OptionError, PromptError, UnsupportedModel
-from outrider.models.placement import Placement
+from outrider.models.registry import Placement
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 from outrider.records import Request
 from outrider.requests.criteria import Criteria

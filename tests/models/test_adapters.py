@@ -16,8 +16,7 @@ from multimodal import multimodal
 from outrider.errors import MissingExtra, ModelCorrupt, ModelError, ModelNotFound, OptionError, UnsupportedModel
 from outrider.models import adapters
 from outrider.models.loading import load_checkpoint
-from outrider.models.placement import Placement
-from outrider.models.registry import resolve
+from outrider.models.registry import Placement, resolve
 from pairs import NUM_WORDS, random_llama, save, word_tokenizer
 from peft_adapters import WIDE, adapted
 
@@ -133,7 +132,7 @@ def test_the_base_must_be_there(folder: Path, tmp_path: Path) -> None:
     assert "there is no folder ./gone" in refusal("fable+./gone", ModelNotFound)
     assert "two adapters" in refusal(f"fable+{folder}+{folder}", ModelNotFound)
     spec = resolve("org/base:int8+org/adapter")
-    assert (spec.hub, spec.adapter, spec.quantization) == ("org/base", "org/adapter", "int8")
+    assert (spec.hub, spec.adapter, spec.placement.quantization) == ("org/base", "org/adapter", "int8")
     assert not spec.is_same_model(resolve("org/base"))
 
 

@@ -16,8 +16,7 @@ from outrider.bench.predicted_memory import Predictor, Workload
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
 from outrider.models.memory import skeleton, weights_bytes
-from outrider.models.placement import Placement
-from outrider.models.registry import ModelSpec
+from outrider.models.registry import ModelSpec, Placement
 from outrider.models.weights import num_bytes, weights_checksum
 from pairs import random_llama, save
 from toys import random_model

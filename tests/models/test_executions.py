@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 import outrider
 from outrider.errors import OptionError
 from outrider.models.executions import choose_execution
-from outrider.models.placement import Placement
-from outrider.models.registry import EXECUTIONS, resolve
+from outrider.models.registry import EXECUTIONS, Placement, resolve
 from toys import as_lm, tiny_llama
 
 

@@ -18,8 +18,7 @@ from outrider.api import load_drafter
 from outrider.drafters import chain
 from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import is_head, load_head
-from outrider.models.placement import Placement
-from outrider.models.registry import ModelSpec
+from outrider.models.registry import ModelSpec, Placement
 from outrider.runtime.lm import LM
 from toys import as_lm, tiny_llama
 

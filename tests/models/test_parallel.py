@@ -12,7 +12,8 @@ from transformers import GPT2Config, LlamaConfig, Phi3Config
 from launch import launched
 from outrider.api import load
 from outrider.errors import DeviceError, OptionError, UnsupportedModel
-from outrider.models.placement import Placement, check_shares
+from outrider.models.placement import check_shares
+from outrider.models.registry import Placement
 from pairs import save
 from toys import perturbed, tiny_llama
 

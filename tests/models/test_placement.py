@@ -10,13 +10,14 @@ import torch
 
 import outrider
 from outrider.errors import DeviceError, FileError, OptionError
-from outrider.models.placement import Placement, device_map_of, max_memory_of
-from outrider.models.registry import ModelSpec, resolve
+from outrider.models.placement import device_map_of, max_memory_of
+from outrider.models.registry import ModelSpec, Placement, resolve
 from pairs import zoo
 
 
 def test_a_name_s_own_choices_yield() -> None:
-    spec = ModelSpec(name="a", hub="x/y", dtype="bfloat16", quantization="int8", device_map="auto", max_memory="0=1GiB")
+    own = Placement("auto", "bfloat16", "int8", "auto", "0=1GiB")
+    spec = ModelSpec(name="a", hub="x/y", placement=own)
     assert Placement().over(spec) == Placement("auto", "bfloat16", "int8", "auto", "0=1GiB", store="auto")
     chosen = Placement("cpu", "float32", "none", "balanced", "0=2GiB", store="plain")
     assert chosen.over(spec) == chosen
@@ -37,22 +38,22 @@ def test_a_name_s_own_choices_yield() -> None:
 
 
 def test_names_with_a_form() -> None:
-    assert resolve("fable:int8").quantization == "int8" and resolve("fable:int8").path == zoo("fable")
+    assert resolve("fable:int8").placement.quantization == "int8" and resolve("fable:int8").path == zoo("fable")
     assert resolve("org/model:Q4.gguf") == ModelSpec(
         name="org/model:Q4.gguf", hub="org/model", gguf="Q4.gguf", source="hub"
     )
     plain, quantized = resolve("fable"), resolve("fable:int8")
     assert plain.is_same_model(quantized) and Placement().over(plain) != Placement().over(quantized)
-    assert resolve("fable:none").quantization == "none"
+    assert resolve("fable:none").placement.quantization == "none"
 
 
 @pytest.mark.parametrize(
     ("option", "value", "remedy"),
     [
-        ("dtype", "float13", "choose auto, float64, float32"),
+        ("dtype", "float13", "choose one of auto, float64, float32"),
         ("quantization", "int3", "choose one of none, int8, int4"),
-        ("store", "wide", "choose auto or plain"),
-        ("execution", "compiled", "choose auto, eager, native, captured"),
+        ("store", "wide", "choose one of auto, plain"),
+        ("execution", "compiled", "choose one of auto, eager, native, captured"),
         ("tensor_parallel", 0, "a whole number >= 1"),
         ("max_memory", "cpu=1GiB", "it limits a device map"),
     ],

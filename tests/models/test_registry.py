@@ -33,7 +33,7 @@ def test_a_model_may_be_in_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
         resolve("lost", file)
     monkeypatch.syspath_prepend(tmp_path)
     spec = resolve("kept:a32", file)
-    assert (spec.path, spec.gguf, spec.quantization) == (folder, "some.gguf", "a32")
+    assert (spec.path, spec.gguf, spec.placement.quantization) == (folder, "some.gguf", "a32")
     assert not known_models(file)["kept"].is_same_model(known_models(file)["lost"])
 
 
@@ -49,8 +49,13 @@ def test_the_user_s_file_is_read(config_home: Path, tmp_path: Path, monkeypatch:
     mine, big = resolve("mine"), resolve("big")
     assert mine.path == file.parent / "zoo" / "mine"  # relative to the file
     assert (resolve("a").path, resolve("b").path) == (Path("/models/a"), tmp_path / "b")
-    assert (mine.dtype, mine.device, mine.about, mine.source) == ("bfloat16", "cpu", "my own", str(file))
-    assert (big.location, big.num_params, big.dtype) == ("org/big", 7_000_000_000, None)
+    assert (mine.placement.dtype, mine.placement.device, mine.about, mine.source) == (
+        "bfloat16",
+        "cpu",
+        "my own",
+        str(file),
+    )
+    assert (big.location, big.num_params, big.placement.dtype) == ("org/big", 7_000_000_000, "auto")
     assert "fable" in known_models()
     monkeypatch.delenv("XDG_CONFIG_HOME")
     assert user_file() == tmp_path / ".config" / "outrider" / "models.toml"
@@ -83,9 +88,12 @@ BAD = [
         "[models.a]\nhub = 'x/y'\nlike = 'b'\n[models.b]\nhub = 'x/z'\nlike = 'a'\n",
         "models.a.like = 'b' is no name in this file that has own sizes",
     ),
-    ("[models.a]\nhub = 'x/y'\ndtype = 'bf16'\n", "models.a.dtype = 'bf16' should be one of auto"),
-    ("[models.a]\nhub = 'x/y'\nquantization = 'int3'\n", "models.a.quantization = 'int3' should be one of none, int8"),
-    ("[models.a]\nhub = 'x/y'\nstore = 'wide'\n", "models.a.store = 'wide' should be one of auto, plain"),
+    ("[models.a]\nhub = 'x/y'\ndtype = 'bf16'\n", "models.a: dtype = 'bf16' is invalid: choose one of auto"),
+    (
+        "[models.a]\nhub = 'x/y'\nquantization = 'int3'\n",
+        "models.a: quantization = 'int3' is invalid: choose one of none, int8",
+    ),
+    ("[models.a]\nhub = 'x/y'\nstore = 'wide'\n", "models.a: store = 'wide' is invalid: choose one of auto, plain"),
     ("[models.a]\nhub = 'x/y'\nexecution = 'fast'\n", "models.a.execution = 'fast' should be one of auto, eager"),
     (b"[models.\xe4]\nhub = 'x/y'\n", ""),
     (None, ""),

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError, UnsupportedModel
-from outrider.models.placement import Placement
 from outrider.models.probe import relative_error, tolerance
+from outrider.models.registry import Placement
 
 _NUM_COMPARED = 8  # tokens
 

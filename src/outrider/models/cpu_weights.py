@@ -14,8 +14,7 @@ from outrider.kernels.library import library
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.kinds import INDEX, WHOLE
 from outrider.models.memory import indexed_files, only_type, skeleton, weight_files
-from outrider.models.placement import Placement
-from outrider.models.registry import ModelSpec
+from outrider.models.registry import ModelSpec, Placement
 from outrider.runtime.huge_pages import Room
 
 _LEAST_NUMBERS = 2**18  # of a matrix: for smaller ones the call costs as much as the product

@@ -35,15 +35,7 @@ from outrider.models.groups import group_weights, layout_of
 from outrider.models.kinds import auto_class, check_kind, check_missing, check_unpickled
 from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
 from outrider.models.notes import has_notes, notes_name, read_notes, reopen, write_notes
-from outrider.models.placement import (
-    DTYPES,
-    Placement,
-    check_shares,
-    device_map_of,
-    max_memory_of,
-    num_shares,
-    pick_device,
-)
+from outrider.models.placement import DTYPES, check_shares, device_map_of, max_memory_of, num_shares, pick_device
 from outrider.models.quantize import (
     check_quantization,
     method_of,
@@ -63,7 +55,7 @@ from outrider.models.reading import (
     read_config,
     reading,
 )
-from outrider.models.registry import ARITHMETICS, QUANTIZATIONS, ModelSpec
+from outrider.models.registry import ARITHMETICS, QUANTIZATIONS, ModelSpec, Placement
 from outrider.models.weights import quantized_share
 from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.lm import LM

@@ -24,10 +24,9 @@ from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.cpu_weights import without_weights
 from outrider.models.groups import tensors_in
 from outrider.models.memory import weight_files
-from outrider.models.placement import Placement
 from outrider.models.quantize import plain_config
 from outrider.models.reading import generation_config_of, read_config, reading
-from outrider.models.registry import ModelSpec
+from outrider.models.registry import ModelSpec, Placement
 from outrider.models.weights import num_bytes
 from outrider.native.families import plan_of
 from outrider.native.plan import Plan

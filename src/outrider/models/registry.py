@@ -1,6 +1,7 @@
-"""Registry of model names: the built-in ones, and the user's own from a TOML file.
+"""Registry of model names: the built-in ones, and the user's own from a TOML file; and where their models are placed.
 
-This module reads TOML and JSON; it does not load models or import torch.
+The command line, the Python API and model files use the same words. This module reads TOML and JSON; it does not load
+models or import torch.
 """
 
 from __future__ import annotations
@@ -10,28 +11,119 @@ import importlib.util
 import json
 import os
 import tomllib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import FileError, ModelCorrupt, ModelNotFound
+from outrider.errors import FileError, ModelCorrupt, ModelNotFound, OptionError
 from outrider.system.files import read_text
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # of weights, while loading; see quantize.py
 # Of products with weights in blocks (see quantize.py): digits of the integers to which rows are rounded.
 ARITHMETICS = {"a32": 0, "a15": 2, "a8": 1}
-STORES = ("auto", "plain")  # see placement.py
 EXECUTIONS = ("auto", "eager", "native", "captured")  # see executions.py
+MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps, inferred by Accelerate
 ADAPTER_CONFIG = "adapter_config.json"
 
-_TEXTS = (
-    *("path", "hub", "package", "file", "dtype", "quantization", "device", "device_map", "max_memory", "store"),
-    *("execution", "about", "family", "head_of", "gguf"),
-)
+_CHOICES = {
+    "dtype": ("auto", *BYTES_PER_NUMBER),
+    "quantization": ("none", *QUANTIZATIONS, *ARITHMETICS),
+    "store": ("auto", "plain"),
+    "execution": EXECUTIONS,
+}
 _SIZES = ("num_params", "num_embedding_params", "num_layers", "num_kv_heads", "head_dim", "context_len")
 _LIKE = (*_SIZES, "family")  # what an entry takes from the one that it is "like"
+_PLACED = ("dtype", "quantization", "device", "device_map", "max_memory", "tensor_parallel", "store", "execution")
+_TEXTS = ("path", "hub", "package", "file", "about", "family", "head_of", "gguf", *_PLACED)
+_KINDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(("tensor_parallel", *_SIZES), int) | {"is_chat": bool}
 _KNOWN = Path(__file__).parent / "known.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Placement options of one model. "auto" and None defer to the model's entry (``[models.NAME]``), then to the
+    machine.
+
+    Attributes:
+        device: "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps".
+        dtype: compute type, and type of all weights that are not quantized: "auto" (float32 on the CPU, else the
+            checkpoint's own), "float64", "float32", "bfloat16", "float16".
+        quantization: of the weights of linear layers, while loading: "none", "int8", "int4", "fp8", "8bit", "nf4" (see
+            quantize.py); or "a32", "a15" or "a8", of the activations that are multiplied with a checkpoint's blocks.
+        device_map: spreads the layers over several devices: "none", "auto", "balanced" (by Accelerate), or a JSON file
+            from module names to devices.
+        store: on the CPU with float32: "auto" keeps large matrices in the checkpoint's type, mostly bfloat16, and
+            multiplies few rows with them by a kernel compiled for the processor. With "plain", or if the kernel cannot
+            be compiled, all weights are tensors of ``dtype``. Results differ in the order of sums.
+        max_memory: limits of a device map: "0=20GiB,1=20GiB,cpu=60GiB".
+        tensor_parallel: number of processes that share each layer (``torchrun``).
+        allow_pickle: read weights from a pickled file (pytorch_model.bin) where there are no others.
+        execution: how forwards run: "auto", "eager" (any model), "native" (known families on the CPU) or "captured"
+            (CUDA graphs). "auto" is the last of these on a CUDA device, where steps that are not captured run eagerly.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: str | None = None
+    device_map: str | None = None
+    max_memory: str | None = None
+    tensor_parallel: int | None = None
+    store: str | None = None
+    allow_pickle: bool = False
+    execution: str = "auto"
+
+    def __post_init__(self) -> None:
+        for option, known in _CHOICES.items():
+            if (value := getattr(self, option)) is not None and value not in known:
+                raise OptionError(option, value, f"choose one of {', '.join(known)}")
+        if self.tensor_parallel is not None and self.tensor_parallel < 1:
+            raise OptionError("tensor_parallel", self.tensor_parallel, "a whole number >= 1")
+
+    def over(self, spec: ModelSpec) -> Placement:
+        """Fill in open choices from the spec, then with the defaults.
+
+        Raises:
+            OptionError: limits without a device map.
+        """
+        stated = {
+            one.name: value for one in fields(self) if (value := getattr(self, one.name)) not in (one.default, None)
+        }
+        placed = replace(spec.placement, **stated)
+        if self.device_map is not None:
+            placed = replace(placed, max_memory=self.max_memory)
+        placed = replace(
+            placed,
+            quantization=placed.quantization or "none",
+            device_map=placed.device_map or "none",
+            store=placed.store or "auto",
+        )
+        if placed.max_memory is not None and placed.device_map not in MAPS:
+            raise OptionError("max_memory", placed.max_memory, "it limits a device map: choose --device-map auto")
+        return placed
+
+    def inheriting(self, target: Placement) -> Placement:
+        """Placement of a draft: the target's device and dtype, and eager execution if chosen for the target, unless
+        stated. If pickles are allowed, then for both."""
+        return replace(
+            self,
+            device=target.device if self.device == "auto" else self.device,
+            dtype=target.dtype if self.dtype == "auto" else self.dtype,
+            allow_pickle=self.allow_pickle or target.allow_pickle,
+            execution="eager" if (self.execution, target.execution) == ("auto", "eager") else self.execution,
+        )
+
+    def num_digits(self, spec: ModelSpec) -> int:
+        """Digits of the integers to which rows are rounded before they are multiplied with blocks."""
+        default = "a15" if spec.gguf is None else "a8"
+        return ARITHMETICS[default if self.quantization in (None, "none") else self.quantization]
+
+    def name_of(self, spec: ModelSpec) -> str:
+        """Model name, with the quantization unless the name implies it."""
+        own = spec.placement.quantization
+        if self.quantization in (None, own) or (self.quantization, own) == ("none", None):
+            return spec.name
+        return f"{spec.name.removesuffix(f':{own}')}:{self.quantization}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +136,7 @@ class ModelSpec:
         package: an importable Python package, whose folder is the path (``resolve``).
         gguf: the GGUF file in these that holds the weights.
         adapter: folder or hub id of a PEFT adapter that is merged into it.
-        dtype ... execution: see ``Placement``; None leaves the choice to the command.
+        placement: where commands do not choose another.
         source: the file that defines the name, for the listing.
         family: models of one family share a tokenizer.
         is_chat: whether it was trained for chats.
@@ -58,14 +150,7 @@ class ModelSpec:
     package: str | None = None
     gguf: str | None = None
     adapter: str | None = None
-    dtype: str | None = None
-    quantization: str | None = None
-    device: str | None = None
-    device_map: str | None = None
-    max_memory: str | None = None
-    tensor_parallel: int | None = None
-    store: str | None = None
-    execution: str | None = None
+    placement: Placement = Placement()
     about: str = ""
     source: str = ""
     family: str | None = None
@@ -139,31 +224,26 @@ def _whole(name: str, tables: dict[str, Any], file: Path) -> Any:
 
 
 def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
-    kinds = dict.fromkeys(_TEXTS, str) | dict.fromkeys(("tensor_parallel", *_SIZES), int) | {"is_chat": bool}
     if not isinstance(table, dict) or sum(place in table for place in ("path", "hub", "package")) != 1:
         raise FileError(f"{file}: models.{name} needs one of path = ..., hub = ... and package = ...")
     if "file" in table and ("package" not in table or "gguf" in table):
         raise FileError(f"{file}: models.{name}.file is the GGUF file of a package: give gguf = ... elsewhere")
     for key, value in table.items():
-        if key not in kinds:
-            raise FileError(f"{file}: models.{name}: unknown key {key!r}; known are {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]) or isinstance(value, bool) != (kinds[key] is bool):
-            raise FileError(f"{file}: models.{name}.{key} = {value!r} should be of type {kinds[key].__name__}")
+        kind = _KINDS.get(key)
+        if kind is None:
+            raise FileError(f"{file}: models.{name}: unknown key {key!r}; known are {', '.join(_KINDS)}")
+        if type(value) is not kind:
+            raise FileError(f"{file}: models.{name}.{key} = {value!r} should be of type {kind.__name__}")
         if key in _SIZES and isinstance(value, int) and value < 1:
             raise FileError(f"{file}: models.{name}.{key} = {value} should be at least 1")
-    if table.get("dtype", "auto") not in ("auto", *BYTES_PER_NUMBER):
-        names = ", ".join(("auto", *BYTES_PER_NUMBER))
-        raise FileError(f"{file}: models.{name}.dtype = {table['dtype']!r} should be one of {names}")
-    if table.get("quantization", "none") not in ("none", *QUANTIZATIONS, *ARITHMETICS):
-        names = ", ".join(("none", *QUANTIZATIONS, *ARITHMETICS))
-        raise FileError(f"{file}: models.{name}.quantization = {table['quantization']!r} should be one of {names}")
-    if table.get("store", "auto") not in STORES:
-        raise FileError(f"{file}: models.{name}.store = {table['store']!r} should be one of {', '.join(STORES)}")
-    if table.get("execution", "auto") not in EXECUTIONS:
-        names = ", ".join(EXECUTIONS)
-        raise FileError(f"{file}: models.{name}.execution = {table['execution']!r} should be one of {names}")
-    fields = {"gguf" if key == "file" else key: value for key, value in table.items() if key != "path"}
-    spec = ModelSpec(name=name, source=source, **fields)
+    try:
+        placement = Placement(**{key: table[key] for key in _PLACED if key in table})
+    except OptionError as error:
+        raise FileError(f"{file}: models.{name}: {error}") from None
+    others = {key: value for key, value in table.items() if key not in (*_PLACED, "path", "file")}
+    spec = ModelSpec(name=name, source=source, placement=placement, **others)
+    if "file" in table:
+        return replace(spec, gguf=table["file"])
     return spec if "path" not in table else _at(spec, file.parent / Path(table["path"]).expanduser())
 
 
@@ -193,7 +273,9 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
         if stem.rpartition(":")[2] in (*QUANTIZATIONS, *ARITHMETICS):
             raise ModelNotFound(f"{name!r} ends in two quantizations: give one")
         spec = replace(resolve(stem, extra), name=name)
-        return replace(spec, gguf=suffix) if suffix.endswith(".gguf") else replace(spec, quantization=suffix)
+        if suffix.endswith(".gguf"):
+            return replace(spec, gguf=suffix)
+        return replace(spec, placement=replace(spec.placement, quantization=suffix))
     base, _, adapter = name.rpartition("+")
     if base and adapter:
         return _with_adapter(resolve(base, extra), adapter, name)
@@ -249,8 +331,9 @@ def _on_base(spec: ModelSpec, extra: Path | None) -> ModelSpec:
         base = resolve(named, extra)
     except ModelNotFound as error:
         raise ModelNotFound(f"the base of the adapter {spec.path} is not here: {remedy} ({error})") from None
-    own = replace(spec, path=base.path, hub=base.hub, gguf=base.gguf, adapter=str(spec.path))
-    return replace(own, quantization=spec.quantization or base.quantization)
+    own, quantization = spec.placement, spec.placement.quantization or base.placement.quantization
+    placement = replace(own, quantization=quantization)
+    return replace(spec, path=base.path, hub=base.hub, gguf=base.gguf, adapter=str(spec.path), placement=placement)
 
 
 def _is_adapter(folder: Path) -> bool:

@@ -279,8 +279,7 @@ def _new_draft(
     """
     from outrider.distill.student import Shape, copy_slices, default_shape, new_draft
     from outrider.models.loading import context_len, load_checkpoint
-    from outrider.models.placement import Placement
-    from outrider.models.registry import resolve
+    from outrider.models.registry import Placement, resolve
     from outrider.text.tokenizer import check_same_tokens
 
     target: Any = decoder.target.model

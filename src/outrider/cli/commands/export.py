@@ -72,7 +72,7 @@ def export(
     described: list[DescribedModel] = []
     for option, name in zip(("--target", "--draft"), names, strict=True):
         spec = resolve(name, models)
-        if spec.quantization is not None or spec.gguf is not None:
+        if spec.placement.quantization is not None or spec.gguf is not None:
             raise OptionError(option, name, "checkpoints are exported as stored: give the one in safetensors")
         if spec.adapter is not None:
             raise OptionError(option, name, "merge the adapter (PEFT's merge_and_unload), and export the saved model")

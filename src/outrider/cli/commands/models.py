@@ -139,8 +139,10 @@ def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> li
     for spec in known_models(models).values():
         sizes = sizes_of(spec)
         row: dict[str, Any] = {"name": spec.name, "location": spec.location, "source": spec.source, "about": spec.about}
-        row_dtype = dtype if spec.dtype in (None, "auto") else spec.dtype
-        row |= {"dtype": row_dtype, "quantization": spec.quantization, "device": spec.device}
+        placed = spec.placement
+        row_dtype = dtype if placed.dtype == "auto" else placed.dtype
+        device = None if placed.device == "auto" else placed.device
+        row |= {"dtype": row_dtype, "quantization": placed.quantization, "device": device}
         if sizes is not None:
             length = min(context, sizes.context_len)
             row |= {
@@ -211,8 +213,9 @@ def _kept_bytes(spec: ModelSpec, dtype: str) -> int | None:
     import torch
 
     from outrider.models.cpu_weights import kept_type, narrow_weights
-    from outrider.models.placement import Placement, pick_device
+    from outrider.models.placement import pick_device
     from outrider.models.reading import read_config
+    from outrider.models.registry import Placement
 
     try:
         placed = Placement(dtype=dtype).over(spec)
@@ -265,10 +268,10 @@ def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> lis
     from outrider.bench.predicted_memory import Predictor
     from outrider.models.cpu_weights import kept_type
     from outrider.models.memory import skeleton
-    from outrider.models.placement import DTYPES, Placement, check_shares, pick_device
+    from outrider.models.placement import DTYPES, check_shares, pick_device
     from outrider.models.quantize import method_of
     from outrider.models.reading import read_config
-    from outrider.models.registry import QUANTIZATIONS
+    from outrider.models.registry import QUANTIZATIONS, Placement
     from outrider.system.available import available_bytes
 
     config = read_config(spec)

@@ -25,7 +25,7 @@ from outrider.system.cores import useful_threads
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
-    from outrider.models.placement import Placement
+    from outrider.models.registry import Placement
 
 
 def set_threads(threads: int | None) -> None:
@@ -247,7 +247,6 @@ class PairOptions:
     @property
     def placement(self) -> Placement:
         """The target's placement."""
-        from outrider.models.placement import Placement
 
         plain = Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory)
         return replace(plain, store=self.store, allow_pickle=self.allow_pickle, execution=self.execution)
@@ -255,7 +254,7 @@ class PairOptions:
     @property
     def draft_placement(self) -> Placement:
         """The drafts' placement."""
-        from outrider.models.placement import Placement
+        from outrider.models.registry import Placement
 
         return Placement(
             device=self.draft_device or self.device,
