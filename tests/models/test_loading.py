@@ -311,14 +311,6 @@ def test_heads_are_named(folder: Path, kind: str) -> None:
         outrider.load("fable", folder)
 
 
-def test_a_head_with_the_configuration_of_its_target(folder: Path) -> None:
-    """By its weights."""
-    file = folder / "model.safetensors"
-    tensors = {name.removeprefix("model."): tensor for name, tensor in load_file(file).items() if "layers.0" in name}
-    save_file({**tensors, "fc.weight": torch.zeros(32, 64)}, file, metadata={"format": "pt"})
-    assert "is an EAGLE head" in refusal(folder, UnsupportedModel)
-
-
 def test_adapters_beside_a_model_are_named(folder: Path) -> None:
     """Where it lies beside a model, it might be meant or not."""
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}

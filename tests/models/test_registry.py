@@ -88,13 +88,7 @@ BAD = [
         "[models.a]\nhub = 'x/y'\nlike = 'b'\n[models.b]\nhub = 'x/z'\nlike = 'a'\n",
         "models.a.like = 'b' is no name in this file that has own sizes",
     ),
-    ("[models.a]\nhub = 'x/y'\ndtype = 'bf16'\n", "models.a: dtype = 'bf16' is invalid: choose one of auto"),
-    (
-        "[models.a]\nhub = 'x/y'\nquantization = 'int3'\n",
-        "models.a: quantization = 'int3' is invalid: choose one of none, int8",
-    ),
     ("[models.a]\nhub = 'x/y'\nstore = 'wide'\n", "models.a: store = 'wide' is invalid: choose one of auto, plain"),
-    ("[models.a]\nhub = 'x/y'\nexecution = 'fast'\n", "models.a.execution = 'fast' should be one of auto, eager"),
     (b"[models.\xe4]\nhub = 'x/y'\n", ""),
     (None, ""),
 ]

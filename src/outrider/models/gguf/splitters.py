@@ -5,8 +5,8 @@ llama.cpp's. This is the one table of them: files are read by it, and a ``tokeni
 Where llama.cpp splits otherwise than the authors of a model (its classes know no upper case beyond ASCII, for
 instance), its words are meant, for those are what the name stands for. It knows neither tokens nor files.
 
-Names that are missing on purpose: ``whitespace``, ``jina-v2-*`` and ``granite-embed-multi-311m``, of models of
-embeddings, whose tokens also depend on other things.
+Names of architectures that are not read are missing, and ``whitespace`` and ``jina-v2-*``, of models of embeddings,
+whose tokens also depend on other things.
 
 Source: llama.cpp, src/llama-vocab.cpp (expressions; names, and what they set) and src/unicode.cpp (matchers of its own
 in place of some expressions), as in llama-cpp-python 0.3.36. The expressions here are Oniguruma's, for ``tokenizers``.
@@ -31,20 +31,7 @@ _LLAMA3 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}{_REST}"
 _QWEN2 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}{_REST}"
 _QWEN35 = rf"{_CONTRACTION}|{_MARKED}|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_ENDS}"
 _MINICPM5 = rf"{_CONTRACTION}|{_WORD}|\p{{N}}+{_REST}"
-_UFAKZEKA = rf"{_WORD}|\p{{N}}{_REST}"
 _SEED_CODER = rf"{_CONTRACTION}|{_WORD}|\p{{N}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_ENDS}"
-_BAILING = (
-    r"'(?:[sSdDmMtT]|[lL][lL]|[vV][eE]|[rR][eE])|"
-    rf"{_WORD}|\p{{N}}|{_SIGNS}[\r\n]*|\s*[\r\n]|{_SPACES}"
-)
-_EXAONE_MOE = (
-    rf"{_CONTRACTION}|{_LEAD}(?:\p{{L}}\p{{M}}*(?: \p{{L}}\p{{M}}*)*)+|\p{{N}}|{_SIGNS}[\r\n/]?|\s*[\r\n]|{_SPACES}"
-)
-_JAIS2 = (
-    rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1,3}}|{_SIGNS}[\r\n]*|\s*[\r\n]+|"
-    + "".join(rf"\s{{{n}}}(?!\S)|" for n in (512, 256, 128, 64, 32, 16, 8, 4))
-    + r"\s{1,2}(?!\S)|\s{1}"
-)
 
 
 def _cased(letters: str, end: str) -> str:
@@ -55,13 +42,9 @@ def _cased(letters: str, end: str) -> str:
 
 _TEKKEN = _cased(r"\p{L}", "") + r"\p{N}" + _PATHS
 _GPT4O = _cased(r"\p{L}", _CONTRACTION + "?") + r"\p{N}{1,3}" + _PATHS
-_GRANITE = _cased(r"\p{L}\p{M}", _CONTRACTION + "?") + r"\p{N}{1,3}" + _PATHS
-_TINY_AYA = rf"{_MARKED}{_CONTRACTION}?|\p{{N}}{{1,3}}{_PATHS}"
-_YOUTU = rf"{_MARKED}{_CONTRACTION}?|\p{{N}}{_PATHS}"
 
 _SIGN_WORD = r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"
 _DEEPSEEK3 = rf"{_SIGN_WORD}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_ENDS}"
-_SPARK = rf"{_SIGN_WORD}|[^\r\n\p{{L}}\p{{P}}\p{{S}}]?[\p{{L}}\p{{M}}]+| ?[\p{{P}}\p{{S}}]+|[\r\n]|{_SPACES}"
 _CJK = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{30FF}]+"
 # llama.cpp has replaced white space beyond ASCII when it looks for ranges, so none of it is in them.
 _CJK_OF_DEEPSEEK = r"[[\x{800}-\x{9FA5}\x{AC00}-\x{D7FF}]&&\S]+"
@@ -71,16 +54,7 @@ _LETTERS_OF_DEEPSEEK = (
 )
 _SIGNS_OF_DEEPSEEK = r"\s?[!-/:-~！-／：-～‘-‟、-。]+"
 _SIGNS_OF_FALCON = r"[\p{P}$+<=>^~|`]+"
-_ASIA = (
-    r"[\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{8C48}-\x{FAFF}\x{3040}-\x{30FF}\x{FF65}-\x{FF9F}\x{2F00}-\x{2FDF}"
-    r"\x{E40}-\x{EFF}\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}"
-    r"\x{1100}-\x{11FF}]+"
-)
-_SCRIPTS_OF_YOUTU = r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[！…“”‘’—：；，、-〿︰-﹏]+|[\x{3105}-\x{312F}]+|" + _CJK
-_HAN = r"\x{4E00}-\x{9FFF}\x{3400}-\x{4DBF}\x{20000}-\x{2A6DF}\x{2A700}-\x{2EBEF}\x{F900}-\x{FAFF}\x{2F800}-\x{2FA1F}"
-_KIMI = rf"[{_HAN}]+|{_LEAD}[\p{{L}}&&[^{_HAN}]]+{_CONTRACTION}?|\p{{N}}{{1,3}}{_REST}"
 # In groups of three from the right; a text before the digits stays with the first group.
-_THOUSANDS = r"(?<=\p{N})(?=(?:\p{N}{3})*(?!\p{N}))"
 _CLAUSES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _LINES = r"\n+"
 
@@ -127,36 +101,13 @@ _NAMES = {
     ),
     "deepseek-coder": Splitter((r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK_OF_DEEPSEEK, r"\p{N}")),
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": Splitter((r"\p{N}{1,3}", _CJK, _DEEPSEEK3)),
-    "spark2_5": Splitter((r"\p{N}{1,3}", _CJK, _SPARK, r"\p{N}")),
-    "youtu": Splitter((_SCRIPTS_OF_YOUTU, _YOUTU), ignores_merges=True),
     "poro-chat bloom gpt3-finnish": Splitter((_CLAUSES,)),
     "viking": Splitter((_CLAUSES, r"\p{N}")),
     "tekken": Splitter((_TEKKEN,), ignores_merges=True, adds_bos=True),
     "gpt-4o llama4 kanana2 talkie minimax-m2": Splitter((_GPT4O,)),
-    "granite-embed-multi-97m": Splitter((_GRANITE,), ignores_merges=True),
-    "tiny_aya cohere2moe": Splitter((_THOUSANDS, _TINY_AYA)),
-    "chameleon": Splitter(
-        (
-            "<sentinel:[0-9]+>",
-            "IMGIMG[A-I]{1,4}Z",
-            "[\\t\\n]|    |  ",
-            r"\p{N}",
-            r"[\p{P}!-/:-@\[-`{-~]",
-            _GPT2,
-        ),
-        adds_bos=True,
-    ),
     "superbpe": Splitter((r"\p{N}+", "(?=(?:[0-9]{3})+(?![0-9]))")),
-    "bailingmoe bailingmoe2 llada-moe": Splitter((_BAILING,)),
     "seed-coder": Splitter((_SEED_CODER,)),
-    "ufakzeka": Splitter((_UFAKZEKA,)),
-    "afmoe": Splitter((_THOUSANDS, _ASIA, _DEEPSEEK3)),
-    "laguna": Splitter((_LINES, _QWEN2)),
-    "exaone-moe": Splitter((_EXAONE_MOE,)),
     "minicpm5": Splitter((r"\p{N}{1,3}", _MINICPM5), ignores_merges=True),
-    "jais-2": Splitter((_JAIS2,)),
-    "kimi-k2": Splitter((_KIMI,)),
     "gemma4": Splitter((_LINES,), is_raw=True, adds_bos=True, always_adds_bos=True, bos_id=None),
-    "sarvam-moe": Splitter((_LINES,), is_raw=True),
 }
 SPLITTERS = {name: splitter for names, splitter in _NAMES.items() for name in names.split()}
