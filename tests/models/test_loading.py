@@ -2,8 +2,14 @@
 
 import hashlib
 import json
+import logging
+import os
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +21,14 @@ from torch import nn
 
 import outrider
 from ggml_blocks import block_bytes
+from launch import said_by_loading
 from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.heads.checkpoint import read_config
 from outrider.models.loading import context_len, load_checkpoint
 from outrider.models.placement import pick_device
+from outrider.models.reading import drop_notices
 from outrider.models.registry import ModelSpec
 from outrider.models.weights import weights_checksum
 from outrider.serve.fingerprint import sample_of
@@ -340,3 +348,53 @@ def test_code_of_a_folder_is_never_run(folder: Path, monkeypatch: pytest.MonkeyP
     message = refusal(folder, UnsupportedModel)
     assert f"the {part}" in message and "needs code of its own, which is never run here" in message
     assert "load model and tokenizer yourself (from_pretrained with trust_remote_code=True)" in message
+
+
+# Models in processes of their own, with the imports of their libraries
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("fable", "fable-draft"), ("fable:int8", "ngram"), ("fable:8bit", "ngram")])
+def test_the_embedded_pair(names: tuple[str, str]) -> None:
+    assert said_by_loading(*names) == ""
+
+
+def test_other_messages_are_shown(caplog: pytest.LogCaptureFixture) -> None:
+    drop_notices()
+    for name, message in (
+        ("torchao", "Failed to load "),
+        ("bitsandbytes.autograd._functions", "MatMul8bitLt: inputs "),
+    ):
+        for words in (message, "will be cast here", "another message"):
+            logging.getLogger(name).warning(words)
+    assert "another message" in caplog.messages and "Failed to load " not in caplog.messages
+
+
+class _Gate(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(403)
+        self.send_header("X-Error-Code", "GatedRepo")
+        self.send_header("X-Error-Message", "Access to model org/gated is restricted")
+        self.end_headers()
+
+    do_GET = do_HEAD
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Gate) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.slow
+def test_a_gated_model_tells_how_to_open_it(hub: str, tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    command = [sys.executable, "-m", "outrider", "generate", "--target", "org/gated", "--draft", "none", "Hello"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 2, ended.stderr
+    assert "is gated: accept its licence on its page, then run 'hf auth login'" in ended.stderr

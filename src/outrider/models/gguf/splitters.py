@@ -1,9 +1,8 @@
 """Splitters of byte-level vocabularies: how a text is cut into words, within which letters are merged to tokens.
 
 A GGUF file names its splitter (``tokenizer.ggml.pre``); the expressions, and what else depends on the name, are
-llama.cpp's. This is the one table of them: files are read by it, and a ``tokenizer.json`` is written as GGUF by it.
-Where llama.cpp splits otherwise than the authors of a model (its classes know no upper case beyond ASCII, for
-instance), its words are meant, for those are what the name stands for. It knows neither tokens nor files.
+llama.cpp's. Where llama.cpp splits otherwise than the authors of a model (its classes know no upper case beyond ASCII,
+for instance), its words are meant, for those are what the name stands for. It knows neither tokens nor files.
 
 Names of architectures that are not read are missing, and ``whitespace`` and ``jina-v2-*``, of models of embeddings,
 whose tokens also depend on other things.
