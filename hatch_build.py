@@ -28,7 +28,7 @@ class KernelsHook(BuildHookInterface):
 
         try:
             path = build.install()
-        except (build.CompilerError, ImportError, OSError) as error:  # ImportError: of PyTorch (levels.py)
+        except (build.CompilerError, ImportError, OSError) as error:  # ImportError: of PyTorch (build.py)
             self.app.display_warning(f"the C++ kernels are not compiled now, but when first needed: {error}")
             return
         build_data["artifacts"].append(f"/{path.relative_to(self.root).as_posix()}")

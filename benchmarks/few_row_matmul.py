@@ -27,7 +27,7 @@ from torch.nn.functional import linear
 
 from outrider.bench.tables import new_table
 from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm
-from outrider.kernels.library import FORMS, into
+from outrider.kernels.library import FORMS, few_row_matmul
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.system.provenance import provenance
 
@@ -68,15 +68,12 @@ def main() -> None:
     num_bytes = sum(weight.nbytes for weight in weights)
     buffer = torch.ones(2, num_bytes // 8)
     arms: dict[tuple[str, int], Callable[[], object]] = {("reading", 0): partial(torch.dot, *buffer)}
-    results = []  # of the kernel, which has their addresses alone
     for num_rows in arguments.rows:
         inputs = {width: torch.randn(num_rows, width) for width in (hidden, wide)}
-        outputs = {number: torch.empty(num_rows, number) for number in (hidden, wide, _VOCABULARY)}
-        results.append(outputs)
         arms["library, float32", num_rows] = partial(_by_library, inputs, weights)
         for name, matrices in forms.items():
             blocks = form_of.get(name)
-            calls = [_by_kernel(inputs, outputs, matrix, blocks, arguments.threads) for matrix in matrices]
+            calls = [_by_kernel(inputs, matrix, blocks, arguments.threads) for matrix in matrices]
             arms[name, num_rows] = partial(_all, calls)
     taken: dict[tuple[str, int], list[float]] = {arm: [] for arm in arms}
     with torch.inference_mode():
@@ -118,23 +115,22 @@ def _in_blocks(form: BlockForm, number: int, width: int) -> Tensor:
 
 def _by_kernel(
     inputs: dict[int, Tensor],
-    outputs: dict[int, Tensor],
     weight: Tensor,
     blocks: BlockForm | None,
     num_threads: int,
-) -> Callable[[], None]:
+) -> Callable[[], Tensor]:
     width = weight.shape[1] if blocks is None else blocks.width_of(weight.shape[1])
-    x, y = inputs[width], outputs[weight.shape[0]]
+    x = inputs[width]
     form, num_digits = (FORMS[weight.dtype], 0) if blocks is None else (blocks.number, blocks.num_digits)
-    call = into(y, x, [weight], form, num_threads, num_digits)
-    call()
+    call = partial(few_row_matmul, x, weight, form, num_threads, num_digits)
+    y = call()
     wide = NarrowWeight(weight, torch.float32, None, blocks).wide()
     close = 0.1 if num_digits != 1 else 0.05 * float(wide.norm(dim=-1).amax())
     torch.testing.assert_close(y, linear(x, wide), rtol=1e-3, atol=close)
     return call
 
 
-def _all(calls: list[Callable[[], None]]) -> None:
+def _all(calls: list[Callable[[], Tensor]]) -> None:
     for call in calls:
         call()
 

@@ -42,7 +42,7 @@ def _matrix(name: str, number: int, num_blocks: int, seed: int = 0) -> tuple[Ten
 
 def _product(x: Tensor, weight: NarrowWeight, num_threads: int) -> Tensor:
     assert weight.blocks is not None
-    return few_row_matmul(x, [weight.stored], weight.blocks.number, num_threads, weight.blocks.num_digits)
+    return few_row_matmul(x, weight.stored, weight.blocks.number, num_threads, weight.blocks.num_digits)
 
 
 @settings(max_examples=70)
@@ -58,16 +58,14 @@ def test_products_are_those_of_the_widened_matrix(
     name: str, num_rows: int, num_blocks: int, number: int, num_threads: int, seed: int
 ) -> None:
     """Up to the order of sums, for any number of rows and threads; and each row is as if it were alone."""
-    matrices = [_matrix(name, one, num_blocks, seed) for one in (number, 3)]
-    blocks = [NarrowWeight.of_blocks(pair[0], _BY_NAME[name]).stored for pair in matrices]
-    numbers, form = [pair[1] for pair in matrices], _BY_NAME[name].number
-    width = numbers[0].shape[1]
-    for one, wide in zip(blocks, numbers, strict=True):
-        rows = torch.randint(len(wide), (5,), generator=torch.Generator().manual_seed(seed))
-        assert torch.equal(widen_rows(one, rows, form, width, num_threads), wide[rows])
+    rows, numbers = _matrix(name, number, num_blocks, seed)
+    blocks, form = NarrowWeight.of_blocks(rows, _BY_NAME[name]).stored, _BY_NAME[name].number
+    width = numbers.shape[1]
+    some = torch.randint(number, (5,), generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(widen_rows(blocks, some, form, width, num_threads), numbers[some])
     x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed))
-    got, all_numbers = few_row_matmul(x, blocks, form, num_threads), torch.cat(numbers).double()
-    error, size = (got - x.double() @ all_numbers.T).abs(), x.double().abs() @ all_numbers.abs().T
+    got, wide = few_row_matmul(x, blocks, form, num_threads), numbers.double()
+    error, size = (got - x.double() @ wide.T).abs(), x.double().abs() @ wide.abs().T
     assert bool((error <= 1.01 * width * 2.0**-24 * size).all())
     assert torch.equal(got[-1:], few_row_matmul(x[-1:], blocks, form, 1))
 

@@ -13,10 +13,17 @@ import pytest
 import torch
 
 from outrider.kernels import build as kernel_build
-from outrider.kernels import levels as kernel_levels
 from outrider.kernels import library as kernel_library
-from outrider.kernels.build import SOURCES, CompilerError, compiler, installed_path
-from outrider.kernels.levels import BASELINE, LEVELS, Level, levels_here
+from outrider.kernels.build import (
+    BASELINE,
+    LEVELS,
+    SOURCES,
+    CompilerError,
+    Level,
+    compiler,
+    installed_path,
+    levels_here,
+)
 from outrider.kernels.library import FORMS, few_row_matmul
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
@@ -175,7 +182,7 @@ def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     assert again is not None and ("is damaged" if is_damaged else "cannot be loaded") in caplog.text
     monkeypatch.setattr(kernel_library, "library", lambda: again)
     x, weights = torch.randn(3, 40), torch.randn(9, 40)
-    assert torch.allclose(few_row_matmul(x, [weights], FORMS[torch.float32], 2), x @ weights.T, atol=1e-4)
+    assert torch.allclose(few_row_matmul(x, weights, FORMS[torch.float32], 2), x @ weights.T, atol=1e-4)
     assert file.read_bytes()[32:] == compiled  # after its checksum
 
 
@@ -253,7 +260,7 @@ def test_levels_of_processors(
 def test_levels_where_the_system_lists_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS and Windows: PyTorch tells."""
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    monkeypatch.setattr(kernel_levels, "_PROCESSORS", tmp_path / "none")
+    monkeypatch.setattr(kernel_build, "_PROCESSORS", tmp_path / "none")
     for machine, capability, want in (
         ("AMD64", "AVX512", ["avx512", "avx2", "baseline"]),
         ("x86_64", "AVX2", ["avx2", "baseline"]),

@@ -1,9 +1,6 @@
 """Weights that keep the type in which they are stored: whatever is done with one is done with the widened matrix."""
 
 import copy
-import weakref
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,8 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.kernels import library as kernel_library
-from outrider.kernels.library import WEIGHT_DTYPES
+from outrider.kernels.library import FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.runtime.tensor_parts import stored_tensors
 
@@ -31,7 +27,7 @@ def _weight(number: int, width: int, stored: torch.dtype, seed: int = 0) -> Narr
     num_rows=st.integers(1, 140),  # few of them go to the kernel
     width=st.integers(1, 80),
     number=st.integers(1, 40),
-    stored=st.sampled_from(WEIGHT_DTYPES),
+    stored=st.sampled_from(list(FORMS)),
     has_bias=st.booleans(),
     seed=st.integers(0, 2**31),
 )
@@ -49,7 +45,7 @@ def test_products_against_float64(
     assert ((got.double() - want).abs() <= 1.01 * (width + 4) * _EPSILON * size).all()
 
 
-@pytest.mark.parametrize("stored", WEIGHT_DTYPES)
+@pytest.mark.parametrize("stored", FORMS)
 @pytest.mark.parametrize("is_inference", [False, True])
 def test_it_is_the_widened_matrix(stored: torch.dtype, is_inference: bool) -> None:
     weight = nn.Parameter(_weight(12, 9, stored), requires_grad=False)
@@ -90,25 +86,7 @@ def test_shapes_of_products(shape: tuple[int, ...]) -> None:
         functional.linear(torch.randn(3, 11), _weight(12, 9, torch.bfloat16))
 
 
-def test_rows_that_are_copied_outlive_the_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel reads rows one after the other; those of another layout it is given as a copy."""
-    into = kernel_library.into
-
-    def watched(y: Tensor, x: Tensor, *others: Any) -> Callable[[], None]:
-        call, rows = into(y, x, *others), weakref.ref(x)
-
-        def run() -> None:
-            assert rows() is not None
-            call()
-
-        return run
-
-    monkeypatch.setattr(kernel_library, "into", watched)
-    x, weight = torch.randn(4, 3, 9)[:, -1:], _weight(12, 9, torch.bfloat16)
-    torch.testing.assert_close(functional.linear(x, weight), functional.linear(x, weight.wide()), rtol=0.0, atol=1e-3)
-
-
-@pytest.mark.parametrize("stored", WEIGHT_DTYPES)
+@pytest.mark.parametrize("stored", FORMS)
 def test_matrices_of_another_layout(stored: torch.dtype) -> None:
     numbers = _weight(9, 12, stored).stored.T
     weight = NarrowWeight(numbers, torch.float32)
@@ -132,7 +110,7 @@ def test_it_cannot_be_written_to() -> None:
             write()
 
 
-@pytest.mark.parametrize("stored", WEIGHT_DTYPES)
+@pytest.mark.parametrize("stored", FORMS)
 def test_models_are_moved_and_converted(stored: torch.dtype) -> None:
     layer = nn.Linear(9, 12, bias=False)
     layer.weight = nn.Parameter(_weight(12, 9, stored), requires_grad=False)

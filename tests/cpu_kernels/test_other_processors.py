@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.kernels.build import FLAGS, SOURCES
-from outrider.kernels.levels import BASELINE, LEVELS, levels_here
+from outrider.kernels.build import BASELINE, FLAGS, LEVELS, SOURCES, levels_here
 
 _TUNINGS = ("generic", "znver3", "znver4")
 _LEVELS = {level.name: " ".join(level.flags) for level in (*LEVELS["x86_64"], BASELINE)}

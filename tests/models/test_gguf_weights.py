@@ -148,6 +148,6 @@ def test_a_matrix_in_no_blocks_is_widened(tmp_path: Path) -> None:
     assert torch.equal(embedding.wide(), plain.get_input_embeddings().weight)
 
 
-@pytest.mark.slow  # as other kinds of files, in test_notices.py
+@pytest.mark.slow  # as other kinds of files, in test_loading.py
 def test_loading_prints_nothing(tmp_path: Path) -> None:
     assert said_by_loading(str(_write(tmp_path / "tiny.gguf", "llama", _FILES["Q4_0"])), "ngram") == ""

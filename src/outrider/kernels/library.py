@@ -1,7 +1,7 @@
 """The C++ kernels as functions of tensors.
 
 The library was compiled when the package was installed; or it is compiled for this processor when first needed, and
-cached on disk under a hash of its sources, the compiler and the level of vectors (levels.py).
+cached on disk under a hash of its sources, the compiler and the level of vectors (build.py).
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,16 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from outrider.kernels.build import CompilerError, best_level, build, cached_name, compiler, installed_path
-from outrider.kernels.levels import Level, levels_here
+from outrider.kernels.build import (
+    CompilerError,
+    Level,
+    best_level,
+    build,
+    cached_name,
+    compiler,
+    installed_path,
+    levels_here,
+)
 from outrider.system.file_lock import alone
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
@@ -27,49 +35,39 @@ from outrider.system.private import PrivateFolder
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 2**24  # on disk
 FORMS = {torch.float32: 0, torch.int8: 24, torch.bfloat16: 30}  # numbers in ggml, as those of blocks (blocks.py)
-WEIGHT_DTYPES = tuple(FORMS)
 
 
-def few_row_matmul(x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int, num_digits: int = 0) -> Tensor:
-    """Products of the same few rows with several matrices, concatenated; each matrix is read once.
+def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_digits: int = 0) -> Tensor:
+    """Products of few rows with a matrix, which is read once.
 
     Args:
         x: float32. [T, I]
-        weights: of one type among WEIGHT_DTYPES, or bytes of blocks of one form, interleaved. [O, I] each; [O, bytes of
-            a row]
+        weight: of a type in FORMS [O, I]; or bytes of blocks, interleaved [O, bytes of a row].
         form: one of FORMS, or the number of the blocks' form (blocks.py).
         num_digits: of the integers to which rows are rounded for products with blocks; 0 for float32.
 
     Returns:
-        float32, accumulated in float32. [T, sum of O]
+        float32, accumulated in float32. [T, O]
     """
-    y = x.new_empty(x.shape[0], sum(weight.shape[0] for weight in weights))
+    y = x.new_empty(x.shape[0], weight.shape[0])
     if isinstance(x, FakeTensor):  # memory is predicted: shapes are all there is
         return y
-    x, weights = x.contiguous(), [weight.contiguous() for weight in weights]  # named, so that copies outlive the call
-    into(y, x, weights, form, num_threads, num_digits)()
-    return y
-
-
-def into(
-    y: Tensor, x: Tensor, weights: Sequence[Tensor], form: int, num_threads: int, num_digits: int = 0
-) -> Callable[[], None]:
-    """Kernel call that writes these products to ``y``. All tensors are contiguous and must outlive it."""
+    x, weight = x.contiguous(), weight.contiguous()  # named, so that copies outlive the call
     kernel = library()
     assert kernel is not None and x.dtype == torch.float32
-    assert num_digits in (0, 1, 2) and not (num_digits and weights[0].dtype in FORMS)
-    assert form == FORMS.get(weights[0].dtype, form) and (form in FORMS.values()) == (weights[0].dtype in FORMS)
-    return partial(
-        kernel.outrider_few_row_matmul,
+    assert num_digits in (0, 1, 2) and not (num_digits and weight.dtype in FORMS)
+    assert form == FORMS.get(weight.dtype, form) and (form in FORMS.values()) == (weight.dtype in FORMS)
+    kernel.outrider_few_row_matmul(
         ctypes.c_void_p(x.data_ptr()),
         *map(ctypes.c_int64, x.shape),
-        (ctypes.c_void_p * len(weights))(*(weight.data_ptr() for weight in weights)),
-        (ctypes.c_int64 * len(weights))(*(weight.shape[0] for weight in weights)),
-        ctypes.c_int64(len(weights)),
+        ctypes.byref(ctypes.c_void_p(weight.data_ptr())),
+        ctypes.byref(ctypes.c_int64(len(weight))),
+        ctypes.c_int64(1),  # matrix
         *map(ctypes.c_int64, (form, num_digits)),
         ctypes.c_void_p(y.data_ptr()),
         ctypes.c_int64(num_threads),
     )
+    return y
 
 
 def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:

@@ -206,7 +206,7 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         return _by_panels(x, weight, bias)
     rows = _order(x, weight.order).reshape(num_rows, width)
     num_digits = 0 if weight.blocks is None else weight.blocks.num_digits
-    result = few_row_matmul(rows, [stored], form, torch.get_num_threads(), num_digits)
+    result = few_row_matmul(rows, stored, form, torch.get_num_threads(), num_digits)
     if weight.scale is not None:
         result = result * weight.scale[:, 0]
     result = result.view(*x.shape[:-1], num_channels)
