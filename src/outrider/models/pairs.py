@@ -3,7 +3,6 @@ or downloaded: sizes come from files on this disk, or from the registry."""
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,29 +53,9 @@ def drafts_of(target: ModelSpec, known: Mapping[str, ModelSpec]) -> list[ModelSp
 
 
 def as_known(spec: ModelSpec, known: Mapping[str, ModelSpec]) -> ModelSpec:
-    """The known model that a folder or hub id is, judged by its id or its sizes; else itself."""
-    if spec.family is not None or spec.head_of is not None:
-        return spec
-    sizes = sizes_of(spec)
-    is_chat = _has_template(spec)
-    for other in known.values():
-        if spec.hub is not None and other.hub is not None and spec.hub.lower() == other.hub.lower():
-            return other
-        if sizes is not None and other.is_chat == is_chat and sizes_of(other) == sizes:
-            return other
-    return spec
-
-
-def _has_template(spec: ModelSpec) -> bool:
-    """Whether a folder has a chat template, as models for chats do."""
-    if spec.path is None:
-        return False
-    if (spec.path / "chat_template.jinja").exists():
-        return True
-    try:
-        return bool(json.loads((spec.path / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template"))
-    except (OSError, ValueError, AttributeError):
-        return False
+    """The known model with the hub id of this one; else itself."""
+    hub = (spec.hub or "").lower()
+    return next((other for other in known.values() if hub and hub == (other.hub or "").lower()), spec)
 
 
 def fitting_pairs(
