@@ -123,12 +123,6 @@ CASES = {
     ),
     "qwen3": Case("qwen3", "qwen3", _HEAD_DIM | _RMS | {"rope_parameters": _ROPE, "tie_word_embeddings": True}),
     "qwen3, yarn": Case("qwen3", "qwen3", _HEAD_DIM | _RMS | {"rope_parameters": _YARN}, _rope_keys(_YARN)),
-    "qwen2moe": Case(
-        "qwen2_moe",
-        "qwen2moe",
-        _RMS | _MOE | {"rope_parameters": _ROPE, "shared_expert_intermediate_size": 40},
-        {"expert_feed_forward_length": 24, "expert_shared_feed_forward_length": 40},
-    ),
     "qwen3moe": Case(
         "qwen3_moe",
         "qwen3moe",
@@ -199,62 +193,9 @@ CASES = {
     "starcoder2": Case(
         "starcoder2", "starcoder2", {"rope_parameters": _ROPE, "norm_epsilon": 3e-3, "tie_word_embeddings": True}
     ),
-    "stablelm": Case(
-        "stablelm",
-        "stablelm",
-        {
-            "rope_parameters": _ROPE | {"partial_rotary_factor": 0.25},
-            "layer_norm_eps": 3e-3,
-            "use_qkv_bias": True,
-            "use_parallel_residual": False,
-            "tie_word_embeddings": False,
-        },
-        {"use_parallel_residual": True},  # as converters write, whatever the model does
-    ),
-    "stablelm, parallel": Case(
-        "stablelm",
-        "stablelm",
-        {"rope_parameters": _ROPE, "layer_norm_eps": 3e-3, "use_parallel_residual": True, "tie_word_embeddings": False},
-    ),
-    "nemotron": Case(
-        "nemotron",
-        "nemotron",
-        {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}, "norm_eps": 3e-3, "tie_word_embeddings": False},
-        {"rope.scaling.type": "none"},
-    ),
     "gpt2": Case("gpt2", "gpt2", {"n_inner": 56, "layer_norm_epsilon": 3e-3}),
     "gpt2, its own head": Case(
         "gpt2", "gpt2", {"n_inner": 56, "layer_norm_epsilon": 3e-3, "tie_word_embeddings": False}
-    ),
-    "falcon": Case(
-        "falcon",
-        "falcon",
-        {
-            "rope_parameters": _ROPE,
-            "layer_norm_epsilon": 3e-3,
-            "ffn_hidden_size": 56,
-            "num_kv_heads": 1,
-            "num_key_value_heads": 1,
-            "multi_query": True,
-            "parallel_attn": True,
-            "alibi": False,
-        },
-        {"tensor_data_layout": "jploski"},
-    ),
-    "falcon of groups": Case(
-        "falcon",
-        "falcon",
-        {
-            "rope_parameters": _ROPE,
-            "layer_norm_epsilon": 3e-3,
-            "ffn_hidden_size": 56,
-            "num_kv_heads": 2,
-            "new_decoder_architecture": True,
-            "num_ln_in_parallel_attn": 1,
-            "parallel_attn": True,
-            "alibi": False,
-        },
-        {"tensor_data_layout": "jploski"},
     ),
     "lfm2": Case(
         "lfm2",
@@ -268,20 +209,6 @@ CASES = {
             "block_auto_adjust_ff_dim": False,
         },
         {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 4},
-    ),
-    "mamba": Case(
-        "mamba",
-        "mamba",
-        {"state_size": 6, "conv_kernel": 3, "time_step_rank": 5, "intermediate_size": 64, "layer_norm_epsilon": 3e-3},
-        {
-            "ssm.conv_kernel": 3,
-            "ssm.inner_size": 64,
-            "ssm.state_size": 6,
-            "ssm.time_step_rank": 5,
-            "ssm.dt_b_c_rms": False,
-            "attention.head_count": 0,
-            "feed_forward_length": 0,
-        },
     ),
 }
 for _name in ("attention.key_length", "attention.value_length"):  # converters write both where configurations do
@@ -300,13 +227,9 @@ def random_case(case: Case) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     model.eval().requires_grad_(False)
     numbers = np.random.RandomState(7)  # whose stream is frozen
-    for name, parameter in sorted(model.named_parameters()):
+    for _, parameter in sorted(model.named_parameters()):
         drawn = numbers.standard_normal(parameter.numel()).reshape(parameter.shape)
-        if name.endswith("A_log"):
-            parameter.copy_(torch.from_numpy(np.log(1.0 + np.abs(drawn))))
-        elif name.endswith("dt_proj.bias"):  # begins at random
-            parameter.copy_(torch.from_numpy(drawn - 2.0))
-        elif parameter.ndim == 1:
+        if parameter.ndim == 1:
             parameter.add_(torch.from_numpy(0.2 * drawn))  # norms around what they begin with
         else:
             parameter.copy_(torch.from_numpy(drawn / np.sqrt(parameter.shape[-1]) * 1.3))
@@ -361,36 +284,23 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _keys(config: Any) -> dict[str, Any]:
-    keys = (
-        {
-            "context_length": config.max_position_embeddings,
-            "embedding_length": config.hidden_size,
-            "block_count": config.num_hidden_layers,
-            "vocab_size": config.vocab_size,
-        }
-        if config.model_type != "mamba"
-        else {
-            "context_length": CONTEXT,
-            "embedding_length": config.hidden_size,
-            "block_count": config.num_hidden_layers,
-        }
-    )
-    eps = {
-        "attention.layer_norm_rms_epsilon": ("rms_norm_eps", *(["norm_eps"] if config.model_type == "lfm2" else [])),
-        "attention.layer_norm_epsilon": ("norm_epsilon", "layer_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    keys = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "vocab_size": config.vocab_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": getattr(config, "num_key_value_heads", config.num_attention_heads),
+        "feed_forward_length": config.n_inner if config.model_type == "gpt2" else config.intermediate_size,
     }
-    if config.model_type == "mamba":
-        eps = {"attention.layer_norm_rms_epsilon": ("layer_norm_epsilon",)}
+    eps = {
+        "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
+        "attention.layer_norm_epsilon": ("norm_epsilon", "layer_norm_epsilon"),
+    }
     for key, names in eps.items():
-        found = [float(getattr(config, name)) for name in names if getattr(config, name, None) is not None]
-        if found and not any("epsilon" in key for key in keys):
-            keys[key] = found[0]
-    if config.model_type == "mamba":
-        return keys
-    kv_name = {"falcon": "num_kv_heads", "gpt2": "num_attention_heads"}.get(config.model_type, "num_key_value_heads")
-    wide = {"falcon": "ffn_hidden_size", "gpt2": "n_inner"}.get(config.model_type, "intermediate_size")
-    keys |= {"attention.head_count": config.num_attention_heads, "feed_forward_length": getattr(config, wide)}
-    keys["attention.head_count_kv"] = getattr(config, kv_name)
+        for name in names:
+            if getattr(config, name, None) is not None:
+                keys[key] = float(getattr(config, name))
     rope = getattr(config, "rope_parameters", None)
     if rope is not None:
         rope = rope.get("full_attention", rope)
@@ -453,20 +363,10 @@ def _as_stored(name: str, tensor: Tensor, config: Any) -> Tensor:
         num_heads = config.num_attention_heads if leaf[0] == "attn_q" else config.num_key_value_heads
         halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)
-    if kind in ("gemma", "gemma2", "gemma3_text", "nemotron") and name.endswith("norm.weight"):
+    if kind in ("gemma", "gemma2", "gemma3_text") and name.endswith("norm.weight"):
         return tensor + 1
     if kind == "gpt2" and leaf[0] in ("attn_qkv", "attn_output", "ffn_up", "ffn_down") and leaf[1] == "weight":
         return tensor.t()
-    if kind == "falcon" and leaf[0] == "attn_qkv":
-        groups, heads = config.num_kv_heads, config.num_attention_heads
-        size = config.hidden_size // heads
-        parts = tensor.view(groups, heads // groups + 2, size, -1)
-        split = (parts[:, :-2], parts[:, [-2]], parts[:, [-1]])
-        return torch.cat([part.reshape(-1, tensor.shape[1]) for part in split])
-    if kind == "qwen2_moe" and leaf[0] == "ffn_gate_inp_shexp":
-        return tensor.flatten()
-    if leaf[-1] == "ssm_a":
-        return -tensor.exp()
-    if leaf[0] in ("conv", "ssm_conv1d") and tensor.ndim == 3:
+    if leaf[0] == "conv" and tensor.ndim == 3:
         return tensor.squeeze(1)
     return tensor

@@ -319,14 +319,11 @@ def test_heads_are_named(folder: Path, kind: str) -> None:
         outrider.load("fable", folder)
 
 
-def test_adapters_beside_a_model_are_named(folder: Path) -> None:
-    """Where it lies beside a model, it might be meant or not."""
-    adapter = {"peft_type": "LORA", "base_model_name_or_path": "org/base"}
-    (folder / "adapter_config.json").write_text(json.dumps(adapter))
+def test_adapters_are_named(folder: Path) -> None:
+    """Where one lies beside a model, it might be meant or not."""
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "org/base"}))
     message = refusal(folder, UnsupportedModel)
-    assert "is a LoRA adapter of org/base, on the hub or beside a model: give both, as BASE+ADAPTER" in message
-    (folder / "adapter_config.json").write_text(json.dumps(adapter | {"peft_type": "IA3"}))
-    assert "is a PEFT adapter (IA3) of org/base" in refusal(folder, UnsupportedModel)
+    assert "is a PEFT adapter of org/base, or has one beside it: merge it (PEFT's merge_and_unload)" in message
 
 
 CODE = 'raise SystemExit("the code of the folder was run")\n'

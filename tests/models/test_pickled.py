@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -17,18 +16,16 @@ from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.registry import resolve
 from pairs import random_llama, save
-from peft_adapters import WIDE, adapted
 
-MODEL, ADAPTER = "model.safetensors", "adapter_model.safetensors"
-PICKLED = {MODEL: "pytorch_model.bin", ADAPTER: "adapter_model.bin"}
+MODEL, PICKLED = "model.safetensors", "pytorch_model.bin"
 IDS = torch.tensor([[1, 2, 3, 5, 8]])
 
 
-def pickle(folder: Path, name: str = MODEL, *, more: Any = None) -> Path:
+def pickle(folder: Path, *, more: Any = None) -> Path:
     """Put a pickled file in the place of one in safetensors."""
-    tensors = load_file(folder / name)
-    (folder / name).unlink()
-    torch.save(tensors if more is None else {**tensors, "more": more}, folder / PICKLED[name])
+    tensors = load_file(folder / MODEL)
+    (folder / MODEL).unlink()
+    torch.save(tensors if more is None else {**tensors, "more": more}, folder / PICKLED)
     return folder
 
 
@@ -88,16 +85,6 @@ def test_a_configuration_cannot_name_a_pickle(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"transformers_weights": "adapter_model.bin"}))
     assert refused(lambda: outrider.load(folder)) == refusal(folder, "adapter_model.bin")
-
-
-@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
-def test_adapters(tmp_path: Path) -> None:
-    with torch.no_grad():
-        want = adapted(tmp_path, peft.LoraConfig(**WIDE))(IDS).logits
-        folder = pickle(tmp_path / "adapter", ADAPTER)
-        assert refused(lambda: outrider.load(folder)) == refusal(folder, "adapter_model.bin")
-        loaded = outrider.load(folder, dtype="float64", allow_pickle=True)
-        torch.testing.assert_close(loaded.target.model(IDS).logits, want, rtol=1e-4, atol=1e-5)
 
 
 def test_heads(tmp_path: Path) -> None:

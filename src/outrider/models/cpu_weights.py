@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ def kept_type(
     """
     if device.type != "cpu" or bare.dtype != torch.float32 or not narrow_layers(bare) or not has_kernel(placed):
         return None
-    if spec.gguf is not None or placed.quantization not in ("none", "int4") or spec.adapter is not None:
+    if spec.gguf is not None or placed.quantization not in ("none", "int4"):
         return torch.float32
     if stated is not None and spec.path is None:
         return torch.bfloat16 if stated == torch.bfloat16 else torch.float32
@@ -81,25 +81,18 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def narrow_weights(model: nn.Module, *stored: torch.dtype) -> None:
-    """Keep the large matrices of a model in the type ``stored``, the first of these that holds all numbers of a matrix,
-    and those in torchao's int8 as they are; products of few rows then use our kernel."""
+def narrow_weights(model: nn.Module, stored: torch.dtype) -> None:
+    """Keep the large matrices of a model in the type ``stored``, and those in torchao's int8 as they are; products of
+    few rows then use our kernel."""
     narrow: dict[int, nn.Parameter] = {}
     for layer in narrow_layers(model).values():
         weight = layer.weight
         if isinstance(weight, NarrowWeight):  # in blocks
             continue
         if id(weight) not in narrow:  # shared weights once
-            numbers, scale = _of_int8(weight) or (_stored(weight.detach(), stored), None)
+            numbers, scale = _of_int8(weight) or (weight.detach().to(stored), None)
             narrow[id(weight)] = nn.Parameter(NarrowWeight(numbers, torch.float32, scale), requires_grad=False)
         layer.weight = narrow[id(weight)]
-
-
-def _stored(weight: Tensor, types: Sequence[torch.dtype]) -> Tensor:
-    """The matrix in the first of these types that holds all of its numbers, else in the last."""
-    *narrower, last = types
-    found = (weight.to(dtype) for dtype in narrower)
-    return next((one for one in found if torch.equal(one.to(weight.dtype), weight)), weight.to(last))
 
 
 def _of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:

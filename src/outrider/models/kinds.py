@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
-from outrider.models.registry import ADAPTER_CONFIG, ModelSpec
+from outrider.models.registry import ModelSpec
 
 # Attention that position-based masks describe, states, and layers without a cache.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -37,11 +37,11 @@ _HEADS = {
 _FIELDS_OF_HEADS = ("draft_vocab_size", "medusa_num_heads", "hydra_num_heads", "dflash_config", "eagle_config")
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-_ADAPTER, _PICKLED_ADAPTER = "adapter_model.safetensors", "adapter_model.bin"
+ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_adapter(name: str, file: Path | None) -> None:
-    """Refuse an adapter that was not named as one: Transformers would ignore it, or load it together with its base.
+    """Refuse an adapter: Transformers would ignore it, or load it together with its base.
 
     Args:
         file: its adapter_config.json, if there is one.
@@ -51,12 +51,10 @@ def check_adapter(name: str, file: Path | None) -> None:
     """
     if file is None:
         return
-    config = json.loads(file.read_text(encoding="utf-8"))
-    kind, base = config.get("peft_type"), config.get("base_model_name_or_path") or "its base"
-    thing = "a LoRA adapter" if kind == "LORA" else f"a PEFT adapter ({kind})"
+    base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path") or "its base"
     raise UnsupportedModel(
-        f"{name} is {thing} of {base}, on the hub or beside a model: give both, as BASE+ADAPTER, or the model without "
-        f"{ADAPTER_CONFIG}"
+        f"{name} is a PEFT adapter of {base}, or has one beside it: merge it (PEFT's merge_and_unload), save the model "
+        f"and give that, or the model without {ADAPTER_CONFIG}"
     )
 
 
@@ -149,14 +147,12 @@ def _continues_text(architecture: str) -> bool:
 
 
 def check_unpickled(spec: ModelSpec, config: Any) -> None:
-    """Raises UnsupportedModel: the weights of a model, or of its adapter, would be read from a pickled file."""
+    """Raises UnsupportedModel: the weights of a model would be read from a pickled file."""
     stated = getattr(config, "transformers_weights", None)  # goes before the usual names
     if stated is not None and not str(stated).endswith((".safetensors", ".safetensors.index.json")):
         raise _refusal_of_pickle(spec.location, str(stated))
     if spec.gguf is None and stated is None:
         _check_files(spec.location, (WHOLE, INDEX), (PICKLED, _PICKLED_INDEX))
-    if spec.adapter is not None:
-        _check_files(spec.adapter, (_ADAPTER,), (_PICKLED_ADAPTER,))
 
 
 def check_no_pickle(location: str) -> None:

@@ -21,7 +21,6 @@ from outrider.errors import (
     UnsupportedModel,
 )
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.adapters import check_mergeable, merge
 from outrider.models.cpu_weights import (
     StoredWeights,
     has_kernel,
@@ -135,11 +134,6 @@ def load_checkpoint(
         from outrider.models.gguf.vocabulary import end_ids
 
         model.generation_config.eos_token_id = end_ids(file.metadata, tokenizer.eos_token_id)
-    if spec.adapter is not None and vocab_size(tokenizer) > (num_rows := len(model.get_input_embeddings().weight)):
-        raise UnsupportedModel(
-            f"the adapter {spec.adapter} adds tokens: its tokenizer has {vocab_size(tokenizer)}, the base {num_rows}: "
-            "merge it (merge_and_unload) and save the model"
-        )
     reads_images = is_target and spec.gguf is None and takes_images(model)
     processor = load_processor(spec) if reads_images else None
     return Checkpoint(name, model, tokenizer, processor, placed.execution, noted_in)
@@ -204,8 +198,6 @@ def _loader(job: _Job, config: Any) -> _Loader:
     """The way to load a model, or the reason why there is none."""
     spec, placed, name = job.spec, job.placed, job.name
     method = "gguf" if spec.gguf else method_of(config)
-    if spec.adapter is not None:
-        check_mergeable(name, placed, job.num_shares, method)
     if not placed.allow_pickle:
         check_unpickled(spec, config)
     check_quantization(name, placed.quantization or "none", method)
@@ -224,7 +216,7 @@ def _loader(job: _Job, config: Any) -> _Loader:
             bare = skeleton(plain_config(config), dtype)
         if job.is_alone and job.quantization in ("none", "int8", "int4"):
             kept = kept_type(spec, placed, job.device, bare, config.dtype or torch.float32)
-        if job.is_float32_on_cpu and spec.adapter is None and job.quantization == "none":
+        if job.is_float32_on_cpu and job.quantization == "none":
             weights = _stored_weights(spec, placed, stored, bare, keeps=kept is not None)
     if placed.quantization in ARITHMETICS and (weights is None or kept is None):
         raise OptionError(
@@ -283,8 +275,7 @@ class _StoredLoader:
 
 @dataclass(frozen=True, slots=True)
 class _TransformersLoader:
-    """Lets Transformers load the model, and then merges its adapter, keeps large matrices in their type and rounds
-    int4.
+    """Lets Transformers load the model, and then keeps large matrices in their type and rounds int4.
 
     Attributes:
         bare: the skeleton; None for checkpoints that are quantized.
@@ -326,13 +317,9 @@ class _TransformersLoader:
                 f"{job.name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} "
                 "the first: raise --max-memory, or choose fewer bits with --quantize"
             )
-        if spec.adapter is not None:
-            with reading(spec, "adapter"):
-                model = merge(job.name, model, spec.adapter)
         if kept is not None:
             model = model if kept == job.dtype else widen_weights(model, self.config)
-            # An adapter has left most matrices as the base stores them.
-            narrow_weights(model, *(() if spec.adapter is None else (torch.bfloat16,)), kept)
+            narrow_weights(model, kept)
         is_rounded, keeps = job.quantization == "int4", has_kernel(job.placed)
         share = round_to_groups(model, keeps=keeps) if is_rounded else quantized_share(model)
         if job.quantization != "none":

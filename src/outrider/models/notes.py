@@ -128,7 +128,7 @@ def notes_name(spec: ModelSpec, placed: Placement) -> str | None:
     Args:
         placed: how they are loaded.
     """
-    if spec.path is None or not spec.path.is_dir() or spec.adapter is not None:
+    if spec.path is None or not spec.path.is_dir():
         return None
     files = sorted(file for file in spec.path.iterdir() if file.suffix in _KINDS)
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]

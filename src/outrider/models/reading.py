@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.errors import FileError, ModelCorrupt, ModelNotFound, OptionError, OutriderError, UnsupportedModel
-from outrider.models.kinds import auto_class, check_adapter, check_head, check_kind
-from outrider.models.registry import ADAPTER_CONFIG, ModelSpec
+from outrider.models.kinds import ADAPTER_CONFIG, auto_class, check_adapter, check_head, check_kind
+from outrider.models.registry import ModelSpec
 from outrider.models.stated_tokenizer import as_stated
 from outrider.options import Sampling
 from outrider.system.files import read_text
@@ -81,7 +81,7 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
 
 
 def load_tokenizer(spec: ModelSpec, kind: str | None = None) -> Any:
-    """Load the tokenizer alone, of the adapter if it has one, as its files state it.
+    """Load the tokenizer alone, as its files state it.
 
     Args:
         kind: name of its class; None to find it by the configuration of the model.
@@ -91,13 +91,10 @@ def load_tokenizer(spec: ModelSpec, kind: str | None = None) -> Any:
     """
     import transformers
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
-    from transformers.utils import cached_file
 
-    location, name = spec.location, "tokenizer_config.json"
+    location = spec.location
     with reading(spec, "tokenizer"):
-        if spec.adapter is not None and cached_file(spec.adapter, name, _raise_exceptions_for_missing_entries=False):
-            location = spec.adapter
-        elif spec.gguf is not None:
+        if spec.gguf is not None:
             from outrider.models.gguf.checkpoint import gguf_file
             from outrider.models.gguf.vocabulary import gguf_tokenizer
 

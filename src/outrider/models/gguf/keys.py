@@ -38,7 +38,6 @@ _NEUTRAL: dict[str, Any] = {
     "nextn_predict_layers": 0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
-    "ssm.dt_b_c_rms": False,
 }
 
 
