@@ -4,9 +4,7 @@ import ctypes
 import logging
 import platform
 import subprocess
-import sys
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,9 +14,7 @@ from outrider.kernels import build as kernel_build
 from outrider.kernels import library as kernel_library
 from outrider.kernels.build import (
     BASELINE,
-    LEVELS,
     SOURCES,
-    CompilerError,
     Level,
     compiler,
     installed_path,
@@ -103,19 +99,6 @@ def test_machines_without_a_compiler(
     assert reason in caplog.text and "PyTorch alone, several times slower" in caplog.text
 
 
-def test_the_first_compiler_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unless one is named, perhaps with options."""
-    monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(CompilerError, match="there is no C\\+\\+ compiler"):
-        compiler()
-    for name in ("clang++", "g++"):
-        (tmp_path / name).touch(0o700)
-        assert compiler() == [name]
-    monkeypatch.setenv("CXX", "'g++' -mtune=native")
-    assert compiler() == ["g++", "-mtune=native"]
-
-
 def test_a_folder_that_allows_no_executables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """As with ``noexec``: the system refuses to load the library, the kept one and a new one."""
 
@@ -140,29 +123,6 @@ def test_threads_that_another_library_numbers(
         kernel_library._load(tmp_path / "threads.so")
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are listed on Linux")
-def test_checking_threads_leaves_none_behind() -> None:
-    """With a second team of threads in the process, those of GCC's OpenMP sleep where they would wait."""
-    program = """if True:
-        import os, threading, time
-        from outrider.kernels.library import library
-        def check():
-            before = len(os.listdir("/proc/self/task"))
-            library().outrider_threads_are_numbered()
-            until = time.monotonic() + 20  # they end beside us
-            while (left := len(os.listdir("/proc/self/task")) - before) and time.monotonic() < until:
-                time.sleep(0.01)
-            print(left)
-        assert library() is not None
-        asking = threading.Thread(target=check)
-        asking.start()
-        asking.join()
-    """
-    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "0"
-
-
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     compiled: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_damaged: bool
@@ -184,26 +144,6 @@ def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     x, weights = torch.randn(3, 40), torch.randn(9, 40)
     assert torch.allclose(few_row_matmul(x, weights, FORMS[torch.float32], 2), x @ weights.T, atol=1e-4)
     assert file.read_bytes()[32:] == compiled  # after its checksum
-
-
-def test_compiling_is_not_silent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It takes minutes on a busy machine: the beginning is shown to everybody, the progress in commands."""
-    commands: list[Sequence[str]] = []
-
-    def output(command: Sequence[str]) -> str:
-        assert "a minute, or several" in caplog.text
-        commands.append(command)
-        return ""
-
-    monkeypatch.setattr(kernel_build, "_output", output)
-    caplog.set_level(logging.INFO)
-    kernel_build.build(["c++"], levels_here()[0], tmp_path / "kernels.so")
-    first, *others = caplog.records
-    assert first.levelname == "WARNING" and {one.levelname for one in others} == {"INFO"}
-    assert str(tmp_path / "kernels.so") in commands[-1] and len(others) == len(commands) - 1 == len(SOURCES)
-    assert others[-1].getMessage().startswith(f"{len(others)} of {len(others)} files are compiled, ")
 
 
 def test_who_comes_second_waits_for_the_first(
@@ -280,11 +220,3 @@ def test_a_compiler_that_does_not_know_the_best_level(
     monkeypatch.setattr(kernel_build, "levels_here", lambda: [unknown, BASELINE])
     level, predefined = kernel_build.best_level(compiler())
     assert level == BASELINE and "__VERSION__" in predefined
-
-
-def test_levels_have_libraries_of_their_own() -> None:
-    """The compiler's macros tell them apart, for it and for the sources."""
-    command = compiler()
-    found = {kernel_build.macros(command, level) for level in levels_here()}
-    assert len(found) == len(levels_here())
-    assert len({level.name for levels in LEVELS.values() for level in levels}) == sum(map(len, LEVELS.values()))

@@ -86,15 +86,6 @@ def test_shapes_of_products(shape: tuple[int, ...]) -> None:
         functional.linear(torch.randn(3, 11), _weight(12, 9, torch.bfloat16))
 
 
-@pytest.mark.parametrize("stored", FORMS)
-def test_matrices_of_another_layout(stored: torch.dtype) -> None:
-    numbers = _weight(9, 12, stored).stored.T
-    weight = NarrowWeight(numbers, torch.float32)
-    assert torch.equal(weight.wide(), numbers.float())
-    x = torch.randn(2, 9)
-    torch.testing.assert_close(functional.linear(x, weight), functional.linear(x, numbers.float()), rtol=0.0, atol=1e-3)
-
-
 def test_it_cannot_be_written_to() -> None:
     """Not even by loading: the numbers would go into a widened copy, and be lost."""
     weight = _weight(12, 9, torch.bfloat16)

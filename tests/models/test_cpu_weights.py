@@ -12,7 +12,6 @@ from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
 
 import outrider
 from gguf_models import Case, random_case
-from outrider.bench.predicted_memory import Predictor, Workload
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
 from outrider.models.memory import skeleton, weights_bytes
@@ -146,16 +145,6 @@ def test_what_is_fetched_is_what_transformers_loads(
     assert cpu_weights.files_of(ModelSpec(name="a", hub="x/y")) == []  # other formats
 
 
-def test_only_the_form_that_is_kept_is_predicted_so() -> None:
-    """Not quantized, or in int4 of our own, which leaves embeddings; on one device."""
-    config, work = random_llama().config, Workload(context=32, num_rows=1, k=2)
-    plain, kept = Predictor(config, work, torch.float32), Predictor(config, work, torch.float32, torch.bfloat16)
-    assert kept.memory().weights < 0.6 * plain.memory().weights
-    assert kept.memory("int8").weights == plain.memory("int8").weights
-    assert kept.memory("int4").weights < plain.memory("int4").weights
-    assert kept.memory(parallel=2).weights == plain.memory(parallel=2).weights
-
-
 def test_layers_with_a_product_of_their_own_are_plain() -> None:
     """Falcon's would widen their weights in each forward."""
     config = FalconConfig(
@@ -165,11 +154,3 @@ def test_layers_with_a_product_of_their_own_are_plain() -> None:
     cpu_weights.narrow_weights(model, torch.bfloat16)
     kept = {name for name, one in model.named_parameters() if isinstance(one, NarrowWeight)}
     assert kept == {"transformer.word_embeddings.weight", "lm_head.weight"}
-
-
-def test_a_model_file_may_state_it(tmp_path: Path) -> None:
-    folder = save(tmp_path / "model", random_llama().bfloat16())
-    models = tmp_path / "models.toml"
-    models.write_text(f'[models.mine]\npath = "{folder}"\nstore = "plain"\n')
-    assert not _stored(outrider.load("mine", models_file=models).target.model)
-    assert _stored(outrider.load("mine", models_file=models, store="auto").target.model)

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 import outrider
 from outrider.errors import OptionError
 from outrider.models.executions import choose_execution
-from outrider.models.registry import EXECUTIONS, Placement, resolve
+from outrider.models.registry import resolve
 from toys import as_lm, tiny_llama
 
 
@@ -65,13 +65,3 @@ def test_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
         and choose_execution(lm, "captured").execution.name == "captured"
     )
     assert lm.execution.name == "eager"
-
-
-def test_a_file_of_names_may_choose(tmp_path: Path) -> None:
-    """Where the call does not."""
-    file = tmp_path / "models.toml"
-    for name in EXECUTIONS:
-        file.write_text(f'[models.mine]\npath = "{tmp_path}"\nexecution = "{name}"\n')
-        spec = resolve("mine", file)
-        assert Placement().over(spec).execution == name
-        assert Placement(execution="eager").over(spec).execution == "eager"

@@ -71,13 +71,6 @@ def test_all_ids_are_texts_again() -> None:
                 assert tokenizer.decode(ids) == text
 
 
-def test_the_default_splitter_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
-    gguf_tokenizer(_CASES["no splitter"], "tiny")
-    assert caplog.messages == [
-        "tiny names no splitter of its text (tokenizer.ggml.pre): 'default' is used, as in llama.cpp"
-    ]
-
-
 @pytest.mark.parametrize(
     ("metadata", "error", "message"),
     [
@@ -99,11 +92,6 @@ def test_what_is_not_known_is_refused(metadata: dict[str, Any], error: type[Outr
     with pytest.raises(error, match=message) as caught:
         gguf_tokenizer(metadata, "tiny")
     assert "\n" not in str(caught.value)
-
-
-def test_harmless_keys_are_read_over() -> None:
-    more = {"eot_token_id": 3, "fim_pre_token_id": 4, "remove_extra_whitespaces": True, "add_sep_token": False}
-    assert _tokens(_with(_GPT2, **more), "a b") == _tokens(_GPT2, "a b")
 
 
 def test_roles_of_tokens(caplog: pytest.LogCaptureFixture) -> None:

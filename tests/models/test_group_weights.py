@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized import pack_to_int32
-from compressed_tensors.quantization import QuantizationArgs
-from compressed_tensors.quantization.lifecycle.forward import dequantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
@@ -221,16 +219,6 @@ def test_zeros_that_wrapped_around(tmp_path: Path) -> None:
     assert torch.equal(reader(stored, "a").numbers(), parts.numbers())
 
 
-@pytest.mark.parametrize("is_symmetric", [True, False])
-def test_numbers_are_those_of_the_package(is_symmetric: bool) -> None:
-    """compressed-tensors' own dequantization, in float32."""
-    parts = _Parts(16, 128, 64, 0, is_symmetric=is_symmetric, is_ordered=True, dtype=torch.float32)
-    how = QuantizationArgs(num_bits=4, symmetric=is_symmetric, strategy="group", group_size=64)
-    zeros = None if is_symmetric else (parts.zeros - 8).to(torch.int8)
-    package = dequantize((parts.wholes - 8).to(torch.int8), parts.scales, zeros, how)
-    assert torch.equal(package, parts.numbers())
-
-
 def test_activations_of_8_bits(tmp_path: Path) -> None:
     """The widened model, with the inputs of its linear layers rounded in the order of the groups."""
     want = _write(tmp_path, "gptq, act-order")
@@ -268,18 +256,6 @@ def test_what_is_not_known_goes_the_old_way(tmp_path: Path, monkeypatch: pytest.
     file.write_text(json.dumps(config))
     with pytest.raises(MissingExtra, match="gptqmodel"):  # float32 on one CPU only
         outrider.load(tmp_path, dtype="bfloat16")
-
-
-def test_scales_that_no_group_holds(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Smaller than float16 has them: that matrix is widened."""
-    want = _write(tmp_path, "compressed")
-    weights = load_file(tmp_path / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj"
-    weights[f"{name}.weight_scale"][0, 0] = 2.0**-30
-    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = outrider.load(tmp_path).target.model.get_parameter(f"{name}.weight")
-    assert found.blocks is None and torch.equal(found.wide()[1:], want.get_parameter(f"{name}.weight")[1:])
-    assert f"{name} is widened" in caplog.text
 
 
 def test_integers_in_other_words_are_refused(tmp_path: Path) -> None:

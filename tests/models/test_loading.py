@@ -26,10 +26,9 @@ from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.heads.checkpoint import read_config
-from outrider.models.loading import context_len, load_checkpoint
+from outrider.models.loading import context_len
 from outrider.models.placement import pick_device
 from outrider.models.reading import drop_notices
-from outrider.models.registry import ModelSpec
 from outrider.models.weights import weights_checksum
 from outrider.serve.fingerprint import sample_of
 from pairs import NUM_WORDS, random_llama, save, word_tokenizer
@@ -199,35 +198,11 @@ def test_models_that_cannot_work_are_refused_by_name(kind: str) -> None:
     assert reason in str(error.value) and "\n" not in str(error.value)
 
 
-def test_what_is_known_not_to_work_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
-    """They may be many gigabytes."""
-    for config, reason in (
-        (tf.RecurrentGemmaConfig(vocab_size=97, architectures=["RecurrentGemmaForCausalLM"]), "state outside"),
-        (tf.T5Config(), "encoder-decoder"),
-        (tf.BloomConfig(architectures=["BloomForCausalLM"]), "ALiBi"),
-    ):
-        config.save_pretrained(tmp_path)  # and nothing else
-        message = refusal(tmp_path, UnsupportedModel)
-        assert f"({config.model_type})" in message and reason in message
-
-
 @pytest.mark.parametrize("thing", [None, 5, word_tokenizer()])
 def test_things_that_are_no_model(thing: Any) -> None:
     with pytest.raises(outrider.UsageError, match="model") as error:
         outrider.load(thing)
     assert "\n" not in str(error.value) and len(str(error.value)) < 300
-
-
-def test_loading_leaves_the_progress_bars_as_they_were(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Small models load without bars, which other users of the library keep."""
-    from transformers.utils import logging
-
-    capfd.readouterr()
-    load_checkpoint(ModelSpec(name="tiny", path=folder))
-    assert capfd.readouterr().err == "" and logging.is_progress_bar_enabled()
-    (folder / "model.safetensors").write_bytes(b"")
-    refusal(folder, ModelCorrupt)
-    assert logging.is_progress_bar_enabled()
 
 
 def test_end_tokens_come_from_the_generation_config_first(folder: Path) -> None:

@@ -89,21 +89,6 @@ def test_models_of_the_hub_have_stated_sizes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_params", "cache_bytes_per_token"),
-    [
-        ("llama-3.1-8b", 8_030_261_248, 131_072),
-        ("gemma-3-1b", 999_885_952, 26_624),
-        ("granite-3.3-8b", 8_170_864_640, 163_840),
-    ],
-)
-def test_sizes_as_others_state_them(name: str, num_params: int, cache_bytes_per_token: int) -> None:
-    """In two bytes a number."""
-    sizes = sizes_of(resolve(name))
-    assert sizes is not None and sizes.num_params == num_params
-    assert sizes.cache_bytes("bfloat16", 64, 1) == 65 * cache_bytes_per_token
-
-
-@pytest.mark.parametrize(
     ("file", "content"),
     [
         ("config.json", None),

@@ -12,8 +12,6 @@ import outrider
 from multimodal import KINDS, multimodal
 from outrider.bench.predicted_memory import Predictor, Workload
 from outrider.errors import UnsupportedModel
-from outrider.models.memory import sizes_of
-from outrider.models.registry import resolve
 from outrider.models.weights import num_bytes
 from pairs import random_llama, save, word_tokenizer
 
@@ -49,14 +47,6 @@ def test_memory_is_predicted(name: str, quantization: str, tmp_path: Path) -> No
     predicted = Predictor(config, Workload(128, 2, 4), torch.float32).memory(quantization)
     assert predicted.weights == num_bytes(target.model)
     assert predicted.cache == sum(store.nbytes for store in target.new_cache(2, 128).storage)
-
-
-def test_sizes_in_the_list_of_models(tmp_path: Path) -> None:
-    folder, model = folder_of("llava", tmp_path)
-    sizes = sizes_of(resolve(str(folder)))
-    assert sizes is not None
-    assert sizes.num_params == sum(parameter.numel() for parameter in model.parameters())
-    assert (sizes.num_layers, sizes.num_kv_heads, sizes.head_dim, sizes.context_len) == (2, 2, 8, 256)
 
 
 def test_kinds_that_no_class_continues_are_refused_by_name(tmp_path: Path) -> None:

@@ -59,12 +59,6 @@ def test_windows_that_do_not_work_here_fail_to_load(name: str, message: str) -> 
         build_lm(Checkpoint(name, model, tokenizer=None), V)
 
 
-def test_a_window_as_long_as_the_context_need_not_be_applied() -> None:
-    """So are those of Moshi's checkpoints."""
-    model = tiny_models.tiny("moshi", sliding_window=tiny_models.LENGTH)
-    assert build_lm(Checkpoint("moshi", model, tokenizer=None), V).context_len == tiny_models.LENGTH
-
-
 def _without_mask(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name not in ("attention_mask", "position_ids")}
 

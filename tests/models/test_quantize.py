@@ -100,21 +100,6 @@ def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
         outrider.load(random_llama(), quantization="int8")
 
 
-def test_a_quantized_draft_costs_acceptance_only() -> None:
-    pair = outrider.load("fable", "fable-draft", draft_placement=outrider.Placement(quantization="int8"))
-    assert pair.drafter.name == "fable-draft:int8"
-    assert tokens(pair, temperature=0) == tokens(embedded().plain(), temperature=0)
-
-
-def test_names_of_a_file_are_quantized(tmp_path: Path) -> None:
-    models = tmp_path / "models.toml"
-    models.write_text(f'[models.small]\npath = "{zoo("fable")}"\nquantization = "int8"\n')
-    quantized = outrider.load("small", models_file=models)
-    assert quantized.target.name == "small" and quantized_share(quantized.target.model) > 0.8
-    unquantized = outrider.load("small", models_file=models, quantization="none")
-    assert unquantized.target.name == "small:none" and quantized_share(unquantized.target.model) == 0.0
-
-
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, random_llama())
     config = json.loads((folder / "config.json").read_text())
