@@ -10,6 +10,7 @@ import ctypes
 import logging
 import tempfile
 from collections.abc import Sequence
+from ctypes import byref
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -57,15 +58,9 @@ def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_d
     assert kernel is not None and x.dtype == torch.float32
     assert num_digits in (0, 1, 2) and not (num_digits and weight.dtype in FORMS)
     assert form == FORMS.get(weight.dtype, form) and (form in FORMS.values()) == (weight.dtype in FORMS)
+    pointer, number = ctypes.c_void_p(weight.data_ptr()), ctypes.c_int64(len(weight))  # of the only matrix
     kernel.outrider_few_row_matmul(
-        ctypes.c_void_p(x.data_ptr()),
-        *map(ctypes.c_int64, x.shape),
-        ctypes.byref(ctypes.c_void_p(weight.data_ptr())),
-        ctypes.byref(ctypes.c_int64(len(weight))),
-        ctypes.c_int64(1),  # matrix
-        *map(ctypes.c_int64, (form, num_digits)),
-        ctypes.c_void_p(y.data_ptr()),
-        ctypes.c_int64(num_threads),
+        x.data_ptr(), *x.shape, byref(pointer), byref(number), 1, form, num_digits, y.data_ptr(), num_threads
     )
     return y
 
@@ -90,7 +85,10 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
     kernel, stored, places = library(), matrix.cpu().contiguous(), rows.cpu().contiguous()
     assert kernel is not None and stored.dtype == torch.uint8 and places.dtype == torch.int64
     wide = torch.empty(len(places), width)
-    _write_rows(kernel.outrider_widen_rows, stored, places, form, width, num_threads, wide)
+    if not kernel.outrider_widen_rows(
+        *(stored.data_ptr(), form, len(stored), width), places.data_ptr(), len(places), wide.data_ptr(), num_threads
+    ):
+        raise _row_missing(stored)
     return wide.to(matrix.device)
 
 
@@ -100,13 +98,7 @@ def interleave(matrix: Tensor, form: int, width: int, num_threads: int, result: 
     kernel, matrix = library(), matrix.contiguous()
     assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
     assert result.shape == matrix.shape and result.dtype == matrix.dtype and result.is_contiguous()
-    kernel.outrider_interleave(
-        ctypes.c_void_p(matrix.data_ptr()),
-        ctypes.c_int64(form),
-        *map(ctypes.c_int64, (len(matrix), width)),
-        ctypes.c_void_p(result.data_ptr()),
-        ctypes.c_int64(num_threads),
-    )
+    kernel.outrider_interleave(matrix.data_ptr(), form, len(matrix), width, result.data_ptr(), num_threads)
     return result
 
 
@@ -117,25 +109,15 @@ def separate(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: i
     assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
     assert matrix.is_contiguous() and places.dtype == torch.int64
     result = matrix.new_empty(len(places), matrix.shape[1])
-    _write_rows(kernel.outrider_separate_rows, matrix, places, form, width, num_threads, result)
+    if not kernel.outrider_separate_rows(
+        *(matrix.data_ptr(), form, len(matrix), width), places.data_ptr(), len(places), result.data_ptr(), num_threads
+    ):
+        raise _row_missing(matrix)
     return result
 
 
-def _write_rows(
-    kernel: Any, matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int, result: Tensor
-) -> None:
-    """Let a kernel write some rows of a matrix to ``result``. All tensors are contiguous, and on the CPU."""
-    are_there = kernel(
-        ctypes.c_void_p(matrix.data_ptr()),
-        ctypes.c_int64(form),
-        *map(ctypes.c_int64, (len(matrix), width)),
-        ctypes.c_void_p(rows.data_ptr()),
-        ctypes.c_int64(len(rows)),
-        ctypes.c_void_p(result.data_ptr()),
-        ctypes.c_int64(num_threads),
-    )
-    if not are_there:
-        raise IndexError(f"the matrix has {len(matrix)} rows, and not all of those asked for")
+def _row_missing(matrix: Tensor) -> IndexError:
+    return IndexError(f"the matrix has {len(matrix)} rows, and not all of those asked for")
 
 
 @lru_cache
@@ -211,6 +193,13 @@ def _load(path: Path) -> ctypes.CDLL:
     kernels = ctypes.CDLL(str(path))
     if not kernels.outrider_threads_are_numbered():
         raise OSError("it uses another OpenMP than PyTorch: set CXX=g++")
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    matrix: tuple[Any, ...] = (pointer, number, number, number)
+    kernels.outrider_few_row_matmul.argtypes = (pointer, number, number, pointer, pointer, *matrix[1:], pointer, number)
+    kernels.outrider_interleave.argtypes = (*matrix, pointer, number)
+    kernels.outrider_widen_rows.argtypes = (*matrix, pointer, number, pointer, number)
+    kernels.outrider_separate_rows.argtypes = kernels.outrider_widen_rows.argtypes
+    kernels.outrider_forward.argtypes = (pointer, pointer, number)
     for function in (kernels.outrider_widen_rows, kernels.outrider_separate_rows, kernels.outrider_forward):
         function.restype = ctypes.c_bool
     return kernels

@@ -104,7 +104,7 @@ class NativeForward:
         num_threads = torch.get_num_threads()
         size = self._team.size(num_threads)
         begin_s = time.perf_counter()
-        if not self._run(byref(self._model), byref(batch), c_int64(size)):
+        if not self._run(byref(self._model), byref(batch), size):
             raise IndexError("a token id or a position is out of range")
         if ids.numel() <= _FEW_TOKENS:
             kind = ids.numel(), num_wanted, view_len // _SIMILAR_PLACES
