@@ -38,6 +38,7 @@ from outrider.models.placement import DTYPES, check_shares, device_map_of, max_m
 from outrider.models.quantize import (
     check_quantization,
     method_of,
+    num_digits_of,
     own_quantization,
     picks_outliers,
     plain_config,
@@ -237,12 +238,13 @@ def _stored_weights(
         stored: its ``quantization_config``.
         keeps: whether matrices may stay in blocks; else groups are widened.
     """
+    num_digits = num_digits_of(spec, placed.quantization)
     if spec.gguf is None:
-        return group_weights(spec, stored, bare, keeps=keeps, num_digits=placed.num_digits(spec))
+        return group_weights(spec, stored, bare, keeps=keeps, num_digits=num_digits)
     from outrider.models.gguf.checkpoint import gguf_weights
 
     large = [f"{layer}.weight" for layer in narrow_layers(bare)]
-    found = gguf_weights(spec, bare, large, placed.num_digits(spec)) if keeps else None
+    found = gguf_weights(spec, bare, large, num_digits) if keeps else None
     return found if found and found.kept else None
 
 

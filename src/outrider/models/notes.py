@@ -24,7 +24,7 @@ from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.cpu_weights import without_weights
 from outrider.models.groups import tensors_in
 from outrider.models.memory import weight_files
-from outrider.models.quantize import plain_config
+from outrider.models.quantize import num_digits_of, plain_config
 from outrider.models.reading import generation_config_of, read_config, reading
 from outrider.models.registry import ModelSpec, Placement
 from outrider.models.weights import num_bytes
@@ -185,7 +185,7 @@ def _weights(spec: ModelSpec, placed: Placement, notes: Notes, model: StandIn) -
     if spec.gguf is not None:
         from outrider.models.gguf.checkpoint import gguf_weights
 
-        num_digits = placed.num_digits(spec)
+        num_digits = num_digits_of(spec, placed.quantization)
         tensors = gguf_weights(spec, model, notes.in_blocks, num_digits, model.config).read_all()
     else:
         assert spec.path is not None

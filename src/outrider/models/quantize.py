@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.registry import ARITHMETICS
+from outrider.models.registry import ARITHMETICS, ModelSpec
 
 # Extras that Transformers needs to read a checkpoint, by its ``quant_method``, with their packages.
 _EXTRAS = {
@@ -81,6 +81,11 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
         return
     if method is not None:
         raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")
+
+
+def num_digits_of(spec: ModelSpec, quantization: str | None) -> int:
+    """Digits of the integers to which rows are rounded before they are multiplied with blocks."""
+    return ARITHMETICS.get(str(quantization), ARITHMETICS["a15" if spec.gguf is None else "a8"])
 
 
 def method_of(config: Any) -> str | None:

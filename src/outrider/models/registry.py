@@ -111,11 +111,6 @@ class Placement:
             execution="eager" if (self.execution, target.execution) == ("auto", "eager") else self.execution,
         )
 
-    def num_digits(self, spec: ModelSpec) -> int:
-        """Digits of the integers to which rows are rounded before they are multiplied with blocks."""
-        default = "a15" if spec.gguf is None else "a8"
-        return ARITHMETICS[default if self.quantization in (None, "none") else self.quantization]
-
     def name_of(self, spec: ModelSpec) -> str:
         """Model name, with the quantization unless the name implies it."""
         own = spec.placement.quantization
