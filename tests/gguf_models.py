@@ -290,9 +290,11 @@ def _keys(config: Any) -> dict[str, Any]:
         "block_count": config.num_hidden_layers,
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": getattr(config, "num_key_value_heads", config.num_attention_heads),
-        "feed_forward_length": config.n_inner if config.model_type == "gpt2" else config.intermediate_size,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "feed_forward_length": config.intermediate_size,
     }
+    if config.model_type == "gpt2":
+        keys |= {"attention.head_count_kv": config.n_head, "feed_forward_length": config.n_inner}
     eps = {
         "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
         "attention.layer_norm_epsilon": ("norm_epsilon", "layer_norm_epsilon"),

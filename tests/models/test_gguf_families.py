@@ -70,10 +70,10 @@ def test_what_is_not_known_is_refused(name: str, tmp_path: Path) -> None:
     key = f"{case.architecture}.attention.clamp_kqv"
     with pytest.raises(UnsupportedModel, match=f"states {key} = 8.0"):
         outrider.load(write_case(tmp_path / "key.gguf", case, model, attention__clamp_kqv=8.0))
-    for tensor in ("blk.0.attn_q.scale", "output.bias", "blk.1.attn_sinks.weight"):
-        more = replace(case, tensors=case.tensors | {tensor: np.ones(8, np.float32)})
-        with pytest.raises(UnsupportedModel, match=f"has a tensor {tensor}, for which"):
-            outrider.load(write_case(tmp_path / "tensor.gguf", more, model))
+    tensor = "blk.0.attn_q.scale" if name == "gpt2" else "blk.1.attn_sinks.weight"
+    more = replace(case, tensors=case.tensors | {tensor: np.ones(8, np.float32)})
+    with pytest.raises(UnsupportedModel, match=f"has a tensor {tensor}, for which"):
+        outrider.load(write_case(tmp_path / "tensor.gguf", more, model))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import golden.vocabularies as golden
 import outrider
 from gguf_models import CASES, write_case
 from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
-from outrider.models.gguf.splitters import SPLITTERS, name_of
+from outrider.models.gguf.splitters import SPLITTERS
 from outrider.models.gguf.vocabulary import end_ids, gguf_tokenizer
 
 _STATED = golden.stated()
@@ -131,28 +131,6 @@ def test_chat_templates() -> None:
     assert gguf_tokenizer(_GPT2 | {key: "one"}, "tiny").chat_template == "one"
     named = {key: "one", f"{key}.tool_use": "two", "tokenizer.chat_templates": ["tool_use"]}
     assert gguf_tokenizer(_GPT2 | named, "tiny").chat_template == {"default": "one", "tool_use": "two"}
-
-
-def test_splitters_of_other_files_are_named() -> None:
-    last = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
-
-    def named(*expressions: str, ignores_merges: bool = False, **more: Any) -> str | None:
-        split = {"type": "Split", "behavior": "Isolated", "invert": False} | more
-        steps = [split | {"pattern": {"Regex": expression}} for expression in expressions]
-        return name_of({"type": "Sequence", "pretokenizers": [*steps, last]}, ignores_merges=ignores_merges)
-
-    for name, splitter in SPLITTERS.items():
-        found = named(*splitter.steps, ignores_merges=splitter.ignores_merges)
-        if splitter.is_raw:
-            assert found is None
-        else:
-            assert found is not None
-            assert SPLITTERS[found].steps == splitter.steps
-            assert found == name or [*SPLITTERS].index(found) < [*SPLITTERS].index(name)
-    assert named(*SPLITTERS["qwen2"].steps, behavior="Removed") is None
-    assert named(*SPLITTERS["qwen2"].steps, ignores_merges=True) is None
-    assert name_of({}, ignores_merges=False) is None
-    assert name_of(last | {"use_regex": True}, ignores_merges=False) == "gpt-2"
 
 
 @pytest.mark.parametrize(

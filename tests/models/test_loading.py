@@ -272,13 +272,9 @@ def test_a_checksum_of_blocks_does_not_depend_on_the_processor() -> None:
 
 
 HEADS: dict[str, tuple[dict[str, Any], str]] = {
-    "EAGLE-3": ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32}, "an EAGLE-3 head"),
     "EAGLE-3, no word": ({"architectures": ["LlamaForCausalLM"], "draft_vocab_size": 32}, "an EAGLE-3 head"),
     "speculators": ({"architectures": ["X"], "speculators_model_type": "eagle3"}, "an EAGLE-3 head"),
-    "EAGLE": ({"architectures": ["EagleLlamaForCausalLM"]}, "an EAGLE head"),
     "Medusa": ({"architectures": None, "model_type": None, "medusa_num_heads": 2}, "a set of Medusa heads"),
-    "DFlash": ({"architectures": ["DFlashDraftModel"]}, "a DFlash draft"),
-    "MLP": ({"architectures": ["MLPSpeculatorPreTrainedModel"], "model_type": "mlp_speculator"}, "an MLP speculator"),
     "MTP": ({"architectures": ["MiMoMTPForCausalLM"]}, "a multi-token prediction (MTP) head"),
 }
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.cpu_weights import without_weights
 from outrider.models.groups import tensors_in
-from outrider.models.memory import weight_files
+from outrider.models.memory import check_fits, weight_files
 from outrider.models.quantize import num_digits_of, plain_config
 from outrider.models.reading import generation_config_of, read_config, reading
 from outrider.models.registry import ModelSpec, Placement
@@ -32,7 +32,6 @@ from outrider.native.families import plan_of
 from outrider.native.plan import Plan
 from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.stand_in import StandIn, StatedConfig
-from outrider.system.available import available_bytes
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
@@ -155,14 +154,12 @@ def write_notes(name: str, model: Any, tokenizer: Any | None) -> None:
 
 
 def reopen(spec: ModelSpec, placed: Placement, notes: Notes) -> StandIn | None:
-    """Stand-in for a model on the CPU; None if its weights do not fit, or have other names.
+    """Stand-in for a model on the CPU; None if its weights have other names.
 
     Raises:
-        ModelCorrupt, UnsupportedModel
+        ModelCorrupt, UnsupportedModel, DeviceError
     """
-    free = available_bytes(torch.device("cpu"))
-    if free is not None and notes.num_bytes > free:
-        return None
+    check_fits(spec.name, notes.num_bytes, torch.device("cpu"))
     model = notes.stand_in(lambda: _without_weights(spec))
     with reading(spec, "model on cpu"):
         weights = _weights(spec, placed, notes, model)
