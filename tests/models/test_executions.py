@@ -45,7 +45,7 @@ def test_a_model_from_files_runs_natively(tmp_path: Path, caplog: pytest.LogCapt
 def test_what_there_is_not(model: PreTrainedModel) -> None:
     for name, reason in (
         ("captured", "CUDA graphs need a CUDA device, and .* is on cpu"),
-        ("compiled", "choose auto, eager, native, captured"),
+        ("compiled", "choose one of auto, eager, native, captured"),
     ):
         with pytest.raises(OptionError, match=f"execution = '{name}' is invalid: {reason}"):
             outrider.load(model, execution=name)

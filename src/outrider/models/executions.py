@@ -9,7 +9,6 @@ import torch
 
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.models.probe import probe
-from outrider.models.registry import EXECUTIONS
 from outrider.models.weights import num_bytes
 from outrider.native.engine import NativeForward
 from outrider.native.plan import NotPlanned
@@ -30,11 +29,9 @@ def choose_execution(lm: LM, name: str = "auto", *, is_known: bool = False) -> L
         is_known: the native engine was found to give the model's logits.
 
     Raises:
-        OptionError: there is no such execution, or the model or its device has not got it.
+        OptionError: the model or its device has not got the execution.
         UnsupportedModel: its cache cannot be rolled back.
     """
-    if name not in EXECUTIONS:
-        raise OptionError("execution", name, f"choose {', '.join(EXECUTIONS)}")
     is_on_cuda = lm.device.type == "cuda"
     if name == "captured" and not is_on_cuda:
         raise OptionError("execution", name, f"CUDA graphs need a CUDA device, and {lm.name} is on {lm.device}")
