@@ -23,8 +23,7 @@ from outrider.drafters.corpus import read_corpus
 from outrider.drafters.draft_options import split_name
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
-from outrider.drafters.model import model_drafter
-from outrider.drafters.parallel import mask_token_of
+from outrider.drafters.model import mask_token_of, model_drafter
 from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.models.executions import beside

@@ -65,7 +65,7 @@ def test_unrolled_is_inference() -> None:
         cache = drafter.models[0].new_cache(1, 20)
         fed, state, positions = ids[:, 1 : first + 2], states[:, : first + 1], torch.arange(first + 1)[None]
         for d in range(min(K, 11 - first)):
-            logits, outputs = chain._feed(drafter.models[0], 20, cache, fed, state, positions, num_logits=1)
+            logits, outputs = chain._feed(drafter.models[0], 20, 1, cache, fed, state, positions)
             torch.testing.assert_close(logits[:, -1], steps[d][:, first], rtol=0, atol=1e-10)
             fed, state, positions = ids[:, first + 2 + d :][:, :1], outputs[:, -1:], positions[:, -1:] + 1
 

@@ -214,30 +214,16 @@ def test_a_q_that_depends_on_neighbours_is_detected() -> None:
 def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its width would be that of the row that drafts most."""
     target, drafter = _block()
-    feed = block._block_step
+    feed = block._feed
 
     def feed_wrong(head: LM, view_len: int, k: int, *arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(head.model, "block_size", k + 1)
             return feed(head, view_len, k, *arguments)
 
-    monkeypatch.setattr(block, "_block_step", feed_wrong)
+    monkeypatch.setattr(block, "_feed", feed_wrong)
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, drafter, _sequences(FEW), K)
-
-
-def test_a_confidence_that_looks_at_its_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be that of the next token."""
-    target, drafter = _dspark()
-    draw = block._draw
-
-    def draw_first(head: Any, rule: Any, options: Any, logits: Any, output: Any, *arguments: Any) -> Any:
-        drawn, _, state = draw(head, rule, options, logits, output, *arguments)
-        return drawn, head.model.confidence(output, drawn[0]) < options.min_confidence, state
-
-    monkeypatch.setattr(block, "_draw", draw_first)
-    with pytest.raises(AssertionError, match="depends on later tokens"):
-        check_no_look_ahead(target, drafter, (3, 1, 2, 0, 1, 2), FEW, K)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import torch
 
 from outrider.api import load_drafter
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.model import model_drafter
-from outrider.drafters.parallel import mask_token_of
+from outrider.drafters.model import mask_token_of, model_drafter
 from outrider.errors import OptionError
 from outrider.sampling.rules import BLOCK, GUMBEL
 from pairs import embedded

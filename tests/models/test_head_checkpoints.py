@@ -37,7 +37,7 @@ def _logits(head: LM, features: Tensor, ids: Tensor, anchor: int, num_steps: int
     chain._keep_states(head, cache, features[:, :anchor], positions)
     found, tokens, states = [], ids[:, 1 : anchor + 1], chain._states(cache, positions)
     for step in range(num_steps):
-        logits, states = chain._feed(head, 64, cache, tokens, states, positions, num_logits=1)
+        logits, states = chain._feed(head, 64, 1, cache, tokens, states, positions)
         found.append(logits[0, -1])
         states, tokens = states[:, -1:], ids[:, anchor + step + 1, None]
         positions = positions[:, -1:] + 1

@@ -11,7 +11,7 @@ from block_heads import write_block
 from heads import write_eagle3, write_mtp
 from native_cases import VOCAB, random_model
 from outrider.drafters import chain
-from outrider.drafters.block import BlockSession, _block_step, block_drafter
+from outrider.drafters.block import BlockSession, _feed, block_drafter
 from outrider.models.executions import beside
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm
@@ -55,7 +55,7 @@ def _results(head: LM, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     found, tokens, states = [], ids[:, 1 : _NUM + 1], chain._states(cache, positions)
     positions[0, :2] = -1  # a shorter sequence
     for step in range(_STEPS):
-        logits, states = chain._feed(head, 64, cache, tokens, states, positions, num_logits=1)
+        logits, states = chain._feed(head, 64, 1, cache, tokens, states, positions)
         states, tokens, positions = states[:, -1:], ids[:, _NUM + step + 1, None], positions[:, -1:] + 1
         found.append((logits, states))
     logits, states = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -110,9 +110,12 @@ def _block_results(head: LM, context: Tensor, lengths: list[int]) -> tuple[Tenso
     places = torch.arange(context.shape[1]).expand(len(lengths), -1)
     counts = torch.tensor(lengths)
     session._keep(session._cache, context, torch.where(places < counts[:, None] - 1, places, -1))
-    last_ids, num_drafted = torch.arange(5, 5 + len(lengths))[:, None], torch.tensor([2, 0, 3])[: len(lengths)]
+    last_ids, num_drafted = (
+        torch.arange(5, 5 + len(lengths))[:, None].expand(-1, 2),
+        torch.tensor([2, 0, 3])[: len(lengths)],
+    )
     k = head.model.most_drafted
-    logits, outputs, _ = _block_step(head, 64, k, session._cache, last_ids, counts, num_drafted)
+    logits, outputs, _ = _feed(head, 64, k, session._cache, last_ids, counts, num_drafted)
     return logits[num_drafted > 0], outputs[num_drafted > 0]
 
 

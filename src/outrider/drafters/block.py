@@ -15,7 +15,6 @@ Sources: DFlash (2602.06036), DFlash 2; DSpark (2607.05147, appendix A for where
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,15 +22,12 @@ from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.drawing import draw_next, end_before, one_by_one
+from outrider.drafters.drawing import LogitsAt, draft_step, draw_draft
 from outrider.errors import OptionError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
-from outrider.sampling.history import History
-from outrider.sampling.masks import Masked
-from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
 _LARGE = 8  # K; executions favour some up to half of it
@@ -63,24 +59,25 @@ def block_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
     )
 
 
-def _block_step(
-    head: LM, view_len: int, k: int, cache: SlotCache, last_ids: Tensor, lengths: Tensor, num_drafted: Tensor
+def _feed(
+    head: LM, view_len: int, k: int, cache: SlotCache, last_ids: Tensor, lengths: Tensor, num_wanted: Tensor
 ) -> tuple[Tensor, ...]:
     """Feed the blocks.
 
     Args:
-        last_ids: [B, 1]
+        last_ids: [B, 2]
         lengths: [B]
-        num_drafted: rows with 0 are not fed. [B]
+        num_wanted: rows with 0 are not fed. [B]
 
     Returns:
         logits of the drafts [B, K, D]; outputs of their slots [B, K, H]; the state of the head's correction [B, R]
     """
     module: Any = head.model
     size, first = module.block_size, module.num_before
-    ids = torch.cat((last_ids, last_ids.new_full((1, 1), module.mask_id).expand(len(last_ids), size - 1)), dim=1)
+    last = last_ids[:, 1:]
+    ids = torch.cat((last, last.new_full((1, 1), module.mask_id).expand(len(last), size - 1)), dim=1)
     positions = lengths[:, None] - 1 + torch.arange(size, device=lengths.device)
-    positions = torch.where((num_drafted > 0)[:, None], positions, -1)
+    positions = torch.where((num_wanted > 0)[:, None], positions, -1)
     with head.lock:
         if head.native is not None:
             given, wanted = (ids, positions, cache, view_len), (len(module.layers) + 1,)
@@ -91,74 +88,34 @@ def _block_step(
             outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache.argument)
         logits = module.logits(outputs[:, first : first + k])
     correction = module.correction
-    state = outputs[:, 0, :0] if correction is None else correction.start(outputs[:, :first], last_ids[:, 0])
+    state = outputs[:, 0, :0] if correction is None else correction.start(outputs[:, :first], last[:, 0])
     return logits, outputs[:, first : first + k], state
 
 
-def _draw(
+def _at_once(
+    run: Any,
     head: LM,
-    rule: Rule,
-    options: DraftOptions,
-    logits: Tensor,
-    output: Tensor,
-    ids: Tensor,
-    state: Tensor,
-    settings: Settings,
-    history: History,
-    allowed: Masked,
-    noise: Any,
-) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Draw a token for each row.
-
-    Args:
-        logits: [B, D]
-        output: the head's output at the slot. [B, H]
-        ids: the token before. [B]
-        state: [B, R]
-
-    Returns:
-        (ids [B], whether q is finite [B], q [B, V]); whether the draft ends before the token [B]; the next state [B, R]
-    """
-    module: Any = head.model
-    is_cut = torch.zeros_like(ids, dtype=torch.bool)
-    if options.min_confidence > 0:
-        is_cut = module.confidence(output, ids) < options.min_confidence
-    if module.correction is not None:
-        logits, state = module.correction(logits, output, ids, state)
-    logits = spread(logits, module.token_ids, head.vocab_size)
-    ids, q, is_good = draw_next(rule, logits, settings, history, allowed, noise, is_greedy=False)
-    return (ids, is_good, q), is_cut, state
-
-
-def _draft_step(
-    head: LM,
-    rule: Rule,
-    options: DraftOptions,
-    view_len: int,
     k: int,
+    view_len: int,
+    min_confidence: float,
+    num_wanted: Tensor,
     cache: SlotCache,
     last_ids: Tensor,
     lengths: Tensor,
-    num_drafted: Tensor,
-    settings: Settings,
-    history: History,
-    noise: Any,
-) -> tuple[Tensor, ...]:
-    """Feed the blocks and draw K tokens of each row.
+) -> LogitsAt:
+    """A forward for all tokens, whose logits may be corrected by the token before each one."""
+    module: Any = head.model
+    logits, outputs, state = run(_feed, (view_len, k), cache, last_ids, lengths, num_wanted)
 
-    Returns:
-        ids [B, K]; whether q is finite [B, K]; q [B, K, V]; and the number of drafted tokens [B]
-    """
-    logits, outputs, state = _block_step(head, view_len, k, cache, last_ids, lengths, num_drafted)
-    drawn, ids = list[tuple[Tensor, ...]](), last_ids[:, 0]
-    for i in range(k):
-        if drawn:
-            history = history.then(ids)
-        given = logits[:, i], outputs[:, i], ids, state, settings, history, None, noise.at(i)
-        one, is_cut, state = _draw(head, rule, options, *given)
-        num_drafted, ids = end_before(num_drafted, i, is_cut), one[0]
-        drawn.append(one)
-    return *(torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True)), num_drafted
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor | None]:
+        nonlocal state
+        is_cut = module.confidence(outputs[:, i], ids) < min_confidence if min_confidence > 0 else None
+        here = logits[:, i]
+        if module.correction is not None:
+            here, state = module.correction(here, outputs[:, i], ids, state)
+        return spread(here, module.token_ids, head.vocab_size), is_cut
+
+    return logits_at
 
 
 class BlockSession(Session):
@@ -167,6 +124,7 @@ class BlockSession(Session):
     def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
         module: Any = head.model
         self._head, self._module, self._options = head, module, options
+        self._draft = head.bind(draft_step)
         self._cache = head.new_cache(num_slots, capacity + module.block_size)  # a block goes beyond the sequence
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
@@ -198,24 +156,7 @@ class BlockSession(Session):
         num_wanted = rows.num_wanted.clamp_max(k)
         # Beyond the context of the target, too: a block ends there.
         view_len = min(head.execution.round_length(rows.longest + self._module.block_size - 1), cache.capacity)
-        blocks = cache, rows.last_ids[:, 1:], rows.lengths, num_wanted
-        static = view_len, k
-        if rows.masks is None:
-            arguments = *blocks, rows.settings, rows.history, noise
-            *results, num_drafted = head.run(_draft_step, (rule, self._options, *static), *arguments)
-        else:
-            fed = head.run(_block_step, static, *blocks)
-            (logits, outputs, state), ids = fed, rows.last_ids[:, 1]
-
-            def draft(
-                i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Masked, noise: Any
-            ) -> tuple[Tensor, ...]:
-                nonlocal ids, state
-                given = logits[:, i], outputs[:, i], ids, state, rows.settings, history, allowed, noise.at(0)
-                drawn, is_cut, state = _draw(head, rule, self._options, *given)
-                ids = drawn[0]
-                return is_cut, *(part[:, None] for part in drawn)
-
-            wanted = replace(rows, num_wanted=num_wanted)
-            num_drafted, results = one_by_one(wanted, rows.masks, k, noise, draft)
-        return Draft(ids=results[0], probs=results[2], num_drafted=num_drafted, is_finite=results[1])
+        static = _at_once, (view_len, self._options.min_confidence), rule, self._options, k, False
+        own = cache, rows.last_ids, rows.lengths
+        call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
+        return draw_draft(self._draft, head, rows.masks, call, noise)

@@ -15,7 +15,6 @@ drawn from q.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,14 +22,11 @@ from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.drawing import draw_next, end_before, is_unsure, one_by_one
+from outrider.drafters.drawing import LogitsAt, draft_step, draw_draft
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.vocabulary import spread
-from outrider.sampling.history import History
-from outrider.sampling.masks import Masked
-from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
 
 
@@ -76,7 +72,13 @@ def _states(cache: SlotCache, positions: Tensor) -> Tensor:
 
 
 def _feed(
-    head: LM, view_len: int, cache: SlotCache, ids: Tensor, states: Tensor, positions: Tensor, *, num_logits: int
+    head: LM,
+    view_len: int,
+    num_logits: int,
+    cache: SlotCache,
+    ids: Tensor,
+    states: Tensor,
+    positions: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Feed entries.
 
@@ -101,63 +103,41 @@ def _feed(
     return spread(logits, module.token_ids, head.vocab_size), outputs
 
 
-def draft_steps(
+def _one_by_one(
+    run: Any,
     head: LM,
-    rule: Rule,
-    options: DraftOptions,
-    view_len: int,
     k: int,
+    view_len: int,
+    num_wanted: Tensor,
     cache: SlotCache,
-    ids: Tensor,
-    states: Tensor | None,
+    fed: Tensor,
     cached: Tensor,
     lengths: Tensor,
-    num_drafted: Tensor,
-    settings: Settings,
-    history: History,
-    allowed: Masked,
-    noise: Any,
-) -> tuple[Tensor, ...]:
-    """Draft K tokens, one after the other.
+) -> LogitsAt:
+    """A forward for each token.
 
     Args:
-        ids: the last tokens of the sequences. [B, T]
-        states: hidden states of the entries of these tokens; None for the states in the cache. [B, T, H]
+        fed: the last tokens of the sequences. [B, T]
         cached: entries in the cache, which are not fed again. [B]
         lengths: [B]
-        num_drafted: the most tokens to draft; rows without are not fed. [B]
-        allowed: the effects of constraints, for K = 1. [B, 1, V]
-
-    Returns:
-        ids [B, K]; whether q is finite [B, K]; the head's last output [B, 1, H]; the number of drafted tokens [B]; q
-        [B, K, V] unless it is one-hot
     """
-    assert allowed is None or k == 1
-    if options.is_greedy:
-        settings = settings.greedy()
-    width = ids.shape[1]
-    positions = lengths[:, None] - 1 - width + torch.arange(width, device=lengths.device)
-    is_owed = (positions >= cached[:, None]) & (num_drafted > 0)[:, None]
-    positions = torch.where(is_owed, positions, -1)
-    if states is None:
-        states = _states(cache, positions)
-    drawn: list[tuple[Tensor, ...]] = []
-    for i in range(k):
-        if drawn:
-            history = history.then(drawn[-1][0])
-        logits, states = _feed(head, view_len, cache, ids, states, positions, num_logits=1)
-        states = states[:, -1:]
-        last = logits[:, -1]
-        if options.min_prob > 0:
-            num_drafted = end_before(num_drafted, i, is_unsure(last, options.min_prob, allowed))
-        drawn_by = rule, last, settings, history, allowed, noise.at(i)
-        one, q, is_good = draw_next(*drawn_by, is_greedy=options.is_greedy)
-        drawn.append((one, is_good, q))
-        ids = one[:, None]
-        positions = torch.where(i + 1 < num_drafted, lengths - 1 + i, -1)[:, None]
-    found, is_finite, probs = (torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
-    results = found, is_finite, states, num_drafted
-    return results if options.is_greedy else (*results, probs)
+    states = torch.empty(0)
+
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, None]:
+        nonlocal states
+        if i == 0:
+            width = fed.shape[1]
+            places = lengths[:, None] - 1 - width + torch.arange(width, device=lengths.device)
+            is_owed = (places >= cached[:, None]) & (num_wanted > 0)[:, None]
+            tokens, positions = fed, torch.where(is_owed, places, -1)
+            states = _states(cache, positions)
+        else:
+            tokens, positions = ids[:, None], torch.where(i < num_drafted, lengths - 2 + i, -1)[:, None]
+        logits, outputs = run(_feed, (view_len, 1), cache, tokens, states, positions)
+        states = outputs[:, -1:]
+        return logits[:, -1], None
+
+    return logits_at
 
 
 class ChainSession(Session):
@@ -171,6 +151,7 @@ class ChainSession(Session):
         self, head: LM, options: DraftOptions, num_slots: int, capacity: int, device: torch.device, max_k: int
     ) -> None:
         self._head, self._options = head, options
+        self._draft = head.bind(draft_step)
         self._cache = head.new_cache(num_slots, capacity)
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._num_late = [0] * num_slots
@@ -241,7 +222,7 @@ class ChainSession(Session):
             positions = torch.where(positions < ends[:, None], positions, -1)
             tokens = ids.gather(1, (positions + 1).clamp(0, ids.shape[1] - 1))
             view_len = self._head.view_len(longest + 1, cache)
-            _feed(self._head, view_len, cache, tokens, _states(cache, positions), positions, num_logits=0)
+            _feed(self._head, view_len, 0, cache, tokens, _states(cache, positions), positions)
         cached.copy_(torch.maximum(cached, ends))
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
@@ -254,28 +235,13 @@ class ChainSession(Session):
         late = [n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False) if wanted]
         width = self._width if head.execution.is_prepared else max(1, *late)
         columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
-        ids = rows.ids.gather(1, columns.clamp_min(0))
-        view_len = head.view_len(rows.longest + k, cache)
-        shape = rule, self._options, view_len
-        if rows.masks is None:
-            arguments = cache, ids, None, cached, rows.lengths, num_wanted, rows.settings, rows.history, None, noise
-            drafted, is_finite, _, num_drafted, *probs = head.run(draft_steps, (*shape, k), *arguments)
-        else:
-            states: Tensor | None = None
-
-            def draft(
-                i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Masked, noise: Any
-            ) -> tuple[Tensor, ...]:
-                nonlocal ids, states
-                given = cache, ids, states, cached, lengths, is_wanted, rows.settings, history, allowed, noise
-                results = head.run(draft_steps, (*shape, 1), *given)
-                ids, states = results[0].clone(), results[2].clone()
-                return results[3] < is_wanted, *results[:2], *results[4:]
-
-            wanted = replace(rows, num_wanted=num_wanted)
-            num_drafted, (drafted, is_finite, *probs) = one_by_one(wanted, rows.masks, k, noise, draft)
+        fed = rows.ids.gather(1, columns.clamp_min(0))
+        static = _one_by_one, (head.view_len(rows.longest + k, cache),), rule, self._options, k, False
+        own = cache, fed, cached, rows.lengths
+        call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
+        draft = draw_draft(self._draft, head, rows.masks, call, noise)
         cached.copy_(torch.where(num_wanted > 0, rows.lengths - 1, cached))
         self._num_late[:num_rows] = [
             0 if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)
         ]
-        return Draft(drafted, probs[0] if probs else None, num_drafted, is_finite)
+        return draft

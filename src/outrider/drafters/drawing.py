@@ -1,120 +1,128 @@
-"""Drawing drafts from logits: shared by the drafters that have a q."""
+"""The loop in which drafts are drawn: token by token from logits, for every drafter that has a q.
+
+A drafter gives a ``Source``, which computes the logits: in one forward for each token (models, chain heads) or in one
+for all of them (PARD, block heads). Whether a draft ends before a token is a function of the tokens before it alone. A
+cut that looked at the drawn token would bias the output, since the tokens that remain would not be drawn from q.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Rows
+from outrider.drafters.draft_options import DraftOptions
+from outrider.records import Draft
+from outrider.runtime.lm import LM
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked, Masks, mask
 from outrider.sampling.probs import Settings, only_ids, rows_of
 from outrider.sampling.rules import Rule
 
-NextToken = Callable[[int, Tensor, Tensor, History, Masked, Any], tuple[Tensor, ...]]
+LogitsAt = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+"""(offset of a token, ids of the token before [B], numbers of drafted tokens so far [B]) -> logits of the token [B, V];
+whether the draft ends before the token [B], None if a source does not tell."""
+
+Source = Callable[..., LogitsAt]
+"""(run, model, k, *static, most tokens to draft [B], *tensors) -> logits. ``run`` is ``LM.run`` or calls a step."""
 
 
-def draw_next(
+def draft_step(
+    lm: LM,
+    source: Source,
+    static: tuple[Any, ...],
     rule: Rule,
-    logits: Tensor,
+    options: DraftOptions,
+    k: int,
+    stops_early: bool,
+    last_ids: Tensor,
+    num_wanted: Tensor,
     settings: Settings,
     history: History,
-    allowed: Masked,
+    own: tuple[Any, ...],
     noise: Any,
     *,
-    is_greedy: bool,
-) -> tuple[Tensor, Any, Tensor]:
-    """Draw a token for each row.
+    masks: Masks | None = None,
+) -> tuple[Tensor, ...]:
+    """Draft K tokens of each row, one after the other.
 
     Args:
-        logits: [B, V]
-        settings: sampling options, made by ``Settings.greedy`` if ``is_greedy``.
-        history: before the token.
-        allowed: the effects of constraints. [B, 1, V]
-        noise: the noise of this token.
-        is_greedy: take the most probable token instead.
+        static, own: the source's own arguments: hashable values, and tensors.
+        stops_early: draft fewer than K tokens if no row has more, which needs reading on the host.
+        last_ids: [B, 2]
+        num_wanted: the most tokens to draft. [B]
+        masks: effects of constraints. The host reads each token to mask the next one: only the source's forwards are
+            run by the model's execution then, and the rest eagerly.
 
     Returns:
-        ids [B]; q, from which they were drawn, as ``Probs`` [B, V]; whether the logits are finite [B]
+        ids [B, K], whether q is finite [B, K], the number of drafted tokens [B], and q [B, K, V] unless it is one-hot
     """
-    here = history.map(lambda values: values[:, None])
-    rows, finite = rows_of(logits[:, None], settings, here, allowed)
-    q = rows[:, 0]
-    return only_ids(q) if is_greedy else rule.draw(q, noise), q, finite[:, 0]
+    logits_at = source(partial(_call, lm) if masks is None else lm.run, lm, k, *static, num_wanted, *own)
+    if options.is_greedy:
+        settings = settings.greedy()
+    ids, num_drafted, allowed = last_ids[:, -1], num_wanted, None
+    drawn: list[tuple[Tensor, ...]] = []
+    for i in range(k):
+        if drawn:
+            history = history.then(ids)
+        logits, is_cut = logits_at(i, ids, num_drafted)
+        if masks is not None:
+            allowed = masks.here()
+        if options.min_prob > 0:
+            is_cut = is_unsure(logits, options.min_prob, allowed)
+        if is_cut is not None:
+            num_drafted = torch.where(is_cut, num_drafted.clamp_max(i), num_drafted)
+        here = history.map(lambda values: values[:, None])
+        rows, is_finite = rows_of(logits[:, None], settings, here, allowed)
+        q: Any = rows[:, 0]
+        ids = only_ids(q) if options.is_greedy else rule.draw(q, noise.at(i))
+        if masks is not None:
+            masks.push(ids, num_drafted > i)
+        drawn.append((ids, is_finite[:, 0], q))
+        if stops_early and not bool((num_drafted > i + 1).any()):
+            drawn = drawn[: max(1, int(num_drafted.amax()))]
+            break
+    found, is_good, probs = (torch.stack(parts, dim=1) for parts in zip(*drawn, strict=True))
+    return (found, is_good, num_drafted) if options.is_greedy else (found, is_good, num_drafted, probs)
 
 
-def draw_all(
-    rule: Rule, logits: Tensor, settings: Settings, history: History, noise: Any, *, is_greedy: bool
-) -> tuple[Tensor, Any, Tensor]:
-    """Draw K tokens for each row, whose logits do not depend on each other. Arguments: see ``draw_next``.
+def _call(lm: LM, step: Callable[..., tuple[Tensor, ...]], static: tuple[Any, ...], *arguments: Any) -> Any:
+    return step(lm, *static, *arguments)
+
+
+def draw_draft(run: Callable[..., tuple[Tensor, ...]], lm: LM, masks: Masks | None, call: Any, noise: Any) -> Draft:
+    """A draft by ``draft_step``.
 
     Args:
-        logits: [B, K, V]
-        noise: the noise of all tokens.
-
-    Returns:
-        ids [B, K]; q [B, K, V]; whether the logits are finite [B, K]
+        run: ``LM.bind`` of it.
+        call: its static arguments in a tuple, and its others but for the noise.
     """
-    num_tokens = logits.shape[1]
-    if not any(True for _ in history.tensors):  # all rows of q at once: most of the time is spent in calls
-        q, finite = rows_of(logits, settings)
-        drawn = [only_ids(q[:, i]) if is_greedy else rule.draw(q[:, i], noise.at(i)) for i in range(num_tokens)]
-        return torch.stack(drawn, dim=1), q, finite
-    steps: list[tuple[Tensor, ...]] = []
-    for i in range(num_tokens):
-        steps.append(draw_next(rule, logits[:, i], settings, history, None, noise.at(i), is_greedy=is_greedy))
-        history = history.then(steps[-1][0])
-    ids, q, finite = (torch.stack(parts, dim=1) for parts in zip(*steps, strict=True))
-    return ids, q, finite
+    static, *arguments = call
+    if masks is None:
+        found = run(static, *arguments, noise)
+    else:
+        step: Any = draft_step
+        found = step(lm, *static, *arguments, noise, masks=masks)
+    ids, is_finite, num_drafted, *probs = found
+    return Draft(ids, probs[0] if probs else None, num_drafted, is_finite)
 
 
 def is_unsure(logits: Tensor, min_prob: float, allowed: Masked = None) -> Tensor:
     """Whether the draft's most probable token has a probability below ``min_prob``, by its logits before any option: a
-    reason to end a draft before that token. It may depend on the tokens before it alone. A cut that looked at the drawn
-    token would bias the output, since the tokens that remain would not be drawn from q.
+    reason to end a draft before that token.
 
     Args:
-        logits: [..., V]; with an effect of constraints [B, V]
+        logits: [B, V]
         allowed: the effects of constraints. [B, 1, V]
 
     Returns:
-        [...]; False where the logits are not finite.
+        [B]; False where the logits are not finite.
     """
     x = logits if logits.dtype == torch.float64 else logits.to(torch.float32)
     if allowed is not None:
         x = mask(x[:, None], allowed)[:, 0]
     return x.amax(dim=-1) - x.logsumexp(dim=-1) < math.log(min_prob)
-
-
-def end_before(num_drafted: Tensor, offset: int, is_cut: Tensor) -> Tensor:
-    """The numbers of drafted tokens if some drafts end before the token at this offset. [B], [B] -> [B]"""
-    return torch.where(is_cut, num_drafted.clamp_max(offset), num_drafted)
-
-
-def one_by_one(rows: Rows, masks: Masks, k: int, noise: Any, draft: NextToken) -> tuple[Tensor, list[Tensor]]:
-    """Draft each token in a step of its own: the host must read a token to mask the next one.
-
-    Args:
-        draft: (i, rows that want token i [B], lengths with the tokens drafted so far [B], history, effects of
-            constraints [B, 1, V], noise from this token on) -> whether the draft ends before it [B], its id, and other
-            results [B, 1, ...].
-
-    Returns:
-        The number of drafted tokens [B], and the results of all steps, [B, K, ...] each.
-    """
-    num_drafted, lengths, history = rows.num_wanted, rows.lengths, rows.history
-    steps: list[tuple[Tensor, ...]] = []
-    for i in range(k):
-        is_wanted = (num_drafted - i).clamp(0, 1)
-        is_cut, *results = draft(i, is_wanted, lengths, history, masks.here(), noise.token(i))
-        # Copied, since a prepared step overwrites its results.
-        num_drafted = end_before(num_drafted, i, is_cut)
-        steps.append(tuple(part.clone() for part in results))
-        ids = steps[-1][0][:, 0]
-        lengths, history = lengths + 1, history.then(ids)
-        masks.push(ids, is_wanted)
-    return num_drafted, [torch.cat(parts, dim=1) for parts in zip(*steps, strict=True)]

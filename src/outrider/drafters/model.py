@@ -1,4 +1,4 @@
-"""The classic drafter: a smaller language model with the same vocabulary."""
+"""The classic drafter: a smaller language model with the same vocabulary, token by token or all at once."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from outrider.drafters.base import Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.drawing import draw_next, end_before, is_unsure, one_by_one
-from outrider.drafters.parallel import FAVOURED_K, draft_at_once, mask_token_of, parallel_logits
+from outrider.drafters.drawing import LogitsAt, Source, draft_step, draw_draft
 from outrider.drafters.window import WindowSession
+from outrider.errors import UnsupportedModel
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.padding import num_together
-from outrider.sampling.history import History
-from outrider.sampling.masks import Masked, Masks
-from outrider.sampling.probs import Settings
 from outrider.sampling.rules import Rule
+
+_FAVOURED_K = (7, 15)  # of PARD: a large K costs little; K + 1 tokens are verified, and kernels work in eights
+_MASK_KEYS = ("pard_token", "ptd_token_id")
 
 
 def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | None = None) -> Drafter:
@@ -28,7 +28,7 @@ def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | Non
 
     Args:
         options: greedy, and a least probability.
-        mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see parallel.py); None for the
+        mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see ``_at_once``); None for the
             token that its configuration states. The usual models state none and draft one token after the other.
 
     Raises:
@@ -48,77 +48,102 @@ def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | Non
         (lm,),
         is_lm=mask is None and options.min_prob == 0,
         is_one_hot=options.is_greedy,
-        favoured_k=() if mask is None else FAVOURED_K,
+        favoured_k=() if mask is None else _FAVOURED_K,
     )
 
 
-def draft_steps(
+def mask_token_of(name: str, model: Any) -> int | None:
+    """The mask token of a model that drafts all tokens in one forward, by its configuration; None for other models.
+
+    Raises:
+        UnsupportedModel: it has no embedding for that token.
+    """
+    key = next((key for key in _MASK_KEYS if getattr(model.config, key, None) is not None), None)
+    if key is None:
+        return None
+    mask_id, num_rows = int(getattr(model.config, key)), len(model.get_input_embeddings().weight)
+    if not 0 <= mask_id < num_rows:
+        raise UnsupportedModel(f"{name} states {key} = {mask_id}, but has embeddings for {num_rows} tokens")
+    return mask_id
+
+
+def _feed(
+    lm: LM, view_len: int, num_logits: int, cache: SlotCache, ids: Tensor, positions: Tensor, num_committed: Tensor
+) -> tuple[Tensor]:
+    """Logits after the last columns [B, N, V]. States are kept up to ``num_committed`` tokens [B]."""
+    logits = lm.forward(ids, positions, cache, view_len, num_logits=num_logits, keeps_finite=True)
+    cache.settle(num_committed)
+    return (logits,)
+
+
+def _owed(num_wanted: Tensor, fed: Tensor, cached: Tensor, lengths: Tensor) -> Tensor:
+    """Positions of the first tokens to feed; -1 for tokens in the cache, and in rows without drafts. [B, T]"""
+    num_fed = fed.shape[1]
+    positions = lengths[:, None] - num_fed + torch.arange(num_fed, device=lengths.device)
+    is_owed = (positions >= torch.minimum(cached, lengths - 1)[:, None]) & (num_wanted > 0)[:, None]
+    return torch.where(is_owed, positions, -1)
+
+
+def _one_by_one(
+    run: Any,
     lm: LM,
-    rule: Rule,
-    options: DraftOptions,
-    view_len: int,
     k: int,
-    stops_early: bool,
+    view_len: int,
+    num_wanted: Tensor,
     cache: SlotCache,
     fed: Tensor,
     cached: Tensor,
     lengths: Tensor,
-    num_wanted: Tensor,
-    settings: Settings,
-    history: History,
-    allowed: Masked,
-    noise: Any,
-) -> tuple[Tensor, ...]:
-    """Draft K tokens, one after the other.
+) -> LogitsAt:
+    """A forward for each token.
 
     Args:
-        stops_early: draft fewer than K tokens if no row has more, which needs reading on the host.
-        allowed: the effects of constraints, for K = 1. [B, 1, V]
-        fed: the first tokens to feed; the last one is the last committed token. Tokens in the cache (``cached``) are
-            not fed again, and rows without drafts are not fed. [B, T]
-        cached: tokens in the cache. [B]
+        fed: the first tokens to feed; the last one is the last committed token. [B, T]
+        cached: tokens in the cache, which are not fed again. [B]
         lengths: [B]
-        num_wanted: the most tokens to draft. [B]
-
-    Returns:
-        ids [B, K], whether q is finite [B, K], the number of cached tokens [B], the number of drafted tokens [B], and q
-        [B, K, V] unless it is one-hot
     """
-    assert allowed is None or k == 1
-    cached = torch.minimum(cached, lengths - 1)
-    if options.is_greedy:
-        settings = settings.greedy()
-    ids: list[Tensor] = []
-    probs: list[Tensor] = []
-    finite: list[Tensor] = []
-    num_fed = fed.shape[1]
-    positions = lengths[:, None] - num_fed + torch.arange(num_fed, device=lengths.device)
-    num_drafted = num_wanted
-    is_owed = (positions >= cached[:, None]) & (num_drafted > 0)[:, None]
-    positions = torch.where(is_owed, positions, -1)
-    states = cache  # the first tokens are committed; drafts advance a copy
-    for i in range(k):
-        if ids:
-            history = history.then(ids[-1])
-        logits = lm.forward(fed, positions, states, view_len, num_logits=1, keeps_finite=True)
-        if cache.has_states:
-            states.settle(lengths + i)
-            if i == 0 and k > 1:
-                states = cache.scratch()
-        last = logits[:, -1]
-        if options.min_prob > 0:
-            num_drafted = end_before(num_drafted, i, is_unsure(last, options.min_prob, allowed))
-        drawn = draw_next(rule, last, settings, history, allowed, noise.at(i), is_greedy=options.is_greedy)
-        for results, one in zip((ids, probs, finite), drawn, strict=True):
-            results.append(one)
-        if stops_early and not bool((num_drafted > i + 1).any()):
-            break
-        fed = ids[-1][:, None]
-        positions = torch.where(i + 1 < num_drafted, lengths + i, -1)[:, None]
-    num_known = torch.minimum(num_drafted, num_wanted - 1)  # drafted tokens fed: the last one only if the next was cut
-    cached = torch.where(num_wanted > 0, lengths + num_known, cached)
-    found = torch.stack(ids, dim=1), torch.stack(finite, dim=1), cached, num_drafted
-    return found if options.is_greedy else (*found, torch.stack(probs, dim=1))
+    states, num_known = cache, cache.bound + fed.shape[1]
+
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, None]:
+        nonlocal states
+        if i == 0:
+            tokens, positions = fed, _owed(num_wanted, fed, cached, lengths)
+        else:
+            tokens, positions = ids[:, None], torch.where(i < num_drafted, lengths - 1 + i, -1)[:, None]
+        if cache.has_states and i > 0:  # the first tokens are committed; drafts advance a copy
+            states = cache.scratch() if i == 1 else states
+            states.bound = num_known + i - 1
+        (logits,) = run(_feed, (view_len, 1), states, tokens, positions, lengths + i)
+        return logits[:, -1], None
+
+    return logits_at
+
+
+def _at_once(
+    run: Any,
+    lm: LM,
+    k: int,
+    view_len: int,
+    mask_id: int,
+    num_wanted: Tensor,
+    cache: SlotCache,
+    fed: Tensor,
+    cached: Tensor,
+    lengths: Tensor,
+) -> LogitsAt:
+    """PARD: an ordinary causal model that was trained to fill in mask tokens. After the committed tokens it is fed K-1
+    of them, and the logits at the last K positions are those of the K drafted tokens. So the logits at an offset do not
+    depend on the tokens drafted before it. The mask tokens' entries in the cache lie beyond the sequence and are never
+    counted as cached. Arguments: see ``_one_by_one``.
+
+    Source: An et al. 2504.18583.
+    """
+    offsets = torch.arange(1, k, device=lengths.device)
+    beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 1 + offsets, -1)
+    ids = torch.cat((fed, fed.new_full((len(fed), k - 1), mask_id)), dim=1)
+    positions = torch.cat((_owed(num_wanted, fed, cached, lengths), beyond), dim=1)
+    (logits,) = run(_feed, (view_len, k), cache, ids, positions, lengths)
+    return lambda i, ids, num_drafted: (logits[:, i], None)
 
 
 class ModelSession(Session):
@@ -154,10 +179,9 @@ class ModelSession(Session):
         self._lm, self._options, self._mask_id = lm, options, mask_id
         self._stops_early = options.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
         self._most_owed = most_owed
-        self._draft = lm.bind(draft_steps)
+        self._draft = lm.bind(draft_step)
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
-        self._heads: dict[int, Tensor] = {}  # of ``cached``, by the number of rows
         self._filled = [0] * num_slots  # prompt tokens in the cache, for rows in prefill
         self._num_left = [0] * num_slots  # deferred prompt tokens, at most
         self._num_late = [0] * num_slots  # tokens committed since, besides the last, that the cache lacks at most
@@ -245,112 +269,40 @@ class ModelSession(Session):
         return any(self._num_left[slot] for slot, num in enumerate(lacking) if num)
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        lm, num_rows = self._lm, len(rows)
-        if rows is self._last_rows:
-            results = self._draft(*self._last_call, noise)
-            cached, (ids, is_good, now_cached, num_drafted, *others) = self._heads[num_rows], results
-            cached.copy_(now_cached)
-            self._count_late(rows)
-            return Draft(ids, others[0] if others else None, num_drafted, is_good)
-        self._last_rows = None
-        if num_rows not in self._heads:
-            self._heads[num_rows] = self._cached[:num_rows]
-        cached = self._heads[num_rows]
-        was_idle, self._is_idle = self._is_idle, not any(rows.most_wanted)
-        if self._is_idle:
-            if not was_idle:  # later rounds only lengthen rows, and ``assign`` handles those that join or move
-                cached.copy_(torch.minimum(cached, rows.lengths - 1))
-            self._count_late(rows)
-            return empty_draft(rows)
-        cache = self._cache.first(num_rows)
+        cached = self._cached[: len(rows)]
+        if rows is not self._last_rows:
+            self._last_rows = None
+            was_idle, self._is_idle = self._is_idle, not any(rows.most_wanted)
+            if self._is_idle:
+                if not was_idle:  # later rounds only lengthen rows, and ``assign`` handles those that join or move
+                    cached.copy_(torch.minimum(cached, rows.lengths - 1))
+                self._count_late(rows)
+                return empty_draft(rows)
+            self._last_call = self._call(rows, k, rule, cached)
+        draft = draw_draft(self._draft, self._lm, rows.masks, self._last_call, noise)
+        # Drafted tokens are fed but for the last one, which is if the next was cut; mask tokens are none.
+        num_fed = 0 if self._mask_id is not None else torch.minimum(draft.num_drafted, rows.num_wanted - 1)
+        known = torch.minimum(cached, rows.lengths - 1)
+        cached.copy_(torch.where(rows.num_wanted > 0, rows.lengths + num_fed, known))
+        self._count_late(rows)
+        return draft
+
+    def _call(self, rows: Rows, k: int, rule: Rule, cached: Tensor) -> tuple[Any, ...]:
+        """The arguments of ``draft_step``."""
+        lm, cache = self._lm, self._cache.first(len(rows))
         fed = self._fed(rows, cached)
         if lm.has_states:
             known = torch.minimum(cached, rows.lengths - 1)
             lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
+        elif lm.execution.is_prepared and fed is rows.last_ids and rows.masks is None:
+            self._last_rows = rows  # whose arguments change in place alone
         view_len = lm.view_len(rows.longest + k - 1, cache)
-        shape: tuple[Any, ...] = rule, self._options, view_len
-        if (masks := rows.masks) is not None:
-            draft_masked = self._one_by_one if self._mask_id is None else self._masked_at_once
-            results = draft_masked(rows, masks, shape, k, cache, fed, cached, noise)
-        else:
-            arguments = cache, fed, cached, rows.lengths, rows.num_wanted, rows.settings, rows.history
-            if self._mask_id is None:
-                static = *shape, k, self._stops_early
-                call = static, *arguments, None
-                results = self._draft(*call, noise)
-                if lm.execution.is_prepared and not lm.has_states:  # neither ``fed`` nor the cache's bound changes
-                    self._last_rows, self._last_call = rows, call
-            else:
-                static = *shape, k, self._mask_id
-                results = lm.run(draft_at_once, static, *arguments, noise)
-        ids, is_good, now_cached, num_drafted, *others = results
-        probs = others[0] if others else None
-        if self._stops_early:
-            width = max(1, int(num_drafted.amax()))
-            ids, is_good, probs = ids[:, :width], is_good[:, :width], None if probs is None else probs[:, :width]
-        cached.copy_(now_cached)
-        self._count_late(rows)
-        return Draft(ids=ids, probs=probs, num_drafted=num_drafted, is_finite=is_good)
-
-    def _one_by_one(
-        self,
-        rows: Rows,
-        masks: Masks,
-        shape: tuple[Any, ...],
-        k: int,
-        cache: SlotCache,
-        fed: Tensor,
-        cached: Tensor,
-        noise: Any,
-    ) -> tuple[Tensor, ...]:
-        """See ``one_by_one``."""
-        states, num_known = cache, cache.bound + fed.shape[1]
-        static = *shape, 1, False
-
-        def draft(
-            i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Masked, noise: Any
-        ) -> tuple[Tensor, ...]:
-            nonlocal states, fed, cached
-            arguments = states, fed, cached, lengths, is_wanted, rows.settings, history, allowed, noise
-            results = self._lm.run(draft_steps, static, *arguments)
-            fed, cached = results[0].clone(), results[2].clone()
-            if cache.has_states:
-                states = cache.scratch() if i == 0 else states  # drafts advance a copy
-                states.bound = num_known + i
-            return results[3] < is_wanted, *results[:2], *results[4:]
-
-        num_drafted, (ids, is_good, *probs) = one_by_one(rows, masks, k, noise, draft)
-        return ids, is_good, cached, num_drafted, *probs
-
-    def _masked_at_once(
-        self,
-        rows: Rows,
-        masks: Masks,
-        shape: tuple[Any, ...],
-        k: int,
-        cache: SlotCache,
-        fed: Tensor,
-        cached: Tensor,
-        noise: Any,
-    ) -> tuple[Tensor, ...]:
-        """Compute all logits in one forward, then draw and mask the tokens one by one."""
-        rule, options, view_len = shape
-        settings = rows.settings.greedy() if options.is_greedy else rows.settings
-        arguments = cache, fed, cached, rows.lengths, rows.num_wanted
-        static = view_len, k, self._mask_id
-        logits, now_cached = self._lm.run(parallel_logits, static, *arguments)
-
-        def draft(
-            i: int, is_wanted: Tensor, lengths: Tensor, history: History, allowed: Masked, noise: Any
-        ) -> tuple[Tensor, ...]:
-            here = logits[:, i]
-            is_cut = is_unsure(here, options.min_prob, allowed) if options.min_prob > 0 else is_wanted < 0
-            drawn = draw_next(rule, here, settings, history, allowed, noise.at(0), is_greedy=options.is_greedy)
-            ids, q, is_good = (part[:, None] for part in drawn)
-            return (is_cut, ids, is_good) if options.is_greedy else (is_cut, ids, is_good, q)
-
-        num_drafted, (ids, is_good, *probs) = one_by_one(rows, masks, k, noise, draft)
-        return ids, is_good, now_cached, num_drafted, *probs
+        source: Source = _one_by_one
+        of_source: tuple[int, ...] = (view_len,)
+        if self._mask_id is not None:
+            source, of_source = _at_once, (view_len, self._mask_id)
+        static = source, of_source, rule, self._options, k, self._stops_early
+        return static, rows.last_ids, rows.num_wanted, rows.settings, rows.history, (cache, fed, cached, rows.lengths)
 
     def _count_late(self, rows: Rows) -> None:
         """Update the bounds for a round."""
