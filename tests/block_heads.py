@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import toys
 from outrider.drafters.base import Drafter
-from outrider.drafters.block import block_drafter
+from outrider.drafters.heads import head_drafter
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
@@ -170,7 +170,7 @@ def tiny_block_drafter(target: LM, **options: Any) -> Drafter:
         write_block(Path(folder), model, **options)
         head = load_head(resolve(folder, None), target)
     head.name = "head"  # rather than the folder's
-    return block_drafter(head.with_execution(toys.execution()))
+    return head_drafter(head.with_execution(toys.execution()))
 
 
 def frozen_tensors(shapes: dict[str, tuple[int, ...]], seed: int, scale: float) -> dict[str, Tensor]:

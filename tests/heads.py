@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import toys
 from hybrids import hybrid_lm
 from outrider.drafters.base import Drafter
-from outrider.drafters.chain import chain_drafter
+from outrider.drafters.heads import head_drafter
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.registry import ModelSpec
 from outrider.runtime.lm import LM
@@ -173,7 +173,7 @@ def eagle3_drafter(target: LM, name: str = "head", **options: Any) -> Drafter:
     """An EAGLE-3 head for a target, as it is loaded (see ``write_eagle3``)."""
     with tempfile.TemporaryDirectory() as folder:
         write_eagle3(Path(folder), target.model, **options)
-        return chain_drafter(_with_execution(load_head(ModelSpec(name=name, path=Path(folder)), target)))
+        return head_drafter(_with_execution(load_head(ModelSpec(name=name, path=Path(folder)), target)))
 
 
 def mtp_pair(model: PreTrainedModel, layout: str, **options: Any) -> tuple[LM, Drafter]:
@@ -182,7 +182,7 @@ def mtp_pair(model: PreTrainedModel, layout: str, **options: Any) -> tuple[LM, D
         write_mtp(Path(folder), model, layout=layout, **options)
         loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype)
         target = hybrid_lm(loaded)
-        return target, chain_drafter(_with_execution(load_mtp_of(target)))
+        return target, head_drafter(_with_execution(load_mtp_of(target)))
 
 
 def _with_execution(head: LM) -> LM:

@@ -17,17 +17,15 @@ import torch
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER, Drafter
-from outrider.drafters.block import block_drafter
-from outrider.drafters.chain import chain_drafter
 from outrider.drafters.corpus import read_corpus
 from outrider.drafters.draft_options import split_name
+from outrider.drafters.heads import head_drafter
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
 from outrider.drafters.model import mask_token_of, model_drafter
 from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.models.executions import beside
-from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
 from outrider.models.placement import DTYPES
@@ -185,14 +183,13 @@ def load_drafter(
     if model == MTP:
         _check_placement(placement, decoder.target)
         head = load_mtp_of(decoder.target, allow_pickle=placement.allow_pickle)
-        return chain_drafter(beside(head, decoder.target), options)
+        return head_drafter(beside(head, decoder.target), options)
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
         if is_head(spec):
             _check_placement(placement.over(spec), decoder.target)
             head = load_head(spec, decoder.target, allow_pickle=placement.allow_pickle)
-            kind = block_drafter if isinstance(head.model, BlockHead) else chain_drafter
-            return kind(beside(head, decoder.target), options)
+            return head_drafter(beside(head, decoder.target), options)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     num_tokens = decoder.target.vocab_size
     differing = _differing(decoder, checkpoint)

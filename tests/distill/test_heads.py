@@ -17,9 +17,9 @@ from outrider.distill.data import Mixture
 from outrider.distill.heads import default_features, most_frequent
 from outrider.distill.recipe import Budget, Recipe
 from outrider.distill.train import distil
-from outrider.drafters import chain
+from outrider.drafters import heads as head_module
 from outrider.drafters.base import NO_DRAFTER, Drafter
-from outrider.drafters.block import BlockSession, block_drafter
+from outrider.drafters.heads import BlockSession, head_drafter
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.records import Stats
@@ -65,7 +65,7 @@ def test_unrolled_is_inference() -> None:
         cache = drafter.models[0].new_cache(1, 20)
         fed, state, positions = ids[:, 1 : first + 2], states[:, : first + 1], torch.arange(first + 1)[None]
         for d in range(min(K, 11 - first)):
-            logits, outputs = chain._feed(drafter.models[0], 20, 1, cache, fed, state, positions)
+            logits, outputs = head_module.feed_entries(drafter.models[0], 20, 1, cache, fed, state, positions)
             torch.testing.assert_close(logits[:, -1], steps[d][:, first], rtol=0, atol=1e-10)
             fed, state, positions = ids[:, first + 2 + d :][:, :1], outputs[:, -1:], positions[:, -1:] + 1
 
@@ -81,7 +81,7 @@ def test_blocks_are_those_of_inference(tmp_path: Path, token_ids: list[int] | No
     assert stated["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == K
     assert ("lm_head.weight" in tensors) == ("d2t" in tensors) == (token_ids is not None)
     assert not any("embed_tokens" in name for name in tensors)
-    drafter = block_drafter(load_head(resolve(str(tmp_path)), target))
+    drafter = head_drafter(load_head(resolve(str(tmp_path)), target))
     ids = torch.randint(60, (1, 12), generator=torch.Generator().manual_seed(2))
     anchors = torch.tensor([0, 3, 4, 7])
     head: Any = drafter.models[0].model
@@ -151,9 +151,9 @@ def test_a_head_learns_its_target(
     low, high = alphas
     assert len(checks[-1].alphas) == K and checks[-1].mean_alpha > high > low > checks[0].mean_alpha
 
-    drafters["trained"] = (Drafter if is_chain else Drafter)(load_head(resolve(str(tmp_path)), target))
+    drafters["trained"] = head_drafter(load_head(resolve(str(tmp_path)), target))
     results = {name: generated(drafter, K) for name, drafter in drafters.items()}
-    owner, name = (chain, "_keep_states") if is_chain else (BlockSession, "_keep")
+    owner, name = (head_module, "keep_states") if is_chain else (BlockSession, "_keep")
     keep = getattr(owner, name)
 
     def keep_late(holder: Any, cache: Any, features: Tensor, positions: Tensor) -> None:

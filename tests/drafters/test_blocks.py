@@ -19,8 +19,8 @@ from block_heads import add_tensors, tiny_block_drafter, write_block
 from contract import lead
 from outrider.api import load_drafter
 from outrider.drafters.base import NO_DRAFTER, Drafter
-from outrider.drafters.block import block_drafter
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
+from outrider.drafters.heads import head_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import ModelCorrupt, ModelNotFound, OptionError, UnsupportedModel
 from outrider.models.heads.loading import load_head
@@ -34,7 +34,7 @@ GOLDEN = load_file(golden.FILE)
 
 
 def _head(folder: Path, target: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
-    return block_drafter(load_head(resolve(str(folder), None), target), options)
+    return head_drafter(load_head(resolve(str(folder), None), target), options)
 
 
 def _expected_q(name: str) -> Tensor:
@@ -104,7 +104,7 @@ def test_least_confidence_in_a_name(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="min_prob = 1"):
         DraftOptions(min_prob=1)
     with pytest.raises(OptionError, match="does not predict acceptance"):
-        block_drafter(tiny_block_drafter(as_lm(model)).models[0], DraftOptions(min_confidence=0.5))
+        head_drafter(tiny_block_drafter(as_lm(model)).models[0], DraftOptions(min_confidence=0.5))
 
 
 def test_the_cases_differ() -> None:

@@ -14,7 +14,7 @@ from hybrids import V, hybrid
 from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
-from outrider.drafters.chain import ChainSession
+from outrider.drafters.heads import ChainSession
 from outrider.records import Stats
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, Rule

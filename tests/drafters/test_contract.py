@@ -13,11 +13,11 @@ from heads import eagle3_drafter
 from hybrids import V, hybrid, hybrid_lm
 from outrider.decoding.batch import Row
 from outrider.decoding.slots import SlotAssignment, Slots
-from outrider.drafters import block
+from outrider.drafters import heads as head_module
 from outrider.drafters.base import Drafter, Rows, altered_drafter
-from outrider.drafters.chain import chain_drafter
 from outrider.drafters.corpus import Corpus
 from outrider.drafters.draft_options import DraftOptions
+from outrider.drafters.heads import head_drafter
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixSession, ngram_drafter, suffix_drafter
 from outrider.drafters.model import model_drafter
@@ -65,7 +65,7 @@ def _eagle3(**options: Any) -> Pair:
     """Two layers, norms of EAGLE-3.1, and three of the tokens."""
     target = _target(4)
     drafter = eagle3_drafter(target, token_ids=[0, 1, 3], num_layers=2, fc_norm=True, norm_output=True)
-    return target, chain_drafter(drafter.models[0], DraftOptions(**options))
+    return target, head_drafter(drafter.models[0], DraftOptions(**options))
 
 
 def _head() -> Pair:
@@ -87,7 +87,7 @@ def _translated(**options: Any) -> Pair:
 def _block(min_confidence: float = 0.0, **options: Any) -> Pair:
     target = _target(4)
     drafter = tiny_block_drafter(target, **options)
-    return target, block.block_drafter(drafter.models[0], DraftOptions(min_confidence=min_confidence))
+    return target, head_drafter(drafter.models[0], DraftOptions(min_confidence=min_confidence))
 
 
 def _dspark() -> Pair:
@@ -214,14 +214,14 @@ def test_a_q_that_depends_on_neighbours_is_detected() -> None:
 def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its width would be that of the row that drafts most."""
     target, drafter = _block()
-    feed = block._feed
+    feed = head_module.feed_blocks
 
     def feed_wrong(head: LM, view_len: int, k: int, *arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(head.model, "block_size", k + 1)
             return feed(head, view_len, k, *arguments)
 
-    monkeypatch.setattr(block, "_feed", feed_wrong)
+    monkeypatch.setattr(head_module, "feed_blocks", feed_wrong)
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, drafter, _sequences(FEW), K)
 
@@ -229,8 +229,8 @@ def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "session", "what"),
     [
-        ("dflash", block.BlockSession, "assign"),
-        ("dflash", block.BlockSession, "observe"),
+        ("dflash", head_module.BlockSession, "assign"),
+        ("dflash", head_module.BlockSession, "observe"),
         ("suffix", SuffixSession, "assign"),
     ],
 )

@@ -15,7 +15,7 @@ from heads import LAYERS, mtp_pair, write_eagle3, write_mtp
 from hybrids import hybrid
 from outrider import load
 from outrider.api import load_drafter
-from outrider.drafters import chain
+from outrider.drafters import heads as head_module
 from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import is_head, load_head
 from outrider.models.registry import ModelSpec, Placement
@@ -34,10 +34,10 @@ def _logits(head: LM, features: Tensor, ids: Tensor, anchor: int, num_steps: int
     """Logits of drafts along given tokens, from the features of the tokens before ``anchor``. [num_steps, V]"""
     cache = head.new_cache(1, 64)
     positions = torch.arange(anchor)[None]
-    chain._keep_states(head, cache, features[:, :anchor], positions)
-    found, tokens, states = [], ids[:, 1 : anchor + 1], chain._states(cache, positions)
+    head_module.keep_states(head, cache, features[:, :anchor], positions)
+    found, tokens, states = [], ids[:, 1 : anchor + 1], head_module.stored_states(cache, positions)
     for step in range(num_steps):
-        logits, states = chain._feed(head, 64, 1, cache, tokens, states, positions)
+        logits, states = head_module.feed_entries(head, 64, 1, cache, tokens, states, positions)
         found.append(logits[0, -1])
         states, tokens = states[:, -1:], ids[:, anchor + step + 1, None]
         positions = positions[:, -1:] + 1

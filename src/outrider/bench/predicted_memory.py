@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from outrider.decoding.verify import verify_step
 from outrider.errors import OptionError
 from outrider.models.cpu_weights import narrow_weights
-from outrider.models.heads.block import BlockHead
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import context_len
 from outrider.models.memory import skeleton, weights_bytes
@@ -151,7 +150,8 @@ def head_memory(
     head = load(lm, allow_pickle=allow_pickle)
     borrowed = {id(tensor) for tensor in _tensors(bare)}
     weights = {id(tensor): tensor.nbytes for tensor in _tensors(head.model) if id(tensor) not in borrowed}
-    num_beyond = head.model.block_size if isinstance(head.model, BlockHead) else 0
+    module: Any = head.model
+    num_beyond: int = module.block_size
     capacity = work.context + num_beyond
     length = prepared_length(capacity) if work.is_prepared else eager_length(capacity)
     cache = SlotCache.empty(head.layer_shapes, work.num_rows, length)

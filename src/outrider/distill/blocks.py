@@ -28,7 +28,7 @@ from outrider.distill.heads import (
 )
 from outrider.distill.kinds import Pair
 from outrider.drafters.base import Drafter
-from outrider.drafters.block import block_drafter
+from outrider.drafters.heads import head_drafter
 from outrider.models.heads.block import BlockHead, Reach
 from outrider.runtime.lm import LM
 
@@ -149,7 +149,7 @@ class BlockStudent(HeadStudent[BlockHead]):
         return anchors + 1, drafted_blocks(head, self.target, ids, anchors)
 
     def drafter(self, head: LM) -> Drafter:
-        return block_drafter(head)
+        return head_drafter(head)
 
     def settings(self) -> dict[str, Any]:
         return {

@@ -28,13 +28,13 @@ from outrider.distill.heads import (
 )
 from outrider.distill.kinds import Pair
 from outrider.drafters.base import Drafter
-from outrider.drafters.chain import chain_drafter
-from outrider.models.heads.base import ChainHead, layer_config
-from outrider.models.heads.eagle3 import LAYER_IDS, Eagle3Head
+from outrider.drafters.heads import head_drafter
+from outrider.models.heads.base import Head, layer_config
+from outrider.models.heads.chains import LAYER_IDS, Eagle3Head
 from outrider.runtime.lm import LM
 
 
-def unroll(head: ChainHead, target: LM, ids: Tensor, depth: int) -> Iterator[Pair]:
+def unroll(head: Head, target: LM, ids: Tensor, depth: int) -> Iterator[Pair]:
     """Follow rounds along sequences.
 
     Args:
@@ -86,7 +86,7 @@ class ChainStudent(HeadStudent[Eagle3Head]):
         return torch.arange(2, ids.shape[1] + 1, device=ids.device), unroll(head, self.target, ids, self.depth)
 
     def drafter(self, head: LM) -> Drafter:
-        return chain_drafter(head)
+        return head_drafter(head)
 
     def settings(self) -> dict[str, Any]:
         return {

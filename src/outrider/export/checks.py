@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from outrider.errors import OptionError, TokenizerMismatch, UnsupportedModel
-from outrider.models.heads.checkpoint import open_tensors
+from outrider.models.heads.checkpoint import find_tensors
 from outrider.models.heads.checkpoint import read_config as read_head_config
 from outrider.models.heads.loading import kind_of_head
 from outrider.models.loading import context_len
@@ -85,8 +85,8 @@ def describe_head(spec: ModelSpec, target: DescribedModel) -> DescribedModel:
         UnsupportedModel: no engine here takes heads of this kind.
     """
     stated = read_head_config(spec.location)
-    names = open_tensors(spec.location).names
-    kind = kind_of_head(names)
+    names = find_tensors(spec.location)
+    kind = kind_of_head(names.keys())
     if kind == "block":
         beyond = (thing for part, thing in _BEYOND_DFLASH.items() if any(name.startswith(part) for name in names))
         thing = next(beyond, None)

@@ -21,14 +21,25 @@ from outrider.native.plan import MatrixPlan, Plan, rename
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
+_UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
+
 
 class Head(nn.Module, ABC):
-    """A head for one target.
+    """A head for one target. One that drafts token by token has a ``forward`` of
+
+        (ids [B, T], states [B, T, H], positions [B, T], additive mask [B, 1, T, view_len], cache) -> (hidden states
+        from which the LM head computes logits [B, T, H], the states to be fed with the drafted tokens [B, T, H])
+
+    Entry i of a sequence is the token at i + 1 together with the state of the token at i; its output predicts the token
+    at i + 2. While drafting, the head's own output takes the place of the state. For heads that draft a block in one
+    forward see block.py.
 
     Attributes:
         config: of its own decoder layers.
         features: the hidden states of the target that it reads: index i is the input of decoder layer i.
         state_size: H, numbers that it keeps of each token of the target, besides keys and values; may be 0.
+        block_size: slots that it fills in one forward; 0 for a head that drafts token by token.
+        norm_output: while drafting token by token, the normed output takes the place of the state.
         layers: its decoder layers.
         cache_name: the argument of these that takes the cache.
         embed_tokens, lm_head: its own, or those of the target.
@@ -39,6 +50,8 @@ class Head(nn.Module, ABC):
     config: Any
     features: tuple[int, ...]
     state_size: int
+    block_size: int = 0
+    norm_output: bool = False
     layers: nn.ModuleList
     cache_name: str
     embed_tokens: Any
@@ -50,49 +63,21 @@ class Head(nn.Module, ABC):
         """States of tokens, from the target's hidden states: [B, T, F] -> [B, T, H]"""
 
     @abstractmethod
-    def layer_shapes(self, target: LM) -> list[LayerShape]:
-        """Cache shapes of its decoder layers."""
-
-    @abstractmethod
     def plan(self) -> Plan:
         """Plan of the forward and the LM head for the native engine. Raises NotPlanned."""
+
+    def layer_shapes(self, target: LM) -> list[LayerShape]:
+        """Cache shapes of its decoder layers."""
+        config, first = self.config, cast(Any, self.layers[0])
+        num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        size = first.self_attn.head_dim
+        return [LayerShape(num_heads, size, size, target.dtype, target.device)] * len(self.layers)
 
     def set_attn_implementation(self, name: str) -> None:
         self.config._attn_implementation = name
 
     def get_output_embeddings(self) -> Any:
         return self.lm_head
-
-
-class ChainHead(Head):
-    """A head that drafts token by token.
-
-    Entry i of a sequence is the token at i + 1 together with the state of the token at i; its output predicts the token
-    at i + 2. While drafting, the head's own output takes the place of the state.
-
-    Attributes:
-        norm_output: while drafting, the normed output takes that place.
-    """
-
-    norm_output: bool
-
-    @abstractmethod
-    def forward(
-        self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Feed entries.
-
-        Args:
-            input_ids: [B, T]
-            states: [B, T, H]
-            positions: of the entries, i. [B, T]
-            mask: additive, [B, 1, T, view_len]
-            cache: the cache of its layers, set up for these positions.
-
-        Returns:
-            hidden states from which the LM head computes logits [B, T, H]; the states to be fed with the drafted tokens
-            [B, T, H]
-        """
 
 
 def head_lm(head: Head, name: str, target: LM) -> LM:
@@ -167,79 +152,71 @@ def rotation(rotary: Any, states: Tensor, positions: Tensor) -> tuple[Tensor, Te
     return cos, sin
 
 
-def attention_shapes(head: Head, target: LM) -> list[LayerShape]:
-    """Cache shapes of layers with attention over keys and values of one size."""
-    config, first = head.config, cast(Any, head.layers[0])
-    num_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = first.self_attn.head_dim
-    return [LayerShape(num_heads, size, size, target.dtype, target.device)] * len(head.layers)
-
-
 def embedding_of(target: LM) -> Any:
     """Weight of the target's embedding. [V, H]"""
     model: Any = target.model
     return model.get_input_embeddings().weight
 
 
-def is_embedding_of(target: LM, weight: Tensor | None) -> bool:
-    """Whether a head's embedding is the target's. (Not that of a skeleton, which has no values.)"""
-    own = embedding_of(target)
-    if weight is None or own.is_meta or type(own) is not nn.Parameter or weight.shape != own.shape:
-        return False
-    return bool(torch.equal(weight.to(own.device, own.dtype), own))
+def own_tensors(stored: Mapping[str, Tensor], target: LM) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Tensors of a head's checkpoint, named as in the speculators layout, without those for training and without an
+    embedding that is the target's; and ``d2t``: ids of the target less those of the head, D numbers, None if the head
+    has the target's tokens."""
+    tensors = {
+        key.replace("midlayer.", "layers.0."): value for key, value in stored.items() if not key.startswith(_UNUSED)
+    }
+    own, weight = embedding_of(target), tensors.get("embed_tokens.weight")
+    # Not that of a skeleton, which has no values.
+    if weight is not None and not own.is_meta and type(own) is nn.Parameter and weight.shape == own.shape:
+        if bool(torch.equal(weight.to(own.device, own.dtype), own)):
+            del tensors["embed_tokens.weight"]
+    return tensors, tensors.pop("d2t", None)
 
 
-def check_features(head: Head, num_read: int, name: str, target: LM) -> None:
-    """Check that the target has the hidden states that a head reads.
-
-    Args:
-        num_read: numbers that it reads of each token.
-
-    Raises:
-        ModelCorrupt
-    """
+def set_vocabulary(head: Head, tensors: Mapping[str, Tensor], target: LM) -> None:
+    """Give a head the embedding and the LM head that its checkpoint has, else those of the target."""
     model: Any = target.model
-    num_layers, size = len(model.get_decoder().layers), embedding_of(target).shape[1]
-    if num_read != len(head.features) * size:
-        raise ModelCorrupt(
-            f"{name} is for another target: it reads {num_read} numbers of each token, and {len(head.features)} hidden "
-            f"states of {target.name} have {len(head.features) * size}"
-        )
-    if any(not 0 <= i <= num_layers for i in head.features):
-        raise ModelCorrupt(f"{name} is for another target: it reads layers {head.features} of {num_layers}")
+    head.embed_tokens, head.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+    with torch.device("meta"):
+        if (weight := tensors.get("embed_tokens.weight")) is not None:
+            head.embed_tokens = nn.Embedding(*weight.shape)
+        if (weight := tensors.get("lm_head.weight")) is not None:
+            head.lm_head = nn.Linear(head.config.hidden_size, len(weight), bias=False)
 
 
-def check_embedding(head: Head, is_targets: bool, name: str, target: LM) -> None:
-    """Check that the embedding of a head fits it and has the target's tokens.
-
-    Args:
-        is_targets: it is the target's.
-
-    Raises:
-        ModelCorrupt
-    """
-    size, embedding = head.config.hidden_size, cast(Any, head.embed_tokens).weight
-    if is_targets and embedding.shape[1] != size:
-        raise ModelCorrupt(f"{name} has no embedding of its own, and hidden states of {size} numbers")
-    if len(embedding) < target.vocab_size:
-        raise ModelCorrupt(f"{name} has {len(embedding)} tokens; {target.name} has {target.vocab_size}")
-
-
-def reduce_vocabulary(head: Head, offsets: Tensor | None, outputs: Sequence[Any], name: str, target: LM) -> None:
-    """Set ``token_ids``, and drop the logits of tokens that the target does not have.
+def complete(
+    head: Any, tensors: Mapping[str, Tensor], offsets: Tensor | None, outputs: Sequence[Any], name: str, target: LM
+) -> None:
+    """Give a head its weights and its tokens, and check that it is for this target. Logits of tokens that the target
+    does not have are dropped.
 
     Args:
-        offsets: ids of the target less those of the head (``d2t``), D numbers; None if it has the target's tokens.
+        head: reads hidden states through ``fc``.
+        tensors, offsets: from ``own_tensors``.
         outputs: modules whose weights have a row for each of its tokens; the first is its LM head.
 
     Raises:
-        ModelCorrupt: it has too few logits, a ``d2t`` of another vocabulary, or one without an LM head of its own.
+        ModelCorrupt
     """
     model: Any = target.model
-    for module in outputs:
-        num_tokens = len(module.weight)
-        if offsets is not None and module is model.get_output_embeddings():
-            raise ModelCorrupt(f"{name} has a d2t and no LM head of its own")
+    num_layers, width = len(model.get_decoder().layers), len(head.features) * embedding_of(target).shape[1]
+    if head.fc.in_features != width:
+        raise ModelCorrupt(
+            f"{name} is for another target: it reads {head.fc.in_features} numbers of each token, and "
+            f"{len(head.features)} hidden states of {target.name} have {width}"
+        )
+    if any(not 0 <= i <= num_layers for i in head.features):
+        raise ModelCorrupt(f"{name} is for another target: it reads layers {head.features} of {num_layers}")
+    shared = [part for part in ("embed_tokens.", "lm_head.") if f"{part}weight" not in tensors]
+    fill(head, tensors, name, target, shared=shared)
+    size, embedding = head.config.hidden_size, head.embed_tokens.weight
+    if "embed_tokens." in shared and embedding.shape[1] != size:
+        raise ModelCorrupt(f"{name} has no embedding of its own, and hidden states of {size} numbers")
+    if len(embedding) < target.vocab_size:
+        raise ModelCorrupt(f"{name} has {len(embedding)} tokens; {target.name} has {target.vocab_size}")
+    if offsets is not None and "lm_head." in shared:
+        raise ModelCorrupt(f"{name} has a d2t and no LM head of its own")
+    for num_tokens in (len(module.weight) for module in outputs):
         if offsets is not None and num_tokens != len(offsets):
             raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and d2t names {len(offsets)}")
         if offsets is None and num_tokens < target.vocab_size:
@@ -251,41 +228,13 @@ def reduce_vocabulary(head: Head, offsets: Tensor | None, outputs: Sequence[Any]
         is_known = is_token & (ids < target.vocab_size)  # others are padding of the target's embedding
         if not bool(is_token.all()) or not bool(is_known.any()) or len(ids.unique()) < len(ids):
             raise ModelCorrupt(f"{name} is for another target: its d2t does not name tokens of {target.name}")
-        ids = ids[is_known].to(target.device)
-        known = is_known.nonzero()[:, 0]
         for module in outputs:
-            rows = known.to(module.weight.device)
-            module.weight = nn.Parameter(module.weight[rows], requires_grad=False)
+            module.weight = nn.Parameter(module.weight[is_known.to(module.weight.device)], requires_grad=False)
+        ids = ids[is_known].to(target.device)
     head.register_buffer("token_ids", ids, persistent=False)
 
 
-def set_vocabulary(head: Head, tensors: Mapping[str, Tensor], target: LM) -> None:
-    """Give a head the embedding and the LM head that its checkpoint has, else those of the target."""
-    model: Any = target.model
-    with torch.device("meta"):
-        if (weight := tensors.get("embed_tokens.weight")) is not None:
-            head.embed_tokens = nn.Embedding(*weight.shape)
-        if (weight := tensors.get("lm_head.weight")) is not None:
-            head.lm_head = nn.Linear(head.config.hidden_size, len(weight), bias=False)
-    if "embed_tokens.weight" not in tensors:
-        head.embed_tokens = model.get_input_embeddings()
-    if "lm_head.weight" not in tensors:
-        head.lm_head = model.get_output_embeddings()
-
-
-def fill_for(head: Head, num_read: int, tensors: Mapping[str, Tensor], name: str, target: LM) -> None:
-    """Give a head that reads ``num_read`` numbers of each token its weights, and check that it is for this target.
-
-    Raises:
-        ModelCorrupt
-    """
-    check_features(head, num_read, name, target)
-    shared = [part for part in ("embed_tokens", "lm_head") if f"{part}.weight" not in tensors]
-    fill(head, tensors, name, target, shared=[f"{part}." for part in shared])
-    check_embedding(head, "embed_tokens" in shared, name, target)
-
-
-def fill(head: Head, tensors: Mapping[str, Tensor], name: str, target: LM, *, shared: Sequence[str] = ()) -> None:
+def fill(head: Head, tensors: Mapping[str, Tensor], name: str, target: LM, *, shared: Sequence[str]) -> None:
     """Give a head its weights, in the type and on the device of its target.
 
     Args:
@@ -293,26 +242,18 @@ def fill(head: Head, tensors: Mapping[str, Tensor], name: str, target: LM, *, sh
         shared: beginnings of the names of the target's modules in it.
 
     Raises:
-        ModelCorrupt: a weight is missing, left over, or of another shape.
+        ModelCorrupt: a weight is missing or left over; of another shape: RuntimeError.
     """
-    expected = {key: value for key, value in head.state_dict().items() if not key.startswith(tuple(shared))}
-    lacking, strange = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
-    if lacking:
-        raise ModelCorrupt(f"{name} lacks {len(lacking)} weights of the head, {lacking[0]} among them")
-    if any("weight_scale" in key for key in strange):
-        raise UnsupportedModel(f"{name} has quantized weights ({strange[0]}), which heads cannot have here")
-    if strange:
-        raise ModelCorrupt(
-            f"{name} has {len(strange)} weights that do not belong to a head of this kind, {strange[0]} among them"
-        )
-    for key, value in tensors.items():
-        if value.shape != expected[key].shape:
-            raise ModelCorrupt(
-                f"{name}: {key} has the shape {list(value.shape)}, where {list(expected[key].shape)} fits its "
-                f"configuration and the target {target.name}"
-            )
     placed = {
         key: value.to(target.device, target.dtype if value.is_floating_point() else value.dtype)
         for key, value in tensors.items()
     }
-    head.load_state_dict(placed, strict=False, assign=True)
+    found = head.load_state_dict(placed, strict=False, assign=True)
+    if lacking := sorted(key for key in found.missing_keys if not key.startswith(tuple(shared))):
+        raise ModelCorrupt(f"{name} lacks {len(lacking)} weights of the head, {lacking[0]} among them")
+    if any("weight_scale" in key for key in found.unexpected_keys):
+        raise UnsupportedModel(f"{name} has quantized weights, which heads cannot have here")
+    if strange := sorted(found.unexpected_keys):
+        raise ModelCorrupt(
+            f"{name} has {len(strange)} weights that do not belong to a head of this kind, {strange[0]} among them"
+        )

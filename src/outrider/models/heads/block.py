@@ -25,14 +25,12 @@ from torch.nn import functional
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.heads.base import (
     Head,
-    attention_shapes,
+    complete,
     decoder_of,
-    fill_for,
-    is_embedding_of,
     layer_config,
+    own_tensors,
     plan_of_head,
     plan_of_layers,
-    reduce_vocabulary,
     rotation,
     set_vocabulary,
 )
@@ -45,10 +43,8 @@ from outrider.models.heads.block_parts import (
 )
 from outrider.native.plan import MOST_TOKENS, NotPlanned, Plan
 from outrider.runtime.cache_argument import cache_argument
-from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
-_UNUSED = ("t2d", "verifier_norm.", "verifier_lm_head.")  # for training
 _KINDS = ("dflash", "dflash2", "dspark")  # in the speculators layout; others have the same tensors, and more
 # Settings, and the beginnings of the weights that they promise.
 _PROMISES = {
@@ -158,9 +154,6 @@ class BlockHead(Head):
     @property
     def correction(self) -> MarkovHead | CandidateSelector | None:
         return self.markov_head or self.candidate_selector
-
-    def layer_shapes(self, target: LM) -> list[LayerShape]:
-        return attention_shapes(self, target)
 
     def fuse(self, features: Tensor) -> Tensor:
         fused: Tensor = self.hidden_norm(self.fc(features))
@@ -317,12 +310,8 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
     kind = stated.get("speculators_model_type", _KINDS[0])
     if kind not in _KINDS:
         raise UnsupportedModel(f"{name} is a head of the kind {kind}, which is not known here")
-    tensors = {
-        key.replace("_codebook.weight", "_codebook"): value
-        for key, value in stored.items()
-        if not key.startswith(_UNUSED)
-    }
-    offsets = tensors.pop("d2t", None)
+    tensors, offsets = own_tensors(stored, target)
+    tensors = {key.replace("_codebook.weight", "_codebook"): value for key, value in tensors.items()}
     if offsets is not None and part_of(tensors, "candidate_selector."):
         raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 heads do not have")
     for setting, beginning in _PROMISES.items():
@@ -331,8 +320,6 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
     own = dict(stated.get("transformer_layer_config") or stated)
     own.pop("model_type", None)  # the layers are Qwen3's, whatever it says
     config = Qwen3Config.from_dict(own)
-    if is_embedding_of(target, tensors.get("embed_tokens.weight")):
-        del tensors["embed_tokens.weight"]
     for kind, window in zip(config.layer_types, _windows(config), strict=True):
         if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and window is None):
             raise UnsupportedModel(f"{name} has layers of type {kind} with the window {window}")
@@ -344,9 +331,8 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
         raise ModelCorrupt(f"{name} drafts nothing: its block_size is {head.block_size}")
     if head.candidate_selector is not None and _value(stated, "selector_top_k", 16) < 1:
         raise ModelCorrupt(f"{name} chooses among {_value(stated, 'selector_top_k')} candidates (selector_top_k)")
-    fill_for(head, head.fc.in_features, tensors, name, target)
     outputs = [head.lm_head, *([head.markov_head.markov_w2] if head.markov_head is not None else [])]
-    reduce_vocabulary(head, offsets, outputs, name, target)
+    complete(head, tensors, offsets, outputs, name, target)
     if head.token_ids is not None:
         head.num_tokens = len(head.token_ids)
     if head.correction is not None and head.correction.num_known < target.vocab_size:

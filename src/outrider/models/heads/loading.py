@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
-from outrider.models.heads.base import Head, head_lm
+from outrider.models.heads.base import head_lm
 from outrider.models.heads.block import load_block
-from outrider.models.heads.checkpoint import open_tensors, read_config
-from outrider.models.heads.eagle3 import load_eagle3
-from outrider.models.heads.mtp import load_mtp
+from outrider.models.heads.chains import load_eagle3, load_mtp
+from outrider.models.heads.checkpoint import find_tensors, read_config, read_tensors
 from outrider.models.kinds import head_named
 from outrider.models.registry import ModelSpec
 from outrider.runtime.lm import LM
 
 MTP = "mtp"
 """Draft with the MTP layers of the target's own checkpoint."""
-
-_Loader = Callable[[Mapping[str, Tensor], Mapping[str, Any], str, LM], Head]
-_LOADERS: dict[str, _Loader] = {"eagle3": load_eagle3, "block": load_block}
 
 
 def is_head(spec: ModelSpec) -> bool:
@@ -47,13 +42,14 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
     """
     check_target(target)
     stated = read_config(spec.location)
-    stored = open_tensors(spec.location, allow_pickle=allow_pickle)
-    kind = kind_of_head(stored.names)
+    files = find_tensors(spec.location, allow_pickle=allow_pickle)
+    kind = kind_of_head(files.keys())
     if kind is None:
         thing = head_named(stated) or "a head"
         raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
     with _building(spec.name):
-        return head_lm(_LOADERS[kind](stored.read(), stated, spec.name, target), spec.name, target)
+        load = load_eagle3 if kind == "eagle3" else load_block
+        return head_lm(load(read_tensors(spec.location, files), stated, spec.name, target), spec.name, target)
 
 
 def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:

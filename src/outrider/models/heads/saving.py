@@ -13,8 +13,8 @@ from torch import Tensor
 
 from outrider.errors import UnsupportedModel
 from outrider.models.heads.base import Head
-from outrider.models.heads.checkpoint import open_tensors, read_config
-from outrider.models.heads.eagle3 import LAYER_IDS, stated_features
+from outrider.models.heads.chains import LAYER_IDS, stated_features
+from outrider.models.heads.checkpoint import find_tensors, read_config, read_tensors
 from outrider.runtime.lm import LM
 
 
@@ -75,7 +75,7 @@ def convert_to_specforge(location: str, num_layers: int, folder: Path, name: str
         UnsupportedModel: SGLang does not know a part of it.
         ModelNotFound, ModelCorrupt
     """
-    stated, tensors = read_config(location), open_tensors(location).read()
+    stated, tensors = read_config(location), read_tensors(location, find_tensors(location))
     inner = dict(stated.get("transformer_layer_config") or stated)
     strange = [key for key in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm") if stated.get(key)]
     if "speculators_model_type" in stated and "norm_before_residual" not in stated:
@@ -110,7 +110,7 @@ def convert_to_zlab(location: str, num_layers: int, folder: Path, name: str) -> 
         UnsupportedModel: the layout cannot state a part of it.
         ModelNotFound, ModelCorrupt
     """
-    stated, tensors = read_config(location), open_tensors(location).read()
+    stated, tensors = read_config(location), read_tensors(location, find_tensors(location))
     inner = dict(stated["transformer_layer_config"])
     # The output of layer i is the input of layer i + 1.
     layer_ids = [i - 1 for i in stated["aux_hidden_state_layer_ids"]]
