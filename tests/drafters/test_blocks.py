@@ -94,8 +94,7 @@ def test_least_confidence_in_a_name(tmp_path: Path) -> None:
         ("min-prob=0.3", "min-prob of the draft = 0.3 is invalid"),
         ("min-confidence=1", "min-confidence is a probability between 0 and 1"),
         ("min-confidence", "min-confidence"),
-        ("min-confidence=0.4:min-confidence=0.5", "each once"),
-        ("min-confidence=0.4:min-prob=0.5", "write min-prob before min-confidence"),
+        ("min-confidence=0.4:min-confidence=0.5", "give min-confidence once"),
     ):
         with pytest.raises((OptionError, ModelNotFound), match=remedy):
             load_drafter(decoder, f"{tmp_path}:{option}")

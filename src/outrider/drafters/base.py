@@ -41,8 +41,6 @@ class Rows:
         most_wanted: upper bounds of ``num_wanted`` that the host knows before it reads the device. B numbers
         longest: the host's upper bound of the lengths of active rows.
         masks: the effects of constraints; None if no row has a constraint.
-        most_drafted: upper bounds of the tokens that all drafters of a hybrid draft for each row; None if the drafter
-            is alone: ``most_wanted``. B numbers
     """
 
     ids: Tensor
@@ -54,15 +52,9 @@ class Rows:
     most_wanted: Sequence[int]
     longest: int
     masks: Masks | None = None
-    most_drafted: Sequence[int] | None = None
 
     def __len__(self) -> int:
         return len(self.most_wanted)
-
-    @property
-    def most_committed(self) -> list[int]:
-        """The host's upper bounds of the tokens that this round commits. B numbers"""
-        return [1 + num for num in self.most_drafted or self.most_wanted]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +135,7 @@ class Session(ABC):
         """Feed the tokens that were skipped while nothing was drafted. Called before ``propose``.
 
         Returns:
-            Whether prompts were among the skipped tokens: then the time counts as prefill, else as drafting.
+            Whether the time counts as prefill, rather than as drafting.
         """
         return False
 

@@ -54,18 +54,17 @@ NO_OPTIONS = DraftOptions()
 
 def split_name(name: Any) -> tuple[Any, DraftOptions]:
     """Split a draft's name into the model and its options. Raises OptionError."""
+    fields = {word: field for field, word in _WORDS.items()}
     given: dict[str, Any] = {}
-    order = list(_WORDS)
-    model, words = name, name.split(":")[1:] if isinstance(name, str) else []
-    for text in reversed(words):
+    model = name
+    for text in reversed(name.split(":")[1:] if isinstance(name, str) else []):
         word, equals, number = text.partition("=")
-        field = next((one for one in order if _WORDS[one] == word), None)
+        field = fields.get(word)
         if field is None or bool(equals) == (field == "is_greedy"):
             break
-        later = next(iter(given), None)
-        if later is not None and order.index(field) >= order.index(later):
-            raise OptionError("draft", name, f"write {_WORDS[later]} before {word}, and each once")
-        given = {field: True if field == "is_greedy" else _probability(name, word, number), **given}
+        if field in given:
+            raise OptionError("draft", name, f"give {word} once")
+        given[field] = _probability(name, word, number) if equals else True
         model = model.removesuffix(f":{text}")
     return model, DraftOptions(**given)
 

@@ -93,7 +93,7 @@ class HybridSession(Session):
         if (most := self._drafter.most_drafted) is not None:
             most_wanted = [min(num, most) for num in most_wanted]
         num_wanted = torch.minimum(rows.num_wanted, torch.tensor(most_wanted, device=rows.ids.device))
-        return replace(rows, num_wanted=num_wanted, most_wanted=most_wanted, most_drafted=rows.most_wanted)
+        return replace(rows, num_wanted=num_wanted, most_wanted=most_wanted)
 
     def _merged(self, found: Draft, other: Draft, settings: Settings) -> Draft:
         """Both drafts as one, of the same form whoever drafted: each form is a program of its own, and those for the

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import Drafter, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import LogitsAt, Source, draft_step, draw_draft
 from outrider.drafters.window import WindowSession
 from outrider.errors import UnsupportedModel
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.lm import LM, PREFILL_TOKENS
+from outrider.runtime.lm import LM
 from outrider.runtime.padding import num_together
 from outrider.sampling.rules import Rule
 
 _FAVOURED_K = (7, 15)  # of PARD: a large K costs little; K + 1 tokens are verified, and kernels work in eights
+_ANY = 2**40  # number of tokens that a cache may lack after its slot was assigned
 _MASK_KEYS = ("pard_token", "ptd_token_id")
 
 
@@ -149,16 +150,16 @@ def _at_once(
 class ModelSession(Session):
     """The draft model's cache over the slots of an engine.
 
-    ``cached`` counts the tokens of each row that were fed. After verification the first ``min(cached, length - 1)`` are
-    valid: if fewer tokens were accepted than fed, the committed sequence has another token at position length - 1,
-    the first stale one in the cache. The minimum must be taken after *every* round with drafts, in all rows: a round
-    later the length has grown, and would hide the rejected token.
+    ``_cached`` counts the tokens of each row that were fed. After verification the first ``min(cached, length - 1)``
+    are valid: if fewer tokens were accepted than fed, the committed sequence has another token at position length - 1,
+    the first stale one in the cache. The minimum must be taken after *every* round, in all rows: a round later the
+    length has grown, and would hide the rejected token.
 
     So the cache of a row lacks one token if its last draft was fully accepted, since the last drafted token was never
     fed, and one more for each round without drafts since then. A model that drafts all tokens in one forward feeds no
     drafted token: its cache lacks all tokens that the last round committed. A few missing tokens are fed with the
-    drafts, more by ``catch_up``. The draft reads a prompt only when drafting starts, so that it costs nothing where
-    drafts do not pay.
+    drafts, more by ``catch_up``. The draft reads a prompt likewise, when drafting starts, so that the prompt costs
+    nothing where drafts do not pay.
     """
 
     def __init__(
@@ -182,101 +183,64 @@ class ModelSession(Session):
         self._draft = lm.bind(draft_step)
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
-        self._filled = [0] * num_slots  # prompt tokens in the cache, for rows in prefill
-        self._num_left = [0] * num_slots  # deferred prompt tokens, at most
-        self._num_late = [0] * num_slots  # tokens committed since, besides the last, that the cache lacks at most
+        self._num_late = [0] * num_slots  # tokens, besides the last, that the cache lacks at most
         self._last_rows: Rows | None = None  # whose arguments the next call may use again
         self._last_call: tuple[Any, ...] = ()
-        self._is_idle = True  # nothing was drafted in the last round, or there was none
-        self._most_left = PREFILL_TOKENS // num_slots  # deferred tokens per prompt: one forward reads all of them
 
     def forget(self, ends: Tensor) -> None:
-        """Drop the tokens of the first rows from a place on. [B]"""
+        """Drop the tokens of the first rows from a place on, in sequences that grow by any number of tokens. [B]"""
         cached = self._cached[: len(ends)]
         cached.copy_(torch.minimum(cached, ends))
-
-    def count_lacking(self, rows: Rows) -> None:
-        """Read on the host how many tokens the rows lack, for a sequence that grows by other numbers of tokens than
-        rounds commit."""
-        lacking = (rows.lengths - 1 - self._cached[: len(rows)]).tolist()
-        for slot, num in enumerate(lacking):
-            self._num_late[slot] = max(0, num - self._num_left[slot])
+        self._num_late[: len(ends)] = [max(num, self._most_owed + 1) for num in self._num_late[: len(ends)]]
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
-        num_left = num_late = 0
+        self._num_late[slot] = _ANY
         if source is None:
             self._cache.erase(slot, num_tokens)
             self._cached[slot].clamp_(max=num_tokens)
             return
         if num_tokens > 0:
-            # Here alone the host waits for the device: a prompt joins, or a row moves.
+            # The host waits for the device: a prompt joins, or a row moves.
             num_tokens = self._cache.take_over(source, min(num_tokens, int(self._cached[source])))
-            num_left, num_late = self._num_left[source], self._num_late[source]
         self._cache.copy(source, slot, num_tokens)
-        self._cached[slot] = self._filled[slot] = num_tokens
-        self._num_left[slot], self._num_late[slot] = num_left, num_late
-
-    def prefill(self, chunk: Prefill) -> None:
-        """Feed a chunk of prompts. While no row is drafted for, short ones are deferred until drafting starts."""
-        begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
-        starts = self._filled[begin:end]
-        ends = [max(start, to) for start, to in zip(starts, chunk.ends, strict=True)]  # prompts may be left out
-        num_new = [to - start for start, to in zip(starts, ends, strict=True)]
-        self._num_late[begin:end] = [0] * len(ends)
-        if self._is_idle and max(num_new) <= self._most_left and not self._lm.has_states:
-            self._num_left[begin:end] = num_new
-            return
-        self._filled[begin:end] = ends
-        self._num_left[begin:end] = [0] * len(ends)
-        device = chunk.ids.device
-        self._lm.prefill(
-            chunk.ids,
-            torch.tensor(starts, device=device),
-            torch.tensor(ends, device=device),
-            self._cache.rows(begin, end),
-            latest=max(starts),
-            num_columns=max(num_new),
-        )
-        self._cached[begin:end] = torch.tensor(ends, device=device)
+        self._cached[slot] = num_tokens
 
     def catch_up(self, rows: Rows) -> bool:
         """Feed the tokens that a row lacks beyond those that are fed with its drafts."""
         if rows is self._last_rows:  # those that draft lack no more than after each of their rounds
             return False
-        lacking = [
-            left + late if num else 0
-            for num, left, late in zip(rows.most_wanted, self._num_left, self._num_late, strict=False)
-        ]
-        if max(lacking) <= self._most_owed:
+        late = [num_late for num, num_late in zip(rows.most_wanted, self._num_late, strict=False) if num]
+        if max(late, default=0) <= self._most_owed:
             return False
         cached = self._cached[: len(rows)]
         starts = torch.minimum(cached, rows.lengths - 1)
         ends = torch.where(rows.num_wanted > 0, rows.lengths - 1, starts)
+        lacking = (ends - starts).tolist()  # the host waits for the device: after a join, a move, or a pause
+        if max(lacking) <= self._most_owed:
+            return False
         begin = 0
         while begin < len(lacking):
             end = begin + num_together(lacking[begin:], self._lm.device)
-            cache, num_columns = self._cache.rows(begin, end), max(lacking[begin:end])
-            self._lm.prefill(
-                rows.ids[begin:end],
-                starts[begin:end],
-                ends[begin:end],
-                cache,
-                latest=rows.longest,
-                num_columns=num_columns,
-            )
+            if num_columns := max(lacking[begin:end]):
+                self._lm.prefill(
+                    rows.ids[begin:end],
+                    starts[begin:end],
+                    ends[begin:end],
+                    self._cache.rows(begin, end),
+                    latest=rows.longest,
+                    num_columns=num_columns,
+                )
             begin = end
         cached.copy_(ends)
-        return any(self._num_left[slot] for slot, num in enumerate(lacking) if num)
+        return max(late) >= _ANY
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         cached = self._cached[: len(rows)]
         if rows is not self._last_rows:
             self._last_rows = None
-            was_idle, self._is_idle = self._is_idle, not any(rows.most_wanted)
-            if self._is_idle:
-                if not was_idle:  # later rounds only lengthen rows, and ``assign`` handles those that join or move
-                    cached.copy_(torch.minimum(cached, rows.lengths - 1))
-                self._count_late(rows)
+            if not any(rows.most_wanted):
+                cached.copy_(torch.minimum(cached, rows.lengths - 1))
+                self._count_late(rows, k)
                 return empty_draft(rows)
             self._last_call = self._call(rows, k, rule, cached)
         draft = draw_draft(self._draft, self._lm, rows.masks, self._last_call, noise)
@@ -284,7 +248,7 @@ class ModelSession(Session):
         num_fed = 0 if self._mask_id is not None else torch.minimum(draft.num_drafted, rows.num_wanted - 1)
         known = torch.minimum(cached, rows.lengths - 1)
         cached.copy_(torch.where(rows.num_wanted > 0, rows.lengths + num_fed, known))
-        self._count_late(rows)
+        self._count_late(rows, k)
         return draft
 
     def _call(self, rows: Rows, k: int, rule: Rule, cached: Tensor) -> tuple[Any, ...]:
@@ -304,12 +268,10 @@ class ModelSession(Session):
         static = source, of_source, rule, self._options, k, self._stops_early
         return static, rows.last_ids, rows.num_wanted, rows.settings, rows.history, (cache, fed, cached, rows.lengths)
 
-    def _count_late(self, rows: Rows) -> None:
-        """Update the bounds for a round."""
-        for slot, (num, most) in enumerate(zip(rows.most_wanted, rows.most_committed, strict=True)):
-            self._num_late[slot] = min(num, self._most_owed) if num else self._num_late[slot] + most
-            if num:
-                self._num_left[slot] = 0
+    def _count_late(self, rows: Rows, k: int) -> None:
+        """Update the bounds for a round, in which any drafter of a hybrid may draft k tokens."""
+        for slot, num in enumerate(rows.most_wanted):
+            self._num_late[slot] = min(num, self._most_owed) if num else self._num_late[slot] + 1 + k
 
     def _fed(self, rows: Rows, cached: Tensor) -> Tensor:
         """The first tokens to feed: the last committed one, and those before it that a row's cache lacks (as many as it

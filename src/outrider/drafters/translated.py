@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session
+from outrider.drafters.base import Drafter, Rows, Session
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.model import ModelSession
 from outrider.records import Draft
@@ -103,43 +103,29 @@ class TranslatedSession(Session):
         end = int(self._ends[slot, num_read])
         self._inner.assign(slot, source, end if end < self._ids.shape[1] else 0)
 
-    def prefill(self, chunk: Prefill) -> None:
-        begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
-        device = chunk.ids.device
-        lengths = torch.tensor(chunk.lengths, device=device)
-        read = self._num_read[begin:end]
-        columns = read[:, None] + torch.arange(int((lengths - read).amax()), device=device)
-        self._spell(begin, chunk.ids.gather(1, columns.clamp_max(chunk.ids.shape[1] - 1)), read.clone(), lengths)
-        fed = torch.tensor([chunk.starts, chunk.ends], device=device)
-        places = torch.cat((fed, lengths[None])).T
-        starts, ends, own_lengths = self._ends[begin:end].gather(1, places).T.tolist()
-        # All but the last of its own tokens, as the session of the model expects; none of sequences that are too long.
-        ends = [
-            0 if own > self._context_len else own - 1 if to == length - 1 else own_to
-            for own, own_to, to, length in zip(own_lengths, ends, chunk.ends, chunk.lengths, strict=True)
-        ]
-        self._inner.prefill(Prefill(self._ids[begin:end], begin, starts, ends, own_lengths, None))
+    def catch_up(self, rows: Rows) -> bool:
+        """Spell the tokens committed since the last round. The cache holds those that were drafted, up to one that the
+        draft does not have: its spelling is another one than what was fed."""
+        begins = self._num_read[: len(rows)].clone()
+        num_new = rows.lengths - begins
+        if (width := int(num_new.amax())) > 0:
+            columns = begins[:, None] + torch.arange(width, device=begins.device)
+            ids = rows.ids.gather(1, columns.clamp_max(rows.ids.shape[1] - 1))
+            offsets = torch.arange(width, device=begins.device)
+            is_fed = self._has_equal[ids] & (offsets < num_new[:, None] - 1)
+            ends = self._ends[: len(rows)].gather(1, begins[:, None])[:, 0] + is_fed.long().cumprod(dim=1).sum(dim=1)
+            self._spell(ids, begins, rows.lengths)
+            self._inner.forget(torch.where(num_new > 0, ends, _LOST))
+        return self._inner.catch_up(self._own(rows))
 
-    def observe(self, committed: CommittedTokens) -> None:
-        """Spell the committed tokens. The cache holds those that were drafted, up to one that the draft does not have:
-        its spelling is another one than what was fed."""
-        begins, num_new = committed.old_lengths, committed.lengths - committed.old_lengths
-        self._spell(0, committed.ids, begins, committed.lengths)
-        offsets = torch.arange(committed.ids.shape[1], device=begins.device)
-        is_fed = self._has_equal[committed.ids] & (offsets < num_new[:, None] - 1)
-        num_fed = is_fed.long().cumprod(dim=1).sum(dim=1)
-        ends = self._ends[: len(begins)].gather(1, begins[:, None])[:, 0] + num_fed
-        self._inner.forget(torch.where(num_new > 0, ends, _LOST))
-
-    def _spell(self, first: int, ids: Tensor, begins: Tensor, ends: Tensor) -> None:
-        """Append tokens to the sequences of adjacent slots.
+    def _spell(self, ids: Tensor, begins: Tensor, ends: Tensor) -> None:
+        """Append tokens to the sequences of the first slots.
 
         Args:
             ids: column c is the token at position begins + c. [R, C]
             begins, ends: lengths before and after. [R]
         """
-        slots = slice(first, first + len(ids))
-        own_ids, own_ends = self._ids[slots], self._ends[slots]
+        own_ids, own_ends = self._ids[: len(ids)], self._ends[: len(ids)]
         counts = begins[:, None] + 1 + torch.arange(ids.shape[1], device=ids.device)  # tokens up to each one
         is_new = counts <= ends[:, None]
         nums = torch.where(is_new, self._nums[ids], 0)
@@ -151,22 +137,15 @@ class TranslatedSession(Session):
         is_written = (offsets < nums[..., None]) & ~is_lost[..., None]  # [R, C, M]
         places = torch.where(is_written, (after - nums)[..., None] + offsets, own_ids.shape[1] - 1)
         own_ids.scatter_(1, places.flatten(1), self._spelled[ids].flatten(1))
-        self._num_read[slots] = torch.where(begins < ends, ends, self._num_read[slots])
-
-    def catch_up(self, rows: Rows) -> bool:
-        own = self._own(rows)
-        self._inner.count_lacking(own)
-        return self._inner.catch_up(own)
+        self._num_read[: len(ids)] = torch.maximum(begins, ends)
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         return self._inner.propose(self._own(rows), k, rule, noise)
 
     def _own(self, rows: Rows) -> Rows:
-        """The rows in own tokens. Drafted tokens are the target's, one own token each. Slots whose prompts were not
-        read yet are as long as can be, since the cache may hold a prefix of them."""
+        """The rows in own tokens. Drafted tokens are the target's, one own token each."""
         num_rows = len(rows)
-        is_read = self._num_read[:num_rows] >= rows.lengths
-        lengths = torch.where(is_read, self._ends[:num_rows].gather(1, rows.lengths[:, None])[:, 0], _LOST)
+        lengths = self._ends[:num_rows].gather(1, rows.lengths[:, None])[:, 0]
         num_wanted = torch.minimum(rows.num_wanted, (self._context_len + 1 - lengths).clamp_min(0))
         lengths = lengths.clamp(1, self._ids.shape[1] - 1)
         most_wanted, own_lengths = torch.stack((num_wanted, lengths)).tolist()

@@ -30,7 +30,9 @@ def save_speculators(
     tensors = {name: value for name, value in head.state_dict().items() if not name.startswith("embed_tokens.")}
     tensors = {name: value.to("cpu", dtype).contiguous() for name, value in tensors.items()}
     if head.token_ids is not None:
-        tensors |= token_tables(head.token_ids.cpu(), head.config.vocab_size)
+        ids = head.token_ids.cpu()
+        is_known = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+        tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": is_known}
     own = head.config.to_dict()
     for key in ("_name_or_path", "architectures", "dtype", "transformers_version"):
         own.pop(key, None)
@@ -58,9 +60,7 @@ def save_speculators(
         "dtype": str(dtype).removeprefix("torch."),
         **settings,
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    _write(folder, stated, tensors)
 
 
 def convert_to_specforge(location: str, num_layers: int, folder: Path, name: str) -> None:
@@ -93,9 +93,7 @@ def convert_to_specforge(location: str, num_layers: int, folder: Path, name: str
         },
     }
     renamed = {key.replace("layers.0.", "midlayer."): value.contiguous() for key, value in tensors.items()}
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(inner, indent=2) + "\n", encoding="utf-8")
-    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    _write(folder, inner, renamed)
 
 
 def convert_to_zlab(location: str, num_layers: int, folder: Path, name: str) -> None:
@@ -131,13 +129,10 @@ def convert_to_zlab(location: str, num_layers: int, folder: Path, name: str) -> 
     }
     theirs = ("embed_tokens.", "lm_head.", "verifier_", "t2d")
     own = {key: value.contiguous() for key, value in tensors.items() if not key.startswith(theirs)}
+    _write(folder, inner, own)
+
+
+def _write(folder: Path, stated: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(inner, indent=2) + "\n", encoding="utf-8")
-    save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def token_tables(token_ids: Tensor, vocab_size: int) -> dict[str, Tensor]:
-    """The reduced vocabulary as the layouts state it: offsets of the target's ids, and which ids are known."""
-    is_known = torch.zeros(vocab_size, dtype=torch.bool)
-    is_known[token_ids] = True
-    return {"d2t": token_ids - torch.arange(len(token_ids)), "t2d": is_known}
+    (folder / "config.json").write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+    save_file(dict(tensors), folder / "model.safetensors", metadata={"format": "pt"})
