@@ -20,7 +20,7 @@ from outrider.runtime.padding import num_together
 from outrider.sampling.rules import Rule
 
 _FAVOURED_K = (7, 15)  # of PARD: a large K costs little; K + 1 tokens are verified, and kernels work in eights
-_ANY = 2**40  # number of tokens that a cache may lack after its slot was assigned
+_NO_GAP, _ROUNDS, _ASSIGNED = range(3)  # the last round was drafted for; rounds were not; neither was the prompt read
 _MASK_KEYS = ("pard_token", "ptd_token_id")
 
 
@@ -183,7 +183,7 @@ class ModelSession(Session):
         self._draft = lm.bind(draft_step)
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
-        self._num_late = [0] * num_slots  # tokens, besides the last, that the cache lacks at most
+        self._gaps = [_ASSIGNED] * num_slots  # why the cache of a slot may lack more than ``most_owed`` tokens
         self._last_rows: Rows | None = None  # whose arguments the next call may use again
         self._last_call: tuple[Any, ...] = ()
 
@@ -191,10 +191,10 @@ class ModelSession(Session):
         """Drop the tokens of the first rows from a place on, in sequences that grow by any number of tokens. [B]"""
         cached = self._cached[: len(ends)]
         cached.copy_(torch.minimum(cached, ends))
-        self._num_late[: len(ends)] = [max(num, self._most_owed + 1) for num in self._num_late[: len(ends)]]
+        self._gaps[: len(ends)] = [max(gap, _ROUNDS) for gap in self._gaps[: len(ends)]]
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
-        self._num_late[slot] = _ANY
+        self._gaps[slot] = _ASSIGNED
         if source is None:
             self._cache.erase(slot, num_tokens)
             self._cached[slot].clamp_(max=num_tokens)
@@ -209,8 +209,8 @@ class ModelSession(Session):
         """Feed the tokens that a row lacks beyond those that are fed with its drafts."""
         if rows is self._last_rows:  # those that draft lack no more than after each of their rounds
             return False
-        late = [num_late for num, num_late in zip(rows.most_wanted, self._num_late, strict=False) if num]
-        if max(late, default=0) <= self._most_owed:
+        gap = max((gap for num, gap in zip(rows.most_wanted, self._gaps, strict=False) if num), default=_NO_GAP)
+        if gap == _NO_GAP:
             return False
         cached = self._cached[: len(rows)]
         starts = torch.minimum(cached, rows.lengths - 1)
@@ -232,7 +232,7 @@ class ModelSession(Session):
                 )
             begin = end
         cached.copy_(ends)
-        return max(late) >= _ANY
+        return gap == _ASSIGNED
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         cached = self._cached[: len(rows)]
@@ -240,7 +240,7 @@ class ModelSession(Session):
             self._last_rows = None
             if not any(rows.most_wanted):
                 cached.copy_(torch.minimum(cached, rows.lengths - 1))
-                self._count_late(rows, k)
+                self._note(rows)
                 return empty_draft(rows)
             self._last_call = self._call(rows, k, rule, cached)
         draft = draw_draft(self._draft, self._lm, rows.masks, self._last_call, noise)
@@ -248,7 +248,7 @@ class ModelSession(Session):
         num_fed = 0 if self._mask_id is not None else torch.minimum(draft.num_drafted, rows.num_wanted - 1)
         known = torch.minimum(cached, rows.lengths - 1)
         cached.copy_(torch.where(rows.num_wanted > 0, rows.lengths + num_fed, known))
-        self._count_late(rows, k)
+        self._note(rows)
         return draft
 
     def _call(self, rows: Rows, k: int, rule: Rule, cached: Tensor) -> tuple[Any, ...]:
@@ -268,10 +268,10 @@ class ModelSession(Session):
         static = source, of_source, rule, self._options, k, self._stops_early
         return static, rows.last_ids, rows.num_wanted, rows.settings, rows.history, (cache, fed, cached, rows.lengths)
 
-    def _count_late(self, rows: Rows, k: int) -> None:
-        """Update the bounds for a round, in which any drafter of a hybrid may draft k tokens."""
+    def _note(self, rows: Rows) -> None:
+        """Note which rows this round drafts for."""
         for slot, num in enumerate(rows.most_wanted):
-            self._num_late[slot] = min(num, self._most_owed) if num else self._num_late[slot] + 1 + k
+            self._gaps[slot] = _NO_GAP if num else max(self._gaps[slot], _ROUNDS)
 
     def _fed(self, rows: Rows, cached: Tensor) -> Tensor:
         """The first tokens to feed: the last committed one, and those before it that a row's cache lacks (as many as it
