@@ -124,7 +124,7 @@ def _sorted_places(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 def read_corpus(paths: Sequence[Path], tokenizer: Any | None, vocab_size: int) -> Corpus:
     """Read files of text, or of JSON lines with ``prompt`` and ``text``, or ``prompt_ids`` and ``token_ids``, as
-    ``outrider generate --output`` writes them.
+    ``outrider generate --output`` writes them. Texts go before ids, which may be those of another tokenizer.
 
     Args:
         tokenizer: None if all files hold ids.
@@ -135,21 +135,23 @@ def read_corpus(paths: Sequence[Path], tokenizer: Any | None, vocab_size: int) -
     """
     sequences: list[list[int]] = []
     for path in paths:
-        text = read_text(path)
-        before = len(sequences)
+        text, before = read_text(path), len(sequences)
         if text.lstrip().startswith("{"):
-            for number, line in enumerate(text.split("\n"), start=1):
-                if line.strip():
-                    sequences += _sequences_of(f"{path}, line {number}", line, tokenizer, vocab_size)
-        else:
-            sequences += _encoded(str(path), text, tokenizer)
+            lines = enumerate(text.split("\n"), start=1)
+            sequences += [
+                _sequence_of(f"{path}, line {n}", line, tokenizer, vocab_size) for n, line in lines if line.strip()
+            ]
+        elif tokenizer is None:
+            raise FileError(f"{path}: text needs the target's tokenizer: load the target with one, or give token ids")
+        elif text.strip():
+            sequences.append(encode(tokenizer, text, has_special=False))
         if not any(sequences[before:]):
             raise FileError(f"{path} contains no text: leave it out of the corpus")
-    return Corpus(sequences)
+    return Corpus([ids for ids in sequences if ids])
 
 
-def _sequences_of(where: str, line: str, tokenizer: Any | None, vocab_size: int) -> list[list[int]]:
-    """The sequence of a row; none if generation failed."""
+def _sequence_of(where: str, line: str, tokenizer: Any | None, vocab_size: int) -> list[int]:
+    """The sequence of a row; empty if generation failed."""
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -158,45 +160,13 @@ def _sequences_of(where: str, line: str, tokenizer: Any | None, vocab_size: int)
         raise FileError(f"{where}: not a JSON object")
     if row.get("finish_reason") == "error":
         return []
-    ids = [row[key] for key in ("prompt_ids", "token_ids") if row.get(key) is not None]
     texts = [row[key] for key in ("prompt", "text") if isinstance(row.get(key), str)]
-    if ids and _are_own(where, ids, row.get("text"), tokenizer, vocab_size):
-        return [[token for part in ids for token in part]]
-    if not texts:
+    if texts and tokenizer is not None:
+        text = "".join(texts)
+        return encode(tokenizer, text, has_special=False) if text.strip() else []
+    ids = [token for key in ("prompt_ids", "token_ids") for token in row.get(key) or ()]
+    if not ids:
         raise FileError(f"{where}: give strings ('prompt', 'text') or lists of token ids ('prompt_ids', 'token_ids')")
-    return _encoded(where, "".join(texts), tokenizer)
-
-
-def _are_own(where: str, ids: list[Any], text: Any, tokenizer: Any | None, vocab_size: int) -> bool:
-    """Whether ids are of the target's tokenizer. (Those of another one have another text.)
-
-    Raises:
-        FileError: they cannot be, and there is no text.
-    """
-    is_list = all(isinstance(part, list) and all(isinstance(i, int) for i in part) for part in ids)
-    if not is_list or any(not 0 <= i < vocab_size for part in ids for i in part):
-        if isinstance(text, str):
-            return False
+    if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
         raise FileError(f"{where}: not token ids of the target (0 to {vocab_size - 1})")
-    if tokenizer is None or not isinstance(text, str):
-        return True
-    decoded: str = tokenizer.decode(ids[-1], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    return decoded.strip().startswith(text.strip())
-
-
-_PIECE = 2**16  # characters tokenized together, at least
-
-
-def _encoded(where: str, text: str, tokenizer: Any | None) -> list[list[int]]:
-    """A text as one sequence; none if it is blank. Long ones are tokenized in pieces, cut at line breaks."""
-    if tokenizer is None:
-        raise FileError(f"{where}: text needs the target's tokenizer: load the target with one, or give token ids")
-    ids: list[int] = []
-    begin = 0
-    while begin < len(text):
-        end = text.find("\n", begin + _PIECE) + 1 or len(text)
-        piece = text[begin:end]
-        if piece.strip():
-            ids += encode(tokenizer, piece, has_special=False)
-        begin = end
-    return [ids] if ids else []
+    return ids
