@@ -25,7 +25,7 @@ from launch import said_by_loading
 from outrider.errors import DeviceError, ModelCorrupt, ModelError, ModelNotFound, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.heads.checkpoint import read_config
+from outrider.models.heads.loading import read_config
 from outrider.models.loading import context_len
 from outrider.models.placement import pick_device
 from outrider.models.reading import drop_notices

@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from outrider.errors import OptionError, TokenizerMismatch, UnsupportedModel
-from outrider.models.heads.checkpoint import find_tensors
-from outrider.models.heads.checkpoint import read_config as read_head_config
-from outrider.models.heads.loading import kind_of_head
+from outrider.models.heads.loading import find_tensors, kind_of_head
+from outrider.models.heads.loading import read_config as read_head_config
 from outrider.models.loading import context_len
 from outrider.models.reading import load_tokenizer, read_config
 from outrider.models.registry import ModelSpec

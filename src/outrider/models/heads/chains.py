@@ -8,7 +8,7 @@ decoder layer beyond the last one).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from outrider.models.heads.base import (
     rotation,
     set_vocabulary,
 )
-from outrider.models.heads.checkpoint import find_tensors, read_tensors
 from outrider.native.families import plan_of
 from outrider.native.plan import JointPlan, MatrixPlan, NotPlanned, Plan, rename
 from outrider.runtime.cache_argument import cache_argument
@@ -248,33 +247,31 @@ class MtpHead(Head):
         return replace(plan_of_head(plan, self), layers=(layer,), last_norm=norm, joint=joint)
 
 
-def load_mtp(location: str, target: LM, *, allow_pickle: bool = False) -> MtpHead:
-    """Load the first MTP layer of a target's checkpoint.
-
-    Args:
-        location: of the target: a folder or hub id.
-
-    Raises:
-        UnsupportedModel: the checkpoint has none.
-        ModelCorrupt: it is incomplete, or of another kind.
-        ModelNotFound
-    """
+def mtp_prefix(found: Iterable[str], target: LM) -> str:
+    """The beginning of the names of MTP weights in a target's checkpoint. Raises UnsupportedModel: there are none."""
     model: Any = target.model
     config = model.config.get_text_config(decoder=True)
-    num_layers = config.num_hidden_layers
-    files = find_tensors(location, allow_pickle=allow_pickle)
-    prefixes = [
-        match.group()
-        for name in files
-        if (match := re.match(rf"(model\.)?mtp\.|(model\.(language_model\.)?)?layers\.{num_layers}\.", name))
-    ]
+    pattern = rf"(model\.)?mtp\.|(model\.(language_model\.)?)?layers\.{config.num_hidden_layers}\."
+    prefixes = [match.group() for name in found if (match := re.match(pattern, name))]
     if not prefixes:
         promise = next((field for field in _PROMISES if getattr(config, field, None)), None)
         reason = f", although its configuration states {promise}" if promise else ""
         raise UnsupportedModel(f"the checkpoint of {target.name} has no MTP layers{reason}: choose another draft")
-    prefix = min(prefixes)
+    return min(prefixes)
+
+
+def load_mtp(stored: Mapping[str, Tensor], prefix: str, name: str, target: LM) -> MtpHead:
+    """Load the first MTP layer of a target's checkpoint.
+
+    Args:
+        stored: its tensors, whose names begin with ``prefix``.
+        name: for messages.
+
+    Raises:
+        ModelCorrupt: it is incomplete, or of another kind.
+    """
     tensors = {}
-    for key, value in read_tensors(location, files, prefix).items():
+    for key, value in stored.items():
         key = key.removeprefix(prefix)
         if key.startswith(_OF_TARGET):
             continue
@@ -285,9 +282,7 @@ def load_mtp(location: str, target: LM, *, allow_pickle: bool = False) -> MtpHea
             tensors[key] = value
     head = MtpHead(target)
     shared = ("target_norm.", "rotary_emb.", "embed_tokens.", "lm_head.")
-    fill(
-        head, with_stacked_experts(tensors, head.state_dict()), f"the MTP layer of {target.name}", target, shared=shared
-    )
+    fill(head, with_stacked_experts(tensors, head.state_dict()), name, target, shared=shared)
     return head
 
 

@@ -1,19 +1,23 @@
-"""Recognises heads, and loads them for a target."""
+"""Recognises heads, reads their checkpoints, and loads them for a target."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+import json
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
+from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
 from outrider.models.heads.base import head_lm
 from outrider.models.heads.block import load_block
-from outrider.models.heads.chains import load_eagle3, load_mtp
-from outrider.models.heads.checkpoint import find_tensors, read_config, read_tensors
+from outrider.models.heads.chains import load_eagle3, load_mtp, mtp_prefix
 from outrider.models.kinds import head_named
+from outrider.models.memory import INDEX, WHOLE
+from outrider.models.pickled import OLD, check_old_file
 from outrider.models.registry import ModelSpec
 from outrider.runtime.lm import LM
 
@@ -66,8 +70,11 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
         raise UnsupportedModel(
             f"{target.name} is a model in memory that was not loaded from files: it has no MTP layers"
         )
-    with _building(f"the MTP layer of {target.name}"):
-        return head_lm(load_mtp(location, target, allow_pickle=allow_pickle), f"{target.name}:{MTP}", target)
+    name, files = f"the MTP layer of {target.name}", find_tensors(location, allow_pickle=allow_pickle)
+    prefix = mtp_prefix(files, target)
+    with _building(name):
+        head = load_mtp(read_tensors(location, files, prefix), prefix, name, target)
+        return head_lm(head, f"{target.name}:{MTP}", target)
 
 
 @contextmanager
@@ -101,3 +108,97 @@ def check_target(target: LM) -> None:
         raise UnsupportedModel(f"{target.name} is shared by {target.num_shares} processes: heads need it in one")
     if not all(hasattr(decoder, part) for part in ("layers", "norm", "rotary_emb")):
         raise UnsupportedModel(f"{target.name} ({model.config.model_type}) has no layers that a head could read")
+
+
+# Files
+
+
+def read_config(location: str) -> dict[str, Any]:
+    """The config.json of a folder or hub repository, as it is written.
+
+    Raises:
+        ModelNotFound, ModelCorrupt
+    """
+    path = _file(location, "config.json")
+    if path is None:
+        raise ModelNotFound(f"{location} has no config.json")
+    with _reading(path):
+        stated: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(stated, dict):
+        raise ModelCorrupt(f"{path} holds no object")
+    return stated
+
+
+def find_tensors(location: str, *, allow_pickle: bool = False) -> dict[str, str]:
+    """The tensors of a folder or hub repository, and the file of each. Of safetensors only headers are read.
+
+    Raises:
+        ModelNotFound: there are no weights.
+        UnsupportedModel: they are pickled.
+        ModelCorrupt
+    """
+    from safetensors import safe_open
+
+    if (whole := _file(location, WHOLE)) is not None:
+        with _reading(whole), safe_open(whole, "pt") as opened:
+            return dict.fromkeys(opened.keys(), WHOLE)
+    if (index := _file(location, INDEX)) is not None:
+        with _reading(index):
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    if not allow_pickle:
+        check_old_file(location)
+    elif (old := _file(location, OLD)) is not None:
+        return dict.fromkeys(_unpickled(old), OLD)
+    raise ModelNotFound(f"{location} has no weights: neither {WHOLE}, {INDEX} nor {OLD}")
+
+
+def read_tensors(location: str, files: Mapping[str, str], prefix: str = "") -> dict[str, Tensor]:
+    """Read the tensors whose names begin with ``prefix``, from their files alone.
+
+    Args:
+        files: from ``find_tensors``.
+
+    Raises:
+        ModelCorrupt
+    """
+    from safetensors import safe_open
+
+    found: dict[str, Tensor] = {}
+    wanted = {name: file for name, file in files.items() if name.startswith(prefix)}
+    for file in sorted(set(wanted.values())):
+        path, names = _file(location, file), [name for name in wanted if wanted[name] == file]
+        if path is None:
+            raise ModelCorrupt(f"{location} lacks {file}, which its index names")
+        if file == OLD:
+            tensors = _unpickled(path)
+            found |= {name: tensors[name] for name in names}
+            continue
+        with _reading(path), safe_open(path, "pt") as opened:
+            found |= {name: opened.get_tensor(name) for name in names}
+    return found
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    with _reading(path):
+        return dict(torch.load(path, map_location="cpu", weights_only=True))
+
+
+def _file(location: str, name: str) -> Path | None:
+    """A file of a folder or hub repository; None if there is none."""
+    from transformers.utils import cached_file
+
+    try:
+        path = cached_file(location, name, _raise_exceptions_for_missing_entries=False)
+    except Exception as error:  # of networks and hubs, many types
+        reason = " ".join(str(error).split())[:300]
+        raise ModelNotFound(f"{name} of {location!r} cannot be fetched ({reason})") from None
+    return None if path is None else Path(path)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # damaged files raise errors of many types
+        reason = " ".join(str(error).split())[:300]
+        raise ModelCorrupt(f"{path} cannot be read ({type(error).__name__}: {reason})") from None

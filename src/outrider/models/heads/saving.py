@@ -14,7 +14,7 @@ from torch import Tensor
 from outrider.errors import UnsupportedModel
 from outrider.models.heads.base import Head
 from outrider.models.heads.chains import LAYER_IDS, stated_features
-from outrider.models.heads.checkpoint import find_tensors, read_config, read_tensors
+from outrider.models.heads.loading import find_tensors, read_config, read_tensors
 from outrider.runtime.lm import LM
 
 
