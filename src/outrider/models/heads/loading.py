@@ -15,9 +15,7 @@ from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, Unsuppor
 from outrider.models.heads.base import head_lm
 from outrider.models.heads.block import load_block
 from outrider.models.heads.chains import load_eagle3, load_mtp, mtp_prefix
-from outrider.models.kinds import head_named
-from outrider.models.memory import INDEX, WHOLE
-from outrider.models.pickled import OLD, check_old_file
+from outrider.models.kinds import INDEX, PICKLED, WHOLE, check_no_pickle, head_named
 from outrider.models.registry import ModelSpec
 from outrider.runtime.lm import LM
 
@@ -146,10 +144,10 @@ def find_tensors(location: str, *, allow_pickle: bool = False) -> dict[str, str]
         with _reading(index):
             return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     if not allow_pickle:
-        check_old_file(location)
-    elif (old := _file(location, OLD)) is not None:
-        return dict.fromkeys(_unpickled(old), OLD)
-    raise ModelNotFound(f"{location} has no weights: neither {WHOLE}, {INDEX} nor {OLD}")
+        check_no_pickle(location)
+    elif (old := _file(location, PICKLED)) is not None:
+        return dict.fromkeys(_unpickled(old), PICKLED)
+    raise ModelNotFound(f"{location} has no weights: neither {WHOLE}, {INDEX} nor {PICKLED}")
 
 
 def read_tensors(location: str, files: Mapping[str, str], prefix: str = "") -> dict[str, Tensor]:
@@ -169,7 +167,7 @@ def read_tensors(location: str, files: Mapping[str, str], prefix: str = "") -> d
         path, names = _file(location, file), [name for name in wanted if wanted[name] == file]
         if path is None:
             raise ModelCorrupt(f"{location} lacks {file}, which its index names")
-        if file == OLD:
+        if file == PICKLED:
             tensors = _unpickled(path)
             found |= {name: tensors[name] for name in names}
             continue
