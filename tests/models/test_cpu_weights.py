@@ -1,12 +1,10 @@
 """Large matrices that stay in the type of the checkpoint. (Here, all are large.)"""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
 from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
 
@@ -112,37 +110,6 @@ def test_a_prediction_fetches_nothing(stated: torch.dtype, kept: torch.dtype, mo
         bare = skeleton(random_llama().config, torch.float32)
     spec, placed = ModelSpec(name="a", hub="x/y"), Placement(quantization="none")
     assert cpu_weights.kept_type(spec, placed, torch.device("cpu"), bare, stated) == kept
-
-
-@pytest.mark.parametrize("max_shard_size", ["1GB", "20KB"])
-def test_what_is_fetched_is_what_transformers_loads(
-    max_shard_size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Not the same weights once more in another type."""
-    hub, cache, patterns = tmp_path / "hub", tmp_path / "cache", []
-    random_llama(tie_word_embeddings=False).bfloat16().save_pretrained(hub, max_shard_size=max_shard_size)
-    loaded = {path.name for path in hub.glob("*.safetensors")}
-    (hub / "model.fp16.safetensors").write_bytes(b"")
-    (hub / "consolidated.safetensors").write_bytes(b"")
-    cache.mkdir()
-
-    def fetch(repository: str, name: str) -> str:
-        if not (hub / name).exists():
-            raise EntryNotFoundError(name)
-        return shutil.copy(hub / name, cache)
-
-    def fetch_all(repository: str, allow_patterns: list[str]) -> None:
-        patterns.extend(allow_patterns)
-        for name in allow_patterns:
-            fetch(repository, name)
-
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch_all)
-    found = cpu_weights.files_of(ModelSpec(name="a", hub="x/y"))
-    assert {path.name for path in found} == {path.name for path in cache.glob("*.safetensors")} == loaded
-    assert patterns == (sorted(loaded) if len(loaded) > 1 else [])
-    shutil.rmtree(hub)
-    assert cpu_weights.files_of(ModelSpec(name="a", hub="x/y")) == []  # other formats
 
 
 def test_layers_with_a_product_of_their_own_are_plain() -> None:

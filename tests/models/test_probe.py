@@ -162,18 +162,6 @@ def test_an_improbable_token_hides_nothing(logit: float, scale: float, dtype: to
         build(model)
 
 
-def test_a_token_that_is_impossible_block_by_block_only_is_refused() -> None:
-    """Where another is impossible at all times."""
-    model = masked(-torch.inf)
-
-    def without_token(_: Any, __: Any, logits: Tensor) -> Tensor:
-        return logits.index_fill(-1, torch.tensor([4]), -torch.inf) if logits.shape[1] == 1 else logits
-
-    model.lm_head.register_forward_hook(without_token)
-    with pytest.raises(UnsupportedModel, match="its cache cannot be rolled back"):
-        build(model)
-
-
 # Models with states, and mistakes as ours would be.
 
 
