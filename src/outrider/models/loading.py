@@ -6,9 +6,10 @@ Models that are known not to work are refused by name; all others are probed (pr
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -124,12 +125,8 @@ def load_checkpoint(
     config = read_config(spec)
     with reading(spec, f"model on {job.device}"):
         loader = _loader(job, config)
-        check_fits(name, loader.predict(), job.device, job.device_map, job.limits)
+        check_fits(name, loader.num_bytes, job.device, job.device_map, job.limits)
         model = loader.load()
-    if job.device.type == "cpu" and job.is_alone:
-        in_room = isinstance(loader, _StoredLoader)
-        narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight)] if in_room else []
-        move_weights(model, [one for one in narrow if one.blocks is not None])
     tokenizer = load_tokenizer(spec)
     if file is not None:
         from outrider.models.gguf.vocabulary import end_ids
@@ -185,14 +182,11 @@ class _Job:
         return self.is_alone and self.device.type == "cpu" and self.dtype == torch.float32
 
 
-class _Loader(Protocol):
-    """One way to load a model."""
+class _Loader(NamedTuple):
+    """One way to load a model, and the bytes of its weights."""
 
-    def predict(self) -> int:
-        """Bytes of its weights."""
-
-    def load(self) -> Any:
-        """The model, on its devices."""
+    num_bytes: int
+    load: Callable[[], Any]
 
 
 def _loader(job: _Job, config: Any) -> _Loader:
@@ -210,7 +204,8 @@ def _loader(job: _Job, config: Any) -> _Loader:
     stored = own_quantization(config) or {}
     is_plain = method in (None, "gguf")
     in_groups = job.is_float32_on_cpu and spec.gguf is None and layout_of(stored) is not None
-    bare, kept, weights = None, None, None
+    bare: Any = None
+    kept, weights = None, None
     if is_plain or in_groups:
         dtype = job.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
         with torch.device("meta"):
@@ -224,9 +219,16 @@ def _loader(job: _Job, config: Any) -> _Loader:
             "quantization", placed.quantization, f"{name} is not multiplied in its blocks here: leave it out"
         )
     if weights is not None:
-        return _StoredLoader(spec, config, bare, weights, keeps=kept is not None)
+        num_bytes = weights_bytes(bare) - weights.num_bytes_saved(bare)
+        return _Loader(num_bytes, partial(_load_stored, spec, config, weights, keeps=kept is not None))
     require_quantizer(name, job.quantization, method)
-    return _TransformersLoader(job, config, bare if is_plain else None, kept if is_plain else None)
+    if bare is None or not is_plain:
+        return _Loader(stored_bytes(spec), partial(_load_by_transformers, job, config))
+    if kept is not None:
+        narrow_weights(bare, kept)
+    is_widened = job.quantization == "int4" and not has_kernel(placed)
+    num_bytes = weights_bytes(bare, "none" if is_widened else job.quantization, job.num_shares)
+    return _Loader(num_bytes, partial(_load_by_transformers, job, config, bare, keeps=kept is not None))
 
 
 def _stored_weights(
@@ -248,85 +250,60 @@ def _stored_weights(
     return found if found and found.kept else None
 
 
-@dataclass(frozen=True, slots=True)
-class _StoredLoader:
-    """Reads weights in their own blocks or groups, for float32 on the CPU.
+def _load_stored(spec: ModelSpec, config: Any, weights: StoredWeights, *, keeps: bool) -> Any:
+    """Load a model in float32 on the CPU, its large matrices in their own blocks or groups.
 
-    Attributes:
-        bare: the skeleton.
+    Args:
         keeps: whether large matrices stay as they are stored.
     """
-
-    spec: ModelSpec
-    config: Any
-    bare: Any
-    weights: StoredWeights
-    keeps: bool
-
-    def predict(self) -> int:
-        return weights_bytes(self.bare) - self.weights.num_bytes_saved(self.bare)
-
-    def load(self) -> Any:
-        model, missing = self.weights.load(plain_config(self.config))
-        check_missing(self.spec.location, missing)
-        model.generation_config = generation_config_of(self.spec) or model.generation_config
-        if self.keeps:
-            narrow_weights(model, torch.float32)
-        return model
+    model, missing = weights.load(plain_config(config))
+    check_missing(spec.location, missing)
+    model.generation_config = generation_config_of(spec) or model.generation_config
+    if keeps:
+        narrow_weights(model, torch.float32)
+    narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
+    move_weights(model, [one for one in narrow if one.blocks is not None])  # blocks are there
+    return model
 
 
-@dataclass(frozen=True, slots=True)
-class _TransformersLoader:
-    """Lets Transformers load the model, and then keeps large matrices in their type and rounds int4.
+def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, keeps: bool = False) -> Any:
+    """Let Transformers load a model; then keep large matrices in their type and round int4.
 
-    Attributes:
+    Args:
         bare: the skeleton; None for checkpoints that are quantized.
-        kept: type in which large matrices stay, as far as is known without a download.
+        keeps: whether large matrices stay in the checkpoint's type, or float32.
     """
+    spec = job.spec
+    kept = kept_type(spec, job.placed, job.device, bare) if keeps else None  # may download its files
+    how: dict[str, Any] = {"dtype": kept or job.dtype or "auto"}
+    if job.num_shares > 1:
+        from transformers.distributed import DistributedConfig
 
-    job: _Job
-    config: Any
-    bare: Any | None
-    kept: torch.dtype | None
-
-    def predict(self) -> int:
-        job, bare = self.job, self.bare
-        if bare is None:
-            return stored_bytes(job.spec)
-        if self.kept is not None:
-            narrow_weights(bare, self.kept)
-        is_widened = job.quantization == "int4" and not has_kernel(job.placed)
-        return weights_bytes(bare, "none" if is_widened else job.quantization, job.num_shares)
-
-    def load(self) -> Any:
-        job, spec, kept = self.job, self.job.spec, self.kept
-        if kept is not None:
-            kept = kept_type(spec, job.placed, job.device, self.bare)  # may download its files
-        how: dict[str, Any] = {"dtype": kept or job.dtype or "auto"}
-        if job.num_shares > 1:
-            from transformers.distributed import DistributedConfig
-
-            how["distributed_config"] = DistributedConfig(tp_size=job.num_shares)
-        else:
-            how |= {"device_map": job.device_map or {"": job.device}, "max_memory": job.limits}
-        if self.bare is not None and job.quantization not in ("none", "int4"):
-            how["quantization_config"] = quantization_config(job.quantization, self.bare.dtype)
-        how["use_safetensors"] = None if job.placed.allow_pickle else True
-        model = _from_pretrained(job.name, spec, self.config, how)
-        on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
-        if on_disk:
-            raise DeviceError(
-                f"{job.name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} "
-                "the first: raise --max-memory, or choose fewer bits with --quantize"
-            )
-        if kept is not None:
-            model = model if kept == job.dtype else widen_weights(model, self.config)
-            narrow_weights(model, kept)
-        is_rounded, keeps = job.quantization == "int4", has_kernel(job.placed)
-        share = round_to_groups(model, keeps=keeps) if is_rounded else quantized_share(model)
-        if job.quantization != "none":
-            _report_share(job.name, job.quantization, share)
-        return model
+        how["distributed_config"] = DistributedConfig(tp_size=job.num_shares)
+    else:
+        how |= {"device_map": job.device_map or {"": job.device}, "max_memory": job.limits}
+    if bare is not None and job.quantization not in ("none", "int4"):
+        how["quantization_config"] = quantization_config(job.quantization, bare.dtype)
+    how["use_safetensors"] = None if job.placed.allow_pickle else True
+    model = _from_pretrained(job.name, spec, config, how)
+    on_disk = sorted(part for part, place in getattr(model, "hf_device_map", {}).items() if place == "disk")
+    if on_disk:
+        raise DeviceError(
+            f"{job.name} does not fit: the device map would leave {len(on_disk)} parts of it on disk, {on_disk[0]} "
+            "the first: raise --max-memory, or choose fewer bits with --quantize"
+        )
+    if kept is not None:
+        model = model if kept == job.dtype else widen_weights(model, config)
+        narrow_weights(model, kept)
+    if job.quantization == "int4":
+        share = round_to_groups(model, keeps=has_kernel(job.placed))
+    else:
+        share = quantized_share(model)
+    if job.quantization != "none":
+        _report_share(job.name, job.quantization, share)
+    if job.device.type == "cpu" and job.is_alone:
+        move_weights(model)
+    return model
 
 
 def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, Any]) -> Any:
