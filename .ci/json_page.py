@@ -51,15 +51,6 @@ fields are refused, but for those of common files, which are ignored: @IGNORED@.
 
 `logit_bias` maps token ids to numbers, or to `"-inf"`.
 
-A row may be a request of [OpenAI's batch format](https://platform.openai.com/docs/api-reference/batch/request-input)
-instead: `custom_id`, `method` ("POST"), `url` (`/v1/chat/completions` or `/v1/completions`) and `body`; `id`,
-`category` and `metadata` as above.
-
-## Output
-
-If the reader of standard output leaves (`| head`), generation stops, files are still written, and the exit code is 141,
-as after SIGPIPE. If standard output is closed or its disk is full, the exit code is 2, with one line of error.
-
 """
 
 

@@ -16,8 +16,7 @@ import json_page
 import typer
 from api_page import api
 
-from outrider.cli.app import app
-from outrider.cli.shared.examples import EXAMPLES
+from outrider.cli.app import EXAMPLES, app
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

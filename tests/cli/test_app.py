@@ -1,8 +1,10 @@
-"""The program as it is started: what takes a process of its own to see. Everything else is tested in this process."""
+"""The program as it is started: help, streams, signals, and what takes a process of its own to see."""
 
 import json
 import logging
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 
-from commands import Outrider
+from commands import Outrider, command_of
+from outrider.cli.app import EXAMPLES
+from outrider.models.registry import known_models
+from outrider.options import LOOKUPS
+
+WIDTH = 80  # of a terminal
 
 # The program, and what is looked at when it has ended.
 ENDING = """\
@@ -54,18 +61,57 @@ def test_no_torch_before_there_is_work(arguments: str) -> None:
     assert found == "set()" and int(num_modules) < 600
 
 
-def test_the_program_is_installed_under_its_name(outrider: Outrider) -> None:
+def without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
+    """Without a command, too."""
+    out = without_colours(outrider("--help").out)
+    panels = {
+        title: re.findall(r"^│ ([a-z-]+) ", body, re.MULTILINE)
+        for title, body in re.findall(r"╭─ ([\w ]+?) ─+╮\n(.*?)╰", out, re.DOTALL)
+    }
+    del panels["Options"]
+    assert panels == {
+        "Generate": ["generate", "chat", "serve", "compare", "latency"],
+        "Choose a draft": ["models", "plan", "alpha", "record", "replay"],
+        "Train": ["distill"],
+        "Hand over": ["export"],
+        "Trust and score": ["certify", "certify-samples", "eval"],
+    }
+    assert without_colours(outrider().out).strip() == out.strip()
+
+
+@pytest.mark.parametrize("words", ["", "eval", *EXAMPLES])
+def test_help_has_all_options_and_the_examples(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, words: str) -> None:
+    """Examples are parsed as the command does, and name models that are known."""
+    monkeypatch.setenv("COLUMNS", str(WIDTH))
+    ended = outrider(*words.split(), "--help")
+    assert (ended.code, ended.err) == (0, "")
+    shown = without_colours(ended.out)
+    assert max(map(len, shown.splitlines())) == WIDTH
+    assert " ".join(f"Usage: outrider {words}".split()) in shown
+    params = [param for param in command_of(words).params if param.param_type_name == "option" and not param.hidden]
+    assert [param.opts[0] for param in params if not re.search(rf"{param.opts[0]}[ ,]", shown)] == []
+    for example in EXAMPLES.get(words, ()):
+        assert re.search(rf"^ outrider {re.escape(example)} *$", shown, re.MULTILINE)
+        assert len(f" outrider {example}") < WIDTH and example.startswith(words)
+        params = command_of(words).make_context(words, shlex.split(example.removeprefix(words))).params
+        for name in ("target", "draft", "target_name", "draft_name"):
+            value = params.get(name) or []
+            for model in value if isinstance(value, list) else [value]:
+                assert model in {*known_models(), *LOOKUPS, "none"}
+
+
+def test_the_program_is_installed_under_its_name(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries are kept quiet, whose warnings would bury the one line that tells what is wrong, unless asked for."""
+    monkeypatch.delenv("TRANSFORMERS_VERBOSITY")
+    monkeypatch.setenv("HF_HUB_VERBOSITY", "info")
     (script,) = [entry for entry in entry_points(group="console_scripts") if entry.name == "outrider"]
     assert script.value == "outrider.cli.app:main"
     ended = outrider("--version")
     assert (ended.code, ended.out) == (0, f"outrider {version('outrider')}\n")
-
-
-def test_the_libraries_are_kept_quiet(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their warnings would bury the one line that tells what is wrong; who wants them can ask for them."""
-    monkeypatch.delenv("TRANSFORMERS_VERBOSITY")
-    monkeypatch.setenv("HF_HUB_VERBOSITY", "info")
-    outrider("--version")
     assert os.environ["TRANSFORMERS_VERBOSITY"] == "error"
     assert os.environ["HF_HUB_VERBOSITY"] == "info"
 
@@ -81,6 +127,19 @@ def test_verbose_tells_where_texts_end(outrider: Outrider) -> None:
         logger.setLevel(logging.NOTSET)
 
 
+def test_output_that_nobody_reads_or_that_cannot_be_written() -> None:
+    """No reader (| head) is no mistake; a full disk is one line."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "outrider", "models"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (1, "")
+    if Path("/dev/full").exists():
+        with open("/dev/full", "w") as full:
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert ended.returncode == 2 and "No space left on device" in ended.stderr.splitlines()[0]
+
+
 def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:
     """The signal itself, in a process that is writing: exit code 130, the text so far, one line of summary."""
     document = tmp_path / "a.json"
@@ -93,8 +152,10 @@ def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert ended.returncode == 130
-    (completion,) = json.loads(document.read_text(encoding="utf-8"))["completions"]
-    assert 4 <= len(completion["token_ids"]) <= 20
+    summary = json.loads(document.read_text(encoding="utf-8"))
+    (completion,) = summary["completions"]
+    assert 4 <= len(completion["token_ids"]) <= 20 and completion["finish_reason"] is None
+    assert summary["is_interrupted"] and completion["stats"]["num_generated_tokens"] == len(completion["token_ids"])
     assert ended.stdout.decode() == completion["text"] + "\n"
     message = ended.stderr.decode()
     assert message.startswith(f"{len(completion['token_ids'])} tokens, ") and message.endswith(", interrupted\n")
@@ -109,7 +170,5 @@ def test_a_device_whose_memory_is_full(outrider: Outrider, monkeypatch: pytest.M
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of")
 
     monkeypatch.setattr("outrider.runtime.lm.LM.forward", fail)
-    ended = outrider("generate", "Once", "-n", 3, "--execution", "eager")
-    assert (ended.code, ended.out) == (2, "")
-    assert ended.err.startswith("error: out of device memory (CUDA out of memory): choose a narrower --dtype")
-    assert ended.err.count("\n") == 1
+    message = outrider("generate", "Once", "-n", 3, "--execution", "eager").error
+    assert message.startswith("out of device memory (CUDA out of memory): choose a narrower --dtype")

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from commands import Outrider
 from outrider.cli.commands import chat
-from outrider.cli.shared.conversation import ChatConversation, Continuation
+from outrider.cli.commands.chat import ChatConversation, Continuation
 from outrider.errors import DeviceError, NumericsError, OptionError, SessionError
 from outrider.records import Chunk
 from outrider.text.chat import Chat, ChatOptions

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from commands import Outrider, only_document, rows_of
 from outrider.decoder import Decoder
 from outrider.errors import OptionError
-from outrider.offline.prompt_order import Shard, by_length
+from outrider.offline.prompt_file import Shard, by_length
 
 NUM_PROMPTS = 12
 OPTIONS = ("--seed", 20, "--dtype", "float64", "--batch-size", 2)

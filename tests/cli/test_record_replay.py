@@ -190,7 +190,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         ((*greedy[:3], "--output", tmp_path / "x", "--logit-bias", "99999=1"), "token ids are below"),
         (("replay", log, "--target", "fable-draft", "--draft", "ngram"), "recorded from fable"),
         (("replay", log, "--draft", model), "have different tokenizers; choose a draft of the same family"),
-        (("record", "--prompts", prompts, "--output", tmp_path / "x", "--probs", 0), "--probs = 0"),
+        (("record", "--prompts", prompts, "--output", tmp_path / "x", "--probs", 0), "'--probs': Input"),
         (("record", "--prompts", prompts, "--output", prompts), "choose another file"),
         (("record", "--prompts", prompts, "--output", tmp_path), "cannot write"),
         ((*greedy, "--tensors", prompts), "choose another file"),

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import typer
 
@@ -16,6 +17,7 @@ from outrider.cli.commands import (
     chat,
     compare,
     distill,
+    eval,
     export,
     generate,
     latency,
@@ -25,17 +27,14 @@ from outrider.cli.commands import (
     replay,
     serve,
 )
-from outrider.cli.commands import eval as eval_
-from outrider.cli.shared.examples import example_lines
-from outrider.cli.shared.logs import log_to_stderr
-from outrider.cli.shared.parsing import Command, Group
+from outrider.cli.shared.output import log_to_stderr, say
 from outrider.cli.shared.processes import run_together
-from outrider.cli.shared.streams import guard_streams
-from outrider.cli.shared.wrapping import say
 from outrider.errors import OutriderError
 from outrider.system.ranks import is_one_of_several
 
-_COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
+_PARSE_ERROR: Any = typer.BadParameter.__base__  # of unknown options and commands, and of values out of range
+_PAIR = "--target qwen3-8b --draft qwen3-0.6b"
+_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Generate": {
         "generate": generate.generate,
         "chat": chat.chat,
@@ -55,54 +54,81 @@ _COMMANDS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Trust and score": {
         "certify": certify.certify,
         "certify-samples": certify_samples.certify_samples,
-        "eval": eval_.app,
+        "eval multiplication": eval.multiplication,
     },
+}
+EXAMPLES: dict[str, tuple[str, str]] = {  # at the end of each command's help, without ``outrider``
+    "generate": (
+        'generate "Once upon a time" --seed 1',
+        "generate --prompts prompts.txt --output out.jsonl --batch-size 8",
+    ),
+    "chat": ("chat", "chat qwen3-8b qwen3-0.6b"),
+    "serve": ("serve --port 8080", f"serve {_PAIR} --slots 16"),
+    "compare": ("compare --html race.html", f"compare {_PAIR} -k 2-6"),
+    "latency": ("latency -k 1-4", f"latency {_PAIR} --html latency.html"),
+    "models": ("models --memory 24GiB", f"models {_PAIR}"),
+    "plan": (f"plan {_PAIR} --html plan.html", "plan --what-if alpha=0.8,c=0.05"),
+    "alpha": ("alpha -t 0.5,1", f"alpha {_PAIR} --prompts texts.txt"),
+    "record": (
+        "record --prompts prompts.txt --output log.jsonl --probs 1",
+        "record --target qwen3-8b -t 0 --prompts prompts.txt --output q.jsonl",
+    ),
+    "replay": (
+        "replay log.jsonl --draft ngram --draft suffix -k 1-8",
+        "replay log.jsonl --draft qwen3-0.6b -k 4 --per-prompt",
+    ),
+    "distill": (
+        "distill fable --output draft --minutes 5",
+        "distill qwen3-8b --output head --kind eagle3 --minutes 240",
+    ),
+    "export": ("export --to transformers --output out", f"export {_PAIR} --to vllm --output out"),
+    "certify": ("certify --html certificate.html", f"certify {_PAIR} --budget 5m"),
+    "certify-samples": (
+        "certify-samples qwen3-8b samples.jsonl --draft qwen3-0.6b",
+        "certify-samples fable samples.jsonl -t 0.8 --html findings.html",
+    ),
+    "eval multiplication": ("eval multiplication", "eval multiplication --num-prompts 100 --draft ngram"),
 }
 
 app = typer.Typer(
     name="outrider",
-    cls=Group,
     help="Generate faster with a large language model by speculative sampling, with exactly its distribution.",
-    no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+_eval = typer.Typer(help="Score a task with and without speculative decoding.")
 for _panel, _commands in _COMMANDS.items():
     for _name, _command in _commands.items():
-        if isinstance(_command, typer.Typer):
-            app.add_typer(_command, name=_name, rich_help_panel=_panel)
-        else:
-            app.command(_name, cls=Command, rich_help_panel=_panel, epilog=example_lines(_name))(_command)
+        _epilog = "\n\n".join(("Examples:", *(f"outrider {words}" for words in EXAMPLES[_name])))
+        _parent, _name = (_eval, _name.removeprefix("eval ")) if _name.startswith("eval ") else (app, _name)
+        _parent.command(_name, rich_help_panel=_panel, epilog=_epilog)(_command)
+app.add_typer(_eval, name="eval", rich_help_panel="Trust and score")
 
 
-def _show_version(is_asked: bool) -> None:
-    if is_asked:
-        from importlib.metadata import version
-
-        typer.echo(f"outrider {version('outrider')}")
-        raise typer.Exit()
+@_eval.callback()
+def _eval_root() -> None:
+    pass  # keeps "multiplication" a word of the command line, though it is the only command
 
 
-@app.callback()
+@app.callback(invoke_without_command=True)
 def _root(
-    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+    context: typer.Context,
+    version: bool = typer.Option(False, "--version", help="Show the version."),
     verbose: bool = typer.Option(
         False, "--verbose", help="Before a command: tell on standard error how models are read, and where texts end."
     ),
 ) -> None:
+    if version:
+        from importlib.metadata import version as version_of
+
+        typer.echo(f"outrider {version_of('outrider')}")
+        raise typer.Exit()
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
     if verbose:
         log_to_stderr()
 
 
 def main() -> None:
-    check_output = guard_streams()
-
-    def run() -> None:
-        try:
-            app(prog_name="outrider")  # also under python -m
-        except SystemExit:
-            check_output()
-            raise
-
     # Warnings and retries of libraries would bury the one-line error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
@@ -110,21 +136,34 @@ def main() -> None:
         os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries, like ours, are for terminals
     # Each process of distill has the whole target, and they share the training sequences.
     if is_one_of_several() and "distill" not in sys.argv[1:2]:
-        run_together(run, _mistake)
+        run_together(_run, _mistake)
     try:
-        run()
+        code = _run()
+    except BrokenPipeError:  # the reader has gone (| head): at exit nothing may be left to write
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
     except Exception as error:
         message = _mistake(error)
         if message is None:
             raise
         say(f"error: {message}")
-        sys.exit(2)
+        code = 2
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Run the command. Returns its exit code."""
+    code: int | None = app(prog_name="outrider", standalone_mode=False)  # also under python -m
+    print(end="", flush=True)  # a full disk fails here, not at exit
+    return code or 0
 
 
 def _mistake(error: BaseException) -> str | None:
     """One-line message for a user's error; None for our own errors."""
     if isinstance(error, OutriderError):
         return str(error)
+    if isinstance(error, _PARSE_ERROR):
+        return f"{error.format_message()} ({error.ctx.command_path} --help)" if error.ctx else error.format_message()
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return f"cannot write {error.filename or 'the output'}: {error.strerror}"
     if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -19,40 +18,6 @@ from outrider.system.ranks import current_ranks
 
 _ROW_BEGINS = b'{"index": '  # the prefix of every line
 _ZERO = b"\0"  # never in a line; a power loss leaves it in place of written data
-_MISSING, _DONE, _LEFT_OUT = range(3)
-
-
-@dataclass(frozen=True, slots=True)
-class FinishedPrompts:
-    """Prompts done by earlier runs.
-
-    Attributes:
-        indices: of this run's prompts, finished ones included.
-        flags: whether each prompt of the file is missing, done or left out. (One byte each: files may be large.)
-        num_failed: finished prompts that ended in an error.
-    """
-
-    indices: range
-    flags: bytearray
-    num_failed: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        return self.flags.count(_DONE)
-
-    @property
-    def num_missing(self) -> int:
-        return len(self.indices) - self.num_rows - self.flags.count(_LEFT_OUT)
-
-    def missing(self) -> Iterator[int]:
-        """Indices of unfinished prompts."""
-        return (index for index in self.indices if self.flags[index] == _MISSING)
-
-    def leave_out(self, indices: Iterable[int]) -> None:
-        """Leave out unfinished prompts of this run that are invalid."""
-        for index in indices:
-            if self.flags[index] == _MISSING:
-                self.flags[index] = _LEFT_OUT
 
 
 @contextmanager
@@ -106,12 +71,15 @@ class OutputFile:
 
     def read_finished(
         self, prompts: PromptFile, indices: range, settings_of: Callable[[PromptLine], dict[str, Any]]
-    ) -> FinishedPrompts:
+    ) -> tuple[bytearray, int]:
         """Read the progress of earlier runs. Cuts off an incomplete last line, or one with zeros in it.
 
         Args:
             indices: of this run's prompts.
             settings_of: the ``settings`` that this run would write for a prompt.
+
+        Returns:
+            Whether each prompt of the file is done (one byte each: files may be large), and how many ended in an error.
 
         Raises:
             FileError: a line belongs to another run (another prompt or other settings) or shard, or is not output at
@@ -119,7 +87,7 @@ class OutputFile:
         """
         finished = bytearray(len(prompts))
         if not is_regular(self._stream):
-            return FinishedPrompts(indices, finished)
+            return finished, 0
         num_failed = num_bytes = 0
         with self._path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
@@ -134,10 +102,10 @@ class OutputFile:
                     )
                 if finished[index]:
                     raise FileError(f"{self._path}, line {number}: duplicates prompt {index}: remove one of the two")
-                finished[index] = _DONE
+                finished[index] = True
                 num_failed += row.get("finish_reason") == "error"
                 num_bytes += len(line)
-        return FinishedPrompts(indices, finished, num_failed)
+        return finished, num_failed
 
     def _check(
         self,

@@ -46,7 +46,6 @@ class Totals:
         rows: None to keep none.
         num_failed: prompts that ended in an error, earlier runs included.
         seed: note on the drawn seed; empty if none was drawn, or each prompt has its own.
-        skipped: invalid rows of the file, with the reasons.
     """
 
     rows: list[dict[str, Any]] | None
@@ -55,7 +54,6 @@ class Totals:
     num_failed: int = 0
     is_interrupted: bool = False
     seed: str = ""
-    skipped: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, row: dict[str, Any], stats: Stats) -> None:
         self.stats += stats
@@ -80,7 +78,6 @@ class Totals:
             f"{self.stats.num_generated_tokens} tokens{speed if self.stats.num_generated_tokens else ''} ({pair})"
             + (f", {self.seed}" if self.seed else "")
             + (f", {self.num_failed} failed" if self.num_failed else "")
-            + (f", {len(self.skipped)} skipped" if self.skipped else "")
             + (", interrupted" if self.is_interrupted else "")
         )
 
@@ -88,7 +85,6 @@ class Totals:
         return {
             "completions": self.rows,
             "num_failed": self.num_failed,
-            "skipped": self.skipped,
             "tokens_per_s": self.tokens_per_s,
             "stats": self.stats.to_json(),
             "time_s": self.time_s,

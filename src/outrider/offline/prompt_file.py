@@ -1,4 +1,4 @@
-"""Prompt files: JSON lines, a JSON array, or plain lines."""
+"""Prompt files: JSON lines, a JSON array, or plain lines; the part of a file that a run takes, and its order."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ import re
 import shutil
 import tempfile
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from outrider.errors import FileError
+from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_row import PromptLine, prompt_of
 from outrider.system.json_text import parse_json, parse_row
 from outrider.system.ranks import current_ranks
 
+# Prompts per slot in a sorted window: rows generated together span a 64th of its lengths. Larger windows gain little,
+# and move rows further from their neighbours in the file, with which they may share a cached prefix.
+_WINDOW_ROUNDS = 64
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _ARRAY_BEGINS = re.compile(rb'\[\s*(["{\[\]]|$)')
 
@@ -147,10 +152,61 @@ def read_prompts(path: Path) -> list[PromptLine]:
 
 
 def check_without_options(path: Path, lines: Iterable[PromptLine]) -> None:
-    """Raises FileError: a prompt has sampling options of its own, or names a model."""
+    """Raises FileError: a prompt has sampling options of its own."""
     for line in lines:
-        for name in (*line.options, *(() if line.model is None else ("model",))):
+        for name in line.options:
             raise FileError(
                 f"{path}, {line.place}: this command does not support per-prompt options ({name!r}), only 'outrider "
                 "generate' does: give them on the command line, for all prompts"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One part of a file: prompt ``number`` and every ``count``-th after it. The parts are alike even if the file is
+    sorted.
+
+    Attributes:
+        number: 1 <= number <= count.
+    """
+
+    number: int = 1
+    count: int = 1
+
+    @classmethod
+    def parse(cls, text: str) -> Shard:
+        """Parse "2/4": the second of four.
+
+        Raises:
+            OptionError
+        """
+        match = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
+        number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+        if not 1 <= number <= count:
+            raise OptionError("--shard", text, "give NUMBER/COUNT: four processes take 1/4, 2/4, 3/4 and 4/4")
+        return cls(number, count)
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.count}"
+
+    def indices(self, num_prompts: int) -> range:
+        """Indices of its prompts, from 0, in a file of ``num_prompts``."""
+        return range(self.number - 1, num_prompts, self.count)
+
+
+def by_length(indices: Iterable[int], lengths: Sequence[int], num_slots: int) -> Iterator[int]:
+    """Reorder indices: each window is sorted by length, longest first.
+
+    Rows generated together then have similar lengths: prefill needs little padding, attention reads no more of the
+    cache than most rows need, and the last rows of a window are short, so few slots idle. Longest first also keeps the
+    cache from growing repeatedly, for which all rows must end. With one slot nothing is gained, and prompts keep their
+    order.
+
+    Args:
+        lengths: maximum tokens of each prompt, output included: its space in the cache.
+        num_slots: rows generated concurrently.
+    """
+    size = 1 if num_slots == 1 else _WINDOW_ROUNDS * num_slots
+    rest = iter(indices)
+    while window := list(islice(rest, size)):
+        yield from sorted(window, key=lengths.__getitem__, reverse=True)

@@ -1,21 +1,18 @@
-"""A row of a prompt file: a prompt, the messages of a chat, or a request in OpenAI's batch format.
-
-Source of that format: https://platform.openai.com/docs/api-reference/batch/request-input.
-"""
+"""A row of a prompt file: a prompt, or the messages of a chat."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outrider.errors import FileError
-from outrider.options import CONSTRAINTS, Sampling, instead_of, own_name
+from outrider.options import Sampling, instead_of, own_name
 from outrider.text.chat import FIELDS, Chat
 
 _OPTIONS = tuple(field.name for field in fields(Sampling))
-_LABELS = ("category", "id", "custom_id")
+_LABELS = ("category", "id")
 NOTES = {  # ignored fields of common files
     "anyone's": ("metadata",),
     "Spec-Bench, MT-bench": ("question_id", "reference"),
@@ -30,7 +27,6 @@ NOTES = {  # ignored fields of common files
 _PROMPTS = ("prompt", "messages", "turns")
 _FIELDS = (*_PROMPTS, *FIELDS, "category", "id", *_OPTIONS)
 _KNOWN = frozenset(_FIELDS).union(*NOTES.values())
-_BATCH_FIELDS = ("custom_id", "method", "url", "body", "id", "category", "metadata")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +36,14 @@ class PromptLine:
     Attributes:
         place: in the file, "line 3" or "item 3", from 1.
         prompt: string, or a chat.
-        labels: fields copied to the output row: ``category`` and ``id``, or ``custom_id``.
+        labels: fields copied to the output row: ``category`` and ``id``.
         options: per-prompt fields of ``Sampling``, not checked yet.
-        model: the requested model.
     """
 
     place: str
     prompt: str | Chat
     labels: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
-    model: str | None = None
 
     @property
     def text(self) -> str:
@@ -80,16 +74,19 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
     _check_characters(where, labels)
     if not isinstance(labels.get("category", ""), str):
         raise FileError(f"{where}: the category {labels['category']!r} is not a string")
-    if "body" in row:
-        return _of_batch(where, place, row, labels)
-    _check_names(where, "a prompt", row, _FIELDS, _KNOWN)
+    for name in row:
+        if name not in _KNOWN:
+            meant = own_name(name, _FIELDS)
+            instead = instead_of(name) or "put your own notes under 'metadata'"
+            remedy = f"did you mean {meant!r}?" if meant else instead
+            raise FileError(f"{where}: a prompt has no field {name!r}: {remedy}")
     given = [name for name in ("prompt", "messages") if name in row]
     if len(given) > 1:
         raise FileError(f"{where}: give a prompt or messages, not both")
     name = given[0] if given else "turns" if "turns" in row else "prompt"
     prompt: Any = row.get(name)
     if name == "messages":
-        prompt = _parse_as_server(where, _chat, row)
+        prompt = _chat(where, row)
     elif name == "turns":
         prompt = prompt[0] if isinstance(prompt, list) and prompt else None
     if name != "messages":
@@ -104,85 +101,15 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
     return PromptLine(place, prompt, labels, _options_of(where, options))
 
 
-def _of_batch(where: str, place: str, row: dict[str, Any], labels: dict[str, Any]) -> PromptLine:
-    """Parse a batch request as the server would."""
-    from outrider.serve.protocol import parse_chat, parse_completions
-
-    _check_names(where, "a batch request", row, _BATCH_FIELDS, frozenset(_BATCH_FIELDS))
-    kinds: dict[Any, Callable[[Mapping[str, Any]], Any]] = {
-        "/v1/chat/completions": parse_chat,
-        "/v1/completions": parse_completions,
-    }
-    if row.get("method", "POST") != "POST":
-        raise FileError(f"{where}: the method must be POST, not {row['method']!r}")
-    url, body = row.get("url"), row["body"]
-    if url not in kinds:
-        raise FileError(f"{where}: the url must be one of {', '.join(kinds)}, not {url!r}")
-    if not isinstance(body, dict):
-        raise FileError(f"{where}: the body is not a JSON object")
-    _check_characters(where, {"body": body})
-    ask = _parse_as_server(f"{where}, body", kinds[url], body)
-    for name, value, unset in (
-        ("n", ask.n, 1),
-        ("stream", ask.is_stream, False),
-        ("echo", ask.echo, False),
-        ("acceptance", ask.acceptance, None),
-        ("num_draft_tokens", ask.num_draft_tokens, None),
-        ("return_tokens_as_token_ids", ask.as_token_ids, False),
-        ("add_special_tokens", ask.adds_special, None),
-        ("allowed_token_ids", ask.allowed_ids, None),
-        ("include_reasoning", ask.shows_thoughts, True),
-        ("include_stop_str_in_output", ask.includes_stop, False),
-        ("prompt_logprobs", ask.num_prompt_logprobs, None),
-        ("skip_special_tokens", ask.skips_special, True),
-        ("truncate_prompt_tokens", ask.most_prompt_tokens, None),
-    ):
-        if value != unset:
-            raise FileError(f"{where}, body: {name} = {value!r} is not supported in a prompt file: leave it out")
-    if ask.tools is not None and (ask.tools.demands_form or ask.structured_by is not None):
-        message = "tools that must be called, called once, strictly, or beside a constraint are not supported in a"
-        raise FileError(f"{where}, body: {message} prompt file: leave them to the model")
-    prompt, *others = ask.prompts
-    if others or not isinstance(prompt, str | Chat):
-        raise FileError(f"{where}, body: the prompt must be one string")
-    options = {
-        name: value
-        for name, value in ask.options.items()
-        if body.get(ask.names.get(name, name)) is not None or (name in CONSTRAINTS and value is not None)
-    }
-    if body.get(ask.names["max_tokens"]) is not None:
-        options["max_new_tokens"] = ask.max_tokens  # else the command's default, not the server's
-    return PromptLine(place, prompt, labels, _options_of(where, options), ask.model)
-
-
-def _chat(row: Mapping[str, Any]) -> Chat:
+def _chat(where: str, row: Mapping[str, Any]) -> Chat:
+    """Parse messages as the server would."""
+    from outrider.serve.http_errors import Refusal
     from outrider.serve.protocol import parse_chat_prompt
 
-    return parse_chat_prompt(row)
-
-
-def _parse_as_server(where: str, parse: Callable[[Any], Any], value: Any) -> Any:
-    """Parse a value as the server would."""
-    from outrider.serve.http_errors import Refusal
-
     try:
-        return parse(value)
+        return parse_chat_prompt(row)
     except Refusal as error:
         raise FileError(f"{where}: {error}") from None
-
-
-def _check_names(where: str, what: str, row: Mapping[str, Any], names: Sequence[str], known: frozenset[str]) -> None:
-    """Raises FileError for an unknown field.
-
-    Args:
-        names: names to suggest.
-    """
-    for name in row:
-        if name not in known:
-            meant = own_name(name, names)
-            instead = instead_of(name) or "put your own notes under 'metadata'"
-            remedy = f"did you mean {meant!r}?" if meant else instead
-            raise FileError(f"{where}: {what} has no field {name!r}: {remedy}")
 
 
 def _check_characters(where: str, values: Mapping[str, Any]) -> None:

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import BatchSizeOption, HtmlOption, JsonOption, check_batch_size, flat
+from outrider.cli.shared.options import BatchSizeOption, HtmlOption, JsonOption, flat
 from outrider.cli.shared.output import (
-    check_figure_files,
-    check_json_target,
-    check_outputs,
     console_for,
     options_json,
     print_table,
@@ -49,9 +46,6 @@ def alpha(
     """Measure the agreement of target and draft on texts. It is alpha, the mean acceptance probability; nothing is
     generated."""
     grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
-    check_batch_size(batch_size)
-    check_outputs({"--html": html, "--json": json_target, "--plot": plot}, [pair.models, prompts])
-    check_json_target(json_target)
 
     from outrider.bench.plots import plot_alpha
     from outrider.bench.report import interval_text
@@ -61,7 +55,6 @@ def alpha(
     from outrider.scoring.teacher_forcing import Text
     from outrider.text.tokenizer import encode
 
-    check_figure_files(plot, html)
     samplings = list(sampling_grid(*grid))
     lines = template.read(prompts)
     decoder = pair.load()

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import report_context_limit
 from outrider.cli.shared.findings import (
     exit_with,
     greedy_row,
@@ -22,10 +21,10 @@ from outrider.cli.shared.findings import (
     statistical_rows,
     verdict,
 )
-from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
+    GenerationConfigOption,
     HtmlOption,
     JsonOption,
     PromptsOption,
@@ -34,21 +33,17 @@ from outrider.cli.shared.options import (
     SignificanceOption,
     StructureOptions,
     check_alone,
-    check_batch_size,
     check_constraint,
-    check_detect_tv,
-    check_significance,
     flat,
+    over_checkpoint,
 )
 from outrider.cli.shared.output import (
-    check_figure_files,
-    check_json_target,
-    check_outputs,
     console_for,
     make_document,
     options_json,
     print_table,
     progress_bar,
+    report_context_limit,
     write_outputs,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
@@ -100,7 +95,10 @@ def certify(
     detect_tv: Annotated[
         float | None,
         typer.Option(
-            help="Total variation to detect with 99% probability; sets the sample size.", rich_help_panel=_STATISTICS
+            min=1e-9,
+            max=1,
+            help="Total variation to detect with 99% probability; sets the sample size.",
+            rich_help_panel=_STATISTICS,
         ),
     ] = None,
     num_tokens: Annotated[
@@ -118,7 +116,6 @@ def certify(
     With -t 0: that greedy text is that of plain decoding; differences are explained, by rounding or by a bug.
 
     Exit code 0: certified; 1: not certified; 3: inconclusive (too little data)."""
-    check_json_target(json_target)
     sizes = {"--num-tokens": num_tokens, "--detect-tv": detect_tv, "--budget": budget}
     given = [(name, value) for name, value in sizes.items() if value is not None]
     if len(given) > 1:
@@ -133,13 +130,8 @@ def certify(
         pair, sampling, template, constraint, own, stored = read_certificate(again)
         prompts, chosen_k, max_new_tokens, significance, detect_tv, num_tokens, batch_size, seed = own
         num_draft_tokens = str(chosen_k)
-    inputs = [prompts, pair.models, again, structure.json_schema, structure.grammar]
-    check_outputs({"--html": html, "--json": json_target}, inputs)
-    check_batch_size(batch_size)
     k = single_k(num_draft_tokens, pair, sampling, seed)
     budget_s = _seconds(budget or _DEFAULT_BUDGET)
-    check_detect_tv(detect_tv)
-    check_significance(significance)
     draft = pair.single_draft
     if draft == "none":
         raise OptionError("--draft", draft, "without a draft there is nothing to certify")
@@ -150,8 +142,6 @@ def certify(
     from outrider.certify.page import render_certificate
     from outrider.certify.run import LEAST_NUM_TOKENS, run_pilot
     from outrider.certify.run import certify as judge
-
-    check_figure_files(None, html)
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")

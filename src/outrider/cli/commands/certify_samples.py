@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.completion import complete_draft, complete_target
 from outrider.cli.shared.findings import (
     exit_with,
     greedy_row,
@@ -25,15 +24,9 @@ from outrider.cli.shared.options import (
     JsonOption,
     SamplingOptions,
     SignificanceOption,
-    check_batch_size,
-    check_detect_tv,
-    check_significance,
     flat,
 )
 from outrider.cli.shared.output import (
-    check_figure_files,
-    check_json_target,
-    check_outputs,
     console_for,
     make_document,
     options_json,
@@ -58,9 +51,7 @@ _NAMES = tuple(field.name for field in fields(SamplingOptions))
 def certify_samples(
     target: Annotated[
         str,
-        typer.Argument(
-            help="Model that generated the samples. Known name, folder or hub id.", autocompletion=complete_target
-        ),
+        typer.Argument(help="Model that generated the samples. Known name, folder or hub id."),
     ],
     file: Annotated[
         Path, typer.Argument(help="JSON lines with prompt_ids or prompt, token_ids or text, and optionally options.")
@@ -69,13 +60,12 @@ def certify_samples(
     sampling: SamplingOptions,
     draft: Annotated[
         str,
-        typer.Option(
-            help="Draft that the system used; deviations are tested towards it first.", autocompletion=complete_draft
-        ),
+        typer.Option(help="Draft that the system used; deviations are tested towards it first."),
     ] = "none",
     significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     detect_tv: Annotated[
-        float | None, typer.Option(help="Total variation that must be detectable with 99% probability.")
+        float | None,
+        typer.Option(min=1e-9, max=1, help="Total variation to detect with 99% probability."),
     ] = None,
     batch_size: BatchSizeOption = 8,
     seed: Annotated[int, typer.Option(help="Seed of the tests.")] = 0,
@@ -88,11 +78,6 @@ def certify_samples(
 
     Sampling options are those of the samples, for lines without options of their own. Each sample must have its own
     seed."""
-    check_outputs({"--html": html, "--json": json_target}, [file, machine.models])
-    check_json_target(json_target)
-    check_batch_size(batch_size)
-    check_significance(significance)
-    check_detect_tv(detect_tv)
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
     options = sampling.to_options(seed=None, num_seeds=1)
@@ -102,7 +87,6 @@ def certify_samples(
     from outrider.certify.page import render_samples
     from outrider.certify.samples import check_samples
 
-    check_figure_files(None, html)
     pair = PairOptions(target=target, draft=[draft], **asdict(machine))
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, draft))

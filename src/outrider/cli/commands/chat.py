@@ -5,23 +5,27 @@ from __future__ import annotations
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.completion import complete_draft, complete_target
-from outrider.cli.shared.conversation import ChatConversation, Continuation, Conversation
-from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
-from outrider.cli.shared.options import AnswerOptions, NumDraftTokensOption, SamplingOptions, flat
-from outrider.cli.shared.output import console_for
+from outrider.cli.shared.options import (
+    EndOptions,
+    GenerationConfigOption,
+    NumDraftTokensOption,
+    SamplingOptions,
+    flat,
+    over_checkpoint,
+)
+from outrider.cli.shared.output import console_for, say
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.template_options import TemplateOptions
-from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, OptionError, OutriderError
 from outrider.records import Chunk, Completion, Timing
+from outrider.text.chat import Chat, ChatOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,8 +34,7 @@ if TYPE_CHECKING:
     from outrider.decoder import Decoder
     from outrider.requests.session import Session
 
-_CHAT_PANEL = "Chat"
-_ANSWER_TOKENS, _CONTINUED_TOKENS = 1024, 128
+_ANSWER_TOKENS = 1024
 _PASTE_S = 0.03  # lines that arrive so soon after another are one text
 _COMMANDS = ("/reset", "/system", "/help", "/quit")
 _HELP = """\
@@ -47,26 +50,12 @@ def chat(
     context: typer.Context,
     pair: PairOptions,
     sampling: SamplingOptions,
-    end: AnswerOptions,
-    target_name: Annotated[
-        str | None, typer.Argument(metavar="TARGET", help="In place of --target.", autocompletion=complete_target)
-    ] = None,
-    draft_name: Annotated[
-        str | None, typer.Argument(metavar="DRAFT", help="In place of --draft.", autocompletion=complete_draft)
-    ] = None,
+    end: EndOptions,
+    template: TemplateOptions,
+    target_name: Annotated[str | None, typer.Argument(metavar="TARGET", help="In place of --target.")] = None,
+    draft_name: Annotated[str | None, typer.Argument(metavar="DRAFT", help="In place of --draft.")] = None,
     num_draft_tokens: NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Base seed; answer i gets seed + i. Default: random.")] = None,
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message.", rich_help_panel=_CHAT_PANEL)
-    ] = None,
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="Variables of the chat template, like '{\"enable_thinking\": false}'.",
-            rich_help_panel=_CHAT_PANEL,
-        ),
-    ] = None,
     generation_config: GenerationConfigOption = "auto",
 ) -> None:
     """Chat with a model. Accepted drafted tokens are underlined.
@@ -76,20 +65,61 @@ def chat(
     with _loading_line(pair.target, pair.single_draft):
         sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
         draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
-        template = TemplateOptions(True, system, chat_template_kwargs).options
         options = sampling.to_options(seed=seed, num_seeds=1, **end.to_options(_ANSWER_TOKENS))
         decoder = pair.load()
         decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
     is_chat = decoder.tokenizer is not None and bool(decoder.tokenizer.chat_template)
-    conversation: Conversation = ChatConversation(template) if is_chat else Continuation(decoder.target.name)
     if not is_chat:
-        for option, value in (("--system", system), ("--chat-template-kwargs", chat_template_kwargs)):
-            if value is not None:
-                raise OptionError(option, value, f"{decoder.target.name} has no chat template: it continues a text")
-        options["max_new_tokens"] = end.max_new_tokens or _CONTINUED_TOKENS
+        if template.is_chat:
+            remedy = f"{decoder.target.name} has no chat template: leave out this, --system and --chat-template-kwargs"
+            raise OptionError("--chat", True, remedy)
+        options |= end.to_options()
+    conversation = ChatConversation(template.options) if is_chat else Continuation(decoder.target.name)
     with decoder.session(slots=1) as session:
         console = console_for(None)
         _Terminal(decoder, session, conversation, options, console).run(_lines_of(console))
+
+
+@dataclass(slots=True)
+class ChatConversation:
+    """Messages in a chat template."""
+
+    options: ChatOptions
+    messages: list[Mapping[str, Any]] = field(default_factory=list)
+
+    def prompt(self, text: str) -> Chat | None:
+        """The prompt for an answer to this text; None if there is nothing to answer."""
+        return Chat([*self.messages, {"role": "user", "content": text}], self.options) if text.strip() else None
+
+    def add(self, text: str, answer: str) -> None:
+        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+    def reset(self) -> None:
+        self.messages.clear()
+
+    def set_system(self, text: str) -> None:
+        """Set the system message; an empty one is none."""
+        self.options = replace(self.options, system=text or None)
+
+
+@dataclass(slots=True)
+class Continuation:
+    """One text. User and base model write parts of it in turn, the user each on a line of its own."""
+
+    model: str
+    text: str = ""
+
+    def prompt(self, text: str) -> str | None:
+        return "\n".join(part for part in (self.text, text) if part.strip()) or None
+
+    def add(self, text: str, answer: str) -> None:
+        self.text = (self.prompt(text) or "") + answer
+
+    def reset(self) -> None:
+        self.text = ""
+
+    def set_system(self, text: str) -> None:
+        raise OptionError("system", text, f"{self.model} has no chat template, so there is no system message")
 
 
 def _named(pair: PairOptions, target: str | None, draft: str | None) -> PairOptions:
@@ -168,7 +198,7 @@ class _Terminal:
 
     decoder: Decoder
     session: Session
-    conversation: Conversation
+    conversation: ChatConversation | Continuation
     options: dict[str, Any]
     console: Console
 
@@ -190,8 +220,6 @@ class _Terminal:
                 if not is_terminal:
                     raise
                 self._say(f"error: {error} (/reset forgets the conversation)")
-            if not self.console.file.writable():  # nobody reads it
-                return
 
     @property
     def _title(self) -> str:
@@ -222,7 +250,7 @@ class _Terminal:
                 for chunk in stream:
                     chunks.append(chunk)
                     self._write(chunk)
-                    if is_interrupted() or not self.console.file.writable():
+                    if is_interrupted():
                         break
             except KeyboardInterrupt:
                 pass

@@ -10,34 +10,32 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import report_context_limit
-from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
     EndOptions,
+    GenerationConfigOption,
     JsonOption,
     NumDraftTokensListOption,
     SamplingOptions,
     SeedOption,
     flat,
+    over_checkpoint,
     parse_k,
 )
 from outrider.cli.shared.output import (
-    check_json_target,
-    check_outputs,
     console_for,
     gather,
     make_document,
     options_json,
+    print_command,
     print_table,
+    report_context_limit,
     write_outputs,
 )
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
-from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import looks_up
 from outrider.records import Timing
-from outrider.system.files import check_writable
 from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
@@ -66,9 +64,8 @@ def compare(
     num_draft_tokens: NumDraftTokensListOption = "4",
     num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the race.")] = 5,
     seed: SeedOption = 0,
-    html: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write an HTML page: the race, then tables."),
+    race: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page: the race, then tables.")
     ] = None,
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
@@ -86,10 +83,6 @@ def compare(
     if not prompt.strip():
         raise PromptError.empty()
     asked = template.prompt(prompt)
-    check_outputs({"--html": html, "--json": json_target}, [pair.models, *(pair.corpus or ())])
-    check_json_target(json_target)
-    if html is not None:
-        check_writable(html)
 
     console = console_for(json_target)
     with console.status(f"loading {pair.target}"):  # the imports alone take seconds
@@ -100,7 +93,9 @@ def compare(
         decoder = pair.load()
         arms = _arms(pair, decoder, ks)
     hint_at_chat(decoder, [asked])
-    report_context_limit(decoder.target.name, decoder.target.context_len, [decoder.encode(asked)], end.max_new_tokens)
+    report_context_limit(
+        decoder.target.name, decoder.target.context_len, [decoder.encode(asked)], options["max_new_tokens"]
+    )
     cases = [Case(run, asked, seed + run) for run in range(num_runs)]
     warm_up(arms, cases, options)
     console.print(prompt, style="dim", markup=False, soft_wrap=not console.is_terminal)
@@ -108,10 +103,10 @@ def compare(
     teller, rounds = RaceEvents(arms, cases[0], options), []
 
     def record(arm: Arm, case: Case, chunk: Chunk) -> None:
-        if html is not None:
+        if race is not None:
             rounds.append(teller.round(arms.index(arm), chunk))
 
-    shown = _show_race(console, arms, cases[0], options | {"reports_drafts": html is not None}, record)
+    shown = _show_race(console, arms, cases[0], options | {"reports_drafts": race is not None}, record)
     measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "runs")
     summaries = summarise(measurements, arms)
     if not summaries:
@@ -129,12 +124,12 @@ def compare(
         "is_interrupted": is_interrupted,
     }
     settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs, **template.to_json())
-    if json_target is not None or html is not None:
+    if json_target is not None or race is not None:
         from outrider.race.page import recorded_page
 
         events = [teller.start(), *rounds, teller.end(summaries)]
         document = make_document("compare", settings, body, decoder)
-        write_outputs(document, json_target, html, lambda document: recorded_page(events, document))
+        write_outputs(document, json_target, race, lambda document: recorded_page(events, document))
     if is_interrupted:
         raise typer.Exit(130)
     if not all(check["is_ok"] for check in checks):
@@ -272,8 +267,8 @@ def _print_next(
     best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
     options = shlex.join([*pair.to_words(str(best.arm.draft)), *template.to_words()])
     console.print("Next: which K, on your prompts? Is it exact?", style="dim")
-    print_command(console, f"outrider plan {options}", "dim")
-    print_command(console, f"outrider certify {options}", "dim")
+    print_command(console, f"outrider plan {options}")
+    print_command(console, f"outrider certify {options}")
 
 
 def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], decoder: Decoder) -> list[dict[str, Any]]:

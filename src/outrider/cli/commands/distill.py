@@ -7,11 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.completion import complete_target
-from outrider.cli.shared.options import JsonOption
-from outrider.cli.shared.output import check_json_target, console_for, progress_bar, write_json
+from outrider.cli.shared.options import JsonOption, flat
+from outrider.cli.shared.output import console_for, print_command, progress_bar, write_json
 from outrider.cli.shared.pair_options import AllowPickleOption, set_threads
-from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -32,12 +30,11 @@ _KINDS = ("model", *_DEFAULT_DEPTHS)
 _SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
 
 
+@flat
 def distill(
     target: Annotated[
         str,
-        typer.Argument(
-            help="Known name, folder or hub id. 'outrider models' lists the names.", autocompletion=complete_target
-        ),
+        typer.Argument(help="Known name, folder or hub id. 'outrider models' lists the names."),
     ],
     output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
     kind: Annotated[
@@ -121,7 +118,6 @@ def distill(
     if data is None and written_fraction == 0:
         raise OptionError("--written-fraction", written_fraction, "without --data there is nothing else to train on")
     _check_kind(kind, init, (layers, hidden_size, intermediate_size), draft_vocab, depth, length)
-    check_json_target(json_target)
 
     set_threads(threads)
 
@@ -206,7 +202,7 @@ def distill(
         )
     best = max(checks, key=lambda check: check.mean_alpha)
     console.print(f"Best: {_line(best)}")
-    print_command(console, f"outrider generate --target {target} --draft {output}", style="")
+    print_command(console, f"outrider generate --target {target} --draft {output}")
     if processes.is_main_process:
         machine = {"device": device, "threads": threads, "allow_pickle": allow_pickle}
         body = {

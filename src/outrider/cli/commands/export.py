@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.completion import ENGINES, complete_draft, one_of
 from outrider.cli.shared.options import JsonOption, SamplingOptions, flat, parse_k
-from outrider.cli.shared.output import check_json_target, console_for, write_json
+from outrider.cli.shared.output import console_for, print_command, write_json
 from outrider.cli.shared.pair_options import TargetOption
-from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling, looks_up
 from outrider.system.ranks import is_one_of_several
@@ -24,14 +22,13 @@ if TYPE_CHECKING:
 @flat
 def export(
     sampling: SamplingOptions,
-    to: Annotated[str, typer.Option(help=f"Engine: {', '.join(ENGINES)}.", autocompletion=one_of(ENGINES))],
+    to: Annotated[str, typer.Option(help="Engine: vllm, sglang, llama.cpp, transformers.")],
     output: Annotated[Path, typer.Option(help="Folder for the files.")],
     target: TargetOption = "fable",
     draft: Annotated[
         str | None,
         typer.Option(
             help="Model, or EAGLE-3 or DFlash head. Known name, folder or hub id. Default: fable-draft for fable.",
-            autocompletion=complete_draft,
         ),
     ] = None,
     num_draft_tokens: Annotated[
@@ -65,7 +62,6 @@ def export(
         if value != one.default and one.name not in engine.options:
             option = f"--{one.name.replace('_', '-')}"
             raise OptionError(option, value, f"{engine.name} {engine.version} cannot do this exactly with a draft")
-    check_json_target(json_target)
     names = target, draft or ("fable-draft" if target == "fable" else "none")
     if names[1] == "none" or looks_up(names[1]):
         raise OptionError("--draft", names[1], "name a draft model")

@@ -10,37 +10,32 @@ from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.shared.context_limit import report_context_limit
-from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
     EndOptions,
+    GenerationConfigOption,
     JsonOption,
     NumDraftTokensOption,
     ProbsOption,
     SamplingOptions,
     StructureOptions,
-    check_batch_size,
     check_constraint,
-    check_probs,
     flat,
+    over_checkpoint,
 )
 from outrider.cli.shared.output import (
-    check_json_target,
-    check_outputs,
     console_for,
     make_document,
+    report_context_limit,
+    say,
     write_document,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
-from outrider.cli.shared.prompt_job import run_job
-from outrider.cli.shared.ray_workers import RayOptions
+from outrider.cli.shared.prompt_job import LocalWorker, Setup, Workers, run_job
+from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
-from outrider.cli.shared.workers import LocalWorker, Setup, Workers
-from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, OptionError, PromptError
 from outrider.offline.output_rows import Totals, row_of, stats_of
-from outrider.offline.prompt_file import open_prompts
-from outrider.offline.prompt_order import Shard
+from outrider.offline.prompt_file import Shard, open_prompts
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import Sampling
 from outrider.records import Chunk, Completion, Timing
@@ -67,21 +62,18 @@ def generate(
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="File of prompts. Plain lines; JSON lines (or an array) with 'prompt' or 'messages' and optional "
-            "sampling options; or requests in OpenAI's batch format."
+            help="File of prompts. Plain lines, or JSON lines (or an array) with 'prompt' or 'messages' and optional "
+            "sampling options."
         ),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(help="With --prompts: write JSON lines. An interrupted run resumes.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(help="With --prompts: so many at once.")] = 1,
+    batch_size: Annotated[int, typer.Option(min=1, help="With --prompts: so many at once.")] = 1,
     shard: Annotated[
         str | None,
         typer.Option(metavar="I/N", help="With --prompts: run part I of N. Each with its own --output file."),
     ] = None,
-    skip_invalid: Annotated[
-        bool, typer.Option("--skip-invalid", help="With --prompts: skip invalid rows. They are reported.")
-    ] = False,
     num_draft_tokens: NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Prompt i gets this seed + i. Default: random.")] = None,
     logprobs: Annotated[
@@ -96,16 +88,14 @@ def generate(
 ) -> None:
     """Generate text from a prompt, or from a file of prompts.
 
-    Exit code 1: some prompts of the file failed or were skipped; the others have output."""
+    Exit code 1: some prompts of the file failed; the others have output."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
-    check_batch_size(batch_size)
     if prompts is None:
         for option, value, default in (
             ("--output", None if output is None else str(output), None),
             ("--batch-size", batch_size, 1),
             ("--shard", shard, None),
-            ("--skip-invalid", skip_invalid, False),
             ("--ray", cluster.ray, None),
             ("--probs", probs, None),
         ):
@@ -115,17 +105,14 @@ def generate(
         raise OptionError("--prompts", str(prompts), "leave out the PROMPT and --show-origin")
     part = Shard() if shard is None else Shard.parse(shard)
     cluster.check(pair)
-    check_json_target(json_target)
     with ExitStack() as files:
         lines = None if prompts is None else files.enter_context(open_prompts(prompts))
-        inputs = [prompts, pair.models, structure.json_schema, structure.grammar, *(pair.corpus or ())]
-        check_outputs({"--output": output, "--json": json_target}, inputs)
         text = _read_prompt(prompt) if lines is None else ""
         num_seeds = 1 if lines is None else len(lines)
         more = {"logprobs": logprobs, **end.to_options(), **structure.to_options()}
         options = sampling.to_options(seed=seed, num_seeds=num_seeds, **more)
         check_constraint(Sampling(**options))
-        setup = Setup(pair, draft, k, options, template, check_probs(probs))
+        setup = Setup(pair, draft, k, options, template, probs)
         totals = Totals(None if json_target is None or output is not None else [])
         workers: Workers
         if lines is None:
@@ -139,12 +126,11 @@ def generate(
                 lines,
                 files,
                 totals,
-                batch_size=batch_size,
+                partial(_open_workers, cluster, setup, batch_size, files),
+                num_slots=batch_size,
                 output=output,
                 write=partial(_print, stream),
                 part=part,
-                skips_invalid=skip_invalid,
-                cluster=cluster,
             )
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
     say(summary)
@@ -153,7 +139,7 @@ def generate(
         write_document(json_target, make_document("generate", settings, totals.to_json(), origin=origin))
     if totals.is_interrupted:
         raise typer.Exit(130)
-    if totals.num_failed or totals.skipped:
+    if totals.num_failed:
         raise typer.Exit(1)
 
 
@@ -190,8 +176,6 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
                 else:
                     console.file.write(text)
             console.file.flush()
-            if not console.file.writable():  # nobody reads it
-                raise KeyboardInterrupt
     except KeyboardInterrupt:
         totals.is_interrupted = True
     finally:
@@ -203,24 +187,18 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
     totals.time_s = {**sum((chunk.timing for chunk in chunks), Timing()).to_json()}
     done = Completion.of(chunks, len(ids)) if chunks else None
     row = row_of(0, PromptLine("line 1", prompt), ids, setup.options["seed"], done)
-    totals.seed = _drawn_seed(setup, decoder, row["seed"])
+    depends_on_k = setup.k == "auto" and setup.pair.acceptance != "gumbel"  # a seed alone would not repeat the output
+    if setup.options["seed"] is None and setup.options["temperature"] > 0 and not depends_on_k:
+        totals.seed = f"seed {row['seed']}"
     totals.add(row, stats_of(done))
 
 
-def _drawn_seed(setup: Setup, decoder: Decoder, seed: int | None) -> str:
-    """Hint for the summary: the drawn seed of a sampled output, to repeat it; empty for others."""
-    temperature = setup.options["temperature"]
-    if seed is None or setup.options["seed"] is not None or temperature == 0:
-        return ""
-    # A row with a given seed has its own K if its output depends on K.
-    depends_on_k = decoder.request([0], {"seed": seed, "temperature": temperature}).request.num_draft_tokens is not None
-    return f"seed {seed}" + (
-        " (K adapted to the load: to repeat an output, give -k 4 with the seed)" if depends_on_k else ""
-    )
+def _open_workers(cluster: RayOptions, setup: Setup, num_slots: int, files: ExitStack, num_prompts: int) -> Workers:
+    if cluster.ray is None:
+        return LocalWorker(setup, num_slots)
+    return files.enter_context(open_ray_workers(cluster, setup, num_slots, num_prompts))
 
 
 def _print(stream: IO[str], text: str) -> None:
     stream.write(text)
     stream.flush()
-    if not stream.writable():  # nobody reads it
-        raise KeyboardInterrupt

@@ -9,25 +9,23 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import report_context_limit
-from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
+    GenerationConfigOption,
     HtmlOption,
     JsonOption,
     NumDraftTokensListOption,
     SamplingOptions,
     SeedOption,
     flat,
+    over_checkpoint,
     parse_k,
 )
 from outrider.cli.shared.output import (
-    check_figure_files,
-    check_json_target,
-    check_outputs,
     console_for,
     gather,
     options_json,
     print_table,
+    report_context_limit,
     write_json,
 )
 from outrider.cli.shared.pair_options import PairOptions
@@ -58,14 +56,11 @@ def latency(
     lines = template.read(None)
     options = sampling.to_options(seed=seed, num_seeds=len(lines), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)
-    check_outputs({"--html": html, "--json": json_target, "--plot": plot}, [pair.models])
-    check_json_target(json_target)
 
     from outrider.bench.plots import plot_speed_up
     from outrider.bench.report import summarise, table
     from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
 
-    check_figure_files(plot, html)
     decoder = pair.load()
     prompts = encode_lines(decoder, lines)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompts, max_new_tokens)

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.completion import complete_draft, complete_target
-from outrider.cli.shared.options import JsonOption
-from outrider.cli.shared.output import FILE_WIDTH, check_json_target, console_for, print_table, write_json
+from outrider.cli.shared.options import JsonOption, flat
+from outrider.cli.shared.output import FILE_WIDTH, console_for, print_table, write_json
 from outrider.cli.shared.pair_options import AllowPickleOption
 from outrider.errors import OptionError, OutriderError
 from outrider.options import check_num_draft_tokens, looks_up
@@ -24,18 +23,16 @@ _MOST_DEVICES = 64
 _USUAL_CONTEXT = 2048
 
 
+@flat
 def models(
     models: Annotated[Path | None, typer.Option("--models", help="TOML file with more model names.")] = None,
     target: Annotated[
         str | None,
         typer.Option(
             help="Predict the memory of this model. In all forms; known name, folder or hub id.",
-            autocompletion=complete_target,
         ),
     ] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="With --target: include this draft.", autocompletion=complete_draft)
-    ] = None,
+    draft: Annotated[str | None, typer.Option(help="With --target: include this draft.")] = None,
     context: Annotated[
         int | None, typer.Option(help="Cache length in tokens. Default: 2048, at most the model's context.")
     ] = None,
@@ -73,7 +70,6 @@ def models(
         raise OptionError(
             "--draft", draft, "give a model: a look-up has no weights, NAME:greedy and suffix+NAME those of NAME"
         )
-    check_json_target(json_target)
     console = console_for(json_target)
     options: dict[str, Any] = {"models": models, "batch_size": batch_size, "dtype": dtype}
     if memory is not None:

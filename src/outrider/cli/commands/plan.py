@@ -10,18 +10,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.context_limit import report_context_limit
-from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
-from outrider.cli.shared.options import HtmlOption, JsonOption, SamplingOptions, SeedOption, flat, parse_constant_k
+from outrider.cli.shared.options import (
+    GenerationConfigOption,
+    HtmlOption,
+    JsonOption,
+    SamplingOptions,
+    SeedOption,
+    flat,
+    over_checkpoint,
+    parse_constant_k,
+)
 from outrider.cli.shared.output import (
-    check_figure_files,
-    check_json_target,
-    check_outputs,
     console_for,
     count_items,
     options_json,
+    print_command,
     print_table,
     progress_bar,
+    report_context_limit,
     write_json,
 )
 from outrider.cli.shared.own_text import open_log, own_text
@@ -29,7 +35,6 @@ from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.cli.shared.what_if import what_if as predict_from
-from outrider.cli.shared.wrapping import print_command
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -95,10 +100,7 @@ def plan(
     sizes, contexts = _wholes("--batch-size", batch_size), _wholes("--context", context)
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
-    check_outputs({"--html": html, "--json": json_target, "--plot": plot}, [pair.models, prompts])
-    check_json_target(json_target)
 
-    check_figure_files(plot, html)
     if what_if is not None:
         predict_from(what_if, ks, plot, html, json_target)
         return

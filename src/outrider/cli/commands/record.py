@@ -9,30 +9,25 @@ from typing import Annotated
 
 import typer
 
-from outrider.cli.shared.generation_config import GenerationConfigOption, over_checkpoint
 from outrider.cli.shared.options import (
     BatchSizeOption,
     EndOptions,
+    GenerationConfigOption,
     ProbsOption,
     SamplingOptions,
     SeedOption,
-    check_batch_size,
-    check_probs,
     flat,
+    over_checkpoint,
 )
-from outrider.cli.shared.output import check_outputs
+from outrider.cli.shared.output import say
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, TargetOption
-from outrider.cli.shared.prompt_job import run_job
-from outrider.cli.shared.ray_workers import RayOptions
+from outrider.cli.shared.prompt_job import LocalWorker, Setup, run_job
 from outrider.cli.shared.template_options import TemplateOptions
-from outrider.cli.shared.workers import Setup
-from outrider.cli.shared.wrapping import say
 from outrider.errors import OptionError
 from outrider.offline.output_rows import Totals
-from outrider.offline.prompt_file import check_without_options, open_prompts
-from outrider.offline.prompt_order import Shard
+from outrider.offline.prompt_file import Shard, check_without_options, open_prompts
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
-from outrider.system.files import check_writable, write_text
+from outrider.system.files import write_text
 from outrider.system.ranks import current_ranks
 from outrider.text.chat import Chat
 
@@ -65,9 +60,7 @@ def record(
     """Record the target's output, with probabilities. 'outrider replay', plan and export read the log.
 
     'outrider generate --output --probs N' writes such lines, too, with a draft."""
-    check_batch_size(batch_size)
     sampling = over_checkpoint(sampling, command, generation_config, target, machine.models)
-    check_outputs({"--output": output, "--tensors": tensors}, [prompts])
     with ExitStack() as files:
         lines = files.enter_context(open_prompts(prompts))
         check_without_options(prompts, lines)
@@ -82,21 +75,12 @@ def record(
                     "this format has no sampling options and is read as greedy: record with -t 0, and "
                     "without penalties, --logit-bias, --min-tokens and --chat",
                 )
-            check_writable(tensors)
         pair = PairOptions(target=target, draft=["none"], **asdict(machine))
-        setup = Setup(pair, "none", DEFAULT_NUM_DRAFT_TOKENS, options, template, check_probs(probs))
+        setup = Setup(pair, "none", DEFAULT_NUM_DRAFT_TOKENS, options, template, probs)
         totals = Totals(None)
-        workers = run_job(
-            setup,
-            lines,
-            files,
-            totals,
-            batch_size=batch_size,
-            output=output,
-            part=Shard(),
-            cluster=RayOptions(),
-        )
-        say(totals.summary(workers.pair()) + f": {output}")
+        worker = LocalWorker(setup, batch_size)
+        run_job(setup, lines, files, totals, lambda _: worker, num_slots=batch_size, output=output, part=Shard())
+        say(totals.summary(worker.pair()) + f": {output}")
     if totals.is_interrupted:
         raise typer.Exit(130)
     if totals.num_failed:

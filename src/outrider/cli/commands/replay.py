@@ -15,24 +15,20 @@ from outrider.cli.shared.options import (
     BatchSizeOption,
     JsonOption,
     check_alone,
-    check_batch_size,
     flat,
     parse_constant_k,
 )
 from outrider.cli.shared.output import (
-    check_figure_files,
-    check_json_target,
-    check_outputs,
     console_for,
     count_items,
     print_table,
     progress_bar,
+    say,
     write_json,
 )
 from outrider.cli.shared.own_text import open_log
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
 from outrider.cli.shared.per_prompt import DrawnRounds, has_no_draft, show, show_file
-from outrider.cli.shared.wrapping import say
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_ACCEPTANCE, Sampling
@@ -142,16 +138,12 @@ def replay(
     """Compute tokens per round of drafts from a log. For every draft and K, without generating it again."""
     if tokens_per_prompt is not None and tokens_per_prompt < 1:
         raise OptionError("--tokens-per-prompt", tokens_per_prompt, "a whole number >= 1")
-    check_json_target(json_target)
     if per_prompt and log_format == "outrider" and not has_no_draft(log):
         check_alone(context, _OF_ROUNDS, "a file of rounds has been replayed already: leave it out")
-        check_outputs({"--json": json_target, "--plot": plot}, [log])
-        check_figure_files(plot)
         show_file(log, tokens_per_prompt, _single_k(num_draft_tokens), plot, json_target)
         return
     if tokens_per_prompt is not None:
         raise OptionError("--tokens-per-prompt", tokens_per_prompt, "it needs --per-prompt and a file of counts")
-    check_batch_size(batch_size)
     ks = parse_constant_k(num_draft_tokens or "1-8")
     for option, value, known in (
         ("--format", log_format, _FORMATS),
@@ -168,10 +160,6 @@ def replay(
         raise OptionError("--output-format", output_format, "it needs --output")
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
-    check_outputs(
-        {"--output": output, "--json": json_target, "--plot": plot},
-        [log, prompts, drafts.models, *(drafts.corpus or ())],
-    )
     if output is not None:
         check_writable(output)
 
@@ -183,7 +171,6 @@ def replay(
 
     if drafts.acceptance not in PREDICTED_RULES:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
-    check_figure_files(plot)
     set_threads(drafts.threads)
     decoder = pair = None
     if target is not None:

@@ -7,16 +7,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.shared.generation_config import GenerationConfigOption
-from outrider.cli.shared.options import flat, parse_k
+from outrider.cli.shared.options import GenerationConfigOption, flat, parse_k
 from outrider.cli.shared.pair_options import PairOptions
-from outrider.cli.shared.wrapping import wrap
 from outrider.errors import MissingExtra, OptionError
-from outrider.options import DEFAULT_NUM_SLOTS, check_num_slots
+from outrider.options import DEFAULT_NUM_SLOTS
 from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from outrider.serve.served_model import ServedModel
 
 _LOG = logging.getLogger("outrider.serve")
-_SERVER = "Server"
+_option = partial(typer.Option, rich_help_panel="Server")
 
 
 @flat
@@ -39,100 +38,88 @@ def serve(
             rich_help_panel="Models",
         ),
     ] = "auto",
-    slots: Annotated[
-        int, typer.Option(help="Sequences generated concurrently.", rich_help_panel=_SERVER)
-    ] = DEFAULT_NUM_SLOTS,
+    slots: Annotated[int, _option(min=1, metavar="N", help="Sequences generated concurrently.")] = DEFAULT_NUM_SLOTS,
     context: Annotated[
         int | None,
-        typer.Option(
+        _option(
+            min=2,
+            metavar="N",
             help="Maximum tokens of a sequence, prompt included. Default: the target's context, at most 8192.",
-            rich_help_panel=_SERVER,
         ),
     ] = None,
     generation_config: GenerationConfigOption = "auto",
-    host: Annotated[
-        str, typer.Option(help="Address to listen on. Any but loopback requires --api-key.", rich_help_panel=_SERVER)
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 takes a free one.", rich_help_panel=_SERVER)] = 8000,
+    host: Annotated[str, _option(help="Address to listen on. Any but loopback requires --api-key.")] = "127.0.0.1",
+    port: Annotated[int, _option(help="Port to listen on; 0 takes a free one.")] = 8000,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(
+        _option(
             envvar="OUTRIDER_API_KEY",
             metavar="KEY",
             help="API key for clients. Repeatable, one per client. Prefer the environment variable (keys separated by "
             "spaces): other users can see command lines.",
-            rich_help_panel=_SERVER,
         ),
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="Model name for clients. Repeatable. Default: the target's name.",
-            rich_help_panel=_SERVER,
-        ),
+        _option(metavar="NAME", help="Model name for clients. Repeatable. Default: the target's name."),
     ] = None,
     max_queue: Annotated[
-        int, typer.Option(help="Maximum sequences waiting for a slot; more get 503.", rich_help_panel=_SERVER)
+        int, _option(min=0, metavar="N", help="Maximum sequences waiting for a slot; more get 503.")
     ] = 256,
     max_per_client: Annotated[
         int | None,
-        typer.Option(
+        _option(
+            min=1,
+            metavar="N",
             help="Maximum sequences per client, running or waiting; more get 429. Default: three quarters of --slots "
             "and --max-queue together.",
-            rich_help_panel=_SERVER,
         ),
     ] = None,
     max_connections: Annotated[
         int,
-        typer.Option(
+        _option(
+            min=2,
+            metavar="N",
             help="Maximum connections; requests on further ones get 503.",
-            rich_help_panel=_SERVER,
         ),
     ] = 1024,
     priority_across_clients: Annotated[
         bool,
-        typer.Option(
+        _option(
             "--priority-across-clients",
             help="Compare request priorities across clients. Default: clients take turns, and priority orders the "
             "requests of one client.",
-            rich_help_panel=_SERVER,
         ),
     ] = False,
     queue_timeout: Annotated[
         float,
-        typer.Option(
-            help="Maximum seconds that a request waits for a slot; then it gets 503.", rich_help_panel=_SERVER
-        ),
+        _option(min=1e-3, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503."),
     ] = 600.0,
     tool_parser: Annotated[
         str,
-        typer.Option(
-            metavar="auto|NAME",
-            help="How the model writes calls of tools: hermes (Qwen too), llama3_json, mistral. Default: by its chat "
-            "template.",
-            rich_help_panel=_SERVER,
+        _option(
+            metavar="NAME",
+            help="How the model writes calls of tools: auto (by its chat template), hermes (Qwen too), llama3_json, "
+            "mistral.",
         ),
     ] = "auto",
     reasoning_parser: Annotated[
         str,
-        typer.Option(
-            metavar="auto|none|NAME",
-            help="How the model marks its thoughts, which become reasoning_content: think (<think>), "
+        _option(
+            metavar="NAME",
+            help="How the model marks its thoughts, which become reasoning_content: auto, none, think (<think>), "
             "mistral ([THINK]). Default: by its tokens.",
-            rich_help_panel=_SERVER,
         ),
     ] = "auto",
     allow_image_host: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="HOST[:PORT]",
+        _option(
+            metavar="HOST",
             help="Fetch images of chats from this host. Repeatable. Default: only images in the request itself.",
-            rich_help_panel=_SERVER,
         ),
     ] = None,
     shutdown_timeout: Annotated[
-        float, typer.Option(help="Seconds that running requests may continue after SIGTERM.", rich_help_panel=_SERVER)
+        float, _option(min=0, metavar="S", help="Seconds that running requests may continue after SIGTERM.")
     ] = 30.0,
 ) -> None:
     """Serve a target and its draft over OpenAI's API.
@@ -141,19 +128,6 @@ def serve(
     (k, *more) = parse_k(num_draft_tokens)
     if more:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "this command takes one number, or auto")
-    check_num_slots(slots)
-    if context is not None and context < 2:
-        raise OptionError("--context", context, "a whole number >= 2")
-    if max_queue < 0:
-        raise OptionError("--max-queue", max_queue, "a whole number >= 0")
-    if max_per_client is not None and max_per_client < 1:
-        raise OptionError("--max-per-client", max_per_client, "a whole number >= 1")
-    if max_connections < 2:
-        raise OptionError("--max-connections", max_connections, "a whole number >= 2")
-    if not 0 < queue_timeout < 1e6:
-        raise OptionError("--queue-timeout", queue_timeout, "seconds, more than 0")
-    if not 0 <= shutdown_timeout < 1e6:
-        raise OptionError("--shutdown-timeout", shutdown_timeout, "seconds, 0 or more")
     from outrider.models.reading import check_choice
 
     # A key read from a file may end in a newline.
@@ -209,26 +183,13 @@ def serve(
         Server(names, load, options, listener, on_ready).run()
 
 
-class _TerminalLines(logging.Formatter):
-    """Time and message; long lines break between words."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        level = "" if record.levelno == logging.INFO else f"{record.levelname} "
-        time = self.formatTime(record, "%H:%M:%S")
-        text = wrap(f"{time} {level}{record.getMessage()}", sys.stderr, " " * (len(time) + 1))
-        return text if record.exc_info is None else f"{text}\n{self.formatException(record.exc_info)}"
-
-
-def _lines() -> logging.Formatter:
-    if sys.stderr.isatty():
-        return _TerminalLines()
-    return logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
-
-
 @contextmanager
 def _log_on_stderr() -> Iterator[None]:
     handler = logging.StreamHandler()
-    handler.setFormatter(_lines())
+    if sys.stderr.isatty():
+        handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     # Not "outrider" as a whole, which tells how models are read (--verbose).
     names = dict.fromkeys(("outrider.serve", "outrider.decoding", "outrider.kernels"), logging.INFO)
     # uvicorn warns of each malformed request: clients could fill the disk.

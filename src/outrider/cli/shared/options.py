@@ -11,30 +11,29 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Collection
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
+from outrider.cli.shared.output import check_files, say
 from outrider.errors import FileError, OptionError
-from outrider.options import (
-    MAX_NUM_DRAFT_TOKENS,
-    NumDraftTokens,
-    Sampling,
-)
+from outrider.options import MAX_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 from outrider.system.files import read_text
 
 MODELS_PANEL, SAMPLING_PANEL, MACHINE_PANEL = "Models", "Sampling", "Machine"
 DEFAULT_SIGNIFICANCE = 1e-3
+DEFAULT_MAX_NEW_TOKENS = 128
+
+_sampling_option = partial(typer.Option, rich_help_panel=SAMPLING_PANEL)
+_models_option = partial(typer.Option, rich_help_panel=MODELS_PANEL)
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write a JSON document. '-' is standard output.")
 ]
-HtmlOption = Annotated[
-    Path | None,
-    typer.Option("--html", metavar="FILE", help="Write the result as one HTML page with figures."),
-]
+HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page with figures.")]
 
 
 @dataclass(frozen=True)
@@ -42,33 +41,22 @@ class SamplingOptions:
     """Sampling options; names and meanings as in ``outrider.Sampling``."""
 
     temperature: Annotated[
-        float,
-        typer.Option("-t", "--temperature", help="Sampling temperature; 0 is greedy.", rich_help_panel=SAMPLING_PANEL),
+        float, _sampling_option("-t", "--temperature", help="Sampling temperature; 0 is greedy.")
     ] = 1.0
-    top_k: Annotated[int, typer.Option(help="0 keeps all tokens.", rich_help_panel=SAMPLING_PANEL)] = 0
-    top_p: Annotated[float, typer.Option(help="1.0 keeps all tokens.", rich_help_panel=SAMPLING_PANEL)] = 1.0
-    min_p: Annotated[float, typer.Option(help="0.0 keeps all tokens.", rich_help_panel=SAMPLING_PANEL)] = 0.0
-    repetition_penalty: Annotated[float, typer.Option(help="1.0 is off.", rich_help_panel=SAMPLING_PANEL)] = 1.0
+    top_k: Annotated[int, _sampling_option(help="0 keeps all tokens.")] = 0
+    top_p: Annotated[float, _sampling_option(help="1.0 keeps all tokens.")] = 1.0
+    min_p: Annotated[float, _sampling_option(help="0.0 keeps all tokens.")] = 0.0
+    repetition_penalty: Annotated[float, _sampling_option(help="1.0 is off.")] = 1.0
     presence_penalty: Annotated[
-        float,
-        typer.Option(
-            help="Subtracted from the logits of tokens generated so far; -2 to 2.", rich_help_panel=SAMPLING_PANEL
-        ),
+        float, _sampling_option(help="Subtracted from the logits of tokens generated so far; -2 to 2.")
     ] = 0.0
     frequency_penalty: Annotated[
-        float,
-        typer.Option(help="Subtracted once per occurrence of the token; -2 to 2.", rich_help_panel=SAMPLING_PANEL),
+        float, _sampling_option(help="Subtracted once per occurrence of the token; -2 to 2.")
     ] = 0.0
     logit_bias: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ID=BIAS", help="Bias added to a token's logit. Repeatable.", rich_help_panel=SAMPLING_PANEL
-        ),
+        list[str] | None, _sampling_option(metavar="ID=BIAS", help="Bias added to a token's logit. Repeatable.")
     ] = None
-    min_tokens: Annotated[
-        int,
-        typer.Option(help="Minimum tokens; stop strings are ignored until then.", rich_help_panel=SAMPLING_PANEL),
-    ] = 0
+    min_tokens: Annotated[int, _sampling_option(help="Minimum tokens; stop strings are ignored until then.")] = 0
 
     def to_options(self, *, seed: int | None, num_seeds: int, **more: Any) -> dict[str, Any]:
         """Keyword arguments for a decoder, including ``more``, checked before anything is loaded.
@@ -92,54 +80,36 @@ class EndOptions:
     """Options that end the output."""
 
     max_new_tokens: Annotated[
-        int,
-        typer.Option("-n", "--max-new-tokens", help="Maximum tokens to generate.", rich_help_panel=SAMPLING_PANEL),
-    ] = 128
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Stop string. Repeatable.", rich_help_panel=SAMPLING_PANEL),
-    ] = None
-    stop_token_ids: Annotated[
-        list[int] | None,
-        typer.Option(
-            "--stop-token-id",
-            metavar="ID",
-            help="Stop token. Repeatable.",
-            rich_help_panel=SAMPLING_PANEL,
+        int | None,
+        _sampling_option(
+            "-n",
+            "--max-new-tokens",
+            "--max-tokens",
+            min=1,
+            metavar="N",
+            help="Maximum tokens to generate. Default: 128, or 1024 of a chat's answer.",
         ),
     ] = None
-    ignore_eos: Annotated[
-        bool,
-        typer.Option("--ignore-eos", help="Continue after an end-of-sequence token.", rich_help_panel=SAMPLING_PANEL),
-    ] = False
+    stop: Annotated[list[str] | None, _sampling_option(metavar="TEXT", help="Stop string. Repeatable.")] = None
+    stop_token_ids: Annotated[
+        list[int] | None, _sampling_option("--stop-token-id", metavar="ID", help="Stop token. Repeatable.")
+    ] = None
+    ignore_eos: Annotated[bool, _sampling_option("--ignore-eos", help="Continue after an end-of-sequence token.")] = (
+        False
+    )
 
-    def to_options(self) -> dict[str, Any]:
-        """Keyword arguments for a decoder."""
-        lists = {"stop": tuple(self.stop or ()), "stop_token_ids": tuple(self.stop_token_ids or ())}
-        return {"max_new_tokens": self.max_new_tokens, **lists, "ignore_eos": self.ignore_eos}
-
-
-def _of_end(name: str) -> Any:
-    """Declaration of an option of ``EndOptions``."""
-    return get_type_hints(EndOptions, include_extras=True)[name].__metadata__[0]
-
-
-@dataclass(frozen=True)
-class AnswerOptions:
-    """Options that end an answer of a chat; see ``EndOptions``."""
-
-    max_new_tokens: Annotated[int | None, _of_end("max_new_tokens")] = None
-    stop: Annotated[list[str] | None, _of_end("stop")] = None
-    stop_token_ids: Annotated[list[int] | None, _of_end("stop_token_ids")] = None
-
-    def to_options(self, default: int) -> dict[str, Any]:
+    def to_options(self, default: int = DEFAULT_MAX_NEW_TOKENS) -> dict[str, Any]:
         """Keyword arguments for a decoder.
 
         Args:
-            default: of ``max_new_tokens``.
+            default: tokens, unless the command line says how many.
         """
-        most = default if self.max_new_tokens is None else self.max_new_tokens
-        return EndOptions(most, self.stop, self.stop_token_ids).to_options()
+        return {
+            "max_new_tokens": self.max_new_tokens or default,
+            "stop": tuple(self.stop or ()),
+            "stop_token_ids": tuple(self.stop_token_ids or ()),
+            "ignore_eos": self.ignore_eos,
+        }
 
 
 @dataclass(frozen=True)
@@ -147,23 +117,14 @@ class StructureOptions:
     """Constraints on the output (all but ``bad_words``: extra ``structured``)."""
 
     json_schema: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Constrain the output to a JSON schema.", rich_help_panel=SAMPLING_PANEL),
+        Path | None, _sampling_option(metavar="FILE", help="Constrain the output to a JSON schema.")
     ] = None
-    regex: Annotated[
-        str | None, typer.Option(help="Constrain the output to a regular expression.", rich_help_panel=SAMPLING_PANEL)
-    ] = None
+    regex: Annotated[str | None, _sampling_option(help="Constrain the output to a regular expression.")] = None
     grammar: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Constrain the output to a Lark or GBNF grammar.", rich_help_panel=SAMPLING_PANEL
-        ),
+        Path | None, _sampling_option(metavar="FILE", help="Constrain the output to a Lark or GBNF grammar.")
     ] = None
     bad_words: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--bad-word", metavar="TEXT", help="Text not to generate. Repeatable.", rich_help_panel=SAMPLING_PANEL
-        ),
+        list[str] | None, _sampling_option("--bad-word", metavar="TEXT", help="Text not to generate. Repeatable.")
     ] = None
 
     def to_options(self) -> dict[str, Any]:
@@ -189,18 +150,14 @@ def check_constraint(sampling: Sampling) -> None:
 
 NumDraftTokensOption = Annotated[
     str | None,
-    typer.Option(
+    _models_option(
         "-k",
         "--num-draft-tokens",
         help="Tokens drafted per round, or auto. auto adapts K. Default: auto; 4 with a seed, for reproducible output.",
-        rich_help_panel=MODELS_PANEL,
     ),
 ]
 NumDraftTokensListOption = Annotated[
-    str,
-    typer.Option(
-        "-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4, auto.", rich_help_panel=MODELS_PANEL
-    ),
+    str, _models_option("-k", "--num-draft-tokens", help="One or several K: 4, 1-8, 1,2,4, auto.")
 ]
 PromptsOption = Annotated[
     Path | None,
@@ -208,33 +165,57 @@ PromptsOption = Annotated[
         help="File of prompts. JSON lines with a 'prompt' or 'messages', or plain lines. Default: 15 built-in prompts."
     ),
 ]
-BatchSizeOption = Annotated[int, typer.Option(help="Prompts generated concurrently.", rich_help_panel=MACHINE_PANEL)]
+BatchSizeOption = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Prompts generated concurrently.", rich_help_panel=MACHINE_PANEL)
+]
 SignificanceOption = Annotated[
     float,
-    typer.Option(help="Probability that a correct rule fails the statistical tests.", rich_help_panel="Statistics"),
+    typer.Option(
+        min=1e-12,
+        max=0.5,
+        metavar="N",
+        help="Probability that a correct rule fails the statistical tests.",
+        rich_help_panel="Statistics",
+    ),
 ]
-SeedOption = Annotated[int, typer.Option(help="Prompt or run i gets this seed + i.", rich_help_panel=SAMPLING_PANEL)]
-
-
+SeedOption = Annotated[int, _sampling_option(min=0, metavar="N", help="Prompt or run i gets this seed + i.")]
 ProbsOption = Annotated[
     int | None,
     typer.Option(
-        help="Keep the probabilities of each token and of the N most probable. Replays of sampled outputs need them."
+        min=1,
+        metavar="N",
+        help="Keep the probabilities of each token and of the N most probable. Replays of sampled outputs need them.",
+    ),
+]
+GenerationConfigOption = Annotated[
+    str,
+    _sampling_option(
+        metavar="auto|none",
+        help="auto takes sampling options that are not given from the target's generation_config.json; none does not.",
     ),
 ]
 
 
-def check_probs(probs: int | None) -> int | None:
-    """Raises OptionError."""
-    if probs is not None and probs < 1:
-        raise OptionError("--probs", probs, "a whole number >= 1")
-    return probs
+def over_checkpoint(
+    sampling: SamplingOptions, context: typer.Context, choice: str, target: str, models: Path | None
+) -> SamplingOptions:
+    """The options of a command line, over those that the target's checkpoint states. Says which it takes.
 
+    Args:
+        context: knows which options were given.
 
-def check_batch_size(batch_size: int) -> None:
-    """Raises OptionError."""
-    if batch_size < 1:
-        raise OptionError("--batch-size", batch_size, "a whole number >= 1")
+    Raises:
+        OptionError, ModelNotFound, FileError
+    """
+    from outrider.models.reading import defaults_text, sampling_defaults
+    from outrider.models.registry import resolve
+
+    spec = resolve(target, models)
+    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
+    taken = {name: value for name, value in sampling_defaults(spec, choice).items() if name not in given}
+    if taken:
+        say(defaults_text(spec.name, taken))
+    return replace(sampling, **taken)
 
 
 def check_alone(context: typer.Context, kept: Collection[str], remedy: str) -> None:
@@ -247,18 +228,6 @@ def check_alone(context: typer.Context, kept: Collection[str], remedy: str) -> N
         source = context.get_parameter_source(param.name or "")
         if source is not None and source.name == "COMMANDLINE" and param.name not in kept:
             raise OptionError(max(param.opts, key=len), context.params[param.name or ""], remedy)
-
-
-def check_significance(level: float) -> None:
-    """Raises OptionError."""
-    if not 0 < level < 1:
-        raise OptionError("--significance", level, "a number between 0 and 1, like 1e-3")
-
-
-def check_detect_tv(distance: float | None) -> None:
-    """Raises OptionError."""
-    if distance is not None and not 0 < distance < 1:
-        raise OptionError("--detect-tv", distance, "a number between 0 and 1, like 0.01")
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
@@ -307,29 +276,29 @@ def parse_constant_k(text: str) -> list[int]:
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each option group in a command's signature by the group's fields, for Typer."""
+    """Replace each option group in a command's signature by the group's fields, for Typer; and check its files before
+    the command begins."""
     hints = get_type_hints(command, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command).parameters.values():
         if parameter.name not in groups:
             parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
             continue
         group = groups[parameter.name]
-        field_hints = get_type_hints(group, include_extras=True)
-        for field in fields(group):
-            assert field.default is not MISSING
-            parameters.append(
-                inspect.Parameter(
-                    field.name,
-                    inspect.Parameter.KEYWORD_ONLY,
-                    default=field.default,
-                    annotation=field_hints[field.name],
-                )
+        parameters += [
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=field.default,
+                annotation=get_type_hints(group, include_extras=True)[field.name],
             )
+            for field in fields(group)
+        ]
 
     @functools.wraps(command)
     def flattened(**values: Any) -> None:
+        check_files(values)
         arguments = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
             for name, group in groups.items()

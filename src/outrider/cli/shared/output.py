@@ -1,11 +1,12 @@
-"""Output of commands: consoles, JSON documents, files."""
+"""Output of commands: messages, consoles, JSON documents, files."""
 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -27,6 +28,34 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 FILE_WIDTH = 120  # of tables in files and pipes, which have no width
+_OUTPUTS = {  # parameters that name files to write ("race": a page without figures), and their options
+    "output": "--output",
+    "tensors": "--tensors",
+    "html": "--html",
+    "race": "--html",
+    "json_target": "--json",
+    "plot": "--plot",
+}
+
+
+def say(message: str) -> None:
+    """Print a message on standard error."""
+    print(message, file=sys.stderr)
+
+
+class _OnStderr(logging.Handler):
+    """Logs to the current standard error."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
+def log_to_stderr(name: str = "outrider") -> None:
+    """Show a logger's messages on standard error."""
+    logger = logging.getLogger(name)
+    if not (logger.handlers or logging.getLogger("outrider").handlers):
+        logger.addHandler(_OnStderr())
+    logger.setLevel(logging.INFO)
 
 
 def console_for(json_target: str | None, *, has_colours: bool | None = None) -> Console:
@@ -55,6 +84,26 @@ def print_table(console: Console, table: Table, width: int = 80) -> None:
     if console.width < width:
         table.width = Measurement.get(console, console.options.update(max_width=width), table).maximum
     console.print(table, crop=False)
+
+
+def print_command(console: Console, command: str) -> None:
+    """Print a command line, indented, as one line that can be copied."""
+    console.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
+
+
+def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """Warn on standard error if the target's context ends outputs before ``-n``.
+
+    Args:
+        prompts: token ids of each.
+    """
+    longest = max(map(len, prompts))
+    if longest + max_new_tokens > context_len:
+        prompt = "prompt" if len(prompts) == 1 else "longest prompt"
+        say(
+            f"-n {max_new_tokens} exceeds the context of {model}, {context_len} tokens: "
+            f"with {longest} in the {prompt}, at most {context_len - longest} are generated"
+        )
 
 
 @contextmanager
@@ -99,32 +148,33 @@ def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[
     return done, False
 
 
-def check_json_target(json_target: str | None) -> None:
-    """Raises FileError if the document could not be written later."""
-    if json_target not in (None, "-"):
-        check_writable(Path(str(json_target)))
-
-
-def check_outputs(outputs: Mapping[str, Path | str | None], inputs: Iterable[Path | None]) -> None:
-    """Check before the work that no output overwrites another output or an input.
+def check_files(values: Mapping[str, Any]) -> None:
+    """Check before the work that outputs can be written, and that none overwrites an input or another output.
 
     Args:
-        outputs: by option; None and "-" are ignored.
-        inputs: files, and folders whose files must not be overwritten.
+        values: the command's parameters. Paths that are no outputs are inputs.
 
     Raises:
-        OptionError
+        OptionError, FileError, MissingExtra
     """
-    taken = [path.resolve() for path in inputs if path is not None]
-    for option, output in outputs.items():
-        if output is None or output == "-":
+    taken = set()
+    for name, value in values.items():
+        paths = value if isinstance(value, list) else [value]
+        taken |= {path.resolve() for path in paths if isinstance(path, Path) and name not in _OUTPUTS}
+    for name, option in _OUTPUTS.items():
+        value = values.get(name)
+        if value in (None, "-"):
             continue
-        path = Path(output).resolve()
-        if path.exists() and not path.is_file() and not path.is_dir():
-            continue  # a device or a pipe, where nothing is overwritten
-        if any(path == other or other in path.parents for other in taken):
-            raise OptionError(option, str(output), "another option reads or writes this file: choose another file")
-        taken.append(path)
+        path = Path(value)
+        if path.resolve() in taken and (path.is_file() or not path.exists()):  # nothing overwrites a device or a pipe
+            raise OptionError(option, str(value), "another option reads or writes this file: choose another file")
+        taken.add(path.resolve())
+        if name in ("plot", "html"):
+            from outrider.bench.plots import PLOT_FORMATS, check_plot_file
+
+            check_plot_file(path, PLOT_FORMATS if name == "plot" else (".html",))
+        elif name != "output":  # opened by the command itself, or a folder
+            check_writable(path)
 
 
 def write_json(
@@ -157,19 +207,6 @@ def write_outputs(
         write_document(json_target, document)
     if html is not None:
         write_text(html, render(document))
-
-
-def check_figure_files(plot: Path | None, html: Path | None = None) -> None:
-    """Check before the measurement that a plot, and a page with figures, can be written.
-
-    Raises:
-        FileError, MissingExtra
-    """
-    from outrider.bench.plots import PLOT_FORMATS, check_plot_file
-
-    for path, formats in ((plot, PLOT_FORMATS), (html, (".html",))):
-        if path is not None:
-            check_plot_file(path, formats)
 
 
 def make_document(
@@ -234,9 +271,6 @@ def json_text(value: Any, indent: int | None = None) -> str:
 def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
     """Options of a command, as they read back from its document."""
     options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
-    for name in ("corpus", "allow_pickle"):  # older files, which a run may continue, do not name them
-        if not options[name]:
-            del options[name]
     if sampling.get("logit_bias") is not None:
         options["logit_bias"] = [f"{token_id}={float(bias)!r}" for token_id, bias in sampling["logit_bias"].items()]
     return _as_read(options)

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.shared.completion import DTYPES, RULES, complete_draft, complete_target, one_of
-from outrider.cli.shared.logs import log_to_stderr
 from outrider.cli.shared.options import (
     MACHINE_PANEL,
     MODELS_PANEL,
     SamplingOptions,
     parse_k,
 )
+from outrider.cli.shared.output import log_to_stderr
 from outrider.errors import OptionError
-from outrider.models.registry import ARITHMETICS, EXECUTIONS, QUANTIZATIONS
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
 from outrider.system.cores import useful_threads
 
@@ -28,14 +27,12 @@ if TYPE_CHECKING:
     from outrider.models.registry import Placement
 
 
-def set_threads(threads: int | None) -> None:
-    """Set CPU threads; None for those of ``OMP_NUM_THREADS``, or PyTorch's choice up to the cores that are worth one.
+_model_option = partial(typer.Option, rich_help_panel=MODELS_PANEL)
+_machine_option = partial(typer.Option, rich_help_panel=MACHINE_PANEL)
 
-    Raises:
-        OptionError
-    """
-    if threads is not None and threads < 1:
-        raise OptionError("--threads", threads, "a whole number >= 1")
+
+def set_threads(threads: int | None) -> None:
+    """Set CPU threads. None: those of ``OMP_NUM_THREADS``, or PyTorch's choice up to the cores that are worth one."""
     import torch
 
     if threads is None and "OMP_NUM_THREADS" not in os.environ:
@@ -51,131 +48,86 @@ class PairOptions:
 
     target: Annotated[
         str,
-        typer.Option(
-            help="Known name, folder or hub id. 'outrider models' lists the names.",
-            autocompletion=complete_target,
-            rich_help_panel=MODELS_PANEL,
-        ),
+        _model_option("--target", "--model", help="Known name, folder or hub id. 'outrider models' lists the names."),
     ] = "fable"
     draft: Annotated[
         list[str] | None,
-        typer.Option(
+        _model_option(
             metavar="NAME",
             help="Model, head, mtp, ngram, suffix or none. A model or a head for the target is a known name, folder or "
             "hub id; mtp is the target's own MTP layer; ngram and suffix look up the text so far. NAME:greedy drafts "
             "the most probable tokens, NAME:min-prob=P ends drafts before unlikely tokens, suffix+NAME looks tokens up "
             "where that promises more. Repeatable where drafts are compared. Default: fable-draft for fable, else "
             "ngram (compare asks for one).",
-            autocompletion=complete_draft,
-            rich_help_panel=MODELS_PANEL,
         ),
     ] = None
-    acceptance: Annotated[
-        str,
-        typer.Option(
-            help="Rule: block, rejection or gumbel.", autocompletion=one_of(RULES), rich_help_panel=MODELS_PANEL
-        ),
-    ] = DEFAULT_ACCEPTANCE
-    models: Annotated[
-        Path | None, typer.Option(help="TOML file with more model names.", rich_help_panel=MODELS_PANEL)
-    ] = None
+    acceptance: Annotated[str, _model_option(help="Rule: block, rejection or gumbel.")] = DEFAULT_ACCEPTANCE
+    models: Annotated[Path | None, _model_option(help="TOML file with more model names.")] = None
     corpus: Annotated[
         list[Path] | None,
-        typer.Option(
+        _model_option(
             metavar="FILE",
             help="Text that the draft 'suffix' looks up, too: plain, or JSON lines with prompt and text, as 'outrider "
             "generate --output' writes them. Repeatable.",
-            rich_help_panel=MODELS_PANEL,
         ),
     ] = None
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", rich_help_panel=MACHINE_PANEL)] = "auto"
+    device: Annotated[str, _machine_option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto"
     dtype: Annotated[
         str,
-        typer.Option(
-            help="auto, float64, float32, bfloat16, float16. auto: float32 on the CPU, else the checkpoint's.",
-            autocompletion=one_of(DTYPES),
-            rich_help_panel=MACHINE_PANEL,
+        _machine_option(
+            help="auto, float64, float32, bfloat16, float16. auto: float32 on the CPU, else the checkpoint's."
         ),
     ] = "auto"
     quantize: Annotated[
         str | None,
-        typer.Option(
+        _machine_option(
             help="int8, int4, fp8, 8bit, nf4 or none, of the target's weights. Or the arithmetic of a GGUF file or a "
-            "4-bit checkpoint on the CPU: a8, a15 or a32. A name ending in :int8 does the same.",
-            autocompletion=one_of(("none", *QUANTIZATIONS, *ARITHMETICS)),
-            rich_help_panel=MACHINE_PANEL,
+            "4-bit checkpoint on the CPU: a8, a15 or a32. A name ending in :int8 does the same."
         ),
     ] = None
     device_map: Annotated[
         str | None,
-        typer.Option(
+        _machine_option(
             help="Spread the target's layers over devices: auto, balanced, none, or a JSON file that maps modules to "
-            "devices.",
-            rich_help_panel=MACHINE_PANEL,
+            "devices."
         ),
     ] = None
     max_memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZES",
-            help="Memory limits for --device-map: 0=20GiB,1=20GiB,cpu=60GiB.",
-            rich_help_panel=MACHINE_PANEL,
-        ),
+        _machine_option(metavar="SIZES", help="Memory limits for --device-map: 0=20GiB,1=20GiB,cpu=60GiB."),
     ] = None
     store: Annotated[
         str | None,
-        typer.Option(
+        _machine_option(
             help="On the CPU: auto keeps large matrices in the checkpoint's dtype and converts them when read; plain "
-            "converts them on loading. Default: auto.",
-            rich_help_panel=MACHINE_PANEL,
+            "converts them on loading. Default: auto."
         ),
     ] = None
-    draft_device: Annotated[
-        str | None, typer.Option(help="The draft's device. Default: the target's.", rich_help_panel=MACHINE_PANEL)
-    ] = None
-    draft_dtype: Annotated[
-        str | None, typer.Option(help="The draft's dtype. Default: the target's.", rich_help_panel=MACHINE_PANEL)
-    ] = None
-    draft_quantize: Annotated[
-        str | None, typer.Option(help="--quantize for the draft.", rich_help_panel=MACHINE_PANEL)
-    ] = None
-    draft_device_map: Annotated[
-        str | None, typer.Option(help="--device-map for the draft.", rich_help_panel=MACHINE_PANEL)
-    ] = None
-    draft_max_memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZES", help="--max-memory for the draft.", rich_help_panel=MACHINE_PANEL),
-    ] = None
+    draft_device: Annotated[str | None, _machine_option(help="The draft's device. Default: the target's.")] = None
+    draft_dtype: Annotated[str | None, _machine_option(help="The draft's dtype. Default: the target's.")] = None
+    draft_quantize: Annotated[str | None, _machine_option(help="--quantize for the draft.")] = None
     threads: Annotated[
         int | None,
-        typer.Option(
+        _machine_option(
+            min=1,
+            metavar="N",
             help="CPU threads. Default: OMP_NUM_THREADS; else one for each physical core, without efficiency cores.",
-            rich_help_panel=MACHINE_PANEL,
         ),
     ] = None
     allow_pickle: Annotated[
         bool,
-        typer.Option(
+        _machine_option(
             "--allow-pickle",
             help="Read weights from pickled files (pytorch_model.bin), too, if you trust their authors.",
-            rich_help_panel=MACHINE_PANEL,
         ),
     ] = False
     execution: Annotated[
         str,
-        typer.Option(
+        _machine_option(
             help="How forwards run: auto, eager, native (CPU) or captured (CUDA graphs). auto takes the fastest that "
-            "the model and its device allow.",
-            autocompletion=one_of(EXECUTIONS),
-            rich_help_panel=MACHINE_PANEL,
+            "the model and its device allow."
         ),
     ] = "auto"
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", hidden=True)] = None
-
-    def __post_init__(self) -> None:
-        if self.compile is not None:
-            remedy = "nothing is compiled any more, and --execution chooses how models run: leave it out"
-            raise OptionError("--compile" if self.compile else "--no-compile", self.compile, remedy)
 
     @property
     def draft_names(self) -> list[str]:
@@ -260,8 +212,6 @@ class PairOptions:
             device=self.draft_device or self.device,
             dtype=self.draft_dtype or self.dtype,
             quantization=self.draft_quantize,
-            device_map=self.draft_device_map,
-            max_memory=self.draft_max_memory,
             store=self.store,
             allow_pickle=self.allow_pickle,
             execution="eager" if self.execution == "eager" else "auto",
@@ -294,7 +244,6 @@ class MachineOptions:
     threads: Annotated[int | None, _of_pair("threads")] = None
     allow_pickle: Annotated[bool, _of_pair("allow_pickle")] = False
     execution: Annotated[str, _of_pair("execution")] = "auto"
-    compile: Annotated[bool | None, _of_pair("compile")] = None
 
     def load(self, target: str) -> Decoder:
         """See ``PairOptions.load``."""

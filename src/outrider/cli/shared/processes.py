@@ -15,11 +15,12 @@ from outrider.system.ranks import Ranks, has_lost_others, join
 _LOST = "another process of this job was killed or has crashed (its memory may be full); torchrun reports which one"
 
 
-def run_together(command: Callable[[], None], mistake: Callable[[BaseException], str | None]) -> None:
+def run_together(command: Callable[[], int], mistake: Callable[[BaseException], str | None]) -> None:
     """Run the same command in all processes and exit. The first process prints; only the process that fails first
     reports its error.
 
     Args:
+        command: returns the exit code.
         mistake: one-line message for a user's error; None for other errors.
     """
     if os.environ["RANK"] != "0":  # before importing torch, which keeps the current streams
@@ -32,13 +33,10 @@ def run_together(command: Callable[[], None], mistake: Callable[[BaseException],
         print(f"error: {error}", file=sys.__stderr__)
         sys.exit(2)
     threading.Thread(target=_watch_signals, args=(ranks, signals), daemon=True).start()
-    code = 0
     try:
-        command()
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else 1
+        code = command()
         if code:
-            ranks.fail()  # the first process has printed the error
+            ranks.fail()  # the first process has printed the reason
     except BaseException as error:
         message = _LOST if has_lost_others(error) else mistake(error)
         code = 1 if message is None else 2

@@ -1,29 +1,180 @@
-"""Job of ``generate`` and ``record``: outputs for a file of prompts, one JSON line each. It can be resumed."""
+"""Job of ``generate`` and ``record``: outputs for a file of prompts, one JSON line each. It can be resumed.
+
+Workers take prompts and yield rows, in this process or in others (ray_workers.py), and know no files.
+"""
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
-from outrider.cli.shared.context_limit import report_num_limited
 from outrider.cli.shared.options import check_constraint
-from outrider.cli.shared.output import json_text, progress_bar
-from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
-from outrider.cli.shared.workers import LocalWorker, Setup, Workers
-from outrider.errors import OptionError, OutriderError
-from outrider.offline.invalid_rows import InvalidRows
-from outrider.offline.output_file import FinishedPrompts, open_output
-from outrider.offline.output_rows import Totals
-from outrider.offline.prompt_file import PromptFile
-from outrider.offline.prompt_order import Shard, by_length
+from outrider.cli.shared.output import json_text, options_json, origin_of, progress_bar, say
+from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
+from outrider.errors import FileError, NumericsError, OptionError, PromptError
+from outrider.offline.output_file import open_output
+from outrider.offline.output_rows import Totals, row_of, stats_of
+from outrider.offline.prompt_file import PromptFile, Shard, by_length
 from outrider.offline.prompt_row import PromptLine
-from outrider.options import Sampling
-from outrider.records import Timing
+from outrider.options import NumDraftTokens, Sampling
+from outrider.records import Stats, Timing
 from outrider.system.ranks import current_ranks
+from outrider.text.chat import Chat
+
+if TYPE_CHECKING:
+    from outrider.decoder import Decoder
+
+Prompts = Iterable[tuple[int, PromptLine]]
+"""Prompts of a file, each with its index there."""
+Length = tuple[int, int, bool]
+"""A prompt's index, its maximum tokens with the output, and whether the target's context is the limit."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Models and options of a worker.
+
+    Attributes:
+        options: fields of ``Sampling``, overridden by a prompt's own.
+        num_probs: most probable tokens to keep at each place; None for none.
+    """
+
+    pair: PairOptions
+    draft: str
+    k: NumDraftTokens
+    options: dict[str, Any]
+    template: TemplateOptions
+    num_probs: int | None = None
+
+    def settings(self, line: PromptLine | None = None) -> dict[str, Any]:
+        """Everything that determines a prompt's output."""
+        options = self.options if line is None else self.options | line.options
+        more = self.template.to_json() | ({} if self.num_probs is None else {"probs": self.num_probs})
+        return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, **more)
+
+    def seed(self, index: int, line: PromptLine) -> int | None:
+        """Seed of a prompt, determined by its place in the file."""
+        first = self.options["seed"]
+        seed: int | None = line.options.get("seed", None if first is None else first + index)
+        return seed
+
+    def encode(self, decoder: Decoder, prompt: str | Chat) -> list[int]:
+        return decoder.encode(self.template.prompt(prompt))
+
+    def check(self, line: PromptLine) -> None:
+        """Detect options of a prompt that no target supports, before the work. Raises OptionError."""
+        sampling = Sampling(**self.options | line.options)
+        check_constraint(sampling)
+        if self.num_probs is not None and (sampling.is_constrained or sampling.bad_words):
+            raise OptionError("--probs", self.num_probs, "p under a constraint is not kept: leave out one of the two")
+
+
+class Workers(Protocol):
+    """One worker, or several."""
+
+    def lengths(self, prompts: Prompts) -> Iterator[Length]:
+        """Yield the length of each prompt. Raises PromptError, with the place, for one that the target cannot take."""
+
+    def rows(self, prompts: Prompts) -> Iterator[tuple[int, dict[str, Any], Stats]]:
+        """Yield each finished prompt's index, row and round counts, in any order."""
+
+    def pair(self) -> str:
+        """Description of the models and their use."""
+
+    def origin(self) -> dict[str, Any]:
+        """Provenance of the rows."""
+
+
+class LocalWorker:
+    """A worker in this process. Loads the models when first needed.
+
+    Args:
+        num_slots: prompts generated concurrently.
+    """
+
+    def __init__(self, setup: Setup, num_slots: int) -> None:
+        self._setup, self._num_slots = setup, num_slots
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        pair, setup = self._setup.pair, self._setup
+        decoder = pair.load()
+        return replace(decoder, drafter=pair.load_draft(decoder, setup.draft), num_draft_tokens=setup.k)
+
+    def lengths(self, prompts: Prompts) -> Iterator[Length]:
+        self._check_tokens(self._setup.options)
+        context_len, has_text = self.decoder.target.context_len, False
+        for index, line in prompts:
+            if isinstance(line.prompt, str) and not has_text:  # they may be many: the first one tells
+                has_text = True
+                hint_at_chat(self.decoder, [self._setup.template.prompt(line.prompt)])
+            options = self._setup.options | line.options
+            try:
+                most = len(self._setup.encode(self.decoder, line.prompt)) + options["max_new_tokens"]
+                if line.options:
+                    self._check_tokens(options)
+            except (OptionError, PromptError) as error:
+                raise PromptError(f"{line.place}: {error}") from None
+            yield index, min(most, context_len), most > context_len
+
+    def _check_tokens(self, options: dict[str, Any]) -> None:
+        from outrider.requests.row_options import check_tokens
+
+        check_tokens(Sampling(**options), self.decoder.target.vocab_size, self.decoder.eos_ids)
+
+    def rows(self, prompts: Prompts) -> Iterator[tuple[int, dict[str, Any], Stats]]:
+        waiting: dict[int, tuple[int, PromptLine, list[int], int | None]] = {}
+
+        def jobs() -> Iterator[tuple[list[int], Mapping[str, Any]]]:
+            for place, (index, line) in enumerate(prompts):
+                ids, seed = self._setup.encode(self.decoder, line.prompt), self._setup.seed(index, line)
+                waiting[place] = (index, line, ids, seed)
+                yield ids, {**line.options, "seed": seed}
+
+        options = {name: value for name, value in self._setup.options.items() if name != "seed"}
+        for place, done in self.decoder.complete(jobs(), num_slots=self._num_slots, **options):
+            index, line, ids, seed = waiting.pop(place)
+            row = row_of(index, line, ids, seed, done)
+            if row["token_ids"] and self._setup.num_probs is not None:
+                try:
+                    row["probs"] = self._probs(line, ids, row["token_ids"], self._setup.num_probs)
+                except NumericsError as error:
+                    row = row_of(index, line, ids, seed, error)
+            row["settings"] = self._setup.settings(line)
+            row["model"] = self._model | {"eos_ids": sorted(self.decoder.ends_of(ids))}
+            yield index, row, stats_of(done)
+
+    @cached_property
+    def _model(self) -> dict[str, Any]:
+        from outrider.replay.record import model_json
+
+        return model_json(self.decoder)
+
+    def _probs(self, line: PromptLine, ids: list[int], token_ids: list[int], num_probs: int) -> dict[str, Any]:
+        """Probabilities of an output's tokens."""
+        from outrider.replay.record import top_probs
+
+        options = self._setup.options | line.options | {"seed": None, "logprobs": None}
+        sampling = Sampling(**options).with_ends(self.decoder.ends_of(ids))
+        (found,) = top_probs(self.decoder.target, [(ids, token_ids)], sampling, num_probs)
+        return found.to_json()
+
+    def pair(self) -> str:
+        decoder = self.decoder
+        target, draft = decoder.target.name, decoder.drafter.name
+        if draft == "none":
+            return f"{target}, plain"
+        return f"{target} with {draft}, K = {decoder.num_draft_tokens}, {decoder.acceptance}"
+
+    def origin(self) -> dict[str, Any]:
+        return origin_of(self.decoder)
 
 
 def run_job(
@@ -31,23 +182,22 @@ def run_job(
     lines: PromptFile,
     files: ExitStack,
     totals: Totals,
+    open_workers: Callable[[int], Workers],
     *,
-    batch_size: int,
+    num_slots: int,
     output: Path | None,
     write: Callable[[str], None] | None = None,
     part: Shard,
-    skips_invalid: bool = False,
-    cluster: RayOptions,
 ) -> Workers:
     """Write a JSON line for each prompt that has none yet, as outputs end.
 
     Args:
         files: closes what is opened.
         totals: changed.
-        batch_size: prompts that run concurrently.
+        open_workers: takes the number of prompts to do.
+        num_slots: prompts that run concurrently.
         output: the file of the lines; an interrupted job resumes. None: ``write`` takes the lines.
         part: of the prompts.
-        skips_invalid: leave out invalid prompts, instead of refusing the file.
 
     Returns:
         The workers, which know the models.
@@ -55,79 +205,42 @@ def run_job(
     Raises:
         FileError: a prompt is invalid, or the output file is another job's.
     """
-    invalid = InvalidRows(lines, skips_invalid)
-    invalid.check(part.indices(len(lines)), partial(_check_own, setup))
-    finished = FinishedPrompts(part.indices(len(lines)), bytearray(len(lines)))
+    for line in lines:
+        try:
+            setup.check(line)
+        except OptionError as error:
+            raise FileError(f"{lines.path}, {line.place}: {error}") from None
+    indices, is_done = part.indices(len(lines)), bytearray(len(lines))
     if output is not None:
         file = files.enter_context(open_output(output))
-        finished = current_ranks().of_first(partial(file.read_finished, lines, finished.indices, setup.settings))
+        is_done, totals.num_failed = current_ranks().of_first(
+            partial(file.read_finished, lines, indices, setup.settings)
+        )
         write = file.write
     assert write is not None
-    finished.leave_out(invalid.reasons)
-    totals.num_failed = finished.num_failed
-    workers: Workers
-    if cluster.ray is None:
-        workers = LocalWorker(setup, batch_size)
-    else:
-        workers = files.enter_context(open_ray_workers(cluster, setup, batch_size, finished.num_missing))
-    _continue_all(setup, workers, invalid, finished, batch_size, write, totals)
-    return workers
-
-
-def _check_own(setup: Setup, line: PromptLine) -> None:
-    """Detect options that no target supports, before the work. Raises OptionError."""
-    target = setup.pair.target
-    if line.model not in (None, target):
-        raise OptionError("model", line.model, f"the target is {target!r}: choose it with --target, or leave it out")
-    sampling = Sampling(**setup.options | line.options)
-    check_constraint(sampling)
-    if setup.num_probs is not None and (sampling.is_constrained or sampling.bad_words):
-        raise OptionError("--probs", setup.num_probs, "p under a constraint is not kept: leave out one of the two")
-
-
-def _lengths(workers: Workers, target: str, finished: FinishedPrompts, invalid: InvalidRows) -> Sequence[int]:
-    """Check the unfinished prompts against the target before the work, and compute their maximum lengths.
-
-    Raises:
-        FileError: with the line, unless it is skipped.
-    """
-    lines, num_cut = invalid.lines, 0
-    lengths = array("Q", bytes(8 * len(lines)))
-    for index, length in workers.lengths((index, lines[index]) for index in finished.missing()):
-        if isinstance(length, OutriderError):
-            invalid.add(index, length)
-        else:
-            lengths[index] = length.num_tokens
-            num_cut += length.is_cut
-    finished.leave_out(invalid.reasons)
-    report_num_limited(target, num_cut)
-    return lengths
-
-
-def _continue_all(
-    setup: Setup,
-    workers: Workers,
-    invalid: InvalidRows,
-    finished: FinishedPrompts,
-    num_slots: int,
-    write: Callable[[str], None],
-    totals: Totals,
-) -> None:
-    """Write a JSON line for each unfinished prompt as workers yield them. Keeps totals only."""
-    lines, lengths = invalid.lines, _lengths(workers, setup.pair.target, finished, invalid)
-    invalid.report()
-    totals.skipped = invalid.to_json()
-    order = by_length(finished.missing(), lengths, num_slots)
-    num_prompts = finished.num_rows + finished.num_missing
+    missing = [index for index in indices if not is_done[index]]
+    workers = open_workers(len(missing))
+    try:
+        lengths, num_cut = array("Q", bytes(8 * len(lines))), 0
+        for index, length, is_cut in workers.lengths((index, lines[index]) for index in missing):
+            lengths[index] = length
+            num_cut += is_cut
+    except PromptError as error:
+        raise FileError(f"{lines.path}, {error}") from None
+    if num_cut:
+        prompts = "1 prompt" if num_cut == 1 else f"{num_cut} prompts"
+        say(f"-n exceeds the context of {setup.pair.target} for {prompts}: generation stops there")
     start = time.perf_counter()
     try:
-        with progress_bar("prompts", num_prompts, finished.num_rows) as advance:
-            for index, (row, stats) in workers.rows((index, lines[index]) for index in order):
-                about = {"settings": setup.settings(lines[index]), "model": row.pop("model")}
-                write(json_text(row | about))
+        with progress_bar("prompts", len(indices), len(indices) - len(missing)) as advance:
+            order = by_length(missing, lengths, num_slots)
+            for _, row, stats in workers.rows((index, lines[index]) for index in order):
+                write(json_text(row))
+                del row["settings"], row["model"]
                 totals.add(row, stats)
                 advance(1)
     except KeyboardInterrupt:
         totals.is_interrupted = True
     # Rows join and leave within rounds, so the time per phase is not reported.
     totals.time_s = dict.fromkeys(Timing().to_json()) | {"total": time.perf_counter() - start}
+    return workers

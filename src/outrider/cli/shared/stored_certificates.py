@@ -4,31 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, get_type_hints
 
 from outrider.cli.shared.options import SamplingOptions
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import FileError
-from outrider.options import CONSTRAINTS
 from outrider.system.files import read_text
 from outrider.system.titles import title_of
 
-# Options that 0.1.0 did not have.
-_LATER: dict[str, Any] = {
-    "corpus": None,
-    "allow_pickle": False,
-    "chat": False,
-    "system": None,
-    "chat_template_kwargs": None,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "min_tokens": 0,
-    **dict.fromkeys(CONSTRAINTS),
-    "bad_words": [],
-    "execution": "auto",
-}
 INPUTS = ("weights", "prompts_sha256")  # must be unchanged to run a certificate again
 
 
@@ -67,7 +51,7 @@ def read_certificate(
         is_one = isinstance(document, dict) and document.get("schema") == title_of("certify")
         if not is_one:
             raise FileError(f"{path} is not a certificate: give a file written by outrider certify --json")
-        options = _LATER | document["options"]
+        options = document["options"]
         groups = PairOptions, SamplingOptions, TemplateOptions, OwnOptions
         pair, sampling, template, own = (_group(kind, options) for kind in groups)
         constraint: _Constraint = _group(_Constraint, options)
@@ -81,25 +65,10 @@ def read_certificate(
 
 def _group(kind: Any, options: dict[str, Any]) -> Any:
     """Options of one group. Raises KeyError, TypeError."""
-    return kind(**{name: _checked(name, options[name], hint) for name, hint in get_type_hints(kind).items()})
-
-
-def _checked(name: str, value: Any, hint: Any) -> Any:
-    """Stored value, checked against the type of its option. Raises TypeError."""
-    if not _is_of(value, hint):
-        raise TypeError(f"{name} = {value!r}")
-    hints = hint, *get_args(hint)
-    if list[Path] in hints and value is not None:
-        return [*map(Path, value)]
-    return Path(value) if Path in hints and value is not None else value
-
-
-def _is_of(value: Any, hint: Any) -> bool:
-    if get_origin(hint) in (Union, UnionType):
-        return any(_is_of(value, one) for one in get_args(hint))
-    if get_origin(hint) is list:
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if get_origin(hint) is dict:
-        return isinstance(value, dict)
-    kinds = {float: (int, float), Path: (str,)}.get(hint, (hint,))
-    return isinstance(value, kinds) and (hint is bool or not isinstance(value, bool))
+    values = {name: options[name] for name in get_type_hints(kind)}
+    for name in ("models", "prompts"):
+        if values.get(name) is not None:
+            values[name] = Path(values[name])
+    if values.get("corpus"):
+        values["corpus"] = [*map(Path, values["corpus"])]
+    return kind(**values)

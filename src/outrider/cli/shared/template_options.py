@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.wrapping import say
+from outrider.cli.shared.output import say
 from outrider.errors import OptionError, PromptError
 from outrider.offline.prompt_file import read_prompts
 from outrider.offline.prompt_row import PromptLine
@@ -61,10 +61,8 @@ class TemplateOptions:
         return ChatOptions(system=self.system, chat_template_kwargs=json.loads(self.chat_template_kwargs or "{}"))
 
     def to_json(self) -> dict[str, Any]:
-        """For the options of a document. Those that are not given are left out: older files, which a run may continue,
-        do not name them."""
-        more = {"system": self.system, "chat_template_kwargs": self.chat_template_kwargs}
-        return {"chat": self.is_chat, **{name: value for name, value in more.items() if value is not None}}
+        """For the options of a document."""
+        return {"chat": self.is_chat, "system": self.system, "chat_template_kwargs": self.chat_template_kwargs}
 
     def to_words(self) -> list[str]:
         """Words of a command line."""

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.cli.shared.output import (
-    check_figure_files,
     console_for,
     print_table,
     write_json,
@@ -34,7 +33,6 @@ def what_if(text: str, ks: Sequence[int], plot: Path | None, html: Path | None, 
     from outrider.bench.tables import new_table
     from outrider.stats.speedup import predict
 
-    check_figure_files(plot, html)
     predictions = predict(ks, **known)
     best = _best(predictions)
     limits = {
