@@ -19,8 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from outrider.errors import FileError
-from outrider.system.file_lock import alone
-from outrider.system.files import cache_folder, write_whole
+from outrider.system.files import alone, cache_folder, write_whole
 
 
 @dataclass(frozen=True)

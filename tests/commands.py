@@ -11,7 +11,7 @@ from typer.main import get_command
 
 from documents import check, check_lines
 from outrider.cli.app import app
-from outrider.system.titles import title_of
+from outrider.cli.shared.output import title_of
 
 _WITHOUT_MODELS = "models", "analyze", "export"
 _LINES = {"generate": "generate-output", "replay": "rounds"}  # of --output

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from documents import check, examples
-from outrider.system.titles import title_of
+from outrider.cli.shared.output import title_of
 
 
 @pytest.mark.parametrize("name", examples())

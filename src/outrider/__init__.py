@@ -10,7 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from outrider.system.collection import gc_paused
+from outrider.system.resources import gc_paused
 
 if TYPE_CHECKING:
     from outrider.api import load

@@ -42,8 +42,8 @@ from outrider.options import (
     reads_corpus,
 )
 from outrider.runtime.lm import LM
-from outrider.system.collection import gc_paused
 from outrider.system.ranks import join
+from outrider.system.resources import gc_paused
 from outrider.text.chat import ends_text, turn_end
 from outrider.text.example_prompts import PROMPTS
 from outrider.text.spelling import Spelling, spelling_of

@@ -1,11 +1,12 @@
 """Files are written whole or not at all, whoever else writes them."""
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
-from outrider.system.files import check_writable, write_text, write_whole
+from outrider.system.files import alone, check_writable, write_text, write_whole
 
 
 def test_two_that_write_at_once_do_not_spoil_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,14 +55,6 @@ def test_bytes_are_on_disk_before_their_name_is(tmp_path: Path, monkeypatch: pyt
     assert synced == [(path.stat().st_ino, 4)]
 
 
-def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
-    """A report is for others too."""
-    plain, whole = tmp_path / "plain", tmp_path / "whole"
-    plain.write_bytes(b"")
-    write_whole(whole, b"")
-    assert whole.stat().st_mode == plain.stat().st_mode
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
 def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
     """As does a device: as root, /dev/null would be replaced by a file."""
@@ -96,3 +89,25 @@ def test_a_name_of_an_open_file_is_appended_to(tmp_path: Path) -> None:
         check_writable(Path(f"/dev/fd/{stream.fileno()}"))
         write_text(Path(f"/dev/fd/{stream.fileno()}"), "new")
     assert file.read_text() == "old,new" and [*tmp_path.iterdir()] == [file]
+
+
+def test_one_process_at_a_time(tmp_path: Path) -> None:
+    path, done = tmp_path / "locks" / "one", []
+
+    def second() -> None:
+        with alone(path):
+            done.append("second")
+
+    thread = threading.Thread(target=second)
+    with alone(path):
+        thread.start()
+        thread.join(0.1)  # longer than it would take
+        done.append("first")
+    thread.join()
+    assert done == ["first", "second"]
+
+
+def test_where_no_file_can_be_all_go_on(tmp_path: Path) -> None:
+    (tmp_path / "locks").write_text("a file where the folder should be")
+    with alone(tmp_path / "locks" / "one"):
+        pass

@@ -29,8 +29,7 @@ from outrider.kernels.build import (
     installed_path,
     levels_here,
 )
-from outrider.system.file_lock import alone
-from outrider.system.files import cache_folder
+from outrider.system.files import alone, cache_folder
 from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from outrider.errors import DeviceError
 from outrider.models.kinds import INDEX, WHOLE, auto_class
 from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
 from outrider.runtime.shape_buckets import eager_length, prepared_length
-from outrider.system.available import available_bytes, size_text
+from outrider.system.resources import available_bytes, size_text
 
 if TYPE_CHECKING:
     import torch

@@ -9,8 +9,7 @@ from typing import Any
 
 from outrider.errors import FileError
 from outrider.options import CONSTRAINTS
-from outrider.system.files import read_text
-from outrider.system.json_text import parse_row
+from outrider.system.files import parse_row, read_text
 
 
 @dataclass(frozen=True, slots=True)

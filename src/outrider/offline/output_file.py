@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from io import FileIO
@@ -12,10 +14,10 @@ from typing import Any
 from outrider.errors import FileError
 from outrider.offline.prompt_file import PromptFile
 from outrider.offline.prompt_row import PromptLine
-from outrider.system.file_lock import is_regular, open_locked
-from outrider.system.json_text import parse_row
+from outrider.system.files import parse_row
 from outrider.system.ranks import current_ranks
 
+_LOG = logging.getLogger(__name__)
 _ROW_BEGINS = b'{"index": '  # the prefix of every line
 _ZERO = b"\0"  # never in a line; a power loss leaves it in place of written data
 
@@ -29,16 +31,41 @@ def open_output(path: Path) -> Iterator[OutputFile]:
     """
     path = current_ranks().own_path(path)
     existed = path.exists()
-    stream = open_locked(path)
+    try:
+        stream = FileIO(path, "a")
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror}") from None
+    if _is_regular(stream):
+        _lock(stream, path)
     try:
         yield OutputFile(path, stream)
     finally:
-        if not existed and is_regular(stream) and not os.fstat(stream.fileno()).st_size:
+        if not existed and _is_regular(stream) and not os.fstat(stream.fileno()).st_size:
             path.unlink(missing_ok=True)  # while it is locked
         try:
             stream.close()
         except OSError as error:  # a network file system may report only now that it is full
             raise FileError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _is_regular(stream: FileIO) -> bool:
+    """Whether a file can be read again and truncated; not a device or a pipe."""
+    return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+
+
+def _lock(stream: FileIO, path: Path) -> None:
+    """Exclude other runs until the file is closed. Windows and some network file systems cannot: a warning says so."""
+    try:
+        import fcntl
+
+        fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        stream.close()
+        raise FileError(
+            f"cannot write {path}: another run is writing to it: wait until it has ended, or choose another file"
+        ) from None
+    except (ImportError, OSError):
+        _LOG.warning("%s cannot be locked on this system: make sure that no other run writes to it", path)
 
 
 class OutputFile:
@@ -59,7 +86,7 @@ class OutputFile:
             while rest:
                 rest = rest[self._stream.write(rest) :]
         except BaseException as error:  # a full disk; but Ctrl-C must not leave half a line either
-            if is_regular(self._stream):
+            if _is_regular(self._stream):
                 with suppress(OSError):  # else the next run cuts it off
                     self._stream.truncate(start)
             if isinstance(error, OSError):
@@ -86,7 +113,7 @@ class OutputFile:
                 all. The file is left unchanged.
         """
         finished = bytearray(len(prompts))
-        if not is_regular(self._stream):
+        if not _is_regular(self._stream):
             return finished, 0
         num_failed = num_bytes = 0
         with self._path.open("rb") as lines:

@@ -16,7 +16,7 @@ from typing import IO
 
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_row import PromptLine, prompt_of
-from outrider.system.json_text import parse_json, parse_row
+from outrider.system.files import parse_json, parse_row
 from outrider.system.ranks import current_ranks
 
 # Prompts per slot in a sorted window: rows generated together span a 64th of its lengths. Larger windows gain little,

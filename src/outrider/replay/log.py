@@ -18,7 +18,7 @@ from torch import Tensor
 from outrider.errors import FileError, OptionError
 from outrider.options import CONSTRAINTS, Sampling
 from outrider.records import FinishReason
-from outrider.system.json_text import parse_row
+from outrider.system.files import parse_row
 
 _REMEDY = "restore the file from a copy, or remove the line and run the same command again"
 _PARTS = ("token", "top_ids", "top", "tail")  # of probabilities

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from outrider.errors import DeviceError
 from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, Windows
-from outrider.system.available import available_bytes, size_text
+from outrider.system.resources import available_bytes, size_text
 
 STRIDE = 8
 """A: a round begins fewer than A tokens behind its sequence. Rows further behind are advanced by multiples of A. A

@@ -5,7 +5,7 @@ from __future__ import annotations
 from outrider.decoder import Decoder
 from outrider.decoding.schedule import Schedule
 from outrider.models.reading import defaults_text
-from outrider.system.available import size_text
+from outrider.system.resources import size_text
 from outrider.text.chat import ends_text
 
 

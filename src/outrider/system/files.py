@@ -1,12 +1,17 @@
-"""Reading and writing files, with errors that name the file and the remedy."""
+"""Reading and writing files, with errors that name the file and the remedy; JSON of users; caches on disk."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import secrets
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
 
 from outrider.errors import FileError
 from outrider.system.ranks import current_ranks
@@ -32,6 +37,34 @@ def read_bytes(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}") from None
+
+
+def parse_row(where: str, line: str | bytes) -> dict[str, Any]:
+    """Parse a line as a JSON object.
+
+    Args:
+        where: file and line, for messages.
+
+    Raises:
+        FileError
+    """
+    row = parse_json(where, line)
+    if not isinstance(row, dict):
+        raise FileError(f"{where}: not a JSON object")
+    return row
+
+
+def parse_json(where: str, text: str | bytes) -> Any:
+    """Parse JSON. Raises FileError."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if "\n" in error.doc else ""
+        raise FileError(f"{where}: not JSON ({error.msg} at {line}column {error.colno})") from None
+    except UnicodeDecodeError:
+        raise FileError(f"{where}: not UTF-8") from None
+    except (ValueError, RecursionError):  # Python's own limits
+        raise FileError(f"{where}: a number has too many digits, or the nesting is too deep") from None
 
 
 def check_writable(path: Path) -> None:
@@ -120,3 +153,25 @@ def cache_folder(name: str) -> Path:
     """Folder of a disk cache: ``$XDG_CACHE_HOME/outrider/name``, or below ``~/.cache``."""
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "outrider" / name
+
+
+@contextmanager
+def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Let one process at a time run the context; the others wait. If files cannot be locked, none waits.
+
+    Args:
+        path: a lock file.
+        on_wait: called before this process waits.
+    """
+    lock = FileLock(path)
+    with suppress(OSError, NotImplementedError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            on_wait()
+            lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,7 +1,7 @@
 """Disk cache of files that are trusted: the compiled kernels, and notes about models.
 
-Whoever can write such a file can do all that the user may do, so a file is used only if nobody but the user and root
-can have written it. A damaged one would crash the process, so each begins with a checksum of the rest. The size of the
+Whoever can write such a file can do all that the user may do, so the folder is used only if nobody but the user and
+root can write to it. A damaged file would crash the process, so each begins with a checksum of the rest. The size of the
 folder is bounded: the least recently used files are evicted.
 """
 
@@ -13,7 +13,6 @@ import os
 import stat
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 from outrider.system.files import write_whole
@@ -36,27 +35,20 @@ class PrivateFolder:
     most_bytes: int
 
     def read(self, name: str) -> bytes | None:
-        """Content of a cached file; None if it is missing, damaged or not trusted. Marks it as used.
-
-        Checks and reads the open file, since its path could be replaced in between.
-        """
+        """Content of a cached file; None if it is missing, damaged or not trusted. Marks it as used."""
+        path = self.path / name
         try:
             if not self._is_trusted():
                 return None
-            stream = open(self.path / name, "rb", opener=_not_through_a_link)
+            kept = path.read_bytes()
         except OSError:
             return None
-        doubt = doubt_about(os.fstat(stream.fileno()), os.geteuid())
-        with stream:
-            if doubt is not None:
-                _warn_once(f"{self.path / name} is not run, because {doubt}: remove it")
-                return None
-            with suppress(OSError):  # a file of root, for example
-                os.utime(stream.fileno())
-            checksum, data = stream.read(_CHECKSUM_BYTES), stream.read()
+        with suppress(OSError):
+            os.utime(path)
+        checksum, data = kept[:_CHECKSUM_BYTES], kept[_CHECKSUM_BYTES:]
         if hashlib.sha256(data).digest() == checksum:
             return data
-        _LOG.warning("%s is damaged: making it again", self.path / name)
+        _LOG.warning("%s is damaged: making it again", path)
         return None
 
     def keep(self, name: str, data: bytes) -> None:
@@ -72,10 +64,14 @@ class PrivateFolder:
             _LOG.warning("cannot cache %s: %s", self.path / name, error.strerror)
 
     def _is_trusted(self) -> bool:
-        doubt = doubt_about(self.path.stat(), os.geteuid())
-        if doubt is not None:
-            _warn_once(f"{self.path} is not used, because {doubt}, and its files would be run: remove it")
-        return doubt is None
+        """Whether nobody but this user and root can have written to the folder."""
+        about = self.path.stat()
+        is_trusted = about.st_uid in (os.geteuid(), 0) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if not is_trusted:
+            _LOG.warning(
+                "%s is not used, because others may write to it, and its files would be run: remove it", self.path
+            )
+        return is_trusted
 
     def _evict(self) -> None:
         files = []
@@ -89,22 +85,3 @@ class PrivateFolder:
                 break
             path.unlink(missing_ok=True)
             num_bytes -= size
-
-
-def doubt_about(about: os.stat_result, user: int) -> str | None:
-    """Why somebody other than the user or root may have written a file or folder; None if nobody can have."""
-    if about.st_uid not in (user, 0):
-        return f"it belongs to another user (number {about.st_uid})"
-    if about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return "others may write to it"
-    return None
-
-
-def _not_through_a_link(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NOFOLLOW)
-
-
-@lru_cache
-def _warn_once(message: str) -> None:
-    """Warn once, though a run reads several files from a folder."""
-    _LOG.warning(message)

@@ -268,7 +268,7 @@ def _forms(spec: ModelSpec, work: Workload, dtype: str, sizes: list[int]) -> lis
     from outrider.models.quantize import method_of
     from outrider.models.reading import read_config
     from outrider.models.registry import QUANTIZATIONS, Placement
-    from outrider.system.available import available_bytes
+    from outrider.system.resources import available_bytes
 
     config = read_config(spec)
     method = "gguf" if spec.gguf is not None else method_of(config)
@@ -342,6 +342,6 @@ def _count(number: int | None) -> str:
 
 
 def _size(number: int | None) -> str:
-    from outrider.system.available import size_text
+    from outrider.system.resources import size_text
 
     return "-" if number is None else size_text(number)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.errors import OptionError
 from outrider.system.files import check_writable, write_text
-from outrider.system.titles import title_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -175,6 +174,12 @@ def check_files(values: Mapping[str, Any]) -> None:
             check_plot_file(path, PLOT_FORMATS if name == "plot" else (".html",))
         elif name != "output":  # opened by the command itself, or a folder
             check_writable(path)
+
+
+def title_of(name: str) -> str:
+    """Title of a document, like outrider/compare/1. The number changes when a key is removed, or changes its type or
+    meaning."""
+    return f"outrider/{name}/1"
 
 
 def write_json(

@@ -19,7 +19,7 @@ from outrider.cli.shared.options import (
 from outrider.cli.shared.output import log_to_stderr
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
-from outrider.system.cores import useful_threads
+from outrider.system.resources import useful_threads
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
@@ -199,6 +199,7 @@ class PairOptions:
     @property
     def placement(self) -> Placement:
         """The target's placement."""
+        from outrider.models.registry import Placement
 
         plain = Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory)
         return replace(plain, store=self.store, allow_pickle=self.allow_pickle, execution=self.execution)

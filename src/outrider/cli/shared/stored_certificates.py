@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
 from outrider.cli.shared.options import SamplingOptions
+from outrider.cli.shared.output import title_of
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import FileError
 from outrider.system.files import read_text
-from outrider.system.titles import title_of
 
 INPUTS = ("weights", "prompts_sha256")  # must be unchanged to run a certificate again
 

@@ -1,14 +1,18 @@
-"""Threads for the cores that the system describes, in files of our own."""
+"""What a machine has for a process: cores worth a thread, and a while without garbage collection."""
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import outrider
 from outrider.cli.shared.pair_options import set_threads
-from outrider.system.cores import useful_threads
+from outrider.models.loading import Checkpoint, load_checkpoint
+from outrider.system.resources import gc_paused, useful_threads
 
 
 def _write(root: Path, files: dict[str, str]) -> Path:
@@ -89,3 +93,29 @@ def test_threads_that_are_bound_to_cores() -> None:
     command = [sys.executable, "-c", program]
     free, all_bound = (subprocess.check_output(command, env=one, text=True) for one in (environment, bound))
     assert all_bound == free
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_collection_is_as_it_was_afterwards(is_enabled: bool) -> None:
+    was_enabled = gc.isenabled()
+    try:
+        gc.enable() if is_enabled else gc.disable()
+        with pytest.raises(ValueError), gc_paused():
+            assert not gc.isenabled()
+            raise ValueError
+        assert gc.isenabled() == is_enabled
+    finally:
+        gc.enable() if was_enabled else gc.disable()
+
+
+def test_models_are_loaded_without_collections(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = []
+
+    def noting(*arguments: Any, **options: Any) -> Checkpoint:
+        states.append(gc.isenabled())
+        return load_checkpoint(*arguments, **options)
+
+    monkeypatch.setattr("outrider.api.load_checkpoint", noting)
+    outrider.load("fable", "fable-draft")
+    assert states == [False, False]
+    assert gc.isenabled()

@@ -1,4 +1,5 @@
-"""Processor cores that are worth a thread each.
+"""What this machine has for a process: processor cores worth a thread each, free memory, and time without garbage
+collection.
 
 Every thread of a forward gets an equal share of the work, so the slowest one sets the time: a thread on an efficiency
 core, on the second half of a physical core, or beyond the quota of a container makes the others wait.
@@ -6,11 +7,20 @@ core, on the second half of a physical core, or beyond the quota of a container 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import psutil
+
+if TYPE_CHECKING:
+    import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
 _ROOT = Path("/")
 # Before PyTorch is imported: with OMP_PROC_BIND, its OpenMP binds this thread to one core.
 _ALLOWED = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
@@ -83,3 +93,49 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="utf-8").strip()
     except OSError:
         return ""
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """Bytes that could be allocated now; None if unknown.
+
+    Memory in torch's caching allocator counts as free. On the CPU, the limit of a container applies.
+    """
+    if device.type == "cuda":
+        import torch
+
+        unused, _ = torch.cuda.mem_get_info(device)
+        return unused + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    if device.type == "mps":
+        import torch
+
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    if device.type != "cpu":
+        return None
+    free: int = psutil.virtual_memory().available
+    try:
+        limit = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such control group; or "max": no limit
+        return free
+    # The page cache counts as used, and is freed when memory is needed.
+    used -= int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+    return min(free, max(0, limit - used))
+
+
+def size_text(num_bytes: int) -> str:
+    """Size in words: "3.1 GiB", "12.0 MiB"."""
+    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+@contextmanager
+def gc_paused() -> Iterator[None]:
+    """Collect no garbage meanwhile: each collection would look through all that is there, a sixth of the time that
+    PyTorch and Transformers take to be imported."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
