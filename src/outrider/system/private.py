@@ -1,8 +1,8 @@
 """Disk cache of files that are trusted: the compiled kernels, and notes about models.
 
 Whoever can write such a file can do all that the user may do, so the folder is used only if nobody but the user and
-root can write to it. A damaged file would crash the process, so each begins with a checksum of the rest. The size of the
-folder is bounded: the least recently used files are evicted.
+root can write to it. A damaged file would crash the process, so each begins with a checksum of the rest. The size of
+the folder is bounded: the least recently used files are evicted.
 """
 
 from __future__ import annotations
