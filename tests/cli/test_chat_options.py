@@ -8,8 +8,7 @@ import pytest
 
 from commands import Outrider, only_document
 from outrider.cli.shared.options import SamplingOptions, StructureOptions
-from outrider.cli.shared.output import options_json
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.stored_certificates import read_certificate
 from outrider.cli.shared.template_options import TemplateOptions
 from outrider.text import tokenizer as module

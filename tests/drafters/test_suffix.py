@@ -14,8 +14,7 @@ import pytest
 
 from outrider.api import load, load_drafter
 from outrider.certify.exact import check_exactly
-from outrider.cli.shared.output import options_json
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.drafters import corpus as corpus_module
 from outrider.drafters import lookups as suffix_module
 from outrider.drafters.base import NO_DRAFTER

@@ -1,5 +1,4 @@
-"""What this machine has for a process: processor cores worth a thread each, free memory, and time without garbage
-collection.
+"""Resources of this machine: processor cores worth a thread each, free memory; and a pause of garbage collection.
 
 Every thread of a forward gets an equal share of the work, so the slowest one sets the time: a thread on an efficiency
 core, on the second half of a physical core, or beyond the quota of a container makes the others wait.

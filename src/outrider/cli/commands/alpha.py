@@ -11,12 +11,11 @@ import typer
 from outrider.cli.shared.options import BatchSizeOption, HtmlOption, JsonOption, flat
 from outrider.cli.shared.output import (
     console_for,
-    options_json,
     print_table,
     progress_bar,
     write_json,
 )
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS

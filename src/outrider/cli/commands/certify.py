@@ -40,13 +40,12 @@ from outrider.cli.shared.options import (
 from outrider.cli.shared.output import (
     console_for,
     make_document,
-    options_json,
     print_table,
     progress_bar,
     report_context_limit,
     write_outputs,
 )
-from outrider.cli.shared.pair_options import PairOptions, single_k
+from outrider.cli.shared.pair_options import PairOptions, options_json, single_k
 from outrider.cli.shared.stored_certificates import INPUTS, read_certificate
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import FileError, OptionError

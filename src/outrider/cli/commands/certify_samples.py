@@ -29,12 +29,11 @@ from outrider.cli.shared.options import (
 from outrider.cli.shared.output import (
     console_for,
     make_document,
-    options_json,
     print_table,
     progress_bar,
     write_outputs,
 )
-from outrider.cli.shared.pair_options import MachineOptions, PairOptions
+from outrider.cli.shared.pair_options import MachineOptions, PairOptions, options_json
 from outrider.errors import FileError, OptionError, PromptError
 from outrider.offline.jsonl import SampleLine, read_samples
 

@@ -25,13 +25,12 @@ from outrider.cli.shared.output import (
     console_for,
     gather,
     make_document,
-    options_json,
     print_command,
     print_table,
     report_context_limit,
     write_outputs,
 )
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import looks_up

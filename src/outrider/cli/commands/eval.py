@@ -10,12 +10,11 @@ import typer
 from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption, flat
 from outrider.cli.shared.output import (
     console_for,
-    options_json,
     print_table,
     progress_bar,
     write_json,
 )
-from outrider.cli.shared.pair_options import PairOptions, single_k
+from outrider.cli.shared.pair_options import PairOptions, options_json, single_k
 
 if TYPE_CHECKING:
     from outrider.evals.multiplication import SheetScore

@@ -23,12 +23,11 @@ from outrider.cli.shared.options import (
 from outrider.cli.shared.output import (
     console_for,
     gather,
-    options_json,
     print_table,
     report_context_limit,
     write_json,
 )
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 
 if TYPE_CHECKING:

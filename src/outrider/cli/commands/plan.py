@@ -23,7 +23,6 @@ from outrider.cli.shared.options import (
 from outrider.cli.shared.output import (
     console_for,
     count_items,
-    options_json,
     print_command,
     print_table,
     progress_bar,
@@ -31,7 +30,7 @@ from outrider.cli.shared.output import (
     write_json,
 )
 from outrider.cli.shared.own_text import open_log, own_text
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.cli.shared.what_if import what_if as predict_from

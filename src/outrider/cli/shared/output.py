@@ -8,7 +8,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from outrider.bench.run import Measurement
-    from outrider.cli.shared.pair_options import PairOptions
     from outrider.decoder import Decoder
     from outrider.runtime.lm import LM
 
@@ -229,7 +227,7 @@ def make_document(
         origin: the provenance, if the model ran in another process.
     """
     origin = origin_of(ran) if origin is None else origin
-    return _as_read({"schema": title_of(command), "options": options, **body, "provenance": origin})
+    return as_read({"schema": title_of(command), "options": options, **body, "provenance": origin})
 
 
 def origin_of(ran: Decoder | LM | None) -> dict[str, Any]:
@@ -273,15 +271,7 @@ def json_text(value: Any, indent: int | None = None) -> str:
     return json.dumps(plain(value), indent=indent, ensure_ascii=False, allow_nan=False, default=str) + "\n"
 
 
-def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
-    """Options of a command, as they read back from its document."""
-    options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
-    if sampling.get("logit_bias") is not None:
-        options["logit_bias"] = [f"{token_id}={float(bias)!r}" for token_id, bias in sampling["logit_bias"].items()]
-    return _as_read(options)
-
-
-def _as_read(value: dict[str, Any]) -> dict[str, Any]:
+def as_read(value: dict[str, Any]) -> dict[str, Any]:
     """Value as it reads back from JSON."""
     back: dict[str, Any] = json.loads(json_text(value))
     return back

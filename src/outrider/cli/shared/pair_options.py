@@ -16,7 +16,7 @@ from outrider.cli.shared.options import (
     SamplingOptions,
     parse_k,
 )
-from outrider.cli.shared.output import log_to_stderr
+from outrider.cli.shared.output import as_read, log_to_stderr
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
 from outrider.system.resources import useful_threads
@@ -287,3 +287,11 @@ def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, see
     if len(ks) > 1:
         raise OptionError("-k/--num-draft-tokens", text, "this command takes one number")
     return ks[0]
+
+
+def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """Options of a command, as they read back from its document."""
+    options = {**asdict(pair), "draft": pair.draft_names, **sampling, **more}
+    if sampling.get("logit_bias") is not None:
+        options["logit_bias"] = [f"{token_id}={float(bias)!r}" for token_id, bias in sampling["logit_bias"].items()]
+    return as_read(options)

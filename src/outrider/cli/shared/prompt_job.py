@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.cli.shared.options import check_constraint
-from outrider.cli.shared.output import json_text, options_json, origin_of, progress_bar, say
-from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.output import json_text, origin_of, progress_bar, say
+from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
 from outrider.offline.output_file import open_output
