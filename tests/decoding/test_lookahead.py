@@ -27,17 +27,13 @@ from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
 from toys import InTurn, StopAt, as_lm, llama_pair, perturbed, request, run, table_pair, tiny_llama, tokens
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
-RUNS_ON = -1
-LOOKAHEADS = pytest.mark.parametrize("lookahead", [2, RUNS_ON])
+LOOKAHEADS = pytest.mark.parametrize("lookahead", [1, 2])
 PAUSING = (4, 1, 0, 2, 0, 0, 3)
 
 
 def _set(target: LM, lookahead: int) -> None:
-    """Start this many rounds ahead; or several before the host reads the first, as native execution does."""
-    execution = target.execution
-    execution.lookahead = max(lookahead, 0)
-    execution.rounds_per_look = 32 if lookahead == RUNS_ON else 1  # 8 for four rows
-    execution.is_prepared = lookahead == RUNS_ON
+    """Start this many rounds ahead."""
+    target.execution.lookahead = lookahead
 
 
 def _pair(lookahead: int, **options: Any) -> tuple[LM, Drafter]:
@@ -70,11 +66,11 @@ def _comparable(row: RowRound) -> RowRound:
     ("rule", "drafter_name", "lookahead"),
     [
         (REJECTION, "model", 1),
-        (GUMBEL, "model", RUNS_ON),
+        (GUMBEL, "model", 1),
         (BLOCK, "cut", 2),
-        (REJECTION, "cut", RUNS_ON),
+        (REJECTION, "cut", 1),
         (BLOCK, "ngram", 3),
-        (GUMBEL, "none", RUNS_ON),
+        (GUMBEL, "none", 1),
     ],
 )
 def test_the_rounds_are_the_same(rule: Rule, drafter_name: str, lookahead: int) -> None:
@@ -157,13 +153,13 @@ def test_rows_that_pause_while_others_draft(lookahead: int) -> None:
 
 def test_k_chosen_late_gives_the_same_text() -> None:
     """With ``gumbel``, whose text does not depend on K."""
-    found = [tokens(*_pair(lookahead), _requests(), GUMBEL, InTurn(*PAUSING)) for lookahead in (0, 2, RUNS_ON)]
+    found = [tokens(*_pair(lookahead), _requests(), GUMBEL, InTurn(*PAUSING)) for lookahead in (0, 1, 2)]
     assert found[0] == found[1] == found[2]
 
 
 def test_plain_decoding_starts_no_round_beyond_a_limit(spreads: list[int]) -> None:
     """Each of its rounds adds one token, so that the host knows when."""
-    for lookahead in (0, 3, RUNS_ON):
+    for lookahead in (0, 1, 3):
         target, drafter = _pair(lookahead)
         spreads.clear()
         (output,) = run(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
@@ -200,7 +196,7 @@ def test_numbers_that_are_not_finite_are_told_of_the_round_they_were_in() -> Non
             run(target, drafter, [request((1, 2), seed=3, max_new_tokens=100, temperature=1.5)], REJECTION, 3)
         return str(caught.value)
 
-    assert told(2) == told(RUNS_ON) == told(0)
+    assert told(2) == told(1) == told(0)
 
 
 class _NothingIsRead(TorchFunctionMode):

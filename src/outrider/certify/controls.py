@@ -17,8 +17,7 @@ from torch import Tensor
 from outrider.decoding.verify import verify_step
 from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.records import Draft, Verdict
-from outrider.runtime.calls import Step
-from outrider.runtime.execution import EagerExecution
+from outrider.runtime.execution import EagerExecution, Step
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import RoundUniforms, round_uniforms
 from outrider.sampling.probs import Probs, draw, full
@@ -129,16 +128,14 @@ class OffByOneRollback:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def run(
-        self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...], **more: Any
-    ) -> tuple[Tensor, ...]:
+    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         if step is not verify_step:  # the states are advanced
-            return self.inner.run(step, lm, static, arguments, **more)
+            return self.inner.run(step, lm, static, arguments)
         cache, _, lengths, *_ = arguments
         rows, last = torch.arange(len(lengths), device=lengths.device), lengths - 1
         kept = [(store, (rows.to(store.device), at.to(store.device))) for store, at in cache.kept_of(last)]
         stale = [store[place] for store, place in kept]  # rejected
-        results = self.inner.run(step, lm, static, arguments, **more)
+        results = self.inner.run(step, lm, static, arguments)
         for (store, place), old in zip(kept, stale, strict=True):
             was_written = (old != 0).flatten(1).any(dim=1).view(-1, *[1] * (old.ndim - 1))
             store[place] = torch.where(was_written, old, store[place])

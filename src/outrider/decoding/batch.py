@@ -9,7 +9,7 @@ bound of its length on the device, an upper one is ``Row.longest``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -22,8 +22,6 @@ from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings
-
-_KEPT_TOKENS = 64  # at most, that rows may grow with one view: drafters may read all places up to its bound
 
 
 def final_length(target: LM, request: Request) -> int:
@@ -148,7 +146,6 @@ class Batch:
     Attributes:
         rows: on the host: the active row of each slot, or None.
         running: the active rows.
-        num_kept: rounds that may still use the view of the last one.
         has_constraints: whether the host must read all tokens before it can mask the next ones.
         ids: column j holds the token at position j; columns from a row's length on are undefined. [S, N]
         lengths: tokens so far, prompt included. [S]
@@ -185,13 +182,7 @@ class Batch:
         self.last_ids = torch.zeros(num_slots, 2, dtype=torch.long, device=device)
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size, self._takes_candidates = vocab_size, takes_candidates
-        # While the rows do not change: the first slots, without what changes from round to round; and the numbers of
-        # tokens to draft, by K, where every row has room for all of them.
-        self._first: dict[int, SlotRows] = {}
-        self._wanted: dict[tuple[int, int], Tensor] = {}
-        self._view: SlotRows | None = None  # of the last round
-        self._view_of = 0, 0  # its number of rows, and K
-        self.num_kept = 0
+        self._first: dict[int, SlotRows] = {}  # the first slots, while their rows do not change
         self.reset_options()
 
     def reset_options(self) -> None:
@@ -203,8 +194,6 @@ class Batch:
     def _note_change(self) -> None:
         """After a change of the rows, or of their options."""
         self._first.clear()
-        self._wanted.clear()
-        self._view, self.num_kept = None, 0
         self.running = [row for row in self.rows if row is not None]
         self.has_constraints = any(row.request.constraint is not None for row in self.running)
 
@@ -247,56 +236,26 @@ class Batch:
         self.settings = self.settings.with_row(slot, row.request.sampling, self._vocab_size)
         self.release(source)
 
-    def view(
-        self, num_rows: int, chosen_k: int, most_unread: int, *, view_length: Callable[[int], int] | None = None
-    ) -> SlotRows:
+    def view(self, num_rows: int, chosen_k: int, most_unread: int) -> SlotRows:
         """The first slots, as a round takes them.
 
         Args:
             chosen_k: the most tokens to draft in rows without a constant K of their own.
             most_unread: the most tokens that unread rounds commit in a row.
-            view_length: rounds up a length, as views are. With it, rounds that differ in the values of tensors alone
-                get the same object, whose users need not derive their arguments anew.
         """
-        if self._view is not None and self.num_kept and self._view_of == (num_rows, chosen_k):
-            self.num_kept -= 1
-            return self._view
         if num_rows not in self._first:
             self._first[num_rows] = self._first_slots(num_rows)
         first = self._first[num_rows]
-        most_k = first.most_k(chosen_k)
-        lengths = [row.longest(most_unread) for row in self.running]
-        room = min(row.draft_end - most_k - length for row, length in zip(self.running, lengths, strict=True))
-        longest, masks, num_kept = max(lengths), None, 0
-        if first.constraints is not None:
-            masks = Masks(first.constraints, self._vocab_size, first.lengths.device)
-        elif view_length is not None:  # until rows draft fewer tokens near their ends, or shapes change
-            end = longest + most_k
-            num_kept = max(0, min(room, view_length(end) - end, _KEPT_TOKENS)) // (most_k + 1)
-        self._view = replace(
-            first,
-            num_wanted=self._num_wanted(first, chosen_k, has_room=room >= 0),
-            most_wanted=[0 if row is None else row.most_drafted(chosen_k) for row in first.active],
-            longest=longest + num_kept * (most_k + 1),
-            masks=masks,
-        )
-        self._view_of, self.num_kept = (num_rows, chosen_k), num_kept
-        return self._view
-
-    def _num_wanted(self, first: SlotRows, chosen_k: int, *, has_room: bool) -> Tensor:
-        """The most tokens to draft for each row. [B]
-
-        Args:
-            has_room: no row is so near its end that it drafts fewer than its K.
-        """
-        key = len(first), chosen_k
-        if has_room and key in self._wanted:
-            return self._wanted[key]
         k = chosen_k if first.constant_k is None else torch.where(first.constant_k < 0, chosen_k, first.constant_k)
-        num_wanted = (first.draft_ends - first.lengths).clamp_min_(0).clamp_max_(k)
-        if has_room:
-            self._wanted[key] = num_wanted
-        return num_wanted
+        return replace(
+            first,
+            num_wanted=(first.draft_ends - first.lengths).clamp_min_(0).clamp_max_(k),
+            most_wanted=[0 if row is None else row.most_drafted(chosen_k) for row in first.active],
+            longest=max(row.longest(most_unread) for row in self.running),
+            masks=None
+            if first.constraints is None
+            else Masks(first.constraints, self._vocab_size, first.lengths.device),
+        )
 
     def _first_slots(self, num_rows: int) -> SlotRows:
         """The first slots; nothing is wanted yet."""

@@ -117,9 +117,7 @@ class Engine:
             takes_candidates=not any(one.is_prepared for one in executions),
         )
         self._runner = Runner(target, drafter, rule, num_slots=num_slots, capacity=capacity, max_k=schedule.max_k)
-        reads = self._runner.reads_rounds
-        self._lookahead = 0 if reads else target.execution.lookahead
-        self._rounds_per_look = 1 if reads else min(one.rounds_per_look for one in executions)
+        self._lookahead = 0 if self._runner.reads_rounds else target.execution.lookahead
         cache = self._runner.cache
         self._scheduler = Scheduler(Slots(num_slots, cache.take_over, shares_parts=not cache.has_anchors), queue)
         self._slots = self._scheduler.slots
@@ -175,7 +173,10 @@ class Engine:
         begin_s = time.perf_counter()
         self._leave_cancelled()
         self._fill()
-        begin_s += self._start_rounds()
+        # The rounds ahead of the one that is read. Each unread round commits a token or more.
+        lookahead = 0 if self._batch.has_constraints else self._lookahead
+        while len(self._in_flight) <= lookahead and self._is_open(len(self._in_flight)):
+            self._in_flight.append(self._start_round())
         if not self._in_flight:
             return Round((), Timing()) if self._scheduler.filling else None  # the prefill counts in the next round
         done = self._in_flight.popleft()
@@ -198,43 +199,11 @@ class Engine:
 
     # Rounds
 
-    def _start_rounds(self) -> float:
-        """Start the next round; and the ones after it, as far as the execution looks ahead, or runs several before the
-        host reads the first one. Each unread round commits a token or more.
-
-        Returns:
-            The seconds that the rounds of the second kind took.
-        """
-        lookahead = 0 if self._batch.has_constraints else self._lookahead
-        seconds = 0.0
-        while len(self._in_flight) <= lookahead and self._is_open(len(self._in_flight)):
-            self._in_flight.append(self._start_round())
-            if len(self._in_flight) == 1:
-                seconds += self._start_more()
-        return seconds
-
-    def _start_more(self) -> float:
-        """Start the other rounds that the execution runs before the host reads the first one. They are surplus if rows
-        end before their limit. They have the view of the first one, so that its length, and with it the rounding, does
-        not depend on which rounds were read together.
-
-        Returns:
-            The seconds that these rounds took.
-        """
-        begin_s = time.perf_counter()
-        is_calm = not (self._batch.has_constraints or self._scheduler.filling or self._scheduler.has_waiting)
-        num = self._rounds_per_look // len(self._batch.running) if is_calm else 1
-        while len(self._in_flight) < num and self._batch.num_kept and self._is_open(self._most_unread):
-            self._in_flight.append(self._start_round())
-        return time.perf_counter() - begin_s
-
     def _start_round(self) -> StartedRound:
         batch, execution = self._batch, self._target.execution
         num_rows = min(execution.round_rows(self._slots.height), len(batch.rows))
         chosen_k = self.schedule.next_k(batch.running, num_rows)
-        view_length = execution.round_length if self._rounds_per_look > 1 else None
-        rows = batch.view(num_rows, chosen_k, self._most_unread, view_length=view_length)
-        return self._runner.start(batch, rows, chosen_k)
+        return self._runner.start(batch, batch.view(num_rows, chosen_k, self._most_unread), chosen_k)
 
     def _is_open(self, num_unread: int) -> bool:
         """Whether an active row with this many unread tokens is below its limit, and so may need another round."""

@@ -11,6 +11,7 @@ Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algori
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Runner:
         self.session = drafter.open(num_slots, capacity, target.device, max_k)
         self.clock = Clock(target.device)
         self._noise = NoiseAhead(rule.make_noise, max_k, target.vocab_size)
-        self._verify = target.bind(verify_step)
+        self._verify = partial(target.run, verify_step)
         self._copies_reports = not self.reads_rounds and target.execution.lookahead > 0
         self._prefills: list[tuple[Any, Any]] = []
 

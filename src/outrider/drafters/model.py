@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -180,7 +181,7 @@ class ModelSession(Session):
         self._lm, self._options, self._mask_id = lm, options, mask_id
         self._stops_early = options.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
         self._most_owed = most_owed
-        self._draft = lm.bind(draft_step)
+        self._draft = partial(lm.run, draft_step)
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._gaps = [_ASSIGNED] * num_slots  # why the cache of a slot may lack more than ``most_owed`` tokens

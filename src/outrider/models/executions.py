@@ -9,7 +9,6 @@ import torch
 
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.models.probe import probe
-from outrider.models.weights import num_bytes
 from outrider.native.engine import NativeForward
 from outrider.native.plan import NotPlanned
 from outrider.runtime.cuda_graphs import CapturedExecution
@@ -17,7 +16,6 @@ from outrider.runtime.execution import EagerExecution
 from outrider.runtime.lm import LM
 
 _LOG = logging.getLogger(__name__)
-_MOST_ROUNDS, _BYTES_PER_LOOK = 8, 100_000_000
 
 
 def choose_execution(lm: LM, name: str = "auto", *, is_known: bool = False) -> LM:
@@ -81,7 +79,7 @@ def _native(lm: LM, *, is_known: bool) -> LM:
     if lm.device.type != "cpu" or lm.dtype != torch.float32 or lm.num_shares > 1:
         raise NotPlanned(f"it computes in {lm.dtype} on {lm.device}, in {lm.num_shares} shares")
     forward = NativeForward(lm.weights)
-    native = lm.with_execution(EagerExecution("native", _rounds_per_look(num_bytes(lm.weights))))
+    native = lm.with_execution(EagerExecution("native"))
     native.native, native.layer_shapes = forward, forward.layer_shapes
     if not is_known:
         try:
@@ -90,14 +88,3 @@ def _native(lm: LM, *, is_known: bool) -> LM:
             _LOG.warning("the native engine gives other logits than the model's own code: %s", difference)
             raise NotPlanned("the native engine gives other logits") from None
     return native
-
-
-def _rounds_per_look(weights: int) -> int:
-    """Rounds of a few milliseconds together: after each one the host's code and data have to be read again, since the
-    weights have displaced them in the CPU's caches. (A function of the model and not of measured time, as the bounds of
-    lengths, and so the views, depend on it.)
-
-    Args:
-        weights: bytes, all of which a round reads.
-    """
-    return max(1, min(_MOST_ROUNDS, _BYTES_PER_LOOK // weights))

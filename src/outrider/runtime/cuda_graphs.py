@@ -18,10 +18,11 @@ import logging
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cache, partial
+from typing import Any, Protocol
 
 import torch
 from torch import OutOfMemoryError, Tensor
@@ -29,8 +30,7 @@ from torch import OutOfMemoryError, Tensor
 from outrider.errors import ExecutionError
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
-from outrider.runtime.calls import Bound, Call, Program, Step, put_together
-from outrider.runtime.execution import EagerExecution
+from outrider.runtime.execution import EagerExecution, Step
 from outrider.runtime.rotary import constant_frequencies
 from outrider.runtime.shape_buckets import power_of_two, prepared_length
 
@@ -45,7 +45,7 @@ class CapturedExecution(EagerExecution):
     few eager runs; nothing is cached on disk, and each graph has its own memory pool.
 
     Lengths and batch sizes are rounded up to powers of two. Keeps the MOST_PROGRAMS graphs that were looked up most
-    recently (one that is bound may run on without that). A step that cannot be captured is not tried again.
+    recently. A step that cannot be captured is not tried again.
 
     Args:
         is_required: such a step is an error; else it runs eagerly, and a warning says so.
@@ -92,25 +92,13 @@ class CapturedExecution(EagerExecution):
     def turn(self) -> AbstractContextManager[Any]:
         return _TURN
 
-    def run(
-        self,
-        step: Step,
-        lm: Any,
-        static: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        *,
-        bound: Bound | None = None,
-    ) -> tuple[Tensor, ...]:
-        bound = bound or Bound()
-        if not bound.take(static, arguments):
-            bound.program = None
-        if bound.program is None:
-            first = tuple(store.data_ptr() for store in bound.stores[:1])  # which identifies them all
-            program = self._program((step, id(lm.model), static, bound.form, first), Call(step, lm, static, arguments))
-            if isinstance(program, str):
-                return self._eagerly(program, step, lm, static, arguments)
-            bound.program = program
-        return bound.program.run(bound.tensors, bound.stores)
+    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        call = Call(step, lm, static, arguments)
+        first = tuple(store.data_ptr() for store in call.stores[:1])  # which identifies them all
+        program = self._program((step, id(lm.model), static, tuple(call.form), first), call)
+        if isinstance(program, str):
+            return self._eagerly(program, step, lm, static, arguments)
+        return program.run(call.tensors, call.stores)
 
     def _program(self, key: Any, call: Call) -> Program | str:
         with self._preparing:
@@ -146,7 +134,7 @@ class CapturedExecution(EagerExecution):
         inputs, stores = [tensor.clone() for tensor in call.tensors], call.stores
         # On the same storage, but not the cache itself, whose end frees its storage. (Arguments are rebuilt in each
         # run, since they may keep what they derived from their tensors: see noise.py.)
-        fixed = Call(call.step, call.lm, call.static, put_together(call.arguments, iter(inputs), iter(stores)))
+        fixed = Call(call.step, call.lm, call.static, _put_together(call.arguments, iter(inputs), iter(stores)))
         run = partial(fixed.on, inputs, stores)
         lm = call.lm
         states = [state.clone() for state in call.states]
@@ -159,6 +147,81 @@ class CapturedExecution(EagerExecution):
                     return _Graph(inputs, stores, lm.model, run, self._side)
         finally:
             _copy(states, call.states)  # undo the warm-up runs
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A step with its arguments, taken apart: a graph knows tensors by their addresses, so that it must find them in
+    arguments of any form.
+
+    Attributes:
+        tensors: the tensors in the arguments, in order, contiguous.
+        stores: the storage of the caches in them.
+        states: those of ``stores`` that the step reads and then overwrites: running it twice on them changes the
+            result.
+        form: all else that a program depends on.
+    """
+
+    step: Step
+    lm: Any
+    static: tuple[Any, ...]
+    arguments: tuple[Any, ...]
+    tensors: list[Tensor] = field(default_factory=list)
+    stores: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    form: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._take_apart(self.arguments)
+
+    def _take_apart(self, values: Iterable[Any]) -> None:
+        tensors, form = self.tensors, self.form  # local names, since this runs in every round
+        for value in values:
+            if value is None:
+                form.append(None)
+            elif isinstance(value, Tensor):
+                tensors.append(value.contiguous())
+                form.append((value.shape, value.dtype))
+            elif isinstance(value, SlotCache):
+                self.stores.extend(value.storage)
+                self.states.extend(value.storage[value.num_token_stores :])
+                form.append((value.capacity, value.bound, *(store.shape for store in value.storage[:1])))
+            elif isinstance(value, tuple):
+                form.append(len(value))
+                self._take_apart(value)
+            elif (names := _fields_of(value.__class__)) is not None:
+                self._take_apart([getattr(value, name) for name in names])
+            else:
+                form.append(value)
+
+    def on(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the step on other tensors of the same shapes."""
+        return self.step(self.lm, *self.static, *_put_together(self.arguments, iter(tensors), iter(stores)))
+
+
+class Program(Protocol):
+    """Step that is ready to run on other tensors of the same shapes (see ``Call``)."""
+
+    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
+
+
+@cache
+def _fields_of(kind: type) -> tuple[str, ...] | None:
+    """Field names of a dataclass in the arguments; None for other types."""
+    return tuple(one.name for one in fields(kind) if one.init) if is_dataclass(kind) else None
+
+
+def _put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor]) -> Any:
+    """Copy of ``value`` over other tensors."""
+    if isinstance(value, Tensor):
+        return next(tensors)
+    if isinstance(value, SlotCache):
+        return value.on([next(stores) for _ in value.storage])
+    if isinstance(value, tuple):
+        return tuple(_put_together(item, tensors, stores) for item in value)
+    if (names := _fields_of(value.__class__)) is not None:
+        return type(value)(**{name: _put_together(getattr(value, name), tensors, stores) for name in names})
+    return value
 
 
 class _Graph:

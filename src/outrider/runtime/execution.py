@@ -11,7 +11,7 @@ This module does not know what the steps do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,8 +19,9 @@ from torch import Tensor
 
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
-from outrider.runtime.calls import Bound, Step
 from outrider.runtime.shape_buckets import eager_length
+
+Step = Callable[..., tuple[Tensor, ...]]
 
 
 class EagerExecution:
@@ -30,7 +31,6 @@ class EagerExecution:
         name: the name in tables and messages.
         favoured_k: values of K for adaptive schedules, with every drafter.
         lookahead: rounds that the loop starts ahead of the one that it reads next.
-        rounds_per_look: rounds that the loop runs before the host reads the first of them.
         is_prepared: whether each shape is captured when it first occurs, which takes time.
     """
 
@@ -38,8 +38,8 @@ class EagerExecution:
     lookahead = 0
     is_prepared = False
 
-    def __init__(self, name: str = "eager", rounds_per_look: int = 1) -> None:
-        self.name, self.rounds_per_look = name, rounds_per_look
+    def __init__(self, name: str = "eager") -> None:
+        self.name = name
 
     def round_length(self, length: int) -> int:
         """Length of a view or cache for ``length`` tokens."""
@@ -61,19 +61,8 @@ class EagerExecution:
         """Lock held from running a step until its results are used, so that threads do not overwrite them."""
         return nullcontext()
 
-    def run(
-        self,
-        step: Step,
-        lm: Any,
-        static: tuple[Any, ...],
-        arguments: tuple[Any, ...],
-        *,
-        bound: Bound | None = None,
-    ) -> tuple[Tensor, ...]:
+    def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         """Run ``step(lm, *static, *arguments)``. The results are valid until the next run.
-
-        Args:
-            bound: what earlier calls of this step of this model left.
 
         Raises:
             ExecutionError: this model or machine does not allow it.

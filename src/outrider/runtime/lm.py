@@ -14,7 +14,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,8 +26,7 @@ from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_shapes import WINDOW, LayerShape
-from outrider.runtime.calls import Bound, Step
-from outrider.runtime.execution import EagerExecution
+from outrider.runtime.execution import EagerExecution, Step
 from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.mixers import find_mixers, token_by_token, with_finite_numbers
 from outrider.runtime.native import Native
@@ -205,19 +204,9 @@ class LM:
         since a model may hold tables of that length."""
         return min(self.execution.round_length(length), cache.capacity, self.context_len)
 
-    def bind(self, step: Step) -> Callable[..., tuple[Tensor, ...]]:
-        """``run`` with this step, for many calls whose arguments are mostly the same objects (see ``Bound``)."""
-        return partial(self.run, step, bound=Bound())
-
-    def run(
-        self,
-        step: Step,
-        static: tuple[Any, ...],
-        *arguments: Any,
-        bound: Bound | None = None,
-    ) -> tuple[Tensor, ...]:
+    def run(self, step: Step, static: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, ...]:
         """Run ``step(self, *static, *arguments)`` with this model's execution (see there)."""
-        return self.execution.run(step, self, static, arguments, bound=bound)
+        return self.execution.run(step, self, static, arguments)
 
     def forward(
         self,
