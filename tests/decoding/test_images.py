@@ -10,7 +10,7 @@ from hybrids import hybrid
 from multimodal import IMAGE, KINDS, multimodal, with_image
 from outrider.decoder import Decoder
 from outrider.errors import PromptError
-from outrider.requests import call
+from outrider import decoder as decoder_module
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.media import read_media
 from pairs import random_llama
@@ -78,7 +78,7 @@ def test_an_image_is_read_once_for_all_completions(monkeypatch: pytest.MonkeyPat
     want = generated(model, prompt)
     decoder = outrider.load(model, random_llama(), num_draft_tokens=2)
     reads: list[Any] = []
-    monkeypatch.setattr(call, "read_media", lambda *given: reads.append(given) or read_media(*given))
+    monkeypatch.setattr(decoder_module, "read_media", lambda *given: reads.append(given) or read_media(*given))
     done = texts(decoder, [prompt, TEXT], n=2)
     assert done == [want, want, generated(model, TEXT), generated(model, TEXT)] and len(reads) == 1
     with decoder.session(slots=2) as session:

@@ -20,7 +20,7 @@ import outrider
 from multimodal import llava_processor, multimodal
 from outrider.decoder import Decoder
 from outrider.errors import OptionError, PromptError
-from outrider.requests import call
+from outrider import decoder as decoder_module
 from outrider.runtime.media import read_media
 from pairs import random_llama, save, word_tokenizer
 
@@ -196,7 +196,7 @@ def test_the_server_takes_images_in_the_request(
 ) -> None:
     """Neither files nor addresses. An image is read once for all choices."""
     reads: list[Any] = []
-    monkeypatch.setattr(call, "read_media", lambda *given: reads.append(given) or read_media(*given))
+    monkeypatch.setattr(decoder_module, "read_media", lambda *given: reads.append(given) or read_media(*given))
     image = picture(40)
     image.save(tmp_path / "image.png")
     with running(decoder, context_len=64) as server, server.openai() as client:

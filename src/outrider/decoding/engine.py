@@ -181,7 +181,7 @@ class Engine:
             return Round((), Timing()) if self._scheduler.filling else None  # the prefill counts in the next round
         done = self._in_flight.popleft()
         clock.wait(done.marks[-1])
-        self._agreement.check(done.report.numbers)
+        self._agreement.check(done.report)
         # All rounds before it were read: the lengths are those with which it began.
         most_drafted = [row.most_drafted(done.k) for row in done.rows if row is not None and not row.is_done]
         row_rounds = read(done, self._target.name)

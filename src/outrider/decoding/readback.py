@@ -20,24 +20,6 @@ from outrider.records import Draft, DraftedToken, FinishReason, Origin, RowRound
 from outrider.sampling.probs import wide
 
 
-class Report(NamedTuple):
-    """The results of a round, for the host.
-
-    Attributes:
-        numbers: ``VerifyResult.report``. [B, K+5]
-        drafted_probs: see ``Verdict``. [B, K, 2]
-        drafted_ids: if a row asks for them. [B, K]
-        logprobs: if a row asks for them.
-        logits: if a row asks for them. [B, K+1, V]
-    """
-
-    numbers: Tensor
-    drafted_probs: Tensor
-    drafted_ids: Tensor | None
-    logprobs: Logprobs | None
-    logits: Tensor | None
-
-
 @dataclass(frozen=True, slots=True)
 class StartedRound:
     """A round that the device may still be computing. Its tensors are on the host, and filled by the last mark.
@@ -47,33 +29,44 @@ class StartedRound:
         rows: the active row of each slot at the start. The slot may get another row before the round is read.
         marks: when drafting began, when verifying began and ended, and when all results were on the host.
         prefills: the beginning and end of each chunk of prefill since the round before.
+        report: ``VerifyResult.report``. [B, K+5]
+        drafted_probs: see ``Verdict``. [B, K, 2]
+        drafted_ids: if a row asks for them. [B, K]
+        logprobs: if a row asks for them.
+        logits: if a row asks for them. [B, K+1, V]
     """
 
     k: int
     rows: Sequence[Row | None]
-    report: Report
     marks: tuple[Any, Any, Any, Any]
     prefills: Sequence[tuple[Any, Any]]
+    report: Tensor
+    drafted_probs: Tensor
+    drafted_ids: Tensor | None
+    logprobs: Logprobs | None
+    logits: Tensor | None
 
     @property
     def num_columns(self) -> int:
         """K of the verify, padding included."""
-        return self.report.numbers.shape[1] - 5
+        return self.report.shape[1] - 5
 
 
-def report_of(rows: SlotRows, draft: Draft, result: VerifyResult, *, copy: bool) -> Report:
-    """Start copying the results of a round to the host.
+def copies_for_host(rows: SlotRows, draft: Draft, result: VerifyResult, *, copy: bool) -> dict[str, Any]:
+    """Start copying the results of a round to the host: the fields of a ``StartedRound`` from ``report`` on.
 
     Args:
         copy: also copy tensors that are on the host already.
     """
-    return Report(
-        _to_host(result.report, copy=copy),
-        _to_host(result.drafted_probs, copy=copy),
-        _to_host(draft.ids, copy=copy) if rows.reports_drafts else None,
-        None if rows.num_logprobs is None else _logprobs_of(rows.num_logprobs, result.logits, result.committed),
-        _to_host(result.logits, copy=copy) if rows.reports_logits else None,
-    )
+    return {
+        "report": _to_host(result.report, copy=copy),
+        "drafted_probs": _to_host(result.drafted_probs, copy=copy),
+        "drafted_ids": _to_host(draft.ids, copy=copy) if rows.reports_drafts else None,
+        "logprobs": None
+        if rows.num_logprobs is None
+        else _logprobs_of(rows.num_logprobs, result.logits, result.committed),
+        "logits": _to_host(result.logits, copy=copy) if rows.reports_logits else None,
+    }
 
 
 def _to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
@@ -108,10 +101,9 @@ def _logprobs_of(num_top: int, logits: Tensor, committed: Tensor) -> Logprobs:
 
 def read(started: StartedRound, target_name: str) -> list[RowRound]:
     """Read a finished round and apply stop conditions token by token. Rows that ended before are skipped."""
-    report = started.report
-    probs = report.drafted_probs.tolist()
+    probs = started.drafted_probs.tolist()
     row_rounds = []
-    for b, (row, numbers) in enumerate(zip(started.rows, report.numbers.tolist(), strict=True)):
+    for b, (row, numbers) in enumerate(zip(started.rows, started.report.tolist(), strict=True)):
         if row is None or row.is_done:
             continue
         *tokens, n, num_drafted, is_bad, is_bad_draft = numbers
@@ -133,11 +125,11 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
         origins.append("correction" if is_rejected else "bonus")
         num_top = row.request.sampling.logprobs
         logprobs = None
-        if report.logprobs is not None and num_top is not None:
-            logprobs = report.logprobs.of(b, len(token_ids), num_top)
+        if started.logprobs is not None and num_top is not None:
+            logprobs = started.logprobs.of(b, len(token_ids), num_top)
         drafted = None
-        if report.drafted_ids is not None and row.request.reports_drafts:
-            pairs = zip(report.drafted_ids[b, :num_drafted].tolist(), probs[b], strict=False)
+        if started.drafted_ids is not None and row.request.reports_drafts:
+            pairs = zip(started.drafted_ids[b, :num_drafted].tolist(), probs[b], strict=False)
             drafted = tuple(DraftedToken(token_id, *p_and_q) for token_id, p_and_q in pairs)
         row_rounds.append(
             RowRound(
@@ -155,8 +147,8 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
                 drafted=drafted,
                 slot=b,
                 has_broken_draft=bool(is_bad_draft),
-                logits=report.logits[b, : len(token_ids)]
-                if report.logits is not None and row.request.reports_logits
+                logits=started.logits[b, : len(token_ids)]
+                if started.logits is not None and row.request.reports_logits
                 else None,
             )
         )

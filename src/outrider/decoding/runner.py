@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from outrider.decoding.batch import Batch, Row, SlotRows
-from outrider.decoding.readback import StartedRound, report_of
+from outrider.decoding.readback import StartedRound, copies_for_host
 from outrider.decoding.verify import VerifyResult, verify_step
 from outrider.drafters.base import CommittedTokens, Drafter, Prefill, pad
 from outrider.runtime.device_timer import Clock
@@ -138,7 +138,7 @@ class Runner:
             batch.commit(rows, result)
             self.session.observe(CommittedTokens(result.committed, result.places, result.lengths, result.features))
             # Prepared steps overwrite their results: copy what is read after the next round starts.
-            report = report_of(rows, draft, result, copy=self._copies_reports)
+            copies = copies_for_host(rows, draft, result, copy=self._copies_reports)
         prefills, self._prefills = self._prefills, []
         marks = drafting, verifying, verified, self.clock.mark()
-        return StartedRound(chosen_k, rows.active, report, marks, prefills)
+        return StartedRound(chosen_k, rows.active, marks, prefills, **copies)
