@@ -188,8 +188,8 @@ def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
 def test_a_stop_acts_token_by_token(rule: Rule, drafter_name: str) -> None:
     """80 seeds: the row ends with the stop's token, which is asked once for every token and never for one after it;
     up to there the text is what it is without a stop; what was dropped is marked, and out of the statistics."""
-    target, model_drafter = table_pair(8)
-    drafter = {"model": model_drafter, "itself": model_drafter(target), "none": NO_DRAFTER}[drafter_name]
+    target, by_model = table_pair(8)
+    drafter = {"model": by_model, "itself": model_drafter(target), "none": NO_DRAFTER}[drafter_name]
     requests = [request((1, 2), stop=StopAt(3), seed=seed, max_new_tokens=40) for seed in range(80)]
     endless = [request((1, 2), seed=seed, max_new_tokens=40) for seed in range(80)]
     num_truncated = num_whole = 0

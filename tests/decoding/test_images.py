@@ -8,9 +8,9 @@ import torch
 import outrider
 from hybrids import hybrid
 from multimodal import IMAGE, KINDS, multimodal, with_image
+from outrider import decoder as decoder_module
 from outrider.decoder import Decoder
 from outrider.errors import PromptError
-from outrider import decoder as decoder_module
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.media import read_media
 from pairs import random_llama

@@ -18,9 +18,9 @@ from transformers.image_utils import load_image
 
 import outrider
 from multimodal import llava_processor, multimodal
+from outrider import decoder as decoder_module
 from outrider.decoder import Decoder
 from outrider.errors import OptionError, PromptError
-from outrider import decoder as decoder_module
 from outrider.runtime.media import read_media
 from pairs import random_llama, save, word_tokenizer
 

@@ -20,6 +20,7 @@ appendix A for where a draft may end). Some of these draft greedily or in trees;
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -177,7 +178,7 @@ class ChainSession(Session):
         self, head: LM, options: DraftOptions, num_slots: int, capacity: int, device: torch.device, max_k: int
     ) -> None:
         self._head, self._options = head, options
-        self._draft = head.bind(draft_step)
+        self._draft = partial(head.run, draft_step)
         self._cache = head.new_cache(num_slots, capacity)
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._num_late = [0] * num_slots
@@ -341,7 +342,7 @@ class BlockSession(Session):
     def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
         module: Any = head.model
         self._head, self._module, self._options = head, module, options
-        self._draft = head.bind(draft_step)
+        self._draft = partial(head.run, draft_step)
         self._cache = head.new_cache(num_slots, capacity + module.block_size)  # a block goes beyond the sequence
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:

@@ -185,8 +185,6 @@ class ModelSession(Session):
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._gaps = [_ASSIGNED] * num_slots  # why the cache of a slot may lack more than ``most_owed`` tokens
-        self._last_rows: Rows | None = None  # whose arguments the next call may use again
-        self._last_call: tuple[Any, ...] = ()
 
     def forget(self, ends: Tensor) -> None:
         """Drop the tokens of the first rows from a place on, in sequences that grow by any number of tokens. [B]"""
@@ -208,8 +206,6 @@ class ModelSession(Session):
 
     def catch_up(self, rows: Rows) -> bool:
         """Feed the tokens that a row lacks beyond those that are fed with its drafts."""
-        if rows is self._last_rows:  # those that draft lack no more than after each of their rounds
-            return False
         gap = max((gap for num, gap in zip(rows.most_wanted, self._gaps, strict=False) if num), default=_NO_GAP)
         if gap == _NO_GAP:
             return False
@@ -237,14 +233,11 @@ class ModelSession(Session):
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         cached = self._cached[: len(rows)]
-        if rows is not self._last_rows:
-            self._last_rows = None
-            if not any(rows.most_wanted):
-                cached.copy_(torch.minimum(cached, rows.lengths - 1))
-                self._note(rows)
-                return empty_draft(rows)
-            self._last_call = self._call(rows, k, rule, cached)
-        draft = draw_draft(self._draft, self._lm, rows.masks, self._last_call, noise)
+        if not any(rows.most_wanted):
+            cached.copy_(torch.minimum(cached, rows.lengths - 1))
+            self._note(rows)
+            return empty_draft(rows)
+        draft = draw_draft(self._draft, self._lm, rows.masks, self._call(rows, k, rule, cached), noise)
         # Drafted tokens are fed but for the last one, which is if the next was cut; mask tokens are none.
         num_fed = 0 if self._mask_id is not None else torch.minimum(draft.num_drafted, rows.num_wanted - 1)
         known = torch.minimum(cached, rows.lengths - 1)
@@ -259,8 +252,6 @@ class ModelSession(Session):
         if lm.has_states:
             known = torch.minimum(cached, rows.lengths - 1)
             lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
-        elif lm.execution.is_prepared and fed is rows.last_ids and rows.masks is None:
-            self._last_rows = rows  # whose arguments change in place alone
         view_len = lm.view_len(rows.longest + k - 1, cache)
         source: Source = _one_by_one
         of_source: tuple[int, ...] = (view_len,)
