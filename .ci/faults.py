@@ -31,8 +31,8 @@ FAULTS = [
      "return num_tokens", "decoding"),
     ("native/families.py", "return config.sliding_window  #", "return config.sliding_window + 1  #", "native"),
     # Scheduler and loop
-    ("decoding/slots.py", "row.request.prompt_ids[:-1] if", "row.request.prompt_ids if", "decoding"),
-    ("decoding/slots.py", "() if one.row.is_spoilt else one.held", "one.held", "decoding"),
+    ("decoding/scheduler.py", "row.request.prompt_ids[:-1] if", "row.request.prompt_ids if", "decoding"),
+    ("decoding/scheduler.py", "() if one.row.is_spoilt else one.held", "one.held", "decoding"),
     ("decoding/verify.py", "is_fed = (offsets <= num_drafted", "is_fed = (offsets < num_drafted", "decoding"),
     ("drafters/heads.py", "lengths[:, None] - 1 - width", "lengths[:, None] - width", "drafters"),
     ("text/row_text.py", "max(0, before - len(string) + 1)", "before", "text decoding"),

@@ -19,7 +19,7 @@ import outrider
 from hybrids import tiny_models
 from outrider import assisted
 from outrider.errors import OptionError, PromptError, UnsupportedModel, UsageError
-from outrider.runtime.cache_argument import cache_argument
+from outrider.runtime.modules import cache_argument
 from pairs import embedded, random_llama
 from toys import perturbed
 

@@ -35,7 +35,7 @@ from outrider.requests.logits_processors import (
     process,
     processors_of_row,
 )
-from outrider.runtime.cache_argument import CACHE_NAMES
+from outrider.runtime.modules import CACHE_NAMES
 
 _MODES = ("greedy_search", "sample")
 # Fields of GenerationConfig that ask for another search, or for outputs that this one does not have.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Unpack
 from outrider.decoding.batch import Row, final_room
 from outrider.decoding.engine import Engine
 from outrider.decoding.fair_queue import FairQueue
-from outrider.decoding.prefill import PREFILL_CHUNK
+from outrider.decoding.runner import PREFILL_CHUNK
 from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, PairState
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.errors import OptionError, OutriderError, PromptError

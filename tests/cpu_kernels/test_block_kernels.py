@@ -17,7 +17,7 @@ from outrider.kernels import narrow_weight
 from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, in_groups
 from outrider.kernels.library import few_row_matmul, widen_rows
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.runtime.tensor_parts import stored_tensors
+from outrider.runtime.weight_tensors import stored_tensors
 from rounded_rows import MOST_INTEGER, rounded
 
 _OF_GGUF = {form.name: form for form in BLOCK_FORMS.values()}

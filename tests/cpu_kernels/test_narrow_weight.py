@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from outrider.kernels.library import FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.runtime.tensor_parts import stored_tensors
+from outrider.runtime.weight_tensors import stored_tensors
 
 _EPSILON = 2.0**-24  # of float32, rounding to nearest
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybrids import hybrid, hybrid_lm
-from outrider.decoding import slots
+from outrider.decoding import scheduler
 from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
@@ -253,13 +253,13 @@ def test_a_row_that_waits_for_a_prefix_compares_prompts_once(
     """And again when the row that it waits for has been fed, or has left; not after each chunk."""
     target, _ = llama_pair()
     compared: list[int] = []
-    num_shared = slots._num_shared
+    num_shared = scheduler._num_shared
 
     def noted(*prompts: Sequence[int]) -> int:
         compared.append(num_shared(*prompts))
         return compared[-1]
 
-    monkeypatch.setattr(slots, "_num_shared", noted)
+    monkeypatch.setattr(scheduler, "_num_shared", noted)
     engine = _engine(target, NO_DRAFTER, REJECTION, ConstantSchedule(0))
     asked = [request(ids, max_new_tokens=9) for ids in ((1, 2), (*range(41),), (*range(41), 7))]
     engine.submit(asked[0])

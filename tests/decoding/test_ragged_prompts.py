@@ -11,7 +11,7 @@ from torch import Tensor
 from hybrids import hybrid, hybrid_lm
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine
-from outrider.decoding.prefill import next_forward
+from outrider.decoding.runner import next_forward
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.records import Request
 from outrider.runtime.cache import STRIDE

@@ -23,8 +23,8 @@ from outrider.drafters.heads import BlockSession, head_drafter
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.records import Stats
-from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.lm import LM
+from outrider.runtime.modules import recorded_states
 from outrider.sampling.rules import BLOCK
 from outrider.scoring.teacher_forcing import Text
 from toys import as_lm, request, run, tiny_llama

@@ -12,7 +12,7 @@ from contract import check_no_look_ahead, check_state
 from heads import eagle3_drafter
 from hybrids import V, hybrid, hybrid_lm
 from outrider.decoding.batch import Row
-from outrider.decoding.slots import SlotAssignment, Slots
+from outrider.decoding.scheduler import SlotAssignment, Slots
 from outrider.drafters import heads as head_module
 from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.drafters.corpus import Corpus

@@ -10,8 +10,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausa
 
 from outrider.models.memory import BYTES_PER_NUMBER, sizes_of
 from outrider.models.registry import ModelSpec, known_models, resolve
-from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.lm import LM
+from outrider.runtime.modules import cache_argument
 from pairs import random_llama, save
 from toys import random_model
 

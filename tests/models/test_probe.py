@@ -14,8 +14,8 @@ from outrider.models import probe as module
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.probe import num_tokens_across
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_layers import StateLayer
+from outrider.runtime.modules import cache_argument
 from pairs import random_llama
 from toys import random_model
 

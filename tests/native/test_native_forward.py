@@ -20,8 +20,8 @@ from outrider.native.engine import NativeForward
 from outrider.native.families import plan_of
 from outrider.native.plan import NotPlanned, Plan
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.lm import LM
+from outrider.runtime.modules import cache_argument
 
 _KINDS = [("llama", "biases, tied"), ("gemma2", "low caps"), ("gpt2", "plain")]
 

@@ -17,8 +17,8 @@ from outrider.drafters.window import WindowSession, window_start
 from outrider.records import Request
 from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.cache_argument import cache_of
 from outrider.runtime.lm import LM
+from outrider.runtime.modules import cache_of
 from outrider.sampling.rules import RULES, Rule
 from toys import InTurn, as_lm, llama_pair, request, tiny_llama
 

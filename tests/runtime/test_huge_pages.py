@@ -9,8 +9,7 @@ from torch import nn
 
 from outrider.kernels.library import library
 from outrider.models.cpu_weights import narrow_weights
-from outrider.runtime.huge_pages import move_weights
-from outrider.runtime.tensor_parts import stored_tensors
+from outrider.runtime.weight_tensors import move_weights, stored_tensors
 from toys import tiny_llama
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no such pages")

@@ -20,12 +20,10 @@ import torch
 
 from outrider.decoding.batch import Batch, Row, final_length, final_room
 from outrider.decoding.fair_queue import FairQueue
-from outrider.decoding.prefill import PREFILL_CHUNK, next_forward
 from outrider.decoding.readback import StartedRound, read
-from outrider.decoding.runner import Runner
+from outrider.decoding.runner import PREFILL_CHUNK, Runner, next_forward
 from outrider.decoding.schedule import ConstantSchedule, RoundOutcome, RowCounts, Schedule
-from outrider.decoding.scheduler import Load, Scheduler
-from outrider.decoding.slots import Slots
+from outrider.decoding.scheduler import Load, Scheduler, Slots
 from outrider.drafters.base import Drafter
 from outrider.errors import NumericsError
 from outrider.records import Request, Round, RowRound, Timing

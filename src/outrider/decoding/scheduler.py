@@ -1,16 +1,24 @@
-"""Scheduler: which requests wait, are in prefill, and generate, and in which slots. It knows no tensors."""
+"""Scheduler: which requests wait, are in prefill, and generate, and in which slots. It knows no tensors.
+
+Rows take the lowest slots, since a round runs on the first slots up to the highest one in use. The caches of a free
+slot still hold the keys and values of its last sequence; a prompt that shares a prefix with it reuses them. This module
+decides; the engine moves the tensors.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections import deque
-from dataclasses import dataclass
-from itertools import count
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heappop, heappush
+from itertools import count, takewhile
+from operator import eq
+from typing import NamedTuple
 
 from outrider.decoding.batch import Row
 from outrider.decoding.fair_queue import FairQueue
-from outrider.decoding.slots import SlotAssignment, Slots
 from outrider.records import Request
 
 
@@ -122,3 +130,160 @@ class Scheduler:
             if row in self.filling:
                 self.filling.remove(row)
             self.slots.release(slot)
+
+
+LEAST_SHARED = 16  # tokens; copying fewer does not pay
+
+
+class SlotAssignment(NamedTuple):
+    """The slot of a row, and the copies to make first, in this order.
+
+    Attributes:
+        slot: the row's.
+        moved_to: the slot that the cache of this slot is moved to; None if it is evicted.
+        source: the slot whose first ``num_shared`` tokens are then copied (or kept, if it is the same slot).
+    """
+
+    slot: int
+    moved_to: int | None
+    source: int
+    num_shared: int
+
+
+@dataclass(slots=True)
+class _Slot:
+    """
+    Attributes:
+        row: the row that uses it.
+        token_ids: if free, the tokens whose keys and values it holds.
+        last_used: a counter, 0 if never.
+    """
+
+    row: Row | None = None
+    token_ids: Sequence[int] = field(default_factory=tuple)
+    last_used: int = 0
+
+    @property
+    def held(self) -> Sequence[int]:
+        """The tokens that are in the target's cache for certain."""
+        if self.row is None:
+            return self.token_ids
+        row = self.row
+        if row.request.media is not None:  # tokens alone do not tell its keys
+            return ()
+        return row.token_ids[: row.num_filled if row.num_missing else row.length - 1]
+
+
+class Slots:
+    """S slots. Rows are placed, released and moved down."""
+
+    def __init__(self, num_slots: int, take_over: Callable[[int, int], int], *, shares_parts: bool = True) -> None:
+        """
+        Args:
+            take_over: (slot, length of a shared prefix) -> how much of it may be reused.
+            shares_parts: a part of a prompt may be reused, not only all of it.
+        """
+        self._take_over, self._shares_parts = take_over, shares_parts
+        self._slots = [_Slot() for _ in range(num_slots)]
+        self._free = list(range(num_slots))  # a heap
+        self._count = 0
+        self._height = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return len(self._slots) - self.num_free
+
+    @property
+    def height(self) -> int:
+        """One more than the highest slot in use."""
+        return self._height
+
+    def _measure(self) -> None:
+        self._height = max((i + 1 for i, slot in enumerate(self._slots) if slot.row is not None), default=0)
+
+    def lowest_free(self) -> int:
+        return self._free[0]
+
+    def place(self, row: Row) -> SlotAssignment:
+        """Put a row into the lowest free slot. Evicts the least recently used cache of all free slots."""
+        slot = heappop(self._free)
+        prompt = _shareable(row)
+        source, num_shared = self._longest_shared(prompt, slot)
+        moved_to = None
+        own = self._slots[slot]
+        if len(own.token_ids) >= LEAST_SHARED and not (num_shared and source == slot):
+            evicted = min(
+                (i for i, one in enumerate(self._slots) if one.row is None and not (num_shared and i == source)),
+                key=lambda i: self._slots[i].last_used,
+            )
+            if evicted != slot:
+                moved_to = evicted
+                self._slots[evicted].token_ids, self._slots[evicted].last_used = own.token_ids, own.last_used
+        own.row, own.token_ids = row, ()
+        self._measure()
+        return SlotAssignment(slot, moved_to, source, num_shared)
+
+    def waits(self, row: Row, filling: Collection[Row]) -> bool:
+        """Whether a row should wait for the prefix that one of the rows in prefill will leave: then at least half of
+        its prompt need not be fed. Prompts are compared again only when that row is no longer in prefill."""
+        if row.awaited in filling:
+            return True
+        row.awaited = None
+        prompt, num_shared, longest = _shareable(row), 0, None
+        for other in filling:
+            fed = _shareable(other)
+            num = _num_shared(prompt, fed)
+            if num > num_shared and (self._shares_parts or num == len(fed)):
+                num_shared, longest = num, other
+        if num_shared < LEAST_SHARED:
+            return False
+        _, num_now = self._longest_shared(prompt, self.lowest_free())
+        if num_shared - num_now < max(LEAST_SHARED, (len(prompt) - num_now) / 2):
+            return False
+        row.awaited = longest
+        return True
+
+    def _longest_shared(self, prompt: Sequence[int], slot: int) -> tuple[int, int]:
+        """The slot with the longest prefix of a prompt, and its length; ``slot`` and 0 if the prefix is too short."""
+        if len(prompt) < LEAST_SHARED:
+            return slot, 0
+        shared = [self._take_over(i, _num_shared(prompt, one.held)) for i, one in enumerate(self._slots)]
+        source = max(range(len(self._slots)), key=lambda i: (shared[i], i == slot))
+        return (source, shared[source]) if shared[source] >= LEAST_SHARED else (slot, 0)
+
+    def release(self, slot: int) -> None:
+        """Free the slot of a row that has ended. The slot's cache stays reusable, unless the row has spoilt it."""
+        self._count += 1
+        one = self._slots[slot]
+        assert one.row is not None
+        one.token_ids = () if one.row.is_spoilt else one.held
+        one.row, one.last_used = None, self._count
+        heappush(self._free, slot)
+        self._measure()
+
+    def move(self, source: int, slot: int) -> None:
+        """Move a row to a free slot, whose cache is evicted."""
+        self._slots[slot], self._slots[source] = self._slots[source], _Slot()
+        self._free.remove(slot)
+        heapify(self._free)
+        heappush(self._free, source)
+        self._measure()
+
+    def num_held(self, slot: int) -> int:
+        """Number of tokens in the slot's cache for certain."""
+        return len(self._slots[slot].held)
+
+
+def _shareable(row: Row) -> Sequence[int]:
+    """Tokens of a prompt that another row may have cached: all but the last, which is always fed; none beside images,
+    since tokens alone do not tell their keys."""
+    return row.request.prompt_ids[:-1] if row.request.media is None else ()
+
+
+def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
+    """The length of the common prefix."""
+    return sum(1 for _ in takewhile(bool, map(eq, a, b)))

@@ -19,8 +19,8 @@ from outrider.models.heads.base import Head, embedding_of, head_lm
 from outrider.models.heads.loading import check_target
 from outrider.models.heads.saving import save_speculators
 from outrider.models.weights import widened_weights
-from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.lm import LM
+from outrider.runtime.modules import recorded_states
 from outrider.runtime.vocabulary import spread
 from outrider.scoring.alpha import overlap
 from outrider.scoring.teacher_forcing import Text

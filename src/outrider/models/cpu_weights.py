@@ -15,7 +15,7 @@ from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.kinds import INDEX, WHOLE
 from outrider.models.memory import indexed_files, only_type, skeleton, weight_files
 from outrider.models.registry import ModelSpec, Placement
-from outrider.runtime.huge_pages import Room
+from outrider.runtime.weight_tensors import Room
 
 _LEAST_NUMBERS = 2**18  # of a matrix: for smaller ones the call costs as much as the product
 _LEAST_IN_ALL = 2**24  # smaller models do not repay the seconds of compiling the kernel

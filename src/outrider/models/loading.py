@@ -58,10 +58,10 @@ from outrider.models.reading import (
 )
 from outrider.models.registry import ARITHMETICS, QUANTIZATIONS, ModelSpec, Placement
 from outrider.models.weights import quantized_share
-from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
 from outrider.runtime.stand_in import StandIn
+from outrider.runtime.weight_tensors import move_weights
 from outrider.text.tokenizer import has_token, vocab_size
 
 _LOG = logging.getLogger(__name__)

@@ -153,7 +153,7 @@ def weights_bytes(model: Any, quantization: str = "none", parallel: int = 1) -> 
         parallel: processes that share layers by the model's own plan; the result is for one of them.
     """
     from outrider.models.quantize import linear_bytes, quantizable
-    from outrider.runtime.tensor_parts import stored_tensors
+    from outrider.runtime.weight_tensors import stored_tensors
 
     layers = {} if quantization == "none" else quantizable(model, quantization)
     plan = {module for module, style in (model.tp_plan or {}).items() if not style.startswith("replicated")}

@@ -30,8 +30,8 @@ from outrider.models.registry import ModelSpec, Placement
 from outrider.models.weights import num_bytes
 from outrider.native.families import plan_of
 from outrider.native.plan import Plan
-from outrider.runtime.huge_pages import move_weights
 from outrider.runtime.stand_in import StandIn, StatedConfig
+from outrider.runtime.weight_tensors import move_weights
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 

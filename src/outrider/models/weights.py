@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.runtime.tensor_parts import stored_tensors, whole
+from outrider.runtime.weight_tensors import stored_tensors, whole
 from outrider.system.ranks import current_ranks
 
 

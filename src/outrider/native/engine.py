@@ -24,7 +24,7 @@ from outrider.native.plan import JointPlan, LayerPlan, MatrixPlan, NormPlan, Not
 from outrider.native.team import Team
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
-from outrider.runtime.native import NativeResults
+from outrider.runtime.execution import NativeResults
 from outrider.runtime.stand_in import StandIn
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # functions.h

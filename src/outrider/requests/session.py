@@ -15,8 +15,7 @@ from outrider.errors import OptionError, OutriderError, SessionError
 from outrider.options import CallOptions, Sampling
 from outrider.records import Chunk, Completion
 from outrider.requests.doors import Doors
-from outrider.requests.engine_loop import EngineLoop, chunk_of
-from outrider.requests.loop_thread import LoopThread
+from outrider.requests.engine_loop import EngineLoop, LoopThread, chunk_of
 from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
 from outrider.text.chat import ChatChanges

@@ -24,8 +24,8 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from outrider.runtime.cache_argument import cache_argument, cache_of
 from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, StateShape
+from outrider.runtime.modules import cache_argument, cache_of
 
 
 def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:

@@ -31,7 +31,7 @@ from outrider.errors import ExecutionError
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.execution import EagerExecution, Step
-from outrider.runtime.rotary import constant_frequencies
+from outrider.runtime.modules import constant_frequencies
 from outrider.runtime.shape_buckets import power_of_two, prepared_length
 
 _LOG = logging.getLogger(__name__)

@@ -24,12 +24,9 @@ from torch.nn import functional
 from outrider.errors import OptionError
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
-from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_shapes import WINDOW, LayerShape
-from outrider.runtime.execution import EagerExecution, Step
-from outrider.runtime.hidden_states import recorded_states
-from outrider.runtime.mixers import find_mixers, token_by_token, with_finite_numbers
-from outrider.runtime.native import Native
+from outrider.runtime.execution import EagerExecution, Native, Step
+from outrider.runtime.modules import cache_argument, find_mixers, recorded_states, token_by_token, with_finite_numbers
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.vocabulary import UNKNOWN
 

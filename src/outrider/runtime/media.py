@@ -16,9 +16,8 @@ from torch import Tensor
 from outrider.errors import PromptError
 from outrider.records import MediaPrompt
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.cache_argument import CACHE_NAMES, cache_argument
-from outrider.runtime.hidden_states import recorded_states
 from outrider.runtime.lm import LM
+from outrider.runtime.modules import CACHE_NAMES, cache_argument, recorded_states
 
 _OWN = ("inputs_embeds", "attention_mask", "position_ids", "use_cache", "cache_position", *CACHE_NAMES)
 _FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)  # of modelling code

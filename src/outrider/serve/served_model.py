@@ -25,8 +25,7 @@ from outrider.decoding.schedule import Schedule
 from outrider.decoding.scheduler import Load
 from outrider.errors import NumericsError, OutriderError
 from outrider.records import Chunk
-from outrider.requests.engine_loop import EngineLoop
-from outrider.requests.loop_thread import LoopThread
+from outrider.requests.engine_loop import EngineLoop, LoopThread
 from outrider.requests.state import RequestState, discard
 from outrider.runtime.lm import LM
 from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission

@@ -42,8 +42,8 @@ from outrider.models.heads.block_parts import (
     part_of,
 )
 from outrider.native.plan import MOST_TOKENS, NotPlanned, Plan
-from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.lm import LM
+from outrider.runtime.modules import cache_argument
 
 _KINDS = ("dflash", "dflash2", "dspark")  # in the speculators layout; others have the same tensors, and more
 # Settings, and the beginnings of the weights that they promise.

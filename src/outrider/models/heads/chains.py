@@ -30,9 +30,9 @@ from outrider.models.heads.base import (
 )
 from outrider.native.families import plan_of
 from outrider.native.plan import JointPlan, MatrixPlan, NotPlanned, Plan, rename
-from outrider.runtime.cache_argument import cache_argument
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
+from outrider.runtime.modules import cache_argument
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """Key of the features of an EAGLE-3 head in a config.json."""

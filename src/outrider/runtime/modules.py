@@ -1,14 +1,20 @@
-"""Mixers: the modules of a model that update its recurrent states, and ways to call them.
+"""Modules of models in Transformers' code: watched, changed for one forward, and called with a cache.
 
-*Token by token*, while the other layers take all tokens together: Transformers' scan of Mamba-1 starts from zeros
-whenever several tokens are fed, and continues from its state for a single token only.
+*Mixers* are the modules that update recurrent states. They are called
 
-*With finite numbers*: most scans compute chunks of tokens with products that mask later tokens by zeros. 0 x NaN is
+*token by token*, while the other layers take all tokens together: Transformers' scan of Mamba-1 starts from zeros
+whenever several tokens are fed, and continues from its state for a single token only; or
+
+*with finite numbers*: most scans compute chunks of tokens with products that mask later tokens by zeros. 0 x NaN is
 NaN, so one token would spoil those before it.
+
+Transformers 5.24 renamed ``past_key_values``, and the ``cache_params`` of models without attention, to ``cache``. A
+module that takes any keywords would drop another name silently, so its signature decides (``cache_argument``).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,6 +22,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+
+@contextmanager
+def recorded_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+    """Record the inputs of decoder layers in a dictionary while the model runs. The hooks exist for this run only, and
+    are traced and captured with it."""
+    states: dict[int, Tensor] = {}
+    hooks = []
+
+    def keep(index: int, output: Any) -> None:
+        states[index] = output[0] if isinstance(output, tuple) else output
+
+    if features:
+        decoder = model.get_decoder()
+        for i in set(features):
+            if i == 0:
+                hook = decoder.layers[0].register_forward_pre_hook(
+                    lambda _, args, kwargs: keep(0, args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+                )
+            else:
+                hook = decoder.layers[i - 1].register_forward_hook(lambda _, args, output, i=i: keep(i, output))
+            hooks.append(hook)
+    try:
+        yield states
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
@@ -107,3 +140,50 @@ def with_finite_numbers(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+_CHOSEN = ("dynamic", "longrope")
+
+
+@contextmanager
+def constant_frequencies(model: nn.Module) -> Iterator[None]:
+    """Keep frequencies constant: code that reads positions on the host cannot be captured. Results do
+    not change, since the context ends where other frequencies begin (models/loading.py)."""
+    kinds = [
+        (attributes, attributes["rope_type"]) for attributes in map(vars, model.modules()) if "rope_type" in attributes
+    ]
+    try:
+        for attributes, kind in kinds:
+            attributes["rope_type"] = _constant(kind)
+        yield
+    finally:
+        for attributes, kind in kinds:
+            attributes["rope_type"] = kind
+
+
+def _constant(kind: Any) -> Any:
+    """Rope type with constant frequencies, or a dictionary of them by layer type."""
+    if isinstance(kind, dict):
+        return {name: _constant(one) for name, one in kind.items()}
+    return "default" if kind in _CHOSEN else kind
+
+
+CACHE_NAMES = ("cache", "cache_params", "past_key_values")
+
+
+def cache_argument(module: Any) -> str:
+    """Name of the argument of a module's ``forward`` that takes the cache. One that passes all keywords to another
+    model is given the name that this release of Transformers uses."""
+    from transformers import GenerationMixin
+
+    own, usual = (
+        [name for name in CACHE_NAMES if name in inspect.signature(function).parameters]
+        for function in (module.forward, GenerationMixin.prepare_inputs_for_generation)
+    )
+    return (own or usual)[0]
+
+
+def cache_of(output: Any) -> Any:
+    """The cache in a model's output, or None."""
+    fields = vars(output)  # old names are properties, too, and warn
+    return next((fields[name] for name in CACHE_NAMES if fields.get(name) is not None), None)

@@ -1,4 +1,5 @@
-"""Weights on the CPU in huge pages.
+"""The plain tensors of a parameter (a quantized weight has several: its numbers and their scales), and weights in huge
+pages on the CPU.
 
 A forward of few rows reads all weights once. With pages of 4 KB the processor translates an address every 64 cache
 lines, with pages of 2 MB every 32,768. On a virtual machine, which translates twice, this costs up to a tenth of a
@@ -9,14 +10,15 @@ from __future__ import annotations
 
 import logging
 import mmap
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-
-from outrider.runtime.tensor_parts import stored_tensors
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _LOG = logging.getLogger(__name__)
 _PAGE_BYTES = 2 * 2**20
@@ -86,3 +88,32 @@ def move_weights(model: nn.Module, others: Sequence[Tensor] = ()) -> None:
 def _is_movable(tensor: Tensor) -> bool:
     is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
     return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
+
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+
+def is_shared(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Whether several processes share the tensor, each with a part."""
+    module = sys.modules.get("torch.distributed.tensor")  # where none is imported, none is there
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor, gathered from all processes if they share it."""
+    return tensor.full_tensor() if is_shared(tensor) else tensor
+
+
+def stored_tensors(tensor: Tensor) -> list[Tensor]:
+    """Tensors with the bytes of a parameter, in the order of ``__tensor_flatten__``."""
+    if is_shared(tensor):
+        return stored_tensors(tensor.to_local())
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return [inner for name in names for inner in stored_tensors(getattr(tensor, name))]
+    scales = [getattr(tensor, "SCB", None)]  # bitsandbytes: 8-bit parameters here, 4-bit ones below
+    state = getattr(tensor, "quant_state", None)
+    if state is not None:
+        scales += [state.absmax, state.code]
+    return [tensor, *(scale for scale in scales if isinstance(scale, Tensor))]
