@@ -11,10 +11,11 @@ from block_heads import tiny_block_drafter
 from contract import check_no_look_ahead, check_state
 from heads import eagle3_drafter
 from hybrids import V, hybrid, hybrid_lm
+from outrider.certify.exact import check_exactly
 from outrider.decoding.batch import Row
 from outrider.decoding.scheduler import SlotAssignment, Slots
 from outrider.drafters import heads as head_module
-from outrider.drafters.base import Drafter, Rows, altered_drafter
+from outrider.drafters.base import NO_DRAFTER, Drafter, Rows, altered_drafter
 from outrider.drafters.corpus import Corpus
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.heads import head_drafter
@@ -22,11 +23,14 @@ from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixSession, ngram_drafter, suffix_drafter
 from outrider.drafters.model import model_drafter
 from outrider.drafters.translated import translated_drafter
+from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.runtime.lm import LM
+from outrider.sampling.rules import GUMBEL, RULES
+from outrider.scoring.teacher_forcing import Text
 from outrider.text.spelling import Spelling
 from round_drafters import head
-from toys import as_lm, llama_pair, table_pair, tiny_llama
+from toys import InTurn, as_lm, llama_pair, request, run, table_pair, tiny_llama, tokens
 
 K = 3
 FEW = 4  # tokens, of which all drafts are forced
@@ -140,6 +144,41 @@ def test_a_draft_does_not_look_ahead(name: str) -> None:
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_draft_is_a_function_of_the_sequence(name: str) -> None:
     check_state(*PAIRS[name](), _sequences(FEW), K)
+
+
+PROMPTS = [(2, 3, 2, 3, 2), (1,), (2, 3) * 5, (1, 0, 2)]
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize(
+    "name", ["parallel", "short context", "eagle3", "dspark", "suffix", "hybrid", "translated", "hybrid with a head"]
+)
+def test_the_output_is_that_of_plain_decoding(name: str) -> None:
+    """Greedy, and sampled under ``gumbel`` with all kinds of options; also where rounds are started ahead. Rows join,
+    catch up after rounds of other K and of none, and some drafts are accepted."""
+    target, drafter = PAIRS[name]()
+    num_accepted = 0
+    for options, k, lookahead in (
+        ({"temperature": 0.0, "repetition_penalty": 1.3}, 4, 2),
+        ({"temperature": 0.9, "top_p": 0.9, "frequency_penalty": 0.5}, InTurn(3, 0, 0, 0, 0, 0, 2), 0),
+    ):
+        asked = [request(ids, seed=i, max_new_tokens=8 + 4 * (i % 3), **options) for i, ids in enumerate(PROMPTS)]
+        target.execution.lookahead = 0
+        plain = tokens(target, NO_DRAFTER, asked, GUMBEL, 0)
+        target.execution.lookahead = lookahead
+        outputs = run(target, drafter, asked, GUMBEL, k)
+        assert [output.token_ids for output in outputs] == plain
+        num_accepted += sum(output.stats.num_accepted_draft_tokens for output in outputs)
+    assert num_accepted > 0
+
+
+@pytest.mark.parametrize("name", ["greedy", "suffix", "hybrid", "translated", "eagle3"])
+def test_a_round_follows_the_targets_law(name: str) -> None:
+    """By enumeration."""
+    texts = [Text([1, 2, 3, 1, 2, 3, 1, 2]), Text([2] * 5)]
+    for rule in RULES.values():
+        report = check_exactly(*PAIRS[name](), Sampling(temperature=0.8, top_p=0.9), rule, texts)
+        assert report.is_ok, report
 
 
 @pytest.mark.parametrize("name", ["model", "short context", "eagle3", "dflash", "translated", "suffix"])

@@ -4,7 +4,7 @@ It is told everything in tensors of fixed shape, and never how many tokens were 
 features are those of one forward over the whole text.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +14,11 @@ from torch import Tensor
 from hybrids import hybrid, hybrid_lm
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.schedule import ConstantSchedule
-from outrider.drafters.base import NO_DRAFTER, CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.base import NO_DRAFTER, Drafter, Rows, Session, empty_draft
 from outrider.records import Draft, Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, Rule
+from round_drafters import FeatureSession
 from toys import llama_pair, request, run, tokens
 
 pytestmark = pytest.mark.each_execution
@@ -26,60 +27,12 @@ FEATURES = (0, 1, 2)  # the embedding, the input of the second layer, and the la
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]
 
 
-class Oracle:
-    """Drafts from the target's last hidden state, with the target's own head.
+class OracleSession(FeatureSession):
+    """Drafts from the target's last hidden state, with the target's own head."""
 
-    Args:
-        reads_on_host: as if it had to see tokens before it drafts.
-    """
-
-    name = "oracle"
-    lm: LM | None = None
-    most_drafted: int | None = 2
-    favoured_k: tuple[int, ...] = ()
-    is_one_hot = True
-    features = FEATURES
-
-    def __init__(self, target: LM, *, reads_on_host: bool = False) -> None:
-        self.models = (target,)
-        self.reads_on_host = reads_on_host
-        self.sessions: list[OracleSession] = []
-
-    def open(self, num_slots: int, capacity: int, device: torch.device, max_k: int) -> "OracleSession":
-        self.sessions.append(OracleSession(self.models[0], num_slots, capacity))
-        return self.sessions[-1]
-
-    def with_models(self, change: Callable[[LM], LM]) -> "Oracle":
-        return Oracle(change(self.models[0]), reads_on_host=self.reads_on_host)
-
-
-class OracleSession(Session):
-    """Keeps the features of every position, so that the test can look at them."""
-
-    def __init__(self, target: LM, num_slots: int, capacity: int) -> None:
-        width = len(FEATURES) * target.model.config.hidden_size
+    def __init__(self, target: LM, *sizes: int) -> None:
+        super().__init__(len(FEATURES) * target.model.config.hidden_size, *sizes)
         self.target = target
-        self.states = torch.zeros(num_slots, capacity + 1, width, dtype=torch.float64)  # the last place takes padding
-
-    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
-        if source is None:
-            self.states[slot, num_tokens:] = 0
-        else:
-            self.states[slot, :num_tokens] = self.states[source, :num_tokens]
-
-    def prefill(self, chunk: Prefill) -> None:
-        if chunk.features is None:  # nothing was fed
-            return
-        for row, (start, end) in enumerate(zip(chunk.starts, chunk.ends, strict=True)):
-            self.states[chunk.first_slot + row, start:end] = chunk.features[row, : end - start]
-
-    def observe(self, committed: CommittedTokens) -> None:
-        assert committed.features is not None
-        num_rows, num_columns, _ = committed.features.shape
-        columns = torch.arange(num_columns)
-        is_valid = committed.old_lengths[:, None] + columns < committed.lengths[:, None]
-        places = torch.where(is_valid, committed.old_lengths[:, None] - 1 + columns, self.states.shape[1] - 1)
-        self.states[torch.arange(num_rows)[:, None], places] = committed.features
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         if k == 0:
@@ -91,6 +44,24 @@ class OracleSession(Session):
         return Draft(ids=ids, probs=None, num_drafted=rows.num_wanted.clamp_max(2))
 
 
+def _oracle(target: LM, sessions: list[OracleSession] | None = None, *, reads_on_host: bool = False) -> Drafter:
+    """
+    Args:
+        sessions: takes the sessions that are opened.
+        reads_on_host: as if it had to see tokens before it drafts.
+    """
+
+    def opens(models: Sequence[LM], num_slots: int, capacity: int, *_: Any) -> Session:
+        session = OracleSession(models[0], num_slots, capacity)
+        if sessions is not None:
+            sessions.append(session)
+        return session
+
+    return Drafter(
+        "oracle", opens, (target,), is_one_hot=True, most_drafted=2, features=FEATURES, reads_on_host=reads_on_host
+    )
+
+
 def _requests(**options: object) -> list[Request]:
     return [request(ids, seed=10 + i, max_new_tokens=16, **options) for i, ids in enumerate(PROMPTS)]
 
@@ -98,7 +69,7 @@ def _requests(**options: object) -> list[Request]:
 def test_its_text_is_plain_text() -> None:
     target, _ = llama_pair()
     requests = _requests(temperature=1.3)
-    outputs = run(target, Oracle(target), requests, GUMBEL, 2)
+    outputs = run(target, _oracle(target), requests, GUMBEL, 2)
     assert [output.token_ids for output in outputs] == tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
     assert sum(output.stats.num_draft_tokens for output in outputs) > 0
 
@@ -120,7 +91,8 @@ def test_its_features_are_those_of_one_forward(k: int, family: str) -> None:
     join later, in chunks, and find their beginning in a cache. Recurrences compute in float32."""
     target = llama_pair()[0] if family == "llama" else hybrid_lm(hybrid(family))
     atol = 1e-9 if family == "llama" else 1e-4
-    oracle = Oracle(target)
+    sessions: list[OracleSession] = []
+    oracle = _oracle(target, sessions)
     shared = tuple(range(20, 42))
     prompts = [*PROMPTS, shared, (*shared, 3, 4, 5)]
     engine = Engine(target, oracle, REJECTION, num_slots=2, capacity=64, schedule=ConstantSchedule(k), prefill_chunk=8)
@@ -128,7 +100,7 @@ def test_its_features_are_those_of_one_forward(k: int, family: str) -> None:
     for index, ids in enumerate(prompts):
         engine.submit(request(ids, seed=index, max_new_tokens=16))
         texts[index] = tuple(ids)
-    (session,) = oracle.sessions
+    (session,) = sessions
     while (round_ := engine.step()) is not None:
         for row in round_.rows:
             texts[row.row] += row.token_ids
@@ -147,7 +119,7 @@ def test_no_round_is_started_ahead_for_a_drafter_that_reads_on_the_host() -> Non
     target.execution.lookahead = 2
     spreads = {}
     for reads_on_host in (False, True):
-        oracle = Oracle(target, reads_on_host=reads_on_host)
+        oracle = _oracle(target, reads_on_host=reads_on_host)
         seen: list[int] = []
         propose = OracleSession.propose
 

@@ -9,24 +9,19 @@ import pytest
 
 from contract import check_state
 from outrider.api import load, load_drafter
-from outrider.certify.exact import check_exactly
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.drafters.base import Drafter, Rows
-from outrider.drafters.corpus import Corpus
-from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.hybrid import HybridSession, hybrid_drafter
 from outrider.drafters.lookups import suffix_drafter
 from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import OptionError
-from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.replay.record import header_of
 from outrider.replay.replay import load_draft, replay
 from outrider.sampling.probs import full
-from outrider.sampling.rules import GUMBEL, REJECTION, RULES
-from outrider.scoring.teacher_forcing import Text
+from outrider.sampling.rules import REJECTION, RULES
 from pairs import embedded
-from toys import InTurn, as_lm, llama_pair, request, run, tiny_llama, tokens
+from toys import as_lm, llama_pair, request, run, tiny_llama, tokens
 
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 PROMPTS = [[1, 2, 3, 4] * 3, [7, 8, 9], [5] * 8, [10, 3, 10, 2]]
@@ -60,31 +55,6 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Rows, Rows, Draft]]:
     return rounds
 
 
-@pytest.mark.each_execution
-def test_the_output_is_the_targets(seen: list[tuple[Rows, Rows, Draft]]) -> None:
-    """Greedy, and under ``gumbel`` with a seed; rows join, and both drafters draft, often in the same round."""
-    target, model = llama_pair()
-    drafter = _hybrid(model, corpus=Corpus([[7, 8, 9, 10, 3, 10, 2, 1, 2, 3]]))
-    for temperature, k in ((0.0, 3), (0.3, InTurn(4, 0, 2))):
-        requests = [
-            request(prompt, seed=i, max_new_tokens=30 + 9 * i, temperature=temperature)
-            for i, prompt in enumerate(PROMPTS)
-        ]
-        assert tokens(target, drafter, requests, GUMBEL, k) == tokens(target, model, requests, GUMBEL, 0)
-    of_suffix = [[ours > theirs for ours, theirs in zip(a.most_wanted, b.most_wanted, strict=True)] for a, b, _ in seen]
-    assert any(map(all, of_suffix)) and any(any(row) and not all(row) for row in of_suffix)
-
-
-@ALL_RULES
-def test_a_round_follows_the_targets_distribution(rule: Any) -> None:
-    """By enumeration. The suffix drafts in the first two, with other p than q = 1, the model in the third."""
-    target, model = llama_pair()
-    sampling = Sampling(temperature=0.8, top_p=0.9)
-    texts = [Text([1, 2, 3, 1, 2, 3, 1, 2]), Text([7] * 6), Text([1, 2, 3])]
-    report = check_exactly(target, _hybrid(model), sampling, rule, texts)
-    assert report.is_ok, report
-
-
 def test_the_form_of_a_draft_does_not_depend_on_who_drafts(seen: list[tuple[Rows, Rows, Draft]]) -> None:
     """Each form would be a program of its own. q is one-hot in rows of the suffix."""
     target, model = llama_pair()
@@ -102,14 +72,6 @@ def test_the_form_of_a_draft_does_not_depend_on_who_drafts(seen: list[tuple[Rows
                 assert bool((full(draft.probs)[b, range(num), draft.ids[b, :num]] == 1).all())
                 num_of_suffix += num
     assert num_of_suffix > 10
-
-
-def test_greedy_models_keep_no_probabilities(seen: list[tuple[Rows, Rows, Draft]]) -> None:
-    target, model = llama_pair()
-    drafter = _hybrid(model_drafter(model.lm, options=DraftOptions(is_greedy=True)))
-    assert drafter.is_one_hot and drafter.name == "suffix+draft:greedy"
-    run(target, drafter, [request(PROMPTS[0], max_new_tokens=40)], REJECTION, 3)
-    assert all(draft.probs is None for *_, draft in seen)
 
 
 def test_both_draft_beyond_the_context_of_the_model(seen: list[tuple[Rows, Rows, Draft]]) -> None:

@@ -13,23 +13,18 @@ from typing import Any
 import pytest
 
 from outrider.api import load, load_drafter
-from outrider.certify.exact import check_exactly
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.drafters import corpus as corpus_module
 from outrider.drafters import lookups as suffix_module
-from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.corpus import Corpus, read_corpus
 from outrider.drafters.lookups import SuffixIndex, suffix_drafter
 from outrider.errors import FileError, OptionError
-from outrider.options import Sampling
-from outrider.records import Request
 from outrider.replay.record import header_of
 from outrider.replay.replay import load_draft
-from outrider.sampling.rules import REJECTION, RULES, Rule
+from outrider.sampling.rules import REJECTION, RULES
 from outrider.scoring.lookups import proposals
 from outrider.scoring.teacher_forcing import Text
 from pairs import embedded, word_tokenizer
-from toys import llama_pair, request, run, tokens
 
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 Step = tuple[int, int, int, int]  # token, how often it followed, how often any did, length of what they followed
@@ -190,44 +185,6 @@ def test_without_a_bound_it_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: counts of suffixes of any length."""
     monkeypatch.setattr(suffix_module, "MAX_MATCH", 10**6)
     assert _num_lines([1] * 800) > 3 * _num_lines([1] * 400)
-
-
-# In the loop
-
-
-def _requests(num: int, **options: Any) -> list[Request]:
-    """Prompts that repeat themselves, and long beginnings that they share."""
-    rng = random.Random(4)
-    begin = [rng.randrange(60) for _ in range(24)]
-    prompts = [
-        [rng.randrange(60) for _ in range(rng.randint(1, 5))] * rng.randint(1, 4)
-        if i % 3
-        else begin[: rng.randint(18, 24)] + [rng.randrange(60)]
-        for i in range(num)
-    ]
-    return [request(ids, seed=i, max_new_tokens=rng.randint(6, 30), **options) for i, ids in enumerate(prompts)]
-
-
-@pytest.mark.each_execution
-def test_gumbel_gives_the_text_of_plain_decoding() -> None:
-    target, _ = llama_pair()
-    requests = _requests(8, temperature=1.0)
-    plain = tokens(target, NO_DRAFTER, requests, RULES["gumbel"], 0)
-    drafter = suffix_drafter(Corpus([[*one.prompt_ids, *ids] for one, ids in zip(requests, plain, strict=True)][:4]))
-    for k in (2, 7):
-        outputs = run(target, drafter, requests, RULES["gumbel"], k)
-        assert [output.token_ids for output in outputs] == plain
-        # The corpus holds the texts of the first four.
-        assert sum(output.stats.num_accepted_draft_tokens for output in outputs[:4]) > 20
-
-
-@ALL_RULES
-def test_a_round_follows_the_targets_law(rule: Rule) -> None:
-    """By enumeration."""
-    target, _ = llama_pair()
-    texts = [Text([1, 2, 3, 1, 2]), Text([7] * 5)]
-    report = check_exactly(target, suffix_drafter(), Sampling(temperature=0.8, top_p=0.9), rule, texts)
-    assert report.is_ok, report
 
 
 # Files

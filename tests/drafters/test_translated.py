@@ -16,7 +16,6 @@ from contract import check_state
 from hybrids import V as HYBRID_V
 from hybrids import hybrid, hybrid_lm
 from outrider.api import load
-from outrider.certify.exact import check_exactly
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
@@ -25,12 +24,10 @@ from outrider.drafters.lookups import suffix_drafter
 from outrider.drafters.model import ModelSession
 from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
-from outrider.options import Sampling
 from outrider.replay.record import header_of
 from outrider.replay.replay import replay
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
-from outrider.scoring.teacher_forcing import Text
 from outrider.text.spelling import Spelling
 from pairs import byte_level_tokenizer, embedded, random_llama, zoo
 from toys import InTurn, as_lm, request, run, tiny_llama, tokens
@@ -92,14 +89,6 @@ def test_the_output_is_the_targets() -> None:
     outputs = run(decoder.target, drafter, requests, GUMBEL, InTurn(4, 0, 0, 2))
     assert [one.token_ids for one in outputs] == tokens(decoder.target, drafter, requests, GUMBEL, 0)
     assert sum(one.stats.num_accepted_draft_tokens for one in outputs) > 20
-
-
-@ALL_RULES
-def test_a_round_follows_the_targets_distribution(rule: Any) -> None:
-    """By enumeration."""
-    target, drafter = _toy()
-    report = check_exactly(target, drafter, Sampling(temperature=0.8), rule, [Text([1, 2, 3, 5]), Text([44, 7])])
-    assert report.is_ok, report
 
 
 def test_logits_are_those_of_equal_tokens() -> None:

@@ -1,0 +1,150 @@
+"""Draft models: greedy, unsure, and those that fill in mask tokens (PARD). (Their contract is in test_contract.py.)"""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import outrider
+from contract import check_state, lead
+from hybrids import V, hybrid, hybrid_lm
+from outrider.api import load_drafter
+from outrider.drafters.base import Rows
+from outrider.drafters.draft_options import DraftOptions
+from outrider.drafters.model import ModelSession, model_drafter
+from outrider.errors import OptionError, UnsupportedModel
+from outrider.records import Draft
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION
+from pairs import embedded, random_llama, save, word_tokenizer
+from toys import as_lm, llama_pair, perturbed, request, run, table_pair, tiny_llama
+
+MASK = 59
+
+
+def test_greedy_drafts_are_the_likeliest_tokens() -> None:
+    """Each accepted one is what the draft would have said, and the first correction is not."""
+    target, drafter = table_pair(8)
+    best = drafter.models[0].model.table.argmax(-1).tolist()
+    greedy = model_drafter(drafter.models[0], DraftOptions(is_greedy=True))
+    [output] = run(target, greedy, [request([3], max_new_tokens=200)], REJECTION, 3)
+    last, num_accepted = 3, 0
+    for row in output.rounds:
+        for token, origin in zip(row.token_ids, row.origins, strict=True):
+            assert (token == best[last]) == (origin == "accepted") or origin == "bonus"
+            num_accepted += origin == "accepted"
+            last = token
+    assert num_accepted > 20
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.3, "top_k": 3}])
+def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(options: dict[str, Any]) -> None:
+    """By the probabilities of the model, whatever the temperature. Row by row in a Markov chain, whose every round is
+    known from the accepted tokens and the token that was drafted last."""
+    target, drafter = table_pair(8)
+    probs = drafter.models[0].model.table.softmax(-1).amax(-1)
+    min_prob = float(probs.quantile(0.4))
+    is_sure = (probs >= min_prob).tolist()
+    requests = [replace(request((i,), seed=i, max_new_tokens=24, **options), reports_drafts=True) for i in range(8)]
+    outputs = run(target, model_drafter(drafter.models[0], DraftOptions(min_prob=min_prob)), requests, BLOCK, 4)
+    numbers = set()
+    for output, one in zip(outputs, requests, strict=True):
+        text = list(one.prompt_ids)
+        for row in output.rounds[:-2]:
+            assert row.drafted is not None
+            ids = [token.token_id for token in row.drafted]
+            before = [text[-1], *ids]
+            assert all(is_sure[token_id] for token_id in before[: len(ids)])
+            assert len(ids) == 4 or not is_sure[before[len(ids)]]
+            numbers.add(len(ids))
+            text += row.token_ids
+    assert numbers >= {0, 1, 2}
+
+
+def test_a_row_is_not_read_beyond_its_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eagerly on the CPU, where nothing is left to draft no further forward is run."""
+    target, drafter = llama_pair()
+    (lm,), calls, num_forwards = drafter.models, list[int](), []
+    forward = type(lm).forward
+    monkeypatch.setattr(type(lm), "forward", lambda *args, **options: calls.append(1) or forward(*args, **options))
+    for min_prob in (0.0, 0.999):
+        calls.clear()
+        one = model_drafter(lm, DraftOptions(min_prob=min_prob))
+        [output] = run(target, one, [request((5, 6, 7, 5, 6, 7, 5), max_new_tokens=16)], GUMBEL, 4)
+        num_forwards.append(len(calls) / len(output.rounds))
+    assert num_forwards[1] < num_forwards[0] / 2
+
+
+def test_names() -> None:
+    decoder = embedded().plain()
+    for options, is_greedy in ((":greedy", True), (":min-prob=0.3", False), (":min-prob=0.25:greedy", True)):
+        drafter = load_drafter(decoder, f"fable-draft{options}")
+        assert drafter.name == f"fable-draft{options}" and drafter.is_one_hot == is_greedy
+        assert (drafter.lm is None) == ("min-prob" in options)
+        assert drafter.with_models(lambda lm: lm) == drafter
+    for wrong in ("0", "1", "1.5", "-1", "nan", "many", ""):
+        with pytest.raises(OptionError, match="min-prob is a probability between 0 and 1"):
+            load_drafter(decoder, f"fable-draft:min-prob={wrong}")
+
+
+# Mask tokens
+
+
+def test_q_is_that_of_an_uncached_forward() -> None:
+    """One forward over the sequence and K-1 mask tokens, at every beginning of a round."""
+    model = tiny_llama()
+    target, drafter = as_lm(model), model_drafter(as_lm(perturbed(model, 0.1), "draft"), mask_id=MASK)
+    generator = torch.Generator().manual_seed(1)
+    whole = torch.randint(60, (30,), generator=generator).tolist()
+    led = lead(target, drafter, [(whole[:7], whole[7:])], 4, drawn=[[(i * i) % 60 for i in range(30)]])
+    assert len(led.drafts) > 10
+    for (_, length), (num, _, q) in led.drafts.items():
+        ids = torch.tensor([[*whole[:length], *[MASK] * (num - 1)]])
+        with torch.inference_mode():
+            want = drafter.models[0].model(ids).logits[0, length - 1 :].softmax(-1)
+        torch.testing.assert_close(q, want, rtol=0.0, atol=1e-12)
+
+
+def test_entries_of_mask_tokens_are_not_taken_for_committed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor do they advance states. (Recurrences compute in float32.) The control counts them."""
+    target = as_lm(tiny_llama(vocab_size=V))
+    drafter = model_drafter(hybrid_lm(hybrid("qwen3_5_text"), "draft"), mask_id=3)
+    generator = torch.Generator().manual_seed(3)
+    sequences = [
+        (torch.randint(V, (n,), generator=generator).tolist(), torch.randint(V, (12,), generator=generator).tolist())
+        for n in (1, 5)
+    ]
+    check_state(target, drafter, sequences, 3, atol=1e-4)
+    propose = ModelSession.propose
+
+    def keep(self: ModelSession, rows: Rows, *others: Any) -> Draft:
+        draft = propose(self, rows, *others)
+        self._cached[: len(rows)] += (rows.num_wanted - 1).clamp_min(0)
+        return draft
+
+    monkeypatch.setattr(ModelSession, "propose", keep)
+    drafter = model_drafter(as_lm(tiny_llama(1, vocab_size=V), "draft"), mask_id=3)
+    with pytest.raises(AssertionError, match="q is off by"):
+        check_state(target, drafter, sequences, 3)
+
+
+def _folder(path: Path, **keys: int) -> Path:
+    model = random_llama()
+    for key, value in keys.items():
+        setattr(model.config, key, value)
+    return save(path, model, word_tokenizer())
+
+
+def test_a_model_is_recognised_by_its_configuration(tmp_path: Path) -> None:
+    target = save(tmp_path / "target", random_llama(), word_tokenizer())
+    for i, (keys, is_parallel) in enumerate([({"pard_token": 90}, True), ({"ptd_token_id": 4}, True), ({}, False)]):
+        drafter = outrider.load(target, f"{_folder(tmp_path / str(i), **keys)}:greedy").drafter
+        assert drafter.is_one_hot
+        assert bool(drafter.favoured_k) == (drafter.lm is None) == is_parallel
+    decoder = outrider.load(target, tmp_path / "0", acceptance="gumbel")
+    (one,), (plain,) = (each.generate("w1 w2 w3", max_new_tokens=20, seed=1) for each in (decoder, decoder.plain()))
+    assert one.text == plain.text and one.stats.num_draft_tokens > 0
+    with pytest.raises(UnsupportedModel, match="states pard_token = 97, but has embeddings for 97 tokens"):
+        outrider.load(target, _folder(tmp_path / "wrong", pard_token=97))
