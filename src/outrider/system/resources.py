@@ -46,7 +46,7 @@ def useful_threads(allowed: Set[int] | None = None, root: Path = _ROOT) -> int |
 
 
 def _fast(root: Path, allowed: Set[int]) -> set[int]:
-    """Those that are no efficiency cores, as far as the system tells."""
+    """Performance cores; empty if unknown."""
     listed = _text(root / "sys/devices/cpu_core/cpus")  # of Intel's hybrid processors
     if listed:
         return _numbers(listed) & allowed
@@ -57,28 +57,9 @@ def _fast(root: Path, allowed: Set[int]) -> set[int]:
 
 
 def _quota(root: Path) -> int:
-    """Processors that the control groups of this process allow to be busy all the time; a part of one is not used."""
-    most = sys.maxsize
-    files: tuple[str, ...]
-    for line in _text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = (line.split(":", 2) + ["", ""])[:3]
-        if controllers == "":  # version 2
-            folder, files = root / "sys/fs/cgroup", ("cpu.max",)
-        elif "cpu" in controllers.split(","):
-            folder, files = root / "sys/fs/cgroup" / controllers, ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-        else:
-            continue
-        # In a container the path is that of the host, and its root is the container's group.
-        for group in (folder, *(folder / part for part in _with_parents(path))):
-            limit = [int(word) for name in files for word in _text(group / name).split() if word.isdecimal()]
-            if len(limit) == 2 and limit[1] > 0:  # of so many microseconds; else "max", or -1
-                most = min(most, limit[0] // limit[1])
-    return most
-
-
-def _with_parents(path: str) -> list[Path]:
-    relative = Path(path.lstrip("/"))
-    return [relative, *relative.parents]
+    """Processors that a container's control group (version 2) allows to be busy all the time, in whole numbers."""
+    limit = [int(word) for word in _text(root / "sys/fs/cgroup/cpu.max").split() if word.isdecimal()]
+    return limit[0] // limit[1] if len(limit) == 2 else sys.maxsize  # else "max"
 
 
 def _numbers(listed: str) -> set[int]:

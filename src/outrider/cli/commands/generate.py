@@ -34,7 +34,7 @@ from outrider.cli.shared.prompt_job import LocalWorker, Setup, Workers, run_job
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.errors import FileError, OptionError, PromptError
-from outrider.offline.output_rows import Totals, row_of, stats_of
+from outrider.offline.output_file import Totals, row_of, stats_of
 from outrider.offline.prompt_file import Shard, open_prompts
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import Sampling

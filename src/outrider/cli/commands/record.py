@@ -24,7 +24,7 @@ from outrider.cli.shared.pair_options import MachineOptions, PairOptions, Target
 from outrider.cli.shared.prompt_job import LocalWorker, Setup, run_job
 from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import OptionError
-from outrider.offline.output_rows import Totals
+from outrider.offline.output_file import Totals
 from outrider.offline.prompt_file import Shard, check_without_options, open_prompts
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.system.files import write_text

@@ -19,8 +19,7 @@ from outrider.cli.shared.output import json_text, origin_of, progress_bar, say
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
-from outrider.offline.output_file import open_output
-from outrider.offline.output_rows import Totals, row_of, stats_of
+from outrider.offline.output_file import Totals, open_output, row_of, stats_of
 from outrider.offline.prompt_file import PromptFile, Shard, by_length
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
