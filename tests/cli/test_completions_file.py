@@ -15,10 +15,10 @@ import pytest
 from commands import Outrider, only_document
 from outrider.decoder import Decoder
 from outrider.errors import FileError
+from outrider.offline import output_file
 from outrider.offline.jsonl import read_samples
 from outrider.offline.output_file import open_output
 from outrider.records import Completion, Stats
-from outrider.system import file_lock
 from pairs import broken_model, random_llama, save
 
 OPTIONS = ("-n", 5, "--seed", 20, "--dtype", "float64")
@@ -47,14 +47,14 @@ def test_a_disk_that_fills_up(output: Path, num_bytes: int) -> None:
 
 
 def test_ctrl_c_in_the_middle_of_a_line_leaves_none(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(file_lock.FileIO):
+    class Interrupted(output_file.FileIO):
         def write(self, data: Any) -> int:
             if self.tell() > 0:
                 super().write(data[:3])
                 raise KeyboardInterrupt
             return super().write(data)
 
-    monkeypatch.setattr(file_lock, "FileIO", Interrupted)
+    monkeypatch.setattr(output_file, "FileIO", Interrupted)
     with pytest.raises(KeyboardInterrupt), open_output(output) as file:
         file.write("first\n")
         file.write("another\n")
@@ -82,21 +82,6 @@ def test_a_pipe_may_be_read_and_a_device_written(outrider: Outrider, prompts: Pa
     if FULL.exists():
         message = outrider("generate", "--prompts", prompts, "--output", FULL, *OPTIONS).error
         assert f"cannot write {FULL}: No space left on device" in message
-
-
-def test_a_file_that_its_first_owner_removes(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between its being opened and locked by the second: that must not write to a file which nobody will find."""
-    lock, removed = file_lock._lock, []
-
-    def late(*arguments: Any) -> None:
-        if not removed:
-            removed.append(output.unlink())
-        lock(*arguments)
-
-    monkeypatch.setattr(file_lock, "_lock", late)
-    with open_output(output) as file:
-        file.write("here\n")
-    assert removed and output.read_text() == "here\n"
 
 
 def test_a_system_without_locks_is_told(
