@@ -1,7 +1,6 @@
 """Long jobs: the order of prompts, and parts of a file."""
 
 import json
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from commands import Outrider, only_document, rows_of
-from outrider.decoder import Decoder
 from outrider.errors import OptionError
 from outrider.offline.prompt_file import Shard, by_length
 
@@ -54,24 +52,6 @@ def test_a_window_is_all_that_is_held() -> None:
     assert len(taken) == 256
 
 
-def test_the_longest_prompts_go_first(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the room that they take: the prompt, and the most tokens that may follow."""
-    room: list[int] = []
-    complete = Decoder.complete
-
-    def noted(self: Decoder, items: Iterable[Any], **options: Any) -> Iterator[Any]:
-        def each() -> Iterator[Any]:
-            for ids, own in items:
-                room.append(len(ids) + own["max_new_tokens"])
-                yield ids, own
-
-        return complete(self, each(), **options)
-
-    monkeypatch.setattr(Decoder, "complete", noted)
-    assert outrider("generate", "--prompts", prompts, *OPTIONS).code == 0
-    assert len(room) == NUM_PROMPTS and room == sorted(room, reverse=True) and room[0] > room[-1]
-
-
 def test_shards_are_the_whole(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """Each line as it is without shards, whatever their number. Their files, put together, are the file of the whole,
     and the whole run finds nothing left to do."""
@@ -88,13 +68,6 @@ def test_shards_are_the_whole(outrider: Outrider, prompts: Path, tmp_path: Path)
     joined.write_bytes(b"".join(output.read_bytes() for output in outputs))
     assert outrider(*arguments, "--output", joined).err.startswith("0 tokens")
     assert lines_of(joined) == lines_of(whole)
-
-
-def test_more_shards_than_prompts(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Some have nothing to do, and that is no error: the number of machines need not follow the file."""
-    output, shard = tmp_path / "out.jsonl", f"{NUM_PROMPTS + 1}/{NUM_PROMPTS + 1}"
-    ended = outrider("generate", "--prompts", prompts, "--output", output, *OPTIONS, "--shard", shard)
-    assert ended.code == 0 and ended.err.startswith("0 tokens") and not output.exists()
 
 
 def test_a_shard_does_not_continue_the_file_of_another(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:

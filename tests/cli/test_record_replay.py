@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from commands import Outrider, only_document, rows_of
-from outrider.decoder import Decoder
 from outrider.replay.log import Log
 from pairs import embedded, random_llama, save
 
@@ -127,40 +125,6 @@ def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> N
     ):
         tensors.write_text(f"{torch.tensor(json.loads(text))}\n")
         assert message in outrider("replay", tensors, *tokens).error
-
-
-def test_an_interrupted_recording_is_continued(
-    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Exit code 130, and in the end what an uninterrupted run writes, without generating anything again."""
-    options = ("-n", 4, "--seed", 1, "--probs", 2, "--batch-size", 1, "--dtype", "float64")
-    whole = [(one.category, one.seed, one.token_ids) for one in Log.open(record(outrider, prompts, *options))]
-    assert [one[:2] for one in whole] == [("tale", 1), ("sum", 2), (None, 3)]
-    complete, num_asked = Decoder.complete, list[int]()
-
-    def interrupted(self: Decoder, items: Any, *given: Any, **more: Any) -> Any:
-        num_asked.append(0)
-
-        def counted() -> Any:
-            for item in items:
-                num_asked[-1] += 1
-                yield item
-
-        for num_done, one in enumerate(complete(self, counted(), *given, **more)):
-            if len(num_asked) == 1 and num_done == 2:
-                raise KeyboardInterrupt
-            yield one
-
-    monkeypatch.setattr(Decoder, "complete", interrupted)
-    arguments = ("record", "--prompts", prompts, "--output", tmp_path / "cut", *options)
-    ended = outrider(*arguments)
-    assert ended.code == 130 and ended.err.endswith(f", interrupted: {tmp_path / 'cut'}\n")
-    assert len(Log.open(tmp_path / "cut")) == 2
-    assert outrider(*arguments).code == 0
-    assert num_asked[1] == 1
-    assert [(one.category, one.seed, one.token_ids) for one in Log.open(tmp_path / "cut")] == whole
-    assert outrider(*arguments).code == 0 and num_asked[2:] == [0]
-    assert "belongs to another run" in outrider(*arguments, "--probs", 3).error
 
 
 def test_outputs_of_generate_are_logs_too(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
