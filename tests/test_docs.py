@@ -1,5 +1,4 @@
-"""The pages: links lead somewhere, the site names each page, and docs/internals/architecture.md names every package
-and at most 40 words."""
+"""The pages: links lead somewhere, the site names each page, and docs/internals/architecture.md names what exists."""
 
 import re
 import subprocess
@@ -84,27 +83,21 @@ def test_broken_links_are_found(tmp_path: Path) -> None:
     assert _broken_links(page) == ["#d", "none.md"]
 
 
-def test_the_packages_are_named() -> None:
-    table = ARCHITECTURE.read_text(encoding="utf-8").split("## The tree")[1].split("\n## ")[0]
-    packages = {f"{path.name}/" for path in SRC.iterdir() if path.is_dir() and path.name != "__pycache__"}
-    assert set(re.findall(r"`(\w+/)`", table)) - {"commands/", "shared/", "gguf/", "heads/", "zoo/"} == packages
+def test_the_architecture_names_every_package() -> None:
+    picture = ARCHITECTURE.read_text(encoding="utf-8").split("## Packages")[1].split("\n## ")[0]
+    packages = {path.name for path in SRC.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert packages <= set(re.findall(r"\w+", picture))
 
 
 def test_the_answers_of_the_architecture_hold() -> None:
     """The files that a row names exist, and one of them defines each name that it gives."""
-    section = ARCHITECTURE.read_text(encoding="utf-8").split("## Where is it?")[1].split("\n## ")[0]
+    section = ARCHITECTURE.read_text(encoding="utf-8").split("## Where to begin")[1].split("\n## ")[0]
     answers = [line.split("|")[2] for line in section.splitlines() if line.startswith("|")][2:]
-    assert len(answers) == 13
+    assert len(answers) == 5
     for answer in answers:
         named = re.findall(r"`([^`]+)`", answer)
-        paths = [SRC / name for name in named if "/" in name or name.endswith(".py")]
-        code = "".join(path.read_text(encoding="utf-8") for path in paths if path.suffix == ".py")
+        paths = [SRC / name for name in named if name.endswith(".py")]
         assert paths and all(path.exists() for path in paths), answer
-        for name in set(named) - {path.relative_to(SRC).as_posix() + "/" * path.is_dir() for path in paths}:
-            for part in name.split("."):
-                assert re.search(rf"^( *(class|def) |from .* import .*|){part}\b", code, re.MULTILINE), name
-
-
-def test_the_vocabulary_is_short() -> None:
-    section = ARCHITECTURE.read_text(encoding="utf-8").split("## Words")[1].split("\n## ")[0]
-    assert len([line for line in section.splitlines() if line.startswith("| ")]) <= 1 + 40
+        code = "".join(path.read_text(encoding="utf-8") for path in paths)
+        for name in (name for name in named if name.isidentifier()):
+            assert re.search(rf"^ *(class |def )?{name}\b", code, re.MULTILINE), name
