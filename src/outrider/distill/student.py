@@ -45,7 +45,7 @@ class Shape:
 
 
 def default_shape(target_config: Any) -> Shape:
-    """Shallow and wide shape: 1/16 of the layers, at least one, at its width (docs/internals/design-space.md)."""
+    """Shallow and wide shape: 1/16 of the layers, at least one, at its width (docs/benchmarks.md)."""
     text = target_config.get_text_config(decoder=True)
     return Shape(max(1, round(text.num_hidden_layers / 16)), text.hidden_size)
 
