@@ -13,9 +13,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 import golden.vocabularies as golden
 from outrider.errors import ModelCorrupt
 from outrider.models.gguf.splitters import SPLITTERS
-from outrider.models.reading import load_tokenizer
+from outrider.models.reading import as_stated, load_tokenizer
 from outrider.models.registry import ModelSpec
-from outrider.models.stated_tokenizer import as_stated
 
 _TEXTS = ("Steps:\n\n1.", "2023 a  1", "a<tool>b <tool> c", *(text for text in golden.PAGE if "<|" not in text))
 
