@@ -102,6 +102,8 @@ def distill(
     threads: Annotated[
         int | None,
         typer.Option(
+            min=1,
+            metavar="N",
             help="CPU threads. Default: OMP_NUM_THREADS; else one for each physical core, without efficiency cores.",
             rich_help_panel=_MACHINE,
         ),
