@@ -180,6 +180,24 @@ def test_a_text_that_goes_on_reuses_the_states() -> None:
     assert texts == tokens(target, NO_DRAFTER, _greedy([second, *prompts]), BLOCK, 0)
 
 
+def test_tokens_after_the_anchor_are_not_reported_as_cached() -> None:
+    """They are fed again: a row that is cancelled leaves its anchor behind the tokens that the next prompt shares."""
+    target, drafter = _pair("qwen3_5_text")
+    engine = Engine(target, drafter, BLOCK, num_slots=1, capacity=150, schedule=ConstantSchedule(3))
+    prompt, num_behind = [*PROMPTS[2], *PROMPTS[3]], 0
+    for num_rounds in (2, 3, 4):
+        index = engine.submit(request(prompt, temperature=0.0, max_new_tokens=60))
+        rounds = [engine.step() for _ in range(num_rounds)]
+        engine.cancel(index)
+        assert engine.step() is None
+        held, anchor = engine._slots.num_held(0), int(engine._runner.cache.anchors[0])
+        prompt += [i for round_ in rounds for i in round_.rows[0].token_ids]
+        num_behind += held - anchor
+        again, num_cached = _conversation(engine, [*prompt, 9])
+        assert num_cached == anchor and again
+    assert num_behind > 0
+
+
 def test_inputs_of_convolutions_need_no_anchor() -> None:
     """They can be taken back by some tokens, and by no more. A prompt that leaves a cached text so late reuses it."""
     target, drafter = _pair("lfm2")
