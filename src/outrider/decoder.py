@@ -29,7 +29,7 @@ from outrider.options import (
     check_num_slots,
 )
 from outrider.records import Chunk, Completion, MediaPrompt, Request
-from outrider.requests.doors import Doors
+from outrider.requests.calls import GenerationCalls
 from outrider.requests.engine_loop import EngineLoop
 from outrider.requests.hooks import constraint_of
 from outrider.requests.row_options import LISTS, check_names, check_resume_ids, check_tokens, rows_of, seed_of
@@ -57,7 +57,7 @@ class ReadPrompt(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Decoder(Doors):
+class Decoder(GenerationCalls):
     """A target, a drafter and their defaults. It holds no state of a generation, so that one decoder serves many.
 
     Attributes:

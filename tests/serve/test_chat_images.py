@@ -82,7 +82,7 @@ def test_an_image_in_every_form(decoder: Decoder, tmp_path: Path) -> None:
 
 
 def test_images_that_cannot_be_read_are_refused(decoder: Decoder, tmp_path: Path) -> None:
-    """Nothing is fetched. Doors without images say so."""
+    """Nothing is fetched. GenerationCalls without images say so."""
     for value, message in (
         ("https://example.com/image.png", "has the image 'https://example.com/image.png', which is not fetched"),
         (str(tmp_path / "gone.png"), "cannot be read: .*No such file"),

@@ -14,7 +14,7 @@ from outrider.decoding.batch import final_length
 from outrider.errors import OptionError, OutriderError, SessionError
 from outrider.options import CallOptions, Sampling
 from outrider.records import Chunk, Completion
-from outrider.requests.doors import Doors
+from outrider.requests.calls import GenerationCalls
 from outrider.requests.engine_loop import EngineLoop, LoopThread, chunk_of
 from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
@@ -27,7 +27,7 @@ _Opened = tuple[list[RequestState], EngineLoop]
 _Arrived = asyncio.Queue[tuple[int, Chunk | OutriderError]]
 
 
-class Session(Doors):
+class Session(GenerationCalls):
     """Calls that share one engine: a prompt that begins like an earlier one is not fed again, and concurrent streams
     are batched. See ``Decoder.session``.
 

@@ -16,7 +16,7 @@ from outrider.text.prompts import one_prompt
 from outrider.text.tokenizer import Prompt
 
 
-class Doors(ABC):
+class GenerationCalls(ABC):
     """Calls that generate, over requests and the loop that runs them."""
 
     __slots__ = ()
