@@ -180,7 +180,7 @@ def test_the_head_that_is_judged_is_the_one_that_is_kept(tmp_path: Path) -> None
     assert tensors["d2t"].tolist() == [2, 2, 3, 38]
     assert tensors["t2d"].nonzero().flatten().tolist() == [2, 3, 5, 41]
     heads: list[Any] = [
-        lm.model for lm in (load_head(resolve(str(tmp_path)), target), student.as_stored("h", torch.bfloat16).head)
+        lm.model for lm in (load_head(resolve(str(tmp_path)), target), student.as_stored("h", torch.bfloat16).models[0])
     ]
     assert heads[0].features == heads[1].features == default_features(4)
     with torch.no_grad():
