@@ -111,7 +111,7 @@ def main() -> None:
     for path in arguments.report or ():
         done |= {(*row["group"], row["rule"]): row for row in read(path)}
     report(Console(width=100), done)
-    kept = "group", "rule", "seconds", "is_certified", "num_prompts"
+    kept = "group", "rule", "seconds", "verdict", "num_prompts"
     rows = [{key: row[key] for key in kept} | summary(row) for row in done.values()]
     print(json.dumps({"certificates": rows, "provenance": provenance("cpu")}))
 
@@ -135,14 +135,11 @@ def summary(row: Row) -> Row:
 
 
 def verdict(row: Row) -> str:
-    if not row["exact"]["is_ok"]:
-        return "exact: failed"
-    if not all(one["is_ok"] for one in row["greedy"]):
-        return "text: failed"
     statistical = row["statistical"]
     if row["verdict"] == "failed":
-        return "alarm"
-    if not row["is_certified"]:
+        has_bug = any(one["verdict"] == "bug" for report in row["greedy"] for one in report["differences"])
+        return "text: failed" if has_bug else "alarm"
+    if row["verdict"] != "passed":
         missed = [c["name"] for c in row["controls"] if c["excuse"] is None and not c["is_caught"]]
         return "missed " + ", ".join(missed) if missed else "idle" if row["is_idle"] else "too few"
     if statistical is None:
@@ -162,7 +159,7 @@ def report(console: Console, done: Mapping[tuple[Any, ...], Row]) -> None:
     summaries = [summary(row) for row in done.values()]
     ps = [one["smallest_p"] for one in summaries if one["smallest_p"] is not None]
     num_caught, num_made = (sum(one[key] for one in summaries) for key in ("num_caught", "num_controls"))
-    num_certified = sum(row["is_certified"] for row in done.values())
+    num_certified = sum(row["verdict"] == "passed" for row in done.values())
     hours = sum(row["seconds"] for row in done.values()) / 3600
     console.print(
         f"{num_certified} of {len(done)} certified; {num_caught} of {num_made} mistakes found out; "

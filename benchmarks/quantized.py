@@ -120,7 +120,7 @@ def _alpha(arguments: argparse.Namespace, form: str) -> float:
 def _certificate(arguments: argparse.Namespace, form: str) -> bool:
     words = ["--target", arguments.target, "--draft", arguments.draft, "--budget", arguments.budget]
     words += [*_words(form, ""), *_words(form, "draft-")]
-    verdict: bool = _outrider("certify", *words)["is_certified"]
+    verdict: bool = _outrider("certify", *words)["verdict"] == "passed"
     return verdict
 
 

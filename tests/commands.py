@@ -14,7 +14,7 @@ from outrider.cli.app import app
 from outrider.cli.shared.output import title_of
 
 _WITHOUT_MODELS = "models", "analyze", "export"
-_LINES = {"generate": "generate-output", "replay": "rounds"}  # of --output
+_LINES = {"generate": "generate-output"}  # of --output
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def check_written(words: Sequence[str], out: str) -> None:
             document = json.loads(text)
             check(document, document["schema"].split("/")[1])
     if output := values.get("--output"):
-        if words[0] in _LINES and values.get("--output-format") != "cumulative":
+        if words[0] in _LINES:
             check_lines(_text_of(output) or "", _LINES[words[0]])
 
 

@@ -1,13 +1,9 @@
 """Pictures of results: that every point is in them."""
 
-import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from outrider.bench.plots import check_plot_file, plot_alpha, plot_plan, plot_prediction, plot_speed_up
@@ -15,7 +11,6 @@ from outrider.bench.report import ArmSummary
 from outrider.bench.run import Arm
 from outrider.errors import MissingExtra
 from outrider.options import Sampling
-from outrider.pages.figures import svg_of_acceptance, svg_of_bins, svg_of_excess, svg_of_z
 from outrider.records import Stats, Timing
 from outrider.scoring.alpha import Alpha
 from outrider.stats.intervals import Interval
@@ -105,49 +100,3 @@ def test_plots_need_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtra, match=r"this needs matplotlib: pip install '\.\[plot\]'"):
         check_plot_file(tmp_path / "plot.pdf")
-
-
-def _axes_of(draw: Callable[[], str], monkeypatch: pytest.MonkeyPatch) -> Axes:
-    """What a figure for a page is drawn on. It must be in the colours of the page: without any other black or white."""
-    figures: list[Figure] = []
-    save = Figure.savefig
-
-    def record(self: Figure, *arguments: Any, **rest: Any) -> None:
-        figures.append(self)
-        save(self, *arguments, **rest)
-
-    monkeypatch.setattr(Figure, "savefig", record)
-    svg = draw()
-    assert svg.startswith("<svg") and "currentColor" in svg
-    assert set(re.findall(r"#[0-9a-f]{6}\b", svg)) <= {"#2b8cd6", "#d55e00", "#808080"}
-    (axes,) = figures[0].axes
-    return axes
-
-
-def test_a_histogram_has_its_counts_and_its_band(monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = _axes_of(lambda: svg_of_bins([3, 5, 2, 6], (1, 7)), monkeypatch)
-    band, *bars = axes.patches
-    assert (band.get_y(), band.get_height()) == (1, 6)
-    assert [bar.get_height() for bar in bars] == [3, 5, 2, 6]
-    assert [bar.get_x() + bar.get_width() / 2 for bar in bars] == [0.125, 0.375, 0.625, 0.875]
-    assert list(axes.lines[0].get_ydata()) == [4, 4]
-
-
-def test_a_curve_goes_from_0_to_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    axes = _axes_of(lambda: svg_of_excess([0, -0.2, 0.1, 0.05, 0], 0.15), monkeypatch)
-    low, high = axes.get_ylim()
-    assert axes.lines[1].get_xydata().tolist() == [[0, 0], [0.25, -0.2], [0.5, 0.1], [0.75, 0.05], [1, 0]]
-    assert low < -0.2 and high > 0.15
-
-
-def test_places_count_from_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that never came to be judged has no rate of its own."""
-    rates = [Interval(0.5, 0.4, 0.6), Interval(0.0, 0.0, 0.1), None]
-    of_all = [Interval(0.5, 0.4, 0.6), Interval(0.0, 0.0, 0.1), Interval(0.0, 0.0, 0.1)]
-    axes = _axes_of(lambda: svg_of_acceptance(rates, of_all), monkeypatch)
-    conditional, unconditional = (bars[0].get_xydata() for bars in axes.containers)
-    assert conditional.round().tolist() == [[1, 0], [2, 0]] and len(unconditional) == 3
-    assert conditional[0, 1] == 0.5 == unconditional[0, 1]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["if those before it are", "of all rounds"]
-    axes = _axes_of(lambda: svg_of_z([0.5, -2.0], 2.8), monkeypatch)
-    assert axes.lines[1].get_xydata().tolist() == [[1, 0.5], [2, -2.0]]

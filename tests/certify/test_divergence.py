@@ -29,7 +29,7 @@ def test_another_token_is_a_fault(sampling: Sampling) -> None:
     assert found.verdict == "bug" and found.margin is not None and found.margin > 0 and found.gap < 1e-12
     ended = explain(target, 0, PROMPT, text, text[:9], sampling, 4)
     assert ended is not None and (ended.position, ended.margin, ended.verdict) == (9, None, "bug")
-    assert ended.to_json()["other_id"] is None
+    assert ended.other_id is None
 
 
 def test_the_margin_is_that_of_the_scores() -> None:

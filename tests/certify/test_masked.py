@@ -7,12 +7,11 @@ import pytest
 import torch
 
 from languages import Remainders
-from outrider.certify.constrained import UnenforcedConstraint
 from outrider.certify.controls import ACCEPT_ALL
 from outrider.certify.design import Design
 from outrider.certify.divergence import explain
 from outrider.certify.exact import check_exactly
-from outrider.certify.observed import GeneratedText, ObservedTokens, observe
+from outrider.certify.observed import GeneratedText, ObservedTokens, UnenforcedConstraint, observe
 from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.drafters.lookups import ngram_drafter
 from outrider.options import Sampling

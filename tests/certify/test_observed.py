@@ -10,7 +10,7 @@ from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, normalise, to_probs
-from outrider.scoring.forcing import force_drafts
+from outrider.scoring.along import force_drafts
 from outrider.scoring.teacher_forcing import Text
 from round_drafters import head, two_tables
 from toys import llama_pair, random_table, table_lm, table_pair
@@ -44,9 +44,9 @@ def test_the_statistics_are_those_of_the_rows() -> None:
                 pit = sum(p[v] for v in order[: order.index(y)]) + uniforms[i] * p[y]
                 assert seen.pits[at] == pytest.approx(pit)
                 for increments, x in (
-                    (seen.score, [min(b / a, MAX_RATIO) if a else 0 for a, b in zip(p, q, strict=True)]),
-                    (seen.surprise, [min(-np.log(a), MAX_SURPRISE) if a else 0 for a in p]),
-                    (seen.rank, [sum(p[:v]) + p[v] / 2 for v in range(6)]),
+                    (seen.statistics["score"], [min(b / a, MAX_RATIO) if a else 0 for a, b in zip(p, q, strict=True)]),
+                    (seen.statistics["likelihood"], [min(-np.log(a), MAX_SURPRISE) if a else 0 for a in p]),
+                    (seen.statistics["rank"], [sum(p[:v]) + p[v] / 2 for v in range(6)]),
                 ):
                     centred = np.array(x) - p @ np.array(x)
                     assert increments.values[at] == pytest.approx(centred[y])
@@ -146,4 +146,5 @@ def test_what_hardly_varies_is_nothing() -> None:
     table = random_table(6, 0)
     draft = model_drafter(table_lm(table * (1 + 1e-15)))
     seen = observe(table_lm(table), draft, Sampling(), TEXTS, seed=5, batch_size=2)
-    assert not seen.score.moments.any() and not seen.score.values.any() and seen.surprise.moments.all()
+    score = seen.statistics["score"]
+    assert not score.moments.any() and not score.values.any() and seen.statistics["likelihood"].moments.all()

@@ -58,7 +58,6 @@ def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
         "rank-by-sequence"
     }  # fmt: skip
     assert report.estimate is not None and abs(report.estimate) < 5 * report.estimate_std
-    assert report.pit_excess[0] == report.pit_excess[-1] == 0 and len(report.pit_excess) == 101
 
 
 def test_a_wrong_rule_is_found_out() -> None:
@@ -139,7 +138,7 @@ def test_greedy_texts_are_held_against_plain_decoding() -> None:
     samples = _written(target, drafter, 5, Sampling(temperature=0.0, max_new_tokens=15))
     told: list[int] = []
     report = judge_greedily(target, samples, 2, told.append)
-    assert report.is_ok and not report.differences and told == [2, 2, 1]
+    assert report.is_ok and not report.differences and told == [1] * 5
     ids = samples[3].token_ids
     samples[3] = dataclasses.replace(samples[3], token_ids=(*ids[:-1], (ids[-1] + 1) % 60))
     (difference,) = judge_greedily(target, samples, 2).differences

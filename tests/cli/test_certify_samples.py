@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from commands import Outrider, only_document
-from outrider.certify.page import render_samples
 
 
 @pytest.fixture
@@ -45,12 +44,11 @@ def _write(path: Path, rows: list[dict]) -> Path:
 
 def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
-    ended = outrider("certify-samples", "fable", samples, "--draft", "fable-draft", "--html", page, "--json", "-")
+    ended = outrider("certify-samples", "fable", samples, "--draft", "fable-draft", "--json", "-")
     assert ended.code == 0, ended
     document = only_document(ended.out, "certify-samples")
-    assert page.read_text(encoding="utf-8") == render_samples(document)
     assert document["shared_options"]["temperature"] == 0.8 and document["options"]["temperature"] == 1
-    assert document["is_consistent"] and not document["is_text"] and document["greedy"] == []
+    assert document["verdict"] == "passed" and not document["is_text"] and document["greedy"] == []
     assert document["statistical"]["num_texts"] == 8 and document["statistical"]["places"] == []
     assert "CONSISTENT (a correct system fails" in ended.err and "towards the draft" in ended.err
     twice = _write(tmp_path / "twice", _lines(samples) + _lines(samples)[:3])
@@ -61,8 +59,7 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     assert outrider("certify-samples", "fable", others, "-t", 0.8).code == 0
     ended = outrider("certify-samples", "fable", others, "-t", 2, "--html", page)
     assert ended.code == 1 and "NOT CONSISTENT" in ended.out and "towards a sharper distribution" in ended.out
-    text = page.read_text(encoding="utf-8")
-    assert "Not consistent" in text and "The output is pushed towards a sharper distribution" in text
+    assert "NOT CONSISTENT" in page.read_text(encoding="utf-8")
 
 
 def test_options_that_lines_have_of_their_own(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
@@ -119,11 +116,9 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
 def test_too_few_texts_are_inconclusive(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
     """Neither consistent nor not; about how many tokens would decide; and a limit that was requested."""
     rows = [row | {"token_ids": row["token_ids"][:3]} for row in _lines(samples)[:3]]
-    few, page = _write(tmp_path / "few", rows), tmp_path / "page.html"
-    ended = outrider("certify-samples", "fable", few, "--html", page)
+    ended = outrider("certify-samples", "fable", _write(tmp_path / "few", rows))
     assert ended.code == 3 and "INCONCLUSIVE: about " in ended.out and "CONSISTENT" not in ended.out
-    assert "Inconclusive: " in page.read_text(encoding="utf-8")
     ended = outrider("certify-samples", "fable", samples, "--detect-tv", 0.001, "--json", "-")
     document = only_document(ended.out, "certify-samples")
-    assert ended.code == 3 and document["verdict"] == "inconclusive" and not document["is_consistent"]
+    assert ended.code == 3 and document["verdict"] == "inconclusive"
     assert document["num_tokens_needed"] > document["statistical"]["num_tokens"]

@@ -7,10 +7,6 @@ from typing import Any
 import pytest
 
 from commands import Outrider, only_document
-from outrider.cli.shared.options import SamplingOptions, StructureOptions
-from outrider.cli.shared.pair_options import PairOptions, options_json
-from outrider.cli.shared.stored_certificates import read_certificate
-from outrider.cli.shared.template_options import TemplateOptions
 from outrider.text import tokenizer as module
 from pairs import embedded
 
@@ -103,14 +99,3 @@ def test_what_is_refused(
     path.write_text(json.dumps(row) + "\n")
     prompt = ("Hello",) if row is None else ("--prompts", path)
     assert message in outrider("generate", *prompt, *SYSTEM, "--chat-template-kwargs", kwargs).error
-
-
-def test_a_certificate_is_of_chats_again(tmp_path: Path) -> None:
-    own = {"prompts": None, "significance": 0.01, "detect_tv": None, "num_tokens": 500, "batch_size": 8}
-    sampling = SamplingOptions().to_options(seed=0, num_seeds=1, max_new_tokens=4, **StructureOptions().to_options())
-    path = tmp_path / "certificate.json"
-    chats = TemplateOptions(chat=True, system="Be brief", chat_template_kwargs='{"think": true}')
-    options = options_json(PairOptions(), sampling, num_draft_tokens=4, bad_words=[], **own, **chats.to_json())
-    document = {"schema": "outrider/certify/1", "options": options, "weights": {}, "prompts_sha256": ""}
-    path.write_text(json.dumps(document))
-    assert read_certificate(path)[2] == chats

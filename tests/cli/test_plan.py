@@ -130,7 +130,7 @@ def test_bad_options(outrider: Outrider, arguments: tuple[object, ...], message:
 def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """The texts are those of the log, and so is the temperature, whatever else is said."""
     log = tmp_path / "log"
-    recorded = outrider("record", "--prompts", prompts, "--output", log, "--probs", 1, "-n", 12, "-t", 0.5)
+    recorded = outrider("record", "--prompts", prompts, "--output", log, "--probs", "-n", 12, "-t", 0.5)
     assert recorded.code == 0
     documents = []
     for _ in range(2):

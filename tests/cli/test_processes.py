@@ -148,7 +148,7 @@ def test_other_commands(folder: Path, tmp_path: Path) -> None:
         code, out, _ = _ended(process)
     assert code == 0 and out.count("--- plain") == 1
     assert len(json.loads((tmp_path / "race").read_text())["arms"]) == 2
-    record = ["record", *pair, "--prompts", folder / "prompts", "--output", tmp_path / "log", "-n", 8, "--probs", 4]
+    record = ["record", *pair, "--prompts", folder / "prompts", "--output", tmp_path / "log", "-n", 8, "--probs"]
     for _ in range(2):  # the second finds all done
         with launched("-m", "outrider", *record) as process:
             code, _, err = _ended(process)

@@ -36,22 +36,20 @@ def record(outrider: Outrider, prompts: Path, *more: object) -> Path:
 def test_replayed_greedy_rounds_are_those_of_generate(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """By both ways to the same analysis: generate's own lines, and replay of what the target alone has said."""
     log = record(outrider, prompts, *GREEDY)
-    assert [one.token_ids for one in Log.open(log)] == [
+    assert [one.token_ids for one in Log.open(log).records] == [
         one.token_ids for one in embedded("float64").plain().generate(TEXTS, temperature=0.0, max_new_tokens=12)
     ]
-    output = tmp_path / "rounds.jsonl"
     names = ("--draft", "fable-draft", "--draft", "ngram")
     ended = outrider(
-        "replay", log, *names, "-k", "1,3", "--acceptance", "gumbel", "--dtype", "float64", "--output", output,
+        "replay", log, *names, "-k", "1,3", "--acceptance", "block", "--dtype", "float64",
         "--json", tmp_path / "replay.json", "--plot", tmp_path / "tau.png", "--per-prompt",
     )  # fmt: skip
     assert ended.code == 0 and (tmp_path / "tau.png").stat().st_size > 5000
     document = only_document((tmp_path / "replay.json").read_text(), "replay")
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(rows) == 12 and len(document["arms"]) == 4
+    assert len(document["arms"]) == 4
     for arm in document["arms"]:
         generated = tmp_path / f"{arm['draft']}-{arm['k']}.jsonl"
-        options = ("--draft", arm["draft"], "-k", arm["k"], "--acceptance", "gumbel", "--batch-size", 3, *GREEDY)
+        options = ("--draft", arm["draft"], "-k", arm["k"], "--acceptance", "block", "--batch-size", 3, *GREEDY)
         assert outrider("generate", "--prompts", prompts, "--output", generated, *options).code == 0
         document = only_document(outrider("replay", generated, "--per-prompt", "--json", "-").out, "analyze")
         (got,) = document["arms"]
@@ -59,40 +57,28 @@ def test_replayed_greedy_rounds_are_those_of_generate(outrider: Outrider, prompt
         assert got["tau"] == pytest.approx(arm["tau"])
         assert arm["stats"]["num_rounds"] == pytest.approx(got["stats"]["num_rounds"])
         assert [one["category"] for one in got["categories"]] == ["sum", "tale"]
-        assert arm["upper"] is None
-    of_file = outrider("replay", output, "--per-prompt", "--json", "-")
-    arms = only_document(of_file.out, "analyze")["arms"]
-    assert [(arm["draft"], arm["k"]) for arm in arms] == [(n, k) for n in ("fable-draft", "ngram") for k in (1, 3)]
-    tables = [
-        [line for line in shown.splitlines() if line.split()[2:3] in (["all"], ["sum"], ["tale"])]
-        for shown in (ended.out, of_file.err)
-    ]
-    assert len(tables[0]) == 12 and tables[0] == tables[1]
+    lines = [line for line in ended.out.splitlines() if line.split()[2:3] in (["all"], ["sum"], ["tale"])]
+    assert len(lines) == 12
     assert "fable-draft" in ended.out and "tau, 95%" in ended.out
 
 
 def test_sampled_text(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Needs probabilities; with some of them, gumbel and alpha have bounds."""
+    """Needs probabilities, and for gumbel the target."""
     log = record(outrider, prompts, "-n", 8, "--seed", 5)
-    assert "record it again with --probs 1" in outrider("replay", log).error
+    assert "record it again with --probs" in outrider("replay", log).error
     log.rename(tmp_path / "old")
-    log = record(outrider, prompts, "-n", 8, "--seed", 5, "--probs", 10)
-    ended = outrider("replay", log, "-k", 2, "--acceptance", "gumbel", "--json", "-")
-    document = only_document(ended.out, "replay")
-    (arm,) = document["arms"]
-    assert arm["upper"]["tau"]["value"] > arm["tau"]["value"] > 1
-    (draft,) = document["drafts"]
-    assert draft["alpha"]["low"]["value"] < draft["alpha"]["high"]["value"]
-    assert " to " in ended.err
-    bounded = outrider("replay", log, "-k", 2, "--acceptance", "gumbel", "--output", tmp_path / "r")
-    assert "bounds only" in bounded.error
-    taus = [
-        only_document(outrider("replay", log, "-k", 3, "--acceptance", rule, "--json", "-").out, "replay")["arms"][0]
-        for rule in ("rejection", "block")
-    ]
-    assert taus[0]["tau"]["value"] <= taus[1]["tau"]["value"] and taus[0]["upper"] is None
-    # Drawn rounds: the same with the same seed, and in any batch.
-    for name, more in (("a", ()), ("b", ("--batch-size", 1)), ("c", ("--seed", 1))):
+    log = record(outrider, prompts, "-n", 8, "--seed", 5, "--probs")
+    gumbel = ("replay", log, "-k", 3, "--acceptance", "gumbel")
+    assert "it needs all of p: give the log's target (--target)" in outrider(*gumbel).error
+    taus = []
+    for rule, more in (("gumbel", ("--target", "fable")), ("rejection", ()), ("block", ())):
+        ended = outrider("replay", log, "-k", 3, "--acceptance", rule, *more, "--json", "-")
+        document = only_document(ended.out, "replay")
+        taus.append(document["arms"][0]["tau"]["value"])
+        assert 0.3 < document["drafts"][0]["alpha"]["value"] < 1
+    assert 1 < taus[0] < taus[1] <= taus[2]
+    # Drawn rounds: the same with the same seed.
+    for name, more in (("a", ()), ("b", ()), ("c", ("--seed", 1))):
         assert outrider("replay", log, "-k", 3, "--output", tmp_path / name, *more).code == 0
     a, b, c = ((tmp_path / name).read_text() for name in "abc")
     assert a == b != c
@@ -110,7 +96,7 @@ def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> N
         arms.append(only_document(ended.out, "replay")["arms"])
     assert arms[0] == arms[1]
     assert "assumes greedy outputs" in ended.err
-    options = ("-k", 2, "--output", counts, "--output-format", "cumulative", "--batch-size", 2, "--dtype", "float64")
+    options = ("-k", 2, "--output", counts, "--batch-size", 2, "--dtype", "float64")
     assert outrider("replay", log, *options).code == 0
     assert counts.read_text().startswith("[")
     ended = outrider("replay", counts, "--per-prompt", "--tokens-per-prompt", 12, "-k", 2, "--json", "-")
@@ -129,8 +115,8 @@ def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> N
 
 def test_outputs_of_generate_are_logs_too(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """With a draft, since what is generated is the target's; and rows that failed are left out."""
-    log, generated = record(outrider, prompts, *GREEDY, "--probs", 1), tmp_path / "generated.jsonl"
-    options = ("--draft", "fable-draft", "-k", 3, "--seed", 0, "--probs", 1, *GREEDY)
+    log, generated = record(outrider, prompts, *GREEDY, "--probs"), tmp_path / "generated.jsonl"
+    options = ("--draft", "fable-draft", "-k", 3, "--seed", 0, "--probs", *GREEDY)
     assert outrider("generate", "--prompts", prompts, "--output", generated, *options).code == 0
     arms = [
         only_document(outrider("replay", path, "-k", 2, "--dtype", "float64", "--json", "-").out, "replay")["arms"]
@@ -154,14 +140,12 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         ((*greedy[:3], "--output", tmp_path / "x", "--logit-bias", "99999=1"), "token ids are below"),
         (("replay", log, "--target", "fable-draft", "--draft", "ngram"), "recorded from fable"),
         (("replay", log, "--draft", model), "have different tokenizers; choose a draft of the same family"),
-        (("record", "--prompts", prompts, "--output", tmp_path / "x", "--probs", 0), "'--probs': Input"),
         (("record", "--prompts", prompts, "--output", prompts), "choose another file"),
         (("record", "--prompts", prompts, "--output", tmp_path), "cannot write"),
         ((*greedy, "--tensors", prompts), "choose another file"),
         ((*greedy, "--tensors", tmp_path / "t", "--chat"), "is read as greedy"),
         ((*greedy, "--tensors", tmp_path / "t", "--repetition-penalty", 1.1), "is read as greedy"),
         (("replay", log, "--output", log), "choose another file"),
-        (("replay", log, "-k", 2, "--output-format", "cumulative"), "it needs --output"),
         (("replay", prompts, "--per-prompt", "--json", prompts), "choose another file"),
         (("replay", tmp_path / "nowhere"), "cannot read"),
         (("replay", prompts), "create one with outrider record"),
@@ -169,8 +153,8 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("replay", log, "-k", "auto"), "numbers, like 1-8"),
         (("replay", log, "--format", "xml"), "choose outrider or tensors"),
         (("replay", log, "--format", "tensors"), "tensors need --prompts and --tokenizer-of"),
-        (("replay", log, "--output", tmp_path / "r", "--output-format", "cumulative"), "give one of each"),
-        (("replay", tmp_path / "text", "--per-prompt"), "neither a line of replay"),
+        (("replay", log, "--output", tmp_path / "r"), "give one of each"),
+        (("replay", tmp_path / "text", "--per-prompt"), "not a line of generate --output"),
         (("replay", log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
         (("replay", log, "--tokens-per-prompt", 9), "it needs --per-prompt and a file of counts"),
         (("replay", prompts, "--per-prompt", "--draft", "ngram"), "--draft = ['ngram'] is invalid: a file of rounds"),

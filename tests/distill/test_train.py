@@ -21,6 +21,7 @@ from outrider.distill.student import Shape, new_draft
 from outrider.distill.train import check_same_run, distil
 from outrider.distill.watch import Check
 from outrider.drafters.base import Drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import FileError, OptionError
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.options import Sampling
@@ -66,7 +67,7 @@ def run(
 
 def alpha_of(folder: Path) -> float:
     lms = [build_lm(Checkpoint("m", m, None), 97) for m in (TARGET, AutoModelForCausalLM.from_pretrained(folder))]
-    return measure_alpha(*lms, HELD_OUT, [Sampling()])[0].alpha.value
+    return measure_alpha(lms[0], model_drafter(lms[1]), HELD_OUT, [Sampling()])[0].alpha.value
 
 
 @pytest.mark.parametrize("loss", ["kl", "lk"])

@@ -16,7 +16,7 @@ from outrider.drafters.lookups import suffix_drafter
 from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import OptionError
 from outrider.records import Draft
-from outrider.replay.record import header_of
+from outrider.replay.log import Header
 from outrider.replay.replay import load_draft, replay
 from outrider.sampling.probs import full
 from outrider.sampling.rules import REJECTION, RULES
@@ -142,7 +142,7 @@ def test_names(tmp_path: Path) -> None:
 
 def test_a_log_does_not_tell_its_drafts() -> None:
     decoder = load("fable", "suffix+fable-draft", device="cpu")
-    header = header_of(decoder, {}, None)
+    header = Header.of(decoder, {}, has_probs=False)
     with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
         load_draft("suffix+fable-draft", header)
     with pytest.raises(OptionError, match="its q is known in rounds with the target only"):

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafters.lookups import ngram_drafter
-from outrider.sampling.rules import REJECTION
-from outrider.scoring.lookups import proposals
+from outrider.scoring.along import proposals
 from outrider.scoring.teacher_forcing import Text
 
 K = 4
@@ -30,7 +29,7 @@ def _expected(text: Sequence[int], wanted: int, max_ngram: int) -> list[int]:
 def _proposed(texts: Sequence[Sequence[int]], wanted: Sequence[int], max_ngram: int) -> list[list[int]]:
     """The proposals after whole texts."""
     scored = [Text((*text, 0), len(text)) for text in texts]
-    found = proposals(ngram_drafter(max_ngram), scored, [[num] for num in wanted], REJECTION, vocab_size=5)
+    found = proposals(ngram_drafter(max_ngram), scored, [[num] for num in wanted])
     return [ids for (ids,) in found]
 
 

@@ -19,10 +19,10 @@ from outrider.drafters import lookups as suffix_module
 from outrider.drafters.corpus import Corpus, read_corpus
 from outrider.drafters.lookups import SuffixIndex, suffix_drafter
 from outrider.errors import FileError, OptionError
-from outrider.replay.record import header_of
+from outrider.replay.log import Header
 from outrider.replay.replay import load_draft
-from outrider.sampling.rules import REJECTION, RULES
-from outrider.scoring.lookups import proposals
+from outrider.sampling.rules import RULES
+from outrider.scoring.along import proposals
 from outrider.scoring.teacher_forcing import Text
 from pairs import embedded, word_tokenizer
 
@@ -134,7 +134,7 @@ def test_drafts_end_where_they_are_unlikely_and_the_score_decides(most: int) -> 
         scored = [Text(text, rng.randint(1, len(text) - 1)) for text in texts]
         wanted = [[rng.randint(0, k) for _ in one.ids[one.num_given :]] for one in scored]
         drafter = suffix_drafter(Corpus(corpus), min_prob)
-        for text, nums, drafts in zip(scored, wanted, proposals(drafter, scored, wanted, REJECTION, 5), strict=True):
+        for text, nums, drafts in zip(scored, wanted, proposals(drafter, scored, wanted), strict=True):
             for place, (num, draft) in enumerate(zip(nums, drafts, strict=True), start=text.num_given):
                 own = _likely(_continuation(text.ids[:place], most), num, min_prob)
                 other = _likely(_continuation_in(corpus, text.ids[:place], most), num, min_prob)
@@ -249,7 +249,7 @@ def test_by_name(tmp_path: Path) -> None:
     assert re.fullmatch("suffix[+][0-9a-f]{8}", drafter.name) and load_drafter(decoder, "suffix").name == "suffix"
     (chunk, *_) = decoder.stream("Once upon a time", temperature=0.0, max_new_tokens=8, reports_drafts=True)
     assert chunk.drafted and decoder.tokenizer.decode(chunk.drafted[0].token_id) == " there"
-    of_log = load_draft("suffix", header_of(decoder, {}, None), corpus=[path])
+    of_log = load_draft("suffix", Header.of(decoder, {}, has_probs=False), corpus=[path])
     assert of_log.name == drafter.name
     pair = PairOptions(draft=["ngram", "suffix"], corpus=[path])
     assert [pair.load_draft(decoder, name).name for name in pair.draft_names] == ["ngram", drafter.name]

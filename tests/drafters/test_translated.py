@@ -24,7 +24,7 @@ from outrider.drafters.lookups import suffix_drafter
 from outrider.drafters.model import ModelSession
 from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
-from outrider.replay.record import header_of
+from outrider.replay.log import Header
 from outrider.replay.replay import replay
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
@@ -194,7 +194,7 @@ def test_the_share_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     [message] = caplog.messages
     assert "has another tokenizer, with 1257 of the 4096 tokens of " in message and "% of those of a text" in message
     assert decoder.drafter.lm is None and not decoder.drafter.is_one_hot
-    header = header_of(decoder, {}, None)
+    header = Header.of(decoder, {}, has_probs=False)
     with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
         next(replay([], header, decoder.drafter, "block", [2]))
 

@@ -1,15 +1,24 @@
 """Counts of rounds and files of rounds: against rounds counted by hand, and against the counts of the loop."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider.errors import FileError
 from outrider.records import Stats
-from outrider.replay.rounds import RecordedArm, analyse, read_file, round_row
+from outrider.replay.rounds import (
+    PromptRounds,
+    RecordedArm,
+    analyse,
+    read_file,
+    read_rounds,
+    read_tensors,
+    round_lines,
+    tensor_text,
+)
 from outrider.sampling.rules import RULES
 from outrider.stats.counts import positions_of, stats_of, tau_interval, total
 from outrider.stats.intervals import Interval
@@ -85,23 +94,18 @@ def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
         assert got == row["stats"]
 
 
-def test_rounds_there_and_back(tmp_path: Path) -> None:
-    rows = [
-        round_row(RecordedArm("d", 2, "block"), i, category, ROUNDS[: 3 + i], bool(i), 9 + i)
+def test_analysis_by_category() -> None:
+    prompts = [
+        PromptRounds(i, category, stats_of(ROUNDS[: 3 + i], int(bool(i)), 9 + i))
         for i, category in enumerate(["tale", "sum", "tale"])
     ]
-    found = read_file(_lines(tmp_path / "rounds.jsonl", rows))
-    ((arm, prompts),) = found.arms.items()
-    assert arm == RecordedArm("d", 2, "block") and found.notes == ()
-    assert [one.stats for one in prompts] == [stats_of(ROUNDS[: 3 + i], int(bool(i)), 9 + i) for i in range(3)]
     analysis = analyse(prompts)
     assert list(analysis.by_category) == ["sum", "tale"]
     assert len(analysis.by_category["tale"].prompts) == 2
     assert analysis.tau is not None and analysis.tau.value == pytest.approx(analysis.stats.mean_acceptance_length)
     taus = [one.stats.mean_acceptance_length for one in prompts]
     assert analysis.prompt_tau == pytest.approx(sum(taus) / 3)
-    (first, _) = analysis.rates
-    assert first.conditional is not None and first.conditional.low < first.conditional.value < first.conditional.high
+    assert analysis.to_json()["positions"][0]["num_drafted"] == 12
 
 
 def test_lines_of_counts_have_notes(tmp_path: Path) -> None:
@@ -112,13 +116,12 @@ def test_lines_of_counts_have_notes(tmp_path: Path) -> None:
     ((_, prompts),) = found.arms.items()
     assert [one.stats.acceptance_histogram for one in prompts] == [(1, 0, 1), (0, 2)]
     assert prompts[0].stats.drafted_histogram == (0, 0, 2)
-    assert read_file(path, tokens_per_prompt=4, k=5).notes == ()
+    assert read_file(path, tokens_per_prompt=4, k=5).notes == []
     with pytest.raises(FileError, match="a round accepted 2 drafted tokens, which is impossible with K = 1"):
         read_file(path, k=1)
 
 
-GOOD = round_row(RecordedArm("d", 2, "block"), 0, None, ROUNDS, False, 9)
-ORIGINS = {
+GOOD = {
     "index": 0,
     "origins": ["accepted", "bonus"],
     "stats": Stats(acceptance_histogram=(0, 1), drafted_histogram=(0, 1)).to_json(),
@@ -131,37 +134,107 @@ ORIGINS = {
     [
         {"index": 0},
         [1],
-        GOOD | {"num_accepted": [1]},
-        GOOD | {"num_accepted": [3] * 6},
-        GOOD | {"num_drafted": [1025] * 6},
-        GOOD | {"num_drafted": [2.5] * 6},
-        GOOD | {"category": "\ud800"},
-        GOOD | {"draft": []},
-        GOOD | {"k": 1025},
-        GOOD | {"index": math.inf},
-        GOOD | {"index": -1},
-        GOOD | {"num_truncated_rounds": -1},
-        GOOD | {"num_generated_tokens": True},
         '{"index": ' + "9" * 5000 + "}",
         "[" * 99_999,
-        *(
-            ORIGINS | {"stats": {"acceptance_histogram": [0, 1], "drafted_histogram": histogram}}
-            for histogram in (["0", "1"], [0, 2], [2, -1], [0, 0, 1], [0] * 1025 + [1], None)
-        ),
-        ORIGINS | {"origins": ["accepted", "bonus", "drafted"]},
-        ORIGINS | {"origins": ["bonus"]},
-        ORIGINS | {"settings": None},
+        GOOD | {"stats": {"acceptance_histogram": [0, 1], "drafted_histogram": [0, 2]}},
+        GOOD | {"stats": {"acceptance_histogram": [0, 1], "drafted_histogram": None}},
+        GOOD | {"origins": ["accepted", "bonus", "drafted"]},
+        GOOD | {"origins": ["bonus"]},
+        GOOD | {"settings": None},
     ],
 )
 def test_what_are_no_rounds(tmp_path: Path, bad: Any) -> None:
     path = _lines(tmp_path / "rounds.jsonl", [GOOD])
     with path.open("a") as stream:
         stream.write(bad if isinstance(bad, str) else json.dumps(bad))
-    with pytest.raises(FileError, match="line 2: neither a line of replay --output nor of generate --output"):
+    with pytest.raises(FileError, match="line 2: not a line of generate --output with a draft"):
         read_file(path)
-    assert len(read_file(_lines(path, [GOOD, ORIGINS])).arms) == 2
-    with pytest.raises(FileError, match="line 3: prompt 0 already occurs on line 1"):
-        read_file(_lines(path, [GOOD, ORIGINS, GOOD]))
+    other = GOOD | {"settings": GOOD["settings"] | {"acceptance": "gumbel"}}
+    assert len(read_file(_lines(path, [GOOD, other])).arms) == 2
+    with pytest.raises(FileError, match="line 3: duplicates prompt 0: give each run by itself"):
+        read_file(_lines(path, [GOOD, other, GOOD]))
     path.write_text(" \n")
     with pytest.raises(FileError, match="has no rounds in it"):
         read_file(path)
+
+
+def test_tensors_as_print_writes_them(tmp_path: Path) -> None:
+    """Short ones, long ones over several lines, with a device, back to back, of several rows; and as we write them."""
+    long = torch.arange(300).view(1, 300)
+    path = tmp_path / "log.txt"
+    threshold = torch._tensor_str.PRINT_OPTS.threshold
+    torch.set_printoptions(threshold=10_000)
+    try:
+        printed = str(long)
+    finally:
+        torch.set_printoptions(threshold=threshold)
+    assert printed.count("\n") > 5
+    on_cuda = printed.removesuffix(")") + ",\n       device='cuda:0')"
+    two_rows = str(torch.tensor([[1, 22], [333, 4]]))
+    path.write_text(f"{printed}\n{on_cuda}tensor([[5]])tensor([[1, 2]], device='cuda:1')\n\n{two_rows}\n")
+    assert read_tensors(path) == [tuple(range(300))] * 2 + [(5,), (1, 2), (1, 22), (333, 4)]
+    texts = [(1, 2, 3), (4,), tuple(range(2000))]
+    path.write_text(tensor_text(texts))
+    assert read_tensors(path) == texts
+    assert tensor_text(texts[:1]) == f"{torch.tensor([texts[0]])}\n"  # what print would have written
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"tensor([[1, 2]])\n\n{torch.arange(5000)[None]}", "line 3: expected tensor.*; print all ids, after"),
+        ("tensor([[1, 2]])\ntensor([[1, 2]", "line 2: expected tensor"),
+        ("tensor([[1.5, 2]])", "line 1: expected tensor"),
+        ("tensor([[1]])\ntensor([[1,\n -2]])", "line 2: expected tensor"),
+        ("tensor([[1]], grad_fn=<X>)x", "line 1: expected tensor"),
+        ("\n\n", "has no tensors in it"),
+        ("tensor([[[1]]])", "line 1: expected tensor"),
+        ("tensor([])", "line 1: expected tensor"),
+        (f"tensor([[1],\n [2,\n\n {'7' * 5000}]])", "line 1: expected tensor"),
+    ],
+)
+def test_what_is_no_target_log(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "log.txt"
+    path.write_text(text)
+    with pytest.raises(FileError, match=message):
+        read_tensors(path)
+
+
+COMMITTED = [[3, 1, 5], [2, 2], [3, 1, 1, 1], [1]]
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 8])
+def test_counts_there_and_back(tmp_path: Path, batch_size: int) -> None:
+    """The first round of each prompt is among them. Each batch begins lower than the last ended."""
+    path = tmp_path / "rounds.txt"
+    path.write_text("".join(round_lines(COMMITTED, batch_size)))
+    assert read_rounds(path) == COMMITTED
+    if batch_size == 2:
+        assert path.read_text().splitlines()[:4] == ["[3, 2]", "[4, 4]", "[9, 4]", "[3, 1]"]
+
+
+def test_where_the_guess_fails_and_the_number_of_tokens_does_not(tmp_path: Path) -> None:
+    """A second prompt whose first round commits as much as the first did in all looks like its continuation."""
+    path = tmp_path / "rounds.txt"
+    path.write_text("".join(round_lines([[1, 2], [4], [2, 2]], 1)))
+    assert read_rounds(path) == [[1, 2, 1], [2, 2]]
+    assert read_rounds(path, tokens_per_prompt=3) == [[1, 2], [4], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens_per_prompt", "message"),
+    [
+        ("[1]\n[x]", None, "line 2: expected counts"),
+        ("[1]\n\n3", None, "line 3: expected"),
+        ("", None, "no rounds"),
+        ("[1]\n[1027]", None, "line 2: a round of 1026 tokens, but K is at most 1024"),
+        (f"[1]\n[{'9' * 5000}]", None, "line 2: expected counts"),
+        ("[2]\n[4]\n[1]\n[5]\n", 5, "line 3: a sequence ended after 4 tokens, not 5"),
+        ("[2]\n[5]\n[1]\n[4]\n\n", 5, "line 5: a sequence ended after 4 tokens, not 5"),
+    ],
+)
+def test_what_are_no_counts(tmp_path: Path, text: str, tokens_per_prompt: int | None, message: str) -> None:
+    path = tmp_path / "rounds.txt"
+    path.write_text(text)
+    with pytest.raises(FileError, match=message):
+        read_rounds(path, tokens_per_prompt)

@@ -5,12 +5,13 @@ from operator import itemgetter
 import pytest
 import torch
 
+from outrider.drafters.model import model_drafter
 from outrider.drafters.window import window_start
 from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs
-from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, overlap, sampling_grid
-from outrider.scoring.forcing import needs_forcing
+from outrider.scoring.along import needs_forcing
+from outrider.scoring.alpha import measure_alpha, overlap, sampling_grid
 from outrider.scoring.teacher_forcing import Text, force
 from round_drafters import two_tables
 from toys import as_lm, llama_pair, random_table, table_lm, tiny_llama
@@ -46,7 +47,7 @@ def test_forced_logits_are_those_of_one_forward(has_penalty: bool) -> None:
 def test_alpha_is_the_mean_overlap() -> None:
     """Markov chains: alpha follows from the tables' rows at the tokens of the sequence."""
     tables = random_table(5, 0), random_table(5, 1)
-    target, draft = (table_lm(table) for table in tables)
+    target, draft = table_lm(tables[0]), model_drafter(table_lm(tables[1]))
     texts = [Text([0, 1, 2, 3, 4, 0, 2]), Text([4, 4, 1, 0], 2)]
     places = [0, 1, 2, 3, 4, 0, 4, 1]  # the tokens before those that are judged
     samplings = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_p=0.8)]
@@ -57,23 +58,25 @@ def test_alpha_is_the_mean_overlap() -> None:
         assert got.alpha.value == pytest.approx(float(want), abs=1e-12)
         assert (got.num_tokens, got.sampling) == (8, sampling)
         assert got.alpha.low is not None and got.alpha.low <= got.alpha.value
-    assert measure_alpha(target, target, texts, [Sampling()])[0].alpha.value == pytest.approx(1, abs=1e-12)
+    assert measure_alpha(target, model_drafter(target), texts, [Sampling()])[0].alpha.value == pytest.approx(
+        1, abs=1e-12
+    )
 
 
 def test_alpha_of_each_token_of_a_round() -> None:
     """A drafter with one table for the first token and another for the rest; the second has no text after the last
-    place, the third after the last two."""
+    place, the third after the last two, and so on."""
     tables = [random_table(5, seed) for seed in range(3)]
     target, drafter = table_lm(tables[0]), two_tables(*tables[1:])
     texts = [Text([0, 1, 2, 3, 4, 0, 2]), Text([4, 4, 1, 0], 2), Text([3])]
-    before = [[[0, 1, 2, 3, 4, 0], [4, 1]], [[1, 2, 3, 4, 0], [1]], [[2, 3, 4, 0], []]]  # by offset and text
+    before = [[[0, 1, 2, 3, 4, 0], [4, 1]], [[1, 2, 3, 4, 0], [1]], [[2, 3, 4, 0]], [[3, 4, 0]]]  # by offset and text
     samplings = [Sampling(), Sampling(temperature=0.5, top_p=0.8)]
-    measured = measure_forced_alpha(target, drafter, texts, samplings, 3, batch_size=1)
+    measured = measure_alpha(target, drafter, texts, samplings, batch_size=1)
     for got, sampling in zip(measured, samplings, strict=True):
         settings = Settings.of([sampling], 5, torch.device("cpu"))
         p, first, later = (to_probs(table[None], settings)[0] for table in tables)
         assert got.by_offset is not None and got.alpha == got.by_offset[0] and got.num_tokens == 8
-        for alpha, q, places in zip(got.by_offset, (first, later, later), before, strict=True):
+        for alpha, q, places in zip(got.by_offset, (first, later, later, later), before, strict=True):
             want = torch.minimum(p, q).sum(-1)[[token for row in places for token in row]].mean()
             assert alpha.value == pytest.approx(float(want), abs=1e-12)
 
@@ -84,7 +87,7 @@ def test_alpha_beyond_the_context_of_a_draft() -> None:
     target, drafter = llama_pair(draft_context_len=16)
     (text,) = texts = [Text([int(i) for i in torch.randint(60, (30,), generator=torch.Generator().manual_seed(2))])]
     assert needs_forcing(drafter, texts) and not needs_forcing(drafter, [Text(text.ids[:17])])
-    (got,) = measure_forced_alpha(target, drafter, texts, [Sampling()], 2)
+    (got,) = measure_alpha(target, drafter, texts, [Sampling()])
 
     def alpha(starts: list[int]) -> float:
         overlaps = []
@@ -99,11 +102,9 @@ def test_alpha_beyond_the_context_of_a_draft() -> None:
     assert abs(got.alpha.value - alpha([0] * 29)) > 1e-3
 
 
-def test_texts_are_cut_to_the_shorter_context() -> None:
-    """The last token need not be fed."""
-    target = table_lm(random_table(5, 0))
-    draft = table_lm(random_table(5, 1), context_len=4)
-    assert measure_alpha(target, draft, [Text([0, 1, 2, 3, 4, 0])], [Sampling()])[0].num_tokens == 4
+def test_texts_are_cut_to_the_context_of_the_target() -> None:
+    target, draft = table_lm(random_table(5, 0), context_len=4), model_drafter(table_lm(random_table(5, 1)))
+    assert measure_alpha(target, draft, [Text([0, 1, 2, 3, 4, 0])], [Sampling()])[0].num_tokens == 3
     with pytest.raises(PromptError, match="two tokens or more"):
         measure_alpha(target, draft, [Text([0])], [Sampling()])
 

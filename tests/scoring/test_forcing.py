@@ -3,16 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
 from outrider.drafters.draft_options import DraftOptions
+from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalise
-from outrider.scoring.forcing import force_drafts, measure_drafts, needs_forcing
+from outrider.scoring.along import along, force_drafts, needs_forcing
 from outrider.scoring.teacher_forcing import Text, force
 from round_drafters import in_rounds, parallel
 from toys import as_lm, llama_pair, perturbed, tiny_llama
@@ -79,15 +79,13 @@ def test_q_of_a_parallel_draft_is_that_of_one_forward() -> None:
 def test_drafts_end_as_in_the_loop() -> None:
     """Near the most tokens that a text may have, and where the draft's context ends."""
     target, drafter = llama_pair(draft_context_len=8)
-    one = measure_drafts(
-        target, drafter, [Text((1, 2, 3, 4, 5, 6, 7), 3)], [Sampling(max_new_tokens=5)], K, lambda p, q, ids: p.T[:1], 1
-    )[0]
-    assert one.num_drafted.tolist() == [3, 3, 2, 1]
-    assert np.isfinite(one.values[0]).tolist() == [[True] * 3, [True] * 3, [True, True, False], [True, False, False]]
-    long = measure_drafts(
-        target, drafter, [Text((1, 2, 3, 4, 5, 6, 7, 8, 9, 9), 5)], [Sampling()], K, lambda p, q, ids: p.T[:1], 1
-    )[0]
-    assert long.num_drafted.tolist() == [3, 3, 2, 1, 3]  # then a window of the last tokens
+    rounds = list(force_drafts(target, drafter, [Text((1, 2, 3, 4, 5, 6, 7), 3)], [Sampling(max_new_tokens=5)], K))
+    assert [int(one.num_drafted) for one in rounds] == [3, 3, 2, 1]
+    assert [int(one.is_scored.sum()) for one in rounds] == [3, 3, 2, 1]
+    text = Text((1, 2, 3, 4, 5, 6, 7, 8, 9, 9), 5)
+    assert needs_forcing(drafter, [text])
+    long = along(drafter, [text], [Sampling()], K, target=target)
+    assert [int(one.num_drafted) for _, one in long] == [3, 3, 2, 1, 3]  # then a window of the last tokens
 
 
 def test_a_one_hot_draft_is_scored_up_to_its_first_other_token() -> None:
@@ -101,7 +99,21 @@ def test_a_one_hot_draft_is_scored_up_to_its_first_other_token() -> None:
             inside = place + offset < len(q_rows)
             assert bool(one.is_scored[0, offset]) == (is_right and inside)
             if is_right and inside:
-                assert torch.equal(one.q[0, offset], q_rows[place + offset])
-                is_right = bool(one.q[0, offset, text.ids[text.num_given + place + offset]] == 1)
+                assert one.q is None and int(one.drafted_ids[0, offset]) == int(q_rows[place + offset].argmax())
+                is_right = bool(one.q_of_ids()[0, offset] == 1)
                 num_scored += 1
     assert num_scored >= len(q_rows)
+
+
+def test_a_look_up_is_asked_at_every_place() -> None:
+    """Without a target: up to the first other token, the end of the text, and the limit."""
+    text = Text((1, 2, 3, 1, 2, 3, 1, 2, 4), 4)
+    ((_, one),) = along(ngram_drafter(), [text], [Sampling()], 2, limits=[5])
+    assert one.q is None and one.p is None and one.places.tolist() == [0, 1, 2, 3, 4]
+    assert one.num_drafted.tolist() == [2, 2, 2, 1, 0]
+    assert one.drafted_ids[:4, 0].tolist() == [2, 3, 1, 2]
+    assert one.is_scored.tolist() == [[True] * 2] * 3 + [[True, False], [False] * 2]
+    ((_, longer),) = along(ngram_drafter(), [text], [Sampling()], 2)
+    assert longer.drafted_ids[3:].tolist() == [[2, 3], [3, 1]]
+    assert longer.is_scored[3:].tolist() == [[True] * 2, [True, False]]
+    assert longer.q_of_ids()[3:].tolist() == [[1, 0], [0, 0]]

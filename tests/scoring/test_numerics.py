@@ -10,13 +10,14 @@ from hybrids import hybrid, hybrid_lm
 from outrider.certify.divergence import explain
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NO_DRAFTER
+from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
 from outrider.scoring import teacher_forcing
 from outrider.scoring.alpha import measure_alpha
-from outrider.scoring.teacher_forcing import ForcedTokens, Text, force, sums_by_text
+from outrider.scoring.teacher_forcing import Text, force
 from outrider.serve.scoring import prompt_logprobs
 from toys import as_lm, random_table, request, table_lm, tiny_llama
 
@@ -44,13 +45,9 @@ def test_scoring_names_the_model_and_the_position(kind: str) -> None:
     assert "the big one" in message and "position 4 of the text;" in message
     good = table_lm(random_table(6, 2))
 
-    def logprobs(*forced: ForcedTokens) -> Tensor:
-        return forced[0].logprobs()[None]
-
     scorings = (
         lambda: list(force(lm, [Text((5, 5, 5, 5, 5, 5)), Text(TEXT)])),
-        lambda: sums_by_text((good, lm), [Text(TEXT)], logprobs, batch_size=2),
-        lambda: measure_alpha(good, lm, [Text(TEXT)], [Sampling()]),
+        lambda: measure_alpha(good, model_drafter(lm), [Text(TEXT)], [Sampling()]),
         lambda: list(prompt_logprobs(lm, TEXT, 2)),
         lambda: explain(lm, 0, TEXT[:3], (4, 2), (4, 1), Sampling(temperature=0.0), 2),
     )

@@ -93,8 +93,8 @@ def test_wealth_is_a_valid_p_value() -> None:
     """2,000 runs of 60 tokens, few enough for a normal approximation to fail. If P(p <= a) <= a, then more alarms than
     the bounds below come with a probability under 1e-6."""
     judged = Judged(3, 2000, 60)
-    bet = Bet.for_sample(judged.increments("surprise", 0), 60, 0.01)
-    logs = [bet.log_wealth(judged.increments("surprise", run)) for run in range(2000)]
+    bet = Bet.for_sample(judged.increments("likelihood", 0), 60, 0.01)
+    logs = [bet.log_wealth(judged.increments("likelihood", run)) for run in range(2000)]
     p = np.array(list(map(p_value, logs)))
     for level in (0.001, 0.01, 0.1):
         assert (p <= level).sum() <= stats.binom.isf(1e-6, 2000, level)

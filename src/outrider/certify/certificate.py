@@ -5,12 +5,11 @@ This module does not know how the findings were obtained (outrider.certify.run).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from outrider.certify.controls import Control
-from outrider.certify.divergence import Divergence
+from outrider.certify.divergence import GreedyReport
 from outrider.certify.exact import ExactReport
 from outrider.stats.evidence import Finding
 
@@ -45,19 +44,6 @@ REUSE = {  # test of dependence -> where it detects reused random numbers
 }
 
 
-def reuse_limits(dependence: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, float]]:
-    """Yield each place of reuse with the smallest share of tokens that is detected for every kind of pairs. Skips tests
-    without pairs, and tests with an undetectable kind.
-
-    Args:
-        dependence: in JSON form.
-    """
-    for test, where in REUSE.items():
-        shares = [kind["detectable"] for kind in dependence if kind["test"] == test and kind["num_pairs"]]
-        if shares and None not in shares:
-            yield where, max(shares)
-
-
 @dataclass(frozen=True, slots=True)
 class StatisticalReport:
     """Results of the statistical layer.
@@ -75,8 +61,6 @@ class StatisticalReport:
         surprise_excess: mean of -log p less the entropy, in nats (both clipped as in outrider.certify.observed).
         dependence: tests for shared random numbers, by kind of pairs.
         places: number of tokens and z of the score for each place in a round; empty if rounds are unknown.
-        pit_histogram: tokens in twenty equal bins.
-        pit_excess: share of tokens with a PIT of at most u, less u, for u = 0, 0.01 ... 1.
     """
 
     num_tokens: int
@@ -93,8 +77,6 @@ class StatisticalReport:
     tests: Sequence[Finding]
     dependence: Sequence[Dependence]
     places: Sequence[tuple[int, float]]
-    pit_histogram: Sequence[int]
-    pit_excess: Sequence[float]
 
     @property
     def is_alarm(self) -> bool:
@@ -107,30 +89,14 @@ class StatisticalReport:
             return self.wanted is None and 1 - self.alpha < NEGLIGIBLE_TV
         return self.wanted is None or self.detectable <= self.wanted
 
-    @property
-    def is_ok(self) -> bool:
-        return not self.is_alarm and self.is_enough
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "num_tokens": self.num_tokens,
-            "num_texts": self.num_texts,
-            "num_forbidden": self.num_forbidden,
-            "num_at_edge": self.num_at_edge,
-            "alpha": self.alpha,
-            "detectable": self.detectable,
-            "wanted": self.wanted,
-            "num_tokens_needed": self.num_tokens_needed,
-            "estimate": self.estimate,
-            "estimate_std": self.estimate_std,
-            "surprise_excess": self.surprise_excess,
-            "tests": [test.to_json() for test in self.tests],
-            "dependence": [asdict(one) for one in self.dependence],
-            "places": [{"num_tokens": count, "z": z} for count, z in self.places],
-            "pit_histogram": list(self.pit_histogram),
-            "pit_excess": list(self.pit_excess),
-            "is_ok": self.is_ok,
-        }
+    def reuse_limits(self) -> Iterator[tuple[str, float]]:
+        """Yield each place of reuse with the smallest share of tokens that is detected for every kind of pairs. Skips
+        tests without pairs, and tests with an undetectable kind."""
+        for test, where in REUSE.items():
+            shares = [kind.detectable for kind in self.dependence if kind.test == test and kind.num_pairs]
+            known = [share for share in shares if share is not None]
+            if known and len(known) == len(shares):
+                yield where, max(known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +104,15 @@ class ControlReport:
     """Result of a control: a deliberate mistake in the loop.
 
     Attributes:
+        name, about: of the control.
         excuse: why it is ineffective here: it was not run, or its output is too close to the correct one.
         num_tokens: tokens tested until it was detected, or all.
         by, p: test with the smallest p, and that p.
         num_tokens_needed: approximate number that would detect or excuse it, if these did not.
     """
 
-    control: Control
+    name: str
+    about: str
     excuse: str | None = None
     is_caught: bool = False
     num_tokens: int = 0
@@ -156,69 +124,34 @@ class ControlReport:
     def is_ok(self) -> bool:
         return self.excuse is not None or self.is_caught
 
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.control.name,
-            "about": self.control.about,
-            "excuse": self.excuse,
-            "is_caught": self.is_caught,
-            "num_tokens": self.num_tokens,
-            "by": self.by,
-            "p": self.p,
-            "num_tokens_needed": self.num_tokens_needed,
-        }
-
-
-@dataclass(frozen=True, slots=True)
-class GreedyReport:
-    """Token-by-token comparison with plain decoding.
-
-    Attributes:
-        differences: first difference of each pair of sequences that differ.
-        has_noise: both were sampled, by ``gumbel`` with the same seeds.
-    """
-
-    num_texts: int
-    num_tokens: int
-    differences: Sequence[Divergence]
-    has_noise: bool
-
-    @property
-    def is_ok(self) -> bool:
-        return all(one.verdict == "numerics" for one in self.differences)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "num_texts": self.num_texts,
-            "num_tokens": self.num_tokens,
-            "differences": [one.to_json() for one in self.differences],
-            "has_noise": self.has_noise,
-            "is_ok": self.is_ok,
-        }
-
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """All findings. ``statistical`` is None at temperature 0, where decoding is deterministic."""
+    """All findings, of a pair or about samples of another system.
 
-    exact: ExactReport
+    Attributes:
+        exact: None for samples.
+        statistical: None at temperature 0, where decoding is deterministic.
+        controls: none for samples.
+        num_repeats: samples equal to an earlier one of the same prompt.
+    """
+
+    exact: ExactReport | None
     statistical: StatisticalReport | None
     controls: Sequence[ControlReport]
     greedy: Sequence[GreedyReport]
+    num_repeats: int = 0
 
     @property
     def verdict(self) -> Conclusion:
         """``failed`` on any deviation, ``inconclusive`` if a mistake might have gone undetected."""
         is_alarm = self.statistical is not None and self.statistical.is_alarm
-        if is_alarm or not self.exact.is_ok or not all(one.is_ok for one in self.greedy):
+        is_exact = self.exact is None or self.exact.is_ok
+        if is_alarm or not is_exact or not all(one.is_ok for one in self.greedy):
             return "failed"
         is_enough = self.statistical is None or self.statistical.is_enough
         is_sensitive = is_enough and all(one.is_ok for one in self.controls)
         return "passed" if is_sensitive and not self.is_idle else "inconclusive"
-
-    @property
-    def is_certified(self) -> bool:
-        return self.verdict == "passed"
 
     @property
     def num_tokens_needed(self) -> int | None:
@@ -234,18 +167,10 @@ class Certificate:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to certify: no effective control, or no accepted token."""
-        has_rounds = self.statistical is None or len(self.statistical.places) > 1
+        has_rounds = self.exact is None or self.statistical is None or len(self.statistical.places) > 1
         is_blind = bool(self.controls) and all(one.excuse is not None for one in self.controls)
         return is_blind or not has_rounds
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "verdict": self.verdict,
-            "is_certified": self.is_certified,
-            "num_tokens_needed": self.num_tokens_needed,
-            "is_idle": self.is_idle,
-            "exact": self.exact.to_json(),
-            "statistical": self.statistical and self.statistical.to_json(),
-            "controls": [one.to_json() for one in self.controls],
-            "greedy": [one.to_json() for one in self.greedy],
-        }
+        conclusion = {"verdict": self.verdict, "num_tokens_needed": self.num_tokens_needed, "is_idle": self.is_idle}
+        return conclusion | asdict(self)

@@ -97,14 +97,6 @@ class _Neighbours:
         return self.numbers.select(rows[::2].repeat_interleave(2)[: len(rows)], k)
 
 
-def _make_reused(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> _Reused:
-    return _Reused(round_uniforms(seeds, round_starts, k))
-
-
-def _make_neighbours(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> _Neighbours:
-    return _Neighbours(round_uniforms(seeds, round_starts, k))
-
-
 def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
     """Truncate a draft before its first token of low q, so that whether a token is verified depends on the token."""
 
@@ -148,14 +140,6 @@ def _with_off_by_one_rollback(target: LM) -> LM:
     return wrong
 
 
-def _same_target(target: LM) -> LM:
-    return target
-
-
-def _same_drafter(drafter: Drafter) -> Drafter:
-    return drafter
-
-
 ALL_OR_NOTHING = Rule("all-or-nothing", REJECTION.make_noise, REJECTION.draw, _all_or_nothing)
 ACCEPT_ALL = Rule("accept-all", REJECTION.make_noise, REJECTION.draw, _accept_all)
 RESEEDED = Rule("reseeded", REJECTION.make_noise, REJECTION.draw, _reseed)
@@ -163,8 +147,15 @@ REPLACE_LAST = Rule("replace-last", REJECTION.make_noise, REJECTION.draw, _repla
 ARGMAX_DRAFTS = Rule("argmax-drafts", REJECTION.make_noise, _draw_argmax, REJECTION.verify)
 FILTERED_DRAFTS = Rule("filtered-drafts", REJECTION.make_noise, _draw_filtered, REJECTION.verify)
 BLOCK_BY_POSITION = Rule("block-by-position", _make_position_noise, BLOCK.draw, BLOCK.verify)
-REUSED = Rule("reused", _make_reused, REJECTION.draw, REJECTION.verify)
-NEIGHBOUR = Rule("neighbour", _make_neighbours, REJECTION.draw, REJECTION.verify)
+REUSED = Rule(
+    "reused", lambda seeds, starts, k, _: _Reused(round_uniforms(seeds, starts, k)), REJECTION.draw, REJECTION.verify
+)
+NEIGHBOUR = Rule(
+    "neighbour",
+    lambda seeds, starts, k, _: _Neighbours(round_uniforms(seeds, starts, k)),
+    REJECTION.draw,
+    REJECTION.verify,
+)
 WRONG_RULES = {
     rule.name: rule
     for rule in (ALL_OR_NOTHING, ACCEPT_ALL, RESEEDED, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS, BLOCK_BY_POSITION)
@@ -192,8 +183,8 @@ class Control:
     name: str
     about: str
     rule: Rule = REJECTION
-    wrap_target: Callable[[LM], LM] = _same_target
-    wrap_drafter: Callable[[Drafter], Drafter] = _same_drafter
+    wrap_target: Callable[[LM], LM] = lambda target: target
+    wrap_drafter: Callable[[Drafter], Drafter] = lambda drafter: drafter
     needs_probs: bool = False
     needs_cache: bool = False
     is_wrong_greedily: bool = False

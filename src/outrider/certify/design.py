@@ -2,26 +2,39 @@
 
 The statistics are defined in outrider.certify.observed, the validity of their p-values in outrider.stats.evidence. This
 module chooses the stakes from pilot tokens, which are not tested, and creates the report.
+
+Random numbers that a faulty loop uses twice show in *pairs* of tokens. The rank of a token, less its mean under p, has
+mean 0 given everything before it. So has its product with the rank of an earlier token, provided that the earlier one
+is chosen without looking at the token itself. A number that is used twice pushes both ranks the same way, and the mean
+of the product is positive. Paired are:
+
+- within a sequence: the token a few places before; the token in the same place of the previous round;
+- between sequences: in the slot above or below, in the same step of the loop and the same place; in the same slot, the
+  latest sequence before that had a token in the same place of the same round, or after as many tokens; and the latest
+  sequence before in any slot with a token in the same position, or after as many tokens.
+
+Two sequences are compared at the later one, so that the earlier one is known in full.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from outrider.certify import partners
 from outrider.certify.certificate import Dependence, StatisticalReport
 from outrider.certify.observed import ObservedTokens
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.stats.evidence import (
-    Accounts,
     Bet,
     Finding,
+    Floats,
     Increments,
     Integers,
     detectable,
+    detectable_reuse,
     estimate_tv,
     holm,
     mean_wealth,
@@ -32,15 +45,6 @@ from outrider.stats.evidence import (
 
 _MAX_PROMPT_ACCOUNTS = 16
 _NUM_POSITIONS = 12  # 0, 1-2, 3-6, 7-14 ... share an account
-_NUM_BINS, _NUM_STEPS = 20, 100  # in the report's histogram and curve
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """Statistic with a separate account for each kind of token."""
-
-    increments: Callable[[ObservedTokens], Increments]
-    kinds: Callable[[ObservedTokens], Integers]
 
 
 def _position_kinds(observed: ObservedTokens) -> Integers:
@@ -55,23 +59,28 @@ def _accepted_before(observed: ObservedTokens) -> Integers:
     return kinds
 
 
-_SPLITS = {
-    "score-by-position": _Split(lambda o: o.score, _position_kinds),
-    "score-by-prompt": _Split(lambda o: o.score, lambda o: o.prompts % _MAX_PROMPT_ACCOUNTS),
+_Kinds = Callable[[ObservedTokens], Integers]
+# Tests with a separate account for each kind of token: the statistic, and the kinds.
+_SPLITS: dict[str, tuple[str, _Kinds]] = {
+    "score-by-position": ("score", _position_kinds),
+    "score-by-prompt": ("score", lambda o: o.prompts % _MAX_PROMPT_ACCOUNTS),
 }
-_ROUND_SPLITS = {
-    "score-by-place": _Split(lambda o: o.score, lambda o: o.places),
-    "likelihood-by-place": _Split(lambda o: o.surprise, lambda o: o.places),
-    "rank-by-place": _Split(lambda o: o.rank, lambda o: o.places),
-    "score-by-round-before": _Split(lambda o: o.score, _accepted_before),
+_ROUND_SPLITS: dict[str, tuple[str, _Kinds]] = {
+    "score-by-place": ("score", lambda o: o.places),
+    "likelihood-by-place": ("likelihood", lambda o: o.places),
+    "rank-by-place": ("rank", lambda o: o.places),
+    "score-by-round-before": ("score", _accepted_before),
 }
 _ALL_SPLITS = _ROUND_SPLITS | _SPLITS
-_NUM_WHOLE = 5  # tests of all tokens: score, likelihood, rank, two of the PIT
+_WHOLE = ("score", "likelihood", "rank")  # statistics, each tested over all tokens
+_NUM_WHOLE = len(_WHOLE) + 2  # two of the PIT
 _NUM_OF_PAIRS = 2  # tests of pairs of tokens; one more if rounds are known
 _PAIRS_PER_TOKEN = 0.5  # approximate, of the rarer kinds
 _MOST_DISTANCE = 2 * DEFAULT_NUM_DRAFT_TOKENS + 2  # between two tokens of a sequence, if K is unknown
 
-_Dependent = dict[str, dict[str, tuple[partners.Pairs, Increments]]]
+_Pairs = NDArray[np.int64]
+"""Indices of tokens, the earlier and the later. [2, P]"""
+_Dependent = dict[str, dict[str, tuple[_Pairs, Increments]]]
 """By test of dependence and kind: the pairs of tokens, and the products of their ranks."""
 
 
@@ -86,16 +95,16 @@ class Design:
     Attributes:
         num_tokens: n, or an estimate if the data determine it.
         level: of each single test: the strictest threshold of Holm's procedure.
+        bets: on each statistic over all tokens.
+        splits: for each test by kind, a bet on each kind.
         product: the bet on the product of two tokens' ranks.
         num_distances: largest distance of two tokens of a sequence that are compared.
     """
 
     num_tokens: int
     level: float
-    score: Bet
-    surprise: Bet
-    rank: Bet
-    splits: Mapping[str, Accounts]
+    bets: Mapping[str, Bet]
+    splits: Mapping[str, Mapping[int, Bet]]
     product: Bet
     num_distances: int
     has_rounds: bool
@@ -119,66 +128,59 @@ class Design:
         """
         single = level / num_tests(has_rounds=has_rounds)
 
-        def accounts(name: str, split: _Split) -> Accounts:
+        def accounts(name: str, statistic: str, kinds_of: _Kinds) -> dict[int, Bet]:
             if name == "score-by-prompt":  # the pilot may not contain all of them
                 num_groups = min(num_prompts, _MAX_PROMPT_ACCOUNTS)
                 shares = dict.fromkeys(range(num_groups), 1 / num_groups)
             else:
-                kinds, counts = np.unique(split.kinds(pilot), return_counts=True)
+                kinds, counts = np.unique(kinds_of(pilot), return_counts=True)
                 shares = dict(zip(kinds.tolist(), (counts / len(pilot)).tolist(), strict=True))
-            like, each = split.increments(pilot), single / len(shares)  # the other accounts contribute little
-            return Accounts({kind: Bet.for_sample(like, num_tokens * share, each) for kind, share in shares.items()})
+            like, each = pilot.statistics[statistic], single / len(shares)  # the other accounts contribute little
+            return {kind: Bet.for_sample(like, num_tokens * share, each) for kind, share in shares.items()}
 
         splits = _ALL_SPLITS if has_rounds else _SPLITS
-        neighbours = pilot.rank.scaled(np.roll(pilot.rank.values, 1))
+        rank = pilot.statistics["rank"]
+        neighbours = rank.scaled(np.roll(rank.values, 1))
         return cls(
             num_tokens=num_tokens,
             level=single,
-            score=Bet.for_sample(pilot.score, num_tokens, single),
-            surprise=Bet.for_sample(pilot.surprise, num_tokens, single),
-            rank=Bet.for_sample(pilot.rank, num_tokens, single),
-            splits={name: accounts(name, split) for name, split in splits.items()},
+            bets={name: Bet.for_sample(pilot.statistics[name], num_tokens, single) for name in _WHOLE},
+            splits={name: accounts(name, *split) for name, split in splits.items()},
             product=Bet.for_sample(neighbours, _PAIRS_PER_TOKEN * num_tokens, single / num_distances),
             num_distances=num_distances,
             has_rounds=has_rounds,
         )
 
-    def _dependent(self, observed: ObservedTokens) -> _Dependent:
-        pairs = {"rank-by-distance": dict(partners.by_distance(observed, self.num_distances))}
-        if self.has_rounds:
-            pairs["rank-by-round-before"] = {"round before": partners.in_round_before(observed)}
-        pairs["rank-by-sequence"] = dict(partners.between(observed, has_rounds=self.has_rounds))
-        return {
-            test: {name: (each, partners.products(observed, each)) for name, each in kinds.items()}
-            for test, kinds in pairs.items()
-        }
-
     def tests(self, observed: ObservedTokens, level: float) -> list[Finding]:
         """Run all tests, with thresholds for a joint false-alarm probability of ``level``."""
         return self._tests(observed, self._dependent(observed), level)
 
-    def _tests(self, observed: ObservedTokens, dependent: _Dependent, level: float) -> list[Finding]:
-        wholes = {
-            "score": (self.score, observed.score),
-            "likelihood": (self.surprise, observed.surprise),
-            "rank": (self.rank, observed.rank),
+    def _dependent(self, observed: ObservedTokens) -> _Dependent:
+        return {
+            test: {name: (pairs, _products(observed, pairs)) for name, pairs in kinds.items()}
+            for test, kinds in _pairs_by_test(observed, self.num_distances, has_rounds=self.has_rounds).items()
         }
-        found = [Finding(name, one.z, p_value(bet.log_wealth(one))) for name, (bet, one) in wholes.items()]
-        found += pit_tests(observed.pits)
-        for name, accounts in self.splits.items():
-            split = _ALL_SPLITS[name]
-            wealth = accounts.log_wealth(split.increments(observed), split.kinds(observed))
-            found.append(Finding(name, wealth, p_value(wealth)))
-        for name, kinds in dependent.items():
-            wealth = mean_wealth([self.product.log_wealth(products) for _, products in kinds.values()], len(kinds))
-            found.append(Finding(name, wealth, p_value(wealth)))
-        return holm(found, level)
 
-    def _dependence(self, observed: ObservedTokens, dependent: _Dependent) -> Iterator[Dependence]:
-        for test, kinds in dependent.items():
-            for name, (pairs, products) in kinds.items():
-                least = partners.detectable_share(observed, pairs, products, self.product, self.level / len(kinds))
-                yield Dependence(test, name, pairs.shape[1], products.z, least)
+    def _tests(self, observed: ObservedTokens, dependent: _Dependent, level: float) -> list[Finding]:
+        found = []
+        for name, bet in self.bets.items():
+            one = observed.statistics[name]
+            found.append(Finding(name, one.z, p_value(bet.log_wealth(one))))
+        found += pit_tests(observed.pits)
+        wealths = {}
+        for name, bets in self.splits.items():
+            statistic, kinds_of = _ALL_SPLITS[name]
+            increments, kinds = observed.statistics[statistic], kinds_of(observed)
+            # Tokens of a kind without a bet are ignored.
+            staked = sorted(set(kinds.tolist()) & set(bets))
+            wealths[name] = mean_wealth(
+                [bets[kind].log_wealth(increments[kinds == kind]) for kind in staked], len(bets)
+            )
+        for name, by_kind in dependent.items():
+            logs = [self.product.log_wealth(products) for _, products in by_kind.values()]
+            wealths[name] = mean_wealth(logs, len(logs))
+        found += [Finding(name, wealth, p_value(wealth)) for name, wealth in wealths.items()]
+        return holm(found, level)
 
     def report(self, observed: ObservedTokens, level: float, num_texts: int, wanted: float | None) -> StatisticalReport:
         """Results of the statistical layer.
@@ -186,19 +188,16 @@ class Design:
         Args:
             wanted: total variation that must be detectable.
         """
-        kinds = sorted(set(observed.places.tolist()))
-        places = [observed.score[observed.places == place] for place in kinds]
-        steps = np.linspace(0.0, 1.0, _NUM_STEPS + 1)
-        below = np.searchsorted(np.sort(observed.pits), steps, side="right") / len(observed)
-        drift = observed.drift
-        estimate = estimate_tv(observed.score, drift)
-        least = detectable(observed.score, drift, self.score, self.level)
+        score, drift = observed.statistics["score"], observed.drift
+        places = [score[observed.places == place] for place in sorted(set(observed.places.tolist()))]
+        estimate = estimate_tv(score, drift)
+        least = detectable(score, drift, self.bets["score"], self.level)
         is_enough = least is not None and (wanted is None or least <= wanted)
         distance = float(drift.distances.mean())
         dependent = self._dependent(observed)
         needed = None
         if not is_enough and distance > 0:
-            needed = tokens_needed(observed.score, drift, wanted or distance, self.level)
+            needed = tokens_needed(score, drift, wanted or distance, self.level)
         return StatisticalReport(
             num_tokens=len(observed),
             num_texts=num_texts,
@@ -210,10 +209,75 @@ class Design:
             num_tokens_needed=needed,
             estimate=None if estimate is None else estimate[0],
             estimate_std=None if estimate is None else estimate[1],
-            surprise_excess=float(observed.surprise.values.mean()),
+            surprise_excess=float(observed.statistics["likelihood"].values.mean()),
             tests=self._tests(observed, dependent, level),
-            dependence=list(self._dependence(observed, dependent)),
-            places=[(len(part.values), part.z) for part in places] if "score-by-place" in self.splits else [],
-            pit_histogram=np.histogram(observed.pits, bins=_NUM_BINS, range=(0.0, 1.0))[0].tolist(),
-            pit_excess=(below - steps).tolist(),
+            dependence=[
+                Dependence(
+                    test, name, pairs.shape[1], products.z, self._detectable_share(observed, pairs, products, kinds)
+                )
+                for test, kinds in dependent.items()
+                for name, (pairs, products) in kinds.items()
+            ],
+            places=[(len(part.values), part.z) for part in places] if self.has_rounds else [],
         )
+
+    def _detectable_share(
+        self, observed: ObservedTokens, pairs: _Pairs, products: Increments, kinds: Mapping[str, object]
+    ) -> float | None:
+        """Smallest share of tokens drawn with their partner's number that would have been detected.
+
+        A rank is the mean of its uniform number, given the token. If two tokens share a number, the mean product of
+        their ranks is 12 times that of their variances, as long as what the tokens leave open of it is uncorrelated.
+        """
+        variances = observed.statistics["rank"].moments[0]
+        reused = 12 * float((variances[pairs[0]] * variances[pairs[1]]).sum())
+        return detectable_reuse(products, self.product, self.level / len(kinds), reused)
+
+
+def _pairs_by_test(observed: ObservedTokens, num_distances: int, *, has_rounds: bool) -> dict[str, dict[str, _Pairs]]:
+    """Pairs of each test of dependence, by kind."""
+    by_distance = {}
+    for distance in range(1, num_distances + 1):
+        later = distance + np.flatnonzero(observed.positions[distance:] >= distance)
+        by_distance[f"distance {distance}"] = np.stack((later - distance, later))
+    between: dict[str, _Pairs] = {}
+    pairs = {"rank-by-distance": by_distance}
+    if has_rounds:
+        places, rounds, slots, steps = observed.places, observed.rounds, observed.slots, observed.steps
+        own = _keys(observed.texts, rounds, places)
+        before = _keys(observed.texts, rounds - 1, places)
+        pairs["rank-by-round-before"] = {"round before": _latest(own, before)}
+        own = _keys(steps, slots, places)
+        beside = [_latest(own, _keys(steps, slots + side, places)) for side in (-1, 1)]
+        between["slot beside, same step"] = np.concatenate(beside, axis=1)
+        between["same slot, same round"] = _latest(_keys(slots, rounds, places))
+        between["same slot, same length"] = _latest(_keys(slots, observed.lengths))
+    between["sequence before, same position"] = _latest(_keys(observed.positions))
+    between["sequence before, same length"] = _latest(_keys(observed.lengths))
+    return pairs | {"rank-by-sequence": between}
+
+
+def _products(observed: ObservedTokens, pairs: _Pairs) -> Increments:
+    """Rank of each token times the sum of its partners' ranks."""
+    earlier, later = pairs
+    rank = observed.statistics["rank"]
+    stakes: Floats = np.bincount(later, weights=rank.values[earlier], minlength=len(observed)).astype(float)
+    return rank.scaled(stakes)
+
+
+_Keys = list[tuple[int, ...]]  # for each token
+
+
+def _keys(*columns: Integers) -> _Keys:
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def _latest(own: _Keys, wanted: _Keys | None = None) -> _Pairs:
+    """Pair each token with the latest before it whose own key is the wanted one: by default its own."""
+    latest: dict[tuple[int, ...], int] = {}
+    found = []
+    for index, (mine, partner) in enumerate(zip(own, wanted or own, strict=True)):
+        if partner in latest:
+            found.append((latest[partner], index))
+        latest[mine] = index
+    return np.array(found, dtype=np.int64).reshape(-1, 2).T

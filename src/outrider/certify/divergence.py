@@ -10,15 +10,15 @@ is within a few times that change, the verdict is "numerics"; otherwise it is "b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from outrider.certify.constrained import mask_of
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError
@@ -29,8 +29,11 @@ from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import Settings, is_finite, to_probs, wide
 from outrider.sampling.rules import Rule
-from outrider.scoring.tolerances import ROUNDING, is_at_edge
+from outrider.scoring.teacher_forcing import allowed_tokens
 
+# Logits this close may change their order by rounding (observed values: docs/internals/numerics.md).
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
+_LEAST_TOP_P = 1e-9
 _SLACK = 8.0  # only a few block shapes are tried; others may differ more
 
 
@@ -55,8 +58,24 @@ class Divergence:
     gap: float | None
     verdict: Literal["numerics", "bug"]
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+@dataclass(frozen=True, slots=True)
+class GreedyReport:
+    """Token-by-token comparison with plain decoding.
+
+    Attributes:
+        differences: first difference of each pair of sequences that differ.
+        has_noise: both were sampled, by ``gumbel`` with the same seeds.
+    """
+
+    num_texts: int
+    num_tokens: int
+    differences: Sequence[Divergence]
+    has_noise: bool
+
+    @property
+    def is_ok(self) -> bool:
+        return all(one.verdict == "numerics" for one in self.differences)
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
@@ -67,64 +86,48 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
     return None if len(plain) == len(other) else min(len(plain), len(other))
 
 
-def plain_batches(target: LM, rule: Rule, requests: Sequence[Request], batch_size: int) -> Iterator[list[list[int]]]:
-    """Generate by plain decoding, batch by batch.
+def plain_texts(target: LM, rule: Rule, requests: Sequence[Request], num_slots: int) -> list[list[int]]:
+    """Generate by plain decoding.
 
     Args:
         requests: unused ones (they hold state).
+        num_slots: requests that run concurrently.
     """
-    for begin in range(0, len(requests), batch_size):
-        batch = requests[begin : begin + batch_size]
-        plain: list[list[int]] = [[] for _ in batch]
-        for round_ in decode(target, NO_DRAFTER, batch, rule, num_draft_tokens=0):
-            for row in round_.rows:
-                plain[row.row] += row.token_ids
-        yield plain
+    texts: list[list[int]] = [[] for _ in requests]
+    for round_ in decode(target, NO_DRAFTER, requests, rule, num_draft_tokens=0, num_slots=num_slots):
+        for row in round_.rows:
+            texts[row.row] += row.token_ids
+    return texts
 
 
 def against_plain(
     target: LM,
     requests: Sequence[Request],
-    batches: Iterable[Sequence[Sequence[int]]],
+    plain: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
     *,
     num_draft_tokens: int,
-    on_texts: Callable[[int], None] = lambda done: None,
-) -> tuple[int, list[Divergence]]:
-    """Compare outputs with those of plain decoding.
+    has_noise: bool = False,
+    on_text: Callable[[int], None] = lambda done: None,
+) -> GreedyReport:
+    """Compare outputs with those of plain decoding, and explain differences.
 
     Args:
         requests: of all outputs; unused ones (they hold state).
-        batches: outputs of plain decoding.
+        plain: output of plain decoding.
         texts: outputs to compare, one for each request.
         num_draft_tokens: K of ``texts``.
-        on_texts: called with the number of sequences just compared.
-
-    Returns:
-        The number of tokens of plain decoding, and the first difference of each pair that differs.
+        has_noise: see ``GreedyReport``.
+        on_text: called with 1 for each sequence compared.
     """
-    index = num_tokens = 0
     differences = []
-    for batch in batches:
-        for plain in batch:
-            one = requests[index]
-            found = explain(
-                target,
-                index,
-                one.prompt_ids,
-                plain,
-                texts[index],
-                one.sampling,
-                num_draft_tokens,
-                constraint=one.constraint,
-            )
-            if found is not None:
-                differences.append(found)
-            index += 1
-            num_tokens += len(plain)
-        on_texts(len(batch))
-    assert index == len(requests) == len(texts)
-    return num_tokens, differences
+    for index, (one, right, text) in enumerate(zip(requests, plain, texts, strict=True)):
+        given = index, one.prompt_ids, right, text, one.sampling, num_draft_tokens
+        found = explain(target, *given, constraint=one.constraint)
+        if found is not None:
+            differences.append(found)
+        on_text(1)
+    return GreedyReport(len(texts), sum(map(len, plain)), differences, has_noise)
 
 
 @torch.inference_mode()
@@ -191,7 +194,7 @@ def _allowed_ids(constraint: Constraint | None, token_ids: Sequence[int], vocab_
         return torch.ones(vocab_size, dtype=torch.bool)
     for token_id in token_ids:
         constraint.push(token_id)
-    return torch.from_numpy(mask_of(constraint, vocab_size))
+    return torch.from_numpy(allowed_tokens(constraint, vocab_size))
 
 
 def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after: int) -> Tensor:
@@ -235,3 +238,27 @@ def _last_bit(logits: Tensor) -> float:
     """The rounding error of the largest logit in its last bit."""
     finite = logits[logits.isfinite()]
     return float(finite.abs().max()) * torch.finfo(logits.dtype).eps
+
+
+def is_allowed(logits: Tensor, history: History, token_id: int, sampling: Sampling, shift: float) -> bool:
+    """Whether a token has a probability above 0 if its logit is shifted by ``shift``, and the mass of the others
+    accordingly: a tail with mass 1 - top-p has at most e^shift times that (at temperature 1).
+
+    Args:
+        logits: [V]
+        history: before it, at one position.
+    """
+    moved = logits.clone()
+    moved[token_id] += shift
+    top_p = 1 - (1 - sampling.top_p) * math.exp(min(50.0, -shift / sampling.temperature))
+    loose = replace(sampling, top_p=min(1.0, max(_LEAST_TOP_P, top_p)))
+    settings = Settings.of([loose], len(logits), logits.device)
+    probs = to_probs(moved[None, None], settings, history.map(lambda values: values[None, None]))
+    return bool(probs[0, 0, token_id] > 0)
+
+
+def is_at_edge(logits: Tensor, history: History, token_id: int, sampling: Sampling) -> bool:
+    """Whether rounding decides if a token is allowed. Arguments: see ``is_allowed``."""
+    shift = 2 * ROUNDING[logits.dtype]
+    loose, tight = (is_allowed(logits, history, token_id, sampling, sign * shift) for sign in (1, -1))
+    return loose and not tight

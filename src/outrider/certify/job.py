@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from outrider.certify.constrained import UnenforcedConstraint
 from outrider.certify.controls import Control
-from outrider.certify.observed import GeneratedText
+from outrider.certify.observed import GeneratedText, UnenforcedConstraint
 from outrider.decoder import Decoder
 from outrider.decoding.engine import decode
 from outrider.errors import OptionError, PromptError

@@ -8,7 +8,7 @@ that of the token's place in its round.) Statistics of a token y:
   tends to push towards the draft, that is, to large values.
 - ``score``: min(q(y)/p(y), 30). The derivative of the log-likelihood of (1 - e) p + e q at e = 0 is q/p - 1, so without
   the clip this is the locally most powerful test against a mixture with the draft.
-- ``surprise``: min(-log p(y), 20). It detects a distribution that is too sharp or too flat.
+- ``likelihood``: min(-log p(y), 20). It detects a distribution that is too sharp or too flat.
 - ``rank``: P(v < y) + p(y)/2 over the ids of tokens. Tokens are drawn in the order of their ids, so a uniform number
   that is used twice, or conditioned on, pushes towards high or low ids.
 
@@ -18,9 +18,8 @@ occur by chance: it is counted, unless rounding may have moved it across the edg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import starmap
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from operator import itemgetter
 from typing import Any
 
@@ -28,19 +27,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from outrider.certify.constrained import NewConstraint, TextMasks, walks_of
-from outrider.drafters.base import Drafter, q_sampling
+from outrider.certify.divergence import is_at_edge
+from outrider.drafters.base import Drafter
 from outrider.options import Sampling
-from outrider.records import Constraint
+from outrider.records import Constraint, Effect
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalise, one_hot
-from outrider.sampling.rules import REJECTION
-from outrider.scoring.forcing import ForcedRound, force_drafts, needs_forcing
-from outrider.scoring.lookups import proposals
+from outrider.scoring.along import Places, along, needs_forcing
 from outrider.scoring.teacher_forcing import ForcedTokens, Text, force
-from outrider.scoring.tolerances import is_at_edge
 from outrider.stats.evidence import Drift, Floats, Increments, Integers
 
+NewConstraint = Callable[[Sequence[int]], Constraint | None]
+"""Creates the constraint of a new sequence with this prompt; None if unconstrained."""
 MAX_RATIO = 30.0
 MAX_SURPRISE = 20.0
 _LEAST_RANGE = 1e-9  # of a statistic over the tokens of a row; smaller variation is rounding
@@ -87,6 +85,7 @@ class ObservedTokens:
 
     Attributes:
         pits: probability integral transforms, uniform if the tokens follow p. [n]
+        statistics: score, likelihood and rank. n tokens
         drift: of the score, if the tokens followed q. [n]
         places, positions, prompts: place in the round; index in the output; index of the prompt. [n]
         texts, slots: index of the sequence; cache slot. [n]
@@ -97,9 +96,7 @@ class ObservedTokens:
     """
 
     pits: Floats
-    score: Increments
-    surprise: Increments
-    rank: Increments
+    statistics: Mapping[str, Increments]
     drift: Drift
     places: Integers
     positions: Integers
@@ -165,9 +162,7 @@ def observe(
 
     return ObservedTokens(
         pits=whole["pits"],
-        score=increments("score"),
-        surprise=increments("surprise"),
-        rank=increments("rank"),
+        statistics={name: increments(name) for name in ("score", "likelihood", "rank")},
         drift=Drift(whole["drift"], whole["drift_m2"], whole["distance"]),
         places=np.concatenate([np.array(one.places, dtype=np.int64) for one in written]),
         positions=positions,
@@ -192,6 +187,8 @@ def _each(items: Sequence[Any], function: Callable[[Sequence[Any]], Any]) -> Any
     """Apply a function to each array of these records; returns a record of the same type."""
     if isinstance(items[0], np.ndarray):
         return function(items)
+    if isinstance(items[0], Mapping):
+        return {name: _each([item[name] for item in items], function) for name in items[0]}
     names = [field.name for field in fields(items[0])]
     return type(items[0])(**{name: _each([getattr(item, name) for item in items], function) for name in names})
 
@@ -219,87 +216,40 @@ def draft_rows(
         The target's scored tokens; p and q in float64, q = p where nothing is drafted. [M, V], [M, V]
     """
     settings = Settings.of([sampling], target.vocab_size, target.device)
-    masking = TextMasks(texts, new_constraint)
     is_forced = needs_forcing(drafter, texts)
-    if drafter.lm is not None and not is_forced:
-        draft_settings = Settings.of([q_sampling(drafter, sampling)], target.vocab_size, target.device)
-        pairs = zip(
-            force(target, texts, [settings]),
-            force(drafter.lm, texts, [draft_settings]),
-            strict=True,
-        )
-        for chunk, draft in starmap(masking.masked, pairs):
-            q = normalise(draft.probs(draft_settings)).to(chunk.ids.device)
-            yield chunk, normalise(chunk.probs(settings)), q
-        return
-    if drafter.most_drafted == 0:
-        for (chunk,) in map(masking.masked, force(target, texts, [settings])):
-            p = normalise(chunk.probs(settings))
-            yield chunk, p, normalise(p.square())
-        return
-    taken = [0] * len(texts)
-    if is_forced:
-        constraints = walks_of(texts, new_constraint) or None
-        forced = _ForcedRows(target, drafter, sampling, texts, offsets, num_draft_tokens, constraints)
-        for (chunk,) in map(masking.masked, force(target, texts, [settings])):
-            p = normalise(chunk.probs(settings))
-            q = p.clone()
-            for here, row in zip(q, chunk.rows.tolist(), strict=True):
-                found = forced.take(row, taken[row])
-                if found is not None:
-                    here.copy_(normalise(found))
-                taken[row] += 1
-            yield chunk, p, q
-        return
-    wanted = [[1] * (len(text.ids) - text.num_given) for text in texts]
-    proposed = proposals(drafter, texts, wanted, REJECTION, target.vocab_size)
-    for (chunk,) in map(masking.masked, force(target, texts, [settings])):
+    wanted = offsets if is_forced else None
+    rounds = along(
+        drafter,
+        texts,
+        [sampling],
+        num_draft_tokens if is_forced else 1,
+        target=target if is_forced else None,
+        constraints=walks_of(texts, new_constraint),
+    )
+    held: dict[tuple[int, int], Tensor] = {}  # q, or the drafted token of a one-hot q, by text and token
+    num_seen = [0] * len(texts)
+
+    def hold(places: Places) -> None:
+        for at, offset in places.is_scored.nonzero().tolist():
+            row, token = int(places.rows[at]), int(places.places[at]) + offset
+            if offset == (wanted[row][token] if wanted else 0):
+                held[row, token] = places.drafted_ids[at, offset] if places.q is None else places.q[at, offset]
+        for row, place in zip(places.rows.tolist(), places.places.tolist(), strict=True):
+            num_seen[row] = place + 1
+
+    for chunk in force(target, texts, [settings], walks_of(texts, new_constraint)):
         p = normalise(chunk.probs(settings))
-        ids = []
-        for row in chunk.rows.tolist():
-            ids.append(next(iter(proposed[row][taken[row]]), -1))
-            taken[row] += 1
-        drafted = torch.tensor(ids, device=p.device)[:, None]  # [M, 1]
-        yield chunk, p, torch.where(drafted >= 0, one_hot(drafted.clamp_min(0), p)[:, 0], p)
-
-
-class _ForcedRows:
-    """q at an offset for each scored token of texts, by forcing. Rounds run when their rows are asked for."""
-
-    def __init__(
-        self,
-        target: LM,
-        drafter: Drafter,
-        sampling: Sampling,
-        texts: Sequence[Text],
-        offsets: Sequence[Sequence[int]] | None,
-        k: int,
-        constraints: Sequence[Constraint] | None,
-    ) -> None:
-        self._offsets = offsets or [[0] * (len(text.ids) - text.num_given) for text in texts]
-        # All rounds draft K tokens, also near the end.
-        samplings = [replace(sampling, max_new_tokens=len(text.ids) + k) for text in texts]
-        self._rounds = force_drafts(target, drafter, texts, samplings, k, constraints=constraints)
-        self._num_rounds = 0
-        self._held: dict[tuple[int, int], Tensor] = {}
-
-    def take(self, row: int, token: int) -> Tensor | None:
-        """q of a scored token of a text, once. [V]
-
-        Returns:
-            None if nothing was drafted there.
-        """
-        while self._num_rounds <= token:  # all texts run at once, and each round begins one token later
-            self._keep(next(self._rounds))
-            self._num_rounds += 1
-        return self._held.pop((row, token), None)
-
-    def _keep(self, one: ForcedRound) -> None:
-        for at, offset in one.is_scored.nonzero().tolist():
-            row = int(one.rows[at])
-            token = int(one.places[at]) + offset
-            if self._offsets[row][token] == offset:
-                self._held[row, token] = one.q[at, offset]
+        if drafter.most_drafted == 0:
+            yield chunk, p, normalise(p.square())
+            continue
+        q = p.clone()
+        for here, row, token in zip(q, chunk.rows.tolist(), chunk.places.tolist(), strict=True):
+            while num_seen[row] <= token:
+                hold(next(rounds)[1])
+            found = held.pop((row, token), None)
+            if found is not None:
+                here.copy_(normalise(found) if found.ndim else one_hot(found[None], p)[0])
+        yield chunk, p, q
 
 
 def _score(
@@ -314,14 +264,10 @@ def _score(
     texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in written]
     # By sequence and token, so that they do not depend on the batch.
     spread = [np.random.default_rng([seed, one.index]).random(len(one.token_ids)) for one in written]
-    taken = [0] * len(written)
     # The place of a token is known before it is drawn, so q may depend on it.
     offsets = [[place if place < num_draft_tokens else 0 for place in one.places] for one in written]
     for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint, offsets, num_draft_tokens):
-        w = []
-        for row in chunk.rows.tolist():
-            w.append(spread[row][taken[row]])
-            taken[row] += 1
+        w = [spread[row][i] for row, i in zip(chunk.rows.tolist(), chunk.places.tolist(), strict=True)]
         piece = max(1, _MAX_ELEMENTS // p.shape[1])
         for begin in range(0, len(p), piece):
             part = slice(begin, begin + piece)
@@ -357,7 +303,7 @@ def _statistics(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> _Columns
     ratio = torch.where(is_allowed, q / torch.where(is_allowed, p, 1.0), 0.0).clamp_max(MAX_RATIO)
     surprise = torch.where(is_allowed, -p.log(), 0.0).clamp_max(MAX_SURPRISE)
     rank = p.cumsum(1) - p / 2
-    for name, x in (("score", ratio), ("surprise", surprise), ("rank", rank)):
+    for name, x in (("score", ratio), ("likelihood", surprise), ("rank", rank)):
         x = torch.where(is_allowed, x - (p * x).sum(1, keepdim=True), 0.0)
         x = torch.where(x.amax(1, keepdim=True) - x.amin(1, keepdim=True) < _LEAST_RANGE, 0.0, x)
         columns[f"{name}_values"] = x.gather(1, at)[:, 0]
@@ -367,3 +313,45 @@ def _statistics(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> _Columns
         if name == "score":
             columns["drift"], columns["drift_m2"] = (q * x).sum(1), (q * x**2).sum(1)
     return columns
+
+
+class UnenforcedConstraint:
+    """Constraint that ends no sequence: after a forbidden token everything is allowed. A faulty loop can so commit
+    forbidden tokens, for the tests to detect."""
+
+    def __init__(self, inner: Constraint) -> None:
+        self._inner = inner
+        self._num_beyond = 0  # tokens from the first forbidden one on
+
+    @property
+    def error(self) -> str | None:
+        return self._inner.error
+
+    def effect(self) -> Effect | None:
+        return None if self._num_beyond else self._inner.effect()
+
+    def push(self, token_id: int) -> bool:
+        if self._num_beyond or not self._inner.push(token_id):
+            self._num_beyond += 1
+        return True
+
+    def pop(self, num_tokens: int) -> None:
+        num_beyond = min(num_tokens, self._num_beyond)
+        self._num_beyond -= num_beyond
+        if num_tokens > num_beyond:
+            self._inner.pop(num_tokens - num_beyond)
+
+
+def walks_of(texts: Sequence[Text], new_constraint: NewConstraint) -> list[UnenforcedConstraint] | None:
+    """A constraint for each text, advanced to its first scored token; None if unconstrained."""
+    walks: list[UnenforcedConstraint] = []
+    for text in texts:
+        num_prompt = text.num_prompt or text.num_given
+        constraint = new_constraint(text.ids[:num_prompt])
+        if constraint is None:  # then none has one
+            return None
+        walk = UnenforcedConstraint(constraint)
+        for token_id in text.ids[num_prompt : text.num_given]:
+            walk.push(token_id)
+        walks.append(walk)
+    return walks

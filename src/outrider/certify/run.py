@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.certify.certificate import NEGLIGIBLE_TV, Certificate, ControlReport, GreedyReport
+from outrider.certify.certificate import NEGLIGIBLE_TV, Certificate, ControlReport
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
-from outrider.certify.divergence import against_plain, first_difference, plain_batches
+from outrider.certify.divergence import GreedyReport, against_plain, first_difference, plain_texts
 from outrider.certify.exact import check_exactly
 from outrider.certify.job import CertifyTask, eager, generate_texts
 from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
@@ -113,7 +113,7 @@ class Pilot:
         """
         assert self.observed is not None
         drift = self.observed.drift
-        needed = tokens_needed(self.observed.score, drift, distance, level / num_tests(has_rounds=True))
+        needed = tokens_needed(self.observed.statistics["score"], drift, distance, level / num_tests(has_rounds=True))
         if needed is None:
             farthest = float(drift.distances.mean())
             raise OptionError(
@@ -162,14 +162,14 @@ def certify(
     contexts = list(_contexts(job, pilot.written))
     rule = RULES[decoder.acceptance]
     exact = check_exactly(decoder.target, decoder.drafter, job.effective_sampling, rule, contexts, job.new_constraint)
-    checks = [(task, list(plain_texts(task))) for task in _deterministic(job)]
+    checks = [(task, _plain(task)) for task in _deterministic(job)]
     greedy = [check_greedily(task, plain) for task, plain in checks]
     selected = CONTROLS if controls is None else controls
     if pilot.observed is None:
         task, plain = checks[0]
         if decoder.target.execution.is_prepared:  # controls run eagerly; rounding must not count as their effect
             task = replace(task, decoder=eager(decoder))
-            plain = list(plain_texts(task))
+            plain = _plain(task)
         return Certificate(exact, None, [_greedy_control(task, plain, control) for control in selected], greedy)
     num_distances = 2 * job.num_draft_tokens + 2
     design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts), num_distances=num_distances)
@@ -208,32 +208,23 @@ def _deterministic(job: CertifyTask) -> Iterator[CertifyTask]:
         yield job
 
 
-def plain_texts(job: CertifyTask) -> Iterator[list[list[int]]]:
-    """Generate from all prompts by plain decoding, batch by batch."""
+def _plain(job: CertifyTask) -> list[list[int]]:
+    """Output of plain decoding for all prompts."""
     requests = [job.request(index) for index in range(len(job.prompts))]
-    return plain_batches(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
+    return plain_texts(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
 
 
-def check_greedily(
-    job: CertifyTask,
-    plain: Iterable[Sequence[Sequence[int]]],
-    control: Control | None = None,
-) -> GreedyReport:
-    """Compare the output for all prompts with plain decoding, and explain differences.
-
-    Args:
-        plain: output of ``plain_texts``.
-    """
+def check_greedily(job: CertifyTask, plain: Sequence[Sequence[int]], control: Control | None = None) -> GreedyReport:
+    """Compare the output for all prompts with plain decoding."""
     indices = range(len(job.prompts))
-    texts = [one.token_ids for one in generate_texts(job, indices, control)]
-    num_tokens, differences = against_plain(
+    return against_plain(
         job.decoder.target,
         [job.request(index) for index in indices],
         plain,
-        texts,
+        [one.token_ids for one in generate_texts(job, indices, control)],
         num_draft_tokens=job.num_draft_tokens,
+        has_noise=job.sampling.temperature > 0,
     )
-    return GreedyReport(len(job.prompts), num_tokens, differences, job.sampling.temperature > 0)
 
 
 def _excuse(job: CertifyTask, control: Control) -> str | None:
@@ -252,9 +243,9 @@ def _control(
     """Run a control until it is detected, or the tokens are used up. Also returns its output."""
     excuse = _excuse(job, control)
     if excuse is not None:
-        return ControlReport(control, excuse), ()
+        return ControlReport(control.name, control.about, excuse), ()
     sample = TokenSample(job, control)
-    report = ControlReport(control)
+    report = ControlReport(control.name, control.about)
     level = min(job.level, _MOST_CONTROL_LEVEL) / len(_LOOKS)
     for share in _LOOKS:
         num_tokens = max(1, round(share * design.num_tokens))
@@ -264,7 +255,7 @@ def _control(
         is_forbidden = bool(observed.is_forbidden.any())
         is_caught = is_forbidden or best.is_alarm
         by, p = ("forbidden tokens", 0.0) if is_forbidden else (best.name, best.p)
-        report = ControlReport(control, None, is_caught, num_tokens, by, p)
+        report = ControlReport(control.name, control.about, None, is_caught, num_tokens, by, p)
         if is_caught:
             return report, sample.written
     needed = tokens_to_alarm(best.p, design.num_tokens, level / num_tests(has_rounds=True))
@@ -299,13 +290,16 @@ def _distance_bound(correct: Sequence[GeneratedText], written: Sequence[Generate
     return rate_bound(num_apart, num_tokens)
 
 
-def _greedy_control(job: CertifyTask, plain: Sequence[Sequence[Sequence[int]]], control: Control) -> ControlReport:
+def _greedy_control(job: CertifyTask, plain: Sequence[Sequence[int]], control: Control) -> ControlReport:
     excuse = _excuse(job, control)
     if excuse is not None:
-        return ControlReport(control, excuse)
+        return ControlReport(control.name, control.about, excuse)
     found = check_greedily(job, plain, control)
     # Deterministic; require as many tokens as above temperature 0.
     needed = math.ceil(rate_bound(0, 1) / NEGLIGIBLE_TV)
     if not found.differences and found.num_tokens >= needed:
         excuse = f"it changes none of {found.num_tokens} tokens"
-    return ControlReport(control, excuse, not found.is_ok, found.num_tokens, "text", num_tokens_needed=needed)
+    by = "text"
+    return ControlReport(
+        control.name, control.about, excuse, not found.is_ok, found.num_tokens, by, num_tokens_needed=needed
+    )

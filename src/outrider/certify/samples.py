@@ -14,11 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from outrider.certify.certificate import Conclusion, GreedyReport, StatisticalReport
+from outrider.certify.certificate import StatisticalReport
 from outrider.certify.design import Design
-from outrider.certify.divergence import against_plain, plain_batches
+from outrider.certify.divergence import GreedyReport, against_plain, plain_texts
 from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
@@ -46,48 +45,6 @@ class SampledText:
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
     sampling: Sampling
-
-
-@dataclass(frozen=True, slots=True)
-class SamplesReport:
-    """All findings.
-
-    Attributes:
-        statistical: of sequences sampled above temperature 0; None without any.
-        greedy: of sequences of temperature 0; empty without any.
-        num_repeats: see the function.
-    """
-
-    statistical: StatisticalReport | None
-    greedy: Sequence[GreedyReport]
-    num_repeats: int
-
-    @property
-    def verdict(self) -> Conclusion:
-        """``failed`` on any deviation, ``inconclusive`` if there are too few samples."""
-        is_alarm = self.statistical is not None and self.statistical.is_alarm
-        if is_alarm or not all(one.is_ok for one in self.greedy):
-            return "failed"
-        return "passed" if self.statistical is None or self.statistical.is_enough else "inconclusive"
-
-    @property
-    def is_consistent(self) -> bool:
-        return self.verdict == "passed"
-
-    @property
-    def num_tokens_needed(self) -> int | None:
-        """Approximate number of sampled tokens for a verdict; None if there is one, or if no number suffices."""
-        return self.statistical.num_tokens_needed if self.statistical and self.verdict == "inconclusive" else None
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "verdict": self.verdict,
-            "is_consistent": self.is_consistent,
-            "num_tokens_needed": self.num_tokens_needed,
-            "num_repeats": self.num_repeats,
-            "statistical": self.statistical and self.statistical.to_json(),
-            "greedy": [one.to_json() for one in self.greedy],
-        }
 
 
 def check_samples(samples: Sequence[SampledText], vocab_size: int, context_len: int) -> None:
@@ -169,17 +126,13 @@ def num_repeats(samples: Sequence[SampledText]) -> int:
 
 
 def judge_greedily(
-    target: LM, samples: Sequence[SampledText], batch_size: int, on_texts: Callable[[int], None] = lambda done: None
+    target: LM, samples: Sequence[SampledText], batch_size: int, on_text: Callable[[int], None] = lambda done: None
 ) -> GreedyReport:
     """Compare greedy samples with plain decoding. Differences carry the line number in place of the prompt's index."""
     requests = []
     for one in samples:
         sampling = replace(one.sampling, temperature=0.0, max_new_tokens=len(one.token_ids), seed=0)
         requests.append(Request(one.prompt_ids, sampling, RowText(None, (), ())))
-    texts = [one.token_ids for one in samples]
-    plain = plain_batches(target, REJECTION, requests, batch_size)
-    num_tokens, differences = against_plain(
-        target, requests, plain, texts, num_draft_tokens=_LARGEST_BLOCK - 1, on_texts=on_texts
-    )
-    differences = [replace(one, prompt=samples[one.prompt].line) for one in differences]
-    return GreedyReport(len(samples), num_tokens, differences, has_noise=False)
+    plain, texts = plain_texts(target, REJECTION, requests, batch_size), [one.token_ids for one in samples]
+    found = against_plain(target, requests, plain, texts, num_draft_tokens=_LARGEST_BLOCK - 1, on_text=on_text)
+    return replace(found, differences=[replace(one, prompt=samples[one.prompt].line) for one in found.differences])

@@ -93,8 +93,7 @@ class ModelStudent(Student):
         return model_drafter(build_lm(Checkpoint(name, model, self._tokenizer), self.target.vocab_size))
 
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
-        assert drafter.lm is not None
-        return (measure_alpha(self.target, drafter.lm, texts, [Sampling()])[0].alpha,)
+        return (measure_alpha(self.target, drafter, texts, [Sampling()])[0].alpha,)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         model: Any = copy.deepcopy(self.module).to(dtype)

@@ -211,26 +211,15 @@ NO_DRAFTER = Drafter("none", lambda *_: _EmptySession(), is_one_hot=True, most_d
 """Proposes nothing: plain decoding."""
 
 
-def altered_drafter(
-    inner: Drafter,
-    name: str,
-    alter: Callable[[Rows, int, Draft], Draft] = lambda rows, k, draft: draft,
-    *,
-    show: Callable[[Rows], Rows] = lambda rows: rows,
-) -> Drafter:
-    """A drafter whose drafts are altered.
-
-    Args:
-        alter: (rows, k, draft) -> draft.
-        show: (rows) -> the rows that the inner drafter sees.
-    """
+def altered_drafter(inner: Drafter, name: str, alter: Callable[[Rows, int, Draft], Draft]) -> Drafter:
+    """A drafter whose drafts are altered: (rows, k, draft) -> draft."""
 
     def opens(*sizes: Any) -> Session:
         session = inner.opens(*sizes)
         propose = session.propose
 
         def propose_altered(rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-            return alter(rows, k, propose(show(rows), k, rule, noise))
+            return alter(rows, k, propose(rows, k, rule, noise))
 
         session.propose = propose_altered  # type: ignore[method-assign]
         return session

@@ -14,28 +14,24 @@ The harness (lm-eval) is an extra (``eval``); only this module imports it.
 
 from __future__ import annotations
 
-import difflib
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from inspect import signature
-from itertools import groupby
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
-from torch import Tensor
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
-from outrider.scoring.teacher_forcing import ForcedTokens, Text, sums_by_text
+from outrider.scoring.teacher_forcing import Text, force
 from outrider.text.chat import Chat, ChatOptions, chat_text
 
 _LOG = logging.getLogger(__name__)
@@ -74,73 +70,62 @@ def task_sampling(gen_kwargs: Mapping[str, Any]) -> Sampling:
     return Sampling(**options)
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """Request to generate: prompt, sampling options, and end tokens besides the model's own.
-
-    Attributes:
-        is_cut: the beginning of the prompt was truncated.
-    """
-
-    ids: list[int]
-    sampling: Sampling
-    eos_ids: tuple[int, ...]
-    is_cut: bool
-
-
 class OutriderLM(TemplateLM):
     """Harness model backed by a decoder.
 
     Args:
-        decoder: with a tokenizer.
+        target, draft, ...: see ``outrider.load``. In place of a name, ``target`` may be a decoder with its draft.
         batch_size: requests per batch.
+        max_batch_size: the harness's own, for batch sizes that it chooses; must be None.
         seed: base seed; request i to generate gets seed + i.
 
     Raises:
         OptionError: the batch size is not valid.
         PromptError: there is no tokenizer.
+        UsageError: see ``outrider.load``.
     """
 
-    def __init__(self, decoder: Decoder, *, batch_size: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self,
+        target: str | Decoder = "fable",
+        draft: str | None = None,
+        *,
+        num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
+        acceptance: str = DEFAULT_ACCEPTANCE,
+        device: str = "auto",
+        dtype: str = "auto",
+        execution: str = "auto",
+        models_file: str | None = None,
+        batch_size: int | str = 1,
+        max_batch_size: None = None,
+        seed: int = 0,
+        allow_pickle: bool = False,
+    ) -> None:
         super().__init__()
-        if not isinstance(batch_size, int) or batch_size < 1:
+        if not str(batch_size).isdecimal() or int(batch_size) < 1:  # the harness gives text
             raise OptionError("batch_size", batch_size, "a whole number >= 1")
-        if decoder.tokenizer is None:
+        if device.startswith("cuda") and not torch.cuda.is_available():
+            device = "auto"  # the harness's default is cuda:0
+        self.decoder = (
+            target
+            if isinstance(target, Decoder)
+            else load(
+                target,
+                draft,
+                device=device,
+                dtype=dtype,
+                acceptance=acceptance,
+                num_draft_tokens=num_draft_tokens,
+                execution=execution,
+                models_file=None if models_file is None else Path(models_file),
+                allow_pickle=allow_pickle,
+            )
+        )
+        if self.decoder.tokenizer is None:
             raise PromptError("tasks are text: load the model with a tokenizer")
-        self.decoder = decoder
-        self.tokenizer = decoder.tokenizer
-        self.batch_size = batch_size
+        self.tokenizer = self.decoder.tokenizer
+        self.batch_size = int(batch_size)
         self._seed = seed
-
-    @classmethod
-    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> OutriderLM:
-        """Create from ``name=value,name=value`` (see ``create_from_arg_obj``)."""
-        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
-
-    @classmethod
-    def create_from_arg_obj(
-        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
-    ) -> OutriderLM:
-        """Create from the harness's ``--model_args``: the arguments of ``load_lm``.
-
-        Raises:
-            OptionError: the argument is unknown.
-            UsageError: see ``outrider.load``.
-        """
-        config = {name: value for name, value in (additional_config or {}).items() if value is not None}
-        if str(config.get("device")).startswith("cuda") and not torch.cuda.is_available():
-            del config["device"]  # the harness's default, cuda:0, not the user's choice
-        config.pop("max_batch_size", None)  # for batch_size=auto, which is not supported
-        options = config | arg_dict
-        if str(options.get("batch_size")).isdecimal():
-            options["batch_size"] = int(options["batch_size"])  # the harness passes it as a string
-        known = list(signature(load_lm).parameters)
-        for name, value in options.items():
-            if name not in known:
-                nearest = difflib.get_close_matches(name, known, n=1)
-                remedy = f"did you mean {nearest[0]}?" if nearest else f"choose from {', '.join(known)}"
-                raise OptionError(f"model_args: {name}", value, remedy)
-        return load_lm(**options)
 
     @property
     def eot_token_id(self) -> Any:
@@ -181,11 +166,6 @@ class OutriderLM(TemplateLM):
             add_special_tokens = not (bos and string.startswith(bos))
         return [int(i) for i in self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids]
 
-    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Score continuations: log-probability, and whether it is the greedy one (see the base class)."""
-        pairs: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
-        return pairs
-
     def _loglikelihood_tokens(
         self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
@@ -219,98 +199,63 @@ class OutriderLM(TemplateLM):
 
     def _score(self, texts: Sequence[Text]) -> list[tuple[float, bool]]:
         """Log-probability of each sequence's scored tokens, and whether all of them are argmaxes."""
-
-        def measure(p: ForcedTokens) -> Tensor:
-            logprobs = p.logprobs()
-            return torch.stack([logprobs, (p.best_ids() != p.ids).to(logprobs.dtype)])
-
         order = sorted(range(len(texts)), key=lambda i: -len(texts[i].ids))  # longest first
-        scores: list[tuple[float, bool]] = [(0.0, True)] * len(texts)
-        if texts:
-            with tqdm(total=len(texts), desc="texts scored") as bar:
-                logprobs, num_missed = sums_by_text(
-                    [self.decoder.target],
-                    [texts[i] for i in order],
-                    measure,
-                    batch_size=self.batch_size,
-                    on_done=bar.update,
-                ).tolist()
-            for place, i in enumerate(order):
-                scores[i] = (logprobs[place], num_missed[place] == 0)
+        scores = [(0.0, True)] * len(texts)
+        with tqdm(total=len(texts), desc="texts scored") as bar:
+            for begin in range(0, len(order), self.batch_size):
+                batch = order[begin : begin + self.batch_size]
+                for chunk in force(self.decoder.target, [texts[i] for i in batch]):
+                    is_best = chunk.logits.argmax(dim=-1) == chunk.ids
+                    rows = zip(chunk.rows.tolist(), chunk.logprobs().tolist(), is_best.tolist(), strict=True)
+                    for row, logprob, is_greedy in rows:
+                        total, was_greedy = scores[batch[row]]
+                        scores[batch[row]] = total + logprob, was_greedy and is_greedy
+                bar.update(len(batch))
         return scores
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = True) -> list[str]:
         """Generate for each prompt, up to a stop string of its task."""
         rows = [self._row(*request.args, seed=self._seed + i) for i, request in enumerate(requests)]
-        if num_cut := sum(row.is_cut for row in rows):
+        most = self.decoder.target.context_len
+        if num_cut := sum(len(ids) + sampling.max_new_tokens > most for ids, sampling in rows):
             _LOG.warning(
                 "%d of %d prompts were truncated at the beginning: with the tokens to generate they exceed the context "
                 "of %s, %d tokens",
-                *(num_cut, len(rows), self.decoder.target.name, self.decoder.target.context_len),
+                *(num_cut, len(rows), self.decoder.target.name, most),
             )
-        order = sorted(range(len(rows)), key=lambda i: (rows[i].eos_ids, -len(rows[i].ids)))
-        texts, names = [""] * len(rows), [field.name for field in fields(Sampling)]
+        order = sorted(range(len(rows)), key=lambda i: -len(rows[i][0]))  # longest first
+        prompts = []
+        for i in order:
+            ids, sampling = rows[i]
+            prompts.append((ids[sampling.max_new_tokens - most :], _fields(sampling)))
+        texts = [""] * len(rows)
         with tqdm(total=len(rows), desc="texts generated") as bar:
-            for eos_ids, alike in groupby(order, key=lambda i: rows[i].eos_ids):
-                decoder = replace(self.decoder, eos_ids=self.decoder.eos_ids | set(eos_ids))
-                numbers = list(alike)
-                prompts = [(rows[i].ids, {name: getattr(rows[i].sampling, name) for name in names}) for i in numbers]
-                for number, completion in decoder.complete(prompts, num_slots=self.batch_size):
-                    if isinstance(completion, OutriderError):
-                        raise completion
-                    i = numbers[number]
-                    # Detokenize without the prompt, like the harness's own models.
-                    text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-                    texts[i] = postprocess_generated_text(text, list(rows[i].sampling.stop), None)
-                    bar.update(1)
+            for number, completion in self.decoder.complete(prompts, num_slots=self.batch_size):
+                if isinstance(completion, OutriderError):
+                    raise completion
+                i = order[number]
+                # Detokenize without the prompt, like the harness's own models.
+                text = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+                texts[i] = postprocess_generated_text(text, list(rows[i][1].stop), None)
+                bar.update(1)
         return texts
 
-    def _row(self, prompt: str, gen_kwargs: Mapping[str, Any], *, seed: int) -> _Row:
+    def _row(self, prompt: str, gen_kwargs: Mapping[str, Any], *, seed: int) -> tuple[list[int], Sampling]:
+        """Prompt and sampling options of a request."""
         sampling = task_sampling(gen_kwargs)
         target = self.decoder.target
-        room = target.context_len - sampling.max_new_tokens
-        if room < 1:
+        if sampling.max_new_tokens >= target.context_len:
             raise OptionError(
                 "max_gen_toks", sampling.max_new_tokens, f"{target.name} takes {target.context_len} tokens in all"
             )
         # Special tokens are not detokenized, so a stop string that is one becomes an end token.
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
-        eos_ids = tuple(sorted({special[string] for string in sampling.stop if string in special}))
-        ids = self.tok_encode(prompt) or [self.prefix_token_id]
-        return _Row(ids[-room:], replace(sampling, seed=seed), eos_ids, len(ids) > room)
+        ends = sorted({special[string] for string in sampling.stop if string in special})
+        return self.tok_encode(prompt) or [self.prefix_token_id], replace(sampling, seed=seed, stop_token_ids=ends)
 
 
-def load_lm(
-    target: str = "fable",
-    draft: str | None = None,
-    *,
-    num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS,
-    acceptance: str = DEFAULT_ACCEPTANCE,
-    device: str = "auto",
-    dtype: str = "auto",
-    execution: str = "auto",
-    models_file: str | None = None,
-    batch_size: int = 1,
-    seed: int = 0,
-    allow_pickle: bool = False,
-) -> OutriderLM:
-    """Load a harness model by name. Arguments: see ``outrider.load`` and ``OutriderLM``.
-
-    Raises:
-        UsageError: see ``outrider.load``.
-    """
-    decoder = load(
-        target,
-        draft,
-        device=device,
-        dtype=dtype,
-        acceptance=acceptance,
-        num_draft_tokens=num_draft_tokens,
-        execution=execution,
-        models_file=None if models_file is None else Path(models_file),
-        allow_pickle=allow_pickle,
-    )
-    return OutriderLM(decoder, batch_size=batch_size, seed=seed)
+def _fields(sampling: Sampling) -> dict[str, Any]:
+    return {field.name: getattr(sampling, field.name) for field in fields(Sampling)}
 
 
 def main() -> None:

@@ -11,9 +11,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from scipy import stats as scipy_stats
+
 from outrider.decoder import Decoder
 from outrider.records import Stats, Timing
-from outrider.stats.intervals import Interval, PairedDifference, paired_difference, wald, wilson
+from outrider.stats.intervals import Interval, wald, wilson
 
 _SOLVED = ((8, 12), (25, 4), (37, 85))
 MAX_ANSWER_TOKENS = 8  # the largest product has four digits; a tokenizer may need more than one token for each
@@ -91,6 +93,12 @@ def score(
     return SheetScore(is_solved, tuple(answers), stats, timing)
 
 
-def compare_scores(plain: SheetScore, speculative: SheetScore, margin: float) -> PairedDifference:
-    """Paired difference, speculative minus plain, on the same problems."""
-    return paired_difference(plain.is_solved, speculative.is_solved, margin)
+def mcnemar(plain: SheetScore, speculative: SheetScore) -> tuple[int, int, float]:
+    """Compare two arms on the same problems: the numbers of problems that only the first and only the second solved,
+    and McNemar's exact p-value of no difference between the arms."""
+    only_plain, only_speculative = (
+        sum(a and not b for a, b in zip(one.is_solved, other.is_solved, strict=True))
+        for one, other in ((plain, speculative), (speculative, plain))
+    )
+    num = only_plain + only_speculative
+    return only_plain, only_speculative, float(scipy_stats.binomtest(only_plain, num).pvalue) if num else 1.0

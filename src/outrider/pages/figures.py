@@ -23,7 +23,6 @@ _LINES = (  # colour and marker of each
     ("#8a7f1c", "v"),
     ("#7a6fd0", "P"),
 )
-_BAND: dict[str, Any] = {"color": "#808080", "alpha": 0.25, "lw": 0}
 _PAGE_STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text remains text
     "svg.hashsalt": "outrider",  # reproducible ids
@@ -32,63 +31,6 @@ _PAGE_STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
 }
-
-
-def svg_of_bins(counts: Sequence[int], band: tuple[int, int]) -> str:
-    """SVG histogram over [0, 1], with the band that its bars should end in."""
-
-    def draw(axes: Any) -> None:
-        width = 1 / len(counts)
-        axes.axhspan(*band, **_BAND)
-        axes.bar([(i + 0.5) * width for i in range(len(counts))], counts, width=0.8 * width, color=_BLUE)
-        axes.axhline(sum(counts) * width, color=_INK, lw=1)
-        axes.set(xlim=(0, 1))
-
-    return _svg("bins", "probability integral transform", "tokens", draw)
-
-
-def svg_of_excess(excess: Sequence[float], distance: float) -> str:
-    """SVG of an empirical distribution less the uniform one, at equal steps from 0 to 1, with its band."""
-
-    def draw(axes: Any) -> None:
-        axes.axhspan(-distance, distance, **_BAND)
-        axes.axhline(0, color=_INK, lw=1)
-        axes.plot([i / (len(excess) - 1) for i in range(len(excess))], excess, color=_BLUE)
-        axes.set(xlim=(0, 1))
-
-    return _svg("excess", "u, tokens ordered by q − p", "share at or below u, less u", draw)
-
-
-def svg_of_acceptance(conditional: Sequence[Interval | None], unconditional: Sequence[Interval]) -> str:
-    """SVG of the acceptance rate by place in the round: given that those before are accepted, and of all rounds."""
-    from matplotlib.ticker import MaxNLocator
-
-    def draw(axes: Any) -> None:
-        there = [(i + 0.95, one) for i, one in enumerate(conditional) if one is not None]
-        bars(axes, [at for at, _ in there], [one for _, one in there], "if those before it are", fmt="o", color=_BLUE)
-        at = [i + 1.05 for i in range(len(unconditional))]
-        bars(axes, at, unconditional, "of all rounds", fmt="s", color=_ORANGE)
-        axes.set(xlim=(0.5, len(unconditional) + 0.5), ylim=(-0.04, 1.04))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2)
-
-    return _svg("acceptance", "drafted token of the round", "share accepted", draw)
-
-
-def svg_of_z(zs: Sequence[float], limit: float) -> str:
-    """SVG of z-scores by place in the round, with their band."""
-    from matplotlib.ticker import MaxNLocator
-
-    def draw(axes: Any) -> None:
-        at = range(1, len(zs) + 1)
-        axes.axhspan(-limit, limit, **_BAND)
-        axes.axhline(0, color=_INK, lw=1)
-        axes.vlines(at, 0, zs, color=_BLUE)
-        axes.plot(at, zs, "o", color=_BLUE)
-        axes.set(xlim=(0.5, len(zs) + 0.5))
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-
-    return _svg("z", "token of the round", "z of the score", draw)
 
 
 def svg_of_lines(

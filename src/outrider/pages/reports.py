@@ -66,13 +66,13 @@ def render_report(document: _Document) -> str:
         document: of alpha, latency or plan, as read from JSON.
     """
     report = _REPORTS[_command(document)](document)
-    return render("outrider.pages", "report.html", document, report=report)
+    return render("report.html", document, report=report)
 
 
 def render_below(document: _Document) -> str:
     """Tables and provenance of a document of compare, for the page of its race."""
     report = _compare(document)
-    return render("outrider.pages", "report_below.html", document, report=report)
+    return render("report_below.html", document, report=report)
 
 
 def _command(document: _Document) -> str:

@@ -5,7 +5,7 @@ sequence*, that a round beginning after t tokens accepts at least i drafted ones
 
 - ``rejection``: S_i = prod_{j<=i} min(1, r_j), with r_j = q(x_{t+j}) / p(x_{t+j}).
 - ``block``: S_i = min(1, rho_1, ..., rho_i), with rho_j = r_1 ... r_j.
-- ``gumbel``: S_i = prod_{j<=i} g_j, with g_j as in outrider.replay.bounds.
+- ``gumbel``: S_i = prod_{j<=i} g_j, with g_j as in ``outrider.replay.replay.agreement``.
 - ``match``, which accepts a drafted token if the target independently draws the same: S_i = prod_{j<=i} q(x_{t+j}).
 
 The q of a token may depend on where the round began: so each r, g and q is a number for a *place* t and an *offset* j.
@@ -50,32 +50,20 @@ def by_offset(values: Floats, k: int) -> Floats:
     return windows
 
 
-def token_by_token(logs: Floats) -> Floats:
-    """S of a rule that accepts each token independently with probability min(1, exp(log)).
+def survival(rule: str, logs: Floats) -> Floats:
+    """S of a rule by name.
 
     Args:
-        logs: at each place and offset; -inf beyond the end. [n, K]
+        logs: log(q/p) at each place and offset (``gumbel``: log g; ``match``: log q); -inf beyond the end. [n, K]
 
     Returns:
         At [t, i] the probability that a round beginning after t tokens accepts at least i; 0 beyond the end. [n, K+1]
     """
-    return _with_none(np.exp(np.cumsum(np.minimum(logs, 0.0), axis=1)))
-
-
-def by_block(logs: Floats) -> Floats:
-    """S of ``block``: min(1, rho_1, ..., rho_i). [n, K] -> [n, K+1]"""
-    return _with_none(np.exp(np.minimum(np.minimum.accumulate(np.cumsum(logs, axis=1), axis=1), 0.0)))
-
-
-def by_matches(num_matching: Integers, k: int) -> Floats:
-    """S for a known number of accepted tokens. [n] -> [n, K+1]"""
-    is_accepted: Floats = (np.arange(k + 1) <= num_matching[:, None]).astype(np.float64)
-    return is_accepted
-
-
-def _with_none(survival: Floats) -> Floats:
-    """Prepend S_0 = 1. [n, K] -> [n, K+1]"""
-    return np.concatenate((np.ones((len(survival), 1)), survival), axis=1)
+    if rule == "block":
+        sums = np.minimum(np.minimum.accumulate(np.cumsum(logs, axis=1), axis=1), 0.0)
+    else:
+        sums = np.cumsum(np.minimum(logs, 0.0), axis=1)
+    return np.concatenate((np.ones((len(logs), 1)), np.exp(sums)), axis=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +131,3 @@ class RoundDistribution:
                 return rounds, True
             rounds.append((int(self.num_drafted[t - num_accepted - 1]), num_accepted))
         return rounds, False
-
-
-def survival(rule: str, logs: Floats) -> Floats:
-    """S of a rule by name, from log(q/p) at each place and offset (``gumbel``: log g; ``match``: log q).
-    [n, K] -> [n, K+1]"""
-    return by_block(logs) if rule == "block" else token_by_token(logs)

@@ -1,9 +1,8 @@
 """Replay: evaluate drafts on a target's recorded output, without generating it again.
 
-A draft model reads each recorded sequence once; that gives q for every token. With the recorded p it determines the
-distribution of rounds over this sequence, for every K at once (see outrider.replay.renewal). A look-up drafter
-proposes after every token of the sequence, by its own code. A drafter whose q is known in rounds only is led along the
-sequence beside the target, for each K (see outrider.scoring.forcing).
+p and q along each recorded sequence (outrider.scoring.along) determine the distribution of rounds over this sequence,
+for every K (see outrider.replay.renewal). The log has p of the recorded tokens, which suffices for most drafts and
+rules; for the others the log's target is run beside the draft.
 """
 
 from __future__ import annotations
@@ -11,33 +10,31 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from outrider.api import load, load_suffix
-from outrider.drafters.base import Drafter, q_sampling
+from outrider.drafters.base import Drafter
 from outrider.drafters.draft_options import split_name
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
-from outrider.drafters.window import window_start
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.heads.loading import MTP, is_head
 from outrider.models.reading import load_tokenizer
 from outrider.models.registry import resolve
-from outrider.options import Sampling, looks_up
+from outrider.options import looks_up
 from outrider.records import Stats
-from outrider.replay.forced import ForcedRecord, force_records
 from outrider.replay.log import Header, Record
-from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_matches, by_offset, survival
-from outrider.replay.teacher_forced import score_records
+from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_offset, log_ratios, survival
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import GUMBEL, REJECTION, RULES
-from outrider.scoring.forcing import needs_forcing
-from outrider.scoring.lookups import proposals
-from outrider.scoring.teacher_forcing import Text
+from outrider.sampling.probs import normalise
+from outrider.sampling.rules import GUMBEL, RULES
+from outrider.scoring.along import Places, along, needs_forcing
 from outrider.stats.counts import tau_interval, total
 from outrider.stats.intervals import Interval, bounded_mean
 from outrider.text.tokenizer import fingerprint
@@ -48,7 +45,7 @@ for any draft, and no better than ``rejection``; some other engines accept like 
 PREDICTED_RULES = (*RULES, MATCH)
 """Acceptance rules that can be predicted: our own, and those of other engines."""
 _NO_DRAFT = "a log is plain decoding already: name a draft to replay"
-_IN_ROUNDS = "its q is known in rounds with the target only: give the log's target (--target)"
+_TINY = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,22 +53,17 @@ class ReplayedRecord:
     """A draft's rounds over one record.
 
     Attributes:
-        distributions: K -> the distribution of rounds with the least and with the most possible acceptance; the same
-            object if p is known well enough. Computed on demand: all K up to 1024 would take gigabytes for a long
+        rounds: K -> the distribution of rounds. Computed on demand: all K up to 1024 would take gigabytes for a long
             sequence.
-        overlap: for each scored token the least and the largest possible sum_v min(p, q), and min(1, q/p) of the token
-            itself, which has the same mean over the tokens drawn there; None without a q or a p. (By forcing: at the
-            beginnings of rounds that draft.)
+        overlap: min(1, q/p) of the recorded tokens (by forcing: at the beginnings of rounds that draft). Given the
+            tokens before, its mean is sum_v p(v) min(1, q(v)/p(v)) = sum_v min(p(v), q(v)), so that it only needs p at
+            the token itself. None for look-ups, or without a p.
     """
 
     index: int
     category: str | None
-    distributions: Callable[[int], tuple[RoundDistribution, RoundDistribution]]
-    overlap: tuple[Floats, Floats, Floats] | None
-
-    def is_exact(self, k: int) -> bool:
-        least, most = self.distributions(k)
-        return least is most
+    rounds: Callable[[int], RoundDistribution]
+    overlap: Floats | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,35 +73,15 @@ class ExpectedRounds:
     Attributes:
         prompts: expected counts of each record.
         tau: with an interval over the records; None if no round is whole.
-        upper: with the most possible acceptance; None if the numbers are exact.
     """
 
     k: int
     prompts: tuple[Stats, ...]
     tau: Interval | None
-    upper: ExpectedRounds | None = None
 
     @property
     def stats(self) -> Stats:
         return total(self.prompts)
-
-
-@dataclass(frozen=True, slots=True)
-class AlphaRange:
-    """alpha over the recorded sequences; each number has an interval over the records.
-
-    Attributes:
-        low, high: bounds from the recorded part of p.
-        estimate: mean of min(1, q/p) over the recorded tokens. Given the tokens before, its mean is
-            sum_v p(v) min(1, q(v)/p(v)) = sum_v min(p(v), q(v)), so it only needs p at that token.
-    """
-
-    low: Interval
-    high: Interval
-    estimate: Interval
-
-    def to_json(self) -> dict[str, dict[str, float | None]]:
-        return {"low": self.low.to_json(), "high": self.high.to_json(), "estimate": self.estimate.to_json()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +90,11 @@ class Summary:
 
     Attributes:
         expected: by K.
-        alpha: None without a q.
+        alpha: estimate, with an interval over the records; None without a q or a p.
     """
 
     expected: Mapping[int, ExpectedRounds]
-    alpha: AlphaRange | None
+    alpha: Interval | None
 
 
 def load_draft(
@@ -151,7 +123,7 @@ def load_draft(
         return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
     model, options = split_name(name)
     if looks_up(name) or model == MTP or is_head(resolve(model, models_file)):
-        raise OptionError("--draft", name, _IN_ROUNDS)
+        raise _target_is_needed("--draft", name, "its q is known in rounds with the target only")
     loaded = load(model, device=device, dtype=dtype, models_file=models_file, allow_pickle=allow_pickle)
     lm = loaded.target
     if loaded.tokenizer is not None and header.tokenizer not in (None, fingerprint(loaded.tokenizer)):
@@ -181,6 +153,10 @@ def _tokenizer_of(header: Header, models_file: Path | None) -> Any | None:
     return tokenizer
 
 
+def _target_is_needed(option: str, name: str, why: str) -> OptionError:
+    return OptionError(option, name, f"{why}: give the log's target (--target)")
+
+
 def replay(
     records: Iterable[Record],
     header: Header,
@@ -189,175 +165,179 @@ def replay(
     ks: Sequence[int],
     *,
     target: LM | None = None,
-    draft_sampling: Sampling | None = None,
     batch_size: int = 8,
 ) -> Iterator[ReplayedRecord]:
     """Replay a draft on records, in batches.
 
     Args:
         acceptance: one of PREDICTED_RULES.
-        target: of the log; run for drafters that need forcing, and only for these.
-        draft_sampling: options of q, if they differ from the target's.
+        target: of the log; run only where the draft or the rule needs it.
 
     Raises:
-        OptionError: the rule is unknown, there is no draft, the log lacks the probabilities needed, or the target is
-            needed and not given.
+        OptionError: the rule is unknown, there is no draft, or the log's probabilities or target are needed and not
+            given.
     """
     if acceptance not in PREDICTED_RULES:
         raise OptionError("acceptance", acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
     if drafter.most_drafted == 0:
         raise OptionError("draft", drafter.name, _NO_DRAFT)
-    is_forced = needs_forcing(drafter)
-    if is_forced and target is None:
+    is_sampled = header.sampling.temperature > 0 and not drafter.is_one_hot
+    needs_rows = is_sampled and acceptance == GUMBEL.name
+    if needs_rows and target is None:
+        raise _target_is_needed("acceptance", acceptance, "it needs all of p")
+    if is_sampled and acceptance not in (GUMBEL.name, MATCH) and not needs_forcing(drafter) and not header.has_probs:
         raise OptionError(
             "draft",
             drafter.name,
-            _IN_ROUNDS,
+            f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities that "
+            "replaying a draft model needs: record it again with --probs",
         )
-    needs_probs = not is_forced and not drafter.is_one_hot and acceptance != MATCH and header.sampling.temperature > 0
-    if needs_probs and header.num_probs is None:
-        raise OptionError(
-            "draft",
-            drafter.name,
-            f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities "
-            "that replaying a draft model needs: record it again with --probs 1 (for alpha and for gumbel, --probs 20 "
-            "or more)",
-        )
+    if needs_forcing(drafter) and target is None:
+        raise _target_is_needed("draft", drafter.name, "its q is known in rounds with the target only")
     remaining = iter(records)
     while group := list(islice(remaining, batch_size)):
-        if is_forced:
-            assert target is not None
-            yield from _replay_forced(group, header, target, drafter, acceptance, ks, draft_sampling)
-        elif drafter.lm is not None:
-            sampling = q_sampling(drafter, draft_sampling or header.sampling)
-            yield from _replay_model(group, header, drafter.lm, acceptance, sampling, drafter.is_one_hot)
+        is_forced = needs_forcing(drafter, [record.text for record in group])
+        if is_forced and target is None:
+            raise _target_is_needed("draft", drafter.name, "some texts are longer than its context")
+        run = target if needs_rows or is_forced else None
+        # A one-hot q is accepted where it equals the recorded token, and at temperature 0 with probability q.
+        rule = acceptance if is_sampled else MATCH
+        yield from _replay(group, header, drafter, rule, ks, run, is_forced=is_forced)
+
+
+def _replay(
+    records: Sequence[Record],
+    header: Header,
+    drafter: Drafter,
+    rule: str,
+    ks: Sequence[int],
+    target: LM | None,
+    *,
+    is_forced: bool,
+) -> Iterator[ReplayedRecord]:
+    """Replay one batch. If q depends on the tokens alone, one score of each token serves every K; else each K is scored
+    by itself, since q may depend on how many tokens are drafted."""
+    lm = None if is_forced else drafter.lm
+    scores = {
+        k: _scores(records, header, drafter, k, target, has_rows=rule == GUMBEL.name)
+        for k in (ks if lm is None else ks[:1])
+    }
+    for i, record in enumerate(records):
+        by_k: dict[int, tuple[Floats, Integers]] = {}
+        for k, found in scores.items():
+            (q, p, g), num_drafted = found[i]
+            with np.errstate(divide="ignore", invalid="ignore"):
+                logs = np.log(g if rule == GUMBEL.name else q) if rule in (GUMBEL.name, MATCH) else log_ratios(q, p)
+            by_k[k] = np.where(np.isnan(q), -np.inf, logs), num_drafted
+        (q, p, _), _ = scores[ks[0]][i]
+        is_known = ~np.isnan(q[:, 0]) & ~np.isnan(p[:, 0])
+        overlap = np.exp(np.minimum(log_ratios(q[is_known, 0], p[is_known, 0]), 0.0))
+        if lm is None:
+            rounds = partial(_rounds, rule, by_k)
         else:
-            yield from _replay_look_up(group, header, drafter, ks)
+            lengths = len(record.prompt_ids) + np.arange(len(record.token_ids))
+            room = np.minimum(
+                header.max_new_tokens(len(record.prompt_ids)) + len(record.prompt_ids), lm.context_len + 2
+            )
+            rounds = partial(_rounds_by_token, rule, by_k[ks[0]][0][:, 0], room - 1 - lengths)
+        yield ReplayedRecord(record.index, record.category, rounds, overlap if is_known.any() else None)
+
+
+def _rounds(rule: str, by_k: Mapping[int, tuple[Floats, Integers]], k: int) -> RoundDistribution:
+    logs, num_drafted = by_k[k]
+    return RoundDistribution.of(survival(rule, logs), num_drafted)
+
+
+def _rounds_by_token(rule: str, logs: Floats, room: Integers, k: int) -> RoundDistribution:
+    """Rounds from a number for each token. [n], and the most tokens that a round drafts [n]"""
+    return RoundDistribution.of(survival(rule, by_offset(logs, k)), np.minimum(k, room))
+
+
+def _scores(
+    records: Sequence[Record],
+    header: Header,
+    drafter: Drafter,
+    k: int,
+    target: LM | None,
+    *,
+    has_rows: bool,
+) -> list[tuple[Floats, Integers]]:
+    """Score the tokens of records at each place and offset.
+
+    Args:
+        has_rows: whether g is wanted, which needs all of p.
+
+    Returns:
+        q, p and g of the tokens, NaN where none is drafted or the number is unknown [3, n, K]; and the number of tokens
+        drafted at each place [n].
+    """
+    sampling = header.sampling.with_ends(header.eos_ids)
+    found = [
+        (np.full((3, len(record.token_ids), k), np.nan), np.zeros(len(record.token_ids), np.int64))
+        for record in records
+    ]
+    rounds = along(
+        drafter,
+        [record.text for record in records],
+        [sampling],
+        k,
+        target=target,
+        limits=[header.max_new_tokens(len(record.prompt_ids)) for record in records],
+    )
+    for _, places in rounds:
+        values = _values(places, has_rows=has_rows)
+        numbers = zip(places.rows.tolist(), places.places.tolist(), places.num_drafted.tolist(), strict=True)
+        for j, (row, place, num) in enumerate(numbers):
+            found[row][0][:, place, : values.shape[2]] = values[:, j]
+            found[row][1][place] = num
+    if target is None and drafter.lm is not None:
+        for record, (values, _) in zip(records, found, strict=True):
+            if header.sampling.temperature == 0:  # p is one-hot at the recorded token
+                values[1, :, 0] = 1.0
+            elif record.probs is not None:
+                values[1, :, 0] = record.probs
+    return found
+
+
+def _values(places: Places, *, has_rows: bool) -> Floats:
+    """q, p and g of the text's tokens at each offset. [3, M, K]"""
+    q_x = places.q_of_ids()
+    values = torch.full((3, *q_x.shape), torch.nan, dtype=torch.float64)
+    values[0] = q_x
+    if places.p is not None:
+        p = normalise(places.p)
+        values[1] = p.gather(2, places.ids[..., None])[..., 0]
+        if has_rows and places.q is not None:
+            values[2] = agreement(p.flatten(0, 1), normalise(places.q).flatten(0, 1), places.ids.flatten()).view_as(q_x)
+    found: Floats = torch.where(places.is_scored.cpu(), values, torch.nan).numpy()
+    return found
+
+
+def agreement(target_probs: Tensor, draft_probs: Tensor, token_ids: Tensor) -> Tensor:
+    """g = 1 / sum_v max(p(v), c q(v)) with c = p(x)/q(x): the probability that the argmax of log q plus Gumbel noise is
+    x, given that the argmax of log p plus the same noise is. [M, V], [M, V], [M] -> [M]
+
+    Both are x with probability 1 / sum_u max(p(u)/p(x), q(u)/q(x)): the smallest of independent exponential times, one
+    for each u, of rate max(...). Maddison et al. 1411.0030 for the race; Daliri et al. 2408.07978 for the pair.
+    """
+    ids = token_ids[:, None]
+    p_x, q_x = target_probs.gather(1, ids).clamp_min(_TINY), draft_probs.gather(1, ids)
+    can_agree = q_x > 0  # else the draft cannot have drawn x, and c has no meaning
+    c = p_x / torch.where(can_agree, q_x, 1.0)
+    total = torch.maximum(target_probs, c * draft_probs).sum(dim=1, keepdim=True)
+    return torch.where(can_agree, (1.0 / total).clamp_max(1.0), 0.0)[:, 0]
 
 
 def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
     """Aggregate all records; each is released after counting."""
-    low: dict[int, list[Stats]] = {k: [] for k in ks}
-    high: dict[int, list[Stats]] = {k: [] for k in ks}
-    is_exact = dict.fromkeys(ks, True)
-    sums: list[list[float]] = []
-    counts: list[int] = []
+    counts: dict[int, list[Stats]] = {k: [] for k in ks}
+    sums, nums = list[float](), list[int]()
     for one in replayed:
         for k in ks:
-            least, most = one.distributions(k)
-            low[k].append(least.expected())
-            high[k].append(low[k][-1] if most is least else most.expected())
-            is_exact[k] &= most is least
-        if one.overlap is not None and len(one.overlap[0]):
-            sums.append([float(values.sum()) for values in one.overlap])
-            counts.append(len(one.overlap[0]))
-    expected = {}
-    for k in ks:
-        upper = None if is_exact[k] else ExpectedRounds(k, tuple(high[k]), tau_interval(high[k]))
-        expected[k] = ExpectedRounds(k, tuple(low[k]), tau_interval(low[k]), upper)
-    alpha = None
-    if sums:
-        alpha = AlphaRange(*(bounded_mean(values, counts, (0.0, 1.0)) for values in zip(*sums, strict=True)))
+            counts[k].append(one.rounds(k).expected())
+        if one.overlap is not None:
+            sums.append(float(one.overlap.sum()))
+            nums.append(len(one.overlap))
+    expected = {k: ExpectedRounds(k, tuple(counts[k]), tau_interval(counts[k])) for k in ks}
+    alpha = bounded_mean(sums, nums, (0.0, 1.0)) if sums else None
     return Summary(expected, alpha)
-
-
-def _replay_model(
-    records: Sequence[Record], header: Header, lm: LM, acceptance: str, sampling: Sampling, is_one_hot: bool
-) -> Iterator[ReplayedRecord]:
-    scored = score_records(records, header, lm, sampling)
-    for record, places in zip(records, scored, strict=True):
-        low, high = places.log_ratios, places.log_ratios
-        if is_one_hot or acceptance == MATCH:  # a one-hot q is accepted where it equals the recorded token
-            low, high = places.log_probs, places.log_probs
-        elif acceptance == GUMBEL.name:
-            low, high = places.agreement
-        # A row drafts fewer tokens near its end, and at the end of a window that the draft reads.
-        lengths = range(len(record.prompt_ids), len(record.prompt_ids) + len(record.token_ids))
-        window_ends = np.array([window_start(n, lm.context_len) + lm.context_len for n in lengths], dtype=np.int64)
-        room = np.minimum(_room(record, header), window_ends + 1 - np.array(lengths, dtype=np.int64))
-        yield ReplayedRecord(
-            record.index, record.category, partial(_distributions, acceptance, low, high, room), places.overlap
-        )
-
-
-def _distributions(
-    acceptance: str, low: Floats, high: Floats, room: Integers, k: int
-) -> tuple[RoundDistribution, RoundDistribution]:
-    """See ``ReplayedRecord``.
-
-    Args:
-        low, high: of each token, for the argument of ``survival``. [n], [n]
-        room: draft limit of a round. [n]
-    """
-    num_drafted = np.minimum(k, room)
-    least = RoundDistribution.of(survival(acceptance, by_offset(low, k)), num_drafted)
-    if np.array_equal(low, high):
-        return least, least
-    return least, RoundDistribution.of(survival(acceptance, by_offset(high, k)), num_drafted)
-
-
-def _replay_forced(
-    records: Sequence[Record],
-    header: Header,
-    target: LM,
-    drafter: Drafter,
-    acceptance: str,
-    ks: Sequence[int],
-    draft_sampling: Sampling | None,
-) -> Iterator[ReplayedRecord]:
-    """Replay by forcing, for each K by itself, since q may depend on how many tokens are drafted."""
-    by_k = {k: force_records(records, header, target, drafter, acceptance, k, draft_sampling) for k in ks}
-    for i, record in enumerate(records):
-        forced = {k: found[i] for k, found in by_k.items()}
-        overlap, estimate = forced[ks[0]].overlap
-        yield ReplayedRecord(
-            record.index,
-            record.category,
-            partial(_forced_distributions, acceptance, forced),
-            (overlap, overlap, estimate),
-        )
-
-
-def _forced_distributions(
-    acceptance: str, forced: Mapping[int, ForcedRecord], k: int
-) -> tuple[RoundDistribution, RoundDistribution]:
-    rounds = RoundDistribution.of(survival(acceptance, forced[k].logs), forced[k].num_drafted)
-    return rounds, rounds
-
-
-def _room(record: Record, header: Header) -> Integers:
-    """Draft limit of a round beginning after each number of tokens. [n]"""
-    room: Integers = header.max_new_tokens(len(record.prompt_ids)) - np.arange(len(record.token_ids)) - 1
-    return room
-
-
-def _replay_look_up(
-    records: Sequence[Record], header: Header, drafter: Drafter, ks: Sequence[int]
-) -> Iterator[ReplayedRecord]:
-    """Replay a drafter with a one-hot q: under every rule a drafted token is accepted if and only if it equals the
-    recorded token. (If it does, q, min(1, q/p), g and every rho are 1; if not, q is 0.)"""
-    texts = [Text((*record.prompt_ids, *record.token_ids), len(record.prompt_ids)) for record in records]
-    found: list[dict[int, tuple[Integers, Integers]]] = [{} for _ in records]
-    for k in ks:
-        wanted = [np.minimum(k, _room(record, header)).tolist() for record in records]
-        proposed = proposals(drafter, texts, wanted, REJECTION, header.vocab_size)
-        for record, drafts, by_k in zip(records, proposed, found, strict=True):
-            num_matching = [_num_matching(ids, record.token_ids[t:]) for t, ids in enumerate(drafts)]
-            num_drafted = [len(ids) for ids in drafts]
-            by_k[k] = (np.array(num_matching, dtype=np.int64), np.array(num_drafted, dtype=np.int64))
-    for record, by_k in zip(records, found, strict=True):
-        yield ReplayedRecord(record.index, record.category, partial(_look_up_distributions, by_k), None)
-
-
-def _look_up_distributions(
-    found: Mapping[int, tuple[Integers, Integers]], k: int
-) -> tuple[RoundDistribution, RoundDistribution]:
-    num_matching, num_drafted = found[k]
-    rounds = RoundDistribution.of(by_matches(num_matching, k), num_drafted)
-    return rounds, rounds
-
-
-def _num_matching(proposed: Sequence[int], following: Sequence[int]) -> int:
-    """Number of proposed tokens before the first mismatch."""
-    pairs = zip(proposed, following, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

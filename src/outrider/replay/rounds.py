@@ -1,14 +1,21 @@
-"""Rounds read from files, and their analysis: tokens committed per round, acceptance by position, by prompt.
+"""Rounds in files, and their analysis: tokens committed per round, acceptance by position, by prompt.
 
-Reads three formats: ``outrider replay --output``; ``outrider generate --output``, whose rounds follow from the origins
-of the tokens; and that of the decoding-speculative-decoding project (see outrider.replay.other_formats). This module
-knows no models.
+Reads ``outrider generate --output``, whose rounds follow from the origins of the tokens, and the files of the
+*decoding-speculative-decoding* project (Yan, Agarwal, Venkataraman, arXiv 2402.01528), which are written, too:
+
+- a target log: the printed output ids of each prompt, ``tensor([[1, 2, 3]])`` or ``tensor([[1, 2, 3]],
+  device='cuda:0')``, on several lines if long. It contains no prompts.
+- rounds: one line each, ``[n]`` or ``[n1, n2]``: the cumulative number of tokens of each row of the batch, including
+  corrections and bonuses. It does not mark the ends of prompts.
+
+This module knows no models.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +23,12 @@ from typing import Any
 from outrider.errors import FileError
 from outrider.options import MAX_NUM_DRAFT_TOKENS
 from outrider.records import Stats
-from outrider.replay.other_formats import read_rounds
-from outrider.stats.counts import Position, positions_of, stats_of, tau_interval, total
-from outrider.stats.intervals import Interval, wilson
+from outrider.stats.counts import positions_of, stats_of, tau_interval, total
+from outrider.stats.intervals import Interval
 from outrider.system.files import read_text
+
+_TENSOR = re.compile(r"\s*tensor\(\s*(\[[\s\[\]\d,]*\])\s*(?:,\s*(?:device|dtype)\s*=\s*[^(),]+)*\)")
+_ROUND = re.compile(r"\[\s*\d{1,18}(?:\s*,\s*\d{1,18})*\s*\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +62,8 @@ class RoundsFile:
         notes: assumptions, for human readers.
     """
 
-    arms: Mapping[RecordedArm, tuple[PromptRounds, ...]]
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Rate:
-    """Acceptance rate of a position, conditional and unconditional, with Wilson intervals, which treat the rounds as
-    independent."""
-
-    position: Position
-    conditional: Interval | None
-    unconditional: Interval | None
-
-    @classmethod
-    def of(cls, position: Position) -> Rate:
-        def interval(trials: float) -> Interval | None:
-            return wilson(round(position.num_accepted), round(trials)) if trials else None
-
-        return cls(position, interval(position.num_judged), interval(position.num_drafted))
-
-    def to_json(self) -> dict[str, Any]:
-        return self.position.to_json() | {
-            "conditional": self.conditional and self.conditional.to_json(),
-            "unconditional": self.unconditional and self.unconditional.to_json(),
-        }
+    arms: Mapping[RecordedArm, Sequence[PromptRounds]]
+    notes: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +76,7 @@ class Analysis:
         by_category: analysis of each category, if prompts have one.
     """
 
-    prompts: tuple[PromptRounds, ...]
+    prompts: Sequence[PromptRounds]
     tau: Interval | None
     prompt_tau: float | None
     by_category: Mapping[str, Analysis]
@@ -99,17 +85,13 @@ class Analysis:
     def stats(self) -> Stats:
         return total(one.stats for one in self.prompts)
 
-    @property
-    def rates(self) -> list[Rate]:
-        return [Rate.of(position) for position in positions_of(self.stats)]
-
     def to_json(self) -> dict[str, Any]:
         return {
             "num_prompts": len(self.prompts),
             "tau": self.tau and self.tau.to_json(),
             "prompt_tau": self.prompt_tau,
             "stats": self.stats.to_json(),
-            "positions": [rate.to_json() for rate in self.rates],
+            "positions": [position.to_json() for position in positions_of(self.stats)],
         }
 
 
@@ -117,45 +99,18 @@ def analyse(prompts: Sequence[PromptRounds]) -> Analysis:
     categories = sorted({one.category for one in prompts if one.category is not None})
     taus = [tau for one in prompts if (tau := one.stats.mean_acceptance_length) is not None]
     return Analysis(
-        prompts=tuple(prompts),
+        prompts=prompts,
         tau=tau_interval([one.stats for one in prompts]),
         prompt_tau=sum(taus) / len(taus) if taus else None,
-        by_category={name: analyse(_without_category(prompts, name)) for name in categories},
+        by_category={
+            name: analyse([replace(one, category=None) for one in prompts if one.category == name])
+            for name in categories
+        },
     )
 
 
-def _without_category(prompts: Sequence[PromptRounds], name: str) -> list[PromptRounds]:
-    return [PromptRounds(one.index, None, one.stats) for one in prompts if one.category == name]
-
-
-def round_row(
-    arm: RecordedArm,
-    index: int,
-    category: str | None,
-    rounds: Sequence[tuple[int, int]],
-    is_truncated: bool,
-    num_tokens: int,
-) -> dict[str, Any]:
-    """Line of ``outrider replay --output``.
-
-    Args:
-        rounds: (drafted, accepted) of each whole round.
-    """
-    return {
-        "index": index,
-        "category": category,
-        "draft": arm.draft,
-        "k": arm.k,
-        "acceptance": arm.acceptance,
-        "num_drafted": [drafted for drafted, _ in rounds],
-        "num_accepted": [accepted for _, accepted in rounds],
-        "num_truncated_rounds": int(is_truncated),
-        "num_generated_tokens": num_tokens,
-    }
-
-
 def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None = None) -> RoundsFile:
-    """Read rounds from a file in any of the three formats, detected by its first character and keys.
+    """Read rounds from a file in either format, detected by its first character.
 
     Args:
         tokens_per_prompt, k: for cumulative counts, which contain neither the ends of prompts nor the numbers of
@@ -170,73 +125,26 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
         raise FileError(f"{path} has no rounds in it")
     if lines[0][1].lstrip().startswith("["):
         return _from_counts(path, tokens_per_prompt, k)
-    arms: dict[RecordedArm, list[PromptRounds]] = {}
-    seen: dict[tuple[RecordedArm, int], int] = {}
+    arms: dict[RecordedArm, dict[int, PromptRounds]] = {}
     for number, line in lines:
         try:
-            row = json.loads(line)
-            arm, prompt = _from_origins(row) if "origins" in row else read_row(row)
-            _check(arm, prompt)
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-            raise FileError(
-                f"{path}, line {number}: neither a line of replay --output nor of generate --output"
-            ) from None
-        first = seen.setdefault((arm, prompt.index), number)
-        if first != number:
-            raise FileError(
-                f"{path}, line {number}: prompt {prompt.index} already occurs on line {first} ({arm.label}): "
-                "give each run by itself"
-            )
-        arms.setdefault(arm, []).append(prompt)
-    return RoundsFile({arm: tuple(prompts) for arm, prompts in arms.items()})
+            arm, prompt = _from_origins(json.loads(line))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise FileError(f"{path}, line {number}: not a line of generate --output with a draft") from None
+        prompts = arms.setdefault(arm, {})
+        if prompt.index in prompts:
+            raise FileError(f"{path}, line {number}: duplicates prompt {prompt.index}: give each run by itself")
+        prompts[prompt.index] = prompt
+    return RoundsFile({arm: list(prompts.values()) for arm, prompts in arms.items()})
 
 
-def _check(arm: RecordedArm, prompt: PromptRounds) -> None:
-    """Check that the counts are consistent: well-formed JSON may still come from elsewhere.
-
-    Raises:
-        ValueError: they are not.
-    """
-
-    def is_count(value: object, most: int = 2**63 - 1) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= most
-
-    for text in (arm.draft, arm.acceptance, prompt.category):
-        if text is not None:
-            str.encode(text)  # a lone surrogate could not be printed
-    stats = prompt.stats
-    accepted, drafted = stats.acceptance_histogram, stats.drafted_histogram
-    numbers = [*accepted, *drafted, prompt.index, stats.num_truncated_rounds, stats.num_generated_tokens]
-    is_valid = (
-        (arm.k is None or arm.k == "auto" or is_count(arm.k, MAX_NUM_DRAFT_TOKENS))
-        and all(map(is_count, numbers))
-        and max(len(accepted), len(drafted)) <= MAX_NUM_DRAFT_TOKENS + 1
-        and sum(drafted) == stats.num_rounds
-        # No more rounds accept i tokens than draft i or more, and no more are fully accepted than draft i.
-        and all(position.num_drafted >= position.num_accepted for position in positions_of(stats))
-        and len(accepted) <= len(drafted)
-        and all(full <= all_ for full, all_ in zip(stats.full_histogram, drafted, strict=False))
-    )
-    if not is_valid:
-        raise ValueError
-
-
-def read_row(row: Mapping[str, Any]) -> tuple[RecordedArm, PromptRounds]:
-    """Read what ``round_row`` has made.
-
-    Raises:
-        ValueError, KeyError, TypeError: the row is something else.
-    """
-    pairs = list(zip(row["num_drafted"], row["num_accepted"], strict=True))
-    if any(not 0 <= accepted <= drafted <= MAX_NUM_DRAFT_TOKENS for drafted, accepted in pairs):
-        raise ValueError
-    stats = stats_of(pairs, row["num_truncated_rounds"], row["num_generated_tokens"])
-    return RecordedArm(row["draft"], row["k"], row["acceptance"]), PromptRounds(row["index"], row["category"], stats)
-
-
-def _from_origins(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
+def _from_origins(row: Mapping[str, Any]) -> tuple[RecordedArm, PromptRounds]:
     """Reconstruct rounds from the origins of tokens: each ends with its correction or bonus. Accepted tokens at the end
-    without either belong to a truncated round. Tokens drafted after a rejection are in the file's counts only."""
+    without either belong to a truncated round. Tokens drafted after a rejection are in the file's counts only.
+
+    Raises:
+        ValueError, KeyError, TypeError: the row is something else, or its counts are not those of its origins.
+    """
     settings, counts = row["settings"], row["stats"]
     rounds, num_accepted = [], 0
     for origin in row["origins"]:
@@ -248,22 +156,23 @@ def _from_origins(row: dict[str, Any]) -> tuple[RecordedArm, PromptRounds]:
         else:
             raise ValueError
     stats = stats_of([(n, n) for n, _ in rounds], int(num_accepted > 0), len(row["origins"]))
-    if list(stats.acceptance_histogram) != counts["acceptance_histogram"]:
+    drafted = tuple(map(int, counts["drafted_histogram"]))
+    if list(stats.acceptance_histogram) != counts["acceptance_histogram"] or sum(drafted) != len(rounds):
         raise ValueError
     full = stats_of([(n, n) for n, is_full in rounds if is_full], 0, 0).full_histogram
-    stats = replace(stats, drafted_histogram=tuple(counts["drafted_histogram"]), full_histogram=full)
+    stats = replace(stats, drafted_histogram=drafted, full_histogram=full)
     arm = RecordedArm(settings["draft"], settings["num_draft_tokens"], settings["acceptance"])
-    return arm, PromptRounds(row["index"], row.get("category"), stats)
+    return arm, PromptRounds(int(row["index"]), row.get("category"), stats)
 
 
 def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> RoundsFile:
     found = read_rounds(path, tokens_per_prompt)
-    most = max((max(rounds) - 1 for rounds in found.prompts if rounds), default=0)
+    most = max((max(rounds) - 1 for rounds in found if rounds), default=0)
     if k is not None and most > k:
         raise FileError(f"{path}: a round accepted {most} drafted tokens, which is impossible with K = {k}")
     num_drafted = most if k is None else k
     notes = []
-    if found.is_guessed:
+    if tokens_per_prompt is None:
         notes.append(
             "the ends of prompts are guessed from decreases; if all have the same number of tokens, set "
             "--tokens-per-prompt"
@@ -272,8 +181,113 @@ def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> Ro
         notes.append(
             f"the number of drafted tokens per round, {num_drafted}, is guessed from the most accepted; set -k"
         )
-    prompts = tuple(
+    prompts = [
         PromptRounds(index, None, stats_of([(num_drafted, n - 1) for n in rounds], 0, sum(rounds)))
-        for index, rounds in enumerate(found.prompts)
-    )
-    return RoundsFile({RecordedArm(k=k): prompts}, tuple(notes))
+        for index, rounds in enumerate(found)
+    ]
+    return RoundsFile({RecordedArm(k=k): prompts}, notes)
+
+
+def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> list[list[int]]:
+    """Read the tokens committed by each round of each sequence from lines of cumulative counts.
+
+    A batch ends where a count decreases. That is a guess: it misses the end of a batch if the first round of the next
+    batch commits at least as many tokens as the previous one had in total. If every sequence has at least
+    ``tokens_per_prompt`` tokens, a batch ends when all rows have that many, and nothing is guessed. A count that stays
+    the same belongs to a finished row.
+
+    Raises:
+        FileError: with the line number.
+    """
+    batches: list[list[list[int]]] = []  # counts, by batch and line
+    last: list[int] = []
+
+    def check_end(number: int) -> None:
+        if tokens_per_prompt is not None and last and min(last) < tokens_per_prompt:
+            raise FileError(
+                f"{path}, line {number}: a sequence ended after {min(last)} tokens, not {tokens_per_prompt}: "
+                "omit --tokens-per-prompt to guess the ends"
+            )
+
+    number = 0
+    for number, line in enumerate(read_text(path).splitlines(), start=1):
+        if not line.strip():
+            continue
+        if _ROUND.fullmatch(line.strip()) is None:
+            raise FileError(f"{path}, line {number}: expected counts like [3] or [3, 5]")
+        counts = json.loads(line)
+        is_full = tokens_per_prompt is not None and bool(last) and min(last) >= tokens_per_prompt
+        if len(counts) != len(last) or is_full or any(new < old for new, old in zip(counts, last, strict=True)):
+            check_end(number)
+            batches.append([])
+            last = [0] * len(counts)
+        most = max(new - old for new, old in zip(counts, last, strict=True))
+        if most > MAX_NUM_DRAFT_TOKENS + 1:
+            raise FileError(
+                f"{path}, line {number}: a round of {most} tokens, but K is at most {MAX_NUM_DRAFT_TOKENS}: do not "
+                "count prompt tokens"
+            )
+        batches[-1].append(counts)
+        last = counts
+    if not batches:
+        raise FileError(f"{path} has no rounds in it")
+    check_end(number)
+    return [
+        [new - old for old, new in zip([0, *row], row, strict=False) if new > old]
+        for lines in batches
+        for row in zip(*lines, strict=True)
+    ]
+
+
+def round_lines(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[str]:
+    """Yield lines of cumulative counts.
+
+    Args:
+        prompts: tokens committed by each round, for each sequence.
+        batch_size: sequences per line.
+    """
+    for begin in range(0, len(prompts), batch_size):
+        group = prompts[begin : begin + batch_size]
+        totals = [0] * len(group)
+        for i in range(max(map(len, group))):
+            for row, rounds in enumerate(group):
+                totals[row] += rounds[i] if i < len(rounds) else 0
+            yield f"{totals}\n"
+
+
+def read_tensors(path: Path) -> list[tuple[int, ...]]:
+    """Read sequences of token ids, one for each row of each printed tensor.
+
+    Raises:
+        FileError: with the line number; ids are elided (``...``), or the file has other content.
+    """
+    text = read_text(path).rstrip()
+    texts: list[tuple[int, ...]] = []
+    at = 0
+    while at < len(text):
+        match = _TENSOR.match(text, at)
+        try:
+            if match is None:
+                raise ValueError
+            rows = json.loads(match[1])
+            texts += [tuple(map(_whole, row)) for row in (rows if isinstance(rows[0], list) else [rows])]
+        except (ValueError, TypeError, IndexError):
+            line = text.count("\n", 0, at + len(text[at:]) - len(text[at:].lstrip())) + 1
+            remedy = "; print all ids, after torch.set_printoptions(threshold=sys.maxsize)" * ("..." in text[at:])
+            raise FileError(f"{path}, line {line}: expected tensor([[1, 2, ...]]) as print writes it{remedy}") from None
+        at = match.end()
+    if not texts:
+        raise FileError(f"{path} has no tensors in it")
+    return texts
+
+
+def _whole(value: Any) -> int:
+    """Raises ValueError."""
+    if not isinstance(value, int):
+        raise ValueError
+    return value
+
+
+def tensor_text(texts: Iterable[Sequence[int]]) -> str:
+    """Format a target log, one tensor for each sequence."""
+    return "".join(f"tensor([[{', '.join(map(str, ids))}]])\n" for ids in texts)

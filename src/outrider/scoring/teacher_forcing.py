@@ -7,13 +7,17 @@ are compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.errors import NumericsError
+from outrider.records import Constraint
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.probs import Settings, is_finite, to_probs
@@ -28,13 +32,11 @@ class Text:
 
     Attributes:
         num_prompt: tokens from here on count as output for penalties; None for ``num_given``.
-        before: tokens before it, which the model does not read; penalties count them. ``num_prompt`` counts them, too.
     """
 
     ids: Sequence[int]
     num_given: int = 1
     num_prompt: int | None = None
-    before: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         assert 1 <= self.num_given <= len(self.ids)
@@ -45,13 +47,14 @@ class ForcedTokens:
     """M tokens of texts, with the model's logits before each.
 
     Attributes:
-        rows: index of each token's text. [M]
+        rows, places: index of each token's text, and number of its scored tokens before this one. [M]
         ids: the tokens. [M]
         logits: [M, V]
         history: before each, as far as the options need it. M positions
     """
 
     rows: Tensor
+    places: Tensor
     ids: Tensor
     logits: Tensor
     history: History
@@ -68,13 +71,14 @@ class ForcedTokens:
         chosen: Tensor = x.gather(-1, self.ids[:, None]).squeeze(-1)
         return chosen - x.logsumexp(dim=-1)
 
-    def best_ids(self) -> Tensor:
-        """The most probable token at each position. [M]"""
-        return self.logits.argmax(dim=-1)
-
 
 @torch.inference_mode()
-def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> Iterator[ForcedTokens]:
+def force(
+    lm: LM,
+    texts: Sequence[Text],
+    settings: Sequence[Settings] = (),
+    constraints: Sequence[Constraint] | None = None,
+) -> Iterator[ForcedTokens]:
     """Score texts, chunk by chunk of columns; chunks without a token to score are left out.
 
     Within a chunk tokens are ordered by text and position; so are the chunks. For the same texts two models give the
@@ -83,6 +87,8 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
     Args:
         texts: each at most one token longer than the model's context: the last token is scored, and not fed.
         settings: sampling options for ``ForcedTokens.probs``.
+        constraints: of each text, advanced to its first scored token; their effects are masks. The logits of tokens
+            that they forbid are minus infinity, which logits processors leave as they are.
 
     Raises:
         NumericsError: the model has no distribution for a token to score. As in plain decoding, that depends on the
@@ -97,7 +103,7 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
     ids = ids.to(device)
     ends = torch.tensor([len(text.ids) for text in texts], device=device)[:, None]
     num_given = torch.tensor([text.num_given for text in texts], device=device)[:, None]
-    num_prompts = [text.num_given if text.num_prompt is None else text.num_prompt - len(text.before) for text in texts]
+    num_prompts = [text.num_given if text.num_prompt is None else text.num_prompt for text in texts]
     num_prompt = torch.tensor(num_prompts, device=device)[:, None]
     cache = lm.new_cache(len(texts), length)
     is_spoilt = torch.zeros_like(ends, dtype=torch.bool)
@@ -105,10 +111,6 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
     for one in settings:
         history = one.with_room(history, len(texts), lm.vocab_size)
     history = history.map(lambda values: values.to(device))
-    for row, text in enumerate(texts):
-        if text.before:
-            num_earlier = min(len(text.before), len(text.before) + num_prompts[row])
-            history.begin(row, torch.as_tensor(text.before, device=device), num_earlier)
     width = max(1, min(_MOST_COLUMNS, _MOST_LOGITS // (len(texts) * lm.vocab_size)))
     for begin in range(0, length - 1, width):
         columns = torch.arange(begin, min(begin + width, length - 1), device=device).expand(len(texts), -1)
@@ -128,51 +130,32 @@ def force(lm: LM, texts: Sequence[Text], settings: Sequence[Settings] = ()) -> I
         steps = history.along(fed, is_output=columns >= num_prompt).map(lambda values: values[:, 1:])
         history = steps.map(lambda values: values[:, -1])
         if has_any:
-            rows = torch.arange(len(texts), device=device)[:, None].expand_as(is_scored)
+            rows = torch.arange(len(texts), device=device)[:, None].expand_as(is_scored)[is_scored]
+            scored, next_ids = logits[is_scored], following[is_scored]
+            if constraints is not None:
+                scored.masked_fill_(_forbidden(constraints, rows, next_ids, lm.vocab_size), -torch.inf)
             yield ForcedTokens(
-                rows=rows[is_scored],
-                ids=following[is_scored],
-                logits=logits[is_scored],
-                history=_places(steps, is_scored),
+                rows=rows,
+                places=(columns + 1 - num_given)[is_scored],
+                ids=next_ids,
+                logits=scored,
+                history=steps.map(itemgetter(is_scored)),
             )
 
 
-def _places(steps: History, is_scored: Tensor) -> History:
-    return steps.map(lambda values: values[is_scored])
+def _forbidden(constraints: Sequence[Constraint], rows: Tensor, ids: Tensor, vocab_size: int) -> Tensor:
+    """Mask of the tokens forbidden in the place of each of M tokens, over which the constraints advance. [M, V]"""
+    allowed = np.ones((len(rows), vocab_size), dtype=np.bool_)
+    for place, row, token_id in zip(allowed, rows.tolist(), ids.tolist(), strict=True):
+        place[:] = allowed_tokens(constraints[row], vocab_size)
+        constraints[row].push(token_id)
+    return torch.from_numpy(~allowed).to(rows.device)
 
 
-@torch.inference_mode()
-def sums_by_text(
-    lms: Sequence[LM],
-    texts: Sequence[Text],
-    measure: Callable[..., Tensor],
-    *,
-    batch_size: int,
-    settings: Sequence[Settings] = (),
-    on_done: Callable[[int], None] | None = None,
-) -> Tensor:
-    """Score texts by one model or several, and sum measurements over their tokens.
-
-    Args:
-        texts: each with a token to score; no longer than ``force`` takes.
-        measure: from a ``ForcedTokens`` of each model for the same M tokens, S numbers for each token. [S, M]
-        settings: the sampling options that ``measure`` uses.
-        on_done: called with the number of texts just done, for a progress bar.
-
-    Returns:
-        Sums over the tokens of each of the N texts, in float64, on the CPU. [S, N]
-    """
-    sums: list[Tensor] = []
-    for begin in range(0, len(texts), batch_size):
-        batch = texts[begin : begin + batch_size]
-        rows: list[Tensor] = []
-        values: list[Tensor] = []
-        for forced in zip(*(force(lm, batch, settings) for lm in lms), strict=True):
-            rows.append(forced[0].rows.cpu())
-            values.append(measure(*forced).to("cpu", torch.float64))
-            del forced  # before the next chunk: for a large vocabulary they take most of the memory
-        numbers = torch.cat(values, dim=1)  # [S, M]
-        sums.append(numbers.new_zeros(len(numbers), len(batch)).index_add_(1, torch.cat(rows), numbers))
-        if on_done is not None:
-            on_done(len(batch))
-    return torch.cat(sums, dim=1)
+def allowed_tokens(constraint: Constraint, vocab_size: int) -> NDArray[np.bool_]:
+    """Mask of the next tokens that a constraint allows, where its effect is a mask. [V]"""
+    effect = constraint.effect()
+    if effect is None:
+        return np.ones(vocab_size, np.bool_)
+    assert isinstance(effect, np.ndarray) and effect.dtype == np.bool_, "a processor, which is refused"
+    return effect.astype(np.bool_, copy=False)

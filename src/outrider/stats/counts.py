@@ -6,7 +6,7 @@ This module does not know where the rounds come from.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -41,14 +41,7 @@ class Position:
         return self.num_accepted / self.num_drafted if self.num_drafted else None
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "position": self.position,
-            "num_drafted": self.num_drafted,
-            "num_judged": self.num_judged,
-            "num_accepted": self.num_accepted,
-            "conditional": self.conditional,
-            "unconditional": self.unconditional,
-        }
+        return asdict(self) | {"conditional": self.conditional, "unconditional": self.unconditional}
 
 
 def stats_of(rounds: Iterable[tuple[int, int]], num_truncated_rounds: int, num_generated_tokens: int) -> Stats:

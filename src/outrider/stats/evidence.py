@@ -11,7 +11,7 @@ mean under p, so that its sum is a martingale if the tokens follow p; here it is
   which are independent and uniform if the tokens follow p (Rosenblatt 1952; Brockwell 2007). The number of tokens must
   have been chosen beforehand.
 - ``holm`` bounds the probability of any false alarm among several tests (Holm 1979).
-- ``detectable``, ``tokens_needed``: the power of a bet; ``estimated``: the deviation that the tokens show.
+- ``detectable``, ``tokens_needed``: the power of a bet; ``estimate_tv``: the deviation that the tokens show.
 
 Derivations: docs/how-it-works/certificates.md. This module knows neither models nor the meaning of tokens.
 """
@@ -19,8 +19,8 @@ Derivations: docs/how-it-works/certificates.md. This module knows neither models
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -150,25 +150,6 @@ def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Accounts:
-    """A bet for each kind of token: the first of a round, the second ... The capital is divided equally among them.
-
-    The kind must not depend on the token.
-    """
-
-    bets: Mapping[int, Bet]
-
-    def log_wealth(self, increments: Increments, kinds: Integers) -> float:
-        """Log of the mean wealth. Tokens of a kind without a bet are ignored.
-
-        Args:
-            kinds: [n]
-        """
-        staked = sorted(set(kinds.tolist()) & set(self.bets))
-        return mean_wealth([self.bets[kind].log_wealth(increments[kinds == kind]) for kind in staked], len(self.bets))
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
     """The result of one test.
 
@@ -186,15 +167,6 @@ class Finding:
     @property
     def is_alarm(self) -> bool:
         return self.p <= self.threshold
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "name": self.name,
-            "statistic": self.statistic,
-            "p": self.p,
-            "threshold": self.threshold,
-            "is_alarm": self.is_alarm,
-        }
 
 
 def pit_tests(pits: Floats) -> list[Finding]:
@@ -217,7 +189,7 @@ def holm(tests: Sequence[Finding], level: float) -> list[Finding]:
     num_left, is_open = len(tests), True
     for i in order:
         threshold = level / num_left if is_open else 0.0
-        results[i] = Finding(tests[i].name, tests[i].statistic, tests[i].p, threshold)
+        results[i] = replace(tests[i], threshold=threshold)
         is_open = is_open and results[i].is_alarm
         num_left -= 1
     return results

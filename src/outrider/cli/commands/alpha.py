@@ -18,7 +18,6 @@ from outrider.cli.shared.output import (
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
-from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from outrider.scoring.alpha import Alpha
@@ -49,8 +48,7 @@ def alpha(
     from outrider.bench.plots import plot_alpha
     from outrider.bench.report import interval_text
     from outrider.bench.tables import NameCell, new_table
-    from outrider.scoring.alpha import measure_alpha, measure_forced_alpha, sampling_grid
-    from outrider.scoring.forcing import needs_forcing
+    from outrider.scoring.alpha import measure_alpha, sampling_grid
     from outrider.scoring.teacher_forcing import Text
     from outrider.text.tokenizer import encode
 
@@ -69,15 +67,9 @@ def alpha(
                 "--draft", name, "alpha compares two models (for ngram, suffix and greedy drafts use outrider replay)"
             )
         with progress_bar(name, len(texts)) as advance:
-            if drafter.lm is None or needs_forcing(drafter, texts):
-                k = drafter.most_drafted or DEFAULT_NUM_DRAFT_TOKENS
-                results[name] = measure_forced_alpha(
-                    decoder.target, drafter, texts, samplings, k, batch_size=batch_size, on_done=advance
-                )
-            else:
-                results[name] = measure_alpha(
-                    decoder.target, drafter.lm, texts, samplings, batch_size=batch_size, on_done=advance
-                )
+            results[name] = measure_alpha(
+                decoder.target, drafter, texts, samplings, batch_size=batch_size, on_done=advance
+            )
     console = console_for(json_target)
     num_tokens = results[pair.draft_names[0]][0].num_tokens
     has_offsets = any(one.by_offset is not None for alphas in results.values() for one in alphas)

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.findings import (
-    exit_with,
-    greedy_row,
-    print_deviation,
-    print_differences,
-    print_verdict,
-    statistical_rows,
-    verdict,
-)
+from outrider.cli.shared.findings import report_findings, show_findings
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -32,23 +24,18 @@ from outrider.cli.shared.options import (
     SeedOption,
     SignificanceOption,
     StructureOptions,
-    check_alone,
     check_constraint,
     flat,
     over_checkpoint,
 )
 from outrider.cli.shared.output import (
-    console_for,
     make_document,
-    print_table,
     progress_bar,
     report_context_limit,
-    write_outputs,
 )
 from outrider.cli.shared.pair_options import PairOptions, options_json, single_k
-from outrider.cli.shared.stored_certificates import INPUTS, read_certificate
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
-from outrider.errors import FileError, OptionError
+from outrider.errors import OptionError
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 
@@ -57,7 +44,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outrider.certify.certificate import Certificate, ControlReport
     from outrider.certify.job import CertifyTask
     from outrider.certify.run import Pilot
     from outrider.decoder import Decoder
@@ -106,7 +92,6 @@ def certify(
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
     generation_config: GenerationConfigOption = "auto",
-    again: Annotated[Path | None, typer.Option(help="Run a certificate again, from its JSON document.")] = None,
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
@@ -119,16 +104,8 @@ def certify(
     given = [(name, value) for name, value in sizes.items() if value is not None]
     if len(given) > 1:
         raise OptionError(*given[0], f"give one of {', '.join(sizes)}")
-    stored: dict[str, Any] | None = None
-    if again is None:
-        constraint = structure.to_options()
-        sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
-    else:
-        remedy = "with --again all options come from the file; leave it out"
-        check_alone(context, ("again", "html", "json_target"), remedy)
-        pair, sampling, template, constraint, own, stored = read_certificate(again)
-        prompts, chosen_k, max_new_tokens, significance, detect_tv, num_tokens, batch_size, seed = own
-        num_draft_tokens = str(chosen_k)
+    constraint = structure.to_options()
+    sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
     k = single_k(num_draft_tokens, pair, sampling, seed)
     budget_s = _seconds(budget or _DEFAULT_BUDGET)
     draft = pair.single_draft
@@ -138,7 +115,6 @@ def certify(
     check_constraint(Sampling(**options))
     lines = template.read(prompts)
 
-    from outrider.certify.page import render_certificate
     from outrider.certify.run import LEAST_NUM_TOKENS, run_pilot
     from outrider.certify.run import certify as judge
 
@@ -146,15 +122,11 @@ def certify(
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
     decoder, job = _job_of(pair, options, k, lines, prompts, significance, batch_size, seed)
     checksums = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
-    if stored is not None and stored != checksums:
-        what = " and ".join(name.split("_")[0] for name in INPUTS if stored[name] != checksums[name])
-        raise FileError(f"{again}: the {what} have changed, so the certificate cannot be run again")
     pilot = run_pilot(job)
     if num_tokens is None:
         num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
     with _progress(num_tokens) as on_tokens:
         certificate = judge(job, pilot, num_tokens, wanted=detect_tv, on_tokens=on_tokens)
-    _show(console_for(json_target), job, draft, certificate)
     settings = options_json(
         pair,
         options,
@@ -168,8 +140,24 @@ def certify(
         **template.to_json(),
     )
     document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder)
-    write_outputs(document, json_target, html, render_certificate)
-    exit_with(certificate.verdict)
+    title = (
+        f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {decoder.num_draft_tokens}, "
+        f"temperature {job.sampling.temperature:g}"
+    )
+
+    def show(console: Console) -> None:
+        show_findings(
+            console,
+            certificate,
+            title,
+            word="CERTIFIED",
+            level=job.level,
+            towards="the draft",
+            unit="prompt",
+            tokenizer=decoder.tokenizer,
+        )
+
+    report_findings(certificate, document, json_target, html, show)
 
 
 def _job_of(
@@ -248,47 +236,3 @@ def _seconds(text: str) -> float:
     if not match or float(match[1]) == 0:
         raise OptionError("--budget", text, "give a time, like 90s or 5m")
     return float(match[1]) * _UNITS[match[2]]
-
-
-def _show(console: Console, job: CertifyTask, draft: str, certificate: Certificate) -> None:
-    from outrider.bench.tables import new_table
-    from outrider.certify.exact import comparisons
-
-    decoder = job.decoder
-    title = (
-        f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {decoder.num_draft_tokens}, "
-        f"temperature {job.sampling.temperature:g}"
-    )
-    table = new_table(title, "layer", "found", "verdict")
-    for name, gap, _, is_ok in comparisons(certificate.exact.to_json()):
-        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", verdict(is_ok))
-    statistical = certificate.statistical
-    if statistical is None:
-        table.add_row("statistical", "no randomness", "-")
-    else:
-        for row in statistical_rows(statistical):
-            table.add_row(*row)
-    for one in certificate.greedy:
-        table.add_row(*greedy_row(one))
-    for control in certificate.controls:
-        found = "-" if control.excuse else "caught" if control.is_caught else "MISSED"
-        table.add_row(f"control: {control.control.about}", _control_text(control), found)
-    print_table(console, table)
-    for one in certificate.greedy:
-        print_differences(console, one, "prompt", decoder.tokenizer)
-    if statistical is not None:
-        print_deviation(console, statistical, "the draft")
-    if certificate.is_idle:
-        console.print("No drafted token was accepted, or no control has an effect: these options cannot be certified.")
-    elif any(not control.is_ok for control in certificate.controls):
-        more = "prompts, or longer samples (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
-        console.print(f"A deliberate error was not detected, so the tests are too weak: use more {more}.")
-    false_alarm = "" if statistical is None else f" (a correct implementation fails 1 run in {1 / job.level:,.0f})"
-    print_verdict(console, certificate.verdict, "CERTIFIED", false_alarm, certificate.num_tokens_needed)
-
-
-def _control_text(report: ControlReport) -> str:
-    if report.excuse:
-        return report.excuse
-    p = "" if report.p is None else f"p = {report.p:.0e}, "
-    return f"{p}{report.num_tokens} tokens"

@@ -9,14 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.findings import (
-    exit_with,
-    greedy_row,
-    print_deviation,
-    print_differences,
-    print_verdict,
-    statistical_rows,
-)
+from outrider.cli.shared.findings import report_findings, show_findings
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -27,11 +20,8 @@ from outrider.cli.shared.options import (
     flat,
 )
 from outrider.cli.shared.output import (
-    console_for,
     make_document,
-    print_table,
     progress_bar,
-    write_outputs,
 )
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, options_json
 from outrider.errors import FileError, OptionError, PromptError
@@ -40,7 +30,8 @@ from outrider.offline.jsonl import SampleLine, read_samples
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.certify.samples import SampledText, SamplesReport
+    from outrider.certify.certificate import Certificate
+    from outrider.certify.samples import SampledText
     from outrider.decoder import Decoder
 
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
@@ -83,7 +74,6 @@ def certify_samples(
     lines = read_samples(file, _NAMES)
     is_text = any(isinstance(line.output, str) for line in lines)
 
-    from outrider.certify.page import render_samples
     from outrider.certify.samples import check_samples
 
     pair = PairOptions(target=target, draft=[draft], **asdict(machine))
@@ -94,15 +84,38 @@ def certify_samples(
         check_samples(samples, decoder.target.vocab_size, decoder.target.context_len)
     except PromptError as error:
         raise FileError(f"{file}, {error}") from None
-    report = _test(decoder, file, samples, significance, detect_tv, seed, batch_size)
-    _show(console_for(json_target), decoder, file, report, is_text, significance)
+    certificate = _test(decoder, file, samples, significance, detect_tv, seed, batch_size)
     settings = options_json(
         pair, options, file=file, significance=significance, detect_tv=detect_tv, batch_size=batch_size, seed=seed
     )
-    body = {**report.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
+    body = {**certificate.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
     document = make_document("certify-samples", settings, body, decoder)
-    write_outputs(document, json_target, html, render_samples)
-    exit_with(report.verdict)
+    remarks = []
+    if is_text:
+        remarks.append(
+            "Text was tokenized again, perhaps into other tokens than those sampled: a correct system can fail. Give "
+            "token ids instead."
+        )
+    if certificate.num_repeats:
+        remarks.append(
+            f"Repeated samples: {certificate.num_repeats}. If they share a seed or come from a cache, rather than "
+            "being sampled again, the tests are invalid: leave them out."
+        )
+
+    def show(console: Console) -> None:
+        show_findings(
+            console,
+            certificate,
+            f"{file} against {decoder.target.name}",
+            word="CONSISTENT",
+            level=significance,
+            towards="a sharper distribution" if decoder.drafter.most_drafted == 0 else "the draft",
+            unit="line",
+            tokenizer=decoder.tokenizer,
+            remarks=remarks,
+        )
+
+    report_findings(certificate, document, json_target, html, show)
 
 
 def _samples(
@@ -158,9 +171,10 @@ def _test(
     wanted: float | None,
     seed: int,
     batch_size: int,
-) -> SamplesReport:
+) -> Certificate:
     """Test the samples. Raises FileError if there are too few."""
-    from outrider.certify.samples import SamplesReport, judge, judge_greedily, num_repeats
+    from outrider.certify.certificate import Certificate
+    from outrider.certify.samples import judge, judge_greedily, num_repeats
 
     target = decoder.target
     greedy = [one for one in samples if one.sampling.temperature == 0]
@@ -182,34 +196,4 @@ def _test(
                 wanted=wanted,
                 on_texts=advance,
             )
-    return SamplesReport(statistical, greedy_reports, num_repeats(sampled))
-
-
-def _show(console: Console, decoder: Decoder, file: Path, report: SamplesReport, is_text: bool, level: float) -> None:
-    from outrider.bench.tables import new_table
-
-    table = new_table(f"{file} against {decoder.target.name}", "layer", "found", "verdict")
-    if report.statistical is not None:
-        for row in statistical_rows(report.statistical):
-            table.add_row(*row)
-    for one in report.greedy:
-        table.add_row(*greedy_row(one))
-    print_table(console, table)
-    false_alarm = ""
-    if report.statistical is not None:
-        is_draft = decoder.drafter.most_drafted != 0
-        print_deviation(console, report.statistical, "the draft" if is_draft else "a sharper distribution")
-        false_alarm = f" (a correct system fails 1 run in {1 / level:,.0f})"
-    for one in report.greedy:
-        print_differences(console, one, "line", decoder.tokenizer)
-    if is_text:
-        console.print(
-            "Text was tokenized again, perhaps into other tokens than those sampled: a correct system can fail. Give "
-            "token ids instead."
-        )
-    if report.num_repeats:
-        console.print(
-            f"Repeated samples: {report.num_repeats}. If they share a seed or come from a cache, rather than being "
-            "sampled again, the tests are invalid: leave them out."
-        )
-    print_verdict(console, report.verdict, "CONSISTENT", false_alarm, report.num_tokens_needed)
+    return Certificate(None, statistical, (), greedy_reports, num_repeats(sampled))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -27,7 +27,6 @@ def multiplication(
     num_draft_tokens: NumDraftTokensOption = None,
     num_prompts: Annotated[int, typer.Option(min=1, help="Problems to solve.")] = 600,
     batch_size: Annotated[int, typer.Option(min=1, help="Problems solved concurrently.")] = 8,
-    margin: Annotated[float, typer.Option(min=1e-6, max=1, help="Equivalence margin of the success rates.")] = 0.05,
     seed: SeedOption = 0,
     json_target: JsonOption = None,
 ) -> None:
@@ -36,8 +35,7 @@ def multiplication(
     options = sampling.to_options(seed=seed, num_seeds=num_prompts)
 
     from outrider.bench.tables import new_table
-    from outrider.evals.multiplication import compare_scores, problems, score
-    from outrider.stats.intervals import num_trials_to_decide
+    from outrider.evals.multiplication import mcnemar, problems, score
 
     decoder = pair.load()
     arms = {
@@ -49,7 +47,7 @@ def multiplication(
     with progress_bar("problems", len(arms) * num_prompts) as advance:
         for name, arm in arms.items():
             scores[name] = score(arm, sheet, batch_size=batch_size, on_solved=advance, **options)
-    paired = compare_scores(scores["plain"], scores["speculative"], margin)
+    only_plain, only_speculative, p = mcnemar(scores["plain"], scores["speculative"])
 
     console = console_for(json_target)
     title = f"{decoder.target.name} with {draft}, K = {k}, {decoder.acceptance}"
@@ -64,29 +62,19 @@ def multiplication(
             f"{result.stats.mean_acceptance_length or 1:.2f}",
         )
     print_table(console, table)
-    difference = paired.difference
     console.print(
-        f"Speculative minus plain: {difference.value:+.1%}, 95% {difference.low:+.1%} to {difference.high:+.1%}; "
-        f"solved by one arm only: {paired.only_first} plain, {paired.only_second} speculative."
-    )
-    needed = num_trials_to_decide((paired.only_first + paired.only_second) / num_prompts, margin)
-    remedy = f"about {needed} prompts would decide" if needed > num_prompts else "more prompts may decide"
-    verdict = "equivalent" if paired.is_equivalent else f"not shown to be equivalent ({remedy})"
-    console.print(
-        f"Within a margin of {margin:.1%} the arms are {verdict}: two one-sided tests, p = {paired.tost_p:.2g}."
+        f"Solved by one arm only: {only_plain} plain, {only_speculative} speculative; McNemar's exact test of no "
+        f"difference: p = {p:.2g}."
     )
     body: dict[str, Any] = {
         "scores": {name: _score_json(result) for name, result in scores.items()},
-        "difference": asdict(paired) | {"is_equivalent": paired.is_equivalent},
-        "num_to_decide": needed,
+        "difference": {"only_plain": only_plain, "only_speculative": only_speculative, "p": p},
         "problems": [
             {"a": problem.a, "b": problem.b, **{name: result.answers[i] for name, result in scores.items()}}
             for i, problem in enumerate(sheet)
         ],
     }
-    settings = options_json(
-        pair, options, num_draft_tokens=k, num_prompts=num_prompts, batch_size=batch_size, margin=margin
-    )
+    settings = options_json(pair, options, num_draft_tokens=k, num_prompts=num_prompts, batch_size=batch_size)
     write_json(json_target, "eval-multiplication", settings, body, decoder)
 
 

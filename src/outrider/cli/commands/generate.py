@@ -79,7 +79,7 @@ def generate(
     logprobs: Annotated[
         int | None, typer.Option(help="Add log-probabilities to the JSON. Of each token, and of the N most probable.")
     ] = None,
-    probs: ProbsOption = None,
+    probs: ProbsOption = False,
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Colour tokens by origin. Accepted, correction or bonus.")
     ] = False,
@@ -97,7 +97,7 @@ def generate(
             ("--batch-size", batch_size, 1),
             ("--shard", shard, None),
             ("--ray", cluster.ray, None),
-            ("--probs", probs, None),
+            ("--probs", probs, False),
         ):
             if value != default:
                 raise OptionError(option, value, "this option needs a file of prompts: add --prompts FILE")

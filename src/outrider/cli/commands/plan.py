@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
 _NUM_ROWS_SHOWN = 10
-_MOST_PROBS = 4096  # kept of p if a rule needs all of it
 
 
 @flat
@@ -137,17 +136,15 @@ def plan(
         remedy = f"{decoder.target.name} accepts {decoder.target.context_len} tokens"
         raise OptionError("--context", max(contexts), remedy)
     if log is None:
-        # One number per token suffices if a rule needs p and q of that token only.
-        num_probs = min(_MOST_PROBS, decoder.target.vocab_size) if acceptance == "gumbel" else 1
         prompt_ids = encode_lines(decoder, lines, prompts)
         report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, max_new_tokens)
-        records, header = own_text(decoder, lines, prompt_ids, options, num_probs)
+        records, header = own_text(decoder, lines, prompt_ids, options)
     else:
         recording = open_log(log, decoder.target.name, decoder.tokenizer)
-        records, header = list(recording), recording.header
+        records, header = list(recording.records), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
-    counts, is_bounded = _counts(decoder, drafters, records, header, acceptance, ks_of)
+    counts = _counts(decoder, drafters, records, header, acceptance, ks_of)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
     results: list[tuple[Costs, list[PairChoice]]] = []
     rule = RULES[pair.acceptance]
@@ -159,8 +156,6 @@ def plan(
     console = console_for(json_target)
     for costs, found in results:
         _show(console, decoder, pair, template, options, costs, found, is_ours=acceptance != MATCH)
-    if is_bounded:
-        console.print("The log has only part of p: the numbers are lower bounds.", style="dim")
     measured: list[ArmSummary] = []
     predicted: list[PairChoice] = []
     is_interrupted = False
@@ -218,21 +213,18 @@ def _counts(
     header: Header,
     acceptance: str,
     ks_of: Mapping[str, Sequence[int]],
-) -> tuple[dict[tuple[str, int], Sequence[Stats]], bool]:
-    """Expected rounds of each draft and K. If p is known in part only, assumes the lowest possible acceptance; also
-    returns whether it does."""
+) -> dict[tuple[str, int], Sequence[Stats]]:
+    """Expected rounds of each draft and K."""
     from outrider.replay.replay import replay, summarise
 
     counts: dict[tuple[str, int], Sequence[Stats]] = {}
-    is_bounded = False
     with progress_bar("replaying the drafts", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
             ks = ks_of[name]
             replayed = replay(records, header, drafter, acceptance, ks, target=decoder.target)
             expected = summarise(count_items(replayed, advance), ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
-            is_bounded |= any(one.upper is not None for one in expected.values())
-    return counts, is_bounded
+    return counts
 
 
 def _show(

@@ -45,7 +45,7 @@ def record(
     ],
     output: Annotated[Path, typer.Option(help="Write JSON lines. An interrupted run resumes.")],
     target: TargetOption = "fable",
-    probs: ProbsOption = None,
+    probs: ProbsOption = False,
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
     generation_config: GenerationConfigOption = "auto",
@@ -59,7 +59,7 @@ def record(
 ) -> None:
     """Record the target's output, with probabilities. 'outrider replay', plan and export read the log.
 
-    'outrider generate --output --probs N' writes such lines, too, with a draft."""
+    'outrider generate --output --probs' writes such lines, too, with a draft."""
     sampling = over_checkpoint(sampling, command, generation_config, target, machine.models)
     with ExitStack() as files:
         lines = files.enter_context(open_prompts(prompts))
@@ -87,6 +87,9 @@ def record(
         raise typer.Exit(1)
     if tensors is not None:
         from outrider.replay.log import Log
-        from outrider.replay.other_formats import tensor_text
+        from outrider.replay.rounds import tensor_text
 
-        write_text(tensors, current_ranks().of_first(lambda: tensor_text(one.token_ids for one in Log.open(output))))
+        def text() -> str:
+            return tensor_text(one.token_ids for one in Log.open(output).records)
+
+        write_text(tensors, current_ranks().of_first(text))

@@ -37,8 +37,8 @@ from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
-    from outrider.replay.log import Header, Log, Record
-    from outrider.replay.replay import AlphaRange, ExpectedRounds, Summary
+    from outrider.replay.log import Header, Record
+    from outrider.replay.replay import ExpectedRounds, Summary
 
 
 # Options of a log that a document always names; others if they are set.
@@ -54,7 +54,6 @@ _ALWAYS = (
     "ignore_eos",
 )
 _FORMATS = ("outrider", "tensors")
-_OUTPUT_FORMATS = ("outrider", "cumulative")
 # Options with a file of rounds.
 _OF_ROUNDS = (
     "log",
@@ -97,21 +96,20 @@ def replay(
         typer.Option(
             "--per-prompt",
             help="Summarise rounds by prompt and category. Of the log, drawn at random; or of a file: the --output of "
-            "replay or of generate, or lines of cumulative counts like [3, 5] (decoding-speculative-decoding), where a "
-            "decrease starts a new prompt, unless --tokens-per-prompt is given.",
+            "generate, or lines of cumulative counts like [3, 5] (decoding-speculative-decoding), where a decrease "
+            "starts a new prompt, unless --tokens-per-prompt is given.",
         ),
     ] = False,
     tokens_per_prompt: Annotated[
         int | None, typer.Option(help="For cumulative counts: tokens generated per prompt.")
     ] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the rounds, for --per-prompt. As JSON lines.")] = None,
-    output_format: Annotated[
-        str,
+    output: Annotated[
+        Path | None,
         typer.Option(
-            help="Of --output: outrider or cumulative. cumulative: lines like [3, 5] with the tokens so far of each of "
-            "the --batch-size prompts (decoding-speculative-decoding; one draft, one K)."
+            help="Write the rounds of one draft and one K. As lines like [3, 5]: the tokens so far of each of the "
+            "--batch-size prompts (decoding-speculative-decoding)."
         ),
-    ] = "outrider",
+    ] = None,
     seed: Annotated[
         int, typer.Option(help="Seed for --output and --per-prompt. Rounds over sampled logs are random.")
     ] = 0,
@@ -145,19 +143,13 @@ def replay(
     if tokens_per_prompt is not None:
         raise OptionError("--tokens-per-prompt", tokens_per_prompt, "it needs --per-prompt and a file of counts")
     ks = parse_constant_k(num_draft_tokens or "1-8")
-    for option, value, known in (
-        ("--format", log_format, _FORMATS),
-        ("--output-format", output_format, _OUTPUT_FORMATS),
-    ):
-        if value not in known:
-            raise OptionError(option, value, f"choose {' or '.join(known)}")
+    if log_format not in _FORMATS:
+        raise OptionError("--format", log_format, f"choose {' or '.join(_FORMATS)}")
     given = [prompts is not None, tokenizer_of is not None]
     if target is not None and log_format == "tensors":
         raise OptionError("--target", target, "tensors do not name the model that wrote them: record a log")
     if (log_format == "tensors" and not all(given)) or (log_format != "tensors" and any(given)):
         raise OptionError("--format", log_format, "tensors need --prompts and --tokenizer-of; a log takes neither")
-    if output_format == "cumulative" and output is None:
-        raise OptionError("--output-format", output_format, "it needs --output")
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
     if output is not None:
@@ -167,7 +159,7 @@ def replay(
     from outrider.replay.log import Log
     from outrider.replay.replay import PREDICTED_RULES, load_draft, summarise
     from outrider.replay.replay import replay as judge
-    from outrider.replay.rounds import RecordedArm
+    from outrider.replay.rounds import RecordedArm, round_lines
 
     if drafts.acceptance not in PREDICTED_RULES:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
@@ -177,17 +169,17 @@ def replay(
         pair = PairOptions(target, **asdict(replace(drafts, acceptance=DEFAULT_ACCEPTANCE)))
         decoder = pair.load()
     header: Header
-    records: Log | Sequence[Record]
+    records: Sequence[Record]
     if prompts is not None and tokenizer_of is not None:
         header, records = _foreign(log, prompts, tokenizer_of, drafts.models)
     else:
-        records = Log.open(log) if decoder is None else open_log(log, decoder.target.name, decoder.tokenizer)
-        header = records.header
-        if records.num_failed:
-            say(f"{log}: prompts without an output are left out ({records.num_failed})")
+        opened = Log.open(log) if decoder is None else open_log(log, decoder.target.name, decoder.tokenizer)
+        header, records = opened.header, opened.records
+        if opened.num_failed:
+            say(f"{log}: prompts without an output are left out ({opened.num_failed})")
     names = drafts.names(header.target)
-    if output_format == "cumulative" and len(names) * len(ks) > 1:
-        raise OptionError("--output-format", output_format, "it holds one draft and one K: give one of each")
+    if output is not None and len(names) * len(ks) > 1:
+        raise OptionError("--output", str(output), "it holds one draft and one K: give one of each")
     alone = partial(
         load_draft,
         header=header,
@@ -211,7 +203,7 @@ def replay(
             summaries.append(summarise(count_items(replayed, advance), ks))
     if output is not None:
         with current_ranks().own_path(output).open("w", encoding="utf-8") as stream:
-            rounds.write(stream, output_format, batch_size)
+            stream.writelines(round_lines(rounds.committed, batch_size))
     arms = [
         (RecordedArm(name, k, drafts.acceptance), summary.expected[k])
         for name, summary in zip(names, summaries, strict=True)
@@ -257,7 +249,7 @@ def replay(
 
 
 def _options_json(header: Header) -> dict[str, Any]:
-    """Sampling options of a log, and N."""
+    """Sampling options of a log, and whether it has p."""
     plain = Sampling()
     bias = header.sampling.logit_bias
     options = {
@@ -267,7 +259,7 @@ def _options_json(header: Header) -> dict[str, Any]:
     }
     if bias is not None:  # as text: JSON has no -inf
         options["logit_bias"] = {str(i): repr(float(value)) for i, value in bias.items()}
-    return options | {"stop": list(header.sampling.stop), "num_probs": header.num_probs}
+    return options | {"stop": list(header.sampling.stop), "has_probs": header.has_probs}
 
 
 def _single_k(text: str | None) -> int | None:
@@ -285,7 +277,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     from outrider.models.reading import load_tokenizer
     from outrider.models.registry import resolve
     from outrider.replay.log import Header, Record
-    from outrider.replay.other_formats import read_tensors
+    from outrider.replay.rounds import read_tensors
     from outrider.text.chat import Chat
     from outrider.text.tokenizer import encode, fingerprint, vocab_size
 
@@ -304,7 +296,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     header = Header(
         target=str(log),
         sampling=Sampling(temperature=0.0, max_new_tokens=max_new_tokens),
-        num_probs=None,
+        has_probs=False,
         vocab_size=num_tokens,
         context_len=max(map(len, prompt_ids)) + max_new_tokens,
         eos_ids=(),
@@ -325,15 +317,11 @@ def _a_model(drafters: Sequence[Drafter]) -> Any:
 def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
     from outrider.stats.counts import positions_of
 
-    def of(side: ExpectedRounds) -> dict[str, Any]:
-        stats = side.stats
-        return {
-            "tau": side.tau and side.tau.to_json(),
-            "stats": stats.to_json(),
-            "positions": [position.to_json() for position in positions_of(stats)],
-        }
-
-    return of(one) | {"upper": one.upper and of(one.upper)}
+    return {
+        "tau": one.tau and one.tau.to_json(),
+        "stats": one.stats.to_json(),
+        "positions": [position.to_json() for position in positions_of(one.stats)],
+    }
 
 
 def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Summary]) -> None:
@@ -343,34 +331,16 @@ def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Su
     table = new_table(title, "draft", "K", "tau, 95%", "accepted / drafted", "alpha")
     for arm, one in arms:
         alpha = summaries[arm.draft].alpha
-        upper = one.upper
+        rate = one.stats.draft_acceptance_rate
         table.add_row(
             NameCell(arm.draft),
             str(arm.k),
-            interval_text(one.tau) + (f" to {interval_text(upper.tau)}" if upper else ""),
-            _percent(one.stats.draft_acceptance_rate)
-            + (f" to {_percent(upper.stats.draft_acceptance_rate)}" if upper else ""),
-            "-" if alpha is None else _alpha_text(alpha),
+            interval_text(one.tau),
+            "-" if rate is None else f"{100 * rate:.1f}%",
+            "-" if alpha is None else f"{alpha.value:.3f}",
         )
     print_table(console, table)
-    has_bounds = any(one.upper for _, one in arms) or any(
-        one.alpha is not None and _has_range(one.alpha) for one in summaries.values()
-    )
     console.print(
-        "tau: tokens per round, expected given the log, with an interval over the prompts; alpha: E sum min(p, q)"
-        + ("; a to b: bounds from the recorded part of p" if has_bounds else ""),
+        "tau: tokens per round, expected given the log, with an interval over the prompts; alpha: E sum min(p, q)",
         style="dim",
     )
-
-
-def _percent(rate: float | None) -> str:
-    return "-" if rate is None else f"{100 * rate:.1f}%"
-
-
-def _alpha_text(alpha: AlphaRange) -> str:
-    low, high = alpha.low.value, alpha.high.value
-    return f"{alpha.estimate.value:.3f} ({low:.3f} to {high:.3f})" if _has_range(alpha) else f"{low:.3f}"
-
-
-def _has_range(alpha: AlphaRange) -> bool:
-    return alpha.high.value - alpha.low.value >= 5e-4

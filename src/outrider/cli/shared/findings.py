@@ -1,46 +1,132 @@
-"""Findings of ``certify`` and ``certify-samples``, as rows and sentences."""
+"""Shows findings of ``certify`` and ``certify-samples``, on the terminal and as a page."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
+from outrider.cli.shared.output import console_for, print_table, write_document
+from outrider.system.files import write_text
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from rich.console import Console
+
+    from outrider.certify.certificate import Certificate, ControlReport, StatisticalReport
+    from outrider.certify.divergence import GreedyReport
+
+_EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}  # 2: a user error
+_PAGE_WIDTH = 110
+
+
+def show_findings(
+    console: Console,
+    certificate: Certificate,
+    title: str,
+    *,
+    word: str,
+    level: float,
+    towards: str,
+    unit: str,
+    tokenizer: Any | None,
+    remarks: Sequence[str] = (),
+) -> None:
+    """Print all findings and the verdict.
+
+    Args:
+        word: of a verdict that passed.
+        level: probability of a false alarm.
+        towards: direction of the tests.
+        unit: of a difference's index: "prompt" or "line".
+        remarks: printed before the verdict.
+    """
+    from outrider.bench.tables import new_table
+
+    statistical, exact = certificate.statistical, certificate.exact
+    table = new_table(title, "layer", "found", "verdict")
+    for name, gap, tolerance in () if exact is None else exact.comparisons():
+        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", _verdict(gap <= tolerance))
+    if statistical is not None:
+        for test in statistical.tests:
+            table.add_row(f"statistical: {test.name}", f"p = {test.p:.2g}", _verdict(not test.is_alarm))
+        forbidden = statistical.num_forbidden
+        table.add_row("statistical: forbidden tokens", str(forbidden), _verdict(forbidden == 0))
+    elif exact is not None:
+        table.add_row("statistical", "no randomness", "-")
+    for one in certificate.greedy:
+        same = one.num_texts - len(one.differences)
+        name = "same seed, same text" if one.has_noise else "greedy text"
+        table.add_row(name, f"{same} of {one.num_texts} outputs the same", _verdict(one.is_ok))
+    for control in certificate.controls:
+        found = "-" if control.excuse else "caught" if control.is_caught else "MISSED"
+        table.add_row(f"control: {control.about}", _control_text(control), found)
+    print_table(console, table)
+    for one in certificate.greedy:
+        _print_differences(console, one, unit, tokenizer)
+    if statistical is not None:
+        _print_deviation(console, statistical, towards)
+    if certificate.is_idle:
+        console.print("No drafted token was accepted, or no control has an effect: these options cannot be certified.")
+    elif any(not control.is_ok for control in certificate.controls):
+        more = "prompts, or longer samples (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
+        console.print(f"A deliberate error was not detected, so the tests are too weak: use more {more}.")
+    for remark in remarks:
+        console.print(remark)
+    if certificate.verdict == "inconclusive":
+        needed = certificate.num_tokens_needed
+        would = "" if needed is None else f": about {needed:,} tokens would decide"
+        console.print(f"INCONCLUSIVE{would}", style="bold")
+        return
+    about = "" if statistical is None else f" (a correct system fails 1 run in {1 / level:,.0f})"
+    console.print(("" if certificate.verdict == "passed" else "NOT ") + word + about, style="bold")
+
+
+def report_findings(
+    certificate: Certificate,
+    document: dict[str, Any],
+    json_target: str | None,
+    html: Path | None,
+    show: Callable[[Console], None],
+) -> None:
+    """Show the findings, write their document and page, and exit with the code of the verdict.
+
+    Args:
+        show: prints the findings.
+    """
+    import shlex
 
     from rich.console import Console
 
-    from outrider.certify.certificate import Conclusion, GreedyReport, StatisticalReport
+    show(console_for(json_target))
+    if json_target is not None:
+        write_document(json_target, document)
+    if html is not None:
+        page = Console(record=True, file=io.StringIO(), width=_PAGE_WIDTH, highlight=False)
+        show(page)
+        provenance = document["provenance"]
+        page.print(f"\n{shlex.join(['outrider', *provenance['argv']])}", markup=False)
+        page.print(f"outrider {provenance['outrider']}, {provenance['platform']}, {provenance['time']}", markup=False)
+        write_text(html, page.export_html(inline_styles=True))
+    if certificate.verdict != "passed":
+        raise typer.Exit(_EXIT_CODES[certificate.verdict])
 
-_EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}  # 2: a user error
 
-
-def verdict(is_ok: bool) -> str:
+def _verdict(is_ok: bool) -> str:
     return "ok" if is_ok else "FAILED"
 
 
-def statistical_rows(report: StatisticalReport) -> Iterator[tuple[str, str, str]]:
-    """Rows of layer, finding and verdict."""
-    for test in report.tests:
-        yield f"statistical: {test.name}", f"p = {test.p:.2g}", verdict(not test.is_alarm)
-    yield "statistical: forbidden tokens", str(report.num_forbidden), verdict(report.num_forbidden == 0)
+def _control_text(report: ControlReport) -> str:
+    if report.excuse:
+        return report.excuse
+    p = "" if report.p is None else f"p = {report.p:.0e}, "
+    return f"{p}{report.num_tokens} tokens"
 
 
-def greedy_row(report: GreedyReport) -> tuple[str, str, str]:
-    same = report.num_texts - len(report.differences)
-    name = "same seed, same text" if report.has_noise else "greedy text"
-    return name, f"{same} of {report.num_texts} outputs the same", verdict(report.is_ok)
-
-
-def print_deviation(console: Console, report: StatisticalReport, towards: str) -> None:
-    """Print the estimated deviation and the detection limits.
-
-    Args:
-        towards: direction of the tests.
-    """
-    from outrider.certify.certificate import reuse_limits
-
+def _print_deviation(console: Console, report: StatisticalReport, towards: str) -> None:
+    """Print the estimated deviation and the detection limits."""
     least = report.detectable
     console.print(
         f"{report.num_tokens} tokens in {report.num_texts} samples. "
@@ -51,7 +137,7 @@ def print_deviation(console: Console, report: StatisticalReport, towards: str) -
             "with 99% probability."
         )
     )
-    for where, share in reuse_limits(report.to_json()["dependence"]):
+    for where, share in report.reuse_limits():
         console.print(f"So would random numbers reused {where}, if {share:.0%} of the tokens or more depend on them.")
     wanted = report.wanted
     if wanted is not None and (least is None or least > wanted):
@@ -63,38 +149,13 @@ def print_deviation(console: Console, report: StatisticalReport, towards: str) -
         )
 
 
-def print_verdict(console: Console, verdict: Conclusion, word: str, about: str, num_needed: int | None) -> None:
-    """Print the verdict.
-
-    Args:
-        word: if the verdict is "passed".
-        about: added to a verdict that rests on the tests.
-        num_needed: tokens that would decide.
-    """
-    if verdict != "inconclusive":
-        console.print(("" if verdict == "passed" else "NOT ") + word + about, style="bold")
-    else:
-        would = "" if num_needed is None else f": about {num_needed:,} tokens would decide"
-        console.print(f"INCONCLUSIVE{would}", style="bold")
-
-
-def exit_with(verdict: Conclusion) -> None:
-    """Exit with the code of the verdict, unless it passed."""
-    if verdict != "passed":
-        raise typer.Exit(_EXIT_CODES[verdict])
-
-
-def print_differences(console: Console, report: GreedyReport, what: str, tokenizer: Any | None) -> None:
-    """Print where outputs differ from plain decoding, and why.
-
-    Args:
-        what: unit of a difference's index: "prompt" or "line".
-    """
+def _print_differences(console: Console, report: GreedyReport, unit: str, tokenizer: Any | None) -> None:
+    """Print where outputs differ from plain decoding, and why."""
     for one in report.differences:
         margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
         plain, other = (_token(tokenizer, token_id) for token_id in (one.plain_id, one.other_id))
         console.print(
-            f"{what} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, {other} here): "
+            f"{unit} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, {other} here): "
             f"margin {margin}, rounding {gap}: {one.verdict}",
             markup=False,
         )

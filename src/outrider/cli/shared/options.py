@@ -179,14 +179,7 @@ SignificanceOption = Annotated[
     ),
 ]
 SeedOption = Annotated[int, _sampling_option(min=0, metavar="N", help="Prompt or run i gets this seed + i.")]
-ProbsOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="N",
-        help="Keep the probabilities of each token and of the N most probable. Replays of sampled outputs need them.",
-    ),
-]
+ProbsOption = Annotated[bool, typer.Option("--probs", help="Keep p of each token. Replays of sampled outputs need it.")]
 GenerationConfigOption = Annotated[
     str,
     _sampling_option(

@@ -40,19 +40,17 @@ def own_text(
     lines: Sequence[PromptLine],
     prompts: Sequence[Sequence[int]],
     options: dict[str, Any],
-    num_probs: int,
 ) -> tuple[list[Record], Header]:
     """Generate the target's outputs for prompts, as records of a log.
 
     Args:
         lines, prompts: the prompts, and their tokens.
         options: sampling options, with the seed of the first prompt.
-        num_probs: number of largest probabilities to keep.
     """
-    from outrider.replay.record import header_of, record_outputs
+    from outrider.replay.log import Header, record_outputs
 
     decoder = decoder.of_one_kind(prompts)
     with progress_bar("generating with the target", len(lines)) as advance:
         categories = [line.category for line in lines]
-        records = record_outputs(decoder, prompts, options, num_probs=num_probs, categories=categories, on_done=advance)
-    return records, header_of(decoder, options, num_probs)
+        records = record_outputs(decoder, prompts, options, categories=categories, on_done=advance)
+    return records, Header.of(decoder, options, has_probs=True)

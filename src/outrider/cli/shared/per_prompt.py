@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
-from outrider.cli.shared.output import console_for, json_text, print_table, write_json
-from outrider.errors import OptionError
+from outrider.cli.shared.output import console_for, print_table, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -26,49 +25,30 @@ class DrawnRounds:
     acceptance: str
     ks: Sequence[int]
     seed: int
-    rows: list[dict[str, Any]] = field(default_factory=list)
+    arms: dict[RecordedArm, list[PromptRounds]] = field(default_factory=dict)
+    committed: list[list[int]] = field(default_factory=list)
 
     def draw(self, replayed: Iterator[ReplayedRecord], draft: str) -> Iterator[ReplayedRecord]:
-        """Yield the records, and draw the rounds of each.
-
-        Raises:
-            OptionError: the log has bounds only.
-        """
+        """Yield the records, and draw the rounds of each."""
         import numpy as np
 
-        from outrider.replay.rounds import RecordedArm, round_row
+        from outrider.replay.rounds import PromptRounds, RecordedArm
+        from outrider.stats.counts import stats_of
 
         for one in replayed:
             for k in self.ks:
-                least, most = one.distributions(k)
-                if least is not most:
-                    raise OptionError(
-                        "--acceptance",
-                        self.acceptance,
-                        "the log holds bounds only, from which rounds cannot be drawn: choose another rule, or "
-                        "record with --probs as large as the vocabulary",
-                    )
-                rounds, is_truncated = least.draw(np.random.default_rng([self.seed, one.index, k]))
+                law = one.rounds(k)
+                rounds, is_truncated = law.draw(np.random.default_rng([self.seed, one.index, k]))
+                stats = stats_of(rounds, int(is_truncated), len(law.num_drafted))
                 arm = RecordedArm(draft, k, self.acceptance)
-                num_tokens = len(least.num_drafted)
-                self.rows.append(round_row(arm, one.index, one.category, rounds, is_truncated, num_tokens))
+                self.arms.setdefault(arm, []).append(PromptRounds(one.index, one.category, stats))
+                self.committed.append([num_accepted + 1 for _, num_accepted in rounds])
             yield one
 
     def analyses(self) -> dict[RecordedArm, Analysis]:
-        from outrider.replay.rounds import analyse, read_row
+        from outrider.replay.rounds import analyse
 
-        found: dict[RecordedArm, list[PromptRounds]] = {}
-        for arm, prompt in map(read_row, self.rows):
-            found.setdefault(arm, []).append(prompt)
-        return {arm: analyse(prompts) for arm, prompts in found.items()}
-
-    def write(self, stream: TextIO, output_format: str, batch_size: int) -> None:
-        from outrider.replay.other_formats import round_lines
-
-        if output_format == "cumulative":
-            stream.writelines(round_lines([[n + 1 for n in row["num_accepted"]] for row in self.rows], batch_size))
-        else:
-            stream.writelines(json_text(row) for row in self.rows)
+        return {arm: analyse(prompts) for arm, prompts in self.arms.items()}
 
 
 def has_no_draft(file: Path) -> bool:
@@ -84,7 +64,7 @@ def has_no_draft(file: Path) -> bool:
 def show_file(
     file: Path, tokens_per_prompt: int | None, k: int | None, plot: Path | None, json_target: str | None
 ) -> None:
-    """Summarise a file of rounds: the output of ``replay`` or ``generate``, or lines of cumulative counts.
+    """Summarise a file of rounds: the output of ``generate``, or lines of cumulative counts.
 
     Args:
         tokens_per_prompt, k: see ``outrider.replay.rounds.read_file``.

@@ -42,7 +42,7 @@ class Setup:
 
     Attributes:
         options: fields of ``Sampling``, overridden by a prompt's own.
-        num_probs: most probable tokens to keep at each place; None for none.
+        has_probs: whether to keep p of each token.
     """
 
     pair: PairOptions
@@ -50,12 +50,12 @@ class Setup:
     k: NumDraftTokens
     options: dict[str, Any]
     template: TemplateOptions
-    num_probs: int | None = None
+    has_probs: bool = False
 
     def settings(self, line: PromptLine | None = None) -> dict[str, Any]:
         """Everything that determines a prompt's output."""
         options = self.options if line is None else self.options | line.options
-        more = self.template.to_json() | ({} if self.num_probs is None else {"probs": self.num_probs})
+        more = self.template.to_json() | ({"probs": True} if self.has_probs else {})
         return options_json(self.pair, options, draft=self.draft, num_draft_tokens=self.k, **more)
 
     def seed(self, index: int, line: PromptLine) -> int | None:
@@ -71,8 +71,8 @@ class Setup:
         """Detect options of a prompt that no target supports, before the work. Raises OptionError."""
         sampling = Sampling(**self.options | line.options)
         check_constraint(sampling)
-        if self.num_probs is not None and (sampling.is_constrained or sampling.bad_words):
-            raise OptionError("--probs", self.num_probs, "p under a constraint is not kept: leave out one of the two")
+        if self.has_probs and (sampling.is_constrained or sampling.bad_words):
+            raise OptionError("--probs", True, "p under a constraint is not kept: leave out one of the two")
 
 
 class Workers(Protocol):
@@ -141,9 +141,9 @@ class LocalWorker:
         for place, done in self.decoder.complete(jobs(), num_slots=self._num_slots, **options):
             index, line, ids, seed = waiting.pop(place)
             row = row_of(index, line, ids, seed, done)
-            if row["token_ids"] and self._setup.num_probs is not None:
+            if row["token_ids"] and self._setup.has_probs:
                 try:
-                    row["probs"] = self._probs(line, ids, row["token_ids"], self._setup.num_probs)
+                    row["probs"] = self._probs(line, ids, row["token_ids"])
                 except NumericsError as error:
                     row = row_of(index, line, ids, seed, error)
             row["settings"] = self._setup.settings(line)
@@ -152,18 +152,19 @@ class LocalWorker:
 
     @cached_property
     def _model(self) -> dict[str, Any]:
-        from outrider.replay.record import model_json
+        from outrider.replay.log import model_json
 
         return model_json(self.decoder)
 
-    def _probs(self, line: PromptLine, ids: list[int], token_ids: list[int], num_probs: int) -> dict[str, Any]:
+    def _probs(self, line: PromptLine, ids: list[int], token_ids: list[int]) -> list[float]:
         """Probabilities of an output's tokens."""
-        from outrider.replay.record import top_probs
+        from outrider.replay.log import token_probs
+        from outrider.scoring.teacher_forcing import Text
 
         options = self._setup.options | line.options | {"seed": None, "logprobs": None}
         sampling = Sampling(**options).with_ends(self.decoder.ends_of(ids))
-        (found,) = top_probs(self.decoder.target, [(ids, token_ids)], sampling, num_probs)
-        return found.to_json()
+        (found,) = token_probs(self.decoder.target, [Text((*ids, *token_ids), len(ids))], sampling)
+        return found
 
     def pair(self) -> str:
         decoder = self.decoder
