@@ -12,8 +12,8 @@ Source: ``GenerationMixin.generate`` and ``_sample`` of Transformers 5.17 to 5.2
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,45 +38,34 @@ from outrider.requests.logits_processors import (
 from outrider.runtime.modules import CACHE_NAMES
 
 _MODES = ("greedy_search", "sample")
-# Fields of GenerationConfig that ask for another search, or for outputs that this one does not have.
-_NOT_HERE: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_beams": (lambda value: value > 1, "there is no beam search: make it 1"),
-    "num_beam_groups": (lambda value: value > 1, "there is no beam search: make it 1"),
-    "constraints": (bool, "there is no beam search: leave it out"),
-    "force_words_ids": (bool, "there is no beam search: leave it out"),
-    "dola_layers": (bool, "there is no DoLa decoding: leave it out"),
-    "prompt_lookup_num_tokens": (bool, "give the draft 'ngram' to assisted()"),
-    "assistant_early_exit": (bool, "give a draft to assisted()"),
-    "use_mtp": (bool, "give the draft 'mtp' to assisted()"),
-    "is_assistant": (bool, "this model is the target"),
-    "output_attentions": (bool, "attentions are not returned: leave it out"),
-    "output_hidden_states": (bool, "hidden states are not returned: leave it out"),
-    "cache_implementation": (lambda value: value in ("quantized", "offloaded"), "this cache is another: leave it out"),
+# Fields of GenerationConfig that ask for another mode, with what to use instead.
+_OTHER_MODES = {
+    "prompt_lookup_num_tokens": "give the draft 'ngram' to assisted()",
+    "assistant_early_exit": "give a draft to assisted()",
+    "use_mtp": "give the draft 'mtp' to assisted()",
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beams")),
 }
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
 _KEPT = "_outrider_decoders"  # attribute of a model
 
 
+@dataclass(frozen=True, eq=False)
 class Assisted:
     """Callable for ``custom_generate``: see ``assisted``."""
 
-    def __init__(
-        self,
-        draft: str | Path | Any | None,
-        *,
-        tokenizer: Any | None,
-        draft_tokenizer: Any | None,
-        num_draft_tokens: NumDraftTokens,
-        acceptance: str,
-        streamer: Any | None,
-        stop_strings: str | Sequence[str] | None,
-        allow_pickle: bool,
-    ) -> None:
-        if stop_strings and tokenizer is None:
-            raise OptionError("stop_strings", stop_strings, "they need the tokenizer: assisted(..., tokenizer=...)")
-        self._draft, self._tokenizer, self._draft_tokenizer = draft, tokenizer, draft_tokenizer
-        self._options: dict[str, Any] = {"num_draft_tokens": num_draft_tokens, "acceptance": acceptance}
-        self._streamer, self._stop_strings, self._allow_pickle = streamer, stop_strings, allow_pickle
+    draft: str | Path | Any | None
+    tokenizer: Any | None
+    draft_tokenizer: Any | None
+    num_draft_tokens: NumDraftTokens
+    acceptance: str
+    streamer: Any | None
+    stop_strings: str | Sequence[str] | None
+    allow_pickle: bool
+
+    def __post_init__(self) -> None:
+        if self.stop_strings and self.tokenizer is None:
+            remedy = "they need the tokenizer: assisted(..., tokenizer=...)"
+            raise OptionError("stop_strings", self.stop_strings, remedy)
 
     def __call__(
         self,
@@ -101,17 +90,17 @@ class Assisted:
         """
         _check(model, generation_config)
         num_padding = _padding(input_ids, model_kwargs)
-        if self._stop_strings:
+        if self.stop_strings:
             from transformers import StoppingCriteriaList, StopStringCriteria
 
-            own: Any = StopStringCriteria(stop_strings=self._stop_strings, tokenizer=self._tokenizer)
+            own: Any = StopStringCriteria(stop_strings=self.stop_strings, tokenizer=self.tokenizer)
             stopping_criteria = StoppingCriteriaList([*stopping_criteria, own])
-        if self._streamer is not None:
+        if self.streamer is not None:
             if len(input_ids) > 1:
-                raise OptionError("streamer", type(self._streamer).__name__, f"for one row, not {len(input_ids)}")
-            self._streamer.put(input_ids.cpu())
+                raise OptionError("streamer", type(self.streamer).__name__, f"for one row, not {len(input_ids)}")
+            self.streamer.put(input_ids.cpu())
         decoder = self._decoder(model)
-        rows = _Rows(input_ids, logits_processor, stopping_criteria, generation_config, self._streamer)
+        rows = _Rows(input_ids, logits_processor, stopping_criteria, generation_config, self.streamer)
         requests = _requests(decoder, rows, num_padding, do_sample=bool(generation_config.do_sample))
         k = DEFAULT_NUM_DRAFT_TOKENS if decoder.num_draft_tokens == "auto" else decoder.num_draft_tokens
         longest = max(len(one.prompt_ids) for one in requests)
@@ -125,8 +114,8 @@ class Assisted:
                 rows.extend(row.row, row.token_ids, row.logits, getattr(requests[row.row].constraint, "errors", {}))
             for index in rows.take_ended():
                 engine.cancel(index)
-        if self._streamer is not None:
-            self._streamer.end()
+        if self.streamer is not None:
+            self.streamer.end()
         return rows.output()
 
     def _decoder(self, model: Any) -> Decoder:
@@ -136,10 +125,11 @@ class Assisted:
         if self not in kept or kept[self][0] != place:
             # Without the generation config: all tokens that have logits, as in ``generate``.
             # Eager: between calls the caller may train the model, whose weights a graph would know by address.
-            plain = load(model, generation_config="none", execution="eager", **self._options)
-            known = replace(plain, tokenizer=self._tokenizer)
-            placement = Placement(device=str(model.device), allow_pickle=self._allow_pickle, execution="eager")
-            drafter = load_drafter(known, self._draft, tokenizer=self._draft_tokenizer, placement=placement)
+            own: Any = {"num_draft_tokens": self.num_draft_tokens, "acceptance": self.acceptance}
+            plain = load(model, generation_config="none", execution="eager", **own)
+            known = replace(plain, tokenizer=self.tokenizer)
+            placement = Placement(device=str(model.device), allow_pickle=self.allow_pickle, execution="eager")
+            drafter = load_drafter(known, self.draft, tokenizer=self.draft_tokenizer, placement=placement)
             kept[self] = place, replace(plain, drafter=drafter, eos_ids=frozenset(), turn_ids=frozenset())
         decoder: Decoder = kept[self][1]
         return decoder
@@ -180,16 +170,8 @@ def assisted(
     Raises:
         OptionError
     """
-    return Assisted(
-        draft,
-        tokenizer=tokenizer,
-        draft_tokenizer=draft_tokenizer,
-        num_draft_tokens=num_draft_tokens,
-        acceptance=acceptance,
-        streamer=streamer,
-        stop_strings=stop_strings,
-        allow_pickle=allow_pickle,
-    )
+    options = num_draft_tokens, acceptance, streamer, stop_strings, allow_pickle
+    return Assisted(draft, tokenizer, draft_tokenizer, *options)
 
 
 def generate(
@@ -245,14 +227,16 @@ def _check(model: Any, config: Any) -> None:
         raise UnsupportedModel(f"{type(model).__name__} is an encoder-decoder: only decoders are supported")
     if model.training:
         raise OptionError("model.training", True, "dropout changes the distribution: call model.eval()")
-    for name, (is_other, remedy) in _NOT_HERE.items():
-        value = getattr(config, name, None)
-        if value is not None and is_other(value):
-            raise OptionError(name, value, remedy)
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(config, name, None):
+            raise OptionError(name, True, "they are not returned: leave it out")
+    if config.cache_implementation in ("quantized", "offloaded"):
+        raise OptionError("cache_implementation", config.cache_implementation, "this cache is another: leave it out")
     mode = config.get_generation_mode()
     if mode not in _MODES:
-        name = "penalty_alpha" if mode == "contrastive_search" else "generation mode"
-        raise OptionError(name, getattr(config, name, mode), f"there is no {mode.replace('_', ' ')}: leave it out")
+        name = next((one for one in _OTHER_MODES if getattr(config, one, None) not in (None, False, 1)), "do_sample")
+        remedy = _OTHER_MODES.get(name) or f"there is no {mode.replace('_', ' ')}: leave it out"
+        raise OptionError(name, getattr(config, name), remedy)
 
 
 def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:

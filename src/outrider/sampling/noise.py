@@ -126,6 +126,11 @@ class RoundUniforms:
         values = self.values if num_columns == self.values.shape[1] else self.values[:, :num_columns]
         return RoundUniforms(values.index_select(0, rows))
 
+    @property
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """The noise as the rules in C++ take it."""
+        return self.values.contiguous(), self.values.shape[1], None, None
+
 
 def round_uniforms(seeds: Tensor, round_starts: Tensor, k: int) -> RoundUniforms:
     """Uniform numbers for one round of each row.
@@ -135,20 +140,10 @@ def round_uniforms(seeds: Tensor, round_starts: Tensor, k: int) -> RoundUniforms
         round_starts: number of tokens (prompt included) committed before the round. [B]
         k: offsets 0..k-1 are drafted.
     """
-    num_rows = seeds.shape[0]
     offsets = torch.arange(k + 1, device=seeds.device) % max(k, 1)  # the last column is the next token's: offset 0
     uses = torch.full_like(offsets, _USE_DRAFT_AND_ACCEPT)
     uses[k] = _USE_NEXT
-    counters = torch.stack(
-        (
-            round_starts[:, None].expand(num_rows, k + 1),
-            offsets.expand(num_rows, k + 1),
-            torch.zeros_like(offsets).expand(num_rows, k + 1),
-            uses.expand(num_rows, k + 1),
-        ),
-        dim=-1,
-    )  # [B, K+1, 4]
-    words = philox_4x32(counters, split_words(seeds)[:, None])
+    words = _words(seeds[:, None], round_starts[:, None], offsets, uses)  # [B, K+1, 4]
     first = _to_uniform(words[..., 0], words[..., 1])
     second = _to_uniform(words[..., 2], words[..., 3])
     return RoundUniforms.of(first[:, :k], second[:, :k], first[:, k])
@@ -171,11 +166,14 @@ def gumbels(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
         [B, T, V]
     """
     ids = torch.arange(vocab_size, device=positions.device)
-    words = _words(seeds, positions, (vocab_size + 1) // 2, _USE_GUMBEL)  # four words make the noise of two tokens
+    rows = seeds[:, None, None], positions[..., None]
+    pairs = ids[: (vocab_size + 1) // 2]
+    words = _words(*rows, pairs, torch.full_like(pairs, _USE_GUMBEL))  # four words make the noise of two tokens
     uniforms = torch.stack(
         (_to_uniform(words[..., 0], words[..., 1]), _to_uniform(words[..., 2], words[..., 3])), dim=-1
     ).flatten(-2)  # [B, T, V or V+1]
-    of_blocks = _words(seeds, positions, (vocab_size + _BLOCK - 1) // _BLOCK, _USE_LEAST)
+    blocks = ids[: (vocab_size + _BLOCK - 1) // _BLOCK]
+    of_blocks = _words(*rows, blocks, torch.full_like(blocks, _USE_LEAST))
     least = -_to_uniform(of_blocks[..., 0], of_blocks[..., 1]).log() / _BLOCK
     block = ids // _BLOCK
     holds = of_blocks[..., 2][..., block] % _BLOCK == ids % _BLOCK
@@ -183,63 +181,47 @@ def gumbels(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     return -(least[..., block] + more).log()
 
 
-def _words(seeds: Tensor, positions: Tensor, num: int, use: int) -> Tensor:
-    """Random words of counters (position, 0 .. num-1, 0, use). [B], [B, T] -> [B, T, N, 4]"""
-    shape = (*positions.shape, num)
-    index = torch.arange(num, device=positions.device)
-    counters = torch.stack(
-        (
-            positions[..., None].expand(shape),
-            index.expand(shape),
-            torch.zeros_like(index).expand(shape),
-            torch.full_like(index, use).expand(shape),
-        ),
-        dim=-1,
-    )
-    return philox_4x32(counters, split_words(seeds)[:, None, None])
-
-
-@dataclass(frozen=True, slots=True)
-class TokenGumbels:
-    """The Gumbel noise of one token of each row, computed lazily and once."""
-
-    seeds: Tensor  # [B]
-    positions: Tensor  # [B]
-    vocab_size: int
-    _values: list[Tensor] = field(default_factory=list, init=False)
-
-    def values(self) -> Tensor:
-        """[B, V]"""
-        if not self._values:
-            self._values.append(gumbels(self.seeds, self.positions[:, None], self.vocab_size)[:, 0])
-        return self._values[0]
+def _words(seeds: Tensor, positions: Tensor, indices: Tensor, uses: Tensor) -> Tensor:
+    """Random words of counters (position, index, 0, use). All [...], which broadcast -> [..., 4]"""
+    places = torch.broadcast_tensors(positions, indices, torch.zeros_like(indices), uses)
+    return philox_4x32(torch.stack(places, dim=-1), split_words(seeds))
 
 
 @dataclass(frozen=True, slots=True)
 class GumbelNoise:
-    """The Gumbel noise of one round. A row without drafts needs the noise of one token only."""
+    """The Gumbel noise of one round, computed lazily and once: without drafts, the noise of one token is enough."""
 
     seeds: Tensor  # [B]
     round_starts: Tensor  # [B]
     vocab_size: int
-    _tokens: list[TokenGumbels] = field(default_factory=list, init=False)
+    _values: list[Tensor] = field(default_factory=list, init=False)
+    _later: list[GumbelNoise] = field(default_factory=list, init=False)
 
-    def at(self, offset: int) -> TokenGumbels:
-        """Noise of the token at this offset in the round."""
-        while len(self._tokens) <= offset:
-            positions = self.round_starts + len(self._tokens)
-            self._tokens.append(TokenGumbels(self.seeds, positions, self.vocab_size))
-        return self._tokens[offset]
+    def values(self) -> Tensor:
+        """Noise of the round's first token. [B, V]"""
+        if not self._values:
+            self._values.append(gumbels(self.seeds, self.round_starts[:, None], self.vocab_size)[:, 0])
+        return self._values[0]
+
+    def at(self, offset: int) -> GumbelNoise:
+        """Noise of the token at this offset in the round, and of those after it."""
+        while len(self._later) < offset:
+            starts = self.round_starts + len(self._later) + 1
+            self._later.append(GumbelNoise(self.seeds, starts, self.vocab_size))
+        return self._later[offset - 1] if offset else self
 
     def token(self, offset: int) -> GumbelNoise:
         """Noise for a round that begins at this offset and drafts one token."""
-        noise = GumbelNoise(self.seeds, self.round_starts + offset, self.vocab_size)
-        noise._tokens.append(self.at(offset))
-        return noise
+        return self.at(offset)
 
     def select(self, rows: Tensor, k: int) -> GumbelNoise:
         """Select rows [B']. The noise is computed lazily, so ``k`` has no effect."""
         return GumbelNoise(self.seeds[rows], self.round_starts[rows], self.vocab_size)
+
+    @property
+    def arguments(self) -> tuple[Tensor | int | None, ...]:
+        """The noise as the rules in C++ take it."""
+        return None, 0, self.seeds.contiguous(), self.round_starts.contiguous()
 
 
 class NoiseAhead:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torch import Tensor
 
 from outrider.records import Draft, Verdict
 from outrider.sampling.candidates import Candidates
-from outrider.sampling.noise import GumbelNoise, RoundUniforms, TokenGumbels, round_uniforms
+from outrider.sampling.noise import GumbelNoise, RoundUniforms, round_uniforms
 from outrider.sampling.probs import Probs, draw, draw_gumbel, full, normalise, one_hot, wide, wide_sum
 
 
@@ -181,25 +182,12 @@ def prob_at(probs: Probs, ids: Tensor) -> Tensor:
     return probs.at(ids) if isinstance(probs, Candidates) else _normalised_at(probs, ids)
 
 
-def _rejection(target_probs: Probs, draft: Draft, noise: RoundUniforms) -> Verdict:
+def _verify(
+    definition: Callable[[Any, Draft, Any], Verdict], number: int, target_probs: Probs, draft: Draft, noise: Any
+) -> Verdict:
+    """The verdict of a rule: its definition on full rows, and its number in C++ on candidates."""
     p, draft = _of_one_kind(target_probs, draft)
-    return p.verify(0, draft, _uniforms(noise)) if isinstance(p, Candidates) else rejection(p, draft, noise)
-
-
-def _block(target_probs: Probs, draft: Draft, noise: RoundUniforms) -> Verdict:
-    p, draft = _of_one_kind(target_probs, draft)
-    return p.verify(1, draft, _uniforms(noise)) if isinstance(p, Candidates) else block(p, draft, noise)
-
-
-def _gumbel(target_probs: Probs, draft: Draft, noise: GumbelNoise) -> Verdict:
-    p, draft = _of_one_kind(target_probs, draft)
-    if not isinstance(p, Candidates):
-        return gumbel(p, draft, noise)
-    return p.verify(2, draft, (None, 0, noise.seeds.contiguous(), noise.round_starts.contiguous()))
-
-
-def _uniforms(noise: RoundUniforms) -> tuple[Tensor | int | None, ...]:
-    return noise.values.contiguous(), noise.values.shape[1], None, None
+    return p.verify(number, draft, noise.arguments) if isinstance(p, Candidates) else definition(p, draft, noise)
 
 
 def _of_one_kind(target_probs: Probs, draft: Draft) -> tuple[Probs, Draft]:
@@ -217,13 +205,13 @@ def _make_gumbels(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) 
     return GumbelNoise(seeds, round_starts, vocab_size)
 
 
-def _draw_gumbel(rows: Probs, noise: TokenGumbels) -> Tensor:
+def _draw_gumbel(rows: Probs, noise: GumbelNoise) -> Tensor:
     if isinstance(rows, Candidates):
-        return rows.draw_with_noise(noise.seeds, noise.positions)
+        return rows.draw_with_noise(noise.seeds, noise.round_starts)
     return draw_gumbel(rows, noise.values())
 
 
-REJECTION = Rule("rejection", _make_uniforms, draw, _rejection)
-BLOCK = Rule("block", _make_uniforms, draw, _block)
-GUMBEL = Rule("gumbel", _make_gumbels, _draw_gumbel, _gumbel)
+REJECTION = Rule("rejection", _make_uniforms, draw, partial(_verify, rejection, 0))
+BLOCK = Rule("block", _make_uniforms, draw, partial(_verify, block, 1))
+GUMBEL = Rule("gumbel", _make_gumbels, _draw_gumbel, partial(_verify, gumbel, 2))
 RULES = {"rejection": REJECTION, "block": BLOCK, "gumbel": GUMBEL}

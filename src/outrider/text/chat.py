@@ -10,6 +10,7 @@ Sources: Transformers' chat templates (``apply_chat_template``); the names are t
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
@@ -165,8 +166,11 @@ def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Cha
     """Text that the template makes of these messages. Raises PromptError, OptionError."""
     from jinja2 import TemplateError
 
+    errors = TemplateError, TypeError, ValueError  # templates compute with the content of messages
     texts = [message.get("content") for message in messages]
-    said = [text.strip() for message, text in zip(messages, texts, strict=True) if text and message["role"] == "user"]
+    said = [(text or "").strip() for text in texts]
+    of_users = [text for text, message in zip(said, messages, strict=True) if text and message["role"] == "user"]
+    marks = [f" mark{index}." for index in range(len(messages))]
 
     def write(form: Callable[[str, int], Any], without: int | None = None) -> str:
         written = [
@@ -186,55 +190,41 @@ def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Cha
         )
         return text
 
-    errors = TemplateError, TypeError, ValueError  # templates compute with the content of messages
     text, refusal, kwargs = "", None, {}
     try:
         kwargs = _checked_kwargs(tokenizer, options)
-        text = write(_unchanged)
+        text = write(lambda content, _: content)
     except errors as error:
         refusal = PromptError(f"the model's chat template does not accept these messages: {error}")
-    if refusal or not all(_found(said, text)):
+    if refusal or not all(_found(of_users, text)):
         # Some templates accept lists of parts only, and skip plain text. Others change or shorten the text, and would
         # print a list as Python does.
         with suppress(*errors):
             parted = write(lambda content, _: [{"type": "text", "text": content}])
-            if all(_found(said, parted)) and "{'type': 'text'" not in parted:
+            if all(_found(of_users, parted)) and "{'type': 'text'" not in parted:
                 return parted
     if refusal:
         raise refusal
     # A short text of another role may be there by chance.
-    is_there = _found([(one or "").strip() for one in texts], text)
     doubtful = [
         index
-        for index, message in enumerate(messages)
-        if texts[index] and not (is_there[index] and message["role"] in ("user", "assistant"))
+        for index, (message, is_there) in enumerate(zip(messages, _found(said, text), strict=True))
+        if texts[index] and not (is_there and message["role"] in ("user", "assistant"))
     ]
     marked = ""
     with suppress(*errors):
-        marked = write(_marked) if doubtful else ""
-    is_marked = _found([_mark(index) for index in doubtful], marked)
+        marked = write(lambda content, index: content + marks[index]) if doubtful else ""
+    is_marked = _found([marks[index] for index in doubtful], marked)
     lacking = [index for index, is_written in zip(doubtful, is_marked, strict=True) if not is_written]
     for index in lacking[:_MOST_TRIALS]:
         # Templates change the text of users and assistants, but write some of it.
         with suppress(*errors):
-            if write(_unchanged, without=index) == text:
+            if write(lambda content, _: content, without=index) == text:
                 if options.system is not None and index == 0:
                     raise OptionError("system", options.system, "the model's chat template skips system messages")
                 role = messages[index]["role"]
                 raise PromptError(f"the model's chat template skips messages of the role {role!r}")
     return text
-
-
-def _unchanged(text: str, index: int) -> str:
-    return text
-
-
-def _mark(index: int) -> str:
-    return f" mark{index}."
-
-
-def _marked(text: str, index: int) -> str:
-    return text + _mark(index)
 
 
 def _found(parts: Sequence[str], text: str) -> list[bool]:
@@ -278,23 +268,11 @@ def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
 def _variables_of(template: str) -> frozenset[str]:
     """The variables that a template reads. Raises jinja2.TemplateError."""
     from jinja2 import Environment
-    from jinja2.ext import Extension, loopcontrols
     from jinja2.meta import find_undeclared_variables
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
 
-    class Generation(Extension):
-        """Transformers' tag around the text of the assistant."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Parser) -> list[Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = Environment(extensions=[Generation, loopcontrols])
-    functions = {"raise_exception", "strftime_now"}
-    return frozenset(find_undeclared_variables(environment.parse(template)) - functions)
+    plain = re.sub(r"{%[-+]?\s*(end)?generation\s*[-+]?%}", "", template)  # Transformers' tag around answers
+    read = find_undeclared_variables(Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain))
+    return frozenset(read - {"raise_exception", "strftime_now"})
 
 
 def read_message(index: int, message: Any) -> dict[str, Any]:
