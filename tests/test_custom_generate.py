@@ -134,9 +134,8 @@ def test_ends_act_token_by_token() -> None:
 
 def test_tensors_are_returned_where_no_dictionary_is_asked_for() -> None:
     model, draft = _pair()
-    for given in (INPUTS, {"input_ids": IDS[2:], "max_new_tokens": 5}, {"inputs": IDS[2:], "max_new_tokens": 1}):
-        plain = model.generate(**given)
-        assert model.generate(**given, custom_generate=assisted(draft)).equal(plain)
+    given = {"inputs": IDS[2:], "max_new_tokens": 1}
+    assert model.generate(**given, custom_generate=assisted(draft)).equal(model.generate(**given))
     one = model.generate(IDS[2:], max_new_tokens=3, return_dict_in_generate=True, custom_generate=assisted(draft))
     assert one.scores is None and one.logits is None and one.sequences.shape == (1, 11)
 

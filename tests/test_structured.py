@@ -2,15 +2,19 @@
 
 import json
 import re
+import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, grammar_from
 
 from outrider.api import load
-from outrider.errors import MissingExtra, NumericsError, OptionError
+from outrider.errors import ConstraintNotRead, MissingExtra, NumericsError, OptionError
 from outrider.options import Sampling
-from outrider.text.structure import _at_the_beginning
+from outrider.text import structure
+from outrider.text.structure import _at_the_beginning, _can_be_read
 from pairs import embedded, random_llama, word_tokenizer
 
 PROMPT = "Once upon a time there was a"
@@ -194,3 +198,60 @@ def test_the_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_are_compared_and_shown() -> None:
     assert Sampling(regex="a").is_constrained and not Sampling().is_constrained
     assert Sampling(json_schema=SCHEMA) == Sampling(json_schema=dict(SCHEMA))
+
+
+# Constraints are read first by a process with limits.
+
+_LONG_S = 600  # beyond any test
+_SLOW = LLMatcher.grammar_from_json_schema(
+    json.dumps({"type": "string", "allOf": [{"pattern": one} for one in _PATTERNS]})
+)
+_QUICK = grammar_from("regex", "\u00e9")
+
+
+@pytest.fixture
+def _nothing_is_known() -> None:
+    _can_be_read.cache_clear()
+
+
+@pytest.mark.usefixtures("_nothing_is_known")
+def test_each_limit_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the verdict is remembered, as is that on a grammar within the limits."""
+    monkeypatch.setattr(structure, "_MOST_CHECK_S", _LONG_S)
+    assert _can_be_read(_QUICK)
+    for name, limit, other in (("_MOST_CPU_S", 1, "_MOST_MEMORY"), ("_MOST_MEMORY", 2**26, "_MOST_CPU_S")):
+        _can_be_read.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(structure, name, limit)
+            patch.setattr(structure, other, 2**40)
+            assert not _can_be_read(_SLOW)
+    monkeypatch.setattr(subprocess, "run", None)
+    assert not _can_be_read(_SLOW)
+
+
+@pytest.mark.usefixtures("_nothing_is_known")
+def test_the_fault_of_the_machine_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for place, name, value in (
+        (structure, "_MOST_CHECK_S", 0.0),  # as where the processor time does not pass
+        (structure, "_PROGRAM", "import nothing_of_this_name"),
+        # As by a lack of memory.
+        (structure, "_PROGRAM", "import os; print(1, flush=True); os.kill(os.getpid(), 9)"),
+        (structure, "sys", SimpleNamespace(executable="/no/such/program")),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(ConstraintNotRead):
+            patch.setattr(place, name, value)
+            _can_be_read(_QUICK)
+    assert _can_be_read(_QUICK)
+
+
+@pytest.mark.parametrize(
+    "system",
+    ["sys.modules['resource'] = None", "import resource; resource.setrlimit = lambda *_: int('current limit')"],
+)
+@pytest.mark.usefixtures("_nothing_is_known")
+def test_a_system_without_limits(system: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows has none, and macOS refuses that of memory. Grammars can be read all the same, whatever the encoding of
+    the terminal."""
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    monkeypatch.setattr(structure, "_PROGRAM", f"import sys\n{system}\n{structure._PROGRAM}")
+    assert _can_be_read(_QUICK)

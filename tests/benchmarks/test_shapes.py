@@ -65,18 +65,6 @@ def test_break_even_is_where_the_closed_form_is_one() -> None:
     assert script.break_even(0.0, {1: 0.009}, 0.010) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_worth_training() -> None:
-    costs = [
-        script.ShapeCost(Shape(1, 64), 100, 1.0, 0.5),
-        script.ShapeCost(Shape(1, 128), 300, 1.1, 0.5),
-        script.ShapeCost(Shape(2, 64), 200, 2.0, 0.5),  # slower than the one before, and smaller
-        script.ShapeCost(Shape(2, 128), 500, 2.2, 0.5),
-    ]
-    assert [one.num_params for one in script.worth_training(costs)] == [100, 300, 500]
-    assert [one.num_params for one in script.worth_training(costs, 1.5)] == [100, 300]
-    assert script.worth_training(costs, 0.5) == []
-
-
 def test_the_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     shapes = script.default_shapes(as_lm(tiny_llama(num_layers=5)))
     assert {(one.num_layers, one.hidden_size) for one in shapes} == set(product((1, 2), (8, 16, 24, 32)))

@@ -5,12 +5,19 @@ import functools
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
+from outrider.decoder import Decoder
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import ngram_drafter
 from outrider.errors import OptionError, PromptError
 from outrider.options import SamplingChanges
-from outrider.text.chat import Chat, ChatChanges, ChatOptions, chat_text
+from outrider.text.chat import Chat, ChatChanges, ChatOptions, chat_text, ends_text, turn_end
 from outrider.text.tokenizer import encode
 from pairs import word_tokenizer
+from toys import as_lm, tiny_llama
 
 OF_STRINGS = "{% for m in messages %}[{{ m.role }}] {{ m.content }} {% endfor %}"
 OF_PARTS = "{% for m in messages %}[{{ m.role }}] {% for p in m.content %}{{ p.text }}{% endfor %} {% endfor %}"
@@ -55,21 +62,6 @@ def test_a_template_may_change_the_text(change: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([{"type": "image", "url": "a.png"}], "message 0 has a part of type 'image': only text can be given here"),
-        ([{"type": "text", "text": 5}], "a part of type 'text'"),
-        (["w1"], "a part of type 'str'"),
-        (5, "the content of message 0 is text, or a list of parts of text"),
-    ],
-)
-def test_what_is_not_text_is_refused(content: Any, message: str) -> None:
-    """Rather than written as Python shows it."""
-    with pytest.raises(PromptError, match=message):
-        Chat([{"role": "user", "content": content}])
-
-
-@pytest.mark.parametrize(
     ("messages", "message"),
     [
         ([], "a chat is a list of messages, at least one"),
@@ -78,9 +70,17 @@ def test_what_is_not_text_is_refused(content: Any, message: str) -> None:
         ([{"role": "user", "content": "w1"}, "w1"], "message 1 is not an object with a 'role' and a 'content'"),
         ([{"role": "user"}], "the content of message 0 is text"),
         ([{"role": "assistant", "refusal": 5}], "a part of type 'refusal'"),
+        (
+            [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}],
+            "message 0 has a part of type 'image': only",
+        ),
+        ([{"role": "user", "content": [{"type": "text", "text": 5}]}], "a part of type 'text'"),
+        ([{"role": "user", "content": ["w1"]}], "a part of type 'str'"),
+        ([{"role": "user", "content": 5}], "the content of message 0 is text, or a list of parts of text"),
     ],
 )
-def test_what_is_no_chat(messages: Any, message: str) -> None:
+def test_what_is_no_chat_of_text_is_refused(messages: Any, message: str) -> None:
+    """Rather than written as Python shows it."""
     with pytest.raises(PromptError, match=message):
         Chat(messages)
 
@@ -247,12 +247,17 @@ def test_a_chat_is_a_prompt() -> None:
         encode(word_tokenizer(), Chat("w1"))
 
 
-@pytest.mark.parametrize("role", ["system", "tool", "usr"])
-def test_a_message_that_the_template_skips_is_refused(role: str) -> None:
-    """Also where its text occurs elsewhere in the chat."""
+def test_a_message_that_the_template_skips_is_refused() -> None:
+    """Also where its text occurs elsewhere in the chat, and one among many."""
     template = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
-    with pytest.raises(PromptError, match=f"skips messages of the role '{role}'"):
-        written(template, [{"role": role, "content": "w1"}, {"role": "user", "content": "w1 w2"}])
+    for role in ("system", "tool", "usr"):
+        with pytest.raises(PromptError, match=f"skips messages of the role '{role}'"):
+            written(template, [{"role": role, "content": "w1"}, {"role": "user", "content": "w1 w2"}])
+    template = "{% for m in messages %}{% if 'w3' not in m.content %}{{ m.content }} {% endif %}{% endfor %}"
+    messages = [{"role": "user", "content": "w1"}, *[{"role": "tool", "content": "w2"}] * 50]
+    messages[30] = {"role": "tool", "content": "w3"}
+    with pytest.raises(PromptError, match="skips messages of the role 'tool'"):
+        written(template, messages)
 
 
 @pytest.mark.parametrize("template", [OF_STRINGS, WITH_TOOLS, OF_STRINGS.replace("m.content", "m.content | upper")])
@@ -273,9 +278,79 @@ def test_a_long_chat_is_not_written_once_for_each_message(template: str) -> None
     assert num_written <= 12
 
 
-def test_one_skipped_message_among_many_is_found() -> None:
-    template = "{% for m in messages %}{% if 'w3' not in m.content %}{{ m.content }} {% endif %}{% endfor %}"
-    messages = [{"role": "user", "content": "w1"}, *[{"role": "tool", "content": "w2"}] * 50]
-    messages[30] = {"role": "tool", "content": "w3"}
-    with pytest.raises(PromptError, match="skips messages of the role 'tool'"):
-        written(template, messages)
+# A chat ends with its template's end of a turn, too; other texts end as in ``generate``.
+
+_SPECIALS = ["<|im_start|>", "<|im_end|>", "<eos>", "<|im_end|>s"]
+_CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LAST = "{% for m in messages %}{{ m.content }}{% if loop.last %} <eos>{% else %}<|im_end|>{% endif %}{% endfor %}"
+# The same token ends a thought, or the content before a call.
+_PARTS = (
+    "{% for m in messages %}{% if m.reasoning_content %}{{ m.reasoning_content }}<|im_end|>{% endif %}"
+    "{{ m.content }}<|im_end|>{% endfor %}"
+)
+_CALLS = (
+    "{% for m in messages %}{{ m.content }}<|im_end|>"
+    "{% for call in m.tool_calls or [] %}{{ call.function.name }}<|im_end|>{% endfor %}{% endfor %}"
+)
+_TEMPLATES = {
+    _CHATML: "<|im_end|>",
+    _LAST: "<eos>",  # as in channels: other turns end with another token
+    "{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}": "<eos>",
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}": None,
+    "{% for m in messages %}{{ m.content[:3] }}<|im_end|>{% endfor %}": None,
+    _PARTS: None,
+    _CALLS: None,
+    "{{ raise_exception('only tools') }}": None,
+    "{% for m in messages %}{{ m.content }}{{ m.content.none.none }}{% endfor %}": None,
+}
+
+
+def _tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    words = ["user", "assistant", "Hi", *(f"w{i}" for i in range(30))]
+    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="w0")
+    tokenizer.add_special_tokens({"additional_special_tokens": _SPECIALS})
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("template", _TEMPLATES)
+def test_the_end_that_a_template_writes(template: str) -> None:
+    tokenizer = _tokenizer(template)
+    name = _TEMPLATES[template]
+    assert turn_end(tokenizer) == (None if name is None else tokenizer.convert_tokens_to_ids(name))
+    assert turn_end(None) is turn_end(_tokenizer()) is None
+
+
+@pytest.mark.parametrize("drafter", [NO_DRAFTER, ngram_drafter()])
+def test_chats_end_there_and_other_texts_do_not(drafter: Drafter) -> None:
+    tokenizer = _tokenizer(_CHATML)
+    end, eos = (tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<eos>"))
+    assert isinstance(end, int) and isinstance(eos, int)
+    lm = as_lm(tiny_llama())
+    decoder = Decoder(lm, tokenizer, frozenset([eos]), drafter, turn_ids=frozenset([end]))
+    options: dict[str, Any] = {"logit_bias": {end: 100.0}, "max_new_tokens": 4, "num_draft_tokens": 3}
+    chat = [{"role": "user", "content": "Hi"}]
+    for prompt in (chat, Chat(chat), decoder.encode(chat), tokenizer.apply_chat_template(chat, tokenize=False)):
+        (output,) = decoder.generate([prompt], **options)
+        assert (output.finish_reason, output.token_ids) == ("eos", (end,))
+        (output,) = decoder.generate([prompt], ignore_eos=True, **options)
+        assert (output.finish_reason, len(output.token_ids)) == ("length", 4)
+    (output,) = decoder.generate(["Hi w1"], **options)
+    assert (output.finish_reason, output.token_ids) == ("length", (end,) * 4)
+    assert decoder.ends_of([1, 2]) == {eos}
+    assert decoder.ends_of(decoder.encode(chat)) == {eos, end}
+
+
+def test_the_line_names_them() -> None:
+    tokenizer = _tokenizer(_CHATML)
+    end, eos = (tokenizer.convert_tokens_to_ids(name) for name in ("<|im_end|>", "<eos>"))
+    assert isinstance(end, int) and isinstance(eos, int)
+    text = ends_text("m", tokenizer, [eos], [end])
+    assert text == f"m: texts end with {eos} <eos>; chats also with {end} <|im_end|>"
+    assert ends_text("m", None, [], []) == "m: texts end with no token"
+    assert ends_text("m", None, [3], [3]) == "m: texts end with 3"

@@ -7,7 +7,7 @@ that the output follows the target's changed distribution, token by token.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -56,32 +56,6 @@ def as_biases(effect: NDArray[Any]) -> NDArray[Any]:
     return np.where(effect, np.float32(0), np.float32(-np.inf)) if effect.dtype == np.bool_ else effect
 
 
-@dataclass(slots=True)
-class _Walk:
-    """One constraint, advanced over drafted tokens.
-
-    Attributes:
-        effects: at the positions so far; None for no effect.
-        num_pushed: tokens that the constraint was advanced by. It stops at a forbidden token: that one will be
-            rejected, and no effect after it matters.
-    """
-
-    constraint: Constraint
-    effects: list[Effect | None] = field(init=False)
-    num_pushed: int = 0
-
-    def __post_init__(self) -> None:
-        self.effects = [self.constraint.effect()]
-
-    def push(self, token_id: int) -> None:
-        is_behind = self.num_pushed < len(self.effects) - 1
-        if is_behind or not self.constraint.push(token_id):
-            self.effects.append(None)
-            return
-        self.num_pushed += 1
-        self.effects.append(self.constraint.effect())
-
-
 class Masks:
     """The effects of constraints in one round. ``push`` advances by a drafted token, ``along`` ends the round.
 
@@ -90,35 +64,48 @@ class Masks:
     """
 
     def __init__(self, constraints: Sequence[Constraint | None], vocab_size: int, device: torch.device) -> None:
-        self._walks = [None if one is None else _Walk(one) for one in constraints]
+        self._constraints = constraints
+        # By row: the effects at the positions so far, None for no effect; and how far the constraint was advanced.
+        self._effects = [[] if one is None else [one.effect()] for one in constraints]
+        self._num_pushed = [0] * len(constraints)
         self._vocab_size, self._device = vocab_size, device
 
     def here(self) -> Tensor | Calls:
         """Effects on the next tokens. [B, 1, V]"""
-        return self._together([() if walk is None else walk.effects[-1:] for walk in self._walks], 1)
+        return self._together([effects[-1:] for effects in self._effects], 1)
 
     def push(self, ids: Tensor, is_drafted: Tensor) -> None:
         """Advance by a token, in rows that have one. [B], [B]"""
-        for walk, token_id, is_meant in zip(self._walks, ids.tolist(), is_drafted.tolist(), strict=True):
-            if walk is not None and is_meant:
-                walk.push(token_id)
+        for row, (token_id, is_meant) in enumerate(zip(ids.tolist(), is_drafted.tolist(), strict=True)):
+            if is_meant:
+                self._push(row, token_id)
 
     def along(self, draft: Draft) -> Tensor | Calls:
         """Effects at the K positions of the draft and the one after; rolls the constraints back to the committed
         tokens. [B, K+1, V]"""
-        for walk, ids, num_drafted in zip(self._walks, draft.ids.tolist(), draft.num_drafted.tolist(), strict=True):
-            if walk is not None:
-                for token_id in ids[len(walk.effects) - 1 : num_drafted]:
-                    walk.push(token_id)
+        for row, (ids, num_drafted) in enumerate(zip(draft.ids.tolist(), draft.num_drafted.tolist(), strict=True)):
+            for token_id in ids[max(0, len(self._effects[row]) - 1) : num_drafted]:
+                self._push(row, token_id)
         self.roll_back()
-        return self._together([() if walk is None else walk.effects for walk in self._walks], draft.ids.shape[1] + 1)
+        return self._together(self._effects, draft.ids.shape[1] + 1)
 
     def roll_back(self) -> None:
         """Roll the constraints back to the committed tokens."""
-        for walk in self._walks:
-            if walk is not None:
-                walk.constraint.pop(walk.num_pushed)
-                walk.num_pushed = 0
+        for row, constraint in enumerate(self._constraints):
+            if constraint is not None:
+                constraint.pop(self._num_pushed[row])
+                self._num_pushed[row] = 0
+
+    def _push(self, row: int, token_id: int) -> None:
+        """Advance a row. A forbidden token will be rejected, so that no effect after it matters."""
+        constraint, effects = self._constraints[row], self._effects[row]
+        if constraint is None:
+            return
+        if self._num_pushed[row] == len(effects) - 1 and constraint.push(token_id):
+            self._num_pushed[row] += 1
+            effects.append(constraint.effect())
+        else:
+            effects.append(None)
 
     def _together(self, effects: Sequence[Sequence[Effect | None]], num_places: int) -> Tensor | Calls:
         """[B, T, V]"""

@@ -23,6 +23,7 @@ from outrider.options import CallOptions
 
 FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 """Options that a request, or a row of a file, may have beside its messages."""
+IMAGE_KINDS = ("image", "image_url")
 _THINKING = ("enable_thinking", "thinking")  # names of the switch: Qwen's and others', DeepSeek's and Granite's
 _MOST_TRIALS = 8  # messages that are left out on trial, at the price of the whole template for each
 _ANSWER = "A short answer."
@@ -275,9 +276,14 @@ def _variables_of(template: str) -> frozenset[str]:
     return frozenset(read - {"raise_exception", "strftime_now"})
 
 
-def read_message(index: int, message: Any) -> dict[str, Any]:
+def read_message(
+    index: int, message: Any, read_image: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+) -> dict[str, Any]:
     """A message as chat templates know it: its text in one piece, a refusal as text, and the role ``developer`` as
     ``system``, its older name. The text of an assistant may be missing: it is None beside calls of tools, else empty.
+
+    Args:
+        read_image: makes a part of the template's for each image, and the text stays in parts; None: refuse images.
 
     Raises:
         PromptError: the message is no object, has no role, or has no text.
@@ -294,15 +300,22 @@ def read_message(index: int, message: Any) -> dict[str, Any]:
     if refusal is not None:
         parts = [*parts, {"type": "refusal", "refusal": refusal}]
     if parts or not (may_lack and message.get("tool_calls")):
-        read["content"] = "".join(_text_of_part(index, part) for part in parts)
+        texts = [_read_part(index, part, read_image) for part in parts]
+        if read_image is None:
+            read["content"] = "".join(texts)
+        else:
+            read["content"] = [{"type": "text", "text": one} if isinstance(one, str) else one for one in texts]
     return read
 
 
-def _text_of_part(index: int, part: Any) -> str:
+def _read_part(index: int, part: Any, read_image: Callable[[Mapping[str, Any]], Any] | None) -> Any:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    if read_image is not None and kind in IMAGE_KINDS:
+        return read_image(part)
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
-        raise PromptError(f"message {index} has a part of type {kind!r}: only text can be given here")
+        allowed = "only text" if read_image is None else "text and images"
+        raise PromptError(f"message {index} has a part of type {kind!r}: {allowed} can be given here")
     return text
 
 

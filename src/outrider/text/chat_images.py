@@ -12,16 +12,16 @@ import io
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import MissingExtra, OptionError, PromptError
-from outrider.text.chat import Chat, ChatOptions, read_message
+from outrider.text.chat import IMAGE_KINDS, Chat, ChatOptions, read_message
 from outrider.text.prompts import is_chat, media_of
 
-_KINDS = ("image", "image_url")
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others run programs (EPS), or are rarely tested
 # Limits of one prompt: a small file may hold a huge image.
 MOST_IMAGES = 64
@@ -63,7 +63,7 @@ def _parts(message: Any) -> Sequence[Any]:
 
 
 def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in _KINDS
+    return isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
 
 
 def image_urls(messages: Sequence[Any]) -> list[str]:
@@ -107,28 +107,18 @@ def chat_inputs(
     if find_spec("PIL") is None:
         raise MissingExtra("pillow", "images", "an image")
     images: list[Any] = []
-    written = []
-    for index, message in enumerate(messages):
-        if not any(map(_is_image, _parts(message))):
-            message = read_message(index, message)
-        parts = []
-        for part in _parts(message):
-            if _is_image(part):
-                if (detail := _detail_of(part)) not in (None, "auto", "high"):
-                    raise PromptError(
-                        f"message {index} asks for images in detail {detail!r}: they are read as they are"
-                    )
-                images.append(_opened(_value_of(part), f"message {index}", fetched, reads_files=reads_files))
-                _check_size(images)
-                parts.append({"type": "image"})
-            elif isinstance(part, Mapping) and isinstance(part.get("text"), str):
-                parts.append({"type": "text", "text": part["text"]})
-            else:
-                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-                raise PromptError(f"message {index} has a part of type {kind!r}: text and images can be given here")
-        text = message.get("content") if isinstance(message, Mapping) else None
-        parts = [{"type": "text", "text": text}] if isinstance(text, str) else parts
-        written.append({**message, "content": parts})
+
+    def read_image(index: int, part: Mapping[str, Any]) -> dict[str, Any]:
+        if (detail := _detail_of(part)) not in (None, "auto", "high"):
+            raise PromptError(f"message {index} asks for images in detail {detail!r}: they are read as they are")
+        images.append(_opened(_value_of(part), f"message {index}", fetched, reads_files=reads_files))
+        _check_size(images)
+        return {"type": "image"}
+
+    written = [
+        {"content": [], **read_message(index, message, partial(read_image, index))}
+        for index, message in enumerate(messages)
+    ]
     images = [_decoded(image) for image in images]
     try:
         text = processor.apply_chat_template(written, add_generation_prompt=True, tokenize=False)
