@@ -28,13 +28,7 @@ from outrider.models.registry import Placement
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
 from outrider.records import Request
 from outrider.requests.criteria import Criteria
-from outrider.requests.logits_processors import (
-    ProcessedRow,
-    Processor,
-    as_options,
-    process,
-    processors_of_row,
-)
+from outrider.requests.logits_processors import ProcessedRow, Processor, as_options, process, processors_of_row
 from outrider.runtime.modules import CACHE_NAMES
 
 _MODES = ("greedy_search", "sample")

