@@ -23,12 +23,6 @@ from outrider.runtime.modules import cache_argument
 from pairs import embedded, random_llama
 from toys import perturbed
 
-FEW = ["llama", "gpt2", "gemma3_text"]
-# Not Gemma 2, whose eager `generate` itself gives NaN for padded rows.
-MORE = [
-    *("mistral", "qwen2", "qwen3", "gemma", "gpt_neox", "gptj", "phi", "phi3", "falcon", "codegen", "starcoder2"),
-    *("opt", "olmo2", "cohere", "stablelm", "granite", "glm", "nemotron", "smollm3", "exaone4", "helium"),
-]
 CACHE = cache_argument(tf.LlamaForCausalLM)
 PAD, END = 0, 9
 IDS = torch.tensor([[PAD, PAD, PAD, 5, 6, 7, 5, 6], [PAD] * 7 + [4], [2, 3, 2, 3, 2, 3, 2, 3]])
@@ -72,7 +66,7 @@ def _same(name: str = "llama", draft: Any = None, **options: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("name", [*FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
 def test_greedy_output_is_that_of_generate(name: str) -> None:
     found = _same(name)
     assert found.sequences.shape == (3, 20)

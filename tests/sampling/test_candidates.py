@@ -9,7 +9,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from candidate_rows import as_candidates, on_candidates
+from candidate_rows import on_candidates
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
@@ -192,11 +192,3 @@ def test_the_loop_follows_the_law(rule: Rule) -> None:
     assert not counts[law == 0].any()
     expected = law[law > 0] / law.sum() * 3000
     assert scipy.stats.chisquare(counts[law > 0].numpy(), expected.numpy()).pvalue > 1e-6 / 3
-
-
-def test_the_draw_sees_a_wrong_weight() -> None:
-    """The control: rows of which one weight is off by a thousandth draw another token at the edge."""
-    p = torch.tensor([[0.25, 0.5, 0.25]])
-    off = torch.tensor([[0.251, 0.499, 0.25]])
-    u = torch.tensor([0.2505], dtype=torch.float64)
-    assert as_candidates(p).draw(u).item() == 1 and as_candidates(off).draw(u).item() == 0

@@ -220,31 +220,10 @@ def test_a_template_may_be_chosen_by_its_name() -> None:
     assert written(templates, "w1", chat_template="short") == "w3"
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ raise_exception('no system') }}", "{% if %}", "{{ messages[0].content + 1 }}"]
-)
-def test_the_reason_of_a_template_is_shown(template: str) -> None:
-    with pytest.raises(PromptError, match="the model's chat template does not accept these messages: "):
-        written(template, "w1")
-
-
 def test_keywords_are_the_fields_of_the_options() -> None:
     of_call = {"num_draft_tokens", "acceptance"}
     chats = {field.name for field in dataclasses.fields(ChatOptions)}
     assert ChatChanges.__annotations__.keys() == chats | SamplingChanges.__annotations__.keys() | of_call
-
-
-def test_a_chat_is_a_prompt() -> None:
-    tokenizer = with_template("w3 {{ messages[0].content }}")
-    messages = [{"role": "user", "content": "w1 w2"}]
-    assert (
-        encode(tokenizer, Chat(messages))
-        == encode(tokenizer, messages)
-        == encode(tokenizer, Chat("w1 w2"))
-        == [3, 1, 2]
-    )
-    with pytest.raises(PromptError, match="no chat template"):
-        encode(word_tokenizer(), Chat("w1"))
 
 
 def test_a_message_that_the_template_skips_is_refused() -> None:
@@ -258,6 +237,11 @@ def test_a_message_that_the_template_skips_is_refused() -> None:
     messages[30] = {"role": "tool", "content": "w3"}
     with pytest.raises(PromptError, match="skips messages of the role 'tool'"):
         written(template, messages)
+    for template in ("{{ raise_exception('no system') }}", "{% if %}", "{{ messages[0].content + 1 }}"):
+        with pytest.raises(PromptError, match="the model's chat template does not accept these messages: "):
+            written(template, "w1")
+    with pytest.raises(PromptError, match="no chat template"):
+        encode(word_tokenizer(), Chat("w1"))
 
 
 @pytest.mark.parametrize("template", [OF_STRINGS, WITH_TOOLS, OF_STRINGS.replace("m.content", "m.content | upper")])

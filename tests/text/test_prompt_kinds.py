@@ -107,14 +107,6 @@ def test_padding_that_may_be_meant_is_warned_of() -> None:
         decoder.generate(torch.tensor([[40, 1, 2], [3, 4, 5]]), **OPTIONS)
 
 
-def test_prompts_from_a_generator() -> None:
-    decoder = decoder_of(word_tokenizer())
-    assert texts_of(decoder, (text for text in TEXTS)) == texts_of(decoder, TEXTS)
-    chunks = decoder.stream_many((text for text in TEXTS), **OPTIONS)
-    assert {chunk.row for chunk in chunks} == {0, 1, 2}
-    assert texts_of(decoder, map(str, TEXTS)) == texts_of(decoder, np.array(TEXTS)) == texts_of(decoder, TEXTS)
-
-
 def test_what_is_not_as_many_prompts_as_it_seems() -> None:
     decoder = decoder_of(padded())
     with pytest.raises(PromptError, match=r"these are 3 prompts, where one is expected: give them to generate\(\)"):

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -13,7 +12,7 @@ from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.row_text import RowText
 from outrider.text.thinking import Stage, Thinking
 from outrider.text.tokenizer import Detokenizer
-from pairs import byte_level_tokenizer, embedded_tokenizer, metaspace_tokenizer
+from pairs import byte_level_tokenizer
 
 EOS = 99
 
@@ -189,23 +188,6 @@ def test_the_end_of_a_row() -> None:
     assert [row.push(i) for i in (1, 2, EOS)] == [None, None, "eos"]
     row.finish()
     assert row.take() == []
-
-
-@pytest.mark.parametrize("stop", ["世", "e 🙂", "ü"])
-def test_stop_strings_of_many_bytes(stop: str) -> None:
-    """With a real tokenizer, whose characters are spread over tokens."""
-    text = " Grüße 🙂 世界\n e 🙂"
-    for tokenizer in (embedded_tokenizer(), metaspace_tokenizer()):
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        row = RowText(Detokenizer(tokenizer, tokenizer("Once").input_ids), (), [stop])
-        shown, reason = "", None
-        for token_id in ids:
-            reason = row.push(token_id)
-            shown += "".join(piece for _, piece in row.take())
-            if reason is not None:
-                break
-        row.finish()
-        assert (reason, shown.strip()) == ("stop", text[: text.index(stop)].strip())
 
 
 def test_a_stop_string_before_half_a_character_ends_the_row_at_once() -> None:

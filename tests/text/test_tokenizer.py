@@ -39,19 +39,6 @@ def test_pieces_join_to_the_full_text(prompt_ids: list[int], ids: list[int]) -> 
     assert "".join(pieces_of(tokenizer, ids, prompt_ids)) == full[len(before) :]
 
 
-@given(text=st.text(st.sampled_from("aé €世🙂\n ."), max_size=20))
-def test_characters_are_never_shown_half(text: str) -> None:
-    """After every token, what was shown is a beginning of the text, up to a whole character."""
-    tokenizer = embedded_tokenizer()
-    prompt_ids = encode(tokenizer, "Once")
-    detokenizer, shown = Detokenizer(tokenizer, prompt_ids), ""
-    for token_id in tokenizer(text, add_special_tokens=False).input_ids:
-        shown += detokenizer.push(token_id)
-        assert text.startswith(shown)
-    assert shown == text
-    assert detokenizer.flush() == ""
-
-
 @pytest.mark.parametrize("make", [embedded_tokenizer, metaspace_tokenizer])
 def test_every_single_byte_of_a_character_is_awaited(make: Any) -> None:
     """In tokenizers that spell rare characters in bytes, the last byte brings the character, the others nothing; the
