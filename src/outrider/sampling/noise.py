@@ -115,11 +115,6 @@ class RoundUniforms:
         """For drawing the drafted token at this offset. [B]"""
         return self.draft[:, offset]
 
-    def token(self, offset: int) -> RoundUniforms:
-        """Numbers for a round that begins at this offset and drafts one token."""
-        one = slice(offset, offset + 1)
-        return RoundUniforms.of(self.draft[:, one], self.accept[:, one], self.next)
-
     def select(self, rows: Tensor, k: int) -> RoundUniforms:
         """Select rows [B'], for rounds of at most ``k`` drafted tokens."""
         num_columns = 2 * k + 1
@@ -209,10 +204,6 @@ class GumbelNoise:
             starts = self.round_starts + len(self._later) + 1
             self._later.append(GumbelNoise(self.seeds, starts, self.vocab_size))
         return self._later[offset - 1] if offset else self
-
-    def token(self, offset: int) -> GumbelNoise:
-        """Noise for a round that begins at this offset and drafts one token."""
-        return self.at(offset)
 
     def select(self, rows: Tensor, k: int) -> GumbelNoise:
         """Select rows [B']. The noise is computed lazily, so ``k`` has no effect."""
