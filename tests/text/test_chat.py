@@ -13,7 +13,7 @@ from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import ngram_drafter
 from outrider.errors import OptionError, PromptError
-from outrider.options import SamplingChanges
+from outrider.options import CallOptions
 from outrider.text.chat import Chat, ChatChanges, ChatOptions, chat_text, ends_text, turn_end
 from outrider.text.tokenizer import encode
 from pairs import word_tokenizer
@@ -221,9 +221,8 @@ def test_a_template_may_be_chosen_by_its_name() -> None:
 
 
 def test_keywords_are_the_fields_of_the_options() -> None:
-    of_call = {"num_draft_tokens", "acceptance"}
     chats = {field.name for field in dataclasses.fields(ChatOptions)}
-    assert ChatChanges.__annotations__.keys() == chats | SamplingChanges.__annotations__.keys() | of_call
+    assert ChatChanges.__annotations__.keys() == chats | CallOptions.__annotations__.keys()
 
 
 def test_a_message_that_the_template_skips_is_refused() -> None:
