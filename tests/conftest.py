@@ -40,7 +40,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--pictures", metavar="FOLDER", help="write the pictures of the documentation there")
     parser.addoption("--executions", default="eager", help="of eager,captured")
 
 

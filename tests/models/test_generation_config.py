@@ -12,7 +12,7 @@ from outrider.errors import FileError, OptionError
 from outrider.models.reading import sampling_defaults
 from outrider.models.registry import ModelSpec, resolve
 from outrider.options import Sampling
-from outrider.serve.fingerprint import fingerprint_of
+from outrider.serve.about import fingerprint_of
 from pairs import embedded, stating
 
 STATED = {"temperature": 0.4, "top_k": 9, "top_p": 1.0, "eos_token_id": 0, "do_sample": False, "max_new_tokens": 3}

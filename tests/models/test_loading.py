@@ -25,7 +25,7 @@ from outrider.models.loading import context_len
 from outrider.models.placement import pick_device
 from outrider.models.reading import drop_notices
 from outrider.models.weights import weights_checksum
-from outrider.serve.fingerprint import sample_of
+from outrider.serve.about import sample_of
 from pairs import NUM_WORDS, random_llama, save, word_tokenizer
 from toys import random_model
 

@@ -22,7 +22,7 @@ from outrider.models.weights import weights_checksum
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.stand_in import StandIn
-from outrider.serve.fingerprint import sample_of
+from outrider.serve.about import sample_of
 from outrider.system.private import PrivateFolder
 from pairs import random_llama, save
 

@@ -18,7 +18,7 @@ from outrider.sampling.rules import REJECTION
 from outrider.scoring import teacher_forcing
 from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text, force
-from outrider.serve.scoring import prompt_logprobs
+from outrider.serve.logprobs import prompt_logprobs
 from toys import as_lm, random_table, request, table_lm, tiny_llama
 
 TEXT = (1, 2, 3, 4, 2, 1)  # after its 4 there is no distribution, for position 4

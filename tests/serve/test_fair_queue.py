@@ -11,7 +11,7 @@ import pytest
 from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.decoding.fair_queue import FairQueue
-from outrider.serve import pending
+from outrider.serve import admission
 from outrider.serve.admission import Admission
 from outrider.serve.app import network_of
 from outrider.serve.fair_threads import FairThreads
@@ -125,7 +125,7 @@ def test_clients_and_priorities(is_across: bool, keys: tuple[str, ...]) -> None:
 
 
 def test_a_client_has_a_limit_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending, "_KEEP_ALIVE_S", 0.05)  # so that streams begin while they wait
+    monkeypatch.setattr(admission, "_KEEP_ALIVE_S", 0.05)  # so that streams begin while they wait
     options = {"num_slots": 1, "context_len": 1_000_000, "max_per_client": 2, "api_keys": ("a", "b")}
     with running(words(1_000_000), **options) as server, server.openai() as one:
         streams = [one.completions.create(model="toy", **LONG, stream=True) for _ in range(2)]
@@ -159,7 +159,7 @@ def test_requests_that_wait_to_be_tokenized_are_in_the_queue(monkeypatch: pytest
         return json.loads(body)
 
     with running(words(), num_slots=2, max_queue=0) as server, server.http() as http, ThreadPoolExecutor(3) as pool:
-        monkeypatch.setattr("outrider.serve.app.parse_body", parse_late)
+        monkeypatch.setattr("outrider.serve.app.parse_json", parse_late)
         try:
             # One is being tokenized and one waits for it, whichever they are.
             found = [pool.submit(http.post, "/v1/completions", json=SHORT) for _ in range(3)]

@@ -18,7 +18,7 @@ from servers import LIMIT_S, Running, as_sent, is_free, loading, running, wait_u
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import ModelNotFound
-from outrider.serve import app, pending, prepare, race, responses_answer, served_model, streaming
+from outrider.serve import admission, answers, app, prepare, race, served_model
 from outrider.serve.served_model import ServedModel
 from outrider.serve.server import Server, ServerOptions, listen
 from pairs import broken_model, word_tokenizer
@@ -29,7 +29,7 @@ LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
     """Texts of it have no end, unless they are asked for. Those who wait hear of it soon."""
-    monkeypatch.setattr(pending, "_KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(admission, "_KEEP_ALIVE_S", 0.05)
     with running(words(1_000_000), num_slots=2, context_len=1_000_000, max_queue=1) as one:
         yield one
 
@@ -281,10 +281,10 @@ def _fails(*_: object, **__: object) -> Any:
         (prepare, "encode", "completions", {}),
         (served_model, "prompt_logprobs", "completions", {"prompt_logprobs": 1}),
         (race, "race_events", "race", {}),
-        (app, "whole", "completions", {}),
-        (streaming, "usage_of", "completions", {"stream": True, "stream_options": {"include_usage": True}}),
-        (responses_answer, "totals", "responses", {"stream": True}),
-        (responses_answer, "totals", "responses", {}),
+        (app, "whole_answer", "completions", {}),
+        (answers, "usage_of", "completions", {"stream": True, "stream_options": {"include_usage": True}}),
+        (answers, "metrics_of", "responses", {"stream": True}),
+        (answers, "metrics_of", "responses", {}),
     ],
 )
 def test_errors_of_ours_are_in_the_log(

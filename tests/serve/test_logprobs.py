@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.decoder import Decoder
 from outrider.drafters.model import model_drafter
-from outrider.serve.token_texts import TokenTexts
+from outrider.serve.logprobs import TokenTexts
 from outrider.text.tokenizer import pieces_of
 from pairs import embedded_tokenizer, metaspace_tokenizer, word_tokenizer
 from toys import random_table, table_lm

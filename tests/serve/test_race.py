@@ -12,7 +12,7 @@ from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.api import load
 from outrider.decoder import Decoder
-from outrider.serve import app, pending
+from outrider.serve import admission
 from outrider.serve.race import Race
 from pairs import broken_model, embedded, word_tokenizer
 
@@ -133,31 +133,28 @@ def test_a_race_changes_no_text_beside_it(decoder: Decoder, server: Running) -> 
     (alone,) = decoder.generate(PROMPT, seed=1, max_new_tokens=20)
     body = {"prompt": PROMPT, "seed": 1, "max_tokens": 20}
     with ThreadPoolExecutor() as pool, server.http() as http:
-        races = [pool.submit(race, server, seed=seed, max_tokens=16) for seed in range(2)]
+        beside = pool.submit(race, server, max_tokens=32)
         assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == alone.text
-    assert all(one.result()[-1]["type"] == "end" for one in races)
+    assert beside.result()[-1]["type"] == "end"
 
 
-def test_a_race_that_is_left_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the next one has its turn. More than a few may not wait."""
-    monkeypatch.setattr(app, "_MOST_RACES", 2)
+def test_a_race_that_is_left_ends() -> None:
+    """And the next one has its turn: there is one at a time."""
     with running(words(1_000_000), context_len=1_000_000) as server, server.http() as http:
         body = {"prompt": "w1", "max_tokens": 900_000, "drafter": "ngram"}
         with http.stream("POST", "/v1/race", json=body) as response:
             next(lines := response.iter_lines())
-            assert server.num_open == 1
-            waiting = threading.Thread(target=lambda: race(server, prompt="w1"))
-            waiting.start()
-            wait_until(lambda: server.num_open == 2)
             other = http.post("/v1/race", json=body)
             assert other.status_code == 503 and int(other.headers["retry-after"]) >= 1
             next(lines)
-        wait_until(lambda: server.num_open == 0 and not waiting.is_alive())
+            assert server.num_open == 1
+        wait_until(lambda: server.num_open == 0)
+        assert race(server, prompt="w1")[-1]["type"] == "end"
 
 
 def test_a_race_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither while it waits for its turn, nor while a model is slow: comments come, which clients ignore."""
-    monkeypatch.setattr(pending, "_KEEP_ALIVE_S", 0.05)
+    """While a model is slow: comments come, which clients ignore."""
+    monkeypatch.setattr(admission, "_KEEP_ALIVE_S", 0.05)
     may_end = threading.Event()
 
     def slow(self: Race) -> Iterator[dict[str, Any]]:
@@ -167,18 +164,13 @@ def test_a_race_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Race, "events", slow)
     with running(words()) as server, server.http() as http:
-        with (
-            http.stream("POST", "/v1/race", json={"prompt": "w1"}) as first,
-            http.stream("POST", "/v1/race", json={"prompt": "w2"}) as second,
-        ):
-            lines, waiting = first.iter_lines(), second.iter_lines()
+        with http.stream("POST", "/v1/race", json={"prompt": "w1"}) as response:
+            lines = response.iter_lines()
             begun = ['data: {"type": "start"}', "", ": keep-alive", "", ": keep-alive"]
             assert [next(lines) for _ in range(5)] == begun
-            assert next(waiting) == ": keep-alive"
             may_end.set()
-            for rest in (lines, waiting):
-                told = [line for line in rest if line.startswith("data:")]
-                assert told[-2:] == ['data: {"type": "end"}', "data: [DONE]"]
+            told = [line for line in lines if line.startswith("data:")]
+            assert told == ['data: {"type": "end"}', "data: [DONE]"]
 
 
 def test_a_model_that_fails_ends_the_race_alone(tmp_path: Path) -> None:

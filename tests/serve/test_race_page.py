@@ -1,6 +1,5 @@
 """The page in a real browser: skipped where there is none."""
 
-import io
 import json
 import re
 from collections.abc import Iterator
@@ -284,29 +283,3 @@ def test_the_page_with_a_recording_in_it(driver: Any, tmp_path: Path) -> None:
     assert not driver.find_element("id", "controls").is_displayed()
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0
     assert complaints(driver) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "width", "is_dark"), [("light", 1200, False), ("dark", 1200, True), ("narrow", 390, False)]
-)
-def test_pictures(request: pytest.FixtureRequest, server: Running, name: str, width: int, is_dark: bool) -> None:
-    """For the documentation: ``pytest tests/serve/test_race_page.py -k pictures --pictures docs/pictures``."""
-    folder = request.config.getoption("--pictures")
-    if folder is None:
-        pytest.skip("pictures are taken with --pictures FOLDER")
-    with browser(width=width, is_dark=is_dark, is_still=True) as driver:
-        raced(driver, server, acceptance="gumbel", seed=5, max_tokens=64)
-        driver.find_element("id", "keep").click()
-        height = driver.execute_script("return document.documentElement.scrollHeight")
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-        driver.execute_script("document.querySelectorAll('.lane:not(.plain) .ghost')[4].focus()")
-        save_picture(driver.get_screenshot_as_png(), Path(folder) / f"race-{name}.png")
-
-
-def save_picture(png: bytes, path: Path) -> None:
-    """In few colours."""
-    from PIL import Image
-
-    with Image.open(io.BytesIO(png)) as image:
-        image.convert("RGB").quantize(96, dither=Image.Dither.NONE).save(path, optimize=True)

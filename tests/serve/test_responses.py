@@ -18,7 +18,6 @@ from toys import random_table, table_lm
 THINK = {"<think>": False, "</think>": False}
 SCRIPT = ["<think>", "It may", " rain.", "</think>", "\n\n", "Let me ", "see.", "<tool_call>", '{"name": "weather", ',
           '"arguments": {"city"', ': "Rome"}}', "</tool_call>"]  # fmt: skip
-DEEP = '{"a":' * 200 + "1" + "}" * 200
 FLAT: Any = {"type": "function", **tool()["function"]}
 
 
@@ -102,15 +101,7 @@ def test_an_error_in_a_stream() -> None:
 
 
 def test_what_json_cannot_repeat(server: Running) -> None:
-    for name, value in [
-        ("metadata", '{"a": 1e999}'),
-        ("metadata", '{"a": "\\ud800"}'),
-        ("user", '"\\udc00"'),
-        ("text", '{"format": {"type": "text"}, "\\ud800": 1}'),
-        ("metadata", DEEP),
-        ("tools", f'[{{"type": "function", "name": "a", "strict": true, "parameters": {DEEP}}}]'),
-    ]:
-        content = f'{{"input": "Hm", "max_output_tokens": 1, "{name}": {value}}}'
-        with server.http() as http:
-            answer = http.post("/v1/responses", content=content, headers={"content-type": "application/json"})
-        assert answer.status_code == 400 and answer.json()["error"]["param"] == name
+    content = '{"input": "Hm", "max_output_tokens": 1, "metadata": {"a": 1e999}}'
+    with server.http() as http:
+        answer = http.post("/v1/responses", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "metadata"

@@ -11,7 +11,7 @@ from scripted import MARKERS, TEMPLATES, scripted
 from servers import running, words
 from tokenizers import processors
 
-from outrider.serve import scoring
+from outrider.serve import logprobs
 from toys import random_table
 
 CHAT: Any = [{"role": "user", "content": "w3 w7"}]
@@ -23,53 +23,6 @@ def http() -> Iterator[httpx.Client]:
     decoder.tokenizer.chat_template = "{{ messages[0].content }}"
     with running(decoder) as server, server.http() as one:
         yield one
-
-
-def test_only_some_tokens_are_allowed(http: httpx.Client) -> None:
-    body: dict[str, Any] = {"prompt": [1], "max_tokens": 30, "temperature": 2, "allowed_token_ids": [3, 7]}
-    texts = [http.post("/v1/completions", json=body | {"seed": seed}).json()["choices"][0]["text"] for seed in range(2)]
-    assert {word for text in texts for word in text.split()} == {"w3", "w7"}
-    text = http.post("/v1/completions", json=body | {"logit_bias": {"7": -100, "9": 100}}).json()["choices"][0]["text"]
-    assert {*text.split()} == {"w3"}
-
-
-def test_the_last_prompt_tokens_are_kept(http: httpx.Client) -> None:
-    long = [i % 50 for i in range(60)]
-    for prompt, most, kept in [([*range(10)], 2, [8, 9]), (long, 50, long[-50:]), (long, -1, long[-59:])]:
-        body = {"max_tokens": 5, "seed": 1}
-        answer = http.post("/v1/completions", json=body | {"prompt": prompt, "truncate_prompt_tokens": most}).json()
-        same = http.post("/v1/completions", json=body | {"prompt": kept}).json()
-        assert answer["usage"]["prompt_tokens"] == len(kept)
-        assert answer["choices"][0]["text"] == same["choices"][0]["text"]
-    body = {"prompt": "w1 w2 w3", "max_tokens": 1000, "temperature": 0, "echo": True}
-    for most, start in [(-1, "w3"), (2, "w2 w3"), (10, "w1 w2 w3")]:
-        choice = http.post("/v1/completions", json=body | {"truncate_prompt_tokens": most}).json()["choices"][0]
-        assert choice["text"].split()[: len(start.split())] == start.split()
-
-
-def test_a_prompt_that_is_cut_keeps_its_bos() -> None:
-    """Whoever has written the token: the tokenizer, the template or the client. Other prompts have none."""
-    decoder = words()
-    decoder.tokenizer.bos_token = "w9"
-    decoder.tokenizer.chat_template = "w9 {{ messages[0].content }}"
-    own = processors.TemplateProcessing(single="w9 $A", special_tokens=[("w9", 9)])
-    decoder.tokenizer.backend_tokenizer.post_processor = own
-    asked: list[tuple[str, dict[str, Any], list[int]]] = [
-        ("/v1/completions", {"prompt": "w1 w2 w3 w4"}, [9, 3, 4]),
-        ("/v1/completions", {"prompt": [9, 1, 2, 3, 4]}, [9, 3, 4]),
-        ("/v1/completions", {"prompt": [9, 1, 2, 3, 4], "truncate_prompt_tokens": 1}, [9]),
-        ("/v1/completions", {"prompt": [1, 9, 2, 3, 4]}, [2, 3, 4]),
-        ("/v1/chat/completions", {"messages": CHAT}, [9, 3, 7]),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1 w2 w3 w4"}]}, [9, 3, 4]),
-    ]
-    scored = {"prompt_logprobs": 0, "max_tokens": 1}  # each token depends on the one before
-    with running(decoder) as server, server.http() as http:
-        for path, body, ids in asked:
-            answer = http.post(path, json={"truncate_prompt_tokens": 3, **scored, **body}).json()
-            (want,) = http.post("/v1/completions", json={"prompt": ids, **scored}).json()["choices"]
-            assert answer["usage"]["prompt_tokens"] == len(ids)
-            found = answer if path.startswith("/v1/chat") else answer["choices"][0]
-            assert found["prompt_logprobs"] == want["prompt_logprobs"]
 
 
 def test_special_tokens_may_have_text() -> None:
@@ -113,7 +66,7 @@ def test_scores_without_generating(http: httpx.Client) -> None:
 
 def test_too_many_scores_are_refused(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all choices count."""
-    monkeypatch.setattr(scoring, "_MOST_SCORES", 24)
+    monkeypatch.setattr(logprobs, "_MOST_SCORES", 24)
     for name, more in (("prompt_logprobs", {}), ("logprobs", {"echo": True})):
         for n, status in ((4, 200), (5, 400)):
             body = {"prompt": [1, 2, 3], "max_tokens": 1, "n": n, name: 1} | more

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from outrider.errors import FileError
+from outrider.errors import FileError, OptionError, PromptError
 from outrider.options import Sampling, instead_of, own_name
-from outrider.text.chat import FIELDS, Chat
+from outrider.text.chat import FIELDS, Chat, ChatOptions
 
 _OPTIONS = tuple(field.name for field in fields(Sampling))
 _LABELS = ("category", "id")
@@ -103,12 +103,13 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
 
 def _chat(where: str, row: Mapping[str, Any]) -> Chat:
     """Parse messages as the server would."""
+    from outrider.serve.chats import read_messages
     from outrider.serve.http_errors import Refusal
-    from outrider.serve.protocol import parse_chat_prompt
 
+    options = {name: row[name] for name in FIELDS if row.get(name) is not None}
     try:
-        return parse_chat_prompt(row)
-    except Refusal as error:
+        return Chat(read_messages(row["messages"]), ChatOptions(**options))
+    except (Refusal, OptionError, PromptError) as error:
         raise FileError(f"{where}: {error}") from None
 
 

@@ -1,20 +1,107 @@
-"""Admission control: whether the server accepts requests, and how many rows run or wait, per client and in all.
+"""Admission control, and the requests that were accepted: their rows, times and results.
 
-This module knows no threads: it is for the event loop only.
+Whether the server accepts requests, and how many rows run or wait, per client and in all, is for the event loop alone.
+
+Streams send a comment every 15 seconds, since proxies close a connection after a minute of silence (nginx, AWS). (vLLM
+does so if configured, llama.cpp by default.)
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
 
+from outrider.records import Chunk
+from outrider.requests.state import RequestState
 from outrider.serve.http_errors import too_many, unavailable
-from outrider.serve.pending import EngineTask, Ticket
+from outrider.serve.logprobs import ScoredToken
 
 LEAST_RETRY_AFTER_S = 1
 _SHARE_OF_ONE = 0.75  # of all, so that one client cannot fill the queue
+_KEEP_ALIVE_S = 15.0
+
+Event = tuple[int, Chunk | Exception]
+_Item = TypeVar("_Item")
+
+
+async def arrival(queue: asyncio.Queue[_Item]) -> _Item | None:
+    """Next item; None as a keep-alive after some seconds without one."""
+    try:
+        async with asyncio.timeout(_KEEP_ALIVE_S):  # not wait_for, which may lose a cancellation in Python 3.11
+            return await queue.get()
+    except TimeoutError:
+        return None
+
+
+@dataclass(slots=True, eq=False)
+class TicketRow:
+    """One row of a ticket. Times are in seconds of one clock; 0 if not reached. The engine thread sets them before it
+    sends the event.
+
+    Attributes:
+        which: the row's number in the ticket.
+        submitted_s: when the row was queued.
+        begun_s: when the row got a slot, set with the first tokens.
+        first_s, last_s: when the first and the last tokens came.
+    """
+
+    job: RequestState
+    which: int
+    submitted_s: float
+    begun_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """Rows of one HTTP request.
+
+    Attributes:
+        client: the sender.
+        priority: within a client, the lowest number goes first.
+        submitted_s: when the rows were queued.
+        events: (row's number, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
+        num_open: unfinished rows, as the event loop knows.
+        has_begun: tokens of one of the rows have come, as the engine thread knows.
+        scored: tokens of each prompt but the first, if their log-probabilities are requested.
+    """
+
+    rows: Sequence[TicketRow]
+    client: str
+    priority: int
+    submitted_s: float
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    num_open: int = field(init=False)
+    has_begun: bool = False
+    scored: list[list[ScoredToken]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.num_open = len(self.rows)
+
+
+@dataclass(slots=True, eq=False)
+class EngineTask:
+    """Other work of the engine thread, one step between two rounds: scoring a prompt, a race.
+
+    Attributes:
+        client: the sender.
+        submitted_s: when the task was queued.
+        found: results of the steps, in order; then an error, or StopIteration at the end.
+        has_begun: its first step is done.
+        is_closed: nobody waits for it any more.
+    """
+
+    steps: Generator[Any]
+    client: str
+    submitted_s: float
+    found: asyncio.Queue[Any] = field(default_factory=asyncio.Queue)
+    has_begun: bool = False
+    is_closed: bool = False
 
 
 class Admission:

@@ -10,12 +10,13 @@ import hashlib
 import hmac
 import ipaddress
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -28,28 +29,28 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve import messages
+from outrider.serve.answers import Answer, answer_events, whole_answer
+from outrider.serve.bodies import ChatBody, CompletionBody, GenerationBody, ParsedRequest, RaceBody, parse_json
+from outrider.serve.choices import ChatAnswer, CompletionAnswer
 from outrider.serve.fair_threads import FairThreads
 from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable
 from outrider.serve.image_fetch import ImageFetcher
-from outrider.serve.model_names import check_name, model_card
-from outrider.serve.pending import Ticket
-from outrider.serve.prepare import Parsed, Preparer
-from outrider.serve.protocol import parse_body
-from outrider.serve.race import Race, choices, parse_race, streamed_race
-from outrider.serve.responses_answer import streamed_response, whole_response
+from outrider.serve.messages import MessageAnswer, MessageBody
+from outrider.serve.prepare import Preparer
+from outrider.serve.race import Race, choices, prepare_race, race_stream
+from outrider.serve.responses import ResponseAnswer, ResponseBody
 from outrider.serve.served_model import ServedModel
-from outrider.serve.streaming import PreparedRequest, ended, streamed, until_disconnect, whole
 
 _MOST_BODY_BYTES = 4 * 2**20
-_NUM_TOKENIZING, _NUM_CONSTRAINING, _NUM_FETCHING = 2, 2, 8  # threads
-_MOST_RACES, _RACE_RETRY_S = 16, 10  # running or waiting; more are refused
+_NUM_TOKENIZING, _NUM_CONSTRAINING = 2, 2  # threads
+_RACE_RETRY_S = 10
 _OWN_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
-Parse = Callable[[Preparer, Mapping[str, Any]], Parsed]
+Prepare = Callable[..., Any]  # of a preparer, ``ask``
 _OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", *PAGE}
 
 
@@ -61,20 +62,21 @@ class App:
     def __init__(self, model: ServedModel, api_keys: tuple[str, ...], image_hosts: tuple[str, ...] = ()) -> None:
         self._model, self._num_keys = model, len(api_keys)
         self._created = int(time.time())
-        self._num_races = 0
+        self._is_racing = False  # a race has caches of its own, so there is one at a time
         self._tokenizing = FairThreads(_NUM_TOKENIZING, "outrider-tokenizer")
         self._constraining = FairThreads(_NUM_CONSTRAINING, "outrider-constraints")
-        self._fetching = FairThreads(_NUM_FETCHING, "outrider-images")
         self._images = ImageFetcher(image_hosts)
-        self._registry = CollectorRegistry()
-        self._registry.register(model.metrics)
+        answers: Sequence[tuple[str, type[GenerationBody], type[Answer]]] = (
+            ("/v1/completions", CompletionBody, CompletionAnswer),
+            ("/v1/chat/completions", ChatBody, ChatAnswer),
+            ("/v1/responses", ResponseBody, ResponseAnswer),
+            (messages.PATH, MessageBody, MessageAnswer),
+        )
         generation = [
-            ("/v1/completions", Generation(self, Preparer.completions, self.answer)),
-            ("/v1/chat/completions", Generation(self, Preparer.chat, self.answer)),
-            ("/v1/responses", Generation(self, Preparer.responses, self.answer_response)),
-            (messages.PATH, Generation(self, Preparer.messages, self.answer_response)),
-            ("/v1/race", Generation(self, parse_race, self.answer_race)),
+            (path, Generation(self, body, partial(Preparer.prepare, answer=answer), self.answer))
+            for path, body, answer in answers
         ]
+        generation.append(("/v1/race", Generation(self, RaceBody, prepare_race, self.answer_race)))
         others = [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._card),
@@ -113,22 +115,22 @@ class App:
     def close(self) -> None:
         self._tokenizing.close()
         self._constraining.close()
-        self._fetching.close()
 
-    async def prepare(self, parse: Parse, body: bytes, client: str) -> Any:
+    async def prepare(self, body: type[GenerationBody], prepare: Prepare, sent: bytes, client: str) -> Any:
         """Prepare a request off the event loop, while it counts as queued. Constraints, which may take seconds to
-        parse, and images, whose hosts may be slow, have threads of their own. Raises Refusal."""
+        parse, have threads of their own. Raises Refusal."""
 
-        def parse_it() -> Parsed:
-            value = parse_body(body)
-            return parse(self._preparer_of(value.get("model")), value)
+        def parse() -> tuple[Preparer, ParsedRequest]:
+            value = parse_json(sent)
+            preparer = self._preparer_of(value.get("model"))
+            return preparer, preparer.parse(body, value)
 
         with self._model.reserve(client):
-            parsed = await self._tokenizing.run(parse_it, client)
-            if urls := self._images.urls_of(parsed.ask.prompts):
-                parsed.ask.fetched.update(await self._fetching.run(lambda: self._images.fetch(urls), client))
-            pool = self._tokenizing if parsed.ask.structured_by is None else self._constraining
-            return await pool.run(parsed.prepare, client)
+            preparer, ask = await self._tokenizing.run(parse, client)
+            if urls := self._images.urls_of(ask.prompts):
+                ask.fetched.update(await self._images.fetch(urls))
+            pool = self._tokenizing if ask.structured_by is None else self._constraining
+            return await pool.run(lambda: prepare(preparer, ask=ask), client)
 
     def client_of(self, scope: Scope) -> str:
         """Identify a client: by its API key if the server has several, else by its address and the key it sent, if
@@ -139,42 +141,29 @@ class App:
         host, _ = scope.get("client") or ("", 0)
         return f"{network_of(host)} {digest}"
 
-    async def answer(self, prepared: PreparedRequest, client: str, send: Send) -> None:
-        await self._answer(prepared, client, send, whole, streamed)
-
-    async def answer_response(self, prepared: PreparedRequest, client: str, send: Send) -> None:
-        await self._answer(prepared, client, send, whole_response, streamed_response)
-
-    async def _answer(
-        self,
-        prepared: PreparedRequest,
-        client: str,
-        send: Send,
-        in_one_piece: Callable[[PreparedRequest, Ticket], dict[str, Any]],
-        as_events: Callable[[PreparedRequest, Ticket], AsyncIterator[bytes]],
-    ) -> None:
-        ask = prepared.ask
-        ticket = self._model.submit(prepared.jobs, client, ask.priority)
+    async def answer(self, answer: Answer, client: str, send: Send) -> None:
+        ask = answer.ask
+        answer.ticket = self._model.submit(answer.jobs, client, ask.body.priority)
         try:
             if ask.scores:
-                ticket.scored = await self._model.score(prepared.prompt_ids, max(ask.scores.values()), client)
-            if not ask.is_stream:
-                await ended(prepared, ticket)
-                await _send(await asyncio.to_thread(lambda: JSONResponse(in_one_piece(prepared, ticket))), send)
-                return
-            await _send_stream(as_events(prepared, ticket), send)
+                most = max(ask.scores.values())
+                answer.ticket.scored = await self._model.score(answer.prompt_ids, most, client)
+            if ask.body.stream:
+                await _send_stream(answer_events(answer), send)
+            else:
+                await _send(JSONResponse(await whole_answer(answer)), send)
         finally:
-            self._model.close(ticket)
+            self._model.close(answer.ticket)
 
     async def answer_race(self, race: Race, client: str, send: Send) -> None:
-        if self._num_races >= _MOST_RACES:
-            raise unavailable(f"{self._num_races} races are running or waiting: try again later", _RACE_RETRY_S)
-        self._num_races += 1
+        if self._is_racing:
+            raise unavailable("another race is running: try again later", _RACE_RETRY_S)
+        self._is_racing = True
         try:
-            async with aclosing(self._model.between_rounds(race.events(), client, is_alone=True)) as events:
-                await _send_stream(streamed_race(events), send)
+            async with aclosing(self._model.between_rounds(race.events(), client)) as events:
+                await _send_stream(race_stream(events), send)
         finally:
-            self._num_races -= 1
+            self._is_racing = False
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200 if self._model.admission.state == "ready" else 503)
@@ -183,16 +172,30 @@ class App:
         return JSONResponse({"version": version("outrider")})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._registry), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            generate_latest(self._model.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def _list_models(self, request: Request) -> Response:
         self._model.admission.check_ready()
-        cards = [model_card(self._model, name, self._created) for name in self._model.names]
-        return JSONResponse({"object": "list", "data": cards})
+        return JSONResponse({"object": "list", "data": [self._card_of(name) for name in self._model.names]})
 
     async def _card(self, request: Request) -> Response:
         name = request.path_params["name"]
-        return JSONResponse(model_card(self._preparer_of(name).model, name, self._created))
+        self._preparer_of(name)
+        return JSONResponse(self._card_of(name))
+
+    def _card_of(self, name: str) -> dict[str, Any]:
+        """The model under one of its names."""
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "outrider",
+            "root": self._model.decoder.target.name,
+            "parent": None,
+            "max_model_len": self._model.capacity,
+        }
 
     async def _race_choices(self, request: Request) -> Response:
         return JSONResponse(choices(self._preparer_of(request.query_params.get("model"))))
@@ -216,7 +219,11 @@ class App:
             Refusal: not ready, or the model has another name.
         """
         self._model.admission.check_ready()
-        check_name(name, self._model.names)
+        if not isinstance(name, str | None):
+            raise Refusal("model must be a string", param="model")
+        if name not in (None, *self._model.names):
+            message = f"unknown model {name!r:.100}: this server has {', '.join(self._model.names)}"
+            raise Refusal(message, status=404, type_="NotFoundError", param="model", code="model_not_found")
         return self._preparer
 
     async def _json_response(
@@ -225,7 +232,7 @@ class App:
         body, client = await _body(request), self.client_of(request.scope)
 
         def make_it() -> dict[str, Any]:
-            value = parse_body(body)
+            value = parse_json(body)
             return make(self._preparer_of(value.get("model")), value)
 
         with self._model.reserve(client):
@@ -238,22 +245,42 @@ class Generation:
     def __init__(
         self,
         app: App,
-        parse: Parse,
+        body: type[GenerationBody],
+        prepare: Prepare,
         answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]],
     ) -> None:
         """
         Args:
-            answer: takes what ``parse`` has prepared, and the client.
+            answer: takes what ``prepare`` returns, and the client.
         """
-        self._app, self._parse, self._answer = app, parse, answer
+        self._app, self._body, self._prepare, self._answer = app, body, prepare, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await _body(Request(scope, receive))
-        await until_disconnect(receive, self._respond(body, self._app.client_of(scope), send))
+        sent = await _body(Request(scope, receive))
+        await _until_disconnect(receive, self._respond(sent, self._app.client_of(scope), send))
 
-    async def _respond(self, body: bytes, client: str, send: Send) -> None:
-        prepared = await self._app.prepare(self._parse, body, client)
+    async def _respond(self, sent: bytes, client: str, send: Send) -> None:
+        prepared = await self._app.prepare(self._body, self._prepare, sent, client)
         await self._answer(prepared, client, send)
+
+
+async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Run ``work``; cancel it if the client disconnects."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 class KeyGuard:

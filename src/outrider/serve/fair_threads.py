@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from outrider.decoding.fair_queue import FairQueue
 
@@ -18,61 +18,45 @@ class FairThreads:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._most_of_one = max(num_threads - 1, 1)
-        self._num_free = num_threads
+        self._num_threads, self._most_of_one = num_threads, max(num_threads - 1, 1)
         self._running: list[str] = []  # their clients
-        self._waiting: FairQueue[tuple[Callable[[], Any], asyncio.Future[Any]]] = FairQueue()
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
 
     async def run(self, function: Callable[[], _Found], client: str) -> _Found:
         """Run a function and return its result. If the caller is cancelled before its turn, the function never runs."""
-        future: asyncio.Future[_Found] = asyncio.get_running_loop().create_future()
-        self._waiting.push((function, future), client)
-        self._start()
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.push(turn, client)
+        self._begin()
         try:
-            return await future
+            await turn
         except asyncio.CancelledError:
-            self._waiting.remove(lambda waiting: waiting[1] is future)
+            self._waiting.remove(lambda one: one is turn)
+            if not turn.cancelled():  # its turn has just come
+                self._end(client)
             raise
+
+        def end(work: Future[_Found]) -> None:
+            with suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(self._end, client)
+
+        work = self._executor.submit(function)
+        work.add_done_callback(end)  # later than the caller, if the caller is cancelled
+        return await asyncio.wrap_future(work)
 
     def close(self) -> None:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self) -> None:
-        while self._num_free:
+    def _begin(self) -> None:
+        while len(self._running) < self._num_threads:
             busy = {client for client in self._running if self._running.count(client) >= self._most_of_one}
-            found = self._waiting.pop(busy)
-            if found is None:
+            if (found := self._waiting.pop(busy)) is None:
                 return
-            client, (function, future) = found
-            if future.cancelled():  # just now
-                continue
-            self._num_free -= 1
-            self._running.append(client)
-            self._executor.submit(self._work, asyncio.get_running_loop(), client, function, future)
+            client, turn = found
+            if not turn.cancelled():
+                self._running.append(client)
+                turn.set_result(None)
 
-    def _work(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        client: str,
-        function: Callable[[], Any],
-        future: asyncio.Future[Any],
-    ) -> None:
-        """Run a function in a thread and hand its result to the event loop."""
-        found: Any = None
-        error: Exception | None = None
-        try:
-            found = function()
-        except Exception as raised:  # the caller must see any error
-            error = raised
-        with suppress(RuntimeError):  # the event loop has ended
-            loop.call_soon_threadsafe(self._end, client, future, found, error)
-
-    def _end(self, client: str, future: asyncio.Future[Any], found: Any, error: Exception | None) -> None:
-        self._num_free += 1
+    def _end(self, client: str) -> None:
         self._running.remove(client)
-        if not future.done():
-            if error is None:
-                future.set_result(found)
-            else:
-                future.set_exception(error)
-        self._start()
+        self._begin()

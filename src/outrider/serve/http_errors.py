@@ -14,9 +14,6 @@ _LOG = logging.getLogger("outrider.serve")
 _MOST_CHARACTERS = 400  # per message or name, which may quote the request
 _RETRY_S = 10  # when the machine is overloaded
 
-# OpenAI's names that differ from the library's.
-_PARAMS = {"max_new_tokens": "max_tokens"}
-
 
 class Refusal(Exception):
     """A refused request, or the refused rest of one.
@@ -73,11 +70,13 @@ def refusal_of(error: Exception) -> Refusal:
     if isinstance(error, Refusal):
         return error
     if isinstance(error, OptionError):
-        return Refusal(str(error), param=_PARAMS.get(error.name, error.name))
+        return Refusal(str(error), param=error.name)
     if isinstance(error, ConstraintNotRead):
         return unavailable(str(error), _RETRY_S)
     if isinstance(error, UsageError):
         return Refusal(str(error), param="prompt")
+    if isinstance(error, RecursionError):
+        return Refusal("the request is nested too deeply")
     if isinstance(error, OutriderError):
         return Refusal(str(error), status=500, type_="server_error")
     _LOG.error("a request has failed", exc_info=error)

@@ -12,7 +12,6 @@ import re
 import ssl
 from collections.abc import Iterable, Sequence
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
 
 import httpx
 
@@ -22,10 +21,9 @@ from outrider.text.chat_images import MOST_IMAGES, has_images, image_urls
 
 # Limits of one request.
 _MOST_BYTES = 4 * 2**20  # as for a request's body, in which images are otherwise
-_MOST_S = 10.0  # or the resolver's own limit, if that is longer
-_HEADERS = {"User-Agent": "outrider", "Accept": "image/*", "Accept-Encoding": "identity", "Connection": "close"}
+_MOST_S = 10.0
+_HEADERS = {"User-Agent": "outrider", "Accept": "image/*", "Accept-Encoding": "identity"}
 _HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]+")  # no patterns: a star would match nothing
-_PORTS = {"http": 80, "https": 443}
 
 
 def check_hosts(hosts: Iterable[str]) -> dict[tuple[str, int | None], str]:
@@ -33,13 +31,13 @@ def check_hosts(hosts: Iterable[str]) -> dict[tuple[str, int | None], str]:
     found = {}
     for host in hosts:
         try:
-            split = urlsplit(f"//{host}")
-            name, port = split.hostname, split.port
-        except ValueError:
-            name, port = None, None
-        if not name or host != split.netloc or not _HOST.fullmatch(host):
-            raise OptionError("--allow-image-host", host, "a host name, or HOST:PORT for another port than 80 and 443")
-        found[name, port] = host
+            if not _HOST.fullmatch(host):
+                raise ValueError
+            url = httpx.URL(f"http://{host}")
+        except (ValueError, httpx.InvalidURL):
+            remedy = "a host name, or HOST:PORT for another port than 80 and 443"
+            raise OptionError("--allow-image-host", host, remedy) from None
+        found[url.host, url.port] = host
     return found
 
 
@@ -58,53 +56,45 @@ class ImageFetcher:
         """Addresses of the images of chats; none if nothing is fetched."""
         return [url for prompt in prompts if has_images(prompt) for url in image_urls(prompt)] if self._hosts else []
 
-    def fetch(self, urls: Sequence[str]) -> dict[str, bytes]:
-        """The files at addresses. Waits for their hosts: not for the event loop.
+    async def fetch(self, urls: Sequence[str]) -> dict[str, bytes]:
+        """The files at addresses.
 
         Raises:
             Refusal: it names the host, and the reason.
         """
         if len(urls) > MOST_IMAGES:
             raise _refusal(f"the prompt has more than {MOST_IMAGES} images: give fewer")
-        splits = [self._checked(url) for url in urls]
-        return asyncio.run(self._fetch_all(urls, splits))
-
-    async def _fetch_all(self, urls: Sequence[str], splits: Sequence[SplitResult]) -> dict[str, bytes]:
+        parsed = {url: self._checked(url) for url in urls}
         found: dict[str, bytes] = {}
         host = ""
-        client = httpx.AsyncClient(verify=self._tls, headers=_HEADERS, timeout=None, trust_env=False)
         try:
-            async with asyncio.timeout(_MOST_S), client:
-                for url, split in zip(urls, splits, strict=True):
-                    host = split.netloc
-                    found[url] = await _content(client, url, host, _MOST_BYTES - sum(map(len, found.values())))
+            async with asyncio.timeout(_MOST_S), self._client() as client:
+                for text, url in parsed.items():
+                    host = url.netloc.decode()
+                    found[text] = await _content(client, url, host, _MOST_BYTES - sum(map(len, found.values())))
         except TimeoutError:
-            raise _refusal(
-                f"the images did not arrive within {_MOST_S:g} seconds: the last one asked for is from {host}"
-            ) from None
+            message = f"the images did not arrive within {_MOST_S:g} seconds: the last one asked for is from {host}"
+            raise _refusal(message) from None
         except (OSError, httpx.HTTPError) as error:
             raise _refusal(f"no image comes from {host}: {error or type(error).__name__}") from None
         return found
 
-    def _checked(self, url: str) -> SplitResult:
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(verify=self._tls, headers=_HEADERS, timeout=None, trust_env=False)
+
+    def _checked(self, text: str) -> httpx.URL:
         """Raises Refusal."""
         try:
-            split = urlsplit(url)
-            name, port = split.hostname, split.port
-        except ValueError:
-            raise _refusal(f"the address {url!r:.80} of an image is invalid") from None
-        # urlsplit drops line breaks.
-        if not name or "@" in split.netloc or not all("!" <= character <= "~" for character in url):
-            raise _refusal(f"the address {url!r:.80} of an image is invalid: give a host, and no user; encode the rest")
-        own = port or _PORTS[split.scheme]
-        if (name, own) not in self._hosts and ((name, None) not in self._hosts or own != _PORTS[split.scheme]):
-            raise _refusal(
-                f"images are not fetched from {split.netloc:.100}: allowed are {', '.join(self._hosts.values())}"
-            )
-        return split
+            url = httpx.URL(text)
+        except httpx.InvalidURL:
+            raise _refusal(f"the address {text!r:.80} of an image is invalid") from None
+        if url.userinfo or (url.host, url.port) not in self._hosts:
+            allowed = ", ".join(self._hosts.values())
+            raise _refusal(f"images are not fetched from {url.netloc.decode():.100}: allowed are {allowed}")
+        return url
 
 
-async def _content(client: httpx.AsyncClient, url: str, host: str, most: int) -> bytes:
+async def _content(client: httpx.AsyncClient, url: httpx.URL, host: str, most: int) -> bytes:
     """Body of a successful response. Raises Refusal, OSError, httpx.HTTPError."""
     content = bytearray()
     async with client.stream("GET", url) as response:

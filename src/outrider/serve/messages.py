@@ -1,42 +1,33 @@
-"""Bodies of ``/v1/messages``, as those of chat completions. Nothing is stored: a request has its whole history.
+"""``/v1/messages``: bodies, and answers whole and as events. Text, thoughts and calls are blocks. Nothing is stored: a
+request has its whole history.
 
-Source: Anthropic's API reference (messages), and the types of its Python client.
+Source: Anthropic's API reference (messages, streaming), and the types of its Python client.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from outrider.records import FinishReason
+from outrider.serve.answers import ItemsAnswer, event_of
+from outrider.serve.bodies import Format, GenerationBody, Integer, ParsedRequest, Stops, chat_prompt
 from outrider.serve.http_errors import Refusal
+from outrider.serve.tools import Choice, Part, Tool, ToolUse, descriptions_of
+from outrider.text.chat import ChatOptions
+from outrider.text.output_parser import Piece
 
 PATH = "/v1/messages"
-# Fields that chats have, too, and their names there.
-_SAME = {
-    name: name
-    for name in (
-        *("model", "temperature", "top_p", "top_k", "stream", "metadata", "service_tier"),
-        *("seed", "min_p", "draft", "num_draft_tokens", "priority", "ignore_eos"),
-    )
-} | {"max_tokens": "max_completion_tokens", "stop_sequences": "stop"}
-# Fields with a form of their own.
-_OWN = {"messages", "system", "tools", "tool_choice", "thinking", "output_config"}
-# Fields without effect on the output.
-_IDLE = {"cache_control", "diagnostics", "user_profile_id", "workspace_id"}
-# Names here for fields of chats, searched in order.
-NAMES = {
-    "max_completion_tokens": "max_tokens",
-    "prompt": "messages",
-    "stop": "stop_sequences",
-    "response_format.json_schema": "output_config.format",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "chat_template_kwargs": "thinking",
-    "parallel_tool_calls": "tool_choice",
-}
 _ERRORS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
 _OVERLOADED = 503
+_REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens"}
+_KINDS = {"content": "text", "reasoning": "thinking", "call": "tool_use", "arguments": "tool_use"}
+_DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
+_KEYS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
 
 
 def error_json(refusal: Refusal) -> dict[str, Any]:
@@ -45,130 +36,227 @@ def error_json(refusal: Refusal) -> dict[str, Any]:
     return {"type": "error", "error": {**refusal.to_json()["error"], "type": kind}}
 
 
-def chat_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Body of a chat completion that asks for the same, and the place of each message in the request. Raises
-    Refusal."""
-    for name, value in body.items():
-        if value is not None and name not in _SAME and name not in _OWN and name not in _IDLE:
-            raise Refusal(f"{name:.60} is not supported: leave it out", param=name)
-    chat: dict[str, Any] = {_SAME[name]: value for name, value in body.items() if name in _SAME and value is not None}
-    chat["messages"], places = _messages(body)
-    if chat["messages"][-1]["role"] == "assistant":
-        chat["continue_final_message"] = True
-    if (tools := body.get("tools")) is not None:
-        chat["tools"] = [_tool(index, tool) for index, tool in enumerate(tools)] if isinstance(tools, list) else tools
-    chat |= _choice(body.get("tool_choice")) | _thinking(body.get("thinking")) | _output(body.get("output_config"))
-    return chat, places
+def _as_blocks(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-def _messages(body: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Messages, and the place of each in the request."""
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise Refusal("messages must be a list with at least one message", param="messages")
-    found: list[tuple[dict[str, Any], str]] = []
-    if body.get("system") is not None:
-        found.append(({"role": "system", "content": _texts(body["system"], "system")}, "system"))
-    for index, message in enumerate(given):
-        where = f"messages[{index}]"
-        role = message.get("role") if isinstance(message, Mapping) else None
-        if role not in ("user", "assistant", "system"):
-            raise Refusal(f"{where} must have the role user, assistant or system", param=where)
-        found += ((one, where) for one in _message(role, message.get("content"), where))
-    return [message for message, _ in found], [place for _, place in found]
+class _Source(Part):
+    type: Literal["url", "base64"]
+    url: str | None = None
+    media_type: str | None = None
+    data: str | None = None
 
 
-def _message(role: str, content: Any, where: str) -> list[dict[str, Any]]:
-    """A message with its calls, or the results of calls and a message after them."""
-    parts: list[dict[str, Any]] = []
-    calls: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    for block in _blocks(content, where):
-        kind = block.get("type")
-        if kind == "text" and isinstance(block.get("text"), str):
-            parts.append({"type": "text", "text": block["text"]})
-        elif kind == "image" and role == "user":
-            parts.append({"type": "image_url", "image_url": {"url": _image(block.get("source"), where)}})
-        elif kind == "tool_use" and role == "assistant" and isinstance(block.get("name"), str):
-            function = {"name": block["name"], "arguments": json.dumps(block.get("input"))}
-            calls.append({"id": block.get("id"), "type": "function", "function": function})
-        elif kind == "tool_result" and role == "user" and not parts:
-            text = _texts(block.get("content") or "", where)
-            results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
-        elif kind not in ("thinking", "redacted_thinking"):  # templates leave out the thoughts of earlier turns
-            raise Refusal(f"{where}: a block of the type {kind!r:.40} is not supported there", param=where)
-    if calls:
-        text = "".join(part["text"] for part in parts)
-        return [{"role": role, "content": text or None, "tool_calls": calls}]
-    return [*results, *([{"role": role, "content": parts}] if parts or not results else [])]
+class _Block(Part):
+    type: Literal["text", "image", "tool_use", "tool_result", "thinking", "redacted_thinking"]
+    text: str | None = None
+    source: _Source | None = None
+    id: str | None = None
+    name: str | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: _Blocks | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        needed = {"text": "text", "image": "source", "tool_use": "name"}.get(self.type)
+        if needed is not None and getattr(self, needed) is None:
+            raise ValueError(f"a block of the type {self.type} needs {needed}")
+        return self
 
 
-def _blocks(content: Any, where: str) -> list[Mapping[str, Any]]:
-    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    if not isinstance(blocks, list) or not all(isinstance(block, Mapping) for block in blocks):
-        raise Refusal(f"{where} must have text, or a list of blocks", param=where)
-    return blocks
+_Blocks = Annotated[list[_Block], BeforeValidator(_as_blocks)]
+_READ = {  # by role; thoughts of earlier turns are left out, as templates do
+    "system": ("text",),
+    "user": ("text", "image", "tool_result", "thinking", "redacted_thinking"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+}
 
 
-def _texts(content: Any, where: str) -> str:
-    texts = [block.get("text") if block.get("type") == "text" else None for block in _blocks(content, where)]
-    if not all(isinstance(text, str) for text in texts):
-        raise Refusal(f"{where} must have text, or blocks of text", param=where)
-    return "".join(map(str, texts))
+def _text_of(blocks: Sequence[_Block]) -> str:
+    return "".join(block.text or "" for block in blocks if block.type == "text")
 
 
-def _image(source: Any, where: str) -> str:
-    """Its address."""
-    kind = source.get("type") if isinstance(source, Mapping) else None
-    if kind == "url":
-        return str(source.get("url"))
-    if kind != "base64":
-        raise Refusal(f"{where}: the source of an image must be base64 or url", param=where)
-    return f"data:{source.get('media_type')};base64,{source.get('data')}"
+class _Message(Part):
+    role: Literal["user", "assistant", "system"]
+    content: _Blocks
+
+    @model_validator(mode="after")
+    def _check_blocks(self) -> Self:
+        kinds = [(self.role, block.type) for block in self.content]
+        kinds += [("system", inner.type) for block in self.content for inner in block.content or ()]
+        for role, kind in kinds:
+            if kind not in _READ[role]:
+                raise ValueError(f"a block of the type {kind} is not supported there")
+        return self
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The same for chats: results of calls are messages of their own."""
+        results, calls, parts = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
+        for block in self.content:
+            if block.type == "text":
+                parts.append({"type": "text", "text": block.text})
+            elif block.type == "tool_use":
+                function = {"name": block.name, "arguments": block.input or {}}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            elif block.type == "tool_result":
+                text = _text_of(block.content or ())
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+            elif block.source is not None:
+                source = block.source
+                url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
+                parts.append({"type": "image_url", "image_url": {"url": url}})
+        if self.role != "user":
+            message = {"role": self.role, "content": _text_of(self.content) or (None if calls else "")}
+            return [message | ({"tool_calls": calls} if calls else {})]
+        return [*results, *([{"role": "user", "content": parts}] if parts or not results else [])]
 
 
-def _tool(index: int, value: Any) -> dict[str, Any]:
-    where = f"tools[{index}]"
-    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise Refusal(f"{where} must have a name and an input_schema", param=where)
-    if value.get("type") not in (None, "custom"):
-        raise Refusal(f"tools of the type {value['type']!r:.40} are not supported", param=where)
-    function = {"name": value["name"], "parameters": value.get("input_schema")}
-    function |= {key: value[key] for key in ("description", "strict") if value.get(key) is not None}
-    return {"type": "function", "function": function}
+class _Thinking(Part):
+    type: Literal["adaptive", "disabled"]  # budgets are not supported
 
 
-def _choice(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    choices: dict[Any, Any] = {"auto": "auto", "any": "required", "none": "none"}
-    choices["tool"] = {"type": "function", "function": {"name": value.get("name")}} if kind == "tool" else None
-    if kind not in choices:
-        raise Refusal("tool_choice must have the type auto, any, none, or tool with a name", param="tool_choice")
-    is_single = value.get("disable_parallel_tool_use")
-    return {"tool_choice": choices[kind]} | ({} if is_single is None else {"parallel_tool_calls": not is_single})
+class _OutputConfig(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    effort: str | None = None
+    format: Format | None = None
 
 
-def _thinking(value: Any) -> dict[str, Any]:
-    kind = "adaptive" if value is None else value.get("type") if isinstance(value, Mapping) else None
-    if kind == "disabled":
-        return {"reasoning_effort": "none"}
-    if kind != "adaptive":
-        raise Refusal("thinking is adaptive or disabled here: budgets are not supported", param="thinking")
-    return {}
+class MessageBody(GenerationBody):
+    """Body of ``/v1/messages``."""
+
+    PROMPT: ClassVar[str] = "messages"
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "max_new_tokens": "max_tokens",
+        "stop": "stop_sequences",
+        "chat_template_kwargs": "output_config.effort",
+    }
+    NOT_SERVED: ClassVar[frozenset[str]] = frozenset(
+        "n echo stream_options prompt_logprobs return_tokens_as_token_ids".split()
+    )
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        "cache_control diagnostics metadata service_tier user_profile_id workspace_id".split()
+    )
+
+    messages: Annotated[list[_Message], Field(min_length=1)]
+    system: _Blocks | None = None
+    max_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    stop_sequences: Stops = []
+    tools: list[Tool] = []
+    tool_choice: Choice | None = None
+    thinking: _Thinking | None = None
+    output_config: _OutputConfig = _OutputConfig()
+
+    def ask(self) -> ParsedRequest:
+        tools = ToolUse.of(self.tools, self.tool_choice)
+        given = [*([] if self.system is None else [_Message(role="system", content=self.system)]), *self.messages]
+        messages = [message for one in given for message in one.messages()]
+        is_off = self.thinking is not None and self.thinking.type == "disabled"
+        effort = "none" if is_off else self.output_config.effort
+        options = ChatOptions(
+            tools=descriptions_of(tools),
+            chat_template_kwargs={} if effort is None else {"reasoning_effort": effort},
+            continue_final_message=messages[-1]["role"] == "assistant",
+        )
+        return self._ask(
+            [chat_prompt(messages, options)],
+            max_tokens=self.max_tokens,
+            stop=self.stop_sequences,
+            form=("output_config.format", self.output_config.format),
+            tools=tools,
+        )
 
 
-def _output(value: Any) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping) or not value.keys() <= {"effort", "format"}:
-        raise Refusal("output_config must have effort or format, and nothing else", param="output_config")
-    found = {"reasoning_effort": value["effort"]} if value.get("effort") is not None else {}
-    form = value.get("format")
-    if form is None:
-        return found
-    if not isinstance(form, Mapping) or form.get("type") != "json_schema":
-        raise Refusal("output_config.format must have the type json_schema", param="output_config.format")
-    schema = {"name": "output", "schema": form.get("schema"), "strict": True}
-    return found | {"response_format": {"type": "json_schema", "json_schema": schema}}
+@dataclass(eq=False)
+class MessageAnswer(ItemsAnswer):
+    """One message."""
+
+    _blocks: list[dict[str, Any]] = field(init=False, default_factory=list)
+    _texts: list[str] = field(init=False, default_factory=list)  # of each block
+    _is_open: bool = field(init=False, default=False)
+
+    def begin(self) -> Iterator[bytes]:
+        yield self._event("message_start", message=self.so_far(None))
+
+    def end(self) -> Iterator[bytes]:
+        reason, usage = self.jobs[0].completion.finish_reason, self.totals()["usage"]
+        yield self._event("message_delta", delta=self._ending(reason), usage=self._usage(usage))
+        yield self._event("message_stop")
+
+    def failure(self, refusal: Refusal) -> bytes:
+        return event_of(error_json(refusal), "error")
+
+    def so_far(self, reason: FinishReason | None, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        return {
+            "id": f"msg_{self.id}",
+            "type": "message",
+            "role": "assistant",
+            "model": self.name,
+            "content": [_filled(*one) for one in zip(self._blocks, self._texts, strict=True)],
+            **self._ending(reason),
+            "usage": self._usage(usage),
+        }
+
+    def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
+        for piece in self.parser.feed(text, is_end=reason is not None):
+            yield from self._piece(piece)
+        if reason is not None:
+            yield from self._close()
+
+    def _ending(self, reason: FinishReason | None) -> dict[str, Any]:
+        found = self.jobs[0].text.stop_reason
+        stop = found if reason == "stop" and isinstance(found, str) else None
+        shown = None if reason is None else "stop_sequence" if stop is not None else _REASONS[reason]
+        has_calls = any(block["type"] == "tool_use" for block in self._blocks)
+        if has_calls and reason in ("eos", "stop") and not self.parser.is_in_call:
+            shown, stop = "tool_use", None
+        return {"stop_reason": shown, "stop_sequence": stop}
+
+    def _piece(self, piece: Piece) -> Iterator[bytes]:
+        kind = _KINDS[piece.kind]
+        if piece.kind == "call" or not self._is_open or self._blocks[-1]["type"] != kind:
+            yield from self._close()
+            block: dict[str, Any] = {"type": kind, "text": "", "citations": None}
+            if kind == "thinking":
+                block = {"type": kind, "thinking": "", "signature": ""}
+            elif kind == "tool_use":
+                block = {"type": kind, "id": self.new_call_id(), "name": piece.text, "input": {}}
+            self._blocks.append(block)
+            self._texts.append("")
+            self._is_open = True
+            yield self._block_event("content_block_start", content_block=block)
+        if piece.kind != "call":
+            self._texts[-1] += piece.text
+            yield self._block_event("content_block_delta", delta={"type": _DELTAS[kind], _KEYS[kind]: piece.text})
+
+    def _close(self) -> Iterator[bytes]:
+        """End the last block."""
+        if self._is_open:
+            self._is_open = False
+            yield self._block_event("content_block_stop")
+
+    def _block_event(self, kind: str, **more: Any) -> bytes:
+        return self._event(kind, index=len(self._blocks) - 1, **more)
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        return event_of({"type": kind, **more}, kind)
+
+    def _usage(self, usage: Mapping[str, Any] | None) -> dict[str, Any]:
+        """Prompt tokens found in the cache are counted apart, once that is known."""
+        num_cached = 0 if usage is None else usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": self.num_prompt_tokens - num_cached,
+            "cache_read_input_tokens": num_cached,
+            "cache_creation_input_tokens": 0,
+            "output_tokens": 0 if usage is None else usage["completion_tokens"],
+        }
+
+
+def _filled(block: Mapping[str, Any], text: str) -> dict[str, Any]:
+    """A block with its text; a call that was cut has no input."""
+    if block["type"] != "tool_use":
+        return {**block, block["type"]: text}
+    try:
+        return {**block, "input": json.loads(text or "{}")}
+    except ValueError:
+        return {**block}

@@ -7,7 +7,7 @@ rule. The engine thread runs it between rounds, one round of an arm at a time.
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Generator, Mapping
+from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,17 +17,12 @@ from outrider.decoder import Decoder
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, LOOKUPS
 from outrider.race.events import race_events
 from outrider.sampling.rules import RULES
-from outrider.serve.completion_json import DONE, KEEP_ALIVE, event
+from outrider.serve.answers import DONE, KEEP_ALIVE, event_of
+from outrider.serve.bodies import ParsedRequest, RaceBody
 from outrider.serve.http_errors import Refusal, refusal_of
-from outrider.serve.prepare import Parsed, Preparer, named_refusal
-from outrider.serve.protocol import ParsedRequest, parse_completions
+from outrider.serve.prepare import Preparer
 
 _MOST_K = 16
-# Fields of completions that a race does not honour.
-_NOT_TAKEN = (
-    *("add_special_tokens", "truncate_prompt_tokens", "skip_special_tokens", "include_stop_str_in_output"),
-    *("allowed_token_ids", "prompt_logprobs"),
-)
 _NUM_SEEDS = 2**32  # to draw from: exact as JavaScript numbers
 
 
@@ -57,62 +52,49 @@ def choices(preparer: Preparer) -> dict[str, Any]:
     }
 
 
-def parse_race(preparer: Preparer, body: Mapping[str, Any]) -> Parsed:
-    """Parse a body of ``/v1/completions`` with one prompt, and ``drafter``, one of ``choices``; prepares a ``Race``.
-    Raises Refusal."""
-    name = body.get("drafter")
-    ask = parse_completions({field: value for field, value in body.items() if field != "drafter"})
-    given = next((field for field in _NOT_TAKEN if body.get(field) is not None), None)
-    if given is not None:
-        raise Refusal(f"a race does not take {given}: leave it out", param=given)
-    return Parsed(ask, lambda: _prepare(preparer, ask, name))
-
-
-def _prepare(preparer: Preparer, ask: ParsedRequest, name: Any) -> Race:
+def prepare_race(preparer: Preparer, ask: ParsedRequest) -> Race:
     """
     Args:
-        name: of the drafter.
+        ask: of a ``RaceBody``.
 
     Raises:
         Refusal
     """
+    assert isinstance(ask.body, RaceBody)
     [prompt, *others] = ask.prompts
-    if others or ask.n != 1 or not isinstance(prompt, str):
+    if others or not isinstance(prompt, str):
         raise Refusal("a race takes one prompt, a string", param="prompt")
-    ids = preparer.token_ids(prompt)
     seed = ask.options["seed"]
     max_tokens = ask.max_tokens or 1
-    options = {
-        **ask.options,
-        "logprobs": None,
-        "seed": secrets.randbelow(_NUM_SEEDS) if seed is None else seed,
-        "max_new_tokens": min(max_tokens, preparer.capacity - len(ids)),
-    }
     try:
-        decoder = replace(preparer.decoder, acceptance=ask.acceptance or preparer.decoder.acceptance)
+        ids = preparer.token_ids(prompt)
+        options = {
+            **ask.options,
+            "logprobs": None,
+            "seed": secrets.randbelow(_NUM_SEEDS) if seed is None else seed,
+            "max_new_tokens": min(max_tokens, preparer.capacity - len(ids)),
+        }
+        decoder = replace(preparer.decoder, acceptance=ask.body.acceptance or preparer.decoder.acceptance)
         decoder.request(ids, options)  # raises if impossible
-        arms = Arm("plain", decoder.plain()), _speculative(decoder, name, ask.num_draft_tokens)
+        arms = Arm("plain", decoder.plain()), _speculative(decoder, ask.body.drafter, ask.num_draft_tokens)
     except Exception as error:
-        raise named_refusal(ask, error) from None
+        raise ask.refusal_of(error) from None
     return Race(arms, Case(0, prompt, options.pop("seed")), options)
 
 
-async def streamed_race(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
+async def race_stream(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIterator[bytes]:
     """Encode events as server-sent events, errors included. Raises Refusal before the first."""
-    yield _written(await anext(events))
+    first = await anext(events)
+    yield KEEP_ALIVE if first is None else event_of(first)
     try:
         async for one in events:
-            yield _written(one)
+            yield KEEP_ALIVE if one is None else event_of(one)
     except Exception as error:
-        yield event(refusal_of(error).to_json())
+        yield event_of(refusal_of(error).to_json())
     yield DONE
 
 
-def _written(one: dict[str, Any] | None) -> bytes:
-    return KEEP_ALIVE if one is None else event(one)
-
-
-def _speculative(decoder: Decoder, name: Any, k: int | None) -> Arm:
+def _speculative(decoder: Decoder, name: str | None, k: int | None) -> Arm:
     drafts = _drafts(decoder)
     if name is None:
         name = drafts[0]

@@ -1,182 +1,271 @@
-"""Bodies of ``/v1/responses``, as those of chat completions. Nothing is stored: a request has its whole history.
+"""``/v1/responses``: bodies, and answers whole and as events. Messages, thoughts and calls are items. Nothing is
+stored: a request has its whole history.
 
-Source: OpenAI's API reference (responses).
+Source: OpenAI's API reference (responses); the events of thoughts are those of its open models.
 """
 
 from __future__ import annotations
 
+import json
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from outrider.records import FinishReason
+from outrider.serve.answers import ItemsAnswer, event_of
+from outrider.serve.bodies import Format, GenerationBody, Integer, ParsedRequest, Stops
+from outrider.serve.chats import read_arguments
 from outrider.serve.http_errors import Refusal
+from outrider.serve.tools import Part, Tool, ToolChoice, ToolUse, descriptions_of
+from outrider.text.chat import Chat, ChatOptions
+from outrider.text.output_parser import Piece
 
-# Fields that both endpoints have, here and there perhaps under another name.
-_SAME = {
-    name: name
-    for name in (
-        *("model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "metadata", "service_tier"),
-        *("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "seed", "stop", "top_k", "min_p"),
-        *("draft", "num_draft_tokens", "priority", "ignore_eos"),
+_TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # types of parts
+_PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
+# Fields of a request that its response repeats, and what it has without them; also the model's temperature and top_p.
+_REPEATED: dict[str, Any] = {
+    "instructions": None,
+    "metadata": {},
+    "tools": [],
+    "tool_choice": "auto",
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "parallel_tool_calls": True,
+    "max_output_tokens": None,
+    "previous_response_id": None,
+    "reasoning": None,
+    "text": {"format": {"type": "text"}},
+    "truncation": "disabled",
+    "user": None,
+    "store": False,
+}
+
+
+class _Part(Part):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+def _as_parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+_Parts = Annotated[list[_Part], BeforeValidator(_as_parts)]
+
+
+class _Item(Part):
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: str | None = None
+    content: _Parts | None = None
+    name: str | None = None
+    arguments: str | None = None
+    call_id: str | None = None
+    output: _Parts | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        needed = {"message": ("role", "content"), "function_call": ("name",), "function_call_output": ("output",)}
+        if any(getattr(self, name) is None for name in needed.get(self.type, ())):
+            raise ValueError(f"an item of the type {self.type} needs {' and '.join(needed[self.type])}")
+        for part in [*(self.content or ()), *(self.output or ())] if self.type != "reasoning" else ():
+            if part.type not in _TEXTS or getattr(part, _TEXTS[part.type]) is None:
+                raise ValueError(f"a part of the type {part.type} is not supported: give text")
+        return self
+
+
+class _Text(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+    format: Format | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class _Reasoning(BaseModel):
+    """OpenAI's Agents SDK asks for a summary where there is one; the thoughts themselves are sent here."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    effort: str | None = None
+    summary: Literal["auto"] | None = None
+    generate_summary: Literal["auto"] | None = None
+
+
+class ResponseBody(GenerationBody):
+    """Body of ``/v1/responses``."""
+
+    PROMPT: ClassVar[str] = "input"
+    NAMES: ClassVar[Mapping[str, str]] = {
+        "max_new_tokens": "max_output_tokens",
+        "chat_template_kwargs": "reasoning.effort",  # nothing else is in them
+    }
+    NOT_SERVED: ClassVar[frozenset[str]] = frozenset(  # nothing is stored
+        "previous_response_id conversation background prompt max_tool_calls truncation top_logprobs store include "
+        "stream_options n echo prompt_logprobs return_tokens_as_token_ids".split()
     )
-} | {"max_output_tokens": "max_completion_tokens"}
-# Fields with a form of their own.
-_OWN = {"input", "instructions", "tools", "tool_choice", "text", "reasoning"}
-# Fields that are not served, with the values that ask for nothing. ``store`` has no effect: no response is kept.
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "previous_response_id": (),
-    "conversation": (),
-    "background": (False,),
-    "prompt": (),
-    "max_tool_calls": (),
-    "truncation": ("disabled",),
-    "top_logprobs": (0,),
-    "store": (False,),
-    "include": ([], ["reasoning.encrypted_content"]),  # thoughts are not encrypted
-    "stream_options": ({}, {"include_obfuscation": False}),
-}
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
+        "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention".split()
+    )
+
+    input: str | Annotated[list[_Item], Field(min_length=1)]
+    instructions: str | None = None
+    max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
+    stop: Stops = []
+    tools: list[Tool] = []
+    tool_choice: ToolChoice = None
+    parallel_tool_calls: bool | None = None
+    text: _Text = _Text()
+    reasoning: _Reasoning = _Reasoning()
+
+    def ask(self) -> ParsedRequest:
+        for name in _REPEATED:
+            try:
+                json.dumps(self.sent.get(name), allow_nan=False)
+            except ValueError:
+                message = f"{name} has an infinite number, which JSON cannot repeat in the response: leave it out"
+                raise Refusal(message, param=name) from None
+        tools = ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
+        effort = {} if self.reasoning.effort is None else {"reasoning_effort": self.reasoning.effort}
+        chat = Chat(self._messages(), ChatOptions(tools=descriptions_of(tools), chat_template_kwargs=effort))
+        form = "text.format", self.text.format
+        return self._ask([chat], max_tokens=self.max_output_tokens, stop=self.stop, form=form, tools=tools)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for item in self.input:
+            if item.type == "message":
+                messages.append({"role": item.role, "content": _text_of(item.content)})
+            elif item.type == "function_call_output":
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text_of(item.output)})
+            elif item.type == "function_call":
+                function = {"name": item.name, "arguments": read_arguments(item.arguments)}
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": None})
+                call = {"id": item.call_id, "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+        return messages  # templates leave out the thoughts of earlier turns
 
 
-# Names here for fields of chats, searched in order.
-NAMES = {
-    "messages": "input",
-    "prompt": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format.json_schema": "text.format",
-    "response_format": "text.format",
-    "reasoning_effort": "reasoning.effort",
-    "chat_template_kwargs": "reasoning.effort",  # nothing else is in them
-}
+def _text_of(parts: Sequence[_Part] | None) -> str:
+    return "".join(getattr(part, _TEXTS[part.type]) for part in parts or ())
 
 
-@contextmanager
-def named_as_sent(places: Sequence[str], others: Mapping[str, str]) -> Iterator[None]:
-    """Refusals of a chat name the fields of the request.
+@dataclass(eq=False)
+class ResponseAnswer(ItemsAnswer):
+    """One response."""
 
-    Args:
-        places: of the messages: see ``chat_body``.
-        others: names of other fields of chats.
-    """
-    names = {**{f"messages[{index}]": place for index, place in enumerate(places)}, **others}
-    try:
-        yield
-    except Refusal as refusal:
-        param = refusal.param or ""
-        sent = next((name for name in names if param == name or param.startswith((f"{name}.", f"{name}["))), None)
-        if sent is not None:
-            refusal.param = names[sent]
-            shown = next((name for name in names if str(refusal).startswith(name)), "")
-            refusal.args = ((names[sent] if shown else "") + str(refusal).removeprefix(shown),)
-        raise
+    _items: list[dict[str, Any]] = field(init=False, default_factory=list)
+    _num_events: int = field(init=False, default=0)
 
+    def begin(self) -> Iterator[bytes]:
+        for kind in ("response.created", "response.in_progress"):
+            yield self._event(kind, response=self.so_far(None))
 
-def chat_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Body of a chat completion that asks for the same, and the place of each message in the request. Raises
-    Refusal."""
-    for name, value in body.items():
-        if value is None or name in _SAME or name in _OWN:
-            continue
-        if name not in _NOT_SERVED:
-            raise Refusal(f"unknown field {name!r:.60}: leave it out", param=name)
-        if value not in _NOT_SERVED[name]:
-            remedy = "leave it out, or set it to false: nothing is stored" if name == "store" else "leave it out"
-            raise Refusal(f"{name} = {value!r:.60} is not supported: {remedy}", param=name)
-    chat = {_SAME[name]: value for name, value in body.items() if name in _SAME and value is not None}
-    chat["messages"], places = _messages(body.get("input"), body.get("instructions"))
-    if (tools := body.get("tools")) is not None:
-        chat["tools"] = [_tool(index, tool) for index, tool in enumerate(tools)] if isinstance(tools, list) else tools
-    choice = body.get("tool_choice")
-    if isinstance(choice, Mapping):
-        if choice.get("type") != "function" or not isinstance(choice.get("name"), str):
-            message = "tool_choice must be none, auto, required, or {type: function, name: ...}"
-            raise Refusal(message, param="tool_choice")
-        choice = {"type": "function", "function": {"name": choice["name"]}}
-    chat["tool_choice"] = choice
-    if (text := body.get("text")) is not None:
-        chat |= _of_text(text)
-    if (reasoning := body.get("reasoning")) is not None:
-        if not isinstance(reasoning, Mapping):
-            raise Refusal("reasoning must be an object", param="reasoning")
-        # OpenAI's Agents SDK asks for a summary where there is one; the thoughts themselves are sent here.
-        _check_inner("reasoning", reasoning, {"effort": None, "summary": ("auto",), "generate_summary": ("auto",)})
-        chat["reasoning_effort"] = reasoning.get("effort")
-    return chat, places
+    def end(self) -> Iterator[bytes]:
+        reason = self.jobs[0].completion.finish_reason
+        kind = "response.incomplete" if reason == "length" else "response.completed"
+        yield self._event(kind, response=self.so_far(reason, self.totals()["usage"]))
 
+    def failure(self, refusal: Refusal) -> bytes:
+        """Event of an error, which has no type of its own here: that of the event is in its place."""
+        error = refusal.to_json()["error"]
+        code = error["code"] or error["type"]
+        return self._event("error", code=code, message=error["message"], param=error["param"])
 
-def _check_inner(name: str, value: Mapping[str, Any], known: Mapping[str, tuple[str, ...] | None]) -> None:
-    """Refuse parts that are not served; ``known`` has the values that ask for nothing, or None. Raises Refusal."""
-    for key, part in value.items():
-        if part is not None and (key not in known or ((idle := known[key]) is not None and part not in idle)):
-            raise Refusal(f"{name}.{key:.60} = {part!r:.60} is not supported: leave it out", param=f"{name}.{key:.60}")
+    def so_far(self, reason: FinishReason | None, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        status = "in_progress" if reason is None else "incomplete" if reason == "length" else "completed"
+        sent, defaults = self.ask.body.sent, _REPEATED | dict(self.served.decoder.sampling_defaults)
+        return {
+            "id": f"resp_{self.id}",
+            "object": "response",
+            "created_at": self.created,
+            "model": self.name,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
+            "output": self._items,
+            "usage": None if usage is None else _usage(usage),
+            **{name: defaults[name] if sent.get(name) is None else sent[name] for name in _REPEATED},
+        }
 
+    def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
+        for piece in self.parser.feed(text, is_end=reason is not None):
+            if piece.kind != "reasoning" or self.ask.body.include_reasoning:
+                yield from self._piece(piece)
+        if reason is not None:
+            if not self._items:  # an output without text is an empty message
+                yield from self._open("message")
+            is_cut = reason == "length" or self.parser.is_in_call  # by a stop string
+            yield from self._close("incomplete" if is_cut else "completed")
 
-def _messages(value: Any, instructions: Any) -> tuple[list[dict[str, Any]], list[str]]:
-    """Messages, and the place of each in the request."""
-    if not isinstance(instructions, str | None):
-        raise Refusal("instructions must be a string", param="instructions")
-    messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
-    places = ["instructions"] * len(messages)
-    if isinstance(value, str):
-        return [*messages, {"role": "user", "content": value}], [*places, "input"]
-    if not isinstance(value, list) or not value:
-        raise Refusal("input must be a string, or a list of items", param="input")
-    for index, item in enumerate(value):
-        where = f"input[{index}]"
-        kind = item.get("type", "message") if isinstance(item, Mapping) else None
-        if kind == "message":
-            messages.append({"role": item.get("role"), "content": _content(item.get("content"), where)})
-            places.append(where)
-        elif kind == "function_call":
-            if not isinstance(item.get("name"), str):
-                raise Refusal(f"{where} must have a name", param=where)
-            function = {"name": item.get("name"), "arguments": item.get("arguments")}
-            call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if not messages or messages[-1]["role"] != "assistant":
-                messages.append({"role": "assistant", "content": None})
-                places.append(where)
-            # The text of the message is checked, so that only a call may be at fault.
-            places[-1] = "input" if "tool_calls" in messages[-1] else where
-            messages[-1].setdefault("tool_calls", []).append(call)
-        elif kind == "function_call_output":
-            content = _content(item.get("output"), where)
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-            places.append(where)
+    def _piece(self, piece: Piece) -> Iterator[bytes]:
+        kinds = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
+        kind = kinds[piece.kind]
+        if piece.kind == "call" or not self._items or self._items[-1]["type"] != kind:
+            yield from self._close("completed")
+            yield from self._open(kind, piece.text)
+        if piece.kind == "call":
+            return
+        item = self._items[-1]
+        if kind == "function_call":
+            item["arguments"] += piece.text
+            yield self._of_item("response.function_call_arguments.delta", delta=piece.text)
+            return
+        item["content"][0]["text"] += piece.text
+        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
+        yield self._of_item(f"response.{item['content'][0]['type']}.delta", content_index=0, delta=piece.text, **more)
+
+    def _open(self, kind: str, name: str = "") -> Iterator[bytes]:
+        item: dict[str, Any] = {"id": _PREFIXES[kind] + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
+        part: dict[str, Any] | None = None
+        if kind == "function_call":
+            item |= {"call_id": self.new_call_id(), "name": name, "arguments": ""}
         elif kind == "reasoning":
-            continue  # templates leave out the thoughts of earlier turns
+            part = {"type": "reasoning_text", "text": ""}
+            item |= {"summary": [], "content": []}
         else:
-            raise Refusal(f"{where}: items of the type {kind!r:.40} are not supported", param=where)
-    return messages, places
+            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+            item |= {"role": "assistant", "content": []}
+        self._items.append(item)
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        if part is not None:
+            item["content"] = [part]
+            yield self._of_item("response.content_part.added", content_index=0, part=part)
+
+    def _close(self, status: str) -> Iterator[bytes]:
+        """End the last item."""
+        if not self._items or self._items[-1]["status"] != "in_progress":
+            return
+        item = self._items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            name, arguments = item["name"], item["arguments"]
+            yield self._of_item("response.function_call_arguments.done", name=name, arguments=arguments)
+        else:
+            (part,) = item["content"]
+            more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+            yield self._of_item(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
+            yield self._of_item("response.content_part.done", content_index=0, part=part)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+
+    def _of_item(self, kind: str, **more: Any) -> bytes:
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
+
+    def _event(self, kind: str, **more: Any) -> bytes:
+        self._num_events += 1
+        return event_of({"type": kind, "sequence_number": self._num_events - 1, **more}, kind)
 
 
-def _content(value: Any, where: str) -> str:
-    """Text of a message, which may be in parts."""
-    parts = [{"type": "input_text", "text": value}] if isinstance(value, str) else value
-    texts: list[str] = []
-    for part in parts if isinstance(parts, list) else [{}]:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        key = "refusal" if kind == "refusal" else "text"
-        if kind not in ("input_text", "output_text", "text", "refusal") or not isinstance(part.get(key), str):
-            raise Refusal(f"{where} must have text, or parts of text", param=where)
-        texts.append(part[key])
-    return "".join(texts)
-
-
-def _tool(index: int, value: Any) -> dict[str, Any]:
-    """Functions are flat here."""
-    kind = value.get("type") if isinstance(value, Mapping) else None
-    if kind != "function":
-        raise Refusal(f"tools of the type {kind!r:.40} are not supported", param=f"tools[{index}]")
-    if not isinstance(value.get("name"), str):
-        raise Refusal(f"tools[{index}] must be {{type: function, name, ...}}", param=f"tools[{index}]")
-    function = {key: part for key, part in value.items() if key != "type" and part is not None}
-    return {"type": "function", "function": function}
-
-
-def _of_text(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not isinstance(form := value.get("format") or {"type": "text"}, Mapping):
-        raise Refusal("text must be an object with a format", param="text")
-    _check_inner("text", value, {"format": None, "verbosity": ("medium",)})
-    if form.get("type") == "json_schema":
-        return {"response_format": {"type": "json_schema", "json_schema": form}}
-    return {"response_format": form}
+def _usage(usage: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage.get("completion_tokens_details", {"reasoning_tokens": 0}),
+        "total_tokens": usage["total_tokens"],
+    }

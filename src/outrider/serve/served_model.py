@@ -28,12 +28,11 @@ from outrider.records import Chunk
 from outrider.requests.engine_loop import EngineLoop, LoopThread
 from outrider.requests.state import RequestState, discard
 from outrider.runtime.lm import LM
-from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission
-from outrider.serve.fingerprint import fingerprint_of
+from outrider.serve.about import fingerprint_of
+from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission, EngineTask, Event, Ticket, TicketRow, arrival
 from outrider.serve.http_errors import Refusal, unavailable
+from outrider.serve.logprobs import ScoredToken, prompt_logprobs
 from outrider.serve.metrics import Metrics
-from outrider.serve.pending import EngineTask, Event, Ticket, TicketRow, arrival
-from outrider.serve.scoring import ScoredToken, prompt_logprobs
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_RETRY_AFTER_S = 60  # the openai client waits no longer
@@ -91,9 +90,7 @@ class ServedModel:
         self._num_submitted = 0
         self._arrived: list[tuple[Ticket, Event]] = []  # in the current round
         self._row_s = 0.0  # moving average of how long a row keeps its slot
-        self._works_on_thread: FairQueue[EngineTask] = FairQueue()
-        self._alone_on_thread: FairQueue[EngineTask] = FairQueue()  # wait until the running one ends
-        self._running_alone: EngineTask | None = None
+        self._tasks_on_thread: FairQueue[EngineTask] = FairQueue()
 
     def start(self, on_ready: Callable[[], None], on_failure: Callable[[], None]) -> None:
         """Start loading. The event loop must be running; both callbacks are called in it."""
@@ -191,32 +188,30 @@ class ServedModel:
         return found
 
     async def between_rounds(
-        self, steps: Generator[_Step], client: str, *, is_taken: bool = False, is_alone: bool = False
+        self, steps: Generator[_Step], client: str, *, is_taken: bool = False
     ) -> AsyncGenerator[_Step | None]:
         """Run another task on the thread, one step after each round, in turn with other tasks. Yields None as a
         keep-alive. Close the iterator (``aclosing``) so that the task ends when the client disconnects.
 
         Args:
             is_taken: it belongs to an accepted request.
-            is_alone: see ``EngineTask``.
 
         Raises:
             Refusal: not ready, the queue is full, or it waited too long.
         """
         if not is_taken:
             self.admission.check(1, client, self._retry_after_s())
-        work = EngineTask(steps, client, time.perf_counter(), is_alone)
-        self.admission.tasks.add(work)
-        waiting = self._alone_on_thread if is_alone else self._works_on_thread
-        self._thread.post(lambda: waiting.push(work, client))
+        task = EngineTask(steps, client, time.perf_counter())
+        self.admission.tasks.add(task)
+        self._thread.post(lambda: self._tasks_on_thread.push(task, client))
         try:
-            while not isinstance(found := await arrival(work.found), StopIteration):
+            while not isinstance(found := await arrival(task.found), StopIteration):
                 if isinstance(found, Exception):
                     raise found
                 yield found
         finally:
-            work.is_closed = True
-            self.admission.tasks.discard(work)
+            task.is_closed = True
+            self.admission.tasks.discard(task)
 
     def abort(self, error: Exception) -> None:
         """End all running requests with an error."""
@@ -224,9 +219,9 @@ class ServedModel:
             for which in range(len(ticket.rows)):
                 ticket.events.put_nowait((which, error))
             self.close(ticket)
-        for work in self.admission.tasks:
-            work.is_closed = True
-            work.found.put_nowait(error)
+        for task in self.admission.tasks:
+            task.is_closed = True
+            task.found.put_nowait(error)
 
     def _retry_after_s(self) -> int:
         """Estimated time until the rows waiting now have slots."""
@@ -279,7 +274,7 @@ class ServedModel:
             self._thread.call(self._deliver, self._arrived)
             self._arrived = []
         self._work_on_thread()
-        return has_more or bool(self._works_on_thread or self._alone_on_thread)
+        return has_more or bool(self._tasks_on_thread)
 
     def _submit_on_thread(self, ticket: Ticket) -> None:
         first = self._num_submitted
@@ -300,19 +295,17 @@ class ServedModel:
         if late:
             waiting = set(self._loop.waiting())
             late = {ticket for ticket in late if all(row.job in waiting for row in ticket.rows)}
-        both = (self._works_on_thread, self._alone_on_thread)
-        works = {one for works in both for one in works if one.submitted_s < least_s and not one.has_begun}
-        if not (late or works):
+        tasks = {one for one in self._tasks_on_thread if one.submitted_s < least_s and not one.has_begun}
+        if not (late or tasks):
             return
         message = f"the request waited {self._queue_timeout_s:g} seconds in the queue: try again later"
         error = unavailable(message, self._retry_after_s())
         for ticket in late:
             self._cancel_on_thread(ticket, "timeout")
         self._thread.call(self._deliver, [(ticket, (0, error)) for ticket in late])
-        for waiting_works in both:
-            waiting_works.remove(lambda work: work in works)
-        for work in works:
-            self._thread.call(work.found.put_nowait, error)
+        self._tasks_on_thread.remove(lambda task: task in tasks)
+        for task in tasks:
+            self._thread.call(task.found.put_nowait, error)
 
     def _cancel_on_thread(self, ticket: Ticket, reason: str) -> None:
         numbers = [number for number, (own, _) in self._rows.items() if own is ticket]
@@ -345,25 +338,21 @@ class ServedModel:
 
     def _work_on_thread(self) -> None:
         """Run one step of the next task."""
-        if self._running_alone is None and (next_alone := self._alone_on_thread.pop()) is not None:
-            client, self._running_alone = next_alone
-            self._works_on_thread.push(self._running_alone, client)
-        if (next_work := self._works_on_thread.pop()) is None:
+        if (next_task := self._tasks_on_thread.pop()) is None:
             return
-        client, work = next_work
+        client, task = next_task
         found: Any
         try:
-            if work.is_closed:
-                work.steps.close()
+            if task.is_closed:
+                task.steps.close()
                 raise StopIteration
-            found = work.step()
+            task.has_begun = True
+            found = next(task.steps)
         except Exception as error:  # of this task alone: the engine continues
             found = error
         if not isinstance(found, Exception):
-            self._works_on_thread.push(work, client)
-        elif work is self._running_alone:
-            self._running_alone = None
-        self._thread.call(work.found.put_nowait, found)
+            self._tasks_on_thread.push(task, client)
+        self._thread.call(task.found.put_nowait, found)
 
 
 def _client_view(decoder: Decoder, name: str) -> Decoder:

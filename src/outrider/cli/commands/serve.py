@@ -137,10 +137,10 @@ def serve(
     names, draft = served_model_name or [pair.target], pair.single_draft
     check_choice(generation_config)
     try:
+        from outrider.serve.about import startup_lines
         from outrider.serve.app import is_loopback
         from outrider.serve.image_fetch import check_hosts
         from outrider.serve.server import Server, ServerOptions, listen
-        from outrider.serve.startup_log import about
         from outrider.text.thinking import thinking_of
         from outrider.text.tool_formats import tool_format_of
     except ModuleNotFoundError as error:
@@ -160,7 +160,7 @@ def serve(
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     def on_ready(model: ServedModel) -> None:
-        for line in about(model.decoder, model.schedule, model.num_slots, model.capacity):
+        for line in startup_lines(model.decoder, model.schedule, model.num_slots, model.capacity):
             _LOG.info("%s", line)
         _LOG.info("ready: %s/v1", url)
         _LOG.info("web page with a race of plain and speculative decoding: %s", url)

@@ -1,4 +1,4 @@
-"""Tokens in log-probabilities: their texts, their bytes and their places in the output.
+"""Log-probabilities: the scores of prompts, one forward at a time; texts, bytes and places of tokens in answers.
 
 A token's text is its piece of the output. A token that holds a part of a character is written as its bytes,
 ``bytes:\\xf0\\x9f``, and begins where the character does.
@@ -9,13 +9,21 @@ Sources: OpenAI's API (``bytes:``), vLLM's (``token_id:``).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from outrider.records import TokenLogprob
+from outrider.runtime.lm import LM
+from outrider.sampling.probs import wide
+from outrider.scoring.teacher_forcing import Text, force
+from outrider.serve.http_errors import Refusal
 from outrider.text.spelling import token_bytes
 
+_MOST_SCORES = 2**20  # log-probabilities of prompts in one response: some 100 bytes each, and more in memory
+_LEAST_LOGPROB = -9999.0  # JSON has no -inf
 _UNFINISHED = "\ufffd"  # output of decoders for a part of a character
 
 
@@ -94,6 +102,13 @@ class ScoredTokens:
     logprobs: Sequence[TokenLogprob | None]
     pieces: Sequence[str]
 
+    def with_next(self, other: ScoredTokens) -> ScoredTokens:
+        return ScoredTokens(
+            [*self.token_ids, *other.token_ids],
+            [*self.logprobs, *other.logprobs],
+            [*self.pieces, *other.pieces],
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedToken:
@@ -136,3 +151,79 @@ class WaitingTokens:
     def rest(self) -> list[PlacedToken]:
         """Take the tokens that remain at the end: they have no text, or lie in the stop string."""
         return [PlacedToken(one.id, one.logprob, one.piece, min(one.at, self._num_characters)) for one in self._tokens]
+
+
+def finite_logprob(logprob: float) -> float:
+    return max(logprob, _LEAST_LOGPROB)
+
+
+def prompt_logprobs_json(
+    texts: TokenTexts, token_ids: Sequence[int], scored: Sequence[ScoredToken], num_top: int
+) -> list[dict[str, Any] | None]:
+    """Log-probabilities of a prompt in vLLM's form: by token id, of its token first, then of the alternatives."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        return {"logprob": finite_logprob(logprob), "rank": rank, "decoded_token": texts.of(token_id)}
+
+    found: list[dict[str, Any] | None] = [None]
+    for token_id, one in zip(token_ids[1:], scored, strict=True):
+        top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(one.first(num_top).top, 1)}
+        found.append({str(token_id): entry(token_id, one.logprob.logprob, one.rank)} | top)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken:
+    """A token of a prompt.
+
+    Attributes:
+        rank: 1 for the most probable token.
+    """
+
+    logprob: TokenLogprob
+    rank: int
+
+    def first(self, num_top: int) -> TokenLogprob:
+        """Its log-probability with no more than ``num_top`` alternatives."""
+        return TokenLogprob(self.logprob.logprob, self.logprob.top[:num_top])
+
+
+def check_scores(scores: Mapping[str, int], num_tokens: int) -> None:
+    """Check that a response with log-probabilities of prompts is not too long.
+
+    Args:
+        scores: fields that request them, with the number of alternatives.
+        num_tokens: of all prompts, for each of their choices.
+
+    Raises:
+        Refusal
+    """
+    for name, num_top in scores.items():
+        if (num := num_tokens * (num_top + 1)) > _MOST_SCORES:
+            message = f"{num} log-probabilities of prompt tokens are too many for one response, of at most"
+            raise Refusal(f"{name}: {message} {_MOST_SCORES}: ask for fewer, or send several requests", param=name)
+
+
+@torch.inference_mode()
+def prompt_logprobs(target: LM, token_ids: Sequence[int], num_top: int) -> Generator[list[ScoredToken]]:
+    """Score all tokens but the first, with the ``num_top`` most probable ones at each position, from the raw logits.
+
+    Args:
+        token_ids: at least two.
+
+    Yields:
+        Log-probabilities of a few hundred tokens at most, so that other work can run in between.
+
+    Raises:
+        NumericsError
+    """
+    for forced in force(target, [Text(token_ids)]):
+        logprobs = wide(forced.logits).log_softmax(dim=-1)  # [M, V]
+        chosen = logprobs.gather(-1, forced.ids[:, None])  # [M, 1]
+        ranks = (logprobs > chosen).sum(dim=-1) + 1
+        top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
+        pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+        yield [
+            ScoredToken(TokenLogprob(logprob, tuple(zip(ids, values, strict=True))), rank)
+            for logprob, rank, (ids, values) in zip(chosen.squeeze(-1).tolist(), ranks.tolist(), pairs, strict=True)
+        ]

@@ -4,15 +4,14 @@ import torch
 
 from outrider.api import load
 from outrider.decoding.schedule import ConstantSchedule
-from outrider.serve.fingerprint import fingerprint_of
-from outrider.serve.startup_log import about
+from outrider.serve.about import fingerprint_of, startup_lines
 from pairs import embedded, random_llama, word_tokenizer
 
 
 def test_memory_of_a_slot() -> None:
     """Keys and values of both models, for each place and one more."""
     decoder = embedded("float64")
-    first, second, ends, *others = about(decoder, ConstantSchedule(4), 3, 448)
+    first, second, ends, *others = startup_lines(decoder, ConstantSchedule(4), 3, 448)
     bytes_ = sum(
         2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 8 * (448 + 1)
         for config in (lm.model.config for lm in (decoder.target, *decoder.drafter.models))

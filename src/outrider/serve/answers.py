@@ -1,0 +1,245 @@
+"""Answers, whole and streamed: one driver for all endpoints, each of which has a class that writes its answers.
+
+Sources: OpenAI's API reference (``usage``); vLLM, docs/features/per_request_metrics and
+docs/features/speculative_decoding/acceptance_metrics (``metrics``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.records import Chunk, Completion, FinishReason
+from outrider.requests.state import RequestState
+from outrider.serve.admission import Ticket, TicketRow, arrival
+from outrider.serve.bodies import ParsedRequest
+from outrider.serve.http_errors import Refusal, refusal_of
+from outrider.serve.logprobs import TokenTexts
+from outrider.serve.metrics import num_spec_steps
+from outrider.serve.served_model import ServedModel
+from outrider.text.output_parser import OutputParser
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"  # after the last event of OpenAI's completions
+
+
+@dataclass(eq=False)
+class Answer(ABC):
+    """A request, ready for the engine thread, and then its answer.
+
+    Attributes:
+        prompt_ids, prompt_texts: of each prompt; texts with ``echo`` alone.
+        jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
+        tokens: texts of single tokens.
+        new_parser: makes the parser of one output.
+        new_call_id: makes a number for a call.
+        num_thoughts: how many of the tokens of an output are thoughts; None if they are not split off.
+        ticket: set when the rows are queued.
+    """
+
+    ask: ParsedRequest
+    prompt_ids: list[list[int]]
+    prompt_texts: list[str]
+    jobs: list[RequestState]
+    tokens: TokenTexts
+    new_parser: Callable[[], OutputParser]
+    new_call_id: Callable[[], str]
+    served: ServedModel
+    num_thoughts: Callable[[Sequence[int]], int] | None
+    ticket: Ticket = field(init=False)
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]:
+        """The answer in one piece, after all chunks. (Slow for long log-probabilities: not for the event loop.)"""
+
+    @abstractmethod
+    def begin(self) -> Iterable[bytes]:
+        """Events before any text."""
+
+    @abstractmethod
+    def part(self, which: int, chunk: Chunk) -> Iterable[bytes]:
+        """Events of a row's next chunk."""
+
+    @abstractmethod
+    def end(self) -> Iterable[bytes]:
+        """Events after all text."""
+
+    @abstractmethod
+    def failure(self, refusal: Refusal) -> bytes:
+        """Last event of an answer that cannot go on."""
+
+    def totals(self) -> dict[str, Any]:
+        """Usage; with one sequence also its metrics: those of several do not add up."""
+        completions = [job.completion for job in self.jobs]
+        num_cached = sum(one.num_cached_tokens for one in completions[:: self.ask.body.n])
+        usage = usage_of(self.num_prompt_tokens, sum(len(one.token_ids) for one in completions), num_cached)
+        if self.num_thoughts is not None:
+            num_thoughts = sum(self.num_thoughts(one.token_ids) for one in completions)
+            usage["completion_tokens_details"] = {"reasoning_tokens": num_thoughts}
+        return {"usage": usage} | self.metrics()
+
+    def metrics(self) -> dict[str, Any]:
+        """Times and draft statistics of the only sequence, in vLLM's form; none of several."""
+        if len(self.jobs) != 1:
+            return {}
+        (job,), own_k = self.jobs, self.jobs[0].request.num_draft_tokens
+        max_k = self.served.schedule.max_k if own_k is None else own_k
+        return {"metrics": metrics_of(job.completion, self.ticket.rows[0], max_k)}
+
+    @property
+    def name(self) -> str:
+        """The model's, as it was asked for."""
+        return self.ask.body.model or self.served.names[0]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(map(len, self.prompt_ids))
+
+
+@dataclass(eq=False)
+class ItemsAnswer(Answer):
+    """One output in items: messages, thoughts and calls."""
+
+    parser: OutputParser = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.parser = self.new_parser()
+
+    @abstractmethod
+    def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
+        """Events of more text."""
+
+    @abstractmethod
+    def so_far(self, reason: FinishReason | None, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The answer so far.
+
+        Args:
+            reason: None while it goes on.
+        """
+
+    def whole(self) -> dict[str, Any]:
+        completion = self.jobs[0].completion
+        for _ in self.parts(completion.text, completion.finish_reason):
+            pass
+        totals = self.totals()
+        return self.so_far(completion.finish_reason, totals["usage"]) | {"metrics": totals["metrics"]}
+
+    def part(self, which: int, chunk: Chunk) -> Iterator[bytes]:
+        yield from self.parts(chunk.text, chunk.finish_reason)
+
+
+async def whole_answer(answer: Answer) -> dict[str, Any]:
+    """The answer in one piece. Raises the error of a row."""
+    async for _ in _arrivals(answer):
+        pass
+    return await asyncio.to_thread(answer.whole)
+
+
+async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
+    """The answer as server-sent events, errors included.
+
+    Raises:
+        Exception: an error before the first event, while the status can still report it.
+    """
+    arrivals = _arrivals(answer)
+    first = [await anext(arrivals)] if answer.jobs else []
+    try:
+        # With echo these may be long log-probabilities.
+        begun = await asyncio.to_thread(lambda: list(answer.begin())) if answer.ask.body.echo else answer.begin()
+        for event in begun:
+            yield event
+        for item in first:
+            for event in _events(answer, item):
+                yield event
+        async for item in arrivals:
+            for event in _events(answer, item):
+                yield event
+        for event in answer.end():
+            yield event
+    except Exception as error:
+        yield answer.failure(refusal_of(error))
+
+
+def _events(answer: Answer, item: tuple[int, Chunk] | None) -> Iterable[bytes]:
+    return [KEEP_ALIVE] if item is None else answer.part(*item)
+
+
+async def _arrivals(answer: Answer) -> AsyncIterator[tuple[int, Chunk] | None]:
+    """Chunks of rows, which are added to them, until all have ended; None as a keep-alive. The error of one row ends
+    all."""
+    num_open = len(answer.jobs)
+    while num_open:
+        event = await arrival(answer.ticket.events)
+        if event is None:
+            yield None
+            continue
+        which, chunk = event
+        job = answer.jobs[which]
+        if isinstance(chunk, Exception):
+            constraint = job.request.constraint
+            if constraint is not None and constraint.error is not None:  # the client's grammar is at fault
+                raise Refusal(str(chunk), param=answer.ask.structured_by)
+            raise chunk
+        job.chunks.append(chunk)
+        num_open -= chunk.finish_reason is not None
+        yield which, chunk
+
+
+def event_of(value: Mapping[str, Any], name: str | None = None) -> bytes:
+    """Encode a server-sent event. ASCII, since some clients take U+2028 for a line break."""
+    line = "" if name is None else f"event: {name}\n"
+    return f"{line}data: {json.dumps(value, ensure_ascii=True, allow_nan=False)}\n\n".encode("ascii")
+
+
+def usage_of(num_prompt_tokens: int, num_completion_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_completion_tokens,
+        "total_tokens": num_prompt_tokens + num_completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+    }
+
+
+def metrics_of(completion: Completion, row: TicketRow, max_k: int) -> dict[str, Any]:
+    """Metrics of one sequence, in vLLM's form. Times in milliseconds.
+
+    Args:
+        max_k: maximum tokens drafted per round for this sequence.
+    """
+    num_tokens = len(completion.token_ids)
+    decode_s, whole_s = row.last_s - row.first_s, row.last_s - row.begun_s
+    return {
+        "time_to_first_token_ms": 1e3 * (row.first_s - row.begun_s),
+        "generation_time_ms": 1e3 * decode_s,
+        "queue_time_ms": 1e3 * (row.begun_s - row.submitted_s),
+        "mean_itl_ms": 1e3 * decode_s / (num_tokens - 1) if num_tokens > 1 else None,
+        "tokens_per_second": num_tokens / whole_s,
+        "speculative_decoding": _drafts(completion, max_k),
+    }
+
+
+def _drafts(completion: Completion, max_k: int) -> dict[str, Any] | None:
+    """Draft statistics; None without drafts. Leaves out the last round if tokens after the end were dropped."""
+    stats = completion.stats
+    num_steps = num_spec_steps(stats)
+    if num_steps == 0:
+        return None
+    histogram = [*stats.acceptance_histogram, *[0] * (max_k + 1 - len(stats.acceptance_histogram))]
+    histogram[0] -= stats.num_rounds - num_steps
+    return {
+        "mean_acceptance_length": 1 + stats.num_accepted_draft_tokens / num_steps,
+        "draft_acceptance_rate": stats.draft_acceptance_rate,
+        "acceptance_histogram": histogram,
+        "num_spec_steps": num_steps,
+        "num_accepted_draft_tokens": stats.num_accepted_draft_tokens,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_spec_tokens": max_k,
+    }
