@@ -1,4 +1,4 @@
-"""What a server tells of its model: the lines of its log at the start, and the fingerprint of its texts."""
+"""Lines of the log at the start, and the fingerprint of the texts of a server."""
 
 from __future__ import annotations
 

@@ -595,7 +595,7 @@ class TokenizeBody(TemplateBody):
     return_token_strs: bool = False
 
     def text(self) -> str | Chat:
-        """What is tokenized. Raises Refusal, PromptError, OptionError."""
+        """Text or chat that is tokenized. Raises Refusal, PromptError, OptionError."""
         if self.prompt is not None:
             return self.prompt
         return Chat(read_messages(self.messages or []), self.options(ToolUse.of(self.tools, None)))

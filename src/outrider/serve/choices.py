@@ -51,7 +51,7 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def first_choice(self, index: int) -> dict[str, Any] | None:
-        """What comes before any text."""
+        """Chunk before any text."""
 
     @abstractmethod
     def next_choice(

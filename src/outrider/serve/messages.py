@@ -91,7 +91,7 @@ class _Message(Part):
         return self
 
     def messages(self) -> list[dict[str, Any]]:
-        """The same for chats: results of calls are messages of their own."""
+        """Messages of chats; results of calls are messages of their own."""
         results, calls, parts = list[dict[str, Any]](), list[dict[str, Any]](), list[dict[str, Any]]()
         for block in self.content:
             if block.type == "text":
