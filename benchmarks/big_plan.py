@@ -18,14 +18,14 @@ import torch
 from rich.console import Console
 from transformers import LlamaConfig
 
-from outrider.bench.predicted_memory import Memory, Predictor, Workload
+from outrider.bench.predicted_memory import Memory, Predictor
 from outrider.bench.tables import new_table
 from outrider.stats.speedup import predict as predict_speed_up
 
 _BANDWIDTH = 0.8 * 3.35e12  # bytes per second
 _GPU_BYTES = 80e9
 _ALPHA = 0.8
-_WORK = Workload(context=8192, num_rows=4, k=4)
+_NUM_ROWS, _CONTEXT = 4, 8192
 _FORMS = (("none", "none"), ("int8", "none"), ("int8", "int8"), ("int4", "int4"))
 _KS = range(1, 13)
 
@@ -47,12 +47,10 @@ def llama(hidden_size: int, num_layers: int, num_heads: int, intermediate_size: 
 
 def main() -> None:
     target, draft = llama(8192, 80, 64, 28672), llama(4096, 32, 32, 14336)
-    title = (
-        f"70B with 8B, {_WORK.num_rows} x {_WORK.context} tokens, alpha = {_ALPHA}: predictions for each GPU of 80 GB"
-    )
+    title = f"70B with 8B, {_NUM_ROWS} x {_CONTEXT} tokens, alpha = {_ALPHA}: predictions for each GPU of 80 GB"
     table = new_table(title, "GPUs", "target", "draft", "GB", "fits", "plain ms", "draft ms", "c", "best K", "speed-up")
     rows: list[dict[str, Any]] = []
-    targets, drafts = (Predictor(config, _WORK, torch.bfloat16) for config in (target, draft))
+    targets, drafts = (Predictor(config, _CONTEXT, _NUM_ROWS, torch.bfloat16) for config in (target, draft))
     for num_gpus in (1, 2, 4, 8):
         for target_form, draft_form in _FORMS:
             share, whole = targets.memory(target_form, num_gpus), drafts.memory(draft_form)

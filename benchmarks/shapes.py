@@ -145,14 +145,14 @@ def worth_training(costs: Sequence[ShapeCost], budget_s: float = math.inf) -> li
 
 
 def parse_shape(text: str) -> Shape:
-    """Shape of "2x192" or "2x192x512": layers, width, feed-forward width."""
+    """Shape of "2x192": layers and width."""
     return Shape(*map(int, text.lower().split("x")))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="?", default="fable")
-    parser.add_argument("--shape", action="append", type=parse_shape, help="LAYERSxWIDTH or LAYERSxWIDTHxFEEDFORWARD")
+    parser.add_argument("--shape", action="append", type=parse_shape, help="LAYERSxWIDTH")
     parser.add_argument("--budget-ms", type=float, default=math.inf, help="maximum milliseconds per drafted token")
     parser.add_argument("--batch-size", type=int, default=1)
     parser.add_argument("--context", type=int, default=64, help="tokens of a sequence when rounds are timed")
@@ -170,7 +170,7 @@ def main() -> None:
     for cost in costs:
         needed = "-" if cost.break_even is None else f"{cost.break_even:.2f}"
         numbers = f"{cost.num_params / 1e6:.2f} M", f"{1e3 * cost.draft_s:.3f}", needed
-        name = " x ".join(str(size) for size in asdict(cost.shape).values() if size is not None)
+        name = " x ".join(str(size) for size in asdict(cost.shape).values())
         table.add_row(name, *numbers, "yes" if cost in best else "")
     Console(width=100).print(table)
     rows = [asdict(cost) | {"is_worth_training": cost in best} for cost in costs]

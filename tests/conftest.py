@@ -127,10 +127,10 @@ def _what_lasts_is_not_searched() -> None:
 def _costs_are_given() -> Iterator[None]:
     """To measure the costs of rounds takes seconds."""
     import toys
-    from outrider.distill import watch
+    from outrider.distill import train
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(watch, "measure_round_costs", toys.given_costs)
+        patch.setattr(train, "measure_round_costs", toys.given_costs)
         yield
 
 

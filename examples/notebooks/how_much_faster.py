@@ -3,7 +3,7 @@
 #
 # On your machine, with your prompts, fairly measured: the same loop with an empty draft is the baseline, the arms take
 # turns, and the formula that predicts the speed-up is checked against the clock. For your own pair change `PAIR`; for
-# the full measurement, with intervals, run `outrider compare` and `outrider plan --measure`.
+# the full measurement, with intervals, run `outrider compare` and `outrider latency`.
 
 # %%
 import statistics

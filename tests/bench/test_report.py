@@ -1,14 +1,12 @@
 """What is said of measurements: by hand, from made-up times."""
 
-import io
 import math
 from functools import cache
 
 import pytest
-from rich.console import Console
 from scipy import stats
 
-from outrider.bench.report import ArmSummary, interval_text, pm_text, summarise, table
+from outrider.bench.report import ArmSummary, interval_text, summarise
 from outrider.bench.run import Arm, Case, Measurement
 from outrider.records import Stats, Timing
 from outrider.stats.intervals import Interval
@@ -97,20 +95,3 @@ def test_texts_for_people() -> None:
     assert interval_text(None) == "-"
     assert interval_text(Interval(1.308, 1.254, 1.377)) == "1.31 \\[1.25, 1.38]"
     assert interval_text(Interval(1.3, None, None)) == "1.30"
-    assert pm_text((5.312, 0.124), 2) == "5.31 ±0.12"
-    assert pm_text((5.312, None), 1) == "5.3"
-
-
-def test_the_table_fits_a_terminal() -> None:
-    """A line for each arm in 80 columns, with all its numbers whole, also for a slow model."""
-    slow = [measurement(plain_arm(), 0, 3.0, 54.0), measurement(plain_arm(), 1, 2.0, 48.0)]
-    fast = [measurement(fast_arm(), 0, 3.2, 31.0), measurement(fast_arm(), 1, 2.2, 26.0)]
-    for summaries in (two_summaries(), summarise([*slow, *fast], [plain_arm(), fast_arm()])):
-        console = Console(width=80, file=io.StringIO())
-        console.print(table(summaries, "title"))
-        text = console.file.getvalue()  # type: ignore[attr-defined]
-        (line,) = [line for line in text.splitlines() if line.startswith(" draft")]
-        assert interval_text(summaries[1].speed_up).replace("\\[", "[") in line
-        assert pm_text(summaries[1].ms_per_token, 2) in line and pm_text(summaries[1].prefill_ms, 1) in line
-        assert line.split()[1] == "3" and "3.00" in line
-        assert "…" not in text

@@ -3,14 +3,13 @@
 import itertools
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from outrider.api import load
-from outrider.bench.run import Arm, Case, count_rejections, interleave, measure, peak_memory_bytes, race, warm_up
+from outrider.bench.run import Arm, Case, interleave, measure, peak_memory_bytes, race, warm_up
 from outrider.records import Chunk, RowRound, Timing
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.text.example_prompts import PROMPTS
@@ -175,37 +174,6 @@ def test_the_warm_up_prepares_all_that_the_cases_need() -> None:
     before = [execution.num_programs for execution in executions]
     list(interleave(both, cases, options))
     assert [execution.num_programs for execution in executions] == before
-
-
-@pytest.mark.parametrize(
-    ("dtype", "ratios", "num_rounding", "worst"),
-    [
-        (torch.float32, [0.9995, 1.0, 0.9991], 3, 0.9991),
-        (torch.float32, [0.9995, 0.998], 1, 0.998),
-        (torch.float64, [0.5, 1.0009], 1, 0.5),
-        (torch.bfloat16, [0.8, 0.6], 1, 0.6),
-    ],
-)
-def test_rejections_by_rounding_are_told_from_others(
-    dtype: torch.dtype, ratios: list[float], num_rounding: int, worst: float | None
-) -> None:
-    """1e-3 in float32, and as much wider in narrow types as these round."""
-    assert count_rejections(ratios, dtype) == (num_rounding, worst)
-
-
-def test_the_ratio_of_every_rejection_is_kept() -> None:
-    """As many as there were corrections, also when the last round was cut."""
-    decoder = embedded()
-    case = Case(0, PROMPT, 3)
-    options = OPTIONS | {"max_new_tokens": 30}
-    corrections: list[str] = []
-    measurement = measure(
-        Arm("a", decoder, "fable-draft", 4), case, options, lambda arm, case, chunk: corrections.extend(chunk.origins)
-    )
-    assert len(measurement.rejected_ratios) == corrections.count("correction") > 0
-    assert all(0 <= ratio < 1 for ratio in measurement.rejected_ratios)
-    itself = replace(embedded("float64"), drafter=type(decoder.drafter)(embedded("float64").target))  # type: ignore[call-arg]
-    assert measure(Arm("b", itself, "fable", 4), case, options).rejected_ratios == ()
 
 
 def test_peak_memory_is_that_of_the_process() -> None:

@@ -7,11 +7,11 @@ import pytest
 from commands import Outrider, only_document
 
 
-def test_the_document_the_table_and_the_plot(outrider: Outrider, tmp_path: Path) -> None:
-    texts, plot = tmp_path / "texts.jsonl", tmp_path / "alpha.png"
+def test_the_document_the_table_and_the_page(outrider: Outrider, tmp_path: Path) -> None:
+    texts, page = tmp_path / "texts.jsonl", tmp_path / "alpha.html"
     texts.write_text('{"prompt": "The king had a horse."}\n{"prompt": "Once upon a time"}\n')
     drafts = "--draft", "fable", "--draft", "fable-draft"
-    arguments = "--prompts", texts, *drafts, "-t", "0,1", "--top-p", "0.9,1", "--plot", plot
+    arguments = "--prompts", texts, *drafts, "-t", "0,1", "--top-p", "0.9,1", "--html", page
     ended = outrider("alpha", *arguments, "--json", "-")
     rows = only_document(ended.out, "alpha")["alphas"]
     assert [(row["draft"], row["temperature"], row["top_p"]) for row in rows] == [
@@ -21,9 +21,9 @@ def test_the_document_the_table_and_the_plot(outrider: Outrider, tmp_path: Path)
     assert all(0.1 < row["alpha"]["value"] < 0.99 for row in rows[3:])
     assert len({row["num_tokens"] for row in rows}) == 1 and rows[0]["num_tokens"] > 6
     lines = [line.split() for line in ended.err.splitlines() if line.split()[:1] == ["fable-draft"]]
-    assert [line[1:3] for line in lines] == [["0", "-"], ["1", "0.9"], ["1", "1"]]
-    assert "alpha = E[sum min(p, q)] = 1 - TV" in ended.err
-    assert plot.stat().st_size > 5000
+    assert [line[1:3] for line in lines] == [["0", "–"], ["1", "0.9"], ["1", "1"]]
+    assert "alpha = E[sum min(p, q)] = 1 − TV" in ended.err
+    assert page.read_text(encoding="utf-8").count("<svg") == 1
 
 
 def test_bad_options(outrider: Outrider, tmp_path: Path) -> None:

@@ -21,15 +21,15 @@ def text(tmp_path: Path) -> Path:
 
 def test_a_draft_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     out = tmp_path / "draft"
-    shape = "--layers", 1, "--hidden-size", 64, "--intermediate-size", 80
+    shape = "--layers", 1, "--hidden-size", 64
     ended = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 12, *QUICK, *shape)
     assert (ended.code, ended.err) == (0, "")
     assert "0.29 M parameters, for fable" in ended.out and "step 12" in ended.out and "Best: step" in ended.out
     document = only_document((out / "distill.json").read_text(), "distill")
     assert len(document["checks"]) == 13
-    assert document["best"]["alpha"]["value"] > document["checks"][0]["alpha"]["value"] + 0.02
+    assert document["best"]["alphas"][0]["value"] > document["checks"][0]["alphas"][0]["value"] + 0.02
     config = AutoConfig.from_pretrained(out)
-    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (1, 64, 80)
+    assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (1, 64, 176)
     assert str(AutoModelForCausalLM.from_pretrained(out).dtype) == "torch.bfloat16"  # as the target is on disk
     used = outrider("generate", "The king", "-n", 8, "--draft", out, "-k", 2, "--json", tmp_path / "json")
     assert used.code == 0
@@ -37,7 +37,7 @@ def test_a_draft_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path
 
     # With other options it is another run; and it may be the beginning of another draft.
     other = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 12, *QUICK)
-    assert "its hidden_size, intermediate_size, layers differ" in other.error
+    assert "its hidden_size, layers differ" in other.error
     to = tmp_path / "more"
     more = outrider("distill", "fable", "--output", to, "--init", out, "--steps", 1, "--loss", "tv", *QUICK)
     assert more.code == 0 and AutoConfig.from_pretrained(to).hidden_size == 64
@@ -53,7 +53,7 @@ def test_a_head_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path,
     assert (ended.code, ended.err) == (0, "")
     document = only_document((out / "distill.json").read_text(), "distill")
     first, best = document["checks"][0], document["best"]
-    assert len(best["alphas"]) == 2 and best["alphas"][0] == best["alpha"]
+    assert len(best["alphas"]) == 2
     assert sum(alpha["value"] for alpha in best["alphas"]) > sum(alpha["value"] for alpha in first["alphas"])
     used = outrider("generate", "The king", "-n", 8, "--draft", out, "-k", 2, "--json", tmp_path / "json")
     assert used.code == 0
@@ -63,8 +63,7 @@ def test_a_head_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path,
 def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     to = "distill", "fable", "--output", tmp_path / "draft"
     assert "either --steps or --minutes" in outrider(*to, "--steps", 5, "--minutes", 1).error
-    assert "nothing else to train on" in outrider(*to, "--written-fraction", 0).error
-    assert "a number from 0 to 1" in outrider(*to, "--written-fraction", 2).error
+    assert "a number above 0" in outrider(*to, "--written-fraction", 0).error
     assert "accepts 1024" in outrider(*to, "--length", 2000).error
     assert "num_layers = 0" in outrider(*to, "--layers", 0).error
     assert "leave out the sizes" in outrider(*to, "--init", "fable-draft", "--layers", 1).error
@@ -77,7 +76,7 @@ def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     assert "fable has 4096 tokens" in outrider(*head, "--draft-vocab", 5000).error
     assert "less than --length - 1" in outrider(*head, "--length", 6, "--depth", 5).error
     assert "cannot read" in outrider(*to, "--data", tmp_path / "missing").error
-    assert "tokens, for training" in outrider(*to, "--data", text, "--length", 900).error
+    assert "tokens to train on" in outrider(*to, "--data", text, "--length", 900).error
     other = save(tmp_path / "other", random_llama())
     assert "tokens" in outrider(*to, "--init", other).error
     # None of these has begun a run, so the folder is free for one.

@@ -43,7 +43,7 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
     assert (ended.code, ended.err) == (0, "")
     rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] in (["fable-draft"], ["ngram"])]
     assert sorted((row[0], row[1]) for row in rows) == [(d, k) for d in ("fable-draft", "ngram") for k in "12"]
-    assert "took no time: " in ended.out and "Target, ms for T tokens per sequence: 1: " in ended.out
+    assert "if fable-draft took no time; " in ended.out and "A plain round takes 10.00 ms" in ended.out
     *_, command = ended.out.splitlines()
     assert "Best: " in ended.out and "outrider generate --target fable --draft fable-draft " in command
     assert "--temperature 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
@@ -51,9 +51,9 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
 
 
 def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Two batch sizes, and the pairs run: what is predicted and what is measured stand side by side."""
-    plot = tmp_path / "plan.svg"
-    arguments = "--prompts", prompts, "-k", "1,3", "--batch-size", "1,2", "--measure", "--plot", plot, "-t", 0
+    """Two batch sizes; the page is of the first."""
+    page = tmp_path / "plan.html"
+    arguments = "--prompts", prompts, "-k", "1,3", "--batch-size", "1,2", "--html", page, "-t", 0
     document = only_document(outrider("plan", *QUICK, *arguments, "--json", "-").out, "plan")
     one, two = document["settings"]
     assert (one["num_rows"], two["num_rows"], one["context"]) == (1, 2, 8)
@@ -64,24 +64,14 @@ def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None
     assert [entry["num_tokens"] for entry in one["target_ms"]] == [1, 2, 4]
     for choice in one["choices"]:
         assert choice["tau"]["value"] >= 1 and choice["if_free"] > choice["speed_up"]["value"]
-    assert [arm["k"] for arm in document["measured"]][:2] == [None, 1]  # and 3, if it is the best
-    again = {(choice["draft"], choice["k"]): choice for choice in document["predicted"]}
-    assert ("fable-draft", 1) in again and len(again) == len(document["measured"]) - 1
-    assert again["fable-draft", 1]["tau"] == next(one["tau"] for one in one["choices"] if one["k"] == 1)
-    assert again["fable-draft", 1]["round_ms"] > 0
-    # Greedy, so that the rounds of the measured arm are those that were foreseen. (Seeds differ, texts do not.)
-    tau = {choice["k"]: choice["tau"]["value"] for choice in one["choices"]}
-    stats = document["measured"][1]["stats"]
-    num_rounds = stats["num_rounds"] + stats["num_truncated_rounds"]
-    assert tau[1] == pytest.approx(stats["num_generated_tokens"] / num_rounds)
-    assert plot.read_bytes().startswith(b"<?xml")
+    assert page.read_text(encoding="utf-8").count("<svg") == 2
 
 
 def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """A draft that costs as much as the target gains nothing, though it always agrees. No head is given more tokens
     than it drafts."""
     ended = outrider("plan", *QUICK, "--prompts", prompts, "-k", "2", "--draft", "fable")
-    assert "Best: none. fable at K = 2 comes closest" in ended.out
+    assert "Best: none (fable at K = 2 comes closest, with " in ended.out
     assert "outrider generate --target fable --draft none" in ended.out
     write_block(tmp_path / "head", embedded().target.model, block_size=4, num_layers=1)
     head = "-k", "2,5", "--draft", tmp_path / "head"
@@ -89,26 +79,10 @@ def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, tmp_path: Pat
     assert {choice["k"] for choice in document["settings"][0]["choices"]} == {2, 3}
 
 
-def test_the_law_of_other_programs(outrider: Outrider, prompts: Path) -> None:
-    """Drafts are compared by the law that is asked for, and a pair of equal samples is not one that runs here."""
-    arguments = "plan", *QUICK, "--prompts", prompts, "-k", 2, "--json", "-"
-    taus, messages = [], []
-    for more in (("--draft", "fable-draft:greedy", "--acceptance", "rejection"), ("--acceptance", "match")):
-        ended = outrider(*arguments, "--draft", "fable-draft", *more)
-        choices = only_document(ended.out, "plan")["settings"][0]["choices"]
-        taus.append({one["draft"]: one["tau"]["value"] for one in choices})
-        messages.append(ended.err)
-    both, match = taus
-    assert both["fable-draft"] > both["fable-draft:greedy"] and both["fable-draft"] > match["fable-draft"] > 1
-    assert "such as mlx-lm" in messages[1] and "such as mlx-lm" not in messages[0]
-
-
 @pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--acceptance", "match", "--measure"), "leave one of the two out"),
-        (("--measure", "--batch-size", 4), "include 1 in"),
         (("-k", "1,auto"), "like 1-8"),
         (("--context", "x"), "like 1,4"),
         (("--draft", "none"), "give the drafts"),
@@ -147,16 +121,16 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
 
 
 def test_what_if(outrider: Outrider, tmp_path: Path) -> None:
-    """The table, the answer and the plot."""
-    plot = tmp_path / "plan.svg"
-    ended = outrider("plan", "--what-if", "alpha=0.8,c=0.05", "-k", "1-8", "--plot", plot)
+    """The table, the answer and the page."""
+    page = tmp_path / "plan.html"
+    ended = outrider("plan", "--what-if", "alpha=0.8,c=0.05", "-k", "1-8", "--html", page)
     assert (ended.code, ended.err) == (0, "")
     rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
     assert [row[0] for row in rows] == [str(k) for k in range(1, 9)]
     assert rows[4] == ["5", "3.69", "2.95", "1.69"]
-    assert "Best: K = 8, 3.09 times as fast as plain decoding: outrider generate -k 8" in ended.out
-    assert "With a draft that takes no time: 4.33 (K = 8); with one that always agrees: 6.43 (K = 8)." in ended.out
-    assert str(plot) in ended.out and plot.read_bytes().startswith(b"<?xml")
+    assert "Best: 3.09 (K = 8) times as fast as plain decoding" in ended.out
+    assert "takes no time: 4.33 (K = 8)" in ended.out and "always agrees: 6.43 (K = 8)" in ended.out
+    assert "<svg" in page.read_text(encoding="utf-8")
 
 
 def test_what_if_the_answer_is_none(outrider: Outrider) -> None:
@@ -167,5 +141,5 @@ def test_what_if_the_answer_is_none(outrider: Outrider) -> None:
     assert [one["k"] for one in document["predictions"]] == list(range(1, 13))
     assert document["options"]["what_if"] == {"alpha": 0.5, "c": 0.5, "v": 1.0, "c_ops": 0.5}
     ended = outrider("plan", "--what-if", "alpha=0,c=0,v=2")
-    assert "Best: none." in ended.out and "--draft none" in ended.out
-    assert "With a draft that takes no time: none either" in ended.out
+    assert "Best: none (no K is faster)" in ended.out
+    assert "With a draft that takes no time: none" in ended.out

@@ -11,8 +11,7 @@ from outrider.distill.data import (
     Mixture,
     beginning,
     generate_sequences,
-    hold_out_text,
-    hold_out_written,
+    hold_out,
     read_sequences,
     text_tokens,
 )
@@ -25,16 +24,15 @@ WRITTEN = 5000 + torch.arange(60).reshape(6, 10)
 
 def test_a_sequence_depends_on_seed_and_index_alone() -> None:
     one, same, other = (Mixture(TEXT, WRITTEN, 10, 0.5, seed) for seed in (1, 1, 2))
-    firsts = [[mixture[i]["input_ids"].tolist() for i in range(50)] for mixture in (one, same, other)]
+    firsts = [[mixture[i].tolist() for i in range(50)] for mixture in (one, same, other)]
     assert firsts[0] == firsts[1] != firsts[2]
-    assert one[7]["input_ids"].tolist() == firsts[0][7]
-    assert torch.equal(one[3]["labels"], one[3]["input_ids"])
+    assert one[7].tolist() == firsts[0][7]
 
 
 def test_the_mixture_is_mixed() -> None:
     """2,000 sequences, a quarter written: 500 +- 5 standard deviations of 19 (p = 6e-7)."""
     mixture = Mixture(TEXT, WRITTEN, 10, 0.25, 0)
-    rows = torch.stack([mixture[i]["input_ids"] for i in range(2000)])
+    rows = torch.stack([mixture[i] for i in range(2000)])
     is_written = rows[:, 0] >= 5000
     assert abs(int(is_written.sum()) - 500) <= 97
     assert bool((rows.diff(dim=1) == 1).all())  # pieces of either source, not of both
@@ -42,21 +40,13 @@ def test_the_mixture_is_mixed() -> None:
     assert int(rows[~is_written].max()) > 900 and int(rows[~is_written].min()) < 100
 
 
-def test_one_source_alone() -> None:
-    assert int(Mixture(None, WRITTEN, 10, 0.0, 0)[0]["input_ids"][0]) >= 5000
-    assert int(Mixture(TEXT, None, 10, 1.0, 0)[0]["input_ids"][-1]) < 1000
+def test_one_source_alone_and_what_is_held_out() -> None:
+    assert int(Mixture(None, WRITTEN, 10, 0.5, 0)[0][0]) >= 5000
     with pytest.raises(OptionError, match="only 5 tokens"):
-        Mixture(TEXT[:5], None, 10, 0.0, 0)
-
-
-def test_what_is_held_out_is_not_trained_on() -> None:
-    rest, held = hold_out_written(WRITTEN, torch.arange(1, 7))
+        Mixture(TEXT[:5], WRITTEN, 10, 0.5, 0)
+    rest, held = hold_out(WRITTEN, torch.arange(1, 7))
     assert torch.equal(rest, WRITTEN[:5])
     assert [(list(text.ids), text.num_given) for text in held] == [(WRITTEN[5].tolist(), 6)]
-    text, held = hold_out_text(TEXT, 10)
-    assert len(held) == 5 and torch.equal(torch.cat((text, torch.tensor([t.ids for t in held]).flatten())), TEXT)
-    with pytest.raises(OptionError, match="only 15 tokens"):
-        hold_out_text(TEXT[:15], 10)
 
 
 def test_texts_begin_as_the_tokenizer_has_it() -> None:
@@ -68,9 +58,9 @@ def test_texts_begin_as_the_tokenizer_has_it() -> None:
     )
     tokenizer.backend_tokenizer.add_tokens(["a"])
     assert beginning(tokenizer) == [5]
-    mixture = Mixture(TEXT, None, 10, 0.0, 0, beginning=(5000,))
-    ids = mixture[0]["input_ids"]
-    assert ids.shape == (10,) and ids[0] == 5000 and bool((ids[1:].diff() == 1).all())
+    mixture = Mixture(TEXT, WRITTEN, 10, 0.0, 0, beginning=(7000,))
+    ids = mixture[0]
+    assert ids.shape == (10,) and ids[0] == 7000 and bool((ids[1:].diff() == 1).all())
 
 
 def test_text_tokens(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from outrider.distill.blocks import BlockStudent, default_layers, drafted_blocks
 from outrider.distill.chains import ChainStudent, new_eagle3, unroll
 from outrider.distill.data import Mixture
 from outrider.distill.heads import default_features, most_frequent
-from outrider.distill.recipe import Budget, Recipe
-from outrider.distill.train import distil
+from outrider.distill.train import Recipe, distil
 from outrider.drafters import heads as head_module
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.heads import BlockSession, head_drafter
@@ -145,9 +144,11 @@ def test_a_head_learns_its_target(
         else BlockStudent(target, new_dflash(target, 1, K, 59, None, seed=0))
     )
     drafters: dict[str, Drafter] = {"untrained": student.as_stored("untrained", torch.float32)}
-    recipe = Recipe(batch_size=2 * num_prompts if is_chain else 12, learning_rate=1e-2, patience=20, save_s=1e9)
+    recipe = Recipe(
+        num_steps=num_steps, batch_size=2 * num_prompts if is_chain else 12, learning_rate=1e-2, patience=20, save_s=1e9
+    )
     mixture, held_out = Mixture(None, ids, ids.shape[1], 1.0, 0), [Text(row, 4) for row in ids.tolist()]
-    checks = distil(student, tmp_path, mixture, held_out, recipe, Budget(num_steps), save_dtype=torch.float32)
+    checks = distil(student, tmp_path, mixture, held_out, recipe, save_dtype=torch.float32)
     low, high = alphas
     assert len(checks[-1].alphas) == K and checks[-1].mean_alpha > high > low > checks[0].mean_alpha
 

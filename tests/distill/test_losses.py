@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from outrider.distill.losses import LOSSES, jsd, kl, lk, reverse_kl, tv
+from outrider.distill.losses import LOSSES, kl, lk, tv
 from outrider.scoring.alpha import overlap
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
@@ -14,10 +14,7 @@ Q = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)
 
 def test_by_hand() -> None:
     forward = 0.5 * math.log(2) + 0.3 * math.log(1.2) + 0.2 * math.log(0.4)
-    backward = 0.25 * math.log(0.5) + 0.25 * math.log(0.25 / 0.3) + 0.5 * math.log(2.5)
-    m = (P + Q) / 2
-    middle = float((P * (P / m).log()).sum() + (Q * (Q / m).log()).sum()) / 2
-    for loss, want in ((kl, forward), (reverse_kl, backward), (jsd, middle), (tv, 0.3)):
+    for loss, want in ((kl, forward), (tv, 0.3)):
         assert float(loss(P.log(), Q.log())) == pytest.approx(want, abs=1e-12)
 
 

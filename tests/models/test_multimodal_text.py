@@ -10,7 +10,7 @@ import transformers
 
 import outrider
 from multimodal import KINDS, multimodal
-from outrider.bench.predicted_memory import Predictor, Workload
+from outrider.bench.predicted_memory import Predictor
 from outrider.errors import UnsupportedModel
 from outrider.models.weights import num_bytes
 from pairs import random_llama, save, word_tokenizer
@@ -44,7 +44,7 @@ def test_memory_is_predicted(name: str, quantization: str, tmp_path: Path) -> No
     folder, _ = folder_of(name, tmp_path)
     target = outrider.load(folder, quantization=quantization).target
     config = transformers.AutoConfig.from_pretrained(folder)
-    predicted = Predictor(config, Workload(128, 2, 4), torch.float32).memory(quantization)
+    predicted = Predictor(config, 128, 2, torch.float32).memory(quantization)
     assert predicted.weights == num_bytes(target.model)
     assert predicted.cache == sum(store.nbytes for store in target.new_cache(2, 128).storage)
 

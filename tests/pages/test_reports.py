@@ -1,6 +1,7 @@
 """Reports of measurements as pages: whole, closed in themselves, true to their documents, for everyone to read."""
 
 import copy
+import io
 import json
 import re
 from functools import cache
@@ -9,9 +10,11 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from browsers import browser, complaints
-from outrider.pages.reports import render_report
+from outrider.cli.shared.output import print_report
+from outrider.pages.reports import render_report, report_of
 from outrider.race.page import recorded_page
 
 ORIGIN = {
@@ -21,7 +24,7 @@ ORIGIN = {
     "device": "cpu",
     "argv": ["plan", "--target", "toy & <b>", "--json", "a.json"],
 }
-KINDS = ["alpha", "latency", "plan", "what-if"]
+KINDS = ["alpha", "latency", "plan", "replay", "what-if"]
 
 
 def interval(value: float, half: float | None = 0.1) -> dict[str, float | None]:
@@ -86,14 +89,24 @@ def written(kind: str) -> str:
         ]
     elif kind in ("latency", "compare"):
         arms = [arm(None, None), arm("<small>", 2), arm("<small>", "auto"), arm("ngram", 4)]
+        body["options"]["max_new_tokens"] = 64
         body |= {"arms": arms, "num_prompts": 3, "peak_memory_bytes": 2**30, "is_interrupted": True}
-        body["same_model_checks"] = [{"message": "Sanity check: <small>."}]
     elif kind == "plan":
-        body |= {"settings": [setting(1), setting(4)], "measured": [arm(None, None), arm("<small>", 2)]}
+        body |= {"settings": [setting(1), setting(4)]}
+    elif kind == "replay":
+        rounds = {"tau": interval(1.5), "stats": stats(2)}
+        arms = [{"draft": "<small>", "k": k, **rounds} for k in (1, 2)]
+        body |= {
+            "arms": arms,
+            "drafts": [{"draft": "<small>", "alpha": interval(0.55)}],
+            "target": "toy",
+            "num_prompts": 3,
+        }
+        body |= {"log_options": {"temperature": 0.5}, "options": body["options"] | {"acceptance": "gumbel"}}
     else:
         points = [{"k": k, "tau": 1.5, "speed_up": 1.0 + k / 10, "operations": 1.2} for k in (1, 2)]
         body |= {"schema": "outrider/plan/1", "options": {"what_if": {"alpha": 0.8, "c": 0.05}}}
-        body |= {"predictions": points, "best": points[1]}
+        body |= {"predictions": points, "best": points[1], "limits": {"free": points[1], "agreeing": None}}
     return json.dumps(body)
 
 
@@ -129,9 +142,10 @@ def test_a_report_is_whole_and_fetches_nothing(kind: str) -> None:
     [
         ("alpha", ["toy with &lt;small&gt;, ngram", "1,234 tokens", "0.900 0.800", "0.850, 0.950", "TV"]),
         ("latency", ["Latency of toy", "1.20 [1.10, 1.30]", "1024 MiB", "20.25 ±1.50", "which was interrupted"]),
-        ("plan", ["&lt;small&gt;, K = 1", "1.24 times as fast", "4 rows of 64 tokens", "Crosses: measured"]),
+        ("plan", ["&lt;small&gt;, K = 1", "1.24 [1.14, 1.34] times as fast", "4 rows of 64 tokens"]),
+        ("replay", ["toy, 3 prompts, temperature 0.5, gumbel", "1.50 [1.40, 1.60]", "0.550"]),
         ("what-if", ["K = 2: 1.20 times as fast", "alpha = 0.8, c = 0.05", "Nothing was measured"]),
-        ("compare", ["Measured", "20.25 ±1.50", "Sanity check: &lt;small&gt;.", "How it was measured"]),
+        ("compare", ["Measured", "20.25 ±1.50", "How it was measured"]),
     ],
 )
 def test_a_report_says_what_the_document_says(kind: str, said: list[str]) -> None:
@@ -145,10 +159,26 @@ def test_no_draft_may_be_the_best() -> None:
     document = json.loads(written("plan"))
     for one in document["settings"]:
         one["best"] = None
-    text = words_of(render_report(document | {"measured": []}))
-    assert text.startswith("No draft: outrider plan") and "no draft is faster than plain decoding" in text
+    text = words_of(render_report(document))
+    assert text.startswith("No draft: outrider plan") and "no draft is faster than plain." in text
     document = copy.deepcopy(json.loads(written("what-if"))) | {"best": None}
     assert words_of(render_report(document)).startswith("No draft")
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "compare"])
+def test_a_terminal_shows_the_same_in_80_columns(kind: str) -> None:
+    """Names and numbers are whole, and no line is longer; tables have the words of the page."""
+    report = report_of(json.loads(written(kind)))
+    console = Console(width=80, file=io.StringIO())
+    print_report(console, report)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(map(len, lines)) <= 80 and "…" not in "".join(lines)
+    words = " ".join(" ".join(lines).split())
+    for table in report.tables:
+        for row in table.rows[: table.most_rows]:
+            assert kind == "replay" or " ".join(filter(None, row)) in words
+    assert all(f"{fact.name}: {fact.value}" in words for fact in report.facts)
+    assert all(note in words for note in report.notes)
 
 
 @pytest.mark.slow

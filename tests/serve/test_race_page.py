@@ -118,9 +118,6 @@ def check_lanes(driver: Any, events: list[dict[str, Any]]) -> None:
             str(stats["num_accepted_draft_tokens"]),
         ]
         assert facts["τ measured"] == f"{stats['mean_acceptance_length']:.2f}"
-        expected = f"{end['arms'][which]['expected_acceptance_length']:.2f}"
-        at_most = " or less, on average" if start["acceptance"] == "gumbel" else ""
-        assert facts["τ predicted"] == expected + at_most
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,14 @@
-"""Reports of measurements: a summary of each arm, as JSON or a table.
-
-The JSON documents of all commands are described in docs/reference/json.md.
-"""
+"""Summaries of measurements, one for each arm."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outrider.bench.run import Arm, Measurement
-from outrider.bench.tables import NameCell, new_table
 from outrider.records import Stats, Timing
 from outrider.stats.intervals import Interval, mean_std, paired_ratio
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +92,3 @@ def interval_text(interval: Interval | None, digits: int = 2) -> str:
         return "-"
     ends = "" if interval.low is None else f" \\[{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
     return f"{interval.value:.{digits}f}{ends}"
-
-
-def pm_text(pair: tuple[float, float | None], digits: int) -> str:
-    """Format like 5.31 ±0.12."""
-    return f"{pair[0]:.{digits}f}" + ("" if pair[1] is None else f" ±{pair[1]:.{digits}f}")
-
-
-def table(summaries: Sequence[ArmSummary], title: str) -> Table:
-    """Console table of the summaries."""
-    out = new_table(title, "arm", "K", "ms/token", "tok/s", "speed-up, 95%", "tau", "prefill ms")
-    for summary in summaries:
-        arm = summary.arm
-        out.add_row(
-            NameCell(arm.label),
-            str(arm.num_draft_tokens or "alone"),
-            pm_text(summary.ms_per_token, 2),
-            f"{summary.tokens_per_s:.0f}",
-            interval_text(summary.speed_up),
-            f"{summary.stats.mean_acceptance_length or 1:.2f}",
-            pm_text(summary.prefill_ms, 1),
-        )
-    return out

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -71,7 +71,6 @@ class Measurement:
     stats: Stats
     timing: Timing
     text: str
-    rejected_ratios: tuple[float, ...] = field(repr=False, default=())
 
     @classmethod
     def of(cls, arm: Arm, case: Case, chunks: Sequence[Chunk]) -> Measurement:
@@ -81,7 +80,6 @@ class Measurement:
             stats=sum((chunk.stats for chunk in chunks), Stats()),
             timing=sum((chunk.timing for chunk in chunks), Timing()),
             text="".join(chunk.text for chunk in chunks),
-            rejected_ratios=tuple(chunk.rejected_ratio for chunk in chunks if chunk.rejected_ratio is not None),
         )
 
     @property
@@ -184,16 +182,6 @@ def interleave(
     for place, case in enumerate(cases):
         for turn in range(len(arms)):
             yield measure(arms[(place + turn) % len(arms)], case, options, on_chunk)
-
-
-# How far p/q may be from 1 between two computations of the same logits. In bfloat16 a logit near 16 has steps of 1/8.
-_ROUNDING = {torch.float64: 1e-3, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
-
-
-def count_rejections(ratios: Sequence[float], dtype: torch.dtype) -> tuple[int, float | None]:
-    """Rejections explained by rounding if a model drafts for itself: their number, and the p/q farthest from 1."""
-    num_rounding = sum(abs(ratio - 1) <= _ROUNDING[dtype] for ratio in ratios)
-    return num_rounding, max(ratios, key=lambda ratio: abs(ratio - 1), default=None)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:

@@ -26,7 +26,7 @@ from outrider.distill.heads import (
     num_layers_of,
     read_target,
 )
-from outrider.distill.kinds import Pair
+from outrider.distill.student import Pair
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads import head_drafter
 from outrider.models.heads.block import BlockHead, Reach

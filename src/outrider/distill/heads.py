@@ -11,8 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from outrider.distill.kinds import Pair, Student
-from outrider.distill.student import head_size
+from outrider.distill.student import Pair, Student, head_size
 from outrider.drafters.base import Drafter
 from outrider.errors import NumericsError
 from outrider.models.heads.base import Head, embedding_of, head_lm

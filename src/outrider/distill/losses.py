@@ -7,7 +7,6 @@ models.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import torch
@@ -24,25 +23,6 @@ def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
     """
     log_p, log_q = target_logits.log_softmax(-1), draft_logits.log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
-
-
-def reverse_kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Reverse KL, sum_v q log(q / p): the draft must avoid tokens that the target would not generate.
-
-    A draft too small for all of p concentrates on its likeliest tokens. Gu et al. (MiniLLM) 2306.08543.
-    """
-    log_p, log_q = target_logits.log_softmax(-1), draft_logits.log_softmax(-1)
-    return (log_q.exp() * (log_q - log_p)).sum(-1)
-
-
-def jsd(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """Jensen-Shannon divergence, (KL(p || m) + KL(q || m)) / 2 with m = (p + q) / 2: between the two, and bounded.
-
-    Agarwal et al. (GKD) 2306.13649, equation 1 with beta = 1/2.
-    """
-    log_p, log_q = target_logits.log_softmax(-1), draft_logits.log_softmax(-1)
-    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
-    return ((log_p.exp() * (log_p - log_m)).sum(-1) + (log_q.exp() * (log_q - log_m)).sum(-1)) / 2
 
 
 def tv(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
@@ -67,4 +47,4 @@ def lk(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
 
 
 Loss = Callable[[Tensor, Tensor], Tensor]
-LOSSES: dict[str, Loss] = {"kl": kl, "reverse-kl": reverse_kl, "jsd": jsd, "tv": tv, "lk": lk}
+LOSSES: dict[str, Loss] = {"kl": kl, "tv": tv, "lk": lk}

@@ -1,47 +1,135 @@
-"""A draft before training: its shape and initial weights.
+"""Drafts in training: the parts that the trainer sees, and a draft model before training, its shape and its initial
+weights.
 
-A draft has the target's architecture with fewer layers and a smaller width, so that any engine that runs the target
-runs the draft too.
+A draft model has the target's architecture with fewer layers and a smaller width, so that any engine that runs the
+target runs the draft too.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from outrider.drafters.base import Drafter
+from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
 from outrider.models.kinds import auto_class
+from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.weights import widened_weights
+from outrider.options import Sampling
+from outrider.runtime.lm import LM
+from outrider.scoring.alpha import measure_alpha
+from outrider.scoring.teacher_forcing import Text
+from outrider.stats.intervals import Interval
 
 # Fused weights: their leading part is not composed of leading parts.
 _FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")
 _LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)(\..*)$")  # weight names in most of Transformers
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Layers and widths of a draft.
+Pair = tuple[Tensor, Tensor]
+
+
+class Student(ABC):
+    """A draft in training.
 
     Attributes:
-        intermediate_size: feed-forward width; None: in proportion to the width, as in the target.
+        target: what it is trained for.
+        module: what the trainer runs, trains and stores, in float32; it takes ``input_ids`` [B, T].
+        later: weight of the loss at a drafted token, over that at the one before it: rounds often end before them.
     """
+
+    target: LM
+    module: nn.Module
+    later: float = 1.0
+
+    @abstractmethod
+    def pairs(self, outputs: Any, ids: Tensor) -> Sequence[Pair]:
+        """Logits of the target and of the draft at the same positions.
+
+        Args:
+            outputs: of the module.
+            ids: what it was given. [B, T]
+
+        Returns:
+            [B, T', D] and [B, T', D], for the first drafted token of a round, the second, ...; for a draft that reads
+            nothing but the sequence all of them are alike, and there is one pair.
+        """
+
+    @abstractmethod
+    def as_stored(self, name: str, dtype: torch.dtype) -> Drafter:
+        """The drafter that will be loaded from the files: its weights are rounded to their type."""
+
+    @abstractmethod
+    def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
+        """alpha on texts of equal length, for the first drafted token of a round, the second, ... as in ``pairs``.
+
+        Args:
+            drafter: from ``as_stored``.
+
+        Raises:
+            NumericsError: there is no distribution at some position.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        """Write the files of a checkpoint."""
+
+
+class ModelStudent(Student):
+    """A draft model.
+
+    Args:
+        model: a Hugging Face model in float32, with the target's tokens.
+    """
+
+    def __init__(self, target: LM, model: Any, tokenizer: Any) -> None:
+        self.target, self.module = target, model
+        model.config.use_cache = False
+        self._tokenizer = tokenizer
+
+    def pairs(self, outputs: Any, ids: Tensor) -> list[Pair]:
+        size = self.target.vocab_size
+        with torch.no_grad():
+            target_logits = self.target.model(input_ids=ids, use_cache=False).logits
+        return [(target_logits[..., :size], outputs.logits[..., :size])]
+
+    def as_stored(self, name: str, dtype: torch.dtype) -> Drafter:
+        model = copy.deepcopy(self.module)
+        for parameter in model.parameters():  # not buffers, which are not stored
+            parameter.data = parameter.to(dtype).to(torch.float32)
+        return model_drafter(build_lm(Checkpoint(name, model, self._tokenizer), self.target.vocab_size))
+
+    def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
+        return (measure_alpha(self.target, drafter, texts, [Sampling()])[0].alpha,)
+
+    def save(self, folder: Path, dtype: torch.dtype) -> None:
+        model: Any = copy.deepcopy(self.module).to(dtype)
+        model.config.use_cache = True
+        model.save_pretrained(folder)
+        if self._tokenizer is not None:
+            self._tokenizer.save_pretrained(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Layers and width of a draft."""
 
     num_layers: int
     hidden_size: int
-    intermediate_size: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in (("num_layers", self.num_layers), ("hidden_size", self.hidden_size)):
             if value < 1:
                 raise OptionError(name, value, "a whole number >= 1")
-        if self.intermediate_size is not None and self.intermediate_size < 1:
-            raise OptionError("intermediate_size", self.intermediate_size, "a whole number >= 1")
 
 
 def default_shape(target_config: Any) -> Shape:
@@ -54,7 +142,7 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
     """Configuration of a draft: the target's with other numbers of layers and heads, and other widths.
 
     Raises:
-        OptionError: the width does not divide into heads, or the architecture has no feed-forward width to choose.
+        OptionError: the width does not divide into heads.
     """
     source = target_config.get_text_config(decoder=True)
     config = copy.deepcopy(source)
@@ -75,12 +163,8 @@ def draft_config(target_config: Any, shape: Shape) -> Any:
         is_whole = config.num_attention_heads % per_key == 0
         config.num_key_value_heads = config.num_attention_heads // (per_key if is_whole else 1)
     if getattr(source, "intermediate_size", None) is not None:
-        in_proportion = max(16, round(source.intermediate_size * shape.hidden_size / source.hidden_size / 16) * 16)
-        config.intermediate_size = shape.intermediate_size or in_proportion
-    elif shape.intermediate_size is not None:
-        raise OptionError(
-            "intermediate_size", shape.intermediate_size, f"{source.model_type} has no such parameter: leave it out"
-        )
+        in_proportion = source.intermediate_size * shape.hidden_size / source.hidden_size
+        config.intermediate_size = max(16, round(in_proportion / 16) * 16)
     if getattr(source, "layer_types", None):
         config.layer_types = [source.layer_types[i] for i in kept_layers(source.num_hidden_layers, shape.num_layers)]
     return config

@@ -1,34 +1,122 @@
-"""Train a draft for a target with Hugging Face's Trainer, with the target's distribution as label.
+"""Train a draft for a target, with the target's distribution as label.
 
 Training monitors alpha on held-out sequences, and the tokens per second that follow from it and from the measured cost
-of a round. The best weights are kept. A killed run resumes from its last checkpoint when restarted.
+of a round. The best weights are kept. A killed run resumes from its last checkpoint when restarted: one file, which is
+replaced at once. Under ``accelerate launch`` every process trains on sequences of its own.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import Accelerator, PartialState
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpoint_part
-from transformers import PrinterCallback, Trainer, TrainingArguments
 
+from outrider.bench.round_costs import measure_round_costs
 from outrider.distill.data import Mixture
-from outrider.distill.kinds import Pair, Student
 from outrider.distill.losses import LOSSES, Loss
-from outrider.distill.recipe import Budget, Recipe
-from outrider.distill.watch import MARK, Check, OnCheck, OnStep, Watch, last_checkpoint
-from outrider.errors import FileError
+from outrider.distill.student import Pair, Student
+from outrider.errors import FileError, NumericsError, OptionError
 from outrider.models.reading import without_bars
+from outrider.sampling.rules import REJECTION
 from outrider.scoring.teacher_forcing import Text
+from outrider.stats.intervals import Interval
+from outrider.stats.speedup import expected_tokens
 from outrider.system.files import write_whole
 
+_NUM_CHECKS = 20  # evaluations of alpha in a run
 _WARM_UP, _DECAY = 0.02, 0.6  # shares of the budget in which the learning rate rises, and falls to zero
 _LOSS_NUMBERS = 2**26  # logits per piece of the loss: 256 MiB, several times over
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Budget and hyperparameters of training.
+
+    Attributes:
+        num_steps, seconds: the budget, one of the two.
+        loss: a key of ``LOSSES``.
+        patience: stop after this many checks in a row without a better alpha.
+        save_s: approximate seconds between checkpoints.
+    """
+
+    num_steps: int | None = None
+    seconds: float | None = None
+    loss: str = "kl"
+    batch_size: int = 8
+    learning_rate: float = 2e-3
+    patience: int = 8
+    seed: int = 0
+    save_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        budget = self.seconds if self.num_steps is None else self.num_steps
+        if (self.num_steps is None) == (self.seconds is None):
+            raise OptionError("steps", self.num_steps, "either --steps or --minutes")
+        for name, value, is_right, remedy in (
+            ("steps", budget, 0 < (budget or 0) < math.inf, "steps or minutes above 0"),
+            ("loss", self.loss, self.loss in LOSSES, f"choose one of {', '.join(LOSSES)}"),
+            ("batch_size", self.batch_size, self.batch_size >= 1, "a whole number >= 1"),
+            ("learning_rate", self.learning_rate, 0 < self.learning_rate < math.inf, "a number above 0"),
+            ("patience", self.patience, self.patience >= 1, "a whole number >= 1"),
+            ("seed", self.seed, 0 <= self.seed < 2**32, "a whole number, 0 <= seed < 2**32"),
+        ):
+            if not is_right:
+                raise OptionError(name, value, remedy)
+
+    def spent(self, num_steps: int, seconds: float) -> float:
+        """Fraction of the budget that is spent, from 0 to 1."""
+        used = num_steps / self.num_steps if self.num_steps is not None else seconds / (self.seconds or 1)
+        return min(1.0, used)
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """Evaluation of the draft.
+
+    Attributes:
+        seconds: of training so far.
+        loss: mean since the last check; None at the beginning.
+        alphas: alpha of the weights as stored, on the held-out sequences, with an interval over them: for the first
+            drafted token of a round, the second, ... The last one holds for all later tokens too.
+        k: best predicted K; 0 is plain decoding.
+        tokens_per_s: prediction for this K: tau(K) for these alphas at every place, over the cost of a round, timed at
+            the beginning with the models of the training (eager, a draft model in float32).
+    """
+
+    step: int
+    seconds: float
+    loss: float | None
+    alphas: tuple[Interval, ...]
+    k: int
+    tokens_per_s: float
+
+    @property
+    def mean_alpha(self) -> float:
+        """The measure of the best weights."""
+        return sum(alpha.value for alpha in self.alphas) / len(self.alphas)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """State of a run, besides weights and optimizer."""
+
+    num_steps: int = 0
+    seconds: float = 0.0
+    num_idle: int = 0
+    best_alpha: float = -1.0  # the mean over the drafted tokens
+    losses: list[float] = field(default_factory=list)  # since the last check
+    checks: list[Check] = field(default_factory=list)
 
 
 def distil(
@@ -37,11 +125,10 @@ def distil(
     data: Mixture,
     held_out: Sequence[Text],
     recipe: Recipe,
-    budget: Budget,
     *,
     save_dtype: torch.dtype,
-    on_step: OnStep | None = None,
-    on_check: OnCheck | None = None,
+    on_step: Callable[[float], None] = lambda spent: None,
+    on_check: Callable[[Check], None] = lambda check: None,
 ) -> list[Check]:
     """Train a draft in place, and store its best weights in ``output``.
 
@@ -54,55 +141,164 @@ def distil(
     Returns:
         All checks, including those before an interruption. The first precedes training.
     """
-    target, draft = student.target, student.module
-    draft.to(target.device)
-    optimizer = torch.optim.AdamW(draft.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    watch = Watch(student, output, held_out, recipe, budget, save_dtype)
-    watch.on_step, watch.on_check = on_step, on_check
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: _rate(watch.spent))
-    loss_of = LOSSES[recipe.loss]
-
-    def loss(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        value = _over_pairs(loss_of, student.pairs(outputs, labels.to(target.device)), student.later)
-        watch.losses.append(value.detach())
-        return value
-
-    training = output / "training"
-    arguments = TrainingArguments(
-        output_dir=str(training),
-        per_device_train_batch_size=recipe.batch_size,
-        max_steps=budget.num_steps or 2**31 - 1,
-        train_sampling_strategy="sequential",
-        label_names=["labels"],
-        max_grad_norm=1.0,
-        save_strategy="no",  # the callback decides when
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        average_tokens_across_devices=False,
-        use_cpu=target.device.type == "cpu",
-        seed=recipe.seed,
+    run = _Run(student, output, held_out, recipe, save_dtype, on_check)
+    device = student.target.device
+    optimizer = torch.optim.AdamW(
+        student.module.to(device).parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
     )
-    arguments._n_gpu = min(1, arguments.n_gpu)  # one process per GPU, or the batch size would be wrong
-    trainer = Trainer(
-        model=draft,
-        args=arguments,
-        train_dataset=data,
-        compute_loss_func=loss,
-        optimizers=(optimizer, schedule),
-        callbacks=[watch],
-    )
-    trainer.remove_callback(PrinterCallback)
-    checkpoint, watch.progress = last_checkpoint(training)
-    if trainer.is_world_process_zero():
-        for path in training.glob("checkpoint-*"):  # left incomplete by a killed run
-            if not (path / MARK).exists():
-                shutil.rmtree(path)
-    if not watch.is_over(0 if checkpoint is None else int(checkpoint.name.split("-")[1])):
+    run.resume(optimizer)
+    if run.is_over():
+        return run.progress.checks
+    accelerator = Accelerator(cpu=device.type == "cpu")
+    model, optimizer = accelerator.prepare(student.module, optimizer)
+    run.begin()
+    last = last_save = time.perf_counter()
+    while not run.is_over():
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.learning_rate * _rate(run.spent)
+        first = (run.progress.num_steps * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
+        ids = torch.stack([data[first + i] for i in range(recipe.batch_size)]).to(device)
+        torch.manual_seed(recipe.seed + first)  # a head begins its rounds at random places
+        model.train()
+        value = _over_pairs(LOSSES[recipe.loss], student.pairs(model(input_ids=ids), ids), student.later)
+        accelerator.backward(value)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        now = time.perf_counter()
+        # All processes must decide alike, so they use the clock and alpha of the first.
+        step_s, since_save_s = _of_first((now - last, now - last_save))
+        is_due = run.advance(float(value.detach()), step_s)
+        on_step(run.spent)
+        if is_due:
+            run.check()
+        # Also after a check, so that stored weights and checks match.
+        if is_due or since_save_s > recipe.save_s or run.is_over():
+            run.save(optimizer)
+            last_save = now
+        last = time.perf_counter()  # checks are not training
+    student.module.eval()
+    return run.progress.checks
+
+
+class _Run:
+    """Run of training: its progress, checks, best weights and checkpoint."""
+
+    def __init__(
+        self,
+        student: Student,
+        output: Path,
+        held_out: Sequence[Text],
+        recipe: Recipe,
+        save_dtype: torch.dtype,
+        on_check: Callable[[Check], None],
+    ) -> None:
+        self.progress = _Progress()
+        self._student, self._output, self._held_out = student, output, held_out
+        self._recipe, self._save_dtype, self._on_check = recipe, save_dtype, on_check
+        self._costs: Mapping[int, float] = {}
+        self._checkpoint = output / "training" / "checkpoint.pt"
+
+    @property
+    def spent(self) -> float:
+        """Fraction of the budget that is spent, from 0 to 1."""
+        return self._recipe.spent(self.progress.num_steps, self.progress.seconds)
+
+    def is_over(self) -> bool:
+        """Whether the budget is spent, or alpha has stopped improving."""
+        return self.spent >= 1.0 or self.progress.num_idle >= self._recipe.patience
+
+    def begin(self) -> None:
+        """Time rounds, and check a draft that is not trained."""
+        drafter = self._student.as_stored(self._output.name, self._save_dtype)
+        self._costs = _of_first(measure_round_costs(self._student.target, drafter, REJECTION))
+        if not self.progress.checks:
+            self.check()
+
+    def advance(self, loss: float, step_s: float) -> bool:
+        """Count a step. Returns whether a check is due."""
+        before = self.spent
+        self.progress.num_steps += 1
+        self.progress.seconds += step_s
+        self.progress.losses.append(loss)
+        return math.floor(before * _NUM_CHECKS) < math.floor(self.spent * _NUM_CHECKS)
+
+    def check(self) -> None:
+        """Evaluate the draft, and keep its weights if they are the best."""
+        progress = self.progress
+        alphas = _of_first(self._alphas())
+        tau = expected_tokens([alphas[min(i, len(alphas) - 1)].value for i in range(max(self._costs))])
+        best_k = max(sorted(self._costs), key=lambda k: tau[k] / self._costs[k])
+        loss = sum(progress.losses) / len(progress.losses) if progress.losses else None
+        tokens_per_s = tau[best_k] / self._costs[best_k]
+        found = Check(progress.num_steps, progress.seconds, loss, alphas, best_k, tokens_per_s)
+        progress.losses = []
+        progress.checks.append(found)
+        progress.num_idle += 1
+        if found.mean_alpha > progress.best_alpha:
+            progress.best_alpha, progress.num_idle = found.mean_alpha, 0
+            if _is_first():
+                self._keep()
+        self._on_check(found)
+
+    def _alphas(self) -> tuple[Interval, ...]:
+        drafter = self._student.as_stored(self._output.name, self._save_dtype)
+        self._student.module.eval()
+        try:
+            return self._student.alphas(drafter, self._held_out)
+        except NumericsError:
+            if not self.progress.checks:
+                raise
+            # Training has spoilt the weights: nothing that they draft is verified.
+            return (Interval(0.0, 0.0, 0.0, 0.95),)
+
+    def _keep(self) -> None:
+        """Save the draft beside the existing one, then replace it file by file, the weights last."""
+        part = self._output / "training" / "best.part"
+        shutil.rmtree(part, ignore_errors=True)
         with without_bars():
-            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
-    draft.eval()
-    return [Check.from_json(check) for check in watch.progress.checks]
+            self._student.save(part, self._save_dtype)
+        for path in sorted(part.iterdir(), key=lambda path: path.suffix == ".safetensors"):
+            path.replace(self._output / path.name)
+        part.rmdir()
+
+    def save(self, optimizer: Any) -> None:
+        """Replace the checkpoint. In several processes only the first writes."""
+        if _is_first():
+            state = {"module": self._student.module.state_dict(), "optimizer": optimizer.state_dict()}
+            part = self._checkpoint.with_suffix(".part")
+            torch.save(state | {"progress": asdict(self.progress)}, part)
+            part.replace(self._checkpoint)
+
+    def resume(self, optimizer: Any) -> None:
+        """Go on from the checkpoint, if there is one. Raises FileError."""
+        if not self._checkpoint.exists():
+            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
+            return
+        try:
+            state = torch.load(self._checkpoint, map_location=self._student.target.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError) as error:
+            raise FileError(f"{self._checkpoint} cannot be read ({error}): remove it to start again") from None
+        self._student.module.load_state_dict(state["module"])
+        optimizer.load_state_dict(state["optimizer"])
+        checks = [
+            Check(**{**one, "alphas": tuple(Interval(**alpha) for alpha in one["alphas"])})
+            for one in state["progress"].pop("checks")
+        ]
+        self.progress = _Progress(**state["progress"], checks=checks)
+
+
+def _is_first() -> bool:
+    return bool(PartialState().is_main_process)
+
+
+def _of_first(value: Any) -> Any:
+    """Broadcast the first process's value."""
+    if PartialState().num_processes == 1:
+        return value
+    values = [value]
+    broadcast_object_list(values)
+    return values[0]
 
 
 def _over_pairs(loss_of: Loss, pairs: Sequence[Pair], later: float) -> Tensor:

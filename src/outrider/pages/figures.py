@@ -39,31 +39,23 @@ def svg_of_lines(
     across: str,
     up: str,
     *,
-    measured: Mapping[str, Sequence[tuple[float, Interval]]] | None = None,
     level: float | None = None,
     most: float | None = None,
 ) -> str:
     """SVG of lines with the bars of their intervals.
 
     Args:
-        measured: points in the colours of the lines, without a line.
         level: of a dashed line across, which is the baseline.
         most: upper end of the axis.
     """
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Any) -> None:
-        styles = dict(zip(lines, cycle(_LINES), strict=False))
         if level is not None:
             axes.axhline(level, color=_INK, lw=1, ls="--")
-        for label, points in lines.items():
-            colour, marker = styles[label]
+        for (label, points), (colour, marker) in zip(lines.items(), cycle(_LINES), strict=False):
             at, values = [x for x, _ in points], [value for _, value in points]
             bars(axes, at, values, label, color=colour, marker=marker)
-        for label, points in (measured or {}).items():
-            at, values = [x + 0.08 for x, _ in points], [value for _, value in points]
-            colour = styles[label][0] if label in styles else _INK
-            bars(axes, at, values, f"{label}, measured", color=colour, fmt="x", ms=8)
         axes.set_ylim(0, most)
         if all(float(x).is_integer() for points in lines.values() for x, _ in points):
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -1,4 +1,4 @@
-"""Reports of measurements as HTML pages: pictures, then tables, then how it was measured.
+"""Reports of measurements, for a terminal and as HTML pages: pictures, then tables, then how it was measured.
 
 A report depends only on the document that a command writes with ``--json`` (docs/reference/json.md).
 """
@@ -6,7 +6,8 @@ A report depends only on the document that a command writes with ``--json`` (doc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from outrider.pages.figures import svg_of_lines, svg_of_parts
@@ -14,7 +15,10 @@ from outrider.pages.templates import render
 from outrider.stats.intervals import Interval
 
 _Document = Mapping[str, Any]
+_Points = dict[str, list[tuple[float, Interval]]]
 _PARTS = "draft", "verify", "rest"  # of the time of a token
+_TIMED = "round", "draft", "verify"
+_ACROSS = "K, drafted tokens per round"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,32 +27,34 @@ class Fact:
 
     name: str
     value: str
-    about: str
+    about: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """An SVG element, its description for those who do not see it, and its caption."""
+    """A function that draws an SVG element, its description for those who do not see it, and its caption."""
 
-    svg: str
+    svg: Callable[[], str]
     alt: str
     caption: str
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. Its first ``num_texts`` columns are texts, the others numbers."""
+    """A table. Its first ``num_texts`` columns are texts, the others numbers; a terminal shows its first ``most_rows``
+    rows."""
 
     title: str
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
     num_texts: int = 1
+    most_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Content of a page, from top to bottom."""
+    """Content of a report, from top to bottom. A terminal shows tables, facts and notes."""
 
     kind: str
     headline: str
@@ -56,27 +62,26 @@ class Report:
     facts: Sequence[Fact] = ()
     figures: Sequence[Figure] = ()
     tables: Sequence[Table] = ()
-    notes: Sequence[str] = field(default=())
+    notes: Sequence[str] = ()
+
+
+def report_of(document: _Document) -> Report:
+    """Report of a document.
+
+    Args:
+        document: of alpha, analyze, compare, latency, plan or replay, as read from JSON.
+    """
+    return _REPORTS[document["schema"].split("/")[1]](document)
 
 
 def render_report(document: _Document) -> str:
-    """Page of a document.
-
-    Args:
-        document: of alpha, latency or plan, as read from JSON.
-    """
-    report = _REPORTS[_command(document)](document)
-    return render("report.html", document, report=report)
+    """Page of a document of alpha, analyze, latency, plan or replay."""
+    return render("report.html", document, report=report_of(document))
 
 
 def render_below(document: _Document) -> str:
     """Tables and provenance of a document of compare, for the page of its race."""
-    report = _compare(document)
-    return render("report_below.html", document, report=report)
-
-
-def _command(document: _Document) -> str:
-    return str(document["schema"].split("/")[1])
+    return render("report_below.html", document, report=_compare(document))
 
 
 def _plan(document: _Document) -> Report:
@@ -86,140 +91,150 @@ def _plan(document: _Document) -> Report:
     first = settings[0]
     best, closest = first["best"], first["choices"][0]
     same = [one for one in first["choices"] if one["draft"] == closest["draft"]]
-    gain = f"{closest['speed_up']['value']:.2f}"
-    about = f"with {closest['draft']} at K = {closest['k']}, over plain decoding; 95% interval over the prompts"
+    speed_up = _interval(closest["speed_up"])
+    free, agreeing = max(one["if_free"] for one in same), max(one["if_agreeing"] for one in same)
     facts = [
-        Fact("Predicted speed-up", _interval(closest["speed_up"]), about),
+        Fact("Best", f"{best['draft']}, K = {best['k']}", f"{speed_up} times as fast as plain decoding, by prediction")
+        if best
+        else Fact("Best", "none", f"({closest['draft']} at K = {closest['k']} comes closest, with {speed_up})"),
         Fact("A plain round", f"{first['plain_ms']:.2f} ms", f"{_where(first)}: one token for each row"),
-        Fact(
-            "Limits",
-            f"{max(one['if_free'] for one in same):.2f}",
-            f"if {closest['draft']} took no time; {max(one['if_agreeing'] for one in same):.2f} if it always agreed",
-        ),
+        Fact("Limits", f"{free:.2f}", f"if {closest['draft']} took no time; {agreeing:.2f} if it always agreed"),
     ]
-    several = len(settings) > 1
-    where = {(one["num_rows"], one["context"]): f", {one['num_rows']} x {one['context']}" * several for one in settings}
-    alone = next((text for (num_rows, _), text in where.items() if num_rows == 1), "")  # pairs run with one row
-    measured = {f"{draft}{alone}": points for draft, points in _by_draft(document["measured"]).items()}
-    lines: dict[str, list[tuple[float, Interval]]] = {}
-    taus: dict[str, list[tuple[float, Interval]]] = {}
+    lines: _Points = {}
+    taus: _Points = {}
     for setting in settings:
+        where = f", {setting['num_rows']} x {setting['context']}" if len(settings) > 1 else ""
         for one in sorted(setting["choices"], key=lambda one: one["k"]):
-            label = one["draft"] + where[setting["num_rows"], setting["context"]]
-            lines.setdefault(label, []).append((one["k"], _as_interval(one["speed_up"])))
-            taus.setdefault(one["draft"], [])
+            lines.setdefault(one["draft"] + where, []).append((one["k"], Interval(**one["speed_up"])))
             if setting is first:
-                taus[one["draft"]].append((one["k"], _as_interval(one["tau"])))
+                taus.setdefault(one["draft"], []).append((one["k"], Interval(**one["tau"])))
     figures = [
         Figure(
-            svg_of_lines("speed-up", lines, "K, drafted tokens per round", "speed-up", measured=measured, level=1.0),
-            f"Predicted speed-up against K for {', '.join(lines)}; the best is {gain}.",
-            "Predicted speed-up over plain decoding (dashed), with 95% intervals over the prompts."
-            + (" Crosses: measured." if measured else ""),
+            partial(svg_of_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
+            f"Predicted speed-up against K for {', '.join(lines)}; the best is {speed_up}.",
+            "Predicted speed-up over plain decoding (dashed), with 95% intervals over the prompts.",
         ),
-        Figure(
-            svg_of_lines("tau", taus, "K, drafted tokens per round", "tokens per round, tau"),
-            f"Tokens per round against K for {', '.join(taus)}.",
-            "Expected tokens per round, from the drafts' agreement with the target's own output.",
-        ),
+        _tau_figure(taus, "Expected tokens per round, from the drafts' agreement with the target's own output."),
     ]
-    columns = "draft", "K", "tau", "round ms", "draft ms", "verify ms", "speed-up, 95%", "tokens/s"
     tables = [
         Table(
-            f"Predicted, {_where(setting)}",
-            columns,
+            f"{options['target']}, {_where(setting)}",
+            ("draft", "K", "tau", "round ms", "draft", "verify", "speed-up, 95%", "tok/s"),
             [
                 (
                     one["draft"],
                     str(one["k"]),
-                    _interval(one["tau"]),
-                    *(f"{one[name]:.2f}" for name in ("round_ms", "draft_ms", "verify_ms")),
+                    *(f"{value:.2f}" for value in (one["tau"]["value"], *(one[f"{part}_ms"] for part in _TIMED))),
                     _interval(one["speed_up"]),
                     f"{one['tokens_per_s']:.0f}",
                 )
                 for one in setting["choices"]
             ],
-            f"A plain round takes {setting['plain_ms']:.2f} ms, a prefill {setting['prefill_ms']:.1f} ms.",
+            f"A plain round takes {setting['plain_ms']:.2f} ms, a prefill {setting['prefill_ms']:.1f} ms. "
+            "tau: tokens per round; the interval is over the prompts.",
+            most_rows=10,
         )
         for setting in settings
     ]
-    if document["measured"]:
-        tables.append(_arms_table("Measured", document["measured"]))
-    drafts = ", ".join(options["draft"])
+    lead = f"The best way to run {options['target']} with {', '.join(options['draft'])}: "
+    lead += f"{speed_up} times as fast as plain decoding, by prediction." if best else "no draft is faster than plain."
     headline = f"{best['draft']}, K = {best['k']}" if best else "No draft"
-    lead = f"The best way to run {options['target']} with {drafts}: " + (
-        f"{gain} times as fast as plain decoding, by prediction." if best else "no draft is faster than plain decoding."
-    )
     return Report("plan: which draft, which K, or none?", headline, lead, facts, figures, tables)
 
 
 def _what_if(document: _Document) -> Report:
-    known, found = document["options"]["what_if"], document["predictions"]
+    known, found, best = document["options"]["what_if"], document["predictions"], document["best"]
+
+    def text(one: _Document | None) -> str:
+        return "none" if one is None else f"{one['speed_up']:.2f} (K = {one['k']})"
+
+    limits = document["limits"]
+    facts = [
+        Fact("Best", text(best), "times as fast as plain decoding" if best else "(no K is faster)"),
+        Fact("With a draft that takes no time", text(limits["free"])),
+        Fact("With a draft that always agrees", text(limits["agreeing"])),
+    ]
     points = [(one["k"], Interval(one["speed_up"], None, None)) for one in found]
-    best = document["best"]
     figure = Figure(
-        svg_of_lines("speed-up", {"predicted": points}, "K, drafted tokens per round", "speed-up", level=1.0),
+        partial(svg_of_lines, "speed-up", {"predicted": points}, _ACROSS, "speed-up", level=1.0),
         "Predicted speed-up against K.",
         "Predicted speed-up over plain decoding (dashed).",
     )
     rows = [(str(one["k"]), *(f"{one[name]:.2f}" for name in ("tau", "speed_up", "operations"))) for one in found]
-    table = Table("Predicted", ("K", "tau", "speed-up", "operations"), rows, num_texts=0)
-    lead = "Nothing was measured: predicted from " + ", ".join(f"{name} = {value:g}" for name, value in known.items())
+    given = ", ".join(f"{name} = {value:g}" for name, value in known.items())
+    note = "tau: tokens per round; ratios are relative to plain decoding; v is the same for every K"
+    table = Table(given, ("K", "tau", "speed-up", "operations"), rows, note, num_texts=0)
     headline = "No draft" if best is None else f"K = {best['k']}: {best['speed_up']:.2f} times as fast"
-    return Report("plan: what if?", headline, f"{lead}.", figures=[figure], tables=[table])
+    lead = f"Nothing was measured: predicted from {given}."
+    return Report("plan: what if?", headline, lead, facts, [figure], [table])
 
 
 def _latency(document: _Document) -> Report:
     arms, target = document["arms"], document["options"]["target"]
     pairs = [arm for arm in arms if arm["draft"] and arm["k"]]
-    plain = arms[0]
-    peak = document["peak_memory_bytes"]
-    facts = [Fact(f"{target} alone", f"{plain['ms_per_token']['mean']:.2f} ms", "per token, without the prefill")]
+    facts = [Fact(f"{target} alone", f"{arms[0]['ms_per_token']['mean']:.2f} ms", "per token, without the prefill")]
     if pairs:
         best = max(pairs, key=lambda arm: arm["speed_up"]["value"])
         about = f"{best['name']}, over plain decoding; 95% interval over the prompts"
         facts.insert(0, Fact("Best speed-up", _interval(best["speed_up"]), about))
-    if peak is not None:
+    if (peak := document["peak_memory_bytes"]) is not None:
         facts.append(Fact("Peak memory", f"{peak / 2**20:.0f} MiB", "of this process or device"))
-    figures = []
-    if lines := _by_draft(pairs):
-        figures.append(
-            Figure(
-                svg_of_lines("speed-up", lines, "K, drafted tokens per round", "speed-up", level=1.0),
-                f"Speed-up against K for {', '.join(lines)}.",
-                "Measured speed-up over plain decoding (dashed), with 95% intervals over the prompts.",
-            )
-        )
-    figures.append(_parts_figure(arms))
+    lines: _Points = {}
+    for arm in pairs:
+        if isinstance(arm["k"], int):  # "auto" has no place on the axis
+            lines.setdefault(arm["draft"], []).append((arm["k"], Interval(**arm["speed_up"])))
+    parts = {arm["name"]: _parts(arm) for arm in arms}
+    speed_ups = Figure(
+        partial(svg_of_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
+        f"Speed-up against K for {', '.join(lines)}.",
+        "Measured speed-up over plain decoding (dashed), with 95% intervals over the prompts.",
+    )
+    times = Figure(
+        partial(svg_of_parts, "parts", parts, "ms per token"),
+        f"Time of a token by part for {', '.join(parts)}.",
+        "The time of a token: drafting, verifying, and the rest.",
+    )
+    figures = [speed_ups, times] if lines else [times]
+    title = f"{target}, {document['num_prompts']} prompts, {document['options']['max_new_tokens']} tokens each"
     lead = f"{target} and its drafts on {document['num_prompts']} prompts, in turn, after a warm-up."
-    tables = [_arms_table("Arms", arms)]
-    return Report("latency of target, drafts and pairs", f"Latency of {target}", lead, facts, figures, tables)
+    kind = "latency of target, drafts and pairs"
+    return Report(kind, f"Latency of {target}", lead, facts, figures, [_arms_table(title, arms)])
 
 
 def _compare(document: _Document) -> Report:
-    arms = document["arms"]
-    lead = f"{arms[0]['num_cases']} runs of each arm after the race, in turn."
-    tables = [_arms_table("Measured", arms)]
-    notes = [check["message"] for check in document["same_model_checks"]]
-    return Report("compare", "Measured", lead, tables=tables, notes=notes)
+    arms, target = document["arms"], document["options"]["target"]
+    num_runs = arms[0]["num_cases"]
+    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
+    facts = [Fact(arm["name"], _interval(arm["speed_up"]), "times as fast as plain") for arm in arms[1:]]
+    rows = [
+        (_label(arm), str(arm["k"] or "–"), *(f"{value:.2f}" for value in _parts(arm, "prefill").values()))
+        for arm in arms
+    ]
+    tables = [
+        _arms_table(f"{target}, {runs} of each arm, in turn", arms),
+        Table("Parts of a token's time, ms", ("arm", "K", "prefill", *_PARTS), rows),
+    ]
+    notes = ["One run has no interval: use --num-runs 5 or more."] * (num_runs == 1)
+    lead = f"{runs} of each arm after the race, in turn."
+    return Report("compare", "Measured", lead, facts, tables=tables, notes=notes)
 
 
 def _alpha(document: _Document) -> Report:
     options, alphas = document["options"], document["alphas"]
     drafts = ", ".join(options["draft"])
-    lines: dict[str, list[tuple[float, Interval]]] = {}
+    lines: _Points = {}
     top_ps = sorted({one["top_p"] for one in alphas if one["temperature"] > 0}) or [1.0]
     for one in alphas:
         for top_p in [one["top_p"]] if one["temperature"] > 0 else top_ps:  # top-p has no effect at temperature 0
             label = one["draft"] if len(top_ps) == 1 else f"{one['draft']}, top-p {top_p:g}"
-            lines.setdefault(label, []).append((one["temperature"], _as_interval(one["alpha"])))
+            lines.setdefault(label, []).append((one["temperature"], Interval(**one["alpha"])))
     lines = {label: sorted(dict(points).items()) for label, points in lines.items()}
     figure = Figure(
-        svg_of_lines("alpha", lines, "temperature", "alpha", most=1.02),
+        partial(svg_of_lines, "alpha", lines, "temperature", "alpha", most=1.02),
         f"alpha against temperature for {', '.join(lines)}.",
         "alpha, the mean probability that a drafted token is accepted, with 95% intervals over the texts.",
     )
-    columns = "draft", "temperature", "top-p", "alpha, 95%", "TV", "of each token of a round"
+    columns = "draft", "temperature", "top-p", "alpha, 95%", "TV", "by token"
     has_offsets = any(one["by_offset"] for one in alphas)
     rows = [
         (
@@ -233,80 +248,118 @@ def _alpha(document: _Document) -> Report:
         for one in alphas
     ]
     note = "alpha = E[sum min(p, q)] = 1 − TV, where TV is the total variation of target and draft."
-    table = Table("Agreement", columns[: 5 + has_offsets], rows, note)
+    table = Table(f"{options['target']}, {alphas[0]['num_tokens']} tokens", columns[: 5 + has_offsets], rows, note)
     best = max(alphas, key=lambda one: one["alpha"]["value"])
     about = f"{best['draft']} at temperature {best['temperature']:g}; 95% interval over the texts"
     facts = [Fact("Highest alpha", _interval(best["alpha"], 3), about)]
     lead = f"How far {options['target']} and {drafts} agree on {best['num_tokens']:,} tokens of given texts, by logits."
-    return Report(
-        "alpha: agreement of target and draft", f"{options['target']} with {drafts}", lead, facts, [figure], [table]
-    )
+    headline = f"{options['target']} with {drafts}"
+    return Report("alpha: agreement of target and draft", headline, lead, facts, [figure], [table])
+
+
+def _replay(document: _Document) -> Report:
+    arms, options, target = document["arms"], document["options"], document["target"]
+    alphas = {one["draft"]: one["alpha"] for one in document["drafts"]}
+    rows = [
+        (
+            arm["draft"],
+            str(arm["k"]),
+            _interval(arm["tau"]),
+            _percent(arm["stats"]),
+            "–" if alphas[arm["draft"]] is None else f"{alphas[arm['draft']]['value']:.3f}",
+        )
+        for arm in arms
+    ]
+    note = "tau: tokens per round, expected given the log, with an interval over the prompts; alpha: E sum min(p, q)"
+    temperature = document["log_options"]["temperature"]
+    title = f"{target}, {document['num_prompts']} prompts, temperature {temperature:g}, {options['acceptance']}"
+    lines: _Points = {}
+    for arm in arms:
+        if arm["tau"] is not None:
+            lines.setdefault(arm["draft"], []).append((arm["k"], Interval(**arm["tau"])))
+    figures = [_tau_figure(lines, "Expected tokens per round on the recorded output.")] if lines else []
+    table = Table(title, ("draft", "K", "tau, 95%", "accepted / drafted", "alpha"), rows, note)
+    lead = f"Rounds of {', '.join(alphas)} over {document['num_prompts']} recorded outputs of {target}."
+    return Report("replay", f"Drafts for {target}", lead, figures=figures, tables=[table])
+
+
+def _analyze(document: _Document) -> Report:
+    arms, name = document["arms"], str(document["options"]["file"])
+    lead = f"Rounds by prompt and category, from {name}."
+    return Report("replay: rounds", name, lead, tables=[rounds_table(name, arms)], notes=document["notes"])
+
+
+def rounds_table(title: str, arms: Sequence[_Document]) -> Table:
+    """Table with a row for each arm, and for each category of its prompts."""
+    has_categories = any(arm["categories"] for arm in arms)
+    rules = list(dict.fromkeys(arm["acceptance"] for arm in arms if arm["acceptance"]))
+    texts = "draft", *["rule"] * (len(rules) > 1), *["category"] * has_categories
+    rows = [
+        (
+            arm["draft"] or "–",
+            *[arm["acceptance"] or "–"] * (len(rules) > 1),
+            *[one.get("category", "all")] * has_categories,
+            str(arm["k"] or "–"),
+            str(one["num_prompts"]),
+            str(round(one["stats"]["num_rounds"])),
+            _interval(one["tau"]),
+            "–" if one["prompt_tau"] is None else f"{one['prompt_tau']:.2f}",
+            _percent(one["stats"]),
+        )
+        for arm in arms
+        for one in (arm, *arm["categories"])
+    ]
+    note = "tau: tokens per round, with an interval over the prompts; by prompt: the mean of their own tau"
+    title = f"{title}, {rules[0]}" if len(rules) == 1 else title
+    columns = *texts, "K", "prompts", "rounds", "tau, 95%", "by prompt", "accepted"
+    return Table(title, columns, rows, note, num_texts=len(texts))
 
 
 _REPORTS: dict[str, Callable[[_Document], Report]] = {
     "alpha": _alpha,
+    "analyze": _analyze,
+    "compare": _compare,
     "latency": _latency,
     "plan": _plan,
+    "replay": _replay,
 }
 
 
 def _arms_table(title: str, arms: Sequence[_Document]) -> Table:
-    columns = (
-        "arm",
-        "K",
-        "ms/token",
-        "tokens/s",
-        "speed-up, 95%",
-        "tau",
-        "prefill ms",
-        *(f"{part} ms" for part in _PARTS),
-    )
     rows = [
         (
-            str(arm["draft"] or arm["name"]),
+            _label(arm),
             str(arm["k"] or "–"),
             _pm(arm["ms_per_token"], 2),
             f"{arm['tokens_per_s']:.0f}",
             _interval(arm["speed_up"]),
             f"{arm['stats']['mean_acceptance_length'] or 1:.2f}",
             _pm(arm["prefill_ms"], 1),
-            *(f"{value:.2f}" for value in _parts(arm).values()),
         )
         for arm in arms
     ]
-    note = "ms/token: mean ± standard deviation, without the prefill; tau: tokens per round; parts are per token."
+    note = "ms/token: mean ± standard deviation, without the prefill; tau: tokens per round"
+    columns = "arm", "K", "ms/token", "tok/s", "speed-up, 95%", "tau", "prefill ms"
     return Table(title, columns, rows, note)
 
 
-def _parts_figure(arms: Sequence[_Document]) -> Figure:
-    rows = {arm["name"]: _parts(arm) for arm in arms}
-    return Figure(
-        svg_of_parts("parts", rows, "ms per token"),
-        f"Time of a token by part for {', '.join(rows)}.",
-        "The time of a token: drafting, verifying, and the rest.",
-    )
+def _label(arm: _Document) -> str:
+    """Name of an arm, without K."""
+    return str(arm["draft"] if arm["draft"] and arm["k"] else arm["name"])
 
 
-def _parts(arm: _Document) -> dict[str, float]:
+def _tau_figure(lines: _Points, caption: str) -> Figure:
+    draw = partial(svg_of_lines, "tau", lines, _ACROSS, "tokens per round, tau")
+    return Figure(draw, f"Tokens per round against K for {', '.join(lines)}.", caption)
+
+
+def _parts(arm: _Document, *more: str) -> dict[str, float]:
     """Milliseconds per token of each part."""
-    return {part: 1e3 * arm["time_s"][part] / arm["stats"]["num_generated_tokens"] for part in _PARTS}
-
-
-def _by_draft(arms: Sequence[_Document]) -> dict[str, list[tuple[float, Interval]]]:
-    """K and speed-up of measured arms, by draft; "auto" has no place on the axis."""
-    found: dict[str, list[tuple[float, Interval]]] = {}
-    for arm in arms:
-        if arm["draft"] and isinstance(arm["k"], int) and arm["speed_up"]:
-            found.setdefault(arm["draft"], []).append((arm["k"], _as_interval(arm["speed_up"])))
-    return found
+    return {part: 1e3 * arm["time_s"][part] / arm["stats"]["num_generated_tokens"] for part in (*more, *_PARTS)}
 
 
 def _where(setting: _Document) -> str:
     return f"{setting['num_rows']} row{'s' * (setting['num_rows'] > 1)} of {setting['context']} tokens"
-
-
-def _as_interval(value: _Document) -> Interval:
-    return Interval(value["value"], value["low"], value["high"], value["level"])
 
 
 def _interval(value: _Document | None, digits: int = 2) -> str:
@@ -318,3 +371,8 @@ def _interval(value: _Document | None, digits: int = 2) -> str:
 
 def _pm(value: _Document, digits: int) -> str:
     return f"{value['mean']:.{digits}f}" + ("" if value["std"] is None else f" ±{value['std']:.{digits}f}")
+
+
+def _percent(stats: _Document) -> str:
+    rate = stats["draft_acceptance_rate"]
+    return "–" if rate is None else f"{100 * rate:.1f}%"

@@ -13,7 +13,7 @@ from typing import Any
 
 from outrider.bench.report import ArmSummary
 from outrider.bench.run import Arm, Case, race_arms
-from outrider.records import Chunk, DraftedToken, Stats, Timing
+from outrider.records import Chunk, Stats, Timing
 from outrider.text.chat import Chat
 from outrider.text.tokenizer import Detokenizer
 
@@ -53,7 +53,6 @@ class RaceEvents:
     def round(self, which: int, chunk: Chunk) -> dict[str, Any]:
         """Event for the next chunk of an arm."""
         arm, drafted = self._progress[which], chunk.drafted or ()
-        expected = expected_given_draft(drafted, self._arms[which].decoder.acceptance)
         guesses = Detokenizer(self._tokenizer, arm.token_ids)
         drafted_json = [{"id": i, "text": guesses.push(i), "p": p, "q": q} for i, p, q in drafted]
         texts = [arm.detokenizer.push(token_id) for token_id in chunk.token_ids]
@@ -62,8 +61,6 @@ class RaceEvents:
         arm.token_ids += chunk.token_ids
         arm.stats += chunk.stats
         arm.timing += chunk.timing
-        if chunk.stats.num_rounds:
-            arm.expected += expected
         tokens = zip(chunk.token_ids, texts, chunk.origins, strict=True)
         return {
             "type": "round",
@@ -71,7 +68,6 @@ class RaceEvents:
             "seconds": arm.timing.total_s,
             "tokens": [{"id": i, "text": text, "origin": origin} for i, text, origin in tokens],
             "drafted": drafted_json,
-            "expected_tokens": expected,
             "is_truncated": chunk.stats.num_truncated_rounds > 0,
             "finish_reason": chunk.finish_reason,
         }
@@ -82,43 +78,15 @@ class RaceEvents:
         Args:
             summaries: of the arms, if measured apart from the race.
         """
-        arms = [
-            {
-                "stats": arm.stats.to_json(),
-                "time_s": arm.timing.to_json(),
-                "expected_acceptance_length": arm.expected / arm.stats.num_rounds if arm.stats.num_rounds else None,
-            }
-            for arm in self._progress
-        ]
+        arms = [{"stats": arm.stats.to_json(), "time_s": arm.timing.to_json()} for arm in self._progress]
         return {"type": "end", "arms": arms, "measured": [summary.to_json() for summary in summaries]}
 
 
 @dataclass(slots=True)
 class _ArmProgress:
-    """Progress of an arm.
-
-    Attributes:
-        token_ids: prompt and output.
-        expected: sum of the expected tokens of whole rounds.
-    """
+    """Progress of an arm; the token ids are those of prompt and output."""
 
     token_ids: list[int]
     detokenizer: Detokenizer
     stats: Stats = field(default_factory=Stats)
     timing: Timing = field(default_factory=Timing)
-    expected: float = 0.0
-
-
-def expected_given_draft(drafted: Sequence[DraftedToken], acceptance: str) -> float:
-    """1 + w_1 + ... + w_K, where w_i is the probability that the first i drafted tokens are accepted, given these. Its
-    mean over rounds is the expected number of tokens per round (under ``gumbel``: an upper bound).
-
-    From w_0 = 1, ``rejection`` has w_i = w_{i-1} min(1, p/q) (Leviathan et al. 2211.17192, algorithm 1), ``block``
-    w_i = min(1, w_{i-1} p/q) (Sun et al. 2403.10444). Under ``gumbel`` the probability that draft and target both draw
-    a token is at most min(p, q), so a drafted token is accepted with probability at most min(1, p/q).
-    """
-    weight = total = 1.0
-    for _, p, q in drafted:
-        weight = min(1.0, weight * p / q) if acceptance == "block" else weight * min(1.0, p / q)
-        total += weight
-    return total

@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import BatchSizeOption, HtmlOption, JsonOption, flat
-from outrider.cli.shared.output import (
-    console_for,
-    print_table,
-    progress_bar,
-    write_json,
-)
+from outrider.cli.shared.options import BatchSizeOption, ReportOptions, flat
+from outrider.cli.shared.output import progress_bar
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
@@ -27,6 +22,7 @@ if TYPE_CHECKING:
 def alpha(
     pair: PairOptions,
     template: TemplateOptions,
+    report: ReportOptions,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -37,17 +33,11 @@ def alpha(
     temperatures: Annotated[str, typer.Option("-t", "--temperature", help="One or several: 0,0.5,1.")] = "0,0.5,1,1.5",
     top_ps: Annotated[str, typer.Option("--top-p", help="One or several: 0.9,1.")] = "1",
     batch_size: BatchSizeOption = 8,
-    plot: Annotated[Path | None, typer.Option(help="Plot alpha against temperature: FILE.png or FILE.svg.")] = None,
-    html: HtmlOption = None,
-    json_target: JsonOption = None,
 ) -> None:
     """Measure the agreement of target and draft on texts. It is alpha, the mean acceptance probability; nothing is
     generated."""
     grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
 
-    from outrider.bench.plots import plot_alpha
-    from outrider.bench.report import interval_text
-    from outrider.bench.tables import NameCell, new_table
     from outrider.scoring.alpha import measure_alpha, sampling_grid
     from outrider.scoring.teacher_forcing import Text
     from outrider.text.tokenizer import encode
@@ -70,30 +60,9 @@ def alpha(
             results[name] = measure_alpha(
                 decoder.target, drafter, texts, samplings, batch_size=batch_size, on_done=advance
             )
-    console = console_for(json_target)
-    num_tokens = results[pair.draft_names[0]][0].num_tokens
-    has_offsets = any(one.by_offset is not None for alphas in results.values() for one in alphas)
-    columns = "draft", "temperature", "top-p", "alpha, 95%", "TV", *["of each token of a round"] * has_offsets
-    table = new_table(f"{decoder.target.name}, {num_tokens} tokens", *columns)
-    for name, alphas in results.items():
-        for one in alphas:
-            value, sampling = one.alpha.value, one.sampling
-            top_p = f"{sampling.top_p:g}" if sampling.temperature > 0 else "-"  # no effect at temperature 0
-            row = [f"{sampling.temperature:g}", top_p, interval_text(one.alpha), f"{1 - value:.3f}"]
-            if has_offsets:
-                row.append("-" if one.by_offset is None else " ".join(f"{part.value:.3f}" for part in one.by_offset))
-            table.add_row(NameCell(name), *row)
-    print_table(console, table)
-    console.print("alpha = E\\[sum min(p, q)] = 1 - TV; the interval is over the texts", style="dim")
-    if plot is not None:
-        plot_alpha(results, plot, f"{decoder.target.name}: agreement with its draft")
-        console.print(f"Plot: {plot}")
     body: dict[str, Any] = {"alphas": [one.to_json() | {"draft": name} for name, row in results.items() for one in row]}
     options = {"temperatures": grid[0], "top_ps": grid[1], "prompts": prompts, "batch_size": batch_size}
-    options |= template.to_json()
-    write_json(json_target, "alpha", options_json(pair, {}, **options), body, decoder, html)
-    if html is not None:
-        console.print(f"Page: {html}", markup=False)
+    report.finish("alpha", options_json(pair, {}, **options, **template.to_json()), body, decoder)
 
 
 def _numbers(name: str, text: str) -> list[float]:

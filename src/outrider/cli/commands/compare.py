@@ -15,25 +15,17 @@ from outrider.cli.shared.options import (
     GenerationConfigOption,
     JsonOption,
     NumDraftTokensListOption,
+    ReportOptions,
     SamplingOptions,
     SeedOption,
     flat,
     over_checkpoint,
     parse_k,
 )
-from outrider.cli.shared.output import (
-    console_for,
-    gather,
-    make_document,
-    print_command,
-    print_table,
-    report_context_limit,
-    write_outputs,
-)
+from outrider.cli.shared.output import gather, print_command, report_context_limit
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.errors import OptionError, PromptError, UsageError
-from outrider.options import looks_up
 from outrider.records import Timing
 from outrider.system.ranks import current_ranks
 
@@ -83,7 +75,8 @@ def compare(
         raise PromptError.empty()
     asked = template.prompt(prompt)
 
-    console = console_for(json_target)
+    report = ReportOptions(race, json_target)
+    console = report.console()
     with console.status(f"loading {pair.target}"):  # the imports alone take seconds
         from outrider.bench.report import summarise
         from outrider.bench.run import Case, interleave, warm_up
@@ -92,9 +85,8 @@ def compare(
         decoder = pair.load()
         arms = _arms(pair, decoder, ks)
     hint_at_chat(decoder, [asked])
-    report_context_limit(
-        decoder.target.name, decoder.target.context_len, [decoder.encode(asked)], options["max_new_tokens"]
-    )
+    prompt_ids = decoder.encode(asked)
+    report_context_limit(decoder.target.name, decoder.target.context_len, [prompt_ids], options["max_new_tokens"])
     cases = [Case(run, asked, seed + run) for run in range(num_runs)]
     warm_up(arms, cases, options)
     console.print(prompt, style="dim", markup=False, soft_wrap=not console.is_terminal)
@@ -102,37 +94,31 @@ def compare(
     teller, rounds = RaceEvents(arms, cases[0], options), []
 
     def record(arm: Arm, case: Case, chunk: Chunk) -> None:
-        if race is not None:
+        if report.html is not None:
             rounds.append(teller.round(arms.index(arm), chunk))
 
-    shown = _show_race(console, arms, cases[0], options | {"reports_drafts": race is not None}, record)
+    shown = _show_race(console, arms, cases[0], options | {"reports_drafts": report.html is not None}, record)
     measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "runs")
     summaries = summarise(measurements, arms)
     if not summaries:
         raise typer.Exit(130)
-    checks = _check_same_model(pair, [*shown, *measurements], decoder)
-    _print_verdict(console, summaries, decoder)
-    for check in checks:
-        console.print(check["message"], style="green" if check["is_ok"] else "bold red")
-    _print_next(console, pair, template, summaries)
     body: dict[str, Any] = {
         "arms": [summary.to_json() for summary in summaries],
         "baseline": arms[0].name,
         "texts": {m.arm.name: m.text for m in shown},
-        "same_model_checks": checks,
         "is_interrupted": is_interrupted,
     }
     settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs, **template.to_json())
-    if json_target is not None or race is not None:
+
+    def render(document: dict[str, Any]) -> str:
         from outrider.race.page import recorded_page
 
-        events = [teller.start(), *rounds, teller.end(summaries)]
-        document = make_document("compare", settings, body, decoder)
-        write_outputs(document, json_target, race, lambda document: recorded_page(events, document))
+        return recorded_page([teller.start(), *rounds, teller.end(summaries)], document)
+
+    report.finish("compare", settings, body, decoder, render)
+    _print_next(console, pair, template, summaries)
     if is_interrupted:
         raise typer.Exit(130)
-    if not all(check["is_ok"] for check in checks):
-        raise typer.Exit(1)
 
 
 def _drafts_for(pair: PairOptions) -> str:
@@ -231,34 +217,6 @@ class _Panel:
         yield Panel(Text("\n").join(lines), title=title, title_align="left", border_style=style)
 
 
-def _print_verdict(console: Console, summaries: Sequence[ArmSummary], decoder: Decoder) -> None:
-    from outrider.bench.report import interval_text, pm_text
-    from outrider.bench.tables import NameCell, new_table
-
-    num_runs = summaries[0].num_cases
-    runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    title = f"{decoder.target.name}, {runs} of each arm, in turn; parts in ms per token"
-    parts = ("prefill", "draft", "verify", "rest")
-    table = new_table(title, "arm", "K", "tok/s", "ms/token", "tau", *parts)
-    for summary in summaries:
-        times = summary.timing.to_json()
-        num_tokens = summary.stats.num_generated_tokens
-        table.add_row(
-            NameCell(summary.arm.label),
-            str(summary.arm.num_draft_tokens or "plain"),
-            f"{summary.tokens_per_s:.0f}",
-            pm_text(summary.ms_per_token, 2),
-            f"{summary.stats.mean_acceptance_length or 1:.2f}",
-            *(f"{1e3 * times[part] / num_tokens:.2f}" for part in parts),
-        )
-    print_table(console, table)
-    console.print("tok/s and ms/token (mean ± standard deviation) without prefill; tau: tokens per round", style="dim")
-    for summary in summaries[1:]:
-        console.print(f"{summary.arm.name}: [bold]{interval_text(summary.speed_up)}[/] times as fast as plain")
-    if num_runs == 1:
-        console.print("One run has no interval: use --num-runs 5 or more.", style="dim")
-
-
 def _print_next(
     console: Console, pair: PairOptions, template: TemplateOptions, summaries: Sequence[ArmSummary]
 ) -> None:
@@ -268,40 +226,3 @@ def _print_next(
     console.print("Next: which K, on your prompts? Is it exact?", style="dim")
     print_command(console, f"outrider plan {options}")
     print_command(console, f"outrider certify {options}")
-
-
-def _check_same_model(pair: PairOptions, measurements: Sequence[Measurement], decoder: Decoder) -> list[dict[str, Any]]:
-    """Sanity check: if a draft is the target itself, p = q and nothing may be rejected."""
-    from outrider.bench.run import count_rejections
-    from outrider.drafters.draft_options import NO_OPTIONS, split_name
-    from outrider.models.heads.loading import MTP
-    from outrider.models.registry import resolve
-
-    target = resolve(pair.target, pair.models)
-    checks = []
-    for name in pair.draft_names:
-        model, options = split_name(name)
-        if name in ("none", MTP) or looks_up(name) or options != NO_OPTIONS:  # q is not p, even for the same model
-            continue
-        draft = resolve(model, pair.models)
-        if not draft.is_same_model(target) or pair.draft_placement.over(draft) != pair.placement.over(target):
-            continue
-        ratios = [ratio for m in measurements if m.arm.draft == name for ratio in m.rejected_ratios]
-        num_rounding, worst = count_rejections(ratios, decoder.target.dtype)
-        is_ok = num_rounding == len(ratios)
-        if not ratios:
-            message = f"Sanity check: {name} drafts for itself, and no token was rejected."
-        elif is_ok:
-            message = (
-                f"Sanity check: {name} drafts for itself; {num_rounding} rejections, all by rounding (p/q near 1)."
-            )
-        else:
-            message = (
-                f"SANITY CHECK FAILED: {name} drafts for itself, and {len(ratios) - num_rounding} tokens were rejected "
-                f"that rounding does not explain (worst p/q = {worst:.3g}). The output may not follow the target's "
-                "distribution. At temperature 0, and at the edge of top-k, top-p or min-p, a near tie can do this: run "
-                "again at temperature 1 without them to tell."
-            )
-        rounding = {"draft": name, "num_rejected": len(ratios), "num_by_rounding": num_rounding, "worst_ratio": worst}
-        checks.append(rounding | {"is_ok": is_ok, "message": message})
-    return checks

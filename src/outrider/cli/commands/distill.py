@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,13 +15,11 @@ from outrider.errors import OptionError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor
 
     from outrider.decoder import Decoder
     from outrider.distill.data import Mixture
-    from outrider.distill.kinds import Student
-    from outrider.distill.watch import Check
-    from outrider.runtime.lm import LM
+    from outrider.distill.student import Student
+    from outrider.distill.train import Check
     from outrider.scoring.teacher_forcing import Text
 
 _DEFAULT_MINUTES = 10.0
@@ -30,13 +29,10 @@ _KINDS = ("model", *_DEFAULT_DEPTHS)
 _SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
 
 
-@flat
-def distill(
-    target: Annotated[
-        str,
-        typer.Argument(help="Known name, folder or hub id. 'outrider models' lists the names."),
-    ],
-    output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
+@dataclass(frozen=True)
+class ShapeOptions:
+    """Kind, size and initial weights of a draft."""
+
     kind: Annotated[
         str,
         typer.Option(
@@ -44,20 +40,17 @@ def distill(
             "of a round at once).",
             rich_help_panel=_SHAPE,
         ),
-    ] = "model",
+    ] = "model"
     layers: Annotated[
         int | None,
         typer.Option(
             help="Number of layers. Default: a sixteenth of the target's; of a dflash head an eighth, at most 5.",
             rich_help_panel=_SHAPE,
         ),
-    ] = None,
+    ] = None
     hidden_size: Annotated[
         int | None, typer.Option(help="Hidden size. Default: the target's.", rich_help_panel=_SHAPE)
-    ] = None,
-    intermediate_size: Annotated[
-        int | None, typer.Option(help="Feed-forward size. Default: in proportion.", rich_help_panel=_SHAPE)
-    ] = None,
+    ] = None
     init: Annotated[
         str,
         typer.Option(
@@ -65,38 +58,83 @@ def distill(
             "draft (known name, folder or hub id).",
             rich_help_panel=_SHAPE,
         ),
-    ] = "target",
+    ] = "target"
     draft_vocab: Annotated[
         int | None,
         typer.Option(
             help="Of a head: it drafts this many tokens, the most frequent. Default: all.", rich_help_panel=_SHAPE
         ),
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="Text file for training and for the target's prompts.")] = None,
-    written: Annotated[int, typer.Option(help="Training sequences to generate with the target first.")] = 1024,
-    written_fraction: Annotated[
-        float, typer.Option(help="With --data: fraction of generated sequences in training.")
-    ] = 0.5,
-    length: Annotated[int, typer.Option(help="Tokens per sequence.", rich_help_panel=_TRAINING)] = 256,
-    steps: Annotated[int | None, typer.Option(help="Number of training steps.", rich_help_panel=_TRAINING)] = None,
-    minutes: Annotated[
-        float | None, typer.Option(help="Minutes of training. Default: 10.", rich_help_panel=_TRAINING)
-    ] = None,
-    loss: Annotated[str, typer.Option(help="Loss: kl, reverse-kl, jsd, tv or lk.", rich_help_panel=_TRAINING)] = "kl",
+    ] = None
     depth: Annotated[
         int | None,
         typer.Option(
             help="Of a head: tokens that it drafts in a row in training; a dflash head drafts at most these. Default: "
             "5; dflash: 7.",
-            rich_help_panel=_TRAINING,
+            rich_help_panel=_SHAPE,
         ),
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Sequences per step on each device.", rich_help_panel=_TRAINING)] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.", rich_help_panel=_TRAINING)] = 2e-3,
+    ] = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise OptionError("--kind", self.kind, f"choose one of {', '.join(_KINDS)}")
+        if self.kind == "model":
+            for option, value in (("--draft-vocab", self.draft_vocab), ("--depth", self.depth)):
+                if value is not None:
+                    raise OptionError(option, value, "only heads have it: add --kind eagle3 or --kind dflash")
+            return
+        if self.kind == "eagle3" and self.layers is not None:
+            raise OptionError("--layers", self.layers, "an EAGLE-3 head has one layer: leave it out")
+        if self.init != "target" or self.hidden_size is not None:
+            raise OptionError("--kind", self.kind, "a head has its target's width: leave out --init and the sizes")
+        for option, value in (("--draft-vocab", self.draft_vocab), ("--layers", self.layers), ("--depth", self.depth)):
+            if value is not None and value < 1:
+                raise OptionError(option, value, "a whole number >= 1")
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens that a head drafts in a row in training; 0 for a model."""
+        return self.depth or _DEFAULT_DEPTHS.get(self.kind, 0)
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """Data, budget and hyperparameters of training."""
+
+    data: Annotated[Path | None, typer.Option(help="Text file for training and for the target's prompts.")] = None
+    written: Annotated[int, typer.Option(help="Training sequences to generate with the target first.")] = 1024
+    written_fraction: Annotated[
+        float, typer.Option(help="With --data: fraction of generated sequences in training.")
+    ] = 0.5
+    length: Annotated[int, typer.Option(help="Tokens per sequence.", rich_help_panel=_TRAINING)] = 256
+    steps: Annotated[int | None, typer.Option(help="Number of training steps.", rich_help_panel=_TRAINING)] = None
+    minutes: Annotated[
+        float | None, typer.Option(help="Minutes of training. Default: 10.", rich_help_panel=_TRAINING)
+    ] = None
+    loss: Annotated[str, typer.Option(help="Loss: kl, tv or lk.", rich_help_panel=_TRAINING)] = "kl"
+    batch_size: Annotated[int, typer.Option(help="Sequences per step on each device.", rich_help_panel=_TRAINING)] = 8
+    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.", rich_help_panel=_TRAINING)] = 2e-3
     patience: Annotated[
         int, typer.Option(help="Stop after this many checks (of 20) without a better alpha.", rich_help_panel=_TRAINING)
-    ] = 8,
-    seed: Annotated[int, typer.Option(rich_help_panel=_TRAINING)] = 0,
+    ] = 8
+    seed: Annotated[int, typer.Option(rich_help_panel=_TRAINING)] = 0
+
+    def __post_init__(self) -> None:
+        for name, value in (("--written", self.written), ("--length", self.length)):
+            if value < 2:
+                raise OptionError(name, value, "a whole number >= 2")
+        if not 0 < self.written_fraction <= 1:
+            raise OptionError("--written-fraction", self.written_fraction, "a number above 0, and at most 1")
+
+
+@flat
+def distill(
+    target: Annotated[
+        str,
+        typer.Argument(help="Known name, folder or hub id. 'outrider models' lists the names."),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
+    shape: ShapeOptions,
+    training: TrainingOptions,
     models: Annotated[Path | None, typer.Option(help="TOML file with more model names.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", rich_help_panel=_MACHINE)] = "auto",
     threads: Annotated[
@@ -112,30 +150,29 @@ def distill(
     json_target: JsonOption = None,
 ) -> None:
     """Train a draft to match the target's distribution. Checks measure alpha and tokens per second."""
-    for name, value in (("--written", written), ("--length", length)):
-        if value < 2:
-            raise OptionError(name, value, "a whole number >= 2")
-    if not 0 <= written_fraction <= 1:
-        raise OptionError("--written-fraction", written_fraction, "a number from 0 to 1")
-    if data is None and written_fraction == 0:
-        raise OptionError("--written-fraction", written_fraction, "without --data there is nothing else to train on")
-    _check_kind(kind, init, (layers, hidden_size, intermediate_size), draft_vocab, depth, length)
-
+    length, minutes = training.length, training.minutes
+    if shape.num_drafted >= length - 1:
+        raise OptionError("--depth", shape.num_drafted, "less than --length - 1")
     set_threads(threads)
 
     from accelerate import PartialState
 
     from outrider.api import load
-    from outrider.distill.kinds import ModelStudent
-    from outrider.distill.recipe import Budget, Recipe
-    from outrider.distill.train import check_same_run, distil
+    from outrider.distill.train import Recipe, distil
     from outrider.models.reading import stored_dtype
     from outrider.models.registry import resolve
 
-    if steps is None and minutes is None:
+    if training.steps is None and minutes is None:
         minutes = _DEFAULT_MINUTES
-    budget = Budget(steps, None if minutes is None else 60 * minutes)
-    recipe = Recipe(loss, batch_size, learning_rate, patience, seed)
+    recipe = Recipe(
+        num_steps=training.steps,
+        seconds=None if minutes is None else 60 * minutes,
+        loss=training.loss,
+        batch_size=training.batch_size,
+        learning_rate=training.learning_rate,
+        patience=training.patience,
+        seed=training.seed,
+    )
     processes = PartialState()  # before loading the target: under `accelerate launch` it sets this process's GPU
     decoder = load(target, device=device, models_file=models, allow_pickle=allow_pickle)
     lm = decoder.target
@@ -143,39 +180,13 @@ def distill(
         raise OptionError("--device", device, "choose the GPU by CUDA_VISIBLE_DEVICES, as the trainer does")
     if length > lm.context_len:
         raise OptionError("--length", length, f"{lm.name} accepts {lm.context_len} tokens")
-    if draft_vocab is not None and draft_vocab > lm.vocab_size:
-        raise OptionError("--draft-vocab", draft_vocab, f"{lm.name} has {lm.vocab_size} tokens")
-    student: Student | None = None
-    if kind == "model":
-        draft = _new_draft(decoder, init, layers, hidden_size, intermediate_size, seed, length, models, allow_pickle)
-        student = ModelStudent(lm, draft, decoder.tokenizer)
-    text = None if data is None else _text(decoder, data, length, written_fraction)
-    options: dict[str, Any] = {
-        "target": target,
-        "kind": kind,
-        "init": init,
-        "layers": layers,
-        "hidden_size": hidden_size,
-        "intermediate_size": intermediate_size,
-        "draft_vocab": draft_vocab,
-        "data": None if data is None else str(data),
-        "written": written,
-        "written_fraction": written_fraction,
-        "length": length,
-        "steps": steps,
-        "minutes": minutes,
-        "loss": loss,
-        "depth": depth,
-        "batch_size": batch_size,
-        "learning_rate": learning_rate,
-        "patience": patience,
-        "seed": seed,
-    }
-    if processes.is_main_process:
-        check_same_run(output, options)
-    mixture, held_out = _data(decoder, text, output, written, written_fraction, length, seed)
-    if student is None:
-        student = _new_head(kind, lm, mixture, draft_vocab, depth or _DEFAULT_DEPTHS[kind], layers, seed)
+    if shape.draft_vocab is not None and shape.draft_vocab > lm.vocab_size:
+        raise OptionError("--draft-vocab", shape.draft_vocab, f"{lm.name} has {lm.vocab_size} tokens")
+    student = _new_model(decoder, shape, training, models, allow_pickle) if shape.kind == "model" else None
+    options = {"target": target, **asdict(shape), **asdict(training), "minutes": minutes}
+    options["data"] = training.data and str(training.data)
+    mixture, held_out = _data(decoder, training, output, options)
+    student = student or _new_head(decoder, shape, mixture, training.seed)
 
     console = console_for(json_target)
     console.quiet = not processes.is_main_process
@@ -197,7 +208,6 @@ def distill(
             mixture,
             held_out,
             recipe,
-            budget,
             save_dtype=stored_dtype(resolve(target, models)),
             on_step=on_step,
             on_check=lambda check: _print_above_bar(console, _line(check)),
@@ -206,140 +216,105 @@ def distill(
     console.print(f"Best: {_line(best)}")
     print_command(console, f"outrider generate --target {target} --draft {output}")
     if processes.is_main_process:
-        machine = {"device": device, "threads": threads, "allow_pickle": allow_pickle}
-        body = {
-            "checks": [check.to_json() for check in checks],
-            "best": best.to_json(),
-            "num_params": num_params,
-            "num_held_out": len(held_out),
-        }
-        write_json(json_target, "distill", options | machine, body, lm)
-        write_json(str(output / "distill.json"), "distill", options | machine, body, lm)
+        options |= {"device": device, "threads": threads, "allow_pickle": allow_pickle}
+        body: dict[str, Any] = {"checks": [asdict(check) for check in checks], "best": asdict(best)}
+        body |= {"num_params": num_params, "num_held_out": len(held_out)}
+        write_json(json_target, "distill", options, body, lm)
+        write_json(str(output / "distill.json"), "distill", options, body, lm)
 
 
-def _check_kind(
-    kind: str, init: str, sizes: tuple[int | None, ...], draft_vocab: int | None, depth: int | None, length: int
-) -> None:
-    """Raises OptionError: options that do not fit the kind of draft."""
-    if kind not in _KINDS:
-        raise OptionError("--kind", kind, f"choose one of {', '.join(_KINDS)}")
-    if kind == "model":
-        for option, value in (("--draft-vocab", draft_vocab), ("--depth", depth)):
-            if value is not None:
-                raise OptionError(option, value, "only heads have it: add --kind eagle3 or --kind dflash")
-        return
-    layers, *widths = sizes
-    if kind == "eagle3" and layers is not None:
-        raise OptionError("--layers", layers, "an EAGLE-3 head has one layer: leave it out")
-    if init != "target" or any(size is not None for size in widths):
-        raise OptionError("--kind", kind, "a head has its target's width: leave out --init and the sizes")
-    for option, value in (("--draft-vocab", draft_vocab), ("--layers", layers)):
-        if value is not None and value < 1:
-            raise OptionError(option, value, "a whole number >= 1")
-    num_drafted = _DEFAULT_DEPTHS[kind] if depth is None else depth
-    if not 1 <= num_drafted < length - 1:
-        raise OptionError("--depth", num_drafted, "a whole number >= 1, and less than --length - 1")
-
-
-def _new_head(
-    kind: str, lm: LM, data: Mixture, draft_vocab: int | None, depth: int, layers: int | None, seed: int
-) -> Student:
+def _new_head(decoder: Decoder, shape: ShapeOptions, data: Mixture, seed: int) -> Student:
     """Head to train."""
     from outrider.distill.blocks import BlockStudent, default_layers, mask_token, new_dflash
     from outrider.distill.chains import ChainStudent, new_eagle3
     from outrider.distill.heads import most_frequent
 
+    lm = decoder.target
     counts = data.token_counts(lm.vocab_size)
     token_ids = None
-    if draft_vocab is not None and draft_vocab < lm.vocab_size:
-        token_ids = most_frequent(counts, draft_vocab)
-    if kind == "eagle3":
-        return ChainStudent(lm, new_eagle3(lm, token_ids, seed), depth)
-    mask_id = mask_token(lm, counts)
-    return BlockStudent(lm, new_dflash(lm, layers or default_layers(lm), depth, mask_id, token_ids, seed))
+    if shape.draft_vocab is not None and shape.draft_vocab < lm.vocab_size:
+        token_ids = most_frequent(counts, shape.draft_vocab)
+    if shape.kind == "eagle3":
+        return ChainStudent(lm, new_eagle3(lm, token_ids, seed), shape.num_drafted)
+    layers, mask_id = shape.layers or default_layers(lm), mask_token(lm, counts)
+    return BlockStudent(lm, new_dflash(lm, layers, shape.num_drafted, mask_id, token_ids, seed))
 
 
-def _new_draft(
-    decoder: Decoder,
-    init: str,
-    layers: int | None,
-    hidden_size: int | None,
-    intermediate_size: int | None,
-    seed: int,
-    length: int,
-    models: Path | None,
-    allow_pickle: bool,
-) -> Any:
-    """Draft to train, in float32.
+def _new_model(
+    decoder: Decoder, shape: ShapeOptions, training: TrainingOptions, models: Path | None, allow_pickle: bool
+) -> Student:
+    """Draft model to train, in float32.
 
     Raises:
         OptionError, ModelError, TokenizerMismatch
     """
-    from outrider.distill.student import Shape, copy_slices, default_shape, new_draft
+    from outrider.distill.student import ModelStudent, Shape, copy_slices, default_shape, new_draft
     from outrider.models.loading import context_len, load_checkpoint
     from outrider.models.registry import Placement, resolve
     from outrider.text.tokenizer import check_same_tokens
 
-    target: Any = decoder.target.model
+    lm, init = decoder.target, shape.init
+    target: Any = lm.model
     if init in ("target", "scratch"):
         default = default_shape(target.config)
-        num_layers = default.num_layers if layers is None else layers
-        shape = Shape(num_layers, default.hidden_size if hidden_size is None else hidden_size, intermediate_size)
-        draft = new_draft(target.config, shape, seed)
+        num_layers = default.num_layers if shape.layers is None else shape.layers
+        hidden_size = default.hidden_size if shape.hidden_size is None else shape.hidden_size
+        draft = new_draft(target.config, Shape(num_layers, hidden_size), training.seed)
         if init == "target":
             copy_slices(target, draft)
-        return draft
-    if (layers, hidden_size, intermediate_size) != (None, None, None):
+        return ModelStudent(lm, draft, decoder.tokenizer)
+    if (shape.layers, shape.hidden_size) != (None, None):
         raise OptionError("--init", init, "an existing draft has its own shape: leave out the sizes")
-    placement = Placement(str(decoder.target.device), "float32", store="plain", allow_pickle=allow_pickle)
+    placement = Placement(str(lm.device), "float32", store="plain", allow_pickle=allow_pickle)
     checkpoint = load_checkpoint(resolve(init, models), placement)
     if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
-        check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, decoder.target.name, checkpoint.name)
-    if length > context_len(checkpoint.model.config):
-        raise OptionError("--length", length, f"{init} accepts {context_len(checkpoint.model.config)} tokens")
-    return checkpoint.model
-
-
-def _text(decoder: Decoder, data: Path, length: int, written_fraction: float) -> Tensor:
-    """Tokens of the user's text. Raises FileError, OptionError if it is too short."""
-    from outrider.distill.data import text_tokens
-
-    text = text_tokens(decoder.tokenizer, data)
-    if written_fraction < 1 and len(text) < 2 * length:
-        raise OptionError("--length", length, f"{data} has only {len(text)} tokens, for training and for checks")
-    return text
+        check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, lm.name, checkpoint.name)
+    if training.length > context_len(checkpoint.model.config):
+        raise OptionError("--length", training.length, f"{init} accepts {context_len(checkpoint.model.config)} tokens")
+    return ModelStudent(lm, checkpoint.model, decoder.tokenizer)
 
 
 def _data(
-    decoder: Decoder, text: Tensor | None, output: Path, written: int, written_fraction: float, length: int, seed: int
+    decoder: Decoder, training: TrainingOptions, output: Path, options: dict[str, Any]
 ) -> tuple[Mixture, list[Text]]:
-    """Training data and held-out data. Held-out data comes from the target's own sequences if there are any, since a
-    draft is used on such text."""
+    """Training data, generated unless an earlier run has done so, and held-out data: the target's own sequences, since
+    a draft is used on such text.
+
+    Args:
+        options: of the run, which the folder belongs to.
+
+    Raises:
+        FileError: the folder belongs to another run, or the text cannot be read.
+        OptionError: the text is too short.
+    """
     from accelerate import PartialState
 
-    from outrider.distill.data import (
-        Mixture,
-        beginning,
-        generate_sequences,
-        hold_out_text,
-        hold_out_written,
-        read_sequences,
-    )
+    from outrider.distill.data import Mixture, beginning, generate_sequences, hold_out, read_sequences, text_tokens
+    from outrider.distill.train import check_same_run
 
-    start = beginning(decoder.tokenizer)
-    if text is not None and written_fraction == 0:
-        rest, held_out = hold_out_text(text, length)
-        return Mixture(rest, None, length, 0.0, seed, start), held_out
+    num_sequences, length, fraction = training.written, training.length, training.written_fraction
+    text = None if training.data is None else text_tokens(decoder.tokenizer, training.data)
+    if text is not None and fraction < 1 and len(text) < 2 * length:
+        raise OptionError("--length", length, f"{training.data} has only {len(text)} tokens to train on")
     processes, folder = PartialState(), output / "training"
+    if processes.is_main_process:
+        check_same_run(output, options)
     share = processes.process_index, processes.num_processes
-    with progress_bar("sequences generated by the target", written // share[1]) as advance:
+    with progress_bar("sequences generated by the target", num_sequences // share[1]) as advance:
         generate_sequences(
-            decoder, text, folder, num_sequences=written, length=length, seed=seed, share=share, on_done=advance
+            decoder,
+            text,
+            folder,
+            num_sequences=num_sequences,
+            length=length,
+            seed=training.seed,
+            share=share,
+            on_done=advance,
         )
     processes.wait_for_everyone()
-    sequences, held_out = hold_out_written(*read_sequences(folder, num_sequences=written, length=length))
-    trained_on = None if written_fraction == 1 else text
-    return Mixture(trained_on, sequences, length, written_fraction, seed, start), held_out
+    sequences, held_out = hold_out(*read_sequences(folder, num_sequences=num_sequences, length=length))
+    trained_on = None if fraction == 1 else text
+    return Mixture(trained_on, sequences, length, fraction, training.seed, beginning(decoder.tokenizer)), held_out
 
 
 def _print_above_bar(console: Console, line: str) -> None:

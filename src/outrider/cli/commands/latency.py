@@ -4,29 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outrider.cli.shared.options import (
     GenerationConfigOption,
-    HtmlOption,
-    JsonOption,
     NumDraftTokensListOption,
+    ReportOptions,
     SamplingOptions,
     SeedOption,
     flat,
     over_checkpoint,
     parse_k,
 )
-from outrider.cli.shared.output import (
-    console_for,
-    gather,
-    print_table,
-    report_context_limit,
-    write_json,
-)
+from outrider.cli.shared.output import gather, report_context_limit
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 
@@ -42,13 +34,11 @@ def latency(
     pair: PairOptions,
     sampling: SamplingOptions,
     template: TemplateOptions,
+    report: ReportOptions,
     num_draft_tokens: NumDraftTokensListOption = "1-8",
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
     seed: SeedOption = 0,
-    plot: Annotated[Path | None, typer.Option(help="Plot speed-up against K: FILE.png or FILE.svg.")] = None,
     generation_config: GenerationConfigOption = "auto",
-    html: HtmlOption = None,
-    json_target: JsonOption = None,
 ) -> None:
     """Time target, drafts and pairs at each K. They run in turn, on 15 built-in prompts, after a warm-up."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
@@ -56,8 +46,7 @@ def latency(
     options = sampling.to_options(seed=seed, num_seeds=len(lines), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)
 
-    from outrider.bench.plots import plot_speed_up
-    from outrider.bench.report import summarise, table
+    from outrider.bench.report import summarise
     from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
 
     decoder = pair.load()
@@ -70,33 +59,17 @@ def latency(
     summaries = summarise(measurements, arms)
     if not summaries:
         raise typer.Exit(130)
-    peak = peak_memory_bytes(decoder.target.device)
-    console = console_for(json_target)
-    title = f"{decoder.target.name}, {summaries[0].num_cases} prompts, {max_new_tokens} tokens each"
-    print_table(console, table(summaries, title))
-    console.print(
-        f"mean ± standard deviation over the prompts; tau: tokens per round; {_memory_text(peak)}", style="dim"
-    )
-    if plot is not None:
-        plot_speed_up(summaries, plot, f"{decoder.target.name}, temperature {sampling.temperature:g}")
-        console.print(f"Plot: {plot}")
     body: dict[str, Any] = {
         "arms": [summary.to_json() for summary in summaries],
         "baseline": arms[0].name,
         "num_prompts": summaries[0].num_cases,
         "is_interrupted": is_interrupted,
-        "peak_memory_bytes": peak,
+        "peak_memory_bytes": peak_memory_bytes(decoder.target.device),
     }
     settings = options_json(pair, options, num_draft_tokens=ks, **template.to_json())
-    write_json(json_target, "latency", settings, body, decoder, html)
-    if html is not None:
-        console.print(f"Page: {html}", markup=False)
+    report.finish("latency", settings, body, decoder)
     if is_interrupted:
         raise typer.Exit(130)
-
-
-def _memory_text(peak_bytes: int | None) -> str:
-    return "peak memory unknown" if peak_bytes is None else f"peak memory {peak_bytes / 2**20:.0f} MiB"
 
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,34 +13,21 @@ import typer
 
 from outrider.cli.shared.options import (
     GenerationConfigOption,
-    HtmlOption,
-    JsonOption,
+    ReportOptions,
     SamplingOptions,
     SeedOption,
     flat,
     over_checkpoint,
     parse_constant_k,
+    parse_numbers,
 )
-from outrider.cli.shared.output import (
-    console_for,
-    count_items,
-    print_command,
-    print_table,
-    progress_bar,
-    report_context_limit,
-    write_json,
-)
+from outrider.cli.shared.output import count_items, print_command, progress_bar, report_context_limit
 from outrider.cli.shared.own_text import open_log, own_text
 from outrider.cli.shared.pair_options import PairOptions, options_json
-from outrider.cli.shared.pairs import compare, run_pairs
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
-from outrider.cli.shared.what_if import what_if as predict_from
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
-    from outrider.bench.report import ArmSummary
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
     from outrider.records import Stats
@@ -47,7 +35,7 @@ if TYPE_CHECKING:
     from outrider.replay.plan import Costs, PairChoice
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
-_NUM_ROWS_SHOWN = 10
+_KNOWN = {"alpha": "0 <= alpha <= 1", "c": "c >= 0", "v": "v > 0", "c_ops": "c_ops >= 0"}  # of --what-if
 
 
 @flat
@@ -56,6 +44,7 @@ def plan(
     pair: PairOptions,
     sampling: SamplingOptions,
     template: TemplateOptions,
+    report: ReportOptions,
     num_draft_tokens: Annotated[
         str | None,
         typer.Option(
@@ -70,14 +59,6 @@ def plan(
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
     batch_size: Annotated[str, typer.Option(help="One or several: 1,4.")] = "1",
     context: Annotated[str, typer.Option(help="Lengths when rounds are timed: 64,512.")] = "64",
-    measure: Annotated[
-        bool,
-        typer.Option(
-            "--measure",
-            help="Also run the pairs, as a check. At K = 1, 2, 4, 8 and the best; rounds are timed again "
-            "in between, in the same state of the machine.",
-        ),
-    ] = False,
     seed: SeedOption = 0,
     what_if: Annotated[
         str | None,
@@ -87,26 +68,24 @@ def plan(
             "(default: 1); c_ops, operations of a draft step over a plain step (default: c)."
         ),
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Plot speed-up: FILE.png or FILE.svg.")] = None,
     generation_config: GenerationConfigOption = "auto",
-    html: HtmlOption = None,
-    json_target: JsonOption = None,
 ) -> None:
     """Predict the speed-up of every draft and K. From measured costs and acceptance; the result may be: no draft."""
     default_k = _EAGER_K if what_if is None else _WHAT_IF_K
     ks = parse_constant_k(num_draft_tokens or default_k)
-    sizes, contexts = _wholes("--batch-size", batch_size), _wholes("--context", context)
+    sizes, contexts = (
+        parse_numbers(name, value, "comma-separated whole numbers >= 1, like 1,4")
+        for name, value in (("--batch-size", batch_size), ("--context", context))
+    )
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     options = sampling.to_options(seed=seed, num_seeds=1, max_new_tokens=max_new_tokens)
-
     if what_if is not None:
-        predict_from(what_if, ks, plot, html, json_target)
+        known = _numbers_of(what_if)
+        report.finish("plan", {"what_if": known, "num_draft_tokens": ks}, _predictions(ks, known))
         return
     names = [name for name in pair.draft_names if name != "none"]
     if not names:
         raise OptionError("--draft", "none", "give the drafts to choose from; 'none' is always included")
-    if measure and 1 not in sizes:
-        raise OptionError("--measure", batch_size, "pairs run with batch size 1: include 1 in --batch-size")
     if log is not None and (prompts is not None or template.is_chat):
         raise OptionError("--log", str(log), "leave out --prompts and --chat: the log has its own prompts")
     lines = template.read(prompts)
@@ -114,14 +93,8 @@ def plan(
     from outrider.bench.round_costs import tokens_needed
     from outrider.decoding.schedule import favoured_ks
     from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
-    from outrider.replay.replay import MATCH
     from outrider.sampling.rules import RULES
 
-    acceptance = pair.acceptance
-    if acceptance == MATCH:
-        if measure:
-            raise OptionError("--measure", acceptance, "Outrider cannot run this rule; leave one of the two out")
-        pair = replace(pair, acceptance="rejection")  # whose rounds cost the same
     decoder = pair.load()
     drafters = {name: pair.load_draft(decoder, name) for name in names}
     ks_of = {}
@@ -144,7 +117,7 @@ def plan(
         records, header = list(recording.records), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
         options["max_new_tokens"] = header.sampling.max_new_tokens
-    counts = _counts(decoder, drafters, records, header, acceptance, ks_of)
+    counts = _counts(decoder, drafters, records, header, pair.acceptance, ks_of)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
     results: list[tuple[Costs, list[PairChoice]]] = []
     rule = RULES[pair.acceptance]
@@ -153,57 +126,13 @@ def plan(
             costs = measure_costs(decoder.target, drafters, ks_of, rule, header.sampling, setting, lambda: advance(1))
             results.append((costs, choices(costs, counts)))
 
-    console = console_for(json_target)
-    for costs, found in results:
-        _show(console, decoder, pair, template, options, costs, found, is_ours=acceptance != MATCH)
-    measured: list[ArmSummary] = []
-    predicted: list[PairChoice] = []
-    is_interrupted = False
-    if measure:
-        setting, alone = next((costs.setting, found) for costs, found in results if costs.setting.num_rows == 1)
-
-        def time_again(ks: Sequence[int], between: Callable[[], None], num_passes: int) -> Costs:
-            wanted = {name: [k for k in own if k in ks] for name, own in ks_of.items()}
-            return measure_costs(decoder.target, drafters, wanted, rule, header.sampling, setting, between, num_passes)
-
-        measured, again = run_pairs(decoder, drafters, alone, records, options, seed, time_again)
-        is_interrupted = again is None
-        if again is not None:
-            ran = {key: texts for key, texts in counts.items() if key in again.rounds}
-            predicted = choices(again, ran)
-        compare(console, predicted or alone, measured)
-    if plot is not None:
-        _plot(plot, decoder.target.name, results, measured)
-        console.print(f"Plot: {plot}")
-    body: dict[str, Any] = {
-        "settings": [_setting_json(costs, found) for costs, found in results],
-        "measured": [summary.to_json() for summary in measured],
-        "predicted": [_choice_json(one) for one in predicted],
-        "is_interrupted": is_interrupted,
-    }
+    body = {"settings": [_setting_json(costs, found) for costs, found in results]}
     more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
-    more |= template.to_json()
-    document_options = options_json(pair, options, **more) | {"acceptance": acceptance}
-    write_json(json_target, "plan", document_options, body, decoder, html)
-    if html is not None:
-        console.print(f"Page: {html}", markup=False)
-    if is_interrupted:
-        raise typer.Exit(130)
-
-
-def _wholes(name: str, text: str) -> list[int]:
-    """Parse "1,4": unique whole numbers.
-
-    Raises:
-        OptionError
-    """
-    try:
-        numbers = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        numbers = [0]
-    if numbers[0] < 1:
-        raise OptionError(name, text, "comma-separated whole numbers >= 1, like 1,4")
-    return numbers
+    report.finish("plan", options_json(pair, options, **more, **template.to_json()), body, decoder)
+    best = results[0][1][0]
+    words = ["outrider", "generate", *pair.to_words(best.draft if best.speed_up.value > 1 else "none")]
+    words += ["-k", str(best.k)] if best.speed_up.value > 1 else []
+    print_command(report.console(), shlex.join([*words, *_sampling_words(options), *template.to_words()]))
 
 
 def _counts(
@@ -227,92 +156,16 @@ def _counts(
     return counts
 
 
-def _show(
-    console: Console,
-    decoder: Decoder,
-    pair: PairOptions,
-    template: TemplateOptions,
-    options: Mapping[str, Any],
-    costs: Costs,
-    found: Sequence[PairChoice],
-    is_ours: bool,
-) -> None:
-    from outrider.bench.report import interval_text
-    from outrider.bench.tables import NameCell, new_table
-
-    setting, plain_ms = costs.setting, 1e3 * costs.plain.round_s
-    where = f"{setting.num_rows} row{'s' * (setting.num_rows > 1)} of {setting.context} tokens"
-    table = new_table(
-        f"{decoder.target.name}, {where}: a plain round takes {plain_ms:.2f} ms",
-        *("draft", "K", "tau", "round ms", "draft", "verify", "speed-up, 95%", "tok/s"),
-    )
-    for one in found[:_NUM_ROWS_SHOWN]:
-        milliseconds = (1e3 * value for value in (one.cost.round_s, one.cost.draft_s, one.cost.verify_s))
-        times = (f"{value:.2f}" for value in milliseconds)
-        table.add_row(
-            NameCell(one.draft),
-            str(one.k),
-            f"{one.tau.value:.2f}",
-            *times,
-            interval_text(one.speed_up),
-            f"{one.tokens_per_s:.0f}",
-        )
-    print_table(console, table)
-    if len(found) > _NUM_ROWS_SHOWN:
-        console.print(f"The best {_NUM_ROWS_SHOWN} of {len(found)}; --json has all.", style="dim")
-    steps = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in costs.target_s().items())
-    console.print(f"Target, ms for T tokens per sequence: {steps}; prefill {1e3 * costs.prefill_s:.1f}.", style="dim")
-    drafts = ", ".join(f"{name} {1e3 * costs.draft_step_s(name):.2f}" for name in costs.drafts)
-    console.print(f"Draft, ms per token: {drafts}. The interval is over the prompts.", style="dim")
-    best = found[0]
-    if best.speed_up.value > 1:
-        console.print(f"Best: {best.draft}, K = {best.k}, {best.speed_up.value:.2f} times as fast as plain decoding.")
-        command = _command(pair, template, options, best.draft, best.k)
-    else:
-        console.print(f"Best: none. {best.draft} at K = {best.k} comes closest, with {best.speed_up.value:.2f}.")
-        command = _command(pair, template, options, "none", None)
-    same = [one for one in found if one.draft == best.draft]
-    free, agreeing = max(one.if_free for one in same), max(one.if_agreeing for one in same)
-    console.print(f"If {best.draft} took no time: {free:.2f} at its best K; if it always agreed: {agreeing:.2f}.")
-    if is_ours:
-        print_command(console, command)
-    else:
-        console.print("The numbers are for engines that accept by equality, such as mlx-lm.", style="dim")
-
-
-def _command(
-    pair: PairOptions, template: TemplateOptions, options: Mapping[str, Any], draft: str, k: int | None
-) -> str:
-    """``outrider generate`` options that the prediction applies to, without defaults."""
-    words = ["outrider", "generate", "--target", pair.target, "--draft", draft]
-    if k is not None:
-        words += ["-k", str(k), "--acceptance", pair.acceptance]
+def _sampling_words(options: Mapping[str, Any]) -> list[str]:
+    """Words of a command line for the sampling options that are not the defaults."""
+    words = []
     for field in fields(SamplingOptions):
         value = options[field.name]
         if value != field.default and field.name != "logit_bias":
             words += [f"--{field.name.replace('_', '-')}", f"{value:g}"]
     for token_id, bias in (options["logit_bias"] or {}).items():
         words += ["--logit-bias", f"{token_id}={bias:g}"]
-    for field in fields(PairOptions):
-        value = getattr(pair, field.name)
-        if field.name not in ("target", "draft", "acceptance") and value != field.default:
-            words += [f"--{field.name.replace('_', '-')}", str(value)]
-    words += template.to_words()
-    return shlex.join(words)
-
-
-def _plot(
-    path: Path, name: str, results: Sequence[tuple[Costs, list[PairChoice]]], measured: Sequence[ArmSummary]
-) -> None:
-    from outrider.bench.plots import plot_plan
-
-    lines: dict[str, list[tuple[int, float]]] = {}
-    for costs, found in results:
-        setting = costs.setting
-        where = f", {setting.num_rows} x {setting.context}" if len(results) > 1 else ""
-        for one in sorted(found, key=lambda one: one.k):
-            lines.setdefault(f"{one.draft}{where}", []).append((one.k, one.speed_up.value))
-    plot_plan(lines, measured, path, f"{name}: predicted speed-up")
+    return words
 
 
 def _setting_json(costs: Costs, found: Sequence[PairChoice]) -> dict[str, Any]:
@@ -341,3 +194,41 @@ def _choice_json(one: PairChoice) -> dict[str, Any]:
         "if_agreeing": one.if_agreeing,
         **cost,
     }
+
+
+def _predictions(ks: Sequence[int], known: Mapping[str, float]) -> dict[str, Any]:
+    """Speed-up of each K from numbers alone, the best one, and the best ones of drafts without cost or without error.
+    The best is None if plain decoding is as fast."""
+    from outrider.stats.speedup import predict
+
+    def best(**changed: float) -> dict[str, Any] | None:
+        found = max(predict(ks, **{**known, **changed}), key=lambda one: (one.speed_up, -one.k))
+        return asdict(found) if found.speed_up > 1 else None
+
+    limits = {"free": best(c=0.0), "agreeing": best(alpha=1.0)}
+    return {"predictions": [asdict(one) for one in predict(ks, **known)], "best": best(), "limits": limits}
+
+
+def _numbers_of(text: str) -> dict[str, float]:
+    """Parse ``alpha=0.8,c=0.05``.
+
+    Raises:
+        OptionError
+    """
+    known: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, value = (piece.strip() for piece in part.partition("="))
+        try:
+            number = float(value)
+        except ValueError:
+            number = math.nan
+        if name not in _KNOWN or name in known or not math.isfinite(number):
+            raise OptionError("--what-if", text, f"numbers for {', '.join(_KNOWN)}, each once, like alpha=0.8,c=0.05")
+        is_valid = number > 0 if name == "v" else 0 <= number <= (1 if name == "alpha" else math.inf)
+        if not is_valid:
+            raise OptionError("--what-if", text, _KNOWN[name])
+        known[name] = number
+    if missing := {"alpha", "c"} - known.keys():
+        raise OptionError("--what-if", text, f"{' and '.join(sorted(missing))} must be given")
+    known = {"v": 1.0, "c_ops": known["c"], **known}
+    return {name: known[name] for name in _KNOWN}

@@ -13,22 +13,15 @@ import typer
 from outrider.cli.shared.options import (
     MODELS_PANEL,
     BatchSizeOption,
-    JsonOption,
+    ReportOptions,
     check_alone,
     flat,
     parse_constant_k,
 )
-from outrider.cli.shared.output import (
-    console_for,
-    count_items,
-    print_table,
-    progress_bar,
-    say,
-    write_json,
-)
+from outrider.cli.shared.output import count_items, progress_bar, say, show_table
 from outrider.cli.shared.own_text import open_log
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
-from outrider.cli.shared.per_prompt import DrawnRounds, has_no_draft, show, show_file
+from outrider.cli.shared.per_prompt import DrawnRounds, analyses_json, has_no_draft, show_file
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_ACCEPTANCE, Sampling
@@ -41,34 +34,16 @@ if TYPE_CHECKING:
     from outrider.replay.replay import ExpectedRounds, Summary
 
 
-# Options of a log that a document always names; others if they are set.
-_ALWAYS = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "logit_bias",
-    "stop",
-    "max_new_tokens",
-    "ignore_eos",
-)
 _FORMATS = ("outrider", "tensors")
 # Options with a file of rounds.
-_OF_ROUNDS = (
-    "log",
-    "per_prompt",
-    "num_draft_tokens",
-    "tokens_per_prompt",
-    "plot",
-    "json_target",
-)  # of a file of rounds
+_OF_ROUNDS = "log", "per_prompt", "num_draft_tokens", "tokens_per_prompt", "html", "json_target"
 
 
 @flat
 def replay(
     context: typer.Context,
     drafts: DraftOptions,
+    report: ReportOptions,
     log: Annotated[
         Path,
         typer.Argument(help="Output file of outrider record, or of generate. With --per-prompt: or a file of rounds."),
@@ -127,18 +102,13 @@ def replay(
     tokenizer_of: Annotated[
         str | None, typer.Option(help="With --format tensors: the model that the ids belong to.")
     ] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(help="Plot tau against K: FILE.png or FILE.svg. Of a file of rounds: rounds and positions."),
-    ] = None,
-    json_target: JsonOption = None,
 ) -> None:
     """Compute tokens per round of drafts from a log. For every draft and K, without generating it again."""
     if tokens_per_prompt is not None and tokens_per_prompt < 1:
         raise OptionError("--tokens-per-prompt", tokens_per_prompt, "a whole number >= 1")
     if per_prompt and log_format == "outrider" and not has_no_draft(log):
         check_alone(context, _OF_ROUNDS, "a file of rounds has been replayed already: leave it out")
-        show_file(log, tokens_per_prompt, _single_k(num_draft_tokens), plot, json_target)
+        show_file(log, tokens_per_prompt, _single_k(num_draft_tokens), report)
         return
     if tokens_per_prompt is not None:
         raise OptionError("--tokens-per-prompt", tokens_per_prompt, "it needs --per-prompt and a file of counts")
@@ -155,7 +125,6 @@ def replay(
     if output is not None:
         check_writable(output)
 
-    from outrider.bench.plots import plot_tau
     from outrider.replay.log import Log
     from outrider.replay.replay import PREDICTED_RULES, load_draft, summarise
     from outrider.replay.replay import replay as judge
@@ -209,19 +178,6 @@ def replay(
         for name, summary in zip(names, summaries, strict=True)
         for k in ks
     ]
-    console = console_for(json_target)
-    title = f"{header.target}, {len(records)} prompts, temperature {header.sampling.temperature:g}, {drafts.acceptance}"
-    _show(console, title, arms, dict(zip(names, summaries, strict=True)))
-    if per_prompt:
-        show(console, "Rounds", rounds.analyses())
-    if log_format == "tensors":
-        console.print("Note: assumes greedy outputs, each ended by its length limit")
-    if plot is not None:
-        points = {
-            name: [(k, summary.expected[k].tau) for k in ks] for name, summary in zip(names, summaries, strict=True)
-        }
-        plot_tau(points, plot, title)
-        console.print(f"Plot: {plot}")
     body: dict[str, Any] = {
         "target": header.target,
         "num_prompts": len(records),
@@ -245,21 +201,22 @@ def replay(
         "seed": seed,
         "models": drafts.models and str(drafts.models),
     }
-    write_json(json_target, "replay", settings, body, _a_model([drafter for _, drafter in loaded]))
+    ran = next((lm for _, drafter in loaded for lm in drafter.models), None)
+    report.finish("replay", settings, body, ran)
+    if per_prompt:
+        from outrider.pages.reports import rounds_table
+
+        show_table(report.console(), rounds_table("Rounds", analyses_json(rounds.analyses())))
+    if log_format == "tensors":
+        report.console().print("Note: assumes greedy outputs, each ended by its length limit")
 
 
 def _options_json(header: Header) -> dict[str, Any]:
     """Sampling options of a log, and whether it has p."""
-    plain = Sampling()
-    bias = header.sampling.logit_bias
-    options = {
-        one.name: value
-        for one in fields(Sampling)
-        if (value := getattr(header.sampling, one.name)) != getattr(plain, one.name) or one.name in _ALWAYS
-    }
-    if bias is not None:  # as text: JSON has no -inf
+    options = {one.name: getattr(header.sampling, one.name) for one in fields(Sampling) if one.name != "processor"}
+    if (bias := header.sampling.logit_bias) is not None:  # as text: JSON has no -inf
         options["logit_bias"] = {str(i): repr(float(value)) for i, value in bias.items()}
-    return options | {"stop": list(header.sampling.stop), "has_probs": header.has_probs}
+    return options | {"has_probs": header.has_probs}
 
 
 def _single_k(text: str | None) -> int | None:
@@ -309,11 +266,6 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
     return header, records
 
 
-def _a_model(drafters: Sequence[Drafter]) -> Any:
-    """First model that was run, if any."""
-    return next((lm for drafter in drafters for lm in drafter.models), None)
-
-
 def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
     from outrider.stats.counts import positions_of
 
@@ -322,25 +274,3 @@ def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
         "stats": one.stats.to_json(),
         "positions": [position.to_json() for position in positions_of(one.stats)],
     }
-
-
-def _show(console: Any, title: str, arms: Sequence[Any], summaries: dict[str, Summary]) -> None:
-    from outrider.bench.report import interval_text
-    from outrider.bench.tables import NameCell, new_table
-
-    table = new_table(title, "draft", "K", "tau, 95%", "accepted / drafted", "alpha")
-    for arm, one in arms:
-        alpha = summaries[arm.draft].alpha
-        rate = one.stats.draft_acceptance_rate
-        table.add_row(
-            NameCell(arm.draft),
-            str(arm.k),
-            interval_text(one.tau),
-            "-" if rate is None else f"{100 * rate:.1f}%",
-            "-" if alpha is None else f"{alpha.value:.3f}",
-        )
-    print_table(console, table)
-    console.print(
-        "tau: tokens per round, expected given the log, with an interval over the prompts; alpha: E sum min(p, q)",
-        style="dim",
-    )

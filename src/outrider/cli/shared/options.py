@@ -14,14 +14,20 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.shared.output import check_files, say
+from outrider.cli.shared.output import check_files, console_for, make_document, print_report, say, write_document
 from outrider.errors import FileError, OptionError
 from outrider.options import MAX_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
-from outrider.system.files import read_text
+from outrider.system.files import read_text, write_text
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from outrider.decoder import Decoder
+    from outrider.runtime.lm import LM
 
 MODELS_PANEL, SAMPLING_PANEL, MACHINE_PANEL = "Models", "Sampling", "Machine"
 DEFAULT_SIGNIFICANCE = 1e-3
@@ -34,6 +40,46 @@ JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write a JSON document. '-' is standard output.")
 ]
 HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page with figures.")]
+
+
+@dataclass(frozen=True)
+class ReportOptions:
+    """Files of a report: a page and a document."""
+
+    html: HtmlOption = None
+    json_target: JsonOption = None
+
+    def console(self) -> Console:
+        """See ``console_for``."""
+        return console_for(self.json_target)
+
+    def finish(
+        self,
+        command: str,
+        options: dict[str, Any],
+        body: dict[str, Any],
+        ran: Decoder | LM | None = None,
+        render: Callable[[dict[str, Any]], str] | None = None,
+    ) -> None:
+        """Print the report of a document, and write the document and its page, if requested. See ``make_document``.
+
+        Args:
+            render: makes the page, if not from the report.
+        """
+        from outrider.pages.reports import render_report, report_of
+
+        is_written = self.html is not None or self.json_target is not None
+        document = make_document(command, options, body, ran, origin=None if is_written else {})
+        print_report(self.console(), report_of(document))
+        self.write(document, render or render_report)
+
+    def write(self, document: dict[str, Any], render: Callable[[dict[str, Any]], str]) -> None:
+        """Write a document and its page, if requested."""
+        if self.json_target is not None:
+            write_document(self.json_target, document)
+        if self.html is not None:
+            write_text(self.html, render(document))
+            self.console().print(f"Page: {self.html}", markup=False)
 
 
 @dataclass(frozen=True)
@@ -233,6 +279,21 @@ def _parse_bias(text: str) -> tuple[int, float]:
 
 def _parse_biases(texts: list[str] | None) -> dict[int, float] | None:
     return dict(_parse_bias(text) for text in texts) if texts else None
+
+
+def parse_numbers(option: str, text: str, remedy: str, *, most: int | None = None) -> list[int]:
+    """Parse "1,4": unique whole numbers from 1 to ``most``.
+
+    Raises:
+        OptionError: with the remedy.
+    """
+    try:
+        numbers = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        numbers = [0]
+    if numbers[0] < 1 or (most is not None and numbers[-1] > most):
+        raise OptionError(option, text, remedy)
+    return numbers
 
 
 def parse_k(text: str) -> list[NumDraftTokens]:

@@ -8,18 +8,20 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.errors import OptionError
+from outrider.errors import FileError, MissingExtra, OptionError
 from outrider.system.files import check_writable, write_text
 
 if TYPE_CHECKING:
+    import rich.table
     from rich.console import Console
-    from rich.table import Table
 
     from outrider.bench.run import Measurement
     from outrider.decoder import Decoder
+    from outrider.pages.reports import Report, Table
     from outrider.runtime.lm import LM
 
 
@@ -31,7 +33,6 @@ _OUTPUTS = {  # parameters that name files to write ("race": a page without figu
     "html": "--html",
     "race": "--html",
     "json_target": "--json",
-    "plot": "--plot",
 }
 
 
@@ -70,7 +71,7 @@ def console_for(json_target: str | None, *, has_colours: bool | None = None) -> 
     return console
 
 
-def print_table(console: Console, table: Table, width: int = 80) -> None:
+def print_table(console: Console, table: rich.table.Table, width: int = 80) -> None:
     """Print a table. A narrower terminal wraps lines instead of cutting numbers off.
 
     Args:
@@ -166,12 +167,12 @@ def check_files(values: Mapping[str, Any]) -> None:
         if path.resolve() in taken and (path.is_file() or not path.exists()):  # nothing overwrites a device or a pipe
             raise OptionError(option, str(value), "another option reads or writes this file: choose another file")
         taken.add(path.resolve())
-        if name in ("plot", "html"):
-            from outrider.bench.plots import PLOT_FORMATS, check_plot_file
-
-            check_plot_file(path, PLOT_FORMATS if name == "plot" else (".html",))
-        elif name != "output":  # opened by the command itself, or a folder
+        if option == "--html" and path.suffix != ".html":
+            raise FileError(f"cannot write a page to {path}: the name must end in .html")
+        if name != "output":  # opened by the command itself, or a folder
             check_writable(path)
+        if name == "html" and find_spec("matplotlib") is None:
+            raise MissingExtra("matplotlib", "plot")
 
 
 def title_of(name: str) -> str:
@@ -180,36 +181,44 @@ def title_of(name: str) -> str:
     return f"outrider/{name}/1"
 
 
+def print_report(console: Console, report: Report) -> None:
+    """Print the tables, facts and notes of a report."""
+    from rich.text import Text
+
+    for table in report.tables:
+        show_table(console, table)
+    for fact in report.facts:
+        console.print(Text.assemble(f"{fact.name}: ", (fact.value, "bold"), f" {fact.about}".rstrip()))
+    for note in report.notes:
+        console.print(note, markup=False)
+
+
+def show_table(console: Console, table: Table) -> None:
+    """Print a table of a report."""
+    from rich.markup import escape
+
+    from outrider.bench.tables import new_table
+
+    shown = new_table(escape(table.title), *table.columns, num_texts=table.num_texts)
+    for row in table.rows[: table.most_rows]:
+        shown.add_row(*map(escape, row))
+    print_table(console, shown)
+    if table.most_rows is not None and len(table.rows) > table.most_rows:
+        console.print(f"The first {table.most_rows} of {len(table.rows)}; --json has all.", style="dim")
+    if table.note:
+        console.print(table.note, style="dim", markup=False)
+
+
 def write_json(
     json_target: str | None,
     command: str,
     options: dict[str, Any],
     body: dict[str, Any],
     ran: Decoder | LM | None = None,
-    html: Path | None = None,
 ) -> None:
-    """Write a command's document, if requested. See ``make_document``.
-
-    Args:
-        html: file for the document as a page, see outrider.pages.reports.
-    """
-    if json_target is not None or html is not None:
-        from outrider.pages.reports import render_report
-
-        write_outputs(make_document(command, options, body, ran), json_target, html, render_report)
-
-
-def write_outputs(
-    document: dict[str, Any],
-    json_target: str | None,
-    html: Path | None,
-    render: Callable[[Mapping[str, Any]], str],
-) -> None:
-    """Write a document and its page, if requested."""
+    """Write a command's document, if requested. See ``make_document``."""
     if json_target is not None:
-        write_document(json_target, document)
-    if html is not None:
-        write_text(html, render(document))
+        write_document(json_target, make_document(command, options, body, ran))
 
 
 def make_document(

@@ -3,7 +3,7 @@
  *
  * @typedef {{id: number, text: string, origin: "accepted" | "correction" | "bonus"}} Token
  * @typedef {{id: number, text: string, p: number, q: number}} Drafted
- * @typedef {{type: "round", arm: number, seconds: number, tokens: Token[], drafted: Drafted[], expected_tokens: number,
+ * @typedef {{type: "round", arm: number, seconds: number, tokens: Token[], drafted: Drafted[],
  *   is_truncated: boolean, finish_reason: string | null}} Round
  * @typedef {{name: string, draft: string | null, k: number | string | null}} Arm
  * @typedef {{type: "start", target: string, prompt: string, seed: number, acceptance: string, temperature: number,
@@ -21,7 +21,7 @@ export class Lane {
     this.seconds = 0;
     this.hasEnded = false;
     // Whole rounds only: a round cut by the end of the text would have accepted an unknown number.
-    this.numWhole = this.numDrafted = this.numAccepted = this.expected = 0;
+    this.numWhole = this.numDrafted = this.numAccepted = 0;
   }
 
   /** @param {Round} round */
@@ -34,7 +34,6 @@ export class Lane {
     this.numWhole += 1;
     this.numDrafted += round.drafted.length;
     this.numAccepted += round.tokens.length - 1;
-    this.expected += round.expected_tokens;
   }
 
   get numTokens() {
@@ -48,10 +47,6 @@ export class Lane {
   /** Tokens per round. */
   get tau() {
     return this.numWhole ? 1 + this.numAccepted / this.numWhole : null;
-  }
-
-  get expectedTau() {
-    return this.numWhole ? this.expected / this.numWhole : null;
   }
 
   get tokensPerSecond() {

@@ -63,7 +63,6 @@ export class LaneView {
   /** @param {import("./race.js").Lane} lane @param {import("./race.js").Start} start @param {number} index */
   constructor(lane, start, index) {
     this.lane = lane;
-    this.isAtMost = start.acceptance === "gumbel" && start.temperature > 0;
     this.most = start.max_new_tokens;
     this.tokens = element("b", {}, "0");
     this.clock = element("b", {}, "0.000");
@@ -138,7 +137,6 @@ export class LaneView {
       const share = lane.numDrafted ? ` (${Math.round((100 * lane.numAccepted) / lane.numDrafted)}%)` : "";
       rows.push(
         ["τ measured", fixed(lane.tau, 2)],
-        ["τ predicted", this.isAtMost ? `${fixed(lane.expectedTau, 2)} or less, on average` : fixed(lane.expectedTau, 2)],
         ["Drafted", `${lane.numDrafted}, ${lane.numAccepted} accepted${share}`],
         ["Tokens", `${lane.counts.accepted} accepted, ${lane.counts.correction} corrections, ${lane.counts.bonus} bonus`],
       );
