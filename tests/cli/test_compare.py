@@ -112,7 +112,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> Iterator[io.StringIO]:
     """What is written to a terminal of 66 columns and 12 lines in place of the standard output."""
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=66, height=12, highlight=False, _environ={})
-    monkeypatch.setattr("outrider.cli.shared.output.console_for", lambda *_, **__: console)
+    monkeypatch.setattr("outrider.cli.shared.options.console_for", lambda *_, **__: console)
     yield file
 
 

@@ -24,7 +24,7 @@ def test_a_draft_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path
     shape = "--layers", 1, "--hidden-size", 64
     ended = outrider("distill", "fable", "--output", out, "--data", text, "--steps", 12, *QUICK, *shape)
     assert (ended.code, ended.err) == (0, "")
-    assert "0.29 M parameters, for fable" in ended.out and "step 12" in ended.out and "Best: step" in ended.out
+    assert "0.31 M parameters, for fable" in ended.out and "step 12" in ended.out and "Best: step" in ended.out
     document = only_document((out / "distill.json").read_text(), "distill")
     assert len(document["checks"]) == 13
     assert document["best"]["alphas"][0]["value"] > document["checks"][0]["alphas"][0]["value"] + 0.02
