@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from candidate_rows import on_candidates
+from outrider.certify.controls import WRONG_RULES
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
@@ -147,9 +148,10 @@ def test_tables_move_as_rows_do() -> None:
         torch.exp(moved[0][0])
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("rule", (RULES | WRONG_RULES).values(), ids=RULES | WRONG_RULES)
 def test_full_rows_of_a_draft_are_taken(rule: Rule) -> None:
-    """A drafter may give its q as a tensor: the verdict is the same."""
+    """A drafter may give its q as a tensor: the verdict is the same. The certificate's wrong rules draw from candidates
+    too."""
     settings = _settings([Sampling(top_k=20)] * 2, 200)
     p, q = _rows(_logits(200, 2), settings), _rows(_logits(200, 2, seed=1), settings)[:, :2]
     noise = rule.make_noise(torch.tensor([1, 2]), torch.tensor([4, 9]), 2, 200)

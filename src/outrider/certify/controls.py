@@ -52,9 +52,9 @@ def _replace_last(target_probs: Tensor, draft: Draft, noise: RoundUniforms) -> V
     return dataclasses.replace(verdict, num_accepted=verdict.num_accepted - is_full.long())
 
 
-def _draw_argmax(draft_rows: Tensor, uniform: Tensor) -> Tensor:
+def _draw_argmax(draft_rows: Probs, uniform: Tensor) -> Tensor:
     """Draft the argmax, but report the softmax as q."""
-    return draft_rows.argmax(dim=-1)
+    return full(draft_rows).argmax(dim=-1)
 
 
 def _draw_filtered(draft_rows: Probs, uniform: Tensor) -> Tensor:
