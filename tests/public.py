@@ -6,7 +6,13 @@ from typing import Any
 
 import outrider
 
-NOT_PUBLIC = {"Decoder.engine", "Decoder.request", "Decoder.read", "Decoder.pair_state"}  # for other layers
+NOT_PUBLIC = {
+    "Decoder.engine",
+    "Decoder.loop",
+    "Decoder.request",
+    "Decoder.read",
+    "Decoder.pair_state",
+}  # for other layers
 
 
 def _parameters(function: Any) -> list[str]:

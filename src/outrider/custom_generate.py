@@ -23,12 +23,12 @@ from torch import Tensor
 
 from outrider.api import load, load_drafter
 from outrider.decoder import Decoder
-from outrider.errors import NumericsError, OptionError, PromptError, UnsupportedModel
+from outrider.errors import OptionError, PromptError, UnsupportedModel
 from outrider.models.registry import Placement
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
-from outrider.records import Request
 from outrider.requests.criteria import Criteria
 from outrider.requests.logits_processors import ProcessedRow, Processor, as_options, process, processors_of_row
+from outrider.requests.state import RequestState
 from outrider.runtime.modules import CACHE_NAMES
 
 _MODES = ("greedy_search", "sample")
@@ -95,19 +95,16 @@ class Assisted:
             self.streamer.put(input_ids.cpu())
         decoder = self._decoder(model)
         rows = _Rows(input_ids, logits_processor, stopping_criteria, generation_config, self.streamer)
-        requests = _requests(decoder, rows, num_padding, do_sample=bool(generation_config.do_sample))
-        k = DEFAULT_NUM_DRAFT_TOKENS if decoder.num_draft_tokens == "auto" else decoder.num_draft_tokens
-        longest = max(len(one.prompt_ids) for one in requests)
-        engine = decoder.engine(len(requests), longest + rows.num_new + k)  # the last round may draft beyond the end
-        for request in requests:
-            engine.submit(request)
-        while (round_ := engine.step()) is not None:
-            for row in round_.rows:
-                if row.error is not None:
-                    raise NumericsError(f"row {row.row}: {row.error}")
-                rows.extend(row.row, row.token_ids, row.logits, getattr(requests[row.row].constraint, "errors", {}))
-            for index in rows.take_ended():
-                engine.cancel(index)
+        states = _requests(decoder, rows, num_padding, do_sample=bool(generation_config.do_sample))
+        loop, open_rows = decoder.loop(len(states)), set(range(len(states)))
+        for chunk in loop.chunks(states):
+            errors = getattr(states[chunk.row].request.constraint, "errors", {})
+            rows.extend(chunk.row, chunk.token_ids, chunk.logits, errors)
+            ended = rows.take_ended()
+            loop.cancel(states[index] for index in ended)
+            open_rows -= {*ended, *([] if chunk.finish_reason is None else [chunk.row])}
+            if not open_rows:
+                break
         if self.streamer is not None:
             self.streamer.end()
         return rows.output()
@@ -255,22 +252,23 @@ def _padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> list[int]:
     return [int(num) for num in (~is_known).sum(dim=1)]
 
 
-def _requests(decoder: Decoder, rows: _Rows, num_padding: Sequence[int], *, do_sample: bool) -> list[Request]:
+def _requests(decoder: Decoder, rows: _Rows, num_padding: Sequence[int], *, do_sample: bool) -> list[RequestState]:
     # Drawn from the caller's generator, so that torch.manual_seed governs the output.
     seed = int(torch.randint(2**62, ())) if do_sample else 0
-    requests = []
+    states = []
     for index, (ids, num) in enumerate(zip(rows.prompts, num_padding, strict=True)):
         options, others = as_options(rows.processors[index], ids, num)
         options |= {"seed": seed + index, "max_new_tokens": rows.num_new, "ignore_eos": True}
         if not do_sample:
             options["temperature"] = 0.0
-        request = decoder.request(ids[num:], options).request
-        if len(request.prompt_ids) + rows.num_new > decoder.target.context_len:
+        state = decoder.request(ids[num:], options)
+        if state.num_prompt_tokens + rows.num_new > decoder.target.context_len:
             remedy = f"the context of the model is {decoder.target.context_len}: ask for fewer"
             raise OptionError("max_length", rows.num_new + len(ids), remedy)
         constraint = ProcessedRow(others, ids, rows.device, rows.criteria.ends) if others else None
-        requests.append(replace(request, stop=None, constraint=constraint, reports_logits=rows.needs_logits))
-    return requests
+        own = replace(state.request, stop=None, constraint=constraint, reports_logits=rows.needs_logits)
+        states.append(replace(state, request=own))
+    return states
 
 
 class _Rows:

@@ -200,6 +200,11 @@ class Decoder(GenerationCalls):
             queue=queue,
         )
 
+    def loop(self, num_slots: int, prefill_chunk: int | None = PREFILL_CHUNK) -> EngineLoop:
+        """A loop for requests made by ``request``, over an engine that is made when a request needs it."""
+        make = partial(self.engine, num_slots, prefill_chunk=prefill_chunk)
+        return EngineLoop(make, most_capacity=self.target.context_len)
+
     def read(self, prompt: Prompt) -> ReadPrompt:
         """A prompt for several requests: it is encoded, and its images are read, only once. Raises PromptError."""
         prompt = chat_inputs(self.processor, prompt) if has_images(prompt) else prompt  # type: ignore[arg-type]
@@ -336,11 +341,7 @@ class Decoder(GenerationCalls):
         is_repeatable = changes.pop("is_repeatable", True)
         states = own._requests(prompts, sampling, resume_ids, n, changes, is_repeatable=is_repeatable)
         check_num_slots(num_slots)
-        return states, own._loop(min(num_slots, len(states)), prefill_chunk=None)
-
-    def _loop(self, num_slots: int, prefill_chunk: int | None = PREFILL_CHUNK) -> EngineLoop:
-        make = partial(self.engine, num_slots, prefill_chunk=prefill_chunk)
-        return EngineLoop(make, most_capacity=self.target.context_len)
+        return states, own.loop(min(num_slots, len(states)), prefill_chunk=None)
 
     def _requests(
         self,
@@ -380,7 +381,7 @@ class Decoder(GenerationCalls):
         self, prompts: Iterable[Any], num_slots: int, options: Mapping[str, Any]
     ) -> Iterator[tuple[int, Completion | OutriderError]]:
         """See ``complete``."""
-        unread, loop = enumerate(prompts), self._loop(num_slots)
+        unread, loop = enumerate(prompts), self.loop(num_slots)
         arrived: deque[tuple[int, Chunk | OutriderError]] = deque()
         states: dict[int, RequestState] = {}
         while True:
