@@ -37,8 +37,10 @@ _OTHER_MODES = {
     "prompt_lookup_num_tokens": "give the draft 'ngram' to assisted()",
     "assistant_early_exit": "give a draft to assisted()",
     "use_mtp": "give the draft 'mtp' to assisted()",
-    **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beams")),
+    "is_assistant": "this model is the target: leave it out",
+    **dict.fromkeys(("penalty_alpha", "dola_layers", "constraints", "force_words_ids", "num_beams", "num_beam_groups")),
 }
+_BEAMS = ("num_beams", "num_beam_groups")  # where 1 is none
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
 _KEPT = "_outrider_decoders"  # attribute of a model
 
@@ -224,9 +226,11 @@ def _check(model: Any, config: Any) -> None:
     if config.cache_implementation in ("quantized", "offloaded"):
         raise OptionError("cache_implementation", config.cache_implementation, "this cache is another: leave it out")
     mode = config.get_generation_mode()
-    if mode not in _MODES:
-        name = next((one for one in _OTHER_MODES if getattr(config, one, None) not in (None, False, 1)), "do_sample")
-        remedy = _OTHER_MODES.get(name) or f"there is no {mode.replace('_', ' ')}: leave it out"
+    given = {one: getattr(config, one, None) for one in _OTHER_MODES}
+    asked = [one for one, value in given.items() if value and not (one in _BEAMS and value == 1)]
+    if asked or mode not in _MODES:
+        (name, *_) = (*asked, "do_sample")
+        remedy = _OTHER_MODES.get(name) or f"there is no {mode.replace('_', ' ')} here: leave it out"
         raise OptionError(name, getattr(config, name), remedy)
 
 

@@ -384,6 +384,10 @@ class Decoder(GenerationCalls):
         unread, loop = enumerate(prompts), self.loop(num_slots)
         arrived: deque[tuple[int, Chunk | OutriderError]] = deque()
         states: dict[int, RequestState] = {}
+
+        def receive(number: int, item: Chunk | OutriderError) -> None:
+            arrived.append((number, item))
+
         while True:
             while len(states) < 2 * num_slots and (item := next(unread, None)) is not None:
                 number, prompt = item
@@ -398,7 +402,7 @@ class Decoder(GenerationCalls):
                     yield number, error
                 else:
                     states[number] = state
-                    loop.submit([state], lambda *item: arrived.append(item), first_number=number)
+                    loop.submit([state], receive, first_number=number)
             if not states:
                 return
             while not arrived:

@@ -43,7 +43,7 @@ def test_names_with_a_form() -> None:
         name="org/model:Q4.gguf", hub="org/model", gguf="Q4.gguf", source="hub"
     )
     plain, quantized = resolve("fable"), resolve("fable:int8")
-    assert plain.is_same_model(quantized) and Placement().over(plain) != Placement().over(quantized)
+    assert plain.path == quantized.path and Placement().over(plain) != Placement().over(quantized)
     assert resolve("fable:none").placement.quantization == "none"
 
 

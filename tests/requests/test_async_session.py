@@ -38,7 +38,8 @@ def _raising(error: type[BaseException]) -> Callable[[list[int]], None]:
 
 def _num_rows(session: AsyncSession) -> int:
     """Rows that run or wait."""
-    return session._session.loop.num_rows
+    loop = session._session.loop
+    return len(loop._rows) + len(loop._arriving)
 
 
 def test_tasks_share_a_session() -> None:

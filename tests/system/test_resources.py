@@ -46,7 +46,10 @@ def test_efficiency_cores_are_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("limit", "expected"), [("max 100000", 8), ("10000 100000", 1), ("250000 100000", 2)])
 def test_the_quota_of_a_container_is_the_most(limit: str, expected: int, tmp_path: Path) -> None:
-    assert useful_threads(set(range(8)), _write(tmp_path, {"sys/fs/cgroup/cpu.max": limit})) == expected
+    """Of the root, or of a group of the process."""
+    assert useful_threads(set(range(8)), _write(tmp_path / "root", {"sys/fs/cgroup/cpu.max": limit})) == expected
+    files = {"proc/self/cgroup": "0::/a.slice/b", "sys/fs/cgroup/a.slice/cpu.max": limit}
+    assert useful_threads(set(range(8)), _write(tmp_path / "slice", files)) == expected
 
 
 def test_the_default_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:

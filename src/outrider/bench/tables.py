@@ -11,9 +11,10 @@ if TYPE_CHECKING:
 def new_table(title: str, *columns: str, num_texts: int = 1) -> Table:
     """Empty table for 80 columns: the first columns are texts and shrink, the others are numbers."""
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
-    out = Table(title=title, title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
+    out = Table(title=escape(title), title_justify="left", box=box.SIMPLE, padding=(0, 1, 0, 0))
     for place, name in enumerate(columns):
         is_text = place < num_texts
         out.add_column(

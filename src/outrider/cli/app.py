@@ -129,6 +129,9 @@ def _root(
 
 
 def main() -> None:
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:  # closed: the next file opened would take its number, and what libraries print
+            setattr(sys, name, open(os.open(os.devnull, os.O_RDWR), "w" if number else "r", encoding="utf-8"))
     # Warnings and retries of libraries would bury the one-line error.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")

@@ -77,7 +77,7 @@ def decode(
 
 
 class Engine:
-    """The loop over S slots. ``submit``, ``cancel`` and ``load`` may be called from any thread, ``step`` from one."""
+    """The loop over S slots. Any thread may submit, cancel, and ask for ``load`` and ``waiting``; one thread steps."""
 
     @torch.inference_mode()
     def __init__(
@@ -280,7 +280,7 @@ class Engine:
         self._scheduler.release(row)
 
     def _join(self) -> None:
-        """Give free slots to the rows that have waited longest."""
+        """Give free slots to the rows whose turn it is."""
         while True:
             if self._slots.num_used == 0 and self._scheduler.has_waiting:
                 self._batch.reset_options()
@@ -298,8 +298,9 @@ class Engine:
 
     def _assign(self, slot: int, source: int, num_tokens: int) -> None:
         """Copy a prefix from one slot to another."""
-        if slot != source:
-            self._batch.lengths[slot] = num_tokens + 1  # sessions rely on a slot being as long as its cache
+        if slot != source:  # sessions rely on a slot having the tokens of its cache, and one more
+            self._batch.ids[slot, :num_tokens] = self._batch.ids[source, :num_tokens]
+            self._batch.lengths[slot] = num_tokens + 1
         self._runner.assign(slot, source, num_tokens)
 
     def _move_down(self) -> None:

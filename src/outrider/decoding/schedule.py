@@ -10,7 +10,7 @@ a shorter draft in one row would save nothing. (A row may have a constant K of i
 
 K is chosen before the drafts are drawn, from committed tokens and times alone, never from unverified drafts. So the
 output follows the target's distribution, as with a constant K. Two sequences with one seed share their noise, though:
-where it matters, K is constant in rows whose seed was given (requests/call.py).
+where it matters, K is constant in rows whose seed was given (``Decoder.request``).
 """
 
 from __future__ import annotations

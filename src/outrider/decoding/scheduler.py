@@ -49,7 +49,7 @@ class Scheduler:
         """
         self.slots = slots
         self.filling: deque[Row] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._indices = count()
         self._queue: FairQueue[Row] = FairQueue() if queue is None else queue
         self._cancelled: set[int] = set()
@@ -110,8 +110,12 @@ class Scheduler:
         the prompt of a row in prefill, for which it waits, and the others behind it."""
         with self._lock:
             row = self._queue.first()
-            if row is None or not self.slots.num_free or self.slots.waits(row, self.filling):
-                return None
+        # Without the lock, since prompts are compared.
+        if row is None or not self.slots.num_free or self.slots.waits(row, self.filling):
+            return None
+        with self._lock:
+            if self._queue.first() is not row:  # another came before it
+                return self.admit()
             self._queue.pop()
             assignment = self.slots.place(row)
             self.filling.append(row)

@@ -98,7 +98,7 @@ def draw_draft(run: Callable[..., tuple[Tensor, ...]], lm: LM, masks: Masks | No
     """A draft by ``draft_step``.
 
     Args:
-        run: ``LM.bind`` of it.
+        run: ``LM.run`` with ``draft_step``.
         call: its static arguments in a tuple, and its others but for the noise.
     """
     static, *arguments = call

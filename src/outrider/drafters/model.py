@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.drafters.base import Drafter, Rows, Session, empty_draft
+from outrider.drafters.base import Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import LogitsAt, Source, draft_step, draw_draft
 from outrider.drafters.window import WindowSession
 from outrider.errors import UnsupportedModel
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.lm import LM
+from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.padding import num_together
 from outrider.sampling.rules import Rule
 
@@ -185,6 +185,7 @@ class ModelSession(Session):
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._gaps = [_ASSIGNED] * num_slots  # why the cache of a slot may lack more than ``most_owed`` tokens
+        self._most_deferred = PREFILL_TOKENS // num_slots  # tokens of a prompt that is read when it is drafted for
 
     def forget(self, ends: Tensor) -> None:
         """Drop the tokens of the first rows from a place on, in sequences that grow by any number of tokens. [B]"""
@@ -204,6 +205,20 @@ class ModelSession(Session):
         self._cache.copy(source, slot, num_tokens)
         self._cached[slot] = num_tokens
 
+    def prefill(self, chunk: Prefill) -> None:
+        """Feed a chunk of a long prompt, so that no round waits for the whole prompt."""
+        if max(chunk.lengths) <= self._most_deferred:
+            return
+        begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
+        starts = self._cached[begin:end].tolist()
+        ends = [max(start, to) for start, to in zip(starts, chunk.ends, strict=True)]
+        first, last = torch.tensor([starts, ends], device=chunk.ids.device)
+        num_columns = max(to - start for start, to in zip(starts, ends, strict=True))
+        if num_columns:
+            cache = self._cache.rows(begin, end)
+            self._lm.prefill(chunk.ids, first, last, cache, latest=max(starts), num_columns=num_columns)
+        self._cached[begin:end] = last
+
     def catch_up(self, rows: Rows) -> bool:
         """Feed the tokens that a row lacks beyond those that are fed with its drafts."""
         gap = max((gap for num, gap in zip(rows.most_wanted, self._gaps, strict=False) if num), default=_NO_GAP)
@@ -212,7 +227,8 @@ class ModelSession(Session):
         cached = self._cached[: len(rows)]
         starts = torch.minimum(cached, rows.lengths - 1)
         ends = torch.where(rows.num_wanted > 0, rows.lengths - 1, starts)
-        lacking = (ends - starts).tolist()  # the host waits for the device: after a join, a move, or a pause
+        # The host waits for the device: after a join, a move, or a pause.
+        lacking, begins = torch.stack((ends - starts, starts)).tolist()
         if max(lacking) <= self._most_owed:
             return False
         begin = 0
@@ -224,7 +240,7 @@ class ModelSession(Session):
                     starts[begin:end],
                     ends[begin:end],
                     self._cache.rows(begin, end),
-                    latest=rows.longest,
+                    latest=max(begins[begin:end]),
                     num_columns=num_columns,
                 )
             begin = end

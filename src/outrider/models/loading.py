@@ -117,7 +117,7 @@ def load_checkpoint(
     file = held_file(spec)
     is_native = job.is_alone and job.device.type == "cpu" and placed.execution in ("auto", "native")
     noted_in = notes_name(spec, placed) if is_native else None
-    if may_stand_in and noted_in is not None and placed.max_memory is None and placed.quantization not in QUANTIZATIONS:
+    if may_stand_in and noted_in is not None and placed.quantization not in QUANTIZATIONS:
         notes = read_notes(noted_in)
         stand_in = None if notes is None else reopen(spec, placed, notes)
         if notes is not None and stand_in is not None:

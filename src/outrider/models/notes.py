@@ -143,7 +143,12 @@ def has_notes(name: str) -> bool:
 def read_notes(name: str) -> Notes | None:
     """Notes about a model; None if there are none, or none from which it can be opened."""
     data = _folder().read(name)  # which nobody else can have written
-    notes: Notes | None = None if data is None else pickle.loads(data)
+    if data is None:
+        return None
+    try:
+        notes: Notes = pickle.loads(data)
+    except Exception:  # of a class that another release of a library has elsewhere
+        return None
     return notes
 
 

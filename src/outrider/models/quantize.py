@@ -18,7 +18,7 @@ Weights in blocks (GGUF) or groups of 4 bits are multiplied on the CPU with acti
 | name | activations | default for |
 |---|---|---|
 | a32 | float32 | |
-| a15 | 15 bits, a scale for each 32 numbers: as good as float32, and faster | groups, which Transformers widens |
+| a15 | 15 bits, a scale for each 32 numbers: as good as float32, and faster | groups of 4 bits |
 | a8 | 8 bits, a scale for each 32 numbers | GGUF files, as in llama.cpp |
 
 Of a few scales of int4, each fitted to its own integers by least squares, the one with the least error is taken. Errors

@@ -159,14 +159,6 @@ class ModelSpec:
         """Path or hub id for ``from_pretrained``."""
         return str(self.path) if self.path is not None else str(self.hub)
 
-    def is_same_model(self, other: ModelSpec) -> bool:
-        """Whether both are the same files, under any name; placements may differ."""
-        if self.gguf != other.gguf:
-            return False
-        if self.path is None or other.path is None:
-            return self.path is other.path and (self.hub, self.package) == (other.hub, other.package)
-        return self.path.resolve() == other.path.resolve()
-
 
 def user_file() -> Path:
     """Path of the user's own model file."""

@@ -111,19 +111,17 @@ class Totals:
 
 @contextmanager
 def open_output(path: Path) -> Iterator[OutputFile]:
-    """Open the output file for this process alone. An empty file is removed.
+    """Open the output file for this process alone. A file that was made here and is empty at the end is removed.
 
     Raises:
         FileError: it cannot be written, or another process writes to it.
     """
     path = current_ranks().own_path(path)
     existed = path.exists()
-    try:
-        stream = FileIO(path, "a")
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}") from None
-    if _is_regular(stream):
-        _lock(stream, path)
+    stream = _open(path)
+    while _is_regular(stream) and not _is_at(stream, path):  # another run has removed the file before it was locked
+        stream.close()
+        stream = _open(path)
     try:
         yield OutputFile(path, stream)
     finally:
@@ -133,6 +131,25 @@ def open_output(path: Path) -> Iterator[OutputFile]:
             stream.close()
         except OSError as error:  # a network file system may report only now that it is full
             raise FileError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _open(path: Path) -> FileIO:
+    """Open a file to append to, and lock it. Raises FileError."""
+    try:
+        stream = FileIO(path, "a")
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror}") from None
+    if _is_regular(stream):
+        _lock(stream, path)
+    return stream
+
+
+def _is_at(stream: FileIO, path: Path) -> bool:
+    """Whether an open file is the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(stream.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _is_regular(stream: FileIO) -> bool:

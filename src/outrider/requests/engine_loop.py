@@ -50,11 +50,6 @@ class EngineLoop:
         if self._is_closed:
             raise SessionError("the session is closed: open another")
 
-    @property
-    def num_rows(self) -> int:
-        """Requests that run or wait."""
-        return len(self._rows) + len(self._arriving)
-
     def chunks(self, states: Sequence[RequestState]) -> Iterator[Chunk]:
         """Generate for requests, one chunk per row and round; the requests are submitted with the first chunk.
 
@@ -63,18 +58,19 @@ class EngineLoop:
             SessionError, Exception: see ``step``.
         """
         arrived: deque[tuple[int, Chunk | OutriderError]] = deque()
+        unfinished = dict(enumerate(states))
         try:
             self.submit(states, lambda number, item: arrived.append((number, item)))
-            num_open = len(states)
-            while num_open:
+            while unfinished:
                 while not arrived:
                     self.step(skip_if=arrived)
                 number, item = arrived.popleft()
                 chunk = chunk_of(number, item, len(states))
-                num_open -= chunk.finish_reason is not None
+                if chunk.finish_reason is not None:
+                    del unfinished[number]
                 yield chunk
         finally:
-            self.cancel(states)
+            self.cancel(unfinished.values())
 
     def submit(
         self,
@@ -158,15 +154,15 @@ class EngineLoop:
         """Submit requests to the engine in the order of their arrival."""
         while self._arriving:
             state = self._arriving[0]
-            if self._engine is None or state.room > self._capacity:
+            if self._engine is None or min(state.room, self._most_capacity) > self._capacity:
                 if self._rows:
                     return
                 self._engine = None  # its cache is freed before the next one is allocated
-                self._enlarge(max(one.room for one in self._arriving))
+                self._enlarge(min(max(one.room for one in self._arriving), self._most_capacity))
             assert self._engine is not None
-            self._arriving.popleft()
             state.index = self._engine.submit(state.request, state.client, state.priority)
             self._rows[state.index] = state
+            self._arriving.popleft()
 
     def _enlarge(self, longest: int) -> None:
         """Make an engine with twice the capacity; or, if there is no memory for that, as much as is needed now."""
@@ -203,9 +199,9 @@ class EngineLoop:
                 timing = Timing() if state.receive in timed else round_.timing
                 timed.add(state.receive)
                 item = state.chunk(row_round, timing)
+            state.receive(state.number, item)
             if row_round.finish_reason is not None:
                 del self._rows[state.index]
-            state.receive(state.number, item)
 
     def _end_all(self, error: BaseException) -> None:
         reason = error if isinstance(error, OutriderError) else None
@@ -213,6 +209,7 @@ class EngineLoop:
         self._engine, self._capacity = None, 0
         self._rows.clear()
         self._arriving.clear()
+        self._cancelled.clear()
         for state in ended:
             other = SessionError(f"the engine of the session has stopped ({type(error).__name__}): start again")
             state.receive(state.number, reason or other)

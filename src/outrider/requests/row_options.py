@@ -18,6 +18,8 @@ _OF_CALLS = {
     "num_draft_tokens": _ENGINES,
     "num_slots": _ENGINES,
     "acceptance": _ENGINES,
+    "is_repeatable": "the calls of a decoder that stream take it, for all rows",
+    "reports_drafts": "the calls that stream take it, for all rows",
     "n": "'generate' and 'stream_many' take it, for all prompts",
 }
 # Options whose value for one row is a list, with the test for its items.

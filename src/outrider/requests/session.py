@@ -83,6 +83,7 @@ class AsyncSession:
         self._session, self._is_open = session, False
         self._thread = LoopThread("outrider-session")
         self._streams: set[_Arrived] = set()
+        self._received: list[tuple[_Arrived, int, Chunk | OutriderError]] = []  # by the thread, in the current step
 
     def stream(
         self,
@@ -155,7 +156,7 @@ class AsyncSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._is_open = False
-        self._thread.post(self._session.close)
+        self._thread.post(self._close_on_thread)
         self._thread.stop()
         await asyncio.to_thread(self._thread.join)
 
@@ -171,7 +172,7 @@ class AsyncSession:
         arrived: _Arrived = asyncio.Queue()
 
         def receive_on_thread(number: int, item: Chunk | OutriderError) -> None:
-            self._thread.call(arrived.put_nowait, (number, item))
+            self._received.append((arrived, number, item))
 
         loop, num_open = self._session.loop, len(states)
         self._streams.add(arrived)
@@ -193,13 +194,29 @@ class AsyncSession:
 
     def _step_on_thread(self) -> bool:
         try:
-            return self._session.loop.step()
+            has_more = self._session.loop.step()
         except BaseException as error:  # SystemExit of a hook, too. All rows have received it; the next engine is new
+            has_more = False
             if not isinstance(error, OutriderError):
                 _LOG.exception("the engine of a session has failed")
-            return False
+        self._deliver_on_thread()
+        return has_more
+
+    def _close_on_thread(self) -> None:
+        self._session.close()
+        self._deliver_on_thread()
+
+    def _deliver_on_thread(self) -> None:
+        """Hand what a step has given to the event loop, in one call."""
+        received, self._received = self._received, []
+        self._thread.call(_deliver, received)
 
     def _fail_on_thread(self, error: Exception) -> None:
         _LOG.error("the thread of a session has failed", exc_info=error)
-        self._session.close()
+        self._close_on_thread()
         self._thread.call(self._end_streams)
+
+
+def _deliver(received: Sequence[tuple[_Arrived, int, Chunk | OutriderError]]) -> None:
+    for arrived, number, item in received:
+        arrived.put_nowait((number, item))

@@ -52,7 +52,7 @@ class Metrics(Collector):
         self.timing += timing
 
     def count_queue(self, seconds: float) -> None:
-        """Add the queue time of a row that got its slot."""
+        """Add the queue time of a row whose first tokens have come."""
         self._queue.observe(seconds)
 
     def count_first(self, chunk: Chunk, row: TicketRow) -> None:

@@ -277,7 +277,9 @@ class ServedModel:
         return has_more or bool(self._tasks_on_thread)
 
     def _submit_on_thread(self, ticket: Ticket) -> None:
-        first = self._num_submitted
+        first, now_s = self._num_submitted, time.perf_counter()
+        for row in ticket.rows:
+            row.begun_s = now_s  # when the engine got the row; until its first tokens come
         self._num_submitted += len(ticket.rows)
         self._rows |= {number: (ticket, row) for number, row in enumerate(ticket.rows, first)}
         self._loop.submit(
@@ -319,17 +321,18 @@ class ServedModel:
             reason = item.finish_reason
             self.metrics.count_time(item.timing)
             if row.first_s == 0.0:
-                row.begun_s, row.first_s = row.submitted_s + item.queued_s, now_s
-                self.metrics.count_queue(item.queued_s)
+                row.begun_s, row.first_s = row.begun_s + item.queued_s, now_s
+                self.metrics.count_queue(row.begun_s - row.submitted_s)
                 self.metrics.count_first(item, row)
             self.metrics.count_chunk(item)
         else:
             reason = "error"
-            item = NumericsError(str(item).replace(f"the model {self._own_name} ", f"the model {self.names[0]} "))
+            if isinstance(item, NumericsError):
+                item = NumericsError(str(item).replace(f"the model {self._own_name} ", f"the model {self.names[0]} "))
         if reason is not None:
             row.last_s = now_s
             self.metrics.count_end(reason)
-            if row.begun_s:
+            if row.first_s:
                 self._row_s += _NEWEST * (now_s - row.begun_s - self._row_s)
             if reason != "error":
                 self.metrics.count_latency(row)

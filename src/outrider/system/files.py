@@ -135,15 +135,6 @@ def _is_stream(path: Path) -> bool:
     return is_other or path.parent in (Path("/dev"), Path("/dev/fd"))
 
 
-def to_disk(path: Path) -> None:
-    """Wait until a file, or the entries of a folder, are safe from a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        _sync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _sync(descriptor: int) -> None:
     with suppress(OSError):  # not supported by the file system
         os.fsync(descriptor)
@@ -163,14 +154,16 @@ def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[No
         path: a lock file.
         on_wait: called before this process waits.
     """
-    lock = FileLock(path)
+    lock, must_wait = FileLock(path), False
     with suppress(OSError, NotImplementedError):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(blocking=False)
         except Timeout:
-            on_wait()
-            lock.acquire()
+            must_wait = True
+    if must_wait:
+        on_wait()
+        lock.acquire()
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
 """Disk cache of files that are trusted: the compiled kernels, and notes about models.
 
-Whoever can write such a file can do all that the user may do, so the folder is used only if nobody but the user and
-root can write to it. A damaged file would crash the process, so each begins with a checksum of the rest. The size of
-the folder is bounded: the least recently used files are evicted.
+Whoever can write such a file can do all that the user may do, so folder and file are used only if nobody but the
+user and root can write to them. A damaged file would crash the process, so each begins with a checksum of the rest. The
+size of the folder is bounded: the least recently used files are evicted.
 """
 
 from __future__ import annotations
@@ -38,14 +38,17 @@ class PrivateFolder:
         """Content of a cached file; None if it is missing, damaged or not trusted. Marks it as used."""
         path = self.path / name
         try:
-            if not self._is_trusted():
+            if not self._is_trusted(self.path, self.path.stat()):
                 return None
-            kept = path.read_bytes()
+            # The open file is checked and read, since its path could be replaced in between.
+            with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as stream:
+                if not self._is_trusted(path, os.fstat(stream.fileno())):
+                    return None
+                checksum, data = stream.read(_CHECKSUM_BYTES), stream.read()
         except OSError:
             return None
         with suppress(OSError):
             os.utime(path)
-        checksum, data = kept[:_CHECKSUM_BYTES], kept[_CHECKSUM_BYTES:]
         if hashlib.sha256(data).digest() == checksum:
             return data
         _LOG.warning("%s is damaged: making it again", path)
@@ -57,20 +60,17 @@ class PrivateFolder:
             return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            if self._is_trusted():
+            if self._is_trusted(self.path, self.path.stat()):
                 write_whole(self.path / name, hashlib.sha256(data).digest() + data, mode=0o600)
                 self._evict()
         except OSError as error:
             _LOG.warning("cannot cache %s: %s", self.path / name, error.strerror)
 
-    def _is_trusted(self) -> bool:
-        """Whether nobody but this user and root can have written to the folder."""
-        about = self.path.stat()
+    def _is_trusted(self, path: Path, about: os.stat_result) -> bool:
+        """Whether nobody but this user and root can have written a file or folder."""
         is_trusted = about.st_uid in (os.geteuid(), 0) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if not is_trusted:
-            _LOG.warning(
-                "%s is not used, because others may write to it, and its files would be run: remove it", self.path
-            )
+            _LOG.warning("%s is not used: others may write to it, and what it holds would be run. Remove it", path)
         return is_trusted
 
     def _evict(self) -> None:

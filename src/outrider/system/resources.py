@@ -57,9 +57,15 @@ def _fast(root: Path, allowed: Set[int]) -> set[int]:
 
 
 def _quota(root: Path) -> int:
-    """Processors that a container's control group (version 2) allows to be busy all the time, in whole numbers."""
-    limit = [int(word) for word in _text(root / "sys/fs/cgroup/cpu.max").split() if word.isdecimal()]
-    return limit[0] // limit[1] if len(limit) == 2 else sys.maxsize  # else "max"
+    """Processors that the control groups of this process (version 2) allow to be busy all the time."""
+    lines = _text(root / "proc/self/cgroup").splitlines()
+    own = Path(next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), ""))
+    most = sys.maxsize
+    for group in (own, *own.parents):  # in a container the path is the host's, and the root is the container's group
+        text = _text(root / "sys/fs/cgroup" / group / "cpu.max")
+        limit = [int(word) for word in text.split() if word.isdecimal()]
+        most = min(most, limit[0] // limit[1] if len(limit) == 2 else sys.maxsize)  # else "max"
+    return most
 
 
 def _numbers(listed: str) -> set[int]:

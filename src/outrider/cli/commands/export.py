@@ -96,8 +96,10 @@ def export(
     written = write_folder(output, engine, handover, described[0], described[1])
     console = console_for(json_target)
     whole = not console.is_terminal
-    console.print(f"{engine.name} {engine.version}, {names[0]} with {names[1]}: {output}", soft_wrap=whole)
-    console.print(f"  {', '.join(written)}", soft_wrap=whole)
+    console.print(
+        f"{engine.name} {engine.version}, {names[0]} with {names[1]}: {output}", soft_wrap=whole, markup=False
+    )
+    console.print(f"  {', '.join(written)}", soft_wrap=whole, markup=False)
     about = engines.RULES[engine.rules[setting]]
     console.print(f"K = {handover.k}. A drafted token is accepted with probability {about}.", soft_wrap=whole)
     print_command(console, f"cd {output} && {engine.start}")

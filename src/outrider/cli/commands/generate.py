@@ -187,9 +187,11 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
     totals.time_s = {**sum((chunk.timing for chunk in chunks), Timing()).to_json()}
     done = Completion.of(chunks, len(ids)) if chunks else None
     row = row_of(0, PromptLine("line 1", prompt), ids, setup.options["seed"], done)
-    depends_on_k = setup.k == "auto" and setup.pair.acceptance != "gumbel"  # a seed alone would not repeat the output
-    if setup.options["seed"] is None and setup.options["temperature"] > 0 and not depends_on_k:
-        totals.seed = f"seed {row['seed']}"
+    if setup.options["seed"] is None and setup.options["temperature"] > 0:
+        depends_on_k = setup.k == "auto" and setup.pair.acceptance != "gumbel" and decoder.drafter.most_drafted != 0
+        totals.seed = f"seed {row['seed']}" + (
+            " (K adapted to the load: to repeat an output, give -k 4 with the seed)" if depends_on_k else ""
+        )
     totals.add(row, stats_of(done))
 
 

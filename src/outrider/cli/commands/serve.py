@@ -93,7 +93,9 @@ def serve(
     ] = False,
     queue_timeout: Annotated[
         float,
-        _option(min=1e-3, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503."),
+        _option(
+            min=1e-3, max=1e6, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503."
+        ),
     ] = 600.0,
     tool_parser: Annotated[
         str,
@@ -119,7 +121,7 @@ def serve(
         ),
     ] = None,
     shutdown_timeout: Annotated[
-        float, _option(min=0, metavar="S", help="Seconds that running requests may continue after SIGTERM.")
+        float, _option(min=0, max=1e6, metavar="S", help="Seconds that running requests may continue after SIGTERM.")
     ] = 30.0,
 ) -> None:
     """Serve a target and its draft over OpenAI's API.

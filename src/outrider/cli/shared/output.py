@@ -155,24 +155,36 @@ def check_files(values: Mapping[str, Any]) -> None:
     Raises:
         OptionError, FileError, MissingExtra
     """
-    taken = set()
+    taken: set[Path] = set()
     for name, value in values.items():
-        paths = value if isinstance(value, list) else [value]
-        taken |= {path.resolve() for path in paths if isinstance(path, Path) and name not in _OUTPUTS}
+        given = () if name in _OUTPUTS else value if isinstance(value, list) else [value]
+        taken |= {
+            Path(one).resolve() for one in given if isinstance(one, Path) or (isinstance(one, str) and _is_there(one))
+        }
     for name, option in _OUTPUTS.items():
         value = values.get(name)
         if value in (None, "-"):
             continue
         path = Path(value)
-        if path.resolve() in taken and (path.is_file() or not path.exists()):  # nothing overwrites a device or a pipe
+        whole = path.resolve()
+        is_taken = whole in taken or any(one.is_dir() for one in taken.intersection(whole.parents))
+        if is_taken and (path.is_file() or not path.exists()):  # nothing overwrites a device or a pipe
             raise OptionError(option, str(value), "another option reads or writes this file: choose another file")
-        taken.add(path.resolve())
+        taken.add(whole)
         if option == "--html" and path.suffix != ".html":
             raise FileError(f"cannot write a page to {path}: the name must end in .html")
         if name != "output":  # opened by the command itself, or a folder
             check_writable(path)
         if name == "html" and find_spec("matplotlib") is None:
             raise MissingExtra("matplotlib", "plot")
+
+
+def _is_there(name: str) -> bool:
+    """Whether a name, of a model for example, is that of a file or folder."""
+    try:
+        return Path(name).exists()
+    except OSError:  # a prompt, too long for a name
+        return False
 
 
 def title_of(name: str) -> str:
@@ -199,7 +211,7 @@ def show_table(console: Console, table: Table) -> None:
 
     from outrider.bench.tables import new_table
 
-    shown = new_table(escape(table.title), *table.columns, num_texts=table.num_texts)
+    shown = new_table(table.title, *table.columns, num_texts=table.num_texts)
     for row in table.rows[: table.most_rows]:
         shown.add_row(*map(escape, row))
     print_table(console, shown)

@@ -205,12 +205,12 @@ def run_job(
     Raises:
         FileError: a prompt is invalid, or the output file is another job's.
     """
-    for line in lines:
+    indices, is_done = part.indices(len(lines)), bytearray(len(lines))
+    for line in (lines[index] for index in indices):
         try:
             setup.check(line)
         except OptionError as error:
             raise FileError(f"{lines.path}, {line.place}: {error}") from None
-    indices, is_done = part.indices(len(lines)), bytearray(len(lines))
     if output is not None:
         file = files.enter_context(open_output(output))
         is_done, totals.num_failed = current_ranks().of_first(

@@ -57,6 +57,9 @@ class RayOptions:
             return
         if current_ranks().size > 1:
             raise OptionError("--ray", self.ray, "each Ray worker is one process: leave out torchrun")
+        if self.ray.startswith("ray://"):
+            remedy = "Ray Client is not supported: start the command on the cluster, with --ray auto"
+            raise OptionError("--ray", self.ray, remedy)
         for name, device in (("--device", pair.device), ("--draft-device", pair.draft_device or "")):
             if device.startswith("cuda:"):
                 raise OptionError(name, device, "a Ray worker sees only its own GPU: give cuda")
@@ -130,7 +133,8 @@ class RayWorkers:
         self._num_slots, self._num_prompts = num_slots, num_prompts
         actor = ray.remote(_RemoteWorker).options(num_cpus=num_cpus, num_gpus=int(has_gpu))
         self._actors = [actor.remote(setup, num_slots) for _ in range(num_workers or room)]
-        self._about = self._actors[0].about.remote()  # now: after Ctrl-C it would wait for the current batch
+        # Now: after Ctrl-C they would wait for the current batch.
+        self._about = [one.about.remote() for one in self._actors]
 
     def lengths(self, prompts: Prompts) -> Iterator[Length]:
         return self._all("lengths", prompts)
@@ -146,32 +150,36 @@ class RayWorkers:
         return self._first()[1] | {"argv": sys.argv[1:]}
 
     def _first(self) -> tuple[str, dict[str, Any]]:
-        """Pair and provenance of the first worker."""
+        """Pair and provenance of the first worker that answers."""
         import ray
 
+        (answer, *_), _ = ray.wait(self._about)
         with _own_errors():
-            about: tuple[str, dict[str, Any]] = ray.get(self._about)
+            about: tuple[str, dict[str, Any]] = ray.get(answer)
         return about
 
     def _all(self, method: str, prompts: Prompts) -> Iterator[Any]:
         """Hand prompts out in batches, and yield the results of each batch when the batch ends."""
-        from ray.util import ActorPool
+        import ray
 
-        pool = ActorPool(self._actors)
         # Each worker gets several batches, so that all end at about the same time.
         share = self._num_prompts // (4 * len(self._actors))
         size = min(max(share, self._num_slots), _MOST_ROUNDS * self._num_slots)
-        remaining = iter(prompts)
-        while batch := list(islice(remaining, size)):
-            if not pool.has_free():
-                with _own_errors():
-                    results = pool.get_next_unordered()
-                yield from results
-            pool.submit(lambda actor, prompts: getattr(actor, method).remote(prompts), batch)
-        while pool.has_next():
+        remaining, num_running = iter(prompts), 0
+        batch = list(islice(remaining, size))
+        # A worker gets its first batch when it answers: one that still waits for a place must not hold prompts.
+        answers = {about: (actor, False) for about, actor in zip(self._about, self._actors, strict=True)}
+        while batch or num_running:
+            (answer, *_), _ = ray.wait(list(answers))
+            actor, is_batch = answers.pop(answer)
             with _own_errors():
-                results = pool.get_next_unordered()
-            yield from results
+                results = ray.get(answer)
+            num_running -= is_batch
+            if batch:
+                answers[getattr(actor, method).remote(batch)] = actor, True
+                batch, num_running = list(islice(remaining, size)), num_running + 1
+            if is_batch:
+                yield from results
 
 
 class _RemoteWorker:

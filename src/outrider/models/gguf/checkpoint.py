@@ -171,7 +171,7 @@ def _parameter(tensor: str, family: Family, parameters: dict[str, Any], name: st
     leaf, names = (tensor, family.ends) if found is None else (found[2], family.tensors)
     prefix = "" if found is None else f"{family.layers}.{found[1]}."
     module, _, kind = leaf.rpartition(".")
-    # Some parameters are no part of a layer of their own: "ssm_a", and a layer's experts.
+    # Some parameters are no part of a layer of their own: a layer's experts.
     for candidate in (
         f"{prefix}{names.get(module)}.{kind}",
         f"{prefix}{names.get(module)}",

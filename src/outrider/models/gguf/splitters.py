@@ -53,7 +53,6 @@ _LETTERS_OF_DEEPSEEK = (
 )
 _SIGNS_OF_DEEPSEEK = r"\s?[!-/:-~！-／：-～‘-‟、-。]+"
 _SIGNS_OF_FALCON = r"[\p{P}$+<=>^~|`]+"
-# In groups of three from the right; a text before the digits stays with the first group.
 _CLAUSES = r" ?[^(\s|.,!?…。，、।۔،)]+"
 _LINES = r"\n+"
 
