@@ -13,10 +13,9 @@ import json
 from dataclasses import replace
 
 import torch
-from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import summarise, table
+from outrider.bench.report import summarise
 from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
@@ -35,7 +34,6 @@ def main() -> None:
         decoder = replace(model, acceptance=acceptance)
         arms += [Arm(f"{acceptance}, K = {k}", decoder, f"fable-draft, {acceptance}", k) for k in (1, 2, 3, 4, 6, 8)]
     arms.append(Arm("ngram, K = 4", ngram, "ngram", 4))
-    console = Console(width=100)
     results = {}
     for temperature in (0.0, 1.0):
         options = {"temperature": temperature, "max_new_tokens": arguments.max_new_tokens, "ignore_eos": True}
@@ -43,7 +41,11 @@ def main() -> None:
         warm_up(arms, cases, options)
         summaries = summarise(list(interleave(arms, cases, options)), arms)
         title = f"fable with fable-draft, temperature {temperature:g}, {arguments.threads} thread(s)"
-        console.print(table(summaries, title))
+        print(title)
+        for one in summaries:
+            ratio = one.speed_up
+            speed_up = "" if ratio is None else f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}] times plain, "
+            print(f"  {one.arm.name}: {speed_up}{one.tokens_per_s:.0f} tokens/s, {one.ms_per_token[0]:.2f} ms a token")
         results[f"temperature {temperature:g}"] = [summary.to_json() for summary in summaries]
     print(json.dumps({"results": results, "provenance": provenance("cpu")}))
 
