@@ -12,10 +12,28 @@ import math
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from outrider.distill.data import Mixture, hold_out_text, text_tokens
+from outrider.distill.data import Mixture, text_tokens
 from outrider.system.provenance import provenance
+
+HELD_OUT, MOST_HELD_OUT = 0.05, 64  # of the sequences of the text
+
+
+class Pieces(Dataset[dict[str, Tensor]]):
+    """Training sequences as Trainer takes them, without end."""
+
+    def __init__(self, mixture: Mixture) -> None:
+        self.mixture = mixture
+
+    def __len__(self) -> int:
+        return 2**40
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self.mixture[index]
+        return {"input_ids": ids, "labels": ids}
 
 
 def main() -> None:
@@ -54,8 +72,10 @@ def main() -> None:
     )
     torch.manual_seed(arguments.seed)
     model = LlamaForCausalLM(config)
-    text, held_out = hold_out_text(text_tokens(tokenizer, arguments.corpus), arguments.length)
-    data = Mixture(text, None, arguments.length, 0.0, arguments.seed)
+    text, length = text_tokens(tokenizer, arguments.corpus), arguments.length
+    num_held_out = min(max(1, round(HELD_OUT * (len(text) // length))), MOST_HELD_OUT)
+    text, held_out = text.split([len(text) - num_held_out * length, num_held_out * length])
+    data = Pieces(Mixture(text, torch.empty(0, length, dtype=torch.long), length, 0.0, arguments.seed))
     is_gpu = torch.cuda.is_available() and not arguments.cpu
     training = TrainingArguments(
         output_dir=str(arguments.folder / "training"),
@@ -83,7 +103,7 @@ def main() -> None:
         model=model,
         args=training,
         train_dataset=data,
-        eval_dataset=[{"input_ids": row, "labels": row} for row in (torch.tensor(text.ids) for text in held_out)],
+        eval_dataset=[{"input_ids": row, "labels": row} for row in held_out.view(-1, length)],
     )
     # The trainer writes its state last, so a checkpoint that has one is whole.
     whole = [path.parent for path in Path(training.output_dir).glob("checkpoint-*/trainer_state.json")]

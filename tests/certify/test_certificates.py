@@ -29,7 +29,7 @@ from outrider.records import Draft
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import normalise
-from outrider.sampling.rules import RULES
+from outrider.sampling.rules import RULES, Rule
 from outrider.stats.evidence import detectable
 from toys import as_lm, llama_pair, perturbed, random_table, table_lm, table_pair, tiny_llama
 
@@ -71,7 +71,8 @@ def test_mistakes_are_made_eagerly() -> None:
     job = _job((target, drafter), "block", batch_size=4)
     certificate = _certificate(job, 300, "reseeded")
     assert not certificate.controls[0].is_caught
-    rules = {rule.name for one in executions for (_, _, (rule, *_), *_) in one._programs}
+    statics = [static for one in executions for (_, _, static, *_) in one._programs]
+    rules = {item.name for static in statics for item in static if isinstance(item, Rule)}
     assert rules == {"block"}
 
 

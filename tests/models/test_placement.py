@@ -123,16 +123,16 @@ def test_a_cache_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from outrider.system import available
+    from outrider.system import resources
 
     cpu = torch.device("cpu")
-    monkeypatch.setattr(available, "_CGROUP", tmp_path)
-    monkeypatch.setattr(available.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
-    assert available.available_bytes(cpu) == 1000
+    monkeypatch.setattr(resources, "_CGROUP", tmp_path)
+    monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    assert resources.available_bytes(cpu) == 1000
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("100\n")
-    assert available.available_bytes(cpu) == 1000
+    assert resources.available_bytes(cpu) == 1000
     (tmp_path / "memory.max").write_text("800\n")
     (tmp_path / "memory.stat").write_text("anon 30\ninactive_file 40\nactive_file 20\n")
-    assert available.available_bytes(cpu) == 760
-    assert available.available_bytes(torch.device("meta")) is None
+    assert resources.available_bytes(cpu) == 760
+    assert resources.available_bytes(torch.device("meta")) is None

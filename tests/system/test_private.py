@@ -33,7 +33,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(folder: PrivateFolder, ca
     folder.keep("two", b"program")
     assert folder.read("one") is None
     warning = caplog.messages[0]
-    assert str(folder.path) in warning and "others may write to it" in warning and "remove it" in warning
+    assert str(folder.path) in warning and "others may write to it" in warning and "Remove it" in warning
     folder.path.chmod(0o700)
     assert folder.read("one") == b"program" and folder.read("two") is None
 

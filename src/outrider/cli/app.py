@@ -70,7 +70,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {  # at the end of each command's help, w
     "plan": (f"plan {_PAIR} --html plan.html", "plan --what-if alpha=0.8,c=0.05"),
     "alpha": ("alpha -t 0.5,1", f"alpha {_PAIR} --prompts texts.txt"),
     "record": (
-        "record --prompts prompts.txt --output log.jsonl --probs 1",
+        "record --prompts prompts.txt --output log.jsonl --probs",
         "record --target qwen3-8b -t 0 --prompts prompts.txt --output q.jsonl",
     ),
     "replay": (

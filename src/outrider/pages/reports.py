@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.pages.figures import svg_of_lines, svg_of_parts
 from outrider.pages.templates import render
-from outrider.stats.intervals import Interval
+
+if TYPE_CHECKING:
+    from outrider.stats.intervals import Interval
 
 _Document = Mapping[str, Any]
-_Points = dict[str, list[tuple[float, Interval]]]
+_Points = dict[str, list[tuple[float, "Interval"]]]
 _PARTS = "draft", "verify", "rest"  # of the time of a token
 _TIMED = "round", "draft", "verify"
 _ACROSS = "K, drafted tokens per round"
@@ -105,12 +106,12 @@ def _plan(document: _Document) -> Report:
     for setting in settings:
         where = f", {setting['num_rows']} x {setting['context']}" if len(settings) > 1 else ""
         for one in sorted(setting["choices"], key=lambda one: one["k"]):
-            lines.setdefault(one["draft"] + where, []).append((one["k"], Interval(**one["speed_up"])))
+            lines.setdefault(one["draft"] + where, []).append((one["k"], _interval_of(**one["speed_up"])))
             if setting is first:
-                taus.setdefault(one["draft"], []).append((one["k"], Interval(**one["tau"])))
+                taus.setdefault(one["draft"], []).append((one["k"], _interval_of(**one["tau"])))
     figures = [
         Figure(
-            partial(svg_of_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
+            partial(_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
             f"Predicted speed-up against K for {', '.join(lines)}; the best is {speed_up}.",
             "Predicted speed-up over plain decoding (dashed), with 95% intervals over the prompts.",
         ),
@@ -154,9 +155,9 @@ def _what_if(document: _Document) -> Report:
         Fact("With a draft that takes no time", text(limits["free"])),
         Fact("With a draft that always agrees", text(limits["agreeing"])),
     ]
-    points = [(one["k"], Interval(one["speed_up"], None, None)) for one in found]
+    points = [(one["k"], _interval_of(one["speed_up"], None, None)) for one in found]
     figure = Figure(
-        partial(svg_of_lines, "speed-up", {"predicted": points}, _ACROSS, "speed-up", level=1.0),
+        partial(_lines, "speed-up", {"predicted": points}, _ACROSS, "speed-up", level=1.0),
         "Predicted speed-up against K.",
         "Predicted speed-up over plain decoding (dashed).",
     )
@@ -182,15 +183,15 @@ def _latency(document: _Document) -> Report:
     lines: _Points = {}
     for arm in pairs:
         if isinstance(arm["k"], int):  # "auto" has no place on the axis
-            lines.setdefault(arm["draft"], []).append((arm["k"], Interval(**arm["speed_up"])))
+            lines.setdefault(arm["draft"], []).append((arm["k"], _interval_of(**arm["speed_up"])))
     parts = {arm["name"]: _parts(arm) for arm in arms}
     speed_ups = Figure(
-        partial(svg_of_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
+        partial(_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
         f"Speed-up against K for {', '.join(lines)}.",
         "Measured speed-up over plain decoding (dashed), with 95% intervals over the prompts.",
     )
     times = Figure(
-        partial(svg_of_parts, "parts", parts, "ms per token"),
+        partial(_parts, "parts", parts, "ms per token"),
         f"Time of a token by part for {', '.join(parts)}.",
         "The time of a token: drafting, verifying, and the rest.",
     )
@@ -227,10 +228,10 @@ def _alpha(document: _Document) -> Report:
     for one in alphas:
         for top_p in [one["top_p"]] if one["temperature"] > 0 else top_ps:  # top-p has no effect at temperature 0
             label = one["draft"] if len(top_ps) == 1 else f"{one['draft']}, top-p {top_p:g}"
-            lines.setdefault(label, []).append((one["temperature"], Interval(**one["alpha"])))
+            lines.setdefault(label, []).append((one["temperature"], _interval_of(**one["alpha"])))
     lines = {label: sorted(dict(points).items()) for label, points in lines.items()}
     figure = Figure(
-        partial(svg_of_lines, "alpha", lines, "temperature", "alpha", most=1.02),
+        partial(_lines, "alpha", lines, "temperature", "alpha", most=1.02),
         f"alpha against temperature for {', '.join(lines)}.",
         "alpha, the mean probability that a drafted token is accepted, with 95% intervals over the texts.",
     )
@@ -276,7 +277,7 @@ def _replay(document: _Document) -> Report:
     lines: _Points = {}
     for arm in arms:
         if arm["tau"] is not None:
-            lines.setdefault(arm["draft"], []).append((arm["k"], Interval(**arm["tau"])))
+            lines.setdefault(arm["draft"], []).append((arm["k"], _interval_of(**arm["tau"])))
     figures = [_tau_figure(lines, "Expected tokens per round on the recorded output.")] if lines else []
     table = Table(title, ("draft", "K", "tau, 95%", "accepted / drafted", "alpha"), rows, note)
     lead = f"Rounds of {', '.join(alphas)} over {document['num_prompts']} recorded outputs of {target}."
@@ -349,7 +350,7 @@ def _label(arm: _Document) -> str:
 
 
 def _tau_figure(lines: _Points, caption: str) -> Figure:
-    draw = partial(svg_of_lines, "tau", lines, _ACROSS, "tokens per round, tau")
+    draw = partial(_lines, "tau", lines, _ACROSS, "tokens per round, tau")
     return Figure(draw, f"Tokens per round against K for {', '.join(lines)}.", caption)
 
 
@@ -376,3 +377,24 @@ def _pm(value: _Document, digits: int) -> str:
 def _percent(stats: _Document) -> str:
     rate = stats["draft_acceptance_rate"]
     return "–" if rate is None else f"{100 * rate:.1f}%"
+
+
+# Imported with NumPy, which commands without figures do without.
+
+
+def _interval_of(*values: Any, **fields: Any) -> Interval:
+    from outrider.stats.intervals import Interval
+
+    return Interval(*values, **fields)
+
+
+def _lines(*what: Any, **how: Any) -> str:
+    from outrider.pages.figures import svg_of_lines
+
+    return svg_of_lines(*what, **how)
+
+
+def _parts(*what: Any) -> str:
+    from outrider.pages.figures import svg_of_parts
+
+    return svg_of_parts(*what)

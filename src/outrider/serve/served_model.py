@@ -27,7 +27,6 @@ from outrider.errors import NumericsError, OutriderError
 from outrider.records import Chunk
 from outrider.requests.engine_loop import EngineLoop, LoopThread
 from outrider.requests.state import RequestState, discard
-from outrider.runtime.lm import LM
 from outrider.serve.about import fingerprint_of
 from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission, EngineTask, Event, Ticket, TicketRow, arrival
 from outrider.serve.http_errors import Refusal, unavailable
@@ -365,7 +364,9 @@ def _client_view(decoder: Decoder, name: str) -> Decoder:
         name: of the target. Those of drafts lose their folders.
     """
 
-    def without_folders(draft: LM) -> LM:
-        return draft.with_name("+".join(Path(part).absolute().name for part in draft.name.split("+")))
+    def without_folders(name: str) -> str:
+        return "+".join(Path(part).absolute().name for part in name.split("+"))
 
-    return replace(decoder, target=decoder.target.with_name(name), drafter=decoder.drafter.with_models(without_folders))
+    drafter = decoder.drafter.with_models(lambda draft: draft.with_name(without_folders(draft.name)))
+    drafter = replace(drafter, name=without_folders(drafter.name))
+    return replace(decoder, target=decoder.target.with_name(name), drafter=drafter)

@@ -119,7 +119,7 @@ def read_config(location: str) -> dict[str, Any]:
     """
     path = _file(location, "config.json")
     if path is None:
-        raise ModelNotFound(f"{location} has no config.json")
+        raise ModelNotFound(f"{location} has no config.json, or it cannot be fetched: check its name and the network")
     with _reading(path):
         stated: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(stated, dict):
