@@ -111,7 +111,7 @@ def _plan(document: _Document) -> Report:
                 taus.setdefault(one["draft"], []).append((one["k"], _interval_of(**one["tau"])))
     figures = [
         Figure(
-            partial(_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
+            partial(_draw_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
             f"Predicted speed-up against K for {', '.join(lines)}; the best is {speed_up}.",
             "Predicted speed-up over plain decoding (dashed), with 95% intervals over the prompts.",
         ),
@@ -157,7 +157,7 @@ def _what_if(document: _Document) -> Report:
     ]
     points = [(one["k"], _interval_of(one["speed_up"], None, None)) for one in found]
     figure = Figure(
-        partial(_lines, "speed-up", {"predicted": points}, _ACROSS, "speed-up", level=1.0),
+        partial(_draw_lines, "speed-up", {"predicted": points}, _ACROSS, "speed-up", level=1.0),
         "Predicted speed-up against K.",
         "Predicted speed-up over plain decoding (dashed).",
     )
@@ -186,12 +186,12 @@ def _latency(document: _Document) -> Report:
             lines.setdefault(arm["draft"], []).append((arm["k"], _interval_of(**arm["speed_up"])))
     parts = {arm["name"]: _parts(arm) for arm in arms}
     speed_ups = Figure(
-        partial(_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
+        partial(_draw_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
         f"Speed-up against K for {', '.join(lines)}.",
         "Measured speed-up over plain decoding (dashed), with 95% intervals over the prompts.",
     )
     times = Figure(
-        partial(_parts, "parts", parts, "ms per token"),
+        partial(_draw_parts, "parts", parts, "ms per token"),
         f"Time of a token by part for {', '.join(parts)}.",
         "The time of a token: drafting, verifying, and the rest.",
     )
@@ -231,7 +231,7 @@ def _alpha(document: _Document) -> Report:
             lines.setdefault(label, []).append((one["temperature"], _interval_of(**one["alpha"])))
     lines = {label: sorted(dict(points).items()) for label, points in lines.items()}
     figure = Figure(
-        partial(_lines, "alpha", lines, "temperature", "alpha", most=1.02),
+        partial(_draw_lines, "alpha", lines, "temperature", "alpha", most=1.02),
         f"alpha against temperature for {', '.join(lines)}.",
         "alpha, the mean probability that a drafted token is accepted, with 95% intervals over the texts.",
     )
@@ -350,7 +350,7 @@ def _label(arm: _Document) -> str:
 
 
 def _tau_figure(lines: _Points, caption: str) -> Figure:
-    draw = partial(_lines, "tau", lines, _ACROSS, "tokens per round, tau")
+    draw = partial(_draw_lines, "tau", lines, _ACROSS, "tokens per round, tau")
     return Figure(draw, f"Tokens per round against K for {', '.join(lines)}.", caption)
 
 
@@ -388,13 +388,13 @@ def _interval_of(*values: Any, **fields: Any) -> Interval:
     return Interval(*values, **fields)
 
 
-def _lines(*what: Any, **how: Any) -> str:
+def _draw_lines(*what: Any, **how: Any) -> str:
     from outrider.pages.figures import svg_of_lines
 
     return svg_of_lines(*what, **how)
 
 
-def _parts(*what: Any) -> str:
+def _draw_parts(*what: Any) -> str:
     from outrider.pages.figures import svg_of_parts
 
     return svg_of_parts(*what)
