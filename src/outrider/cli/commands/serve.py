@@ -94,7 +94,7 @@ def serve(
     queue_timeout: Annotated[
         float,
         _option(
-            min=1e-3, max=1e6, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503."
+            min=1e-3, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503."
         ),
     ] = 600.0,
     tool_parser: Annotated[
@@ -121,12 +121,15 @@ def serve(
         ),
     ] = None,
     shutdown_timeout: Annotated[
-        float, _option(min=0, max=1e6, metavar="S", help="Seconds that running requests may continue after SIGTERM.")
+        float, _option(min=0, metavar="S", help="Seconds that running requests may continue after SIGTERM.")
     ] = 30.0,
 ) -> None:
     """Serve a target and its draft over OpenAI's API.
 
     Endpoints: /v1/chat/completions, /v1/responses, /v1/completions and others; the page at / shows a race."""
+    for name, seconds in (("--queue-timeout", queue_timeout), ("--shutdown-timeout", shutdown_timeout)):
+        if not seconds <= 1e6:  # nor infinite
+            raise OptionError(name, seconds, "seconds, at most 1e6")
     (k, *more) = parse_k(num_draft_tokens)
     if more:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "this command takes one number, or auto")
