@@ -93,9 +93,7 @@ def serve(
     ] = False,
     queue_timeout: Annotated[
         float,
-        _option(
-            min=1e-3, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503."
-        ),
+        _option(min=1e-3, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503."),
     ] = 600.0,
     tool_parser: Annotated[
         str,
