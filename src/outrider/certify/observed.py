@@ -230,11 +230,12 @@ def draft_rows(
     num_seen = [0] * len(texts)
 
     def hold(places: Places) -> None:
+        rows, firsts = places.rows.tolist(), places.places.tolist()
         for at, offset in places.is_scored.nonzero().tolist():
-            row, token = int(places.rows[at]), int(places.places[at]) + offset
+            row, token = rows[at], firsts[at] + offset
             if offset == (wanted[row][token] if wanted else 0):
                 held[row, token] = places.drafted_ids[at, offset] if places.q is None else places.q[at, offset]
-        for row, place in zip(places.rows.tolist(), places.places.tolist(), strict=True):
+        for row, place in zip(rows, firsts, strict=True):
             num_seen[row] = place + 1
 
     for chunk in force(target, texts, [settings], walks_of(texts, new_constraint)):
@@ -248,7 +249,7 @@ def draft_rows(
                 hold(next(rounds)[1])
             found = held.pop((row, token), None)
             if found is not None:
-                here.copy_(normalise(found) if found.ndim else one_hot(found[None], p)[0])
+                here.copy_(normalise(found) if found.ndim else one_hot(found[None].to(p.device), p)[0])
         yield chunk, p, q
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import pickle
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -267,7 +269,10 @@ class _Run:
         if _is_first():
             state = {"module": self._student.module.state_dict(), "optimizer": optimizer.state_dict()}
             part = self._checkpoint.with_suffix(".part")
-            torch.save(state | {"progress": asdict(self.progress)}, part)
+            with part.open("wb") as stream:
+                torch.save(state | {"progress": asdict(self.progress)}, stream)
+                stream.flush()
+                os.fsync(stream.fileno())  # or a loss of power could leave a damaged checkpoint
             part.replace(self._checkpoint)
 
     def resume(self, optimizer: Any) -> None:
@@ -277,7 +282,7 @@ class _Run:
             return
         try:
             state = torch.load(self._checkpoint, map_location=self._student.target.device, weights_only=True)
-        except (OSError, RuntimeError, EOFError) as error:
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise FileError(f"{self._checkpoint} cannot be read ({error}): remove it to start again") from None
         self._student.module.load_state_dict(state["module"])
         optimizer.load_state_dict(state["optimizer"])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, simple_parse_args_string
 from tqdm import tqdm
 
 from outrider.api import load
@@ -85,6 +85,21 @@ class OutriderLM(TemplateLM):
         UsageError: see ``outrider.load``.
     """
 
+    @classmethod
+    def create_from_arg_obj(
+        cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None
+    ) -> OutriderLM:
+        """Model of the harness's command line: ``model_args`` come before the command's own options."""
+        own = {name: value for name, value in (additional_config or {}).items() if value is not None}
+        if own.get("device") == "cuda:0" and not torch.cuda.is_available():  # the command's default
+            del own["device"]
+        return cls(**(own | arg_dict))
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> OutriderLM:
+        """See ``create_from_arg_obj``."""
+        return cls.create_from_arg_obj(simple_parse_args_string(arg_string), additional_config)
+
     def __init__(
         self,
         target: str | Decoder = "fable",
@@ -104,8 +119,6 @@ class OutriderLM(TemplateLM):
         super().__init__()
         if not str(batch_size).isdecimal() or int(batch_size) < 1:  # the harness gives text
             raise OptionError("batch_size", batch_size, "a whole number >= 1")
-        if device.startswith("cuda") and not torch.cuda.is_available():
-            device = "auto"  # the harness's default is cuda:0
         self.decoder = (
             target
             if isinstance(target, Decoder)

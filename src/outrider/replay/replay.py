@@ -194,6 +194,8 @@ def replay(
         )
     if needs_forcing(drafter) and target is None:
         raise _target_is_needed("draft", drafter.name, "its q is known in rounds with the target only")
+    if isinstance(records, Sequence) and target is None and needs_forcing(drafter, [one.text for one in records]):
+        raise _target_is_needed("draft", drafter.name, "some texts are longer than its context")
     remaining = iter(records)
     while group := list(islice(remaining, batch_size)):
         is_forced = needs_forcing(drafter, [record.text for record in group])

@@ -129,9 +129,9 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
     for number, line in lines:
         try:
             arm, prompt = _from_origins(json.loads(line))
+            prompts = arms.setdefault(arm, {})
         except (ValueError, KeyError, TypeError, RecursionError):
             raise FileError(f"{path}, line {number}: not a line of generate --output with a draft") from None
-        prompts = arms.setdefault(arm, {})
         if prompt.index in prompts:
             raise FileError(f"{path}, line {number}: duplicates prompt {prompt.index}: give each run by itself")
         prompts[prompt.index] = prompt
@@ -161,6 +161,8 @@ def _from_origins(row: Mapping[str, Any]) -> tuple[RecordedArm, PromptRounds]:
         raise ValueError
     full = stats_of([(n, n) for n, is_full in rounds if is_full], 0, 0).full_histogram
     stats = replace(stats, drafted_histogram=drafted, full_histogram=full)
+    if not isinstance(row.get("category"), str | None):
+        raise ValueError
     arm = RecordedArm(settings["draft"], settings["num_draft_tokens"], settings["acceptance"])
     return arm, PromptRounds(int(row["index"]), row.get("category"), stats)
 

@@ -80,6 +80,7 @@ def along(
     target: LM | None = None,
     limits: Sequence[int] | None = None,
     constraints: Sequence[Constraint] | None = None,
+    is_forced: bool | None = None,
 ) -> Iterator[tuple[int, Places]]:
     """Yield p and q under each of the sampling options, with the index of the options; the places of a text in order.
     Where q depends on the tokens alone there is one offset, which stands for all.
@@ -91,12 +92,13 @@ def along(
         limits: of each text's output; drafts get shorter near it, as in the loop. None: all rounds draft K tokens.
         constraints: of each text, advanced to its first scored token; for one of the sampling options, and without a
             target unless it is needed. (A look-up proposes without.)
+        is_forced: q is found in rounds; None where the drafter and these texts need that (``needs_forcing``).
 
     Raises:
         NumericsError: a model gave NaN or infinite logits.
     """
     most = limits or [len(text.ids) + k for text in texts]
-    if needs_forcing(drafter, texts):
+    if needs_forcing(drafter, texts) if is_forced is None else is_forced:
         assert target is not None
         for i, sampling in enumerate(samplings):
             options = [replace(sampling, max_new_tokens=limit) for limit in most]

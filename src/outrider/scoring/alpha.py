@@ -83,8 +83,10 @@ def measure_alpha(
     sums = torch.zeros(2, len(samplings), k, len(texts), dtype=torch.float64)  # of overlaps, and of tokens
     for begin in range(0, len(texts), batch_size):
         batch = texts[begin : begin + batch_size]
-        for i, places in along(drafter, batch, samplings, k, target=target):
-            assert places.p is not None and places.q is not None
+        for i, places in along(drafter, batch, samplings, k, target=target, is_forced=is_by_round):
+            if places.q is None:  # a round in which nothing could be drafted
+                continue
+            assert places.p is not None
             at, offsets = places.is_scored.cpu().nonzero(as_tuple=True)
             values = overlap(places.p[places.is_scored], places.q[places.is_scored]).to("cpu", torch.float64)
             index = offsets, begin + places.rows.cpu()[at]

@@ -188,8 +188,8 @@ def _is_there(name: str) -> bool:
 
 
 def title_of(name: str) -> str:
-    """Title of a document, like outrider/compare/1. The number changes when a key is removed, or changes its type or
-    meaning."""
+    """Title of a document, like outrider/compare/1. From version 1.0 on, the number changes when a key is removed, or
+    changes its type or meaning; until then the changelog tells."""
     return f"outrider/{name}/1"
 
 
