@@ -138,9 +138,35 @@ def test_other_addresses_are_not_opened(url: str, monkeypatch: pytest.MonkeyPatc
     assert caught.value.param == "messages"
 
 
+@pytest.mark.parametrize(
+    ("host", "url", "is_allowed"),
+    [
+        ("example.com:443", "https://example.com/a", True),
+        ("example.com:443", "https://example.com:443/a", True),
+        ("example.com:443", "http://example.com/a", False),
+        ("example.com:80", "http://example.com/a", True),
+        ("example.com:80", "https://example.com/a", False),
+        ("example.com", "https://example.com:443/a", True),
+        ("example.com", "http://example.com:80/a", True),
+    ],
+)
+def test_the_port_of_a_scheme(host: str, url: str, is_allowed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Need not stand in the address."""
+
+    async def content(*_: object) -> bytes:
+        return b"image"
+
+    monkeypatch.setattr(image_fetch, "_content", content)
+    if is_allowed:
+        assert fetch([host], [url]) == {url: b"image"}
+    else:
+        with pytest.raises(Refusal, match="images are not fetched from"):
+            fetch([host], [url])
+
+
 def test_hosts() -> None:
     found = check_hosts(["A.example", "b.example:81", "[::1]:80"])
-    assert found.keys() == {("a.example", None), ("b.example", 81), ("::1", None)}
+    assert found.keys() == {("a.example", None), ("b.example", 81), ("::1", 80)}
     for wrong in ("", "http://a.example", "a.example/b", "a:b", "u@a.example", "*.example", "a b"):
         with pytest.raises(OptionError, match="--allow-image-host"):
             check_hosts([wrong])

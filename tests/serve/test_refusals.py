@@ -373,8 +373,9 @@ def test_keys() -> None:
 def test_other_names_of_this_machine(http: httpx.Client) -> None:
     """Those that a page of another site may have made up."""
     for host in ("example.org", "example.org:8000", "localhost.example.org", "10.0.0.1", "[", "[::1", "@", ""):
-        assert http.get("/v1/models", headers={"host": host}).status_code == 400
-    for host in ("localhost", "localhost:8000", "127.0.0.1", "[::1]:8000"):
+        error = refused(http.get("/v1/models", headers={"host": host}), 403)
+        assert error["type"] == "permission_error" and "--api-key" in error["message"]
+    for host in ("localhost", "localhost:8000", "localhost.", "127.0.0.1", "127.0.0.2:8000", "[::1]:8000"):
         assert http.get("/v1/models", headers={"host": host}).status_code == 200
 
 

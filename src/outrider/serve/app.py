@@ -15,12 +15,13 @@ from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
 from typing import Any
+from urllib.parse import urlsplit
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -44,7 +45,6 @@ from outrider.serve.served_model import ServedModel
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING, _NUM_CONSTRAINING = 2, 2  # threads
 _RACE_RETRY_S = 10
-_OWN_HOSTS = ["localhost", "127.0.0.1", "[::1]"]
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -92,13 +92,7 @@ class App:
         ]
         self.asgi: ASGIApp = Starlette(
             routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
-            # Without a key: another site's domain may resolve to this machine (DNS rebinding), and its page could then
-            # read responses.
-            middleware=[
-                Middleware(KeyGuard, api_keys=api_keys)
-                if api_keys
-                else Middleware(TrustedHostMiddleware, allowed_hosts=_OWN_HOSTS, www_redirect=False)
-            ],
+            middleware=[Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard)],
             exception_handlers={
                 Refusal: _refuse,
                 OutriderError: _refuse,
@@ -151,7 +145,7 @@ class App:
             if ask.body.stream:
                 await _send_stream(answer_events(answer), send)
             else:
-                await _send(JSONResponse(await whole_answer(answer)), send)
+                await _send(await asyncio.to_thread(JSONResponse, await whole_answer(answer)), send)
         finally:
             self._model.close(answer.ticket)
 
@@ -231,12 +225,12 @@ class App:
     ) -> Response:
         body, client = await _body(request), self.client_of(request.scope)
 
-        def make_it() -> dict[str, Any]:
+        def make_it() -> Response:
             value = parse_json(body)
-            return make(self._preparer_of(value.get("model")), value)
+            return JSONResponse(make(self._preparer_of(value.get("model")), value))
 
         with self._model.reserve(client):
-            return JSONResponse(await self._tokenizing.run(make_it, client))
+            return await self._tokenizing.run(make_it, client)
 
 
 class Generation:
@@ -283,6 +277,22 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
+class HostGuard:
+    """Accept only requests whose Host is a loopback name. Another site's domain may resolve to this machine (DNS
+    rebinding), and its page could then read responses."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        host = Headers(scope=scope).get("host", "")
+        if is_loopback(_name_of(host)):
+            await self._app(scope, receive, send)
+            return
+        message = f"{host!r:.100} is not a name of this machine: use localhost, or an API key (--api-key)"
+        await _send(_response(Refusal(message, status=403, type_="permission_error"), scope["path"]), send)
+
+
 class KeyGuard:
     """Accept only requests with one of the keys."""
 
@@ -306,6 +316,14 @@ def _key_of(scope: Scope) -> bytes | None:
     headers = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")  # Anthropic's
+
+
+def _name_of(host: str) -> str:
+    """Host name without port; empty if malformed."""
+    try:
+        return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -23,6 +23,7 @@ from outrider.text.chat_images import MOST_IMAGES, has_images, image_urls
 _MOST_BYTES = 4 * 2**20  # as for a request's body, in which images are otherwise
 _MOST_S = 10.0
 _HEADERS = {"User-Agent": "outrider", "Accept": "image/*", "Accept-Encoding": "identity"}
+_PORTS = {"http": 80, "https": 443}
 _HOST = re.compile(r"[A-Za-z0-9_.:\[\]-]+")  # no patterns: a star would match nothing
 
 
@@ -33,7 +34,7 @@ def check_hosts(hosts: Iterable[str]) -> dict[tuple[str, int | None], str]:
         try:
             if not _HOST.fullmatch(host):
                 raise ValueError
-            url = httpx.URL(f"http://{host}")
+            url = httpx.URL(f"//{host}")  # without a scheme, whose own port httpx drops
         except (ValueError, httpx.InvalidURL):
             remedy = "a host name, or HOST:PORT for another port than 80 and 443"
             raise OptionError("--allow-image-host", host, remedy) from None
@@ -88,7 +89,8 @@ class ImageFetcher:
             url = httpx.URL(text)
         except httpx.InvalidURL:
             raise _refusal(f"the address {text!r:.80} of an image is invalid") from None
-        if url.userinfo or (url.host, url.port) not in self._hosts:
+        ports = {None, _PORTS.get(url.scheme)} if url.port is None else {url.port}
+        if url.userinfo or not any((url.host, port) in self._hosts for port in ports):
             allowed = ", ".join(self._hosts.values())
             raise _refusal(f"images are not fetched from {url.netloc.decode():.100}: allowed are {allowed}")
         return url

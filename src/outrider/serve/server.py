@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from outrider.text.tool_formats import tool_format_of
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close first
+_OTHER_FILES = 128  # open files beside connections: of models and the log, and connections being refused
 _GRACE_S = 5.0  # to send errors after running requests are cancelled
 
 
@@ -91,7 +93,7 @@ class Server:
         config = uvicorn.Config(
             self._app.asgi,
             http="h11",
-            limit_concurrency=options.max_connections,
+            limit_concurrency=room_for_connections(options.max_connections),
             lifespan="off",
             log_config=None,
             ws="none",
@@ -148,6 +150,23 @@ class Server:
         if self.model.admission.num_open:
             _LOG.warning("%d requests did not end in time and are cancelled", self.model.admission.num_open)
         self.model.abort(unavailable("the server is shutting down", 1))
+
+
+def room_for_connections(most: int) -> int:
+    """Number of connections, at most ``most``, that fit beside other open files. Raises the soft limit if needed."""
+    if sys.platform == "win32":
+        return most
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    need = most + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < need:
+        soft = need if hard == resource.RLIM_INFINITY else min(need, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        if soft < need:
+            most = max(soft - _OTHER_FILES, 2)
+            _LOG.warning("%d files may be open (ulimit -n): at most %d connections", soft, most)
+    return most
 
 
 def listen(host: str, port: int) -> socket.socket:
