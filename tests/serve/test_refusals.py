@@ -15,6 +15,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from scripted import MARKERS, TEMPLATES, talker, tool
 from servers import Running, running, words
 
+from outrider.serve import bodies
 from outrider.serve.bodies import ChatBody, CompletionBody
 from outrider.serve.http_errors import Refusal
 from pairs import embedded, word_tokenizer
@@ -81,6 +82,9 @@ BAD_VALUES: dict[str, list[Any]] = {
     "prompt": ["", None, [], [[]], [True], ["a", 1], ["a"] * 500, [10**6], [1] * 128],
     "response_format": [
         {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}},
+        {"type": "json_object", "json_schema": {"schema": {}}},
+        {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}},
+        {"type": "text", "schema": {}},
     ],
     "structured_outputs": [[1]],
     "structured_outputs.regex": ["(a"],
@@ -136,6 +140,11 @@ ASKED: dict[str, dict[str, Any]] = {
     RACE: {"prompt": "w1", "max_tokens": 2, "drafter": "ngram"},
 }
 FLAT = {"type": "function", **tool()["function"]}
+CUSTOM = {"name": "time"}
+DEEP = "[" * 100_000
+TEXT = {"type": "text", "text": "w1"}
+PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+SHOWN = {"role": "user", "content": [PICTURE]}
 NAMED = {"type": "function", "function": {"name": "time"}}
 
 
@@ -154,6 +163,10 @@ def answered(**fields: Any) -> dict[str, Any]:
         (CHAT, "messages[0]", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
         (CHAT, "messages[0]", answered(function_call={"name": "time"})),
         (CHAT, "messages[0].tool_calls", answered(tool_calls=[{}])),
+        (CHAT, "messages[0].tool_calls", answered(tool_calls=5)),
+        (CHAT, "messages[0].tool_calls", answered(tool_calls=True)),
+        (CHAT, "messages[0].tool_calls", answered(tool_calls=[{"function": {"name": 5}}])),
+        (CHAT, "messages", answered(tool_calls=[{"function": {"name": "time", "arguments": DEEP}}])),
         (CHAT, "top_logprobs", {"top_logprobs": 1}),
         (CHAT, "logprobs", {"logprobs": 2}),
         (CHAT, "echo", {"echo": True}),
@@ -164,6 +177,8 @@ def answered(**fields: Any) -> dict[str, Any]:
         (CHAT, "tools[0].function.name", {"tools": [tool("a b")]}),
         (CHAT, "tools[0].function.strict", {"tools": [tool(strict=1)]}),
         (CHAT, "tools[0]", {"tools": [tool(schema={"type": "string"})]}),
+        (CHAT, "tools[0]", {"tools": [{"type": "custom", "function": CUSTOM}]}),
+        (CHAT, "tools[0]", {"tools": [{"type": "function", **CUSTOM, "parameters": {}, "input_schema": {}}]}),
         (CHAT, "tool_choice", {"tools": [tool()], "tool_choice": "weather"}),
         (CHAT, "tool_choice", {"tools": [tool()], "tool_choice": NAMED}),
         (CHAT, "tool_choice", {"tool_choice": "required"}),
@@ -185,6 +200,10 @@ def answered(**fields: Any) -> dict[str, Any]:
         (RACE, "prompt", {"prompt": [1, 2]}),
         (RACE, "n", {"n": 2}),
         (RACE, "prompt_logprobs", {"prompt_logprobs": 1}),
+        (RACE, "logprobs", {"logprobs": 0}),
+        (RACE, "stream", {"stream": False}),
+        (RACE, "priority", {"priority": 1}),
+        (RACE, "return_tokens_as_token_ids", {"return_tokens_as_token_ids": True}),
         (RESPONSES, "store", {"store": True}),
         (RESPONSES, "frequency", {"frequency": 5}),
         (RESPONSES, "max_output_tokens", {"max_output_tokens": 0}),
@@ -199,6 +218,9 @@ def answered(**fields: Any) -> dict[str, Any]:
         (RESPONSES, "input[1]", {"input": [ASK, {"type": "function_call", "name": None}]}),
         (RESPONSES, "tools[0].type", {"tools": [{"type": "web_search"}]}),
         (RESPONSES, "tools[0].name", {"tools": [{"type": "function"}]}),
+        (RESPONSES, "tools[0]", {"tools": [{"type": "custom", **CUSTOM}]}),
+        (RESPONSES, "tools[0]", {"tools": [CUSTOM]}),
+        (RESPONSES, "input", {"input": [{"type": "function_call", "name": "time", "arguments": DEEP}]}),
         (RESPONSES, "tool_choice", {"tools": [FLAT], "tool_choice": {"type": "function"}}),
         (RESPONSES, "text", {"text": 5}),
         (RESPONSES, "text.verbosity", {"text": {"verbosity": "low"}}),
@@ -210,10 +232,18 @@ def answered(**fields: Any) -> dict[str, Any]:
         (MESSAGES, "messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
         (MESSAGES, "messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}),
         (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}),
+        (MESSAGES, "messages[0]", {"messages": [{"role": "user", "content": [TEXT, {"type": "tool_result"}]}]}),
+        (MESSAGES, "messages[0]", {"messages": [{"role": "user", "content": [PICTURE, {"type": "tool_result"}]}]}),
+        (MESSAGES, "add_special_tokens", {"messages": [SHOWN], "add_special_tokens": True}),
+        (MESSAGES, "thinking", {"messages": [SHOWN], "thinking": {"type": "disabled"}}),
         (MESSAGES, "system", {"system": 3}),
+        (MESSAGES, "system", {"system": [PICTURE]}),
         (MESSAGES, "tools[0].type", {"tools": [{"type": "bash_20250124", "name": "bash"}]}),
         (MESSAGES, "tool_choice.type", {"tool_choice": {"type": "some"}}),
         (MESSAGES, "thinking.type", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+        (MESSAGES, "thinking.budget_tokens", {"thinking": {"type": "adaptive", "budget_tokens": 1024}}),
+        (MESSAGES, "output_config.effort", {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}),
+        (MESSAGES, "output_config.format", {"output_config": {"format": {"type": "json_object"}}}),
         (MESSAGES, "output_config.task_budget", {"output_config": {"task_budget": 3}}),
         (MESSAGES, "max_tokens", {"max_tokens": 0}),
         (MESSAGES, "stop_sequences[0]", {"stop_sequences": [3]}),
@@ -226,6 +256,39 @@ def test_the_field_of_an_endpoint_is_named(talker_http: httpx.Client, path: str,
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     of_chats = ("messages", "max_completion_tokens", "response_format", "reasoning_effort", "chat_template_kwargs")
     assert path != RESPONSES or not error["message"].startswith(of_chats)
+
+
+def many(item: Any) -> list[Any]:
+    return [item] * 500_000
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "body"),
+    [
+        (CHAT, "tools[0]", {"tools": many(1)}),
+        (CHAT, "stop", {"stop": many(1)}),
+        (CHAT, "guided_choice", {"guided_choice": many(1)[:4000]}),
+        (RESPONSES, "input[0]", {"input": many(1)}),
+        (RESPONSES, "input[0].content[0]", {"input": [{"role": "user", "content": many(1)}]}),
+        (MESSAGES, "messages[0]", {"messages": many(1)}),
+        (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": many(1)}]}),
+        ("/detokenize", "tokens[0]", {"tokens": many("")}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_one_wrong_item_is_enough(
+    talker_http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, param: str, body: Any
+) -> None:
+    """The others are not checked: their errors would take seconds, in which the server is not heard from."""
+    seen, place = [], bodies._place
+
+    def counted(*given: Any) -> str:
+        seen.append(given)
+        return place(*given)
+
+    monkeypatch.setattr(bodies, "_place", counted)
+    error = refused(talker_http.post(path, json=ASKED.get(path, {}) | body))
+    assert error["param"].startswith(param) and len(seen) < 5
 
 
 def test_a_model_without_a_chat_template(http: httpx.Client) -> None:
@@ -268,8 +331,11 @@ def test_fields_that_may_change_the_text_are_refused(http: httpx.Client) -> None
         assert refused(http.post("/v1/completions", json=body | {field: changes}))["param"] == field
     neutral = {field: value for field, (_, value) in _OF_OTHER_SERVERS.items()}
     more = {"user": "me", "metadata": {"a": "b"}, "store": True, "cache_prompt": True, "priority": -3}
-    more |= {"response_format": None, "best_of": 1, "tools": []}
+    more |= {"response_format": None, "best_of": 1, "tools": [], "stream_options": {"include_usage": None}}
     assert http.post("/v1/completions", json=body | neutral | more).status_code == 200
+    assert http.post("/v1/completions", json=body | {"n": 2, "best_of": 2}).status_code == 200
+    more = {"response_format": {"type": "text", "schema": None}}
+    assert http.post("/v1/completions", json=body | more).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,8 @@ from pydantic import (
     Field,
     PrivateAttr,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic_core import ErrorDetails, from_json
@@ -33,7 +35,7 @@ from outrider.errors import OptionError, UsageError
 from outrider.options import CONSTRAINTS
 from outrider.serve.chats import read_messages
 from outrider.serve.http_errors import Refusal, refusal_of
-from outrider.serve.tools import Part, Tool, ToolChoice, ToolUse, descriptions_of
+from outrider.serve.tools import Functions, Part, ToolChoice, ToolUse, descriptions_of
 from outrider.text.chat import Chat, ChatOptions
 from outrider.text.chat_images import has_images
 from outrider.text.tokenizer import Prompt
@@ -139,11 +141,13 @@ def _seed(value: int) -> int:
 Integer = Annotated[int, BeforeValidator(_whole)]
 Seed = Annotated[Integer, AfterValidator(_seed)]
 Stops = Annotated[
-    list[Annotated[str, Field(min_length=1, max_length=1000)]], BeforeValidator(_many), Field(max_length=16)
+    list[Annotated[str, Field(min_length=1, max_length=1000)]],
+    Field(max_length=16, fail_fast=True),
+    BeforeValidator(_many),
 ]
 _Schema = Annotated[dict[str, Any], BeforeValidator(_read_schema)]
 _Text = Annotated[str, Field(min_length=1)]
-_Choices = Annotated[list[_Text], Field(min_length=1, max_length=5000)]
+_Choices = Annotated[list[_Text], Field(min_length=1, max_length=5000, fail_fast=True)]
 _NumLogprobs = Annotated[Integer, Field(ge=0, le=_MOST_LOGPROBS)]
 
 
@@ -158,9 +162,15 @@ class Format(Part):
     def _check_schema(self) -> Self:
         if self.type == "json_schema" and not isinstance(self.constraint(), dict):
             raise ValueError("json_schema needs a schema, an object")
+        if self.json_schema is not None and (self.type != "json_schema" or self.schema_ is not None):
+            raise ValueError("json_schema is for the type json_schema, without schema")
+        if self.schema_ is not None and self.type == "text":
+            raise ValueError("schema is for the types json_schema and json_object")
         return self
 
     def constraint(self) -> Any:
+        if self.type == "text":
+            return None
         if self.type == "json_object" and self.schema_ is None:
             return {"type": "object"}
         return self.schema_ if self.json_schema is None else self.json_schema.get("schema")
@@ -176,8 +186,8 @@ class _StructuredOutputs(BaseModel):
 
 
 class _StreamOptions(Part):
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 # Bodies
@@ -331,7 +341,7 @@ class GenerationBody(Body):
         "verbosity": ("medium",),
         "repeat_last_n": (-1,),  # the penalty sees the whole sequence
         "top_n_sigma": (-1,),
-        **dict.fromkeys("length_penalty typical_p tfs_z num_beams num_beam_groups n best_of".split(), (1,)),
+        **dict.fromkeys("length_penalty typical_p tfs_z num_beams num_beam_groups n".split(), (1,)),
         **dict.fromkeys("guidance_scale encoder_repetition_penalty".split(), (1,)),
         **dict.fromkeys(
             "spaces_between_special_tokens add_generation_prompt do_sample skip_special_tokens".split(), (True,)
@@ -398,8 +408,28 @@ class GenerationBody(Body):
         body = cls.read(sent)
         try:
             return body.ask()
-        except UsageError as error:
+        except (UsageError, RecursionError) as error:
             raise body.refusal_of(error) from None
+
+    def chat_prompt(self, messages: list[dict[str, Any]], options: ChatOptions, *others: str) -> Prompt:
+        """A chat; or with images its messages, which have no options.
+
+        Args:
+            others: further fields that cannot be given beside images.
+
+        Raises:
+            Refusal, PromptError, OptionError
+        """
+        if not has_images(messages):
+            return Chat(messages, options)
+        # Scoring does not read images.
+        fields = (*others, "add_special_tokens", "prompt_logprobs")
+        given = [name for name in fields if getattr(self, name) is not None]
+        own = [name for name in options.given() if name != "add_generation_prompt" or not options.has_generation_prompt]
+        if given := given + own:
+            name = self.name_of(given[0])
+            raise Refusal(f"{name} is not supported beside images", param=name)
+        return messages
 
     def _ask(
         self,
@@ -471,7 +501,7 @@ class OpenAIBody(GenerationBody):
     NOT_SERVED: ClassVar[frozenset[str]] = frozenset(
         (
             # OpenAI
-            "suffix best_of functions function_call modalities audio web_search_options verbosity "
+            "suffix functions function_call modalities audio web_search_options verbosity "
             # vLLM
             "use_beam_search length_penalty structural_tag guided_whitespace_pattern prompt_embeds logits_processors "
             "thinking_token_budget spaces_between_special_tokens chat_template lora_request return_token_ids "
@@ -502,6 +532,14 @@ class OpenAIBody(GenerationBody):
 
     stop: Stops = []
     response_format: Format | None = None
+    best_of: Integer | None = None
+
+    @field_validator("best_of")
+    @classmethod
+    def _check_best_of(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value not in (None, 1, info.data.get("n")):
+            raise ValueError("choices are not ranked: leave it out, or give n")
+        return value
 
 
 class CompletionBody(OpenAIBody):
@@ -526,8 +564,10 @@ class RaceBody(CompletionBody):
     """Body of ``/v1/race``."""
 
     NOT_SERVED: ClassVar[frozenset[str]] = CompletionBody.NOT_SERVED | frozenset(
-        "n echo add_special_tokens skip_special_tokens include_stop_str_in_output prompt_logprobs".split()
+        "n echo add_special_tokens skip_special_tokens include_stop_str_in_output prompt_logprobs logprobs stream "
+        "priority return_tokens_as_token_ids".split()
     )
+    IDLE: ClassVar[Mapping[str, Sequence[Any]]] = {**CompletionBody.IDLE, "stream": (True,), "priority": (0,)}
 
     drafter: str | None = None
 
@@ -542,7 +582,7 @@ class ChatBody(OpenAIBody, TemplateBody):
     max_tokens: Annotated[Integer, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: _NumLogprobs | None = None
-    tools: list[Tool] = []
+    tools: Functions = []
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
 
@@ -551,35 +591,14 @@ class ChatBody(OpenAIBody, TemplateBody):
             raise Refusal("top_logprobs needs logprobs: true", param="top_logprobs")
         tools = ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
         options, messages = self.options(tools), read_messages(self.messages)
-        others = {name: getattr(self, name) for name in ("reasoning_effort", "add_special_tokens", "prompt_logprobs")}
         return self._ask(
-            [chat_prompt(messages, options, others)],
+            [self.chat_prompt(messages, options, "reasoning_effort")],
             max_tokens=self.max_tokens,
             stop=self.stop,
             form=("response_format", self.response_format),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             tools=tools,
         )
-
-
-def chat_prompt(
-    messages: list[dict[str, Any]], options: ChatOptions, others: Mapping[str, Any] | None = None
-) -> Prompt:
-    """A chat; or with images its messages, which have no options.
-
-    Args:
-        others: fields that cannot be given beside images, which scoring does not read.
-
-    Raises:
-        Refusal, PromptError, OptionError
-    """
-    if not has_images(messages):
-        return Chat(messages, options)
-    own = [name for name in options.given() if name != "add_generation_prompt" or not options.has_generation_prompt]
-    given = [name for name, value in (others or {}).items() if value is not None] + own
-    if given:
-        raise Refusal(f"{given[0]} is not supported beside images", param=given[0])
-    return messages
 
 
 class TokenizeBody(TemplateBody):
@@ -590,7 +609,7 @@ class TokenizeBody(TemplateBody):
 
     prompt: str | None = None
     messages: list[Any] | None = None
-    tools: list[Tool] = []
+    tools: Functions = []
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
 
@@ -610,4 +629,4 @@ class TokenizeBody(TemplateBody):
 class DetokenizeBody(Body):
     """Body of ``/detokenize``."""
 
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]

@@ -5,9 +5,10 @@ Source: OpenAI's API reference (``messages``).
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from pydantic_core import from_json
 
 from outrider.errors import PromptError
 from outrider.serve.http_errors import Refusal
@@ -47,8 +48,9 @@ def _is_image(part: Any) -> bool:
 
 def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     """Raises Refusal."""
-    functions: list[Any] = [call.get("function") if isinstance(call, dict) else None for call in calls or ()]
-    if not isinstance(calls, list) or not all(isinstance(one, dict) and "name" in one for one in functions):
+    found = calls if isinstance(calls, list) else [None]
+    functions: list[Any] = [call.get("function") if isinstance(call, dict) else None for call in found]
+    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
         raise Refusal(f"{where} must be a list of objects with a function, which has a name", param=where)
     return [
         {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
@@ -59,7 +61,7 @@ def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
 def read_arguments(value: Any) -> Any:
     """Arguments of a call as an object; unchanged if the model has written none."""
     try:
-        read = json.loads(value or "{}") if isinstance(value, str | None) else value
+        read = from_json(value or "{}") if isinstance(value, str | None) else value
     except ValueError:
         return value
     return read if isinstance(read, Mapping) else value

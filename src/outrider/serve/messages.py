@@ -11,13 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from outrider.records import FinishReason
 from outrider.serve.answers import ItemsAnswer, event_of
-from outrider.serve.bodies import Format, GenerationBody, Integer, ParsedRequest, Stops, chat_prompt
+from outrider.serve.bodies import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
-from outrider.serve.tools import Choice, Part, Tool, ToolUse, descriptions_of
+from outrider.serve.tools import Choice, Part, Tools, ToolUse, descriptions_of
 from outrider.text.chat import ChatOptions
 from outrider.text.output_parser import Piece
 
@@ -65,7 +65,7 @@ class _Block(Part):
         return self
 
 
-_Blocks = Annotated[list[_Block], BeforeValidator(_as_blocks)]
+_Blocks = Annotated[list[_Block], Field(fail_fast=True), BeforeValidator(_as_blocks)]
 _READ = {  # by role; thoughts of earlier turns are left out, as templates do
     "system": ("text",),
     "user": ("text", "image", "tool_result", "thinking", "redacted_thinking"),
@@ -77,17 +77,28 @@ def _text_of(blocks: Sequence[_Block]) -> str:
     return "".join(block.text or "" for block in blocks if block.type == "text")
 
 
+def _check_kinds(role: str, blocks: Sequence[_Block]) -> None:
+    for block in blocks:
+        if block.type not in _READ[role]:
+            raise ValueError(f"a block of the type {block.type} is not supported there")
+        _check_kinds("system", block.content or ())
+
+
+def _check_system(blocks: list[_Block]) -> list[_Block]:
+    _check_kinds("system", blocks)
+    return blocks
+
+
 class _Message(Part):
     role: Literal["user", "assistant", "system"]
     content: _Blocks
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
-        kinds = [(self.role, block.type) for block in self.content]
-        kinds += [("system", inner.type) for block in self.content for inner in block.content or ()]
-        for role, kind in kinds:
-            if kind not in _READ[role]:
-                raise ValueError(f"a block of the type {kind} is not supported there")
+        _check_kinds(self.role, self.content)
+        kinds = [block.type for block in self.content if block.type in ("text", "image", "tool_result")]
+        if kinds != sorted(kinds, key="tool_result".__ne__):
+            raise ValueError("results of tools stand before text and images")
         return self
 
     def messages(self) -> list[dict[str, Any]]:
@@ -112,14 +123,21 @@ class _Message(Part):
         return [*results, *([{"role": "user", "content": parts}] if parts or not results else [])]
 
 
-class _Thinking(Part):
+class _Thinking(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
     type: Literal["adaptive", "disabled"]  # budgets are not supported
+
+
+def _check_form(form: Format) -> Format:
+    if form.type != "json_schema":
+        raise ValueError("the type must be json_schema")
+    return form
 
 
 class _OutputConfig(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     effort: str | None = None
-    format: Format | None = None
+    format: Annotated[Format, AfterValidator(_check_form)] | None = None
 
 
 class MessageBody(GenerationBody):
@@ -138,11 +156,11 @@ class MessageBody(GenerationBody):
         "cache_control diagnostics metadata service_tier user_profile_id workspace_id".split()
     )
 
-    messages: Annotated[list[_Message], Field(min_length=1)]
-    system: _Blocks | None = None
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    system: Annotated[_Blocks, AfterValidator(_check_system)] | None = None
     max_tokens: Annotated[Integer, Field(ge=1)] | None = None
     stop_sequences: Stops = []
-    tools: list[Tool] = []
+    tools: Tools = []
     tool_choice: Choice | None = None
     thinking: _Thinking | None = None
     output_config: _OutputConfig = _OutputConfig()
@@ -151,20 +169,28 @@ class MessageBody(GenerationBody):
         tools = ToolUse.of(self.tools, self.tool_choice)
         given = [*([] if self.system is None else [_Message(role="system", content=self.system)]), *self.messages]
         messages = [message for one in given for message in one.messages()]
-        is_off = self.thinking is not None and self.thinking.type == "disabled"
-        effort = "none" if is_off else self.output_config.effort
+        effort = "none" if self._is_off else self.output_config.effort
+        if self.output_config.effort not in (None, effort):
+            raise Refusal("thinking is disabled: leave output_config.effort out", param="output_config.effort")
         options = ChatOptions(
             tools=descriptions_of(tools),
             chat_template_kwargs={} if effort is None else {"reasoning_effort": effort},
             continue_final_message=messages[-1]["role"] == "assistant",
         )
         return self._ask(
-            [chat_prompt(messages, options)],
+            [self.chat_prompt(messages, options)],
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             form=("output_config.format", self.output_config.format),
             tools=tools,
         )
+
+    def name_of(self, option: str) -> str:
+        return "thinking" if option == "chat_template_kwargs" and self._is_off else super().name_of(option)
+
+    @property
+    def _is_off(self) -> bool:
+        return self.thinking is not None and self.thinking.type == "disabled"
 
 
 @dataclass(eq=False)
@@ -199,7 +225,8 @@ class MessageAnswer(ItemsAnswer):
 
     def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
         for piece in self.parser.feed(text, is_end=reason is not None):
-            yield from self._piece(piece)
+            if piece.kind != "reasoning" or self.ask.body.include_reasoning:
+                yield from self._piece(piece)
         if reason is not None:
             yield from self._close()
 

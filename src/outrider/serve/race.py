@@ -70,7 +70,6 @@ def prepare_race(preparer: Preparer, ask: ParsedRequest) -> Race:
         ids = preparer.token_ids(prompt)
         options = {
             **ask.options,
-            "logprobs": None,
             "seed": secrets.randbelow(_NUM_SEEDS) if seed is None else seed,
             "max_new_tokens": min(max_tokens, preparer.capacity - len(ids)),
         }

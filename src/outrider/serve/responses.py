@@ -19,7 +19,7 @@ from outrider.serve.answers import ItemsAnswer, event_of
 from outrider.serve.bodies import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.chats import read_arguments
 from outrider.serve.http_errors import Refusal
-from outrider.serve.tools import Part, Tool, ToolChoice, ToolUse, descriptions_of
+from outrider.serve.tools import Functions, Part, ToolChoice, ToolUse, descriptions_of
 from outrider.text.chat import Chat, ChatOptions
 from outrider.text.output_parser import Piece
 
@@ -54,7 +54,7 @@ def _as_parts(value: Any) -> Any:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
-_Parts = Annotated[list[_Part], BeforeValidator(_as_parts)]
+_Parts = Annotated[list[_Part], Field(fail_fast=True), BeforeValidator(_as_parts)]
 
 
 class _Item(Part):
@@ -108,11 +108,11 @@ class ResponseBody(GenerationBody):
         "user metadata service_tier safety_identifier prompt_cache_key prompt_cache_retention".split()
     )
 
-    input: str | Annotated[list[_Item], Field(min_length=1)]
+    input: str | Annotated[list[_Item], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[Integer, Field(ge=1)] | None = None
     stop: Stops = []
-    tools: list[Tool] = []
+    tools: Functions = []
     tool_choice: ToolChoice = None
     parallel_tool_calls: bool | None = None
     text: _Text = _Text()

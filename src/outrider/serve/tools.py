@@ -8,9 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, PrivateAttr, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ModelWrapValidatorHandler,
+    PrivateAttr,
+    model_validator,
+)
 
 from outrider.serve.http_errors import Refusal
 from outrider.text.tool_formats import ToolFormat, calls_grammar
@@ -44,6 +53,8 @@ class Tool(Part):
     def _read(cls, sent: Any, read: ModelWrapValidatorHandler[Self]) -> Self:
         function = sent.get("function") if isinstance(sent, dict) else None
         given = {"type": sent.get("type"), **function} if isinstance(function, dict) else sent
+        if isinstance(given, dict) and "parameters" in given and "input_schema" in given:
+            raise ValueError("parameters and input_schema are aliases of one field: give one")
         tool = read(given)
         if (tool.parameters or {}).get("type", "object") != "object":
             raise ValueError("the type of parameters must be object, since arguments have names")
@@ -63,6 +74,16 @@ class Tool(Part):
         if not (self.strict or is_forced):
             return _ANY_ARGUMENTS
         return _NO_ARGUMENTS if self.parameters is None else {"type": "object", **self.parameters}
+
+
+def _check_function(tool: Tool) -> Tool:
+    if tool.type != "function":
+        raise ValueError("the type must be function")
+    return tool
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True)]  # Anthropic's, of the type custom too
+Functions = Annotated[list[Annotated[Tool, AfterValidator(_check_function)]], Field(fail_fast=True)]  # OpenAI's
 
 
 class Choice(Part):

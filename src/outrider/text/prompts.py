@@ -150,14 +150,6 @@ def without_second_bos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
     return ids[_num_leading(ids, bos_id) - num_own :] if num_own else ids
 
 
-def last_ids(tokenizer: Any, ids: list[int], most: int) -> list[int]:
-    """At most so many ids, the last ones of a prompt. A BOS token at its beginning stays: models need it there."""
-    if len(ids) <= most:
-        return ids
-    num_first = int(ids[0] == tokenizer.bos_token_id)
-    return ids[:num_first] + ids[len(ids) - most + num_first :]
-
-
 def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any, has_images: bool = False) -> None:
     """Check that all ids are tokens, and none a placeholder of an image that is not there, or of a video or a sound,
     which are not supported.
