@@ -165,6 +165,22 @@ def test_a_larger_cache_that_does_not_fit_is_freed_first() -> None:
     assert len(made) == 2 and engine._capacity == 8
 
 
+def test_room_for_drafts_beyond_the_capacity_is_not_waited_for() -> None:
+    """As of a server whose context is shorter than the model's: rows that may fill their slots run together."""
+    decoder = _decoder(acceptance="block", num_draft_tokens=4)
+    capacity = len(PROMPT) + 16
+    engine = decoder.engine(2, capacity)
+    loop = EngineLoop(lambda _: engine, least_capacity=capacity, most_capacity=capacity)
+    states = [decoder.request([*PROMPT[:-1], i], {"seed": i, "max_new_tokens": 16}) for i in range(2)]
+    assert states[0].room > capacity
+    loop.submit(states, lambda number, item: states[number].chunks.append(item))  # type: ignore[arg-type]
+    loop.step()
+    assert engine.load.num_running == 2
+    while loop.step():
+        pass
+    assert [len(state.completion.token_ids) for state in states] == [16, 16]
+
+
 def test_a_capacity_is_a_limit() -> None:
     decoder = _decoder()
     with decoder.session(capacity=40) as session:
