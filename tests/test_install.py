@@ -4,6 +4,7 @@ import ast
 import re
 import shlex
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,3 +82,10 @@ def test_messages_name_extras_that_exist() -> None:
 def test_the_version_is_the_same_everywhere(name: str) -> None:
     found = re.search(r"^(?:## \[|version: )(\d+\.\d+\.\d+)", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None and found[1] == PROJECT["version"]
+
+
+@pytest.mark.parametrize("module", ["outrider.kernels.build", "benchmarks.real_models"])
+def test_what_runs_before_an_installation_needs_no_package(module: str) -> None:
+    """The hook that compiles the kernels, and the script that fetches published files."""
+    code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'src')]}; import {module}"
+    subprocess.run([sys.executable, "-S", "-c", code], check=True, env={})

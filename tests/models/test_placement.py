@@ -127,7 +127,7 @@ def test_free_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     cpu = torch.device("cpu")
     monkeypatch.setattr(resources, "_CGROUP", tmp_path)
-    monkeypatch.setattr(resources.psutil, "virtual_memory", lambda: SimpleNamespace(available=1000))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1000))
     assert resources.available_bytes(cpu) == 1000
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("100\n")

@@ -11,8 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from outrider.errors import FileError
 from outrider.system.ranks import current_ranks
 
@@ -154,6 +152,11 @@ def alone(path: Path, on_wait: Callable[[], None] = lambda: None) -> Iterator[No
         path: a lock file.
         on_wait: called before this process waits.
     """
+    try:
+        from filelock import FileLock, Timeout  # here, since files are fetched before anything is installed
+    except ImportError:
+        yield
+        return
     lock, must_wait = FileLock(path), False
     with suppress(OSError, NotImplementedError):
         path.parent.mkdir(parents=True, exist_ok=True)

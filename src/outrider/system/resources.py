@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 if TYPE_CHECKING:
     import torch
 
@@ -97,6 +95,8 @@ def available_bytes(device: torch.device) -> int | None:
         return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
     if device.type != "cpu":
         return None
+    import psutil  # here, since the package is also imported to be built, where nothing is installed
+
     free: int = psutil.virtual_memory().available
     try:
         limit = int((_CGROUP / "memory.max").read_text())
