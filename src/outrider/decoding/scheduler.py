@@ -49,7 +49,7 @@ class Scheduler:
         """
         self.slots = slots
         self.filling: deque[Row] = deque()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
         self._indices = count()
         self._queue: FairQueue[Row] = FairQueue() if queue is None else queue
         self._cancelled: set[int] = set()
@@ -114,9 +114,9 @@ class Scheduler:
         if row is None or not self.slots.num_free or self.slots.waits(row, self.filling):
             return None
         with self._lock:
-            if self._queue.first() is not row:  # another came before it
-                return self.admit()
-            self._queue.pop()
+            found = self._queue.pop()  # or a row that has come before it meanwhile
+            assert found is not None
+            _, row = found
             assignment = self.slots.place(row)
             self.filling.append(row)
         row.slot, row.queued_s = assignment.slot, time.perf_counter() - row.submitted_s
