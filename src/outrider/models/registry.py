@@ -19,7 +19,7 @@ from outrider.system.files import read_text
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # of weights, while loading; see quantize.py
-# Of products with weights in blocks (see quantize.py): digits of the integers to which rows are rounded.
+# Digits of the integers to which rows are rounded before products with weights in blocks (see quantize.py).
 ARITHMETICS = {"a32": 0, "a15": 2, "a8": 1}
 EXECUTIONS = ("auto", "eager", "native", "captured")  # see executions.py
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")  # device maps, inferred by Accelerate
