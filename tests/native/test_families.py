@@ -14,7 +14,7 @@ from native_cases import ALL, CASES, CONTEXT, VOCAB, random_model
 from outrider.native import engine
 from outrider.native.engine import NativeForward
 from outrider.native.families import FAMILIES, plan_of
-from outrider.native.plan import LayerPlan, NotPlanned, Plan
+from outrider.native.plan import AttentionPlan, NotPlanned, Plan
 from outrider.runtime.cache import SlotCache
 
 TOLERANCE = 1e-5  # of the spread of the numbers
@@ -97,12 +97,14 @@ def test_each_family_and_each_of_its_fields_has_a_case() -> None:
         assert known - _OTHERS <= varied, family
 
 
-def _window(plan: Plan) -> Plan:
-    return replace(plan, layers=tuple(_wider(layer) for layer in plan.layers))
+def _each_mixer(change: Callable[[AttentionPlan], AttentionPlan]) -> Callable[[Plan], Plan]:
+    return lambda plan: replace(plan, layers=tuple(replace(layer, mixer=change(layer.mixer)) for layer in plan.layers))
 
 
-def _wider(layer: LayerPlan) -> LayerPlan:
-    return replace(layer, window=layer.window and layer.window + 1)
+def _silu(plan: Plan) -> Plan:
+    return replace(
+        plan, layers=tuple(replace(one, mlp=one.mlp and replace(one.mlp, activation="silu")) for one in plan.layers)
+    )
 
 
 def _epsilon(plan: Plan) -> Plan:
@@ -117,11 +119,11 @@ def _angle(plan: Plan) -> Plan:
 @pytest.mark.parametrize(
     "change",
     [
-        _window,
+        _each_mixer(lambda mixer: replace(mixer, window=mixer.window and mixer.window + 1)),
+        _each_mixer(lambda mixer: replace(mixer, cap=None)),
+        _silu,
         _epsilon,
         _angle,
-        lambda plan: replace(plan, activation="silu"),
-        lambda plan: replace(plan, attention_cap=None),
         lambda plan: replace(plan, logit_cap=plan.logit_cap * 1.01),
         lambda plan: replace(plan, embedding_scale=plan.embedding_scale * 1.01),
     ],

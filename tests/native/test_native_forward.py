@@ -263,7 +263,7 @@ def test_a_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
 
     def wrong(config: Any) -> Plan:
         plan = plan_of(config)
-        return replace(plan, attention_scale=1.1 * plan.attention_scale)
+        return replace(plan, logit_scale=1.1 * plan.logit_scale)
 
     monkeypatch.setattr(engine, "plan_of", wrong)
     lm = choose_execution(_lm(model))

@@ -33,16 +33,33 @@ struct Reach {
   bool operator==(const Reach&) const = default;
 };
 
-struct Layer {
-  Norm attention_norm, query_norm, key_norm, attention_post_norm, mlp_norm, mlp_post_norm;
-  int64_t rope;    // its number; -1 for none
-  Reach reach;
+struct Attention {
+  int64_t num_heads, num_groups, head_width;
+  int64_t rope;              // its number; -1 for none
+  int64_t store;             // number of its keys; its values are the next
   int64_t norms_whole_rows;  // query_norm and key_norm: of all heads together
-  int64_t num_inputs, num_ups;
+  Reach reach;
+  double scale, cap;  // cap 0: none
+  Norm query_norm, key_norm;
+  int64_t num_inputs;
   Matrix inputs[3];  // queries, keys and values, one after the other
   Matrix out;
+
+  int64_t q_width() const { return num_heads * head_width; }
+  int64_t inputs_width() const { return q_width() + 2 * num_groups * head_width; }
+};
+
+struct Mlp {
+  int64_t num_ups, activation;
   Matrix ups[2];  // of the gate, if there is one, and of what it multiplies
   Matrix down;
+};
+
+// A mixer of tokens, then an MLP; what it has not has no heads, and no ups.
+struct Layer {
+  Norm mixer_norm, mixer_post_norm, mlp_norm, mlp_post_norm;
+  Attention attention;
+  Mlp mlp;
 };
 
 // Input of a head that drafts from states of its target: the norms of a token's embedding and of a state, side by side.
@@ -54,8 +71,8 @@ struct Joint {
 };
 
 struct Model {
-  int64_t num_layers, hidden, num_heads, num_groups, head_width, activation, num_ropes, num_digits;
-  double attention_scale, attention_cap, embedding_scale, residual_scale, logit_scale, logit_cap;  // cap 0: none
+  int64_t num_layers, hidden, num_ropes, num_digits;
+  double embedding_scale, residual_scale, logit_scale, logit_cap;  // cap 0: none
   Matrix embedding, head;
   const float* place_embedding;  // [num_places, hidden], or null
   int64_t num_places;
@@ -71,7 +88,7 @@ struct Batch {
   const int64_t *ids, *places;  // a place below 0 is padding; the others of a row ascend [B, T]
   const float* states;          // of a head's target [B, T, hidden], or null
   const int64_t* offsets;       // from places to positions [B], or null
-  void* const* stores;          // keys and values of each layer in turn [B, L + 1, groups, head_width]
+  void* const* stores;          // keys and values of each attention in turn [B, L + 1, groups, head_width]
   int64_t bits, row_places;     // of a number of the stores; L + 1
   int64_t num_wanted;           // last columns whose logits are wanted; those of padding are zeros
   float* logits;                // [B, num_wanted, V]
@@ -101,6 +118,9 @@ void put(BFloat16* to, float number) {
 struct Task {
   int64_t group, first, number, part = 0, num_parts = 0;
   bool is_first = true;  // of the parts
+
+  // Head of a query, if `shared` heads share keys.
+  int64_t head(int64_t query, int64_t shared) const { return group * shared + (first + query) % shared; }
 };
 
 // The first place that a token sees, and the one after the last. Both ascend along a sequence.
@@ -115,9 +135,10 @@ Seen seen(const Reach& reach, const Token& token) {
   return {std::max<int64_t>(0, begin), end};
 }
 
-// Tasks of attention with one reach: the parts of the same queries follow one another.
+// Tasks of attention with one reach and numbers of heads: the parts of the same queries follow one another.
 struct Tasks {
   Reach reach;
+  int64_t num_heads, num_groups;
   bool has_parts;
   std::vector<Task> list;
 };
@@ -125,22 +146,24 @@ struct Tasks {
 // Tokens that go through the layers together, and what they need.
 struct Block {
   Block(const Model& m, const Batch& batch, const Token* tokens, int64_t number)
-      : m(m), batch(batch), tokens(tokens), number(number), q_width(m.num_heads * m.head_width),
-        inputs_width(q_width + 2 * m.num_groups * m.head_width), kept_width(m.head_width + 2),
-        normed_width(m.joint.is_there ? 2 * m.hidden : m.hidden) {
-    int64_t widest = std::max(normed_width, q_width);
-    size_t num_tasks = 0;
+      : m(m), batch(batch), tokens(tokens), number(number), normed_width(m.joint.is_there ? 2 * m.hidden : m.hidden) {
+    int64_t widest = normed_width, inputs_width = 0, q_width = 0, ups_width = 0;
+    size_t num_kept = 0;
+    for (int64_t r = 0; r < m.num_ropes; r++) turns_width = std::max(turns_width, m.ropes[r].width);
     for (int64_t l = 0; l < m.num_layers; l++) {
       const Layer& layer = m.layers[l];
-      ups_width = std::max(ups_width, layer.down.width * layer.num_ups);
-      widest = std::max(widest, layer.down.width);
-      if (tasks_with(layer.reach) == nullptr) tasks.push_back(tasks_of(layer.reach));
+      const Attention& attention = layer.attention;
+      ups_width = std::max(ups_width, layer.mlp.down.width * layer.mlp.num_ups);
+      widest = std::max({widest, layer.mlp.down.width, attention.q_width()});
+      if (attention.num_heads == 0) continue;
+      inputs_width = std::max(inputs_width, attention.inputs_width()), q_width = std::max(q_width, attention.q_width());
+      if (tasks_of(attention) == nullptr) tasks.push_back(new_tasks(attention));
+      num_kept = std::max(num_kept, tasks_of(attention)->list.size() * kept_width(attention));
     }
-    for (const Tasks& one : tasks) num_tasks = std::max(num_tasks, one.list.size());
     x = buffer(number * m.hidden), y = buffer(number * m.hidden), normed = buffer(number * normed_width);
     inputs = buffer(number * inputs_width), attended = buffer(number * q_width), ups = buffer(number * ups_width);
-    turns = buffer(number * m.num_ropes * m.head_width);
-    kept = buffer(num_tasks * MOST_QUERIES * kept_width);
+    turns = buffer(number * m.num_ropes * turns_width);
+    kept = buffer(num_kept * MOST_QUERIES);
     if (m.num_digits) chunks.reset(new RoundedChunk[number * ((widest + CHUNK - 1) / CHUNK)]);
     for (int64_t t = 0; t < number; t++) {
       if (tokens[t].logits != nullptr) wanted.push_back(t);
@@ -148,21 +171,22 @@ struct Block {
     apart = buffer(wanted.empty() || batch.num_rows == 1 ? 0 : wanted.size() * m.head.num_channels);
   }
 
-  const Tasks* tasks_with(const Reach& reach) const {
+  const Tasks* tasks_of(const Attention& a) const {
     for (const Tasks& one : tasks) {
-      if (one.reach == reach) return &one;
+      if (one.reach == a.reach && one.num_heads == a.num_heads && one.num_groups == a.num_groups) return &one;
     }
     return nullptr;
   }
+  static int64_t kept_width(const Attention& attention) { return attention.head_width + 2; }
 
   // Cosines and sines of a rope for a token: [width / 2] each.
-  float* turns_of(int64_t t, int64_t rope) const { return &turns[(t * m.num_ropes + rope) * m.head_width]; }
+  float* turns_of(int64_t t, int64_t rope) const { return &turns[(t * m.num_ropes + rope) * turns_width]; }
 
   const Model& m;
   const Batch& batch;
   const Token* const tokens;
-  const int64_t number, q_width, inputs_width, kept_width, normed_width;
-  int64_t ups_width = 0;
+  const int64_t number, normed_width;
+  int64_t turns_width = 0;
   std::vector<int64_t> wanted;
   std::vector<Tasks> tasks;
   Buffer x, y, normed, inputs, attended, ups, turns, kept, apart;
@@ -170,13 +194,14 @@ struct Block {
   mutable Barrier barrier;
 
  private:
-  Tasks tasks_of(const Reach& reach) const {
-    Tasks found{reach, false, {}};
-    const int64_t shared = m.num_heads / m.num_groups;  // heads with the same keys
+  Tasks new_tasks(const Attention& attention) const {
+    const Reach& reach = attention.reach;
+    Tasks found{reach, attention.num_heads, attention.num_groups, false, {}};
+    const int64_t shared = attention.num_heads / attention.num_groups;  // heads with the same keys
     for (int64_t begin = 0, end = 0; begin < number; begin = end) {
       while (end < number && tokens[end].row == tokens[begin].row) end++;
       const int64_t all = (end - begin) * shared, num_tiles = (all + MOST_QUERIES - 1) / MOST_QUERIES;
-      for (int64_t g = 0; g < m.num_groups; g++) {
+      for (int64_t g = 0; g < attention.num_groups; g++) {
         for (int64_t tile = 0; tile < num_tiles; tile++) {
           Task task{g, begin * shared + all * tile / num_tiles, all * (tile + 1) / num_tiles - all * tile / num_tiles};
           const int64_t last = task.first + task.number - 1;
@@ -207,31 +232,16 @@ class Worker {
     for (int64_t l = 0; l < m.num_layers; l++) {
       const Layer& layer = m.layers[l];
       keep_features(l);
-      const int64_t in_width = layer.inputs[0].width;
-      if (in_width == m.hidden) norm_and_round(layer.attention_norm);  // else rows are joint
-      for (int64_t i = 0, at = 0; i < layer.num_inputs; at += layer.inputs[i].num_channels, i++) {
-        product(of(b.normed, in_width, b.number), layer.inputs[i], &b.inputs[at], b.inputs_width);
+      if (layer.attention.num_heads) {
+        if (layer.attention.inputs[0].width == m.hidden) norm_and_round(layer.mixer_norm);  // else rows are joint
+        run(layer.attention);
+        add(layer.mixer_post_norm);
       }
-      wait();
-      place(layer, l);
-      wait();
-      attend(layer, l);
-      wait();
-      round(b.attended, b.q_width);
-      product(of(b.attended, b.q_width, b.number), layer.out, b.y.get(), m.hidden);
-      wait();
-      add(layer.attention_post_norm);
-      norm_and_round(layer.mlp_norm);
-      const int64_t width = layer.down.width;
-      for (int64_t i = 0; i < layer.num_ups; i++) {
-        product(of(b.normed, m.hidden, b.number), layer.ups[i], &b.ups[i * b.number * width], width);
+      if (layer.mlp.num_ups) {
+        norm_and_round(layer.mlp_norm);
+        run(layer.mlp);
+        add(layer.mlp_post_norm);
       }
-      activate(share_of(width, me, n), width, layer.num_ups == 2 ? &b.ups[b.number * width] : nullptr);
-      wait();
-      round(b.ups, width);
-      product(of(b.ups, width, b.number), layer.down, b.y.get(), m.hidden);
-      wait();
-      add(layer.mlp_post_norm);
     }
     keep_features(m.num_layers);
     keep_features(m.num_layers + 1);
@@ -240,6 +250,34 @@ class Worker {
 
  private:
   void wait() const { b.barrier.wait(n); }
+
+  // Parts of a layer, from `normed` to y.
+  void run(const Attention& attention) const {
+    const int64_t in_width = attention.inputs[0].width, inputs_width = attention.inputs_width();
+    for (int64_t i = 0, at = 0; i < attention.num_inputs; at += attention.inputs[i].num_channels, i++) {
+      product(of(b.normed, in_width, b.number), attention.inputs[i], &b.inputs[at], inputs_width);
+    }
+    wait();
+    place(attention);
+    wait();
+    attend(attention);
+    wait();
+    round(b.attended, attention.q_width());
+    product(of(b.attended, attention.q_width(), b.number), attention.out, b.y.get(), m.hidden);
+    wait();
+  }
+
+  void run(const Mlp& mlp) const {
+    const int64_t width = mlp.down.width;
+    for (int64_t i = 0; i < mlp.num_ups; i++) {
+      product(of(b.normed, m.hidden, b.number), mlp.ups[i], &b.ups[i * b.number * width], width);
+    }
+    activate(mlp, share_of(width, me, n), mlp.num_ups == 2 ? &b.ups[b.number * width] : nullptr);
+    wait();
+    round(b.ups, width);
+    product(of(b.ups, width, b.number), mlp.down, b.y.get(), m.hidden);
+    wait();
+  }
 
   // The first rows of a buffer as products take them.
   Rows of(const Buffer& rows, int64_t width, int64_t number) const {
@@ -334,26 +372,26 @@ class Worker {
   }
 
   // Norms and turns queries and keys; stores keys and values.
-  void place(const Layer& layer, int64_t l) const {
-    const int64_t H = m.num_heads, G = m.num_groups, D = m.head_width;
-    if (layer.norms_whole_rows) {
+  void place(const Attention& a) const {
+    const int64_t H = a.num_heads, G = a.num_groups, D = a.head_width, inputs_width = a.inputs_width();
+    if (a.norms_whole_rows) {
       for (int64_t t = me; t < b.number; t += n) {
-        float* q = &b.inputs[t * b.inputs_width];
-        layer.query_norm.apply(q, H * D, q);
-        layer.key_norm.apply(q + H * D, G * D, q + H * D);
+        float* q = &b.inputs[t * inputs_width];
+        a.query_norm.apply(q, H * D, q);
+        a.key_norm.apply(q + H * D, G * D, q + H * D);
       }
       wait();
     }
     for (int64_t i = me; i < b.number * (H + G); i += n) {
       const int64_t t = i / (H + G), h = i % (H + G);
       const Token& token = b.tokens[t];
-      float* x = &b.inputs[t * b.inputs_width + h * D];
-      if (!layer.norms_whole_rows) (h < H ? layer.query_norm : layer.key_norm).apply(x, D, x);
-      if (layer.rope >= 0) turn(x, m.ropes[layer.rope], b.turns_of(t, layer.rope));
+      float* x = &b.inputs[t * inputs_width + h * D];
+      if (!a.norms_whole_rows) (h < H ? a.query_norm : a.key_norm).apply(x, D, x);
+      if (a.rope >= 0) turn(x, m.ropes[a.rope], b.turns_of(t, a.rope));
       if (h < H) continue;
       const int64_t at = ((token.row * b.batch.row_places + token.place) * G + h - H) * D;
-      store_finite(x, static_cast<Number*>(b.batch.stores[2 * l]) + at, token);
-      store_finite(x + G * D, static_cast<Number*>(b.batch.stores[2 * l + 1]) + at, token);
+      store_finite(x, D, static_cast<Number*>(b.batch.stores[a.store]) + at, token);
+      store_finite(x + G * D, D, static_cast<Number*>(b.batch.stores[a.store + 1]) + at, token);
     }
   }
 
@@ -369,34 +407,35 @@ class Worker {
     }
   }
 
-  void store_finite(const float* from, Number* to, const Token& token) const {
-    for (int64_t i = 0; i < m.head_width; i++) {
-      float number = from[i];
-      if (b.batch.broken != nullptr && !std::isfinite(number)) {
-        number = 0.0f;
+  void store_finite(const float* from, int64_t number, Number* to, const Token& token) const {
+    for (int64_t i = 0; i < number; i++) {
+      float value = from[i];
+      if (b.batch.broken != nullptr && !std::isfinite(value)) {
+        value = 0.0f;
         __atomic_store_n(b.batch.broken + token.column, true, __ATOMIC_RELAXED);
       }
-      put(to + i, number);
+      put(to + i, value);
     }
   }
 
-  void attend(const Layer& layer, int64_t l) const {
-    const Tasks& tasks = *b.tasks_with(layer.reach);
-    const int64_t number = tasks.list.size(), D = m.head_width, padded = (D + LANES - 1) / LANES * LANES;
+  void attend(const Attention& a) const {
+    const Tasks& tasks = *b.tasks_of(a);
+    const int64_t number = tasks.list.size(), D = a.head_width, padded = (D + LANES - 1) / LANES * LANES;
+    const int64_t shared = a.num_heads / a.num_groups, inputs_width = a.inputs_width();
     const Buffer queries = buffer(MOST_QUERIES * padded);
     std::fill_n(queries.get(), MOST_QUERIES * padded, 0.0f);
     for (int64_t i = me; i < number; i += n) {
       const Task& task = tasks.list[i];
-      const int64_t row = b.tokens[token_of(task, 0)].row, begin = task.part * PLACES;
-      const int64_t at = ((row * b.batch.row_places + begin) * m.num_groups + task.group) * D;
-      Part<Number> part{queries.get(), padded, D, static_cast<Number*>(b.batch.stores[2 * l]) + at,
-                        static_cast<Number*>(b.batch.stores[2 * l + 1]) + at, m.num_groups * D, {}, {},
-                        static_cast<float>(m.attention_scale), static_cast<float>(m.attention_cap),
-                        &b.kept[i * MOST_QUERIES * b.kept_width]};
+      const int64_t row = b.tokens[task.first / shared].row, begin = task.part * PLACES;
+      const int64_t at = ((row * b.batch.row_places + begin) * a.num_groups + task.group) * D;
+      Part<Number> part{queries.get(), padded, D, static_cast<Number*>(b.batch.stores[a.store]) + at,
+                        static_cast<Number*>(b.batch.stores[a.store + 1]) + at, a.num_groups * D, {}, {},
+                        static_cast<float>(a.scale), static_cast<float>(a.cap),
+                        &b.kept[i * MOST_QUERIES * b.kept_width(a)]};
       for (int64_t q = 0; q < task.number; q++) {
-        const int64_t t = token_of(task, q);
-        const Seen places = seen(layer.reach, b.tokens[t]);
-        std::copy_n(&b.inputs[t * b.inputs_width + head_of(task, q) * D], D, &queries[q * padded]);
+        const int64_t t = (task.first + q) / shared;
+        const Seen places = seen(a.reach, b.tokens[t]);
+        std::copy_n(&b.inputs[t * inputs_width + task.head(q, shared) * D], D, &queries[q * padded]);
         part.ends[q] = std::clamp<int64_t>(places.end - begin, 0, PLACES);
         part.begins[q] = std::clamp<int64_t>(places.begin - begin, 0, part.ends[q]);
       }
@@ -408,25 +447,20 @@ class Worker {
         case 5: part.template attend<5>(); break;
         case 6: part.template attend<6>(); break;
       }
-      if (task.num_parts == 1) gather(task, i);
+      if (task.num_parts == 1) gather(a, task, i);
     }
     if (!tasks.has_parts) return;
     wait();
     for (int64_t i = me; i < number; i += n) {
-      if (tasks.list[i].is_first && tasks.list[i].num_parts > 1) gather(tasks.list[i], i);
+      if (tasks.list[i].is_first && tasks.list[i].num_parts > 1) gather(a, tasks.list[i], i);
     }
   }
-  // Of a query of a task: its token, and its head.
-  int64_t token_of(const Task& task, int64_t q) const { return (task.first + q) / (m.num_heads / m.num_groups); }
-  int64_t head_of(const Task& task, int64_t q) const {
-    const int64_t shared = m.num_heads / m.num_groups;
-    return task.group * shared + (task.first + q) % shared;
-  }
-  void gather(const Task& task, int64_t i) const {
+  void gather(const Attention& a, const Task& task, int64_t i) const {
+    const int64_t shared = a.num_heads / a.num_groups, kept_width = b.kept_width(a);
     for (int64_t q = 0; q < task.number; q++) {
-      const float* parts = &b.kept[(i * MOST_QUERIES + q) * b.kept_width];
-      float* to = &b.attended[token_of(task, q) * b.q_width + head_of(task, q) * m.head_width];
-      combine(parts, task.num_parts, MOST_QUERIES * b.kept_width, m.head_width, to);
+      const float* parts = &b.kept[(i * MOST_QUERIES + q) * kept_width];
+      float* to = &b.attended[(task.first + q) / shared * a.q_width() + task.head(q, shared) * a.head_width];
+      combine(parts, task.num_parts, MOST_QUERIES * kept_width, a.head_width, to);
     }
   }
 
@@ -443,12 +477,12 @@ class Worker {
     }
   }
 
-  void activate(Share share, int64_t width, const float* factors) const {
-    const int64_t number = share.end - share.begin;
+  void activate(const Mlp& mlp, Share share, const float* factors) const {
+    const int64_t number = share.end - share.begin, width = mlp.down.width, activation = mlp.activation;
     for (int64_t t = 0; t < b.number; t++) {
       const float* factor = factors == nullptr ? nullptr : factors + t * width + share.begin;
-      each(&b.ups[t * width + share.begin], number, [=, this](int64_t i, Floats values) {
-        values = activated(m.activation, values);
+      each(&b.ups[t * width + share.begin], number, [=](int64_t i, Floats values) {
+        values = activated(activation, values);
         return factor == nullptr ? values : values * load_to(factor, i, number);
       });
     }
@@ -519,7 +553,7 @@ bool outrider_forward(const Model* model, const Batch* batch, int64_t num_thread
     if (tokens[t - 1].row == tokens[t].row) tokens[t - 1].last = tokens[t].last;
   }
   bool sees_blocks = false;
-  for (int64_t l = 0; l < model->num_layers; l++) sees_blocks |= model->layers[l].reach.sees_block != 0;
+  for (int64_t l = 0; l < model->num_layers; l++) sees_blocks |= model->layers[l].attention.reach.sees_block != 0;
   if (batch->broken != nullptr) std::fill_n(batch->broken, B * T, false);
   for (size_t first = 0, end; first < tokens.size(); first = end) {
     end = std::min(first + MOST_TOKENS, tokens.size());

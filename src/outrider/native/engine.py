@@ -20,7 +20,7 @@ from outrider.kernels.library import FORMS, library
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.native import structures as native
 from outrider.native.families import plan_of
-from outrider.native.plan import JointPlan, LayerPlan, MatrixPlan, NormPlan, NotPlanned, Plan
+from outrider.native.plan import AttentionPlan, JointPlan, LayerPlan, MatrixPlan, MlpPlan, NormPlan, NotPlanned, Plan
 from outrider.native.team import Team
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import LayerShape
@@ -64,8 +64,7 @@ class NativeForward:
         weights.check("layers." if is_head else "")  # other parameters of a head run elsewhere
         self.vocab_size = int(self._model.head.num_channels)
         self.width = int(self._model.hidden)
-        one = LayerShape(plan.num_groups, plan.head_width, plan.head_width, torch.float32, torch.device("cpu"))
-        self.layer_shapes = (one,) * len(plan.layers)
+        self.layer_shapes = tuple(_shape(layer.mixer) for layer in plan.layers)
         self._team = Team()
         self._stores: WeakKeyDictionary[SlotCache, Any] = WeakKeyDictionary()
 
@@ -124,7 +123,7 @@ class NativeForward:
     def _stores_of(self, cache: SlotCache) -> Any:
         found = self._stores.get(cache)
         if found is None:
-            stores = cache.storage[: 2 * self._model.num_layers]
+            stores = cache.storage[: 2 * len(self.layer_shapes)]
             assert all(store.is_contiguous() and store.shape[1] == cache.capacity + 1 for store in stores)
             addresses = (c_void_p * len(stores))(*(store.data_ptr() for store in stores))
             found = self._stores[cache] = addresses, 8 * stores[0].itemsize, cache.capacity + 1
@@ -202,45 +201,48 @@ class _Weights:
         return tensor
 
 
+def _shape(mixer: AttentionPlan) -> LayerShape:
+    """Shape of the cache of a layer."""
+    return LayerShape(mixer.num_groups, mixer.head_width, mixer.head_width, torch.float32, torch.device("cpu"))
+
+
 def _structure(plan: Plan, weights: _Weights) -> native.Model:
     embedding, head = weights.matrix(MatrixPlan(plan.embedding)), weights.matrix(plan.head)
-    _check("head", head.width, embedding.width)
-    _check("heads", plan.num_heads % plan.num_groups, 0)
-    layers = (native.Layer * len(plan.layers))(
-        *(_layer(layer, plan, embedding.width, weights, is_first=i == 0) for i, layer in enumerate(plan.layers))
-    )
-    ropes = (native.Rope * len(plan.ropes))()
+    hidden = embedding.width
+    _check("head", head.width, hidden)
+    layers, ropes = (native.Layer * len(plan.layers))(), (native.Rope * len(plan.ropes))()
     for rope, stated in zip(ropes, plan.ropes, strict=True):
         frequencies = weights._keep(torch.tensor(stated.frequencies))
         rope.width, rope.is_interleaved = 2 * len(stated.frequencies), stated.is_interleaved
         rope.scale, rope.frequencies = stated.scale, frequencies.data_ptr()
-        _check("rope", max(rope.width, plan.head_width), plan.head_width)
+    is_joint = plan.joint is not None and plan.joint.matrix is None  # the first layer reads both norms
+    for i, (layer, stated_layer) in enumerate(zip(layers, plan.layers, strict=True)):
+        _fill(layer, stated_layer, hidden, 2 * hidden if is_joint and i == 0 else hidden, weights)
+        layer.attention.store = 2 * i
+        if layer.attention.rope >= 0:
+            _check(
+                "rope", max(ropes[layer.attention.rope].width, layer.attention.head_width), layer.attention.head_width
+            )
     if len(weights.num_digits) > 1:
         raise NotPlanned("its matrices have several arithmetics")
     model = native.Model(
-        num_layers=len(plan.layers),
-        hidden=embedding.width,
-        num_heads=plan.num_heads,
-        num_groups=plan.num_groups,
-        head_width=plan.head_width,
-        activation=_ACTIVATIONS.index(plan.activation),
-        num_ropes=len(plan.ropes),
+        num_layers=len(layers),
+        hidden=hidden,
+        num_ropes=len(ropes),
         num_digits=max(weights.num_digits, default=0),
-        attention_scale=plan.attention_scale,
-        attention_cap=plan.attention_cap or 0.0,
         embedding_scale=plan.embedding_scale,
         residual_scale=plan.residual_scale,
         logit_scale=plan.logit_scale,
         logit_cap=plan.logit_cap or 0.0,
         embedding=embedding,
         head=head,
-        last_norm=weights.norm(plan.last_norm, embedding.width),
-        joint=_joint(plan.joint, embedding.width, weights),
+        last_norm=weights.norm(plan.last_norm, hidden),
+        joint=_joint(plan.joint, hidden, weights),
         ropes=ropes,
         layers=layers,
     )
     if plan.place_embedding is not None:
-        places = weights.vector(plan.place_embedding, plan.num_places, embedding.width)
+        places = weights.vector(plan.place_embedding, plan.num_places, hidden)
         model.place_embedding, model.num_places = places.data_ptr(), len(places)
     return model
 
@@ -257,35 +259,53 @@ def _joint(plan: JointPlan | None, hidden: int, weights: _Weights) -> native.Joi
     return native.Joint(True, *norms, matrix, plan.adds_normed)
 
 
-def _layer(plan: LayerPlan, model: Plan, hidden: int, weights: _Weights, *, is_first: bool) -> native.Layer:
-    q_width, kv_width = model.num_heads * model.head_width, model.num_groups * model.head_width
-    lengths = dict.fromkeys(native.NORMS, hidden)
-    whole = plan.norms_whole_rows
-    lengths |= {
-        "query_norm": q_width if whole else model.head_width,
-        "key_norm": kv_width if whole else model.head_width,
-    }
-    layer = native.Layer()
-    for name, length in lengths.items():
-        setattr(layer, name, weights.norm(getattr(plan, name), length))
-    layer.rope = -1 if plan.rope is None else plan.rope
-    before_anchor = -1 if plan.before_anchor is None else plan.before_anchor
-    layer.reach, layer.norms_whole_rows = native.Reach(plan.window or 0, before_anchor, plan.sees_block), whole
-    layer.num_inputs, layer.num_ups = len(plan.inputs), len(plan.ups)
-    is_joint = is_first and model.joint is not None and model.joint.matrix is None
+def _fill(layer: native.Layer, plan: LayerPlan, hidden: int, width: int, weights: _Weights) -> None:
+    """
+    Args:
+        width: the width of the mixer's input.
+    """
+    for name in native.NORMS:
+        setattr(layer, name, weights.norm(getattr(plan, name), hidden))
+    layer.attention = _attention(plan.mixer, hidden, width, weights)
+    if plan.mlp is not None:
+        layer.mlp = _mlp(plan.mlp, hidden, weights)
+
+
+def _attention(plan: AttentionPlan, hidden: int, width: int, weights: _Weights) -> native.Attention:
+    _check("heads", plan.num_heads % plan.num_groups, 0)
+    q_width, kv_width = plan.num_heads * plan.head_width, plan.num_groups * plan.head_width
+    found = native.Attention(
+        num_heads=plan.num_heads,
+        num_groups=plan.num_groups,
+        head_width=plan.head_width,
+        rope=-1 if plan.rope is None else plan.rope,
+        norms_whole_rows=plan.norms_whole_rows,
+        reach=native.Reach(plan.window or 0, -1 if plan.before_anchor is None else plan.before_anchor, plan.sees_block),
+        scale=plan.scale,
+        cap=plan.cap or 0.0,
+        query_norm=weights.norm(plan.query_norm, q_width if plan.norms_whole_rows else plan.head_width),
+        key_norm=weights.norm(plan.key_norm, kv_width if plan.norms_whole_rows else plan.head_width),
+        num_inputs=len(plan.inputs),
+        out=weights.matrix(plan.out),
+    )
     for i, one in enumerate(plan.inputs):
-        layer.inputs[i] = weights.matrix(one)
-        _check(one.weight, layer.inputs[i].width, 2 * hidden if is_joint else hidden)
-    _check("queries, keys and values", sum(one.num_channels for one in layer.inputs), q_width + 2 * kv_width)
-    layer.out, layer.down = weights.matrix(plan.out), weights.matrix(plan.down)
+        found.inputs[i] = weights.matrix(one)
+        _check(one.weight, found.inputs[i].width, width)
+    _check("queries, keys and values", sum(one.num_channels for one in found.inputs), q_width + 2 * kv_width)
+    _check(plan.out.weight, found.out.width, q_width)
+    _check(plan.out.weight, found.out.num_channels, hidden)
+    return found
+
+
+def _mlp(plan: MlpPlan, hidden: int, weights: _Weights) -> native.Mlp:
+    down, activation = weights.matrix(plan.down), _ACTIVATIONS.index(plan.activation)
+    found = native.Mlp(num_ups=len(plan.ups), activation=activation, down=down)
     for i, one in enumerate(plan.ups):
-        layer.ups[i] = weights.matrix(one)
-        _check(one.weight, layer.ups[i].width, hidden)
-        _check(one.weight, layer.ups[i].num_channels, layer.down.width)
-    _check(plan.out.weight, layer.out.width, q_width)
-    for matrix in (layer.out, layer.down):
-        _check("output of a half", matrix.num_channels, hidden)
-    return layer
+        found.ups[i] = weights.matrix(one)
+        _check(one.weight, found.ups[i].width, hidden)
+        _check(one.weight, found.ups[i].num_channels, down.width)
+    _check(plan.down.weight, down.num_channels, hidden)
+    return found
 
 
 def _check(name: str, size: int, expected: int) -> None:

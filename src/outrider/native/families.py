@@ -10,7 +10,17 @@ from typing import Any
 
 import torch
 
-from outrider.native.plan import Activation, LayerPlan, MatrixPlan, NormPlan, NotPlanned, Plan, RopePlan
+from outrider.native.plan import (
+    Activation,
+    AttentionPlan,
+    LayerPlan,
+    MatrixPlan,
+    MlpPlan,
+    NormPlan,
+    NotPlanned,
+    Plan,
+    RopePlan,
+)
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -131,15 +141,9 @@ def _plan(
         at: the beginning of the names of all layers' parameters.
         others: fields of the plan.
     """
-    width = _head_width(config)
     fields: dict[str, Any] = {
-        "num_heads": config.num_attention_heads,
-        "num_groups": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
-        "head_width": width,
-        "activation": _activation(config),
         "embedding": embedding,
         "head": MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
-        "attention_scale": width**-0.5,
         "layers": tuple(layer(f"{at}.{i}", i) for i in range(config.num_hidden_layers)),
         "last_norm": last_norm or _rms(config, "model.norm"),
         "ropes": (_rope(config),) if ropes is None else ropes,
@@ -147,18 +151,39 @@ def _plan(
     return Plan(**(fields | others))
 
 
-def _llama_layer(config: Any, at: str, **others: Any) -> LayerPlan:
-    """Layer of Llama, but for other fields that are stated."""
-    bias, mlp_bias = bool(getattr(config, "attention_bias", False)), bool(getattr(config, "mlp_bias", False))
+def _attention(config: Any, at: str, **others: Any) -> AttentionPlan:
+    """Attention of Llama, but for other fields that are stated."""
+    bias, width = bool(getattr(config, "attention_bias", False)), _head_width(config)
     fields: dict[str, Any] = {
-        "attention_norm": _rms(config, f"{at}.input_layernorm"),
+        "num_heads": config.num_attention_heads,
+        "num_groups": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_width": width,
+        "scale": width**-0.5,
         "inputs": _inputs(at, bias),
         "out": _linear(f"{at}.self_attn.o_proj", bias),
-        "mlp_norm": _rms(config, f"{at}.post_attention_layernorm"),
-        "ups": tuple(_linear(f"{at}.mlp.{name}_proj", mlp_bias) for name in ("gate", "up")),
-        "down": _linear(f"{at}.mlp.down_proj", mlp_bias),
     }
-    return LayerPlan(**(fields | others))
+    return AttentionPlan(**(fields | others))
+
+
+def _mlp(config: Any, at: str, **others: Any) -> MlpPlan:
+    """MLP of Llama, but for other fields that are stated."""
+    bias = bool(getattr(config, "mlp_bias", False))
+    fields: dict[str, Any] = {
+        "ups": tuple(_linear(f"{at}.mlp.{name}_proj", bias) for name in ("gate", "up")),
+        "down": _linear(f"{at}.mlp.down_proj", bias),
+        "activation": _activation(config),
+    }
+    return MlpPlan(**(fields | others))
+
+
+def _layer(config: Any, at: str, mixer: AttentionPlan | None = None, **others: Any) -> LayerPlan:
+    """Layer of Llama, but for other parts that are stated."""
+    fields: dict[str, Any] = {
+        "mlp": _mlp(config, at),
+        "mixer_norm": _rms(config, f"{at}.input_layernorm"),
+        "mlp_norm": _rms(config, f"{at}.post_attention_layernorm"),
+    }
+    return LayerPlan(mixer or _attention(config, at), **(fields | others))
 
 
 def _inputs(at: str, has_bias: bool) -> tuple[MatrixPlan, ...]:
@@ -176,27 +201,31 @@ def _head_norms(config: Any, at: str, added: float = 0.0) -> dict[str, NormPlan]
 
 
 def _llama(config: Any) -> Plan:
-    return _plan(config, lambda at, i: _llama_layer(config, at))
+    return _plan(config, lambda at, i: _layer(config, at))
 
 
 def _mistral(config: Any) -> Plan:
-    return _plan(config, lambda at, i: _llama_layer(config, at, window=config.sliding_window))
+    return _plan(config, lambda at, i: _layer(config, at, _attention(config, at, window=config.sliding_window)))
 
 
 def _qwen2(config: Any) -> Plan:
-    return _plan(config, lambda at, i: _llama_layer(config, at, inputs=_inputs(at, True), window=_window(config, i)))
+    def layer(at: str, i: int) -> LayerPlan:
+        return _layer(config, at, _attention(config, at, inputs=_inputs(at, True), window=_window(config, i)))
+
+    return _plan(config, layer)
 
 
 def _qwen3(config: Any) -> Plan:
     def layer(at: str, i: int) -> LayerPlan:
-        return _llama_layer(config, at, window=_window(config, i), **_head_norms(config, at))
+        return _layer(config, at, _attention(config, at, window=_window(config, i), **_head_norms(config, at)))
 
     return _plan(config, layer)
 
 
 def _smollm3(config: Any) -> Plan:
     def layer(at: str, i: int) -> LayerPlan:
-        return _llama_layer(config, at, rope=0 if config.no_rope_layers[i] else None, window=_window(config, i))
+        rope = 0 if config.no_rope_layers[i] else None
+        return _layer(config, at, _attention(config, at, rope=rope, window=_window(config, i)))
 
     return _plan(config, layer)
 
@@ -206,8 +235,8 @@ def _olmo2(config: Any) -> Plan:
 
     def layer(at: str, i: int) -> LayerPlan:
         post, mlp_post = (_rms(config, f"{at}.post_{name}_layernorm") for name in ("attention", "feedforward"))
-        norms = {"attention_norm": None, "mlp_norm": None, "attention_post_norm": post, "mlp_post_norm": mlp_post}
-        return _llama_layer(config, at, norms_whole_rows=True, **norms, **_head_norms(config, at))
+        norms = {"mixer_norm": None, "mlp_norm": None, "mixer_post_norm": post, "mlp_post_norm": mlp_post}
+        return _layer(config, at, _attention(config, at, norms_whole_rows=True, **_head_norms(config, at)), **norms)
 
     return _plan(config, layer)
 
@@ -215,9 +244,8 @@ def _olmo2(config: Any) -> Plan:
 def _granite(config: Any) -> Plan:
     return _plan(
         config,
-        lambda at, i: _llama_layer(config, at),
+        lambda at, i: _layer(config, at, _attention(config, at, scale=config.attention_multiplier)),
         embedding_scale=config.embedding_multiplier,
-        attention_scale=config.attention_multiplier,
         residual_scale=config.residual_multiplier,
         logit_scale=1 / config.logits_scaling,
     )
@@ -225,8 +253,9 @@ def _granite(config: Any) -> Plan:
 
 def _phi3(config: Any) -> Plan:
     def layer(at: str, i: int) -> LayerPlan:
-        inputs, ups = (_linear(f"{at}.self_attn.qkv_proj"),), _halves(f"{at}.mlp.gate_up_proj")
-        return _llama_layer(config, at, inputs=inputs, ups=ups, window=config.sliding_window)
+        inputs = (_linear(f"{at}.self_attn.qkv_proj"),)
+        mixer = _attention(config, at, inputs=inputs, window=config.sliding_window)
+        return _layer(config, at, mixer, mlp=_mlp(config, at, ups=_halves(f"{at}.mlp.gate_up_proj")))
 
     return _plan(config, layer)
 
@@ -234,8 +263,9 @@ def _phi3(config: Any) -> Plan:
 def _glm4(config: Any) -> Plan:
     def layer(at: str, i: int) -> LayerPlan:
         post, mlp_post = (_rms(config, f"{at}.post_{name}_layernorm") for name in ("self_attn", "mlp"))
-        out, ups = _linear(f"{at}.self_attn.o_proj"), _halves(f"{at}.mlp.gate_up_proj")
-        return _llama_layer(config, at, attention_post_norm=post, mlp_post_norm=mlp_post, out=out, ups=ups)
+        mixer = _attention(config, at, out=_linear(f"{at}.self_attn.o_proj"))
+        mlp = _mlp(config, at, ups=_halves(f"{at}.mlp.gate_up_proj"))
+        return _layer(config, at, mixer, mlp=mlp, mixer_post_norm=post, mlp_post_norm=mlp_post)
 
     return _plan(config, layer, ropes=(_rope(config, is_interleaved=True),))
 
@@ -246,29 +276,28 @@ def _gemma(config: Any) -> Plan:
         raise NotPlanned("its attention is bidirectional")
     has_kinds, is_third = config.model_type != "gemma", config.model_type == "gemma3_text"
     kinds = sorted(set(config.layer_types)) if is_third else []
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    names = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     if has_kinds:
-        names |= {"attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
+        names |= {"mixer_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
         names |= {"mlp_post_norm": "post_feedforward_layernorm"}
 
     def layer(at: str, i: int) -> LayerPlan:
-        others: dict[str, Any] = {field: _rms(config, f"{at}.{name}", 1.0) for field, name in names.items()}
+        norms = {field: _rms(config, f"{at}.{name}", 1.0) for field, name in names.items()}
+        others: dict[str, Any] = {}
         if has_kinds:
-            others["window"] = _window(config, i)
+            cap = getattr(config, "attn_logit_softcapping", None)
+            others = {"window": _window(config, i), "cap": cap, "scale": config.query_pre_attn_scalar**-0.5}
         if is_third:
             others |= _head_norms(config, at, 1.0) | {"rope": kinds.index(config.layer_types[i])}
-        return _llama_layer(config, at, **others)
+        return _layer(config, at, _attention(config, at, **others), **norms)
 
-    scale = {"attention_scale": config.query_pre_attn_scalar**-0.5} if has_kinds else {}
     return _plan(
         config,
         layer,
         last_norm=_rms(config, "model.norm", 1.0),
         ropes=tuple(_rope(config, kind) for kind in kinds) or None,
         embedding_scale=config.hidden_size**0.5,
-        attention_cap=getattr(config, "attn_logit_softcapping", None),
         logit_cap=getattr(config, "final_logit_softcapping", None),
-        **scale,
     )
 
 
@@ -276,14 +305,12 @@ def _starcoder2(config: Any) -> Plan:
     bias, epsilon = config.use_bias, config.norm_epsilon
 
     def layer(at: str, i: int) -> LayerPlan:
+        inputs, out = _inputs(at, bias), _linear(f"{at}.self_attn.o_proj", bias)
         return LayerPlan(
-            attention_norm=_layer_norm(f"{at}.input_layernorm", epsilon),
-            inputs=_inputs(at, bias),
-            out=_linear(f"{at}.self_attn.o_proj", bias),
+            _attention(config, at, inputs=inputs, out=out, window=config.sliding_window),
+            _mlp(config, at, ups=(_linear(f"{at}.mlp.c_fc", bias),), down=_linear(f"{at}.mlp.c_proj", bias)),
+            mixer_norm=_layer_norm(f"{at}.input_layernorm", epsilon),
             mlp_norm=_layer_norm(f"{at}.post_attention_layernorm", epsilon),
-            ups=(_linear(f"{at}.mlp.c_fc", bias),),
-            down=_linear(f"{at}.mlp.c_proj", bias),
-            window=config.sliding_window,
         )
 
     return _plan(config, layer, last_norm=_layer_norm("model.norm", epsilon))
@@ -298,14 +325,13 @@ def _gpt2(config: Any) -> Plan:
         return MatrixPlan(f"{name}.weight", f"{name}.bias", is_transposed=True)
 
     def layer(at: str, i: int) -> LayerPlan:
+        scale = {} if config.scale_attn_weights else {"scale": 1.0}
+        inputs, out = (conv(f"{at}.attn.c_attn"),), conv(f"{at}.attn.c_proj")
         return LayerPlan(
-            attention_norm=_layer_norm(f"{at}.ln_1", epsilon),
-            inputs=(conv(f"{at}.attn.c_attn"),),
-            out=conv(f"{at}.attn.c_proj"),
+            _attention(config, at, inputs=inputs, out=out, rope=None, **scale),
+            _mlp(config, at, ups=(conv(f"{at}.mlp.c_fc"),), down=conv(f"{at}.mlp.c_proj")),
+            mixer_norm=_layer_norm(f"{at}.ln_1", epsilon),
             mlp_norm=_layer_norm(f"{at}.ln_2", epsilon),
-            ups=(conv(f"{at}.mlp.c_fc"),),
-            down=conv(f"{at}.mlp.c_proj"),
-            rope=None,
         )
 
     return _plan(
@@ -317,7 +343,6 @@ def _gpt2(config: Any) -> Plan:
         embedding="transformer.wte.weight",
         place_embedding="transformer.wpe.weight",
         num_places=config.n_positions,
-        **({} if config.scale_attn_weights else {"attention_scale": 1.0}),
     )
 
 

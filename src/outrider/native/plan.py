@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
-_Part = TypeVar("_Part", bound="Plan | LayerPlan | MatrixPlan | NormPlan | RopePlan | JointPlan")
+_Part = TypeVar(
+    "_Part", bound="Plan | LayerPlan | AttentionPlan | MlpPlan | MatrixPlan | NormPlan | RopePlan | JointPlan"
+)
 
 MOST_TOKENS = 128
 """Tokens of a sequence that may see each other (forward.cpp)."""
@@ -73,12 +75,13 @@ class RopePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlan:
-    """A decoder layer: attention, then an MLP, each added to the stream.
+class AttentionPlan:
+    """Attention (Vaswani et al. 2017), with keys and values that heads of a group share.
 
     Attributes:
         inputs: matrices of queries, keys and values, in this order.
-        ups: the first matrices of the MLP: one; or two, the gate's and the one whose product the gate multiplies.
+        scale: the factor of scores.
+        cap: of scores, or None.
         rope: number of its RopePlan; None for none.
         window: tokens that a token sees, itself included; None for all.
         before_anchor: tokens that a token sees before the first one of its forward; None for all.
@@ -86,21 +89,50 @@ class LayerPlan:
         norms_whole_rows: ``query_norm`` and ``key_norm`` are those of all heads together.
     """
 
+    num_heads: int
+    num_groups: int
+    head_width: int
+    scale: float
     inputs: tuple[MatrixPlan, ...]
     out: MatrixPlan
-    ups: tuple[MatrixPlan, ...]
-    down: MatrixPlan
-    attention_norm: NormPlan | None = None
     query_norm: NormPlan | None = None
     key_norm: NormPlan | None = None
-    attention_post_norm: NormPlan | None = None
-    mlp_norm: NormPlan | None = None
-    mlp_post_norm: NormPlan | None = None
+    cap: float | None = None
     rope: int | None = 0
     window: int | None = None
     before_anchor: int | None = None
     sees_block: bool = False
     norms_whole_rows: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MlpPlan:
+    """Two-layer perceptron.
+
+    Attributes:
+        ups: its first matrices: one; or two, the gate's and the one whose product the gate multiplies.
+    """
+
+    ups: tuple[MatrixPlan, ...]
+    down: MatrixPlan
+    activation: Activation
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """A decoder layer: a mixer of tokens, then an MLP, each added to the stream.
+
+    Attributes:
+        mixer_norm: of the input of the mixer; None for none, as all norms.
+        mixer_post_norm: of its output.
+    """
+
+    mixer: AttentionPlan
+    mlp: MlpPlan | None
+    mixer_norm: NormPlan | None = None
+    mixer_post_norm: NormPlan | None = None
+    mlp_norm: NormPlan | None = None
+    mlp_post_norm: NormPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,18 +163,12 @@ class Plan:
     """
 
     layers: tuple[LayerPlan, ...]
-    num_heads: int
-    num_groups: int
-    head_width: int
-    activation: Activation
     embedding: str
     last_norm: NormPlan
     head: MatrixPlan
-    attention_scale: float
     ropes: tuple[RopePlan, ...] = ()
     place_embedding: str | None = None
     num_places: int = 0
-    attention_cap: float | None = None
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0
@@ -150,7 +176,7 @@ class Plan:
     joint: JointPlan | None = None
 
 
-_PARTS = (LayerPlan, MatrixPlan, NormPlan, RopePlan, JointPlan)
+_PARTS = (LayerPlan, AttentionPlan, MlpPlan, MatrixPlan, NormPlan, RopePlan, JointPlan)
 
 
 def rename(plan: _Part, old: str, new: str) -> _Part:

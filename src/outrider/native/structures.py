@@ -30,20 +30,33 @@ class Reach(Structure):
     _fields_ = [(name, c_int64) for name in ("window", "before_anchor", "sees_block")]
 
 
-NORMS = ("attention_norm", "query_norm", "key_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+class Attention(Structure):
+    """A layer without it has no heads."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("num_heads", "num_groups", "head_width", "rope", "store", "norms_whole_rows")),
+        ("reach", Reach),
+        ("scale", c_double),
+        ("cap", c_double),
+        ("query_norm", Norm),
+        ("key_norm", Norm),
+        ("num_inputs", c_int64),
+        ("inputs", Matrix * 3),
+        ("out", Matrix),
+    ]
+
+
+class Mlp(Structure):
+    """A layer without it has no ups."""
+
+    _fields_ = [("num_ups", c_int64), ("activation", c_int64), ("ups", Matrix * 2), ("down", Matrix)]
+
+
+NORMS = ("mixer_norm", "mixer_post_norm", "mlp_norm", "mlp_post_norm")
 
 
 class Layer(Structure):
-    _fields_ = [
-        *((name, Norm) for name in NORMS),
-        ("rope", c_int64),
-        ("reach", Reach),
-        *((name, c_int64) for name in ("norms_whole_rows", "num_inputs", "num_ups")),
-        ("inputs", Matrix * 3),
-        ("out", Matrix),
-        ("ups", Matrix * 2),
-        ("down", Matrix),
-    ]
+    _fields_ = [*((name, Norm) for name in NORMS), ("attention", Attention), ("mlp", Mlp)]
 
 
 class Joint(Structure):
@@ -56,8 +69,8 @@ class Joint(Structure):
     ]
 
 
-SIZES = ("num_layers", "hidden", "num_heads", "num_groups", "head_width", "activation", "num_ropes", "num_digits")
-SCALES = ("attention_scale", "attention_cap", "embedding_scale", "residual_scale", "logit_scale", "logit_cap")
+SIZES = ("num_layers", "hidden", "num_ropes", "num_digits")
+SCALES = ("embedding_scale", "residual_scale", "logit_scale", "logit_cap")
 
 
 class Model(Structure):

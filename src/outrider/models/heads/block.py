@@ -212,11 +212,11 @@ class BlockHead(Head):
         if self.block_size > MOST_TOKENS:
             raise NotPlanned(f"its block has more than {MOST_TOKENS} slots")
         plan = plan_of_layers(self.config)
-        layers = tuple(
-            replace(layer, window=reach.window, before_anchor=reach.before_anchor, sees_block=not reach.is_causal)
-            for layer, reach in zip(plan.layers, self.reaches, strict=True)
-        )
-        return replace(plan_of_head(plan, self), layers=layers, embedding_scale=self.scale)
+        layers = []
+        for layer, reach in zip(plan.layers, self.reaches, strict=True):
+            mixer = replace(layer.mixer, window=reach.window, before_anchor=reach.before_anchor)
+            layers.append(replace(layer, mixer=replace(mixer, sees_block=not reach.is_causal)))
+        return replace(plan_of_head(plan, self), layers=tuple(layers), embedding_scale=self.scale)
 
     def logits(self, outputs: Tensor) -> Tensor:
         """[..., H] -> [..., D]"""

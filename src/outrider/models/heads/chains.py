@@ -126,11 +126,11 @@ class Eagle3Head(Head):
     def plan(self) -> Plan:
         plan = plan_of_layers(self.config)
         first, *others = plan.layers
-        norm = first.attention_norm
-        if norm is None or first.attention_post_norm or first.mlp_post_norm or plan.residual_scale != 1:
+        norm = first.mixer_norm
+        if norm is None or first.mixer_post_norm or first.mlp_post_norm or plan.residual_scale != 1:
             raise NotPlanned(f"a first layer of {self.config.model_type} is none of EAGLE-3's")
         joint = JointPlan(norm, replace(norm, weight="layers.0.hidden_norm.weight"), None, self.norm_before_residual)
-        layers = (replace(first, attention_norm=None), *others)
+        layers = (replace(first, mixer_norm=None), *others)
         return replace(plan_of_head(plan, self), layers=layers, joint=joint)
 
 
