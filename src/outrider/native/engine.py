@@ -286,11 +286,11 @@ def _attention(plan: AttentionPlan, hidden: int, width: int, weights: _Weights) 
         query_norm=weights.norm(plan.query_norm, q_width if plan.norms_whole_rows else plan.head_width),
         key_norm=weights.norm(plan.key_norm, kv_width if plan.norms_whole_rows else plan.head_width),
         num_inputs=len(plan.inputs),
-        out=weights.matrix(plan.out),
     )
     for i, one in enumerate(plan.inputs):
         found.inputs[i] = weights.matrix(one)
         _check(one.weight, found.inputs[i].width, width)
+    found.out = weights.matrix(plan.out)
     _check("queries, keys and values", sum(one.num_channels for one in found.inputs), q_width + 2 * kv_width)
     _check(plan.out.weight, found.out.width, q_width)
     _check(plan.out.weight, found.out.num_channels, hidden)
