@@ -1,6 +1,7 @@
 // The forward (kernels/forward.cpp) of a small random model: with weights of float32 against a forward in double; and
 // with any weights, tokens together and one by one, by one thread and by three, give equal bits.
 
+#include "../../src/outrider/kernels/model.h"
 #include "checks.h"
 
 extern "C" {
@@ -12,49 +13,6 @@ void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels,
 namespace {
 
 typedef std::vector<double> Doubles;
-
-// The structures of forward.cpp and of its headers.
-struct Norm {
-  int64_t kind;  // 0 for none, 1 for the root mean square
-  double epsilon;
-  const float *weight, *bias;
-};
-struct Matrix {
-  const void* data;
-  int64_t form, num_channels, width;
-  const float *scales, *bias;
-};
-struct Rope {
-  int64_t width, is_interleaved;
-  double scale;
-  const float* frequencies;
-};
-struct Layer {
-  Norm attention_norm, query_norm, key_norm, attention_post_norm, mlp_norm, mlp_post_norm;
-  int64_t rope, window, norms_whole_rows, num_inputs, num_ups;
-  Matrix inputs[3], out, ups[2], down;
-};
-struct Model {
-  int64_t num_layers, hidden, num_heads, num_groups, head_width, activation, num_ropes, num_digits;
-  double attention_scale, attention_cap, embedding_scale, residual_scale, logit_scale, logit_cap;
-  Matrix embedding, head;
-  const float* place_embedding;
-  int64_t num_places;
-  Norm last_norm;
-  const Rope* ropes;
-  const Layer* layers;
-};
-struct Batch {
-  int64_t num_rows, num_columns;
-  const int64_t *ids, *places, *offsets;
-  void* const* stores;
-  int64_t bits, row_places, num_wanted;
-  float* logits;
-  int64_t num_features;
-  const int64_t* feature_layers;
-  float* features;
-  bool* broken;
-};
 
 constexpr int64_t NUM_LAYERS = 2, NUM_ROWS = 2, V = 53;
 constexpr int64_t OFFSETS[NUM_ROWS] = {0, 5};  // from places to positions
@@ -70,18 +28,20 @@ class Toy {
     for (Layer& layer : layers_) {
       const bool is_second = &layer == &layers_[1];
       const Norm none{}, of_heads = is_second ? norm(D) : none, of_keys = is_second ? norm(D) : none;
-      layer = {norm(H), of_heads, of_keys, none, norm(H), none, 0, is_second ? window : 0, 0, 3, 2};
-      layer.inputs[0] = matrix(heads * D, H);
-      for (int i : {1, 2}) layer.inputs[i] = matrix(groups * D, H);
-      layer.out = matrix(H, heads * D), layer.down = matrix(H, wide);
-      for (Matrix& up : layer.ups) up = matrix(wide, H);
+      Attention& attention = layer.attention;
+      layer = {norm(H), none, norm(H), none, {}, {}};
+      attention = {heads, groups, D, 0, is_second ? 2 : 0, 0, {is_second ? window : 0, -1, 0}, 1 / std::sqrt(double(D)), 0};
+      attention.query_norm = of_heads, attention.key_norm = of_keys, attention.num_inputs = 3;
+      attention.inputs[0] = matrix(heads * D, H);
+      for (int i : {1, 2}) attention.inputs[i] = matrix(groups * D, H);
+      attention.out = matrix(H, heads * D), layer.mlp = {2, 0}, layer.mlp.down = matrix(H, wide);
+      for (Matrix& up : layer.mlp.ups) up = matrix(wide, H);
     }
     std::vector<float> frequencies(D / 2);
     for (int64_t i = 0; i < D / 2; i++) frequencies[i] = std::pow(10000.0, -2.0 * i / D);
     rope_ = {D, 0, 1.0, keep(frequencies)};
     const int64_t num_digits = form == 14 ? 2 : form == 2 ? 1 : 0;
-    model = {NUM_LAYERS, H, heads, groups, D, 0, 1, num_digits, 1 / std::sqrt(double(D)), 0, 1, 1, 1, 0,
-             matrix(V, H), matrix(V, H), nullptr, 0, norm(H), &rope_, layers_};
+    model = {NUM_LAYERS, H, 1, num_digits, 1, 1, 1, 0, matrix(V, H), matrix(V, H), nullptr, 0, norm(H), {}, &rope_, layers_};
   }
   Toy(const Toy&) = delete;
 
@@ -151,7 +111,7 @@ Results run(const Model& m, const Tokens& tokens, int64_t bits, int64_t step, in
   std::vector<void*> stores;
   found.stores.resize(2 * NUM_LAYERS);
   for (std::vector<char>& store : found.stores) {
-    store.resize(NUM_ROWS * row_places * m.num_groups * m.head_width * bits / 8);
+    store.resize(NUM_ROWS * row_places * m.layers[0].attention.num_groups * m.layers[0].attention.head_width * bits / 8);
     stores.push_back(store.data());
   }
   for (int64_t first = 0; first < T; first += step) {
@@ -163,7 +123,7 @@ Results run(const Model& m, const Tokens& tokens, int64_t bits, int64_t step, in
       }
     }
     std::vector<float> logits(NUM_ROWS * step * V, NAN);
-    const Batch batch{NUM_ROWS, step, ids.data(), places.data(), OFFSETS, stores.data(), bits, row_places, step,
+    const Batch batch{NUM_ROWS, step, ids.data(), places.data(), nullptr, OFFSETS, stores.data(), bits, row_places, step,
                       logits.data(), 0, nullptr, nullptr, nullptr};
     compare(outrider_forward(&m, &batch, num_threads), 1.0, 0.0, "ids and places that are there");
     for (int64_t row = 0; row < NUM_ROWS; row++) {
@@ -189,15 +149,16 @@ class Twin {
     }
     for (int64_t l = 0; l < NUM_LAYERS; l++) {
       const Layer& layer = m.layers[l];
+      const Attention& attention = layer.attention;
       for (int64_t t = 0; t < number; t++) {
-        const Doubles inputs = normed(layer.attention_norm, x[t]);
-        check_stored(2 * l, t, heads(times(layer.inputs[1], inputs), layer.key_norm, t));
-        check_stored(2 * l + 1, t, times(layer.inputs[2], inputs));
-        add(x[t], times(layer.out, attended(l, t, heads(times(layer.inputs[0], inputs), layer.query_norm, t))));
-        const Doubles normal = normed(layer.mlp_norm, x[t]), factors = times(layer.ups[1], normal);
-        Doubles ups = times(layer.ups[0], normal);
+        const Doubles inputs = normed(layer.mixer_norm, x[t]);
+        check_stored(2 * l, t, heads(times(attention.inputs[1], inputs), attention.key_norm, t));
+        check_stored(2 * l + 1, t, times(attention.inputs[2], inputs));
+        add(x[t], times(attention.out, attended(l, t, heads(times(attention.inputs[0], inputs), attention.query_norm, t))));
+        const Doubles normal = normed(layer.mlp_norm, x[t]), factors = times(layer.mlp.ups[1], normal);
+        Doubles ups = times(layer.mlp.ups[0], normal);
         for (size_t i = 0; i < ups.size(); i++) ups[i] *= factors[i] / (1 + std::exp(-ups[i]));
-        add(x[t], times(layer.down, ups));
+        add(x[t], times(layer.mlp.down, ups));
       }
     }
     for (int64_t t = 0; t < first; t++) {
@@ -231,7 +192,7 @@ class Twin {
 
   // Queries or keys, normed and turned.
   Doubles heads(const Doubles& all, const Norm& norm, int64_t t) const {
-    const int64_t D = m.head_width, half = D / 2;
+    const int64_t D = m.layers[0].attention.head_width, half = D / 2;
     Doubles made;
     for (auto begin = all.begin(); begin != all.end(); begin += D) {
       const Doubles x = normed(norm, Doubles(begin, begin + D));
@@ -247,14 +208,15 @@ class Twin {
   }
 
   Doubles attended(int64_t l, int64_t t, const Doubles& queries) const {
-    const int64_t D = m.head_width, shared = m.num_heads / m.num_groups, window = m.layers[l].window;
-    Doubles made(m.num_heads * D);
-    for (int64_t h = 0; h < m.num_heads; h++) {
+    const Attention& a = m.layers[l].attention;
+    const int64_t D = a.head_width, shared = a.num_heads / a.num_groups, window = a.reach.window;
+    Doubles made(a.num_heads * D);
+    for (int64_t h = 0; h < a.num_heads; h++) {
       double total = 0;
       for (int64_t j = window ? std::max<int64_t>(0, t + 1 - window) : 0; j <= t; j++) {
         double score = 0;
         for (int64_t i = 0; i < D; i++) score += queries[h * D + i] * stored(2 * l, j, h / shared * D + i);
-        const double weight = std::exp(m.attention_scale * score);
+        const double weight = std::exp(a.scale * score);
         total += weight;
         for (int64_t i = 0; i < D; i++) made[h * D + i] += weight * stored(2 * l + 1, j, h / shared * D + i);
       }
@@ -270,7 +232,7 @@ class Twin {
     compare_all(got.data(), want, bits == 16 ? std::ldexp(1.0, -8) : 0.0, "a key or value");
   }
   float stored(int64_t store, int64_t place, int64_t i) const {
-    const int64_t at = (row * (tokens.length + 1) + place) * m.num_groups * m.head_width + i;
+    const int64_t at = (row * (tokens.length + 1) + place) * m.layers[0].attention.num_groups * m.layers[0].attention.head_width + i;
     uint32_t word = 0;
     std::memcpy(reinterpret_cast<char*>(&word) + 4 - bits / 8, &results.stores[store][at * bits / 8], bits / 8);
     float number;

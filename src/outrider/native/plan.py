@@ -6,6 +6,7 @@ come from anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
@@ -14,7 +15,7 @@ _Part = TypeVar(
 )
 
 MOST_TOKENS = 128
-"""Tokens of a sequence that may see each other (forward.cpp)."""
+"""Tokens of a sequence that may see each other (token_block.h)."""
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 
@@ -175,6 +176,9 @@ class Plan:
     logit_cap: float | None = None
     joint: JointPlan | None = None
 
+
+Families = Mapping[str, tuple[Callable[[Any], Plan], str]]
+"""By Transformers' model_type: the function that makes a plan of a configuration, and the fields that only it reads."""
 
 _PARTS = (LayerPlan, AttentionPlan, MlpPlan, MatrixPlan, NormPlan, RopePlan, JointPlan)
 

@@ -1,4 +1,4 @@
-"""Structures of the C++ forward (kernels/forward.cpp), in the same order."""
+"""Structures of the C++ forward (kernels/model.h), in the same order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Matrix(Structure):
 
 
 class Rope(Structure):
-    """``forward.cpp``, as all that follow"""
+    """``model.h``, as all that follow"""
 
     _fields_ = [("width", c_int64), ("is_interleaved", c_int64), ("scale", c_double), ("frequencies", c_void_p)]
 

@@ -1,0 +1,131 @@
+// The attention of a layer: from the rows of its queries, keys and values to its output, through the cache.
+#pragma once
+
+#include "worker.h"
+
+namespace {
+
+void put(float* to, float number) { *to = number; }
+void put(BFloat16* to, float number) {
+  uint32_t bits;
+  memcpy(&bits, &number, sizeof bits);
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  to->bits = is_nan ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, ties to even
+}
+
+// Number: of the cache.
+template <typename Number>
+struct AttentionLayer : Worker {
+  const Attention& a;
+
+  // From `normed` to y.
+  void run() const {
+    const int64_t in_width = a.inputs[0].width, inputs_width = a.inputs_width();
+    for (int64_t i = 0, at = 0; i < a.num_inputs; at += a.inputs[i].num_channels, i++) {
+      product(of(b.normed, in_width, b.number), a.inputs[i], &b.inputs[at], inputs_width);
+    }
+    wait();
+    place();
+    wait();
+    attend();
+    wait();
+    round(b.attended, a.q_width());
+    product(of(b.attended, a.q_width(), b.number), a.out, b.y.get(), m.hidden);
+    wait();
+  }
+
+  // Norms and turns queries and keys; stores keys and values.
+  void place() const {
+    const int64_t H = a.num_heads, G = a.num_groups, D = a.head_width, inputs_width = a.inputs_width();
+    if (a.norms_whole_rows) {
+      for (int64_t t = me; t < b.number; t += n) {
+        float* q = &b.inputs[t * inputs_width];
+        a.query_norm.apply(q, H * D, q);
+        a.key_norm.apply(q + H * D, G * D, q + H * D);
+      }
+      wait();
+    }
+    for (int64_t i = me; i < b.number * (H + G); i += n) {
+      const int64_t t = i / (H + G), h = i % (H + G);
+      const Token& token = b.tokens[t];
+      float* x = &b.inputs[t * inputs_width + h * D];
+      if (!a.norms_whole_rows) (h < H ? a.query_norm : a.key_norm).apply(x, D, x);
+      if (a.rope >= 0) turn(x, m.ropes[a.rope], b.turns_of(t, a.rope));
+      if (h < H) continue;
+      const int64_t at = ((token.row * b.batch.row_places + token.place) * G + h - H) * D;
+      store_finite(x, D, static_cast<Number*>(b.batch.stores[a.store]) + at, token);
+      store_finite(x + G * D, D, static_cast<Number*>(b.batch.stores[a.store + 1]) + at, token);
+    }
+  }
+
+  static void turn(float* x, const Rope& rope, const float* cosines) {
+    const int64_t half = rope.width / 2;
+    const float* sines = cosines + half;
+    const int64_t apart = rope.is_interleaved ? 1 : half, step = rope.is_interleaved ? 2 : 1;
+    for (int64_t i = 0; i < half; i++) {
+      float *first = x + i * step, *second = first + apart;
+      const float a = *first, c = *second;
+      *first = a * cosines[i] - c * sines[i];
+      *second = c * cosines[i] + a * sines[i];
+    }
+  }
+
+  void store_finite(const float* from, int64_t number, Number* to, const Token& token) const {
+    for (int64_t i = 0; i < number; i++) {
+      float value = from[i];
+      if (b.batch.broken != nullptr && !std::isfinite(value)) {
+        value = 0.0f;
+        __atomic_store_n(b.batch.broken + token.column, true, __ATOMIC_RELAXED);
+      }
+      put(to + i, value);
+    }
+  }
+
+  void attend() const {
+    const Tasks& tasks = *b.tasks_of(a);
+    const int64_t number = tasks.list.size(), D = a.head_width, padded = (D + LANES - 1) / LANES * LANES;
+    const int64_t shared = a.num_heads / a.num_groups, inputs_width = a.inputs_width();
+    const Buffer queries = buffer(MOST_QUERIES * padded);
+    std::fill_n(queries.get(), MOST_QUERIES * padded, 0.0f);
+    for (int64_t i = me; i < number; i += n) {
+      const Task& task = tasks.list[i];
+      const int64_t row = b.tokens[task.first / shared].row, begin = task.part * PLACES;
+      const int64_t at = ((row * b.batch.row_places + begin) * a.num_groups + task.group) * D;
+      Part<Number> part{queries.get(), padded, D, static_cast<Number*>(b.batch.stores[a.store]) + at,
+                        static_cast<Number*>(b.batch.stores[a.store + 1]) + at, a.num_groups * D, {}, {},
+                        static_cast<float>(a.scale), static_cast<float>(a.cap),
+                        &b.kept[i * MOST_QUERIES * b.kept_width(a)]};
+      for (int64_t q = 0; q < task.number; q++) {
+        const int64_t t = (task.first + q) / shared;
+        const Seen places = seen(a.reach, b.tokens[t]);
+        std::copy_n(&b.inputs[t * inputs_width + task.head(q, shared) * D], D, &queries[q * padded]);
+        part.ends[q] = std::clamp<int64_t>(places.end - begin, 0, PLACES);
+        part.begins[q] = std::clamp<int64_t>(places.begin - begin, 0, part.ends[q]);
+      }
+      switch (task.number) {
+        case 1: part.template attend<1>(); break;
+        case 2: part.template attend<2>(); break;
+        case 3: part.template attend<3>(); break;
+        case 4: part.template attend<4>(); break;
+        case 5: part.template attend<5>(); break;
+        case 6: part.template attend<6>(); break;
+      }
+      if (task.num_parts == 1) gather(task, i);
+    }
+    if (!tasks.has_parts) return;
+    wait();
+    for (int64_t i = me; i < number; i += n) {
+      if (tasks.list[i].is_first && tasks.list[i].num_parts > 1) gather(tasks.list[i], i);
+    }
+  }
+  void gather(const Task& task, int64_t i) const {
+    const int64_t shared = a.num_heads / a.num_groups, kept_width = b.kept_width(a);
+    for (int64_t q = 0; q < task.number; q++) {
+      const float* parts = &b.kept[(i * MOST_QUERIES + q) * kept_width];
+      float* to = &b.attended[(task.first + q) / shared * a.q_width() + task.head(q, shared) * a.head_width];
+      combine(parts, task.num_parts, MOST_QUERIES * kept_width, a.head_width, to);
+    }
+  }
+};
+
+}  // namespace

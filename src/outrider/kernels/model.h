@@ -1,0 +1,88 @@
+// A causal language model as data, and a batch of tokens: the structures that native/structures.py builds.
+#pragma once
+
+#include "functions.h"
+#include "products.h"
+
+namespace {
+
+struct Rope {
+  int64_t width, is_interleaved;  // whether the pairs are neighbours, or in the two halves
+  double scale;
+  const float* frequencies;  // [width / 2]
+};
+
+// Places that a token sees. Its block are the tokens of its sequence in this forward.
+struct Reach {
+  int64_t window;         // places up to its own, itself included; 0 for all
+  int64_t before_anchor;  // places before the first of its block; -1 for all
+  int64_t sees_block;     // whether it sees later tokens of its block, too
+  bool operator==(const Reach&) const = default;
+};
+
+struct Attention {
+  int64_t num_heads, num_groups, head_width;
+  int64_t rope;              // its number; -1 for none
+  int64_t store;             // number of its keys; its values are the next
+  int64_t norms_whole_rows;  // query_norm and key_norm: of all heads together
+  Reach reach;
+  double scale, cap;  // cap 0: none
+  Norm query_norm, key_norm;
+  int64_t num_inputs;
+  Matrix inputs[3];  // queries, keys and values, one after the other
+  Matrix out;
+
+  int64_t q_width() const { return num_heads * head_width; }
+  int64_t inputs_width() const { return q_width() + 2 * num_groups * head_width; }
+};
+
+struct Mlp {
+  int64_t num_ups, activation;
+  Matrix ups[2];  // of the gate, if there is one, and of what it multiplies
+  Matrix down;
+};
+
+// A mixer of tokens, then an MLP; what it has not has no heads, and no ups.
+struct Layer {
+  Norm mixer_norm, mixer_post_norm, mlp_norm, mlp_post_norm;
+  Attention attention;
+  Mlp mlp;
+};
+
+// Input of a head that drafts from states of its target: the norms of a token's embedding and of a state, side by side.
+struct Joint {
+  int64_t is_there;
+  Norm embedding_norm, state_norm;
+  Matrix matrix;        // gives the input of the first layer; no data: that is the state, and the layer reads both norms
+  int64_t adds_normed;  // without a matrix: whether the input of the first layer is the normed state
+};
+
+struct Model {
+  int64_t num_layers, hidden, num_ropes, num_digits;
+  double embedding_scale, residual_scale, logit_scale, logit_cap;  // cap 0: none
+  Matrix embedding, head;
+  const float* place_embedding;  // [num_places, hidden], or null
+  int64_t num_places;
+  Norm last_norm;
+  Joint joint;
+  const Rope* ropes;
+  const Layer* layers;
+};
+
+// Columns of tokens of several rows of a cache.
+struct Batch {
+  int64_t num_rows, num_columns;
+  const int64_t *ids, *places;  // a place below 0 is padding; the others of a row ascend [B, T]
+  const float* states;          // of a head's target [B, T, hidden], or null
+  const int64_t* offsets;       // from places to positions [B], or null
+  void* const* stores;          // keys and values of each attention in turn [B, L + 1, groups, head_width]
+  int64_t bits, row_places;     // of a number of the stores; L + 1
+  int64_t num_wanted;           // last columns whose logits are wanted; those of padding are zeros
+  float* logits;                // [B, num_wanted, V]
+  int64_t num_features;
+  const int64_t* feature_layers;  // whose inputs are wanted; then the last output, and its norm
+  float* features;                // those of padding are zeros [B, T, num_features, hidden]
+  bool* broken;  // with a key or value that is not finite, for which zero is stored; or null [B, T]
+};
+
+}  // namespace

@@ -1,0 +1,132 @@
+// Tokens that go through the layers of a model together, and the memory that they need.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "barrier.h"
+#include "model.h"
+
+namespace {
+
+constexpr int64_t MOST_TOKENS = 128;  // go through all layers at once: what a layer needs of them stays in the cache
+
+typedef std::unique_ptr<float[]> Buffer;
+Buffer buffer(int64_t number) { return Buffer(new float[number]); }
+
+// A token, and where its results go.
+struct Token {
+  int64_t id, row, place, position, column;  // row * num_columns + column
+  int64_t first, last;                       // places of its block
+  float* logits;                             // or null
+};
+
+// Queries of a sequence and of the heads that share keys, number first .. first + number - 1 if those of a token follow
+// one another; and a part of their sequence.
+struct Task {
+  int64_t group, first, number, part = 0, num_parts = 0;
+  bool is_first = true;  // of the parts
+
+  // Head of a query, if `shared` heads share keys.
+  int64_t head(int64_t query, int64_t shared) const { return group * shared + (first + query) % shared; }
+};
+
+// The first place that a token sees, and the one after the last. Both ascend along a sequence.
+struct Seen {
+  int64_t begin, end;
+};
+Seen seen(const Reach& reach, const Token& token) {
+  const int64_t window = reach.window;
+  int64_t begin = window ? token.place + 1 - window : 0, end = reach.sees_block ? token.last + 1 : token.place + 1;
+  if (window) end = std::min(end, token.place + window);
+  if (reach.before_anchor >= 0) begin = std::max(begin, token.first - reach.before_anchor);
+  return {std::max<int64_t>(0, begin), end};
+}
+
+// Tasks of attention with one reach and numbers of heads: the parts of the same queries follow one another.
+struct Tasks {
+  Reach reach;
+  int64_t num_heads, num_groups;
+  bool has_parts;
+  std::vector<Task> list;
+};
+
+// Tokens that go through the layers together, and what they need.
+struct Block {
+  Block(const Model& m, const Batch& batch, const Token* tokens, int64_t number)
+      : m(m), batch(batch), tokens(tokens), number(number), normed_width(m.joint.is_there ? 2 * m.hidden : m.hidden) {
+    int64_t widest = normed_width, inputs_width = 0, q_width = 0, ups_width = 0;
+    size_t num_kept = 0;
+    for (int64_t r = 0; r < m.num_ropes; r++) turns_width = std::max(turns_width, m.ropes[r].width);
+    for (int64_t l = 0; l < m.num_layers; l++) {
+      const Layer& layer = m.layers[l];
+      const Attention& attention = layer.attention;
+      ups_width = std::max(ups_width, layer.mlp.down.width * layer.mlp.num_ups);
+      widest = std::max({widest, layer.mlp.down.width, attention.q_width()});
+      if (attention.num_heads == 0) continue;
+      inputs_width = std::max(inputs_width, attention.inputs_width()), q_width = std::max(q_width, attention.q_width());
+      if (tasks_of(attention) == nullptr) tasks.push_back(new_tasks(attention));
+      num_kept = std::max(num_kept, tasks_of(attention)->list.size() * kept_width(attention));
+    }
+    x = buffer(number * m.hidden), y = buffer(number * m.hidden), normed = buffer(number * normed_width);
+    inputs = buffer(number * inputs_width), attended = buffer(number * q_width), ups = buffer(number * ups_width);
+    turns = buffer(number * m.num_ropes * turns_width);
+    kept = buffer(num_kept * MOST_QUERIES);
+    if (m.num_digits) chunks.reset(new RoundedChunk[number * ((widest + CHUNK - 1) / CHUNK)]);
+    for (int64_t t = 0; t < number; t++) {
+      if (tokens[t].logits != nullptr) wanted.push_back(t);
+    }
+    apart = buffer(wanted.empty() || batch.num_rows == 1 ? 0 : wanted.size() * m.head.num_channels);
+  }
+
+  const Tasks* tasks_of(const Attention& a) const {
+    for (const Tasks& one : tasks) {
+      if (one.reach == a.reach && one.num_heads == a.num_heads && one.num_groups == a.num_groups) return &one;
+    }
+    return nullptr;
+  }
+  static int64_t kept_width(const Attention& attention) { return attention.head_width + 2; }
+
+  // Cosines and sines of a rope for a token: [width / 2] each.
+  float* turns_of(int64_t t, int64_t rope) const { return &turns[(t * m.num_ropes + rope) * turns_width]; }
+
+  const Model& m;
+  const Batch& batch;
+  const Token* const tokens;
+  const int64_t number, normed_width;
+  int64_t turns_width = 0;
+  std::vector<int64_t> wanted;
+  std::vector<Tasks> tasks;
+  Buffer x, y, normed, inputs, attended, ups, turns, kept, apart;
+  std::unique_ptr<RoundedChunk[]> chunks;
+  mutable Barrier barrier;
+
+ private:
+  Tasks new_tasks(const Attention& attention) const {
+    const Reach& reach = attention.reach;
+    Tasks found{reach, attention.num_heads, attention.num_groups, false, {}};
+    const int64_t shared = attention.num_heads / attention.num_groups;  // heads with the same keys
+    for (int64_t begin = 0, end = 0; begin < number; begin = end) {
+      while (end < number && tokens[end].row == tokens[begin].row) end++;
+      const int64_t all = (end - begin) * shared, num_tiles = (all + MOST_QUERIES - 1) / MOST_QUERIES;
+      for (int64_t g = 0; g < attention.num_groups; g++) {
+        for (int64_t tile = 0; tile < num_tiles; tile++) {
+          Task task{g, begin * shared + all * tile / num_tiles, all * (tile + 1) / num_tiles - all * tile / num_tiles};
+          const int64_t last = task.first + task.number - 1;
+          const int64_t highest = seen(reach, tokens[last / shared]).end - 1;
+          const int64_t from = seen(reach, tokens[task.first / shared]).begin / PLACES;
+          task.num_parts = highest / PLACES - from + 1;
+          for (task.part = from; task.part <= highest / PLACES; task.part++) {
+            task.is_first = task.part == from;
+            found.list.push_back(task);
+          }
+          found.has_parts = found.has_parts || task.num_parts > 1;
+        }
+      }
+    }
+    return found;
+  }
+};
+
+}  // namespace

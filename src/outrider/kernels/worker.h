@@ -1,0 +1,76 @@
+// One thread's share of a block of tokens: products, roundings and norms, as all parts of a layer need them.
+//
+// All threads call the same functions in the same order, and wait for each other between the stages. A stage is divided
+// by tokens, heads or channels, none of whose results depends on how it is divided.
+#pragma once
+
+#include "token_block.h"
+
+namespace {
+
+struct Worker {
+  const Block& b;
+  const Model& m;
+  const int64_t me, n;  // of so many threads
+
+  void wait() const { b.barrier.wait(n); }
+
+  // The first rows of a buffer as products take them.
+  Rows of(const Buffer& rows, int64_t width, int64_t number) const {
+    return {rows.get(), b.chunks.get(), number, width, m.num_digits};
+  }
+
+  void product(const Rows& rows, const Matrix& matrix, float* to, int64_t stride) const {
+    const Share share = share_of(matrix.num_channels, me, n);
+    products(rows, matrix, share, to, stride);
+    if (matrix.scales == nullptr && matrix.bias == nullptr) return;
+    for (int64_t t = 0; t < rows.number; t++) {
+      float* row = to + t * stride;
+      if (matrix.scales != nullptr) for (int64_t o = share.begin; o < share.end; o++) row[o] *= matrix.scales[o];
+      if (matrix.bias != nullptr) for (int64_t o = share.begin; o < share.end; o++) row[o] += matrix.bias[o];
+    }
+  }
+
+  // Rounds rows of which each thread has written some; the threads wait before, by the caller, and after.
+  void round(const Buffer& rows, int64_t width) const {
+    if (m.num_digits == 0) return;
+    for (int64_t i = me; i < b.number * ((width + CHUNK - 1) / CHUNK); i += n) {
+      round_chunk(&rows[i % b.number * width], width, i / b.number, i % b.number, b.number);
+    }
+    wait();
+  }
+  // Norms number t of `number` rows to `normed`, and rounds what this gives.
+  void norm_and_round(const Norm& norm, const float* row, int64_t t, int64_t number) const {
+    float* to = &b.normed[t * m.hidden];
+    norm.apply(row, m.hidden, to);
+    round_row(to, m.hidden, t, number);
+  }
+  void round_row(const float* row, int64_t width, int64_t t, int64_t number) const {
+    for (int64_t c = 0; m.num_digits && c * CHUNK < width; c++) round_chunk(row, width, c, t, number);
+  }
+  // Of a row that is no whole number of groups, which no matrix in blocks takes, the last numbers are left out.
+  void round_chunk(const float* row, int64_t width, int64_t c, int64_t t, int64_t number) const {
+    const int64_t whole = std::min(CHUNK, (width - c * CHUNK) / GROUP * GROUP);
+    b.chunks[c * number + t].round(row + c * CHUNK, whole, m.num_digits);
+  }
+
+  void norm_and_round(const Norm& norm) const {
+    for (int64_t t = me; t < b.number; t += n) norm_and_round(norm, &b.x[t * m.hidden], t, b.number);
+    wait();
+  }
+
+  // Adds what a half of a layer has found.
+  void add(const Norm& norm) const {
+    const float scale = m.residual_scale;
+    for (int64_t t = me; t < b.number; t += n) {
+      float *x = &b.x[t * m.hidden], *y = &b.y[t * m.hidden];
+      norm.apply(y, m.hidden, y);
+      each(x, m.hidden, [=, this](int64_t i, Floats values) __attribute__((always_inline)) {
+        const Floats more = load_to(y, i, m.hidden);
+        return scale == 1.0f ? values + more : multiply_add(more, all_lanes(scale), values);
+      });
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,164 @@
+"""Parts of plans, made from configurations of Transformers: those of Llama, unless others are stated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from outrider.native.plan import (
+    Activation,
+    AttentionPlan,
+    LayerPlan,
+    MatrixPlan,
+    MlpPlan,
+    NormPlan,
+    NotPlanned,
+    Plan,
+    RopePlan,
+)
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+_PARTLY_TURNED = frozenset({"phi3", "glm4"})  # whose code reads the factor
+
+
+def rms(config: Any, name: str, added: float = 0.0) -> NormPlan:
+    return NormPlan("rms", f"{name}.weight", config.rms_norm_eps, added)
+
+
+def layer_norm(name: str, epsilon: float) -> NormPlan:
+    return NormPlan("layer", f"{name}.weight", epsilon, bias=f"{name}.bias")
+
+
+def linear(name: str, has_bias: bool = False, part: int = 0, num_parts: int = 1) -> MatrixPlan:
+    return MatrixPlan(f"{name}.weight", f"{name}.bias" if has_bias else None, part, num_parts)
+
+
+def activation_of(config: Any) -> Activation:
+    # Gemma 1 states both, and reads the second.
+    fields = {"gemma2": "hidden_activation", "gemma3_text": "hidden_activation", "gpt2": "activation_function"}
+    name = getattr(config, fields.get(config.model_type, "hidden_act"))
+    if name not in _ACTIVATIONS:
+        raise NotPlanned(f"there is no activation {name}")
+    return _ACTIVATIONS[name]
+
+
+def head_width_of(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def window_of(config: Any, layer: int) -> int | None:
+    """Window of a layer whose configuration states the kinds of layers. (Some families' code does not read these.)"""
+    kind = config.layer_types[layer]
+    if kind == "sliding_attention":
+        return config.sliding_window  # type: ignore[no-any-return]
+    if kind != "full_attention":
+        raise NotPlanned(f"its plan does not know layers of {kind}")
+    return None
+
+
+def rope_of(config: Any, kind: str | None = None, *, is_interleaved: bool = False) -> RopePlan:
+    """
+    Args:
+        kind: the kind of layers, if the configuration states several ropes.
+    """
+    stated = config.rope_parameters if kind is None else config.rope_parameters[kind]
+    if stated["rope_type"] == "default":
+        width = head_width_of(config)
+        if config.model_type in _PARTLY_TURNED:
+            width = int(width * (stated.get("partial_rotary_factor") or 1.0))
+        powers = torch.arange(0, width, 2, dtype=torch.float) / width
+        return RopePlan(tuple((1.0 / stated["rope_theta"] ** powers).tolist()), 1.0, is_interleaved)
+    if stated["rope_type"] == "dynamic":
+        raise NotPlanned("its rope depends on the length of the text")
+    if stated["rope_type"] == "longrope" and stated["short_factor"] != stated["long_factor"]:
+        raise NotPlanned("its rope depends on the length of the text")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    of_kind = {} if kind is None else {"layer_type": kind}
+    frequencies, scale = ROPE_INIT_FUNCTIONS[stated["rope_type"]](config, torch.device("cpu"), **of_kind)
+    return RopePlan(tuple(frequencies.tolist()), scale, is_interleaved)
+
+
+def decoder_of(
+    config: Any,
+    layer: Callable[[str, int], LayerPlan],
+    *,
+    at: str = "model.layers",
+    last_norm: NormPlan | None = None,
+    ropes: tuple[RopePlan, ...] | None = None,
+    embedding: str = "model.embed_tokens.weight",
+    **others: Any,
+) -> Plan:
+    """Plan with Llama's parts, unless they are stated.
+
+    Args:
+        layer: makes a layer of the beginning of its parameters' names and its number.
+        at: the beginning of the names of all layers' parameters.
+        others: fields of the plan.
+    """
+    fields: dict[str, Any] = {
+        "embedding": embedding,
+        "head": MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
+        "layers": tuple(layer(f"{at}.{i}", i) for i in range(config.num_hidden_layers)),
+        "last_norm": last_norm or rms(config, "model.norm"),
+        "ropes": (rope_of(config),) if ropes is None else ropes,
+    }
+    return Plan(**(fields | others))
+
+
+def attention_of(config: Any, at: str, **others: Any) -> AttentionPlan:
+    """Attention of Llama, but for other fields that are stated."""
+    bias, width = bool(getattr(config, "attention_bias", False)), head_width_of(config)
+    fields: dict[str, Any] = {
+        "num_heads": config.num_attention_heads,
+        "num_groups": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        "head_width": width,
+        "scale": width**-0.5,
+        "inputs": inputs_of(at, bias),
+        "out": linear(f"{at}.self_attn.o_proj", bias),
+    }
+    return AttentionPlan(**(fields | others))
+
+
+def mlp_of(config: Any, at: str, **others: Any) -> MlpPlan:
+    """MLP of Llama, but for other fields that are stated."""
+    bias = bool(getattr(config, "mlp_bias", False))
+    fields: dict[str, Any] = {
+        "ups": tuple(linear(f"{at}.mlp.{name}_proj", bias) for name in ("gate", "up")),
+        "down": linear(f"{at}.mlp.down_proj", bias),
+        "activation": activation_of(config),
+    }
+    return MlpPlan(**(fields | others))
+
+
+def layer_of(config: Any, at: str, mixer: AttentionPlan | None = None, **others: Any) -> LayerPlan:
+    """Layer of Llama, but for other parts that are stated."""
+    fields: dict[str, Any] = {
+        "mlp": mlp_of(config, at),
+        "mixer_norm": rms(config, f"{at}.input_layernorm"),
+        "mlp_norm": rms(config, f"{at}.post_attention_layernorm"),
+    }
+    return LayerPlan(mixer or attention_of(config, at), **(fields | others))
+
+
+def inputs_of(at: str, has_bias: bool) -> tuple[MatrixPlan, ...]:
+    return tuple(linear(f"{at}.self_attn.{name}_proj", has_bias) for name in "qkv")
+
+
+def halves_of(name: str) -> tuple[MatrixPlan, ...]:
+    """Gate and up in one matrix."""
+    return tuple(linear(name, part=part, num_parts=2) for part in range(2))
+
+
+def head_norms(config: Any, at: str, added: float = 0.0) -> dict[str, NormPlan]:
+    names = {"query_norm": "q_norm", "key_norm": "k_norm"}
+    return {field: rms(config, f"{at}.self_attn.{name}", added) for field, name in names.items()}
