@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from assistants import assistant_pair
 from block_heads import tiny_block_drafter
 from contract import check_no_look_ahead, check_state
 from heads import eagle3_drafter
@@ -110,6 +111,8 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "parallel, sure": lambda: _parallel(min_prob=0.5),
     "eagle3": _eagle3,
     "eagle3, sure": lambda: _eagle3(min_prob=0.6),
+    "assistant": lambda: assistant_pair(FEW),
+    "assistant, centroids": lambda: assistant_pair(FEW, num_groups=2, min_prob=0.6),
     "ngram": lambda: (_target(), ngram_drafter()),
     "suffix": lambda: (_target(), _suffix([[3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 3]])),
     "head": _head,
@@ -151,7 +154,18 @@ PROMPTS = [(2, 3, 2, 3, 2), (1,), (2, 3) * 5, (1, 0, 2)]
 
 @pytest.mark.each_execution
 @pytest.mark.parametrize(
-    "name", ["parallel", "short context", "eagle3", "dspark", "suffix", "hybrid", "translated", "hybrid with a head"]
+    "name",
+    [
+        "parallel",
+        "short context",
+        "eagle3",
+        "assistant",
+        "dspark",
+        "suffix",
+        "hybrid",
+        "translated",
+        "hybrid with a head",
+    ],
 )
 def test_the_output_is_that_of_plain_decoding(name: str) -> None:
     """Greedy, and sampled under ``gumbel`` with all kinds of options; also where rounds are started ahead. Rows join,
@@ -181,7 +195,7 @@ def test_a_round_follows_the_targets_law(name: str) -> None:
         assert report.is_ok, report
 
 
-@pytest.mark.parametrize("name", ["model", "short context", "eagle3", "dflash", "translated", "suffix"])
+@pytest.mark.parametrize("name", ["model", "short context", "eagle3", "assistant", "dflash", "translated", "suffix"])
 def test_a_shared_prefix_changes_no_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a sequence that has ended, in its slot and in another one, and of one that is running."""
     num_shared: list[int] = []

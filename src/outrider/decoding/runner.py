@@ -11,6 +11,7 @@ Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algori
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,7 @@ class Runner:
         # States are advanced by lengths on the host.
         self.reads_rounds = drafter.reads_on_host or any(lm.has_states for lm in lms)
         self.cache = target.new_cache(num_slots, capacity)
+        self._shared = self.cache.of_layers(drafter.shared_layers)
         self.session = drafter.open(num_slots, capacity, target.device, max_k)
         self.clock = Clock(target.device)
         self._noise = NoiseAhead(rule.make_noise, max_k, target.vocab_size)
@@ -115,6 +117,8 @@ class Runner:
             chosen_k: K that the schedule chose.
         """
         target, execution = self._target, self._target.execution
+        if self._drafter.shared_layers:
+            rows = replace(rows, shared=self._shared.first(len(rows)))
         k = execution.round_drafts(max(rows.most_wanted), rows.most_k(chosen_k))
         noise = self._noise.at(rows.seeds, rows.lengths, k)
         mark = drafting = self.clock.mark()

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from outrider.options import Sampling
 from outrider.records import Draft
+from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masks
@@ -41,6 +42,8 @@ class Rows:
         most_wanted: upper bounds of ``num_wanted`` that the host knows before it reads the device. B numbers
         longest: the host's upper bound of the lengths of active rows.
         masks: the effects of constraints; None if no row has a constraint.
+        shared: keys and values of the target, in the layers that the drafter asks for, by slot and position; those of a
+            row's last token are not there yet. Only to be read. None if the drafter asks for none.
     """
 
     ids: Tensor
@@ -52,6 +55,7 @@ class Rows:
     most_wanted: Sequence[int]
     longest: int
     masks: Masks | None = None
+    shared: SlotCache | None = None
 
     def __len__(self) -> int:
         return len(self.most_wanted)
@@ -170,6 +174,7 @@ class Drafter:
         most_drafted: most tokens that the drafter can draft in a round: 0 for plain decoding, None for no limit.
         favoured_k: values of K that adaptive schedules try, besides the values that the execution favours.
         features: the hidden states of the target that sessions need: index i is the input of decoder layer i.
+        shared_layers: the layers of the target whose keys and values sessions read.
     """
 
     name: str
@@ -181,6 +186,7 @@ class Drafter:
     most_drafted: int | None = None
     favoured_k: tuple[int, ...] = ()
     features: tuple[int, ...] = ()
+    shared_layers: tuple[int, ...] = ()
 
     @property
     def lm(self) -> LM | None:

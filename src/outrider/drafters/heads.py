@@ -51,6 +51,16 @@ def head_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
     """
     module: Any = head.model
     name = options.full_name(head.name)
+    if module.shared_layers:
+        options.check_taken(head.name, "is_greedy", "min_prob")
+        return Drafter(
+            name,
+            lambda models, num_slots, capacity, *_: SharingSession(models[0], options, num_slots, capacity),
+            (head,),
+            is_one_hot=options.is_greedy,
+            features=module.features,
+            shared_layers=module.shared_layers,
+        )
     if not module.block_size:
         options.check_taken(head.name, "is_greedy", "min_prob")
         return Drafter(
@@ -272,6 +282,77 @@ class ChainSession(Session):
             0 if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)
         ]
         return draft
+
+
+# Token by token, with the target's keys and values
+
+
+def feed_shared(
+    head: LM, view_len: int, shared: SlotCache, ids: Tensor, states: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Feed single tokens. Results are those of ``feed_entries``."""
+    module: Any = head.model
+    with head.lock:
+        outputs, states = module(ids, states, positions, shared, view_len)
+        logits = module.lm_head(outputs)
+    return spread(logits, module.token_ids, head.vocab_size), states
+
+
+def _in_place(
+    run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, cache: SlotCache, shared: SlotCache, lengths: Tensor
+) -> LogitsAt:
+    """A forward for each token, all at the place of the last committed one.
+
+    Args:
+        cache: the states.
+        shared: keys and values of the target.
+        lengths: [B]
+    """
+    positions = torch.where(num_wanted > 0, lengths - 1, -1)[:, None]
+    states = stored_states(cache, positions - 1)
+
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, None]:
+        nonlocal states
+        logits, states = run(feed_shared, (view_len,), shared, ids[:, None], states, positions)
+        return logits[:, -1], None
+
+    return logits_at
+
+
+class SharingSession(Session):
+    """The states of the target's tokens over the slots of an engine. Keys and values are the target's own."""
+
+    def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
+        self._head, self._options = head, options
+        self._draft = partial(head.run, draft_step)
+        self._cache = head.new_cache(num_slots, capacity)
+
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        if source is None:
+            self._cache.erase(slot, num_tokens)
+        else:
+            self._cache.copy(source, slot, num_tokens)
+
+    def prefill(self, chunk: Prefill) -> None:
+        if chunk.features is not None:
+            cache = self._cache.rows(chunk.first_slot, chunk.first_slot + len(chunk.ends))
+            keep_states(self._head, cache, chunk.features, chunk.feature_positions)
+
+    def observe(self, committed: CommittedTokens) -> None:
+        assert committed.features is not None
+        cache = self._cache.first(len(committed.ids))
+        keep_states(self._head, cache, committed.features, committed.feature_positions)
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        if not any(rows.most_wanted):
+            return empty_draft(rows)
+        head, cache, shared = self._head, self._cache.first(len(rows)), rows.shared
+        assert shared is not None
+        num_wanted = torch.where(rows.lengths > 1, rows.num_wanted, 0)  # no state comes before a single token
+        static = _in_place, (head.view_len(rows.longest, shared),), rule, self._options, k, False
+        own = cache, shared, rows.lengths
+        call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
+        return draw_draft(self._draft, head, rows.masks, call, noise)
 
 
 # All at once

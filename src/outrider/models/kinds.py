@@ -31,6 +31,7 @@ _HEADS = {
     "hydra": "a set of Hydra heads",
     "mlpspeculator": "an MLP speculator",
     "mlp_speculator": "an MLP speculator",
+    "assistant": "a Gemma 4 assistant",
     "mtp": "a multi-token prediction (MTP) head",
     "speculator": "a speculator",
 }

@@ -23,6 +23,7 @@ import math
 import mmap
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -176,6 +177,13 @@ class SlotCache:
         if num_rows not in self._heads:
             self._heads[num_rows] = self.rows(0, num_rows)
         return self._heads[num_rows]
+
+    def of_layers(self, layers: Sequence[int]) -> SlotCache:
+        """View of the keys and values of some layers."""
+        pairs = zip(self.storage[::2], self.storage[1::2], strict=False)
+        stores = [next(pairs) if shape.num_heads else () for shape in self.shapes]
+        shapes = [replace(self.shapes[i], states=(), has_offset=False) for i in layers]
+        return SlotCache(shapes, [store for i in layers for store in stores[i]], self.capacity)
 
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
         """Begin a slot with the first tokens of a slot (another or itself), at most what ``take_over`` allows."""

@@ -94,8 +94,7 @@ class CapturedExecution(EagerExecution):
 
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         call = Call(step, lm, static, arguments)
-        first = tuple(store.data_ptr() for store in call.stores[:1])  # which identifies them all
-        program = self._program((step, id(lm.model), static, tuple(call.form), first), call)
+        program = self._program((step, id(lm.model), static, tuple(call.form)), call)
         if isinstance(program, str):
             return self._eagerly(program, step, lm, static, arguments)
         return program.run(call.tensors, call.stores)
@@ -185,7 +184,9 @@ class Call:
             elif isinstance(value, SlotCache):
                 self.stores.extend(value.storage)
                 self.states.extend(value.storage[value.num_token_stores :])
-                form.append((value.capacity, value.bound, *(store.shape for store in value.storage[:1])))
+                # The first store identifies them all.
+                first = [(store.shape, store.data_ptr()) for store in value.storage[:1]]
+                form.append((value.capacity, value.bound, *first))
             elif isinstance(value, tuple):
                 form.append(len(value))
                 self._take_apart(value)

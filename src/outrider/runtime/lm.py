@@ -321,6 +321,9 @@ class LM:
                 )
                 stack.callback(hook.remove)
             arguments: dict[str, Any] = {self._cache_name: cache.argument}
+            kept: int | Tensor = num_logits
+            if features and num_logits:  # given a number, Gemma 4 drops other columns before its last layers
+                kept = torch.arange(ids.shape[1] - num_logits, ids.shape[1], device=ids.device)
             position_ids = positions.clamp_min(0)
             if cache.offsets is not None:
                 position_ids = position_ids + cache.offsets[:, None]
@@ -329,7 +332,7 @@ class LM:
                 attention_mask=self.visibility.masks(positions, view_len, self.dtype) if self._has_attention else None,
                 position_ids=position_ids,
                 use_cache=True,
-                logits_to_keep=num_logits,
+                logits_to_keep=kept,
                 **arguments,
             )
         return self._finished(output.logits, cache.find_broken(), wanted), states

@@ -37,6 +37,7 @@ class Head(nn.Module, ABC):
     Attributes:
         config: of its own decoder layers.
         features: the hidden states of the target that it reads: index i is the input of decoder layer i.
+        shared_layers: layers of the target whose keys and values it reads, in place of its own.
         state_size: H, numbers that it keeps of each token of the target, besides keys and values; may be 0.
         block_size: slots that it fills in one forward; 0 for a head that drafts token by token.
         norm_output: while drafting token by token, the normed output takes the place of the state.
@@ -49,6 +50,7 @@ class Head(nn.Module, ABC):
 
     config: Any
     features: tuple[int, ...]
+    shared_layers: tuple[int, ...] = ()
     state_size: int
     block_size: int = 0
     norm_output: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
-from outrider.models.heads.base import head_lm
+from outrider.models.heads.assistant import load_assistant
+from outrider.models.heads.base import Head, head_lm
 from outrider.models.heads.block import load_block
 from outrider.models.heads.chains import load_eagle3, load_mtp, mtp_prefix
 from outrider.models.kinds import INDEX, PICKLED, WHOLE, check_no_pickle, head_named
@@ -21,6 +22,8 @@ from outrider.runtime.lm import LM
 
 MTP = "mtp"
 """Draft with the MTP layers of the target's own checkpoint."""
+
+_LOADERS: dict[str, Callable[..., Head]] = {"eagle3": load_eagle3, "block": load_block, "assistant": load_assistant}
 
 
 def is_head(spec: ModelSpec) -> bool:
@@ -50,8 +53,7 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
         thing = head_named(stated) or "a head"
         raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
     with _building(spec.name):
-        load = load_eagle3 if kind == "eagle3" else load_block
-        return head_lm(load(read_tensors(spec.location, files), stated, spec.name, target), spec.name, target)
+        return head_lm(_LOADERS[kind](read_tensors(spec.location, files), stated, spec.name, target), spec.name, target)
 
 
 def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
@@ -93,6 +95,8 @@ def kind_of_head(found: Set[str]) -> str | None:
         return "eagle3"
     if found >= {"fc.weight", "hidden_norm.weight"}:
         return "block"
+    if found >= {"pre_projection.weight", "post_projection.weight"}:
+        return "assistant"
     return None
 
 

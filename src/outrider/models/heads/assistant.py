@@ -1,0 +1,194 @@
+"""Gemma 4 assistants: heads without keys and values of their own, which read those of their target.
+
+An assistant predicts the token at place n + 1 from the token at n, with the target's embedding, and from the target's
+last hidden state of the token at n - 1 (after its final norm). Each of its layers attends to the keys and values of
+the target's last layer of the same type that has any, at the places before n. A drafted token is fed with the
+assistant's own output in place of that state, and stays at place n: no key is added in a round.
+
+Of the tokens of an ordered vocabulary, which centroids divide into groups, those of the most probable groups have
+logits.
+
+Source: ``Gemma4AssistantForCausalLM`` and ``SinglePositionMultiTokenCandidateGenerator`` of Transformers. After a
+rejection that generator leaves keys of rejected tokens visible; here they are hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.models.heads.base import Head, decoder_of, embedding_of, fill
+from outrider.native.plan import NotPlanned, Plan
+from outrider.runtime.attention_mask import Visibility
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache_shapes import LayerShape
+from outrider.runtime.lm import LM
+from outrider.runtime.vocabulary import UNKNOWN
+
+
+class CentroidHead(nn.Module):
+    """An LM head that gives logits to the tokens of some groups only, those of the highest centroids; others are
+    unknown.
+
+    Args:
+        weight: the embedding. [V, H]
+        num_groups: of equal size.
+        num_chosen: groups whose tokens have logits.
+    """
+
+    def __init__(self, weight: Tensor, num_groups: int, num_chosen: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.num_chosen = num_chosen
+        self.centroids = nn.Linear(weight.shape[1], num_groups, bias=False)
+        self.register_buffer("token_ordering", torch.empty(len(weight), dtype=torch.long))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[B, T, H] -> [B, T, V]"""
+        centroids = self.centroids
+        chosen = centroids(hidden).topk(self.num_chosen, dim=-1).indices
+        ordering: Any = self.token_ordering
+        ids = ordering.long().view(centroids.out_features, -1)[chosen].flatten(2)  # [B, T, N]
+        logits = (self.weight[ids] @ hidden[..., None])[..., 0]
+        return logits.new_full((*ids.shape[:2], len(self.weight)), UNKNOWN).scatter(-1, ids, logits)
+
+
+class AssistantHead(Head):
+    """See the module. Names are those of its checkpoint, but for the LM head."""
+
+    def __init__(self, config: Any, of_layers: Any, shared: Mapping[str, int], target: LM) -> None:
+        """
+        Args:
+            config: the assistant's.
+            of_layers: configuration of its decoder.
+            shared: the target's layer whose keys and values are read, by the type of a layer.
+        """
+        super().__init__()
+        model: Any = target.model
+        decoder_of_target = model.get_decoder()
+        size, width = of_layers.hidden_size, config.backbone_hidden_size
+        self.config = of_layers
+        self.features = (len(decoder_of_target.layers),)
+        self.state_size = width
+        self.token_ids = None
+        self.shared_types, self.shared_layers = tuple(shared), tuple(shared.values())
+        decoder = decoder_of(of_layers, target.name)
+        with torch.device("meta"):
+            self.pre_projection = nn.Linear(2 * width, size, bias=False)
+            self.post_projection = nn.Linear(size, width, bias=False)
+            weight = torch.empty(of_layers.vocab_size, size)
+            self.lm_head = nn.Linear(size, len(weight), bias=False)
+            if config.use_ordered_embeddings:
+                self.lm_head = CentroidHead(weight, config.num_centroids, config.centroid_intermediate_top_k)
+        decoder.embed_tokens = None  # that of the target is read; its own one is the LM head
+        decoder.rotary_emb = type(decoder.rotary_emb)(of_layers).to(target.device)
+        self.model = decoder
+        self.embed_tokens, self.target_norm = model.get_input_embeddings(), decoder_of_target.norm
+        reach = Visibility.of(self)
+        # Transformers counts the window from the last key that is visible, and includes both ends.
+        self._reach = reach if reach.window is None else replace(reach, window=reach.window + 1)
+
+    @property
+    def layers(self) -> Any:  # type: ignore[override]
+        return self.model.layers
+
+    def layer_shapes(self, target: LM) -> list[LayerShape]:
+        return []
+
+    def fuse(self, features: Tensor) -> Tensor:
+        normed: Tensor = self.target_norm(features)
+        return normed
+
+    def forward(
+        self, input_ids: Tensor, states: Tensor, positions: Tensor, shared: SlotCache, view_len: int
+    ) -> tuple[Tensor, Tensor]:
+        """As in ``Head``; ``shared`` holds the keys and values of the target's layers."""
+        masks = self._reach.masks(positions - 1, view_len, states.dtype)
+        by_type = iter(store[:, :view_len].transpose(1, 2) for store in shared.storage)
+        hidden = self.model(
+            inputs_embeds=self.pre_projection(torch.cat((self.embed_tokens(input_ids).to(states), states), dim=-1)),
+            attention_mask=masks if isinstance(masks, dict) else dict.fromkeys(self.shared_types, masks),
+            position_ids=positions.clamp_min(0),
+            shared_kv_states={kind: (next(by_type), next(by_type)) for kind in self.shared_types},
+            use_cache=False,
+        ).last_hidden_state
+        return hidden, self.post_projection(hidden)
+
+    def plan(self) -> Plan:
+        raise NotPlanned("it reads keys and values of its target")
+
+
+def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> AssistantHead:
+    """Load an assistant for a target.
+
+    Args:
+        stored: all tensors of its checkpoint.
+        stated: its config.json.
+        name: for messages.
+
+    Raises:
+        ModelCorrupt: its weights do not fit its configuration or the target.
+        UnsupportedModel
+    """
+    from transformers import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[stated["model_type"]].from_dict(dict(stated))
+    own = config.get_text_config(decoder=True)
+    own._attn_implementation = target.model.config._attn_implementation  # type: ignore[union-attr]
+    head = AssistantHead(config, own, _shared_layers(own.layer_types, name, target), target)
+    _check(head, config, name, target)
+    tensors = dict(stored)
+    embedding = tensors.pop("model.embed_tokens.weight", None)
+    if embedding is not None:
+        tensors.setdefault("lm_head.weight", embedding)
+    tensors = {key.replace("masked_embedding.", "lm_head."): value for key, value in tensors.items()}
+    fill(head, tensors, name, target, shared=("embed_tokens.", "target_norm.", "model.rotary_emb."))
+    if config.use_ordered_embeddings and not _is_permutation(head.lm_head.token_ordering):
+        raise ModelCorrupt(f"{name} has a token_ordering that does not name each of its tokens once")
+    return head
+
+
+def _shared_layers(types: Sequence[str], name: str, target: LM) -> dict[str, int]:
+    """The last layer of a target with keys and values, for each type of an assistant's layers."""
+    model: Any = target.model
+    config = model.config.get_text_config(decoder=True)
+    own = list(getattr(config, "layer_types", None) or ())
+    own = own[: len(own) - (getattr(config, "num_kv_shared_layers", None) or 0)]
+    found = {kind: max((i for i, one in enumerate(own) if one == kind), default=-1) for kind in types}
+    if lacking := [kind for kind, i in found.items() if i < 0]:
+        raise UnsupportedModel(
+            f"{name} reads keys and values of layers of the type {lacking[0]}, which {target.name} does not have"
+        )
+    return found
+
+
+def _check(head: AssistantHead, config: Any, name: str, target: LM) -> None:
+    """Raises ModelCorrupt: an assistant is for another target."""
+    width, own = embedding_of(target).shape[1], head.config
+    if config.backbone_hidden_size != width:
+        raise ModelCorrupt(
+            f"{name} is for another target: it reads hidden states of {config.backbone_hidden_size} numbers, and those "
+            f"of {target.name} have {width}"
+        )
+    if own.vocab_size < target.vocab_size:
+        raise ModelCorrupt(f"{name} has logits for {own.vocab_size} tokens; {target.name} has {target.vocab_size}")
+    if config.use_ordered_embeddings and own.vocab_size % config.num_centroids:
+        raise ModelCorrupt(f"{name} divides {own.vocab_size} tokens into {config.num_centroids} groups")
+    for kind, layer in zip(own.layer_types, head.layers, strict=True):
+        shape = target.layer_shapes[dict(zip(head.shared_types, head.shared_layers, strict=True))[kind]]
+        attention = layer.self_attn
+        num_heads = own.num_attention_heads // attention.num_key_value_groups
+        if (num_heads, attention.head_dim) != (shape.num_heads, shape.key_dim):
+            raise ModelCorrupt(
+                f"{name} is for another target: in {kind} it reads {num_heads} heads of {attention.head_dim} numbers, "
+                f"and {target.name} has {shape.num_heads} of {shape.key_dim}"
+            )
+
+
+def _is_permutation(ids: Tensor) -> bool:
+    return bool(torch.equal(ids.long().sort().values, torch.arange(len(ids), device=ids.device)))
