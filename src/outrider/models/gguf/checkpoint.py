@@ -17,7 +17,8 @@ from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.cpu_weights import StoredWeights
-from outrider.models.gguf.families import Family, StatedModel, stated_model
+from outrider.models.gguf.families import StatedModel, stated_model
+from outrider.models.gguf.family import Family
 from outrider.models.gguf.file import GgufFile, StoredTensor, shards_of
 from outrider.models.memory import skeleton
 from outrider.models.quantize import require_packages

@@ -1,0 +1,61 @@
+"""How a family of models is written in GGUF files: the record, and names that many families share.
+
+Source: llama.cpp's gguf-py (names of tensors), and its converters in conversion/*.py, which tell what a file stores
+otherwise than Transformers does; the build of llama-cpp-python 0.3.36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from outrider.models.gguf.keys import Stated
+
+DECODER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+NORMS_OF_HEADS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+EXPERTS = {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_up_proj",
+    "ffn_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How a family of models is written in GGUF files.
+
+    Attributes:
+        model_type: Transformers' name of it.
+        fields: fields of the configuration that are more than sizes.
+        eps: the field and the key of the epsilon of norms.
+        layers: prefix of a layer's parameters.
+        tensors: the file's name of a layer's tensor -> the module.
+        ends: names of tensors outside of layers -> the module.
+        order: takes the name of a tensor and the configuration; returns the place in the file of each row of the
+            parameter, or None where rows are in the same order.
+        changes: name of a tensor -> function from the file's form of the numbers to the model's.
+    """
+
+    model_type: str
+    fields: Callable[[Stated], dict[str, Any]]
+    eps: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
+    layers: str = "model.layers"
+    tensors: Mapping[str, str] = field(default_factory=lambda: DECODER)
+    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
+    order: Callable[[str, Any], Tensor | None] = lambda name, config: None
+    changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
