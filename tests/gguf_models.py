@@ -94,6 +94,63 @@ def _gemma3(num_layers: int, full: dict[str, Any], **fields: Any) -> dict[str, A
     return _HEAD_DIM | _RMS | sizes | {"query_pre_attn_scalar": 12} | fields
 
 
+def _gemma4(layer_types: list[str], **fields: Any) -> dict[str, Any]:
+    ropes = {
+        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 77.0},
+    }
+    sizes = {"num_hidden_layers": len(layer_types), "vocab_size_per_layer_input": VOCAB, "global_head_dim": 16}
+    return _HEAD_DIM | _RMS | sizes | {"layer_types": layer_types, "sliding_window": 9, "rope_parameters": ropes} | fields
+
+
+_GEMMA4_KEYS = {
+    "attention.key_length": 16,
+    "attention.value_length": 16,
+    "attention.key_length_swa": 12,
+    "attention.value_length_swa": 12,
+    "attention.shared_kv_layers": 0,
+    "attention.sliding_window": 9,
+    "embedding_length_per_layer_input": 0,
+    "rope.dimension_count": 16,
+    "rope.dimension_count_swa": 12,
+    "rope.freq_base_swa": 77.0,
+}
+_GEMMA4_ROPE = {"rope_freqs.weight": np.array([1.0] * 2 + [1e30] * 6, np.float32)}
+_MOE_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24}
+_QWEN35 = {
+    "rms_norm_eps": 1e-6,  # which llama.cpp has for norms of keys, too, and Transformers there in any case
+    "head_dim": 16,
+    "num_hidden_layers": 4,
+    "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+    "linear_conv_kernel_dim": 3,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 12,
+    "linear_num_key_heads": 2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
+}
+
+
+def _qwen35_keys(num_value_heads: int) -> dict[str, Any]:
+    return {
+        "attention.recurrent_layers": [True, False, True, False],
+        "full_attention_interval": 2,
+        "rope.dimension_sections": [2, 1, 1, 0],
+        "ssm.conv_kernel": 3,
+        "ssm.state_size": 12,
+        "ssm.group_count": 2,
+        "ssm.time_step_rank": num_value_heads,
+        "ssm.inner_size": 12 * num_value_heads,
+    }
+
+
+# The layer of a head for later tokens: one with attention, and what joins it to the model.
+_MTP_SHAPES = {
+    **dict.fromkeys(("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"), (32,)),
+    **dict.fromkeys(("attn_q_norm", "attn_k_norm"), (16,)),
+    **{"attn_q": (128, 32), "attn_k": (32, 32), "attn_v": (32, 32), "attn_output": (32, 64)},
+    **{"ffn_gate": (56, 32), "ffn_up": (56, 32), "ffn_down": (32, 56), "nextn.eh_proj": (32, 64)},
+}
+_MTP = {f"blk.4.{name}.weight": np.full(shape, 0.1, np.float32) for name, shape in _MTP_SHAPES.items()}
 _GEMMA3_KEYS = {"attention.sliding_window": 9, "rope.freq_base_swa": 77.0}
 _LLAMA = _HEAD_DIM | _RMS | {"rope_parameters": _ROPE, "tie_word_embeddings": False}
 CASES = {
@@ -197,6 +254,70 @@ CASES = {
     "gpt2, its own head": Case(
         "gpt2", "gpt2", {"n_inner": 56, "layer_norm_epsilon": 3e-3, "tie_word_embeddings": False}
     ),
+    "gemma4": Case(
+        "gemma4_text",
+        "gemma4",
+        _gemma4(
+            layer_types=["sliding_attention", "full_attention"] * 3,
+            num_kv_shared_layers=2,
+            use_double_wide_mlp=True,
+            hidden_size_per_layer_input=8,
+            final_logit_softcapping=2.0,
+        ),
+        _GEMMA4_KEYS
+        | {
+            "attention.shared_kv_layers": 2,
+            "attention.sliding_window_pattern": [True, False] * 3,
+            "embedding_length_per_layer_input": 8,
+            "feed_forward_length": [56] * 4 + [112] * 2,
+            "final_logit_softcapping": 2.0,
+        },
+        _GEMMA4_ROPE,
+    ),
+    "gemma4, keys are values": Case(
+        "gemma4_text",
+        "gemma4",
+        _gemma4(
+            layer_types=["full_attention", "sliding_attention", "full_attention"],
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            hidden_size_per_layer_input=0,
+            final_logit_softcapping=30.0,  # of llama.cpp where a file states none
+        ),
+        _GEMMA4_KEYS
+        | {"attention.sliding_window_pattern": [False, True, False], "attention.head_count_kv": [1, 2, 1]},
+        _GEMMA4_ROPE,
+    ),
+    "gemma4, experts": Case(
+        "gemma4_text",
+        "gemma4",
+        _gemma4(
+            layer_types=["sliding_attention", "full_attention"],
+            hidden_size_per_layer_input=0,
+            final_logit_softcapping=30.0,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=24,
+        ),
+        _GEMMA4_KEYS | {"attention.sliding_window_pattern": [True, False]} | _MOE_KEYS,
+        _GEMMA4_ROPE,
+    ),
+    "qwen35": Case("qwen3_5_text", "qwen35", _QWEN35 | {"linear_num_value_heads": 6}, _qwen35_keys(6)),
+    "qwen35, with a head": Case(
+        "qwen3_5_text",
+        "qwen35",
+        _QWEN35 | {"linear_num_value_heads": 2, "tie_word_embeddings": True},
+        {key: value for key, value in _qwen35_keys(2).items() if key != "attention.recurrent_layers"}
+        | {"block_count": 5, "nextn_predict_layers": 1},
+        _MTP,
+    ),
+    "qwen35moe": Case(
+        "qwen3_5_moe_text",
+        "qwen35moe",
+        _QWEN35 | _MOE | {"linear_num_value_heads": 4, "shared_expert_intermediate_size": 40},
+        _qwen35_keys(4) | _MOE_KEYS | {"expert_shared_feed_forward_length": 40},
+    ),
     "lfm2": Case(
         "lfm2",
         "lfm2",
@@ -214,7 +335,7 @@ CASES = {
 for _name in ("attention.key_length", "attention.value_length"):  # converters write both where configurations do
     for _case in CASES.values():
         if "head_dim" in _case.fields:
-            _case.keys[_name] = _case.fields["head_dim"]
+            _case.keys.setdefault(_name, _case.fields["head_dim"])
 
 
 def random_case(case: Case) -> PreTrainedModel:
@@ -227,9 +348,12 @@ def random_case(case: Case) -> PreTrainedModel:
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     model.eval().requires_grad_(False)
     numbers = np.random.RandomState(7)  # whose stream is frozen
-    for _, parameter in sorted(model.named_parameters()):
+    buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
+    for _, parameter in (*sorted(model.named_parameters()), *sorted(buffers)):
         drawn = numbers.standard_normal(parameter.numel()).reshape(parameter.shape)
         if parameter.ndim == 1:
+            if parameter.min() < parameter.max():  # begins with random numbers
+                parameter.zero_()
             parameter.add_(torch.from_numpy(0.2 * drawn))  # norms around what they begin with
         else:
             parameter.copy_(torch.from_numpy(drawn / np.sqrt(parameter.shape[-1]) * 1.3))
@@ -284,6 +408,8 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
 
 
 def _keys(config: Any) -> dict[str, Any]:
+    config = copy.deepcopy(config)
+    config.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose layers differ
     keys = {
         "context_length": config.max_position_embeddings,
         "embedding_length": config.hidden_size,
@@ -309,7 +435,7 @@ def _keys(config: Any) -> dict[str, Any]:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         keys["rope.freq_base"] = float(rope["rope_theta"])
         keys["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    if getattr(config, "num_experts", None):
+    if getattr(config, "num_experts_per_tok", None):
         keys |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
     return keys
 
@@ -345,18 +471,29 @@ def _tensors(model: PreTrainedModel, architecture: str) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        if name.endswith("experts.gate_up_proj"):
+        if name.endswith("experts.gate_up_proj") and architecture != "gemma4":  # which is not split
             block = name.split(".")[2]
             gate, up = tensor.chunk(2, dim=1)
             found |= {f"blk.{block}.ffn_gate_exps.weight": gate, f"blk.{block}.ffn_up_exps.weight": up}
             continue
-        if name.endswith("experts.down_proj"):
-            found[f"blk.{name.split('.')[2]}.ffn_down_exps.weight"] = tensor
-            continue
-        new = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        for end, other in _RENAMED.items():
+            if name.endswith(end):
+                name = name.removesuffix(end) + other
+        new = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
         assert new is not None, name
         found[new] = _as_stored(new, tensor, config)
     return found
+
+
+# Ends of names that converters change before they look names up.
+_RENAMED = {
+    "experts.gate_up_proj": "experts.gate_up_proj.weight",
+    "experts.down_proj": "experts.down_proj.weight",
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    "layer_scalar": "layer_scalar.weight",
+    "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
+}
 
 
 def _as_stored(name: str, tensor: Tensor, config: Any) -> Tensor:
@@ -365,10 +502,36 @@ def _as_stored(name: str, tensor: Tensor, config: Any) -> Tensor:
         num_heads = config.num_attention_heads if leaf[0] == "attn_q" else config.num_key_value_heads
         halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
         return halves.swapaxes(1, 2).reshape(tensor.shape)
-    if kind in ("gemma", "gemma2", "gemma3_text") and name.endswith("norm.weight"):
+    if (
+        kind in ("gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")
+        and name.endswith("norm.weight")
+        and leaf[0] != "ssm_norm"
+    ):
         return tensor + 1
+    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
+        return _delta_net_as_stored(leaf, tensor, config)
     if kind == "gpt2" and leaf[0] in ("attn_qkv", "attn_output", "ffn_up", "ffn_down") and leaf[1] == "weight":
         return tensor.t()
     if leaf[0] == "conv" and tensor.ndim == 3:
         return tensor.squeeze(1)
+    return tensor
+
+
+def _delta_net_as_stored(leaf: list[str], tensor: Tensor, config: Any) -> Tensor:
+    """Heads of values: the first of all heads of keys, then the second of all (``_LinearAttentionVReorderBase``)."""
+    num_keys = config.linear_num_key_heads
+
+    def reorder(numbers: Tensor, dim: int) -> Tensor:
+        heads = numbers.unflatten(dim, (num_keys, config.linear_num_value_heads // num_keys, -1))
+        return heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    if leaf[1] == "ssm_a":
+        return reorder(-tensor.exp(), 0)
+    if leaf[0] in ("ssm_alpha", "ssm_beta", "ssm_dt", "attn_gate"):
+        return reorder(tensor, 0)
+    if leaf[0] == "ssm_out":
+        return reorder(tensor, 1)
+    if leaf[0] in ("attn_qkv", "ssm_conv1d"):
+        num_others = 2 * num_keys * config.linear_key_head_dim
+        return torch.cat((tensor[:num_others], reorder(tensor[num_others:], 0))).squeeze(1)
     return tensor

@@ -78,7 +78,9 @@ def gguf_weights(
         rows = torch.from_numpy(source.tensors[0].raw())
         rows = rows if source.order is None else rows[source.order]
         form = replace(BLOCK_FORMS[source.tensors[0].kind], num_digits=num_digits)
-        return NarrowWeight.of_blocks(rows, form, empty_like=empty_like)
+        # Columns stay in the file's order, since a block has many of them.
+        columns = None if source.columns is None else source.columns.argsort().int()
+        return NarrowWeight.of_blocks(rows, form, columns, empty_like)
 
     return StoredWeights(kept, frozenset(found.keys() - kept.keys()), read)
 
@@ -90,11 +92,13 @@ class _Source:
     Attributes:
         tensors: joined along their rows if there are several.
         order: rows by their places in the file; None for the file's order.
+        columns: likewise.
         change: undoes the file's own form of the numbers; None if there is none.
     """
 
     tensors: tuple[StoredTensor, ...]
     order: Tensor | None
+    columns: Tensor | None
     change: Callable[[Tensor], Tensor] | None
 
     @property
@@ -122,6 +126,7 @@ class _Source:
         parts = [one.numbers() for one in self.tensors]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)
         ordered = joined if self.order is None else joined[self.order]
+        ordered = ordered if self.columns is None else ordered[..., self.columns]
         return ordered if self.change is None else self.change(ordered).contiguous()
 
 
@@ -136,24 +141,25 @@ def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> 
         UnsupportedModel: a tensor of the file has no place in the model.
         ModelCorrupt: a parameter is missing, or has another shape.
     """
-    parameters = dict(bare.named_parameters(remove_duplicate=False))
+    parameters = bare.state_dict(keep_vars=True)
     parts: dict[str, list[str]] = {}
     for tensor in file.tensors:
-        if tensor not in model.tensors:
+        if tensor not in model.others:
             parts.setdefault(_parameter(tensor, model.family, parameters, name), []).append(tensor)
     found = {}
     for parameter, tensors in parts.items():
         leaf, expected = _leaf(tensors[0]), tuple(parameters[parameter].shape)
         # A gate comes first: "ffn_gate_exps" before "ffn_up_exps".
         stored = tuple(file.tensors[one] for one in sorted(tensors))
-        source = _Source(stored, None, model.family.changes.get(leaf))
+        source = _Source(stored, None, None, model.family.changes.get(leaf))
         if source.shape != expected:  # before an order is made, which may be as long as the metadata state
             raise ModelCorrupt(
                 f"{name}: the tensor {tensors[0]} has the shape {list(stored[0].shape)}, which does not fit "
                 f"the file's metadata: {list(expected)} by these"
             )
-        source = replace(source, order=model.family.order(leaf.rpartition(".")[0], model.config))
-        found[parameter] = source
+        module = leaf.rpartition(".")[0] or leaf
+        order, columns = (rule(module, model.config) for rule in (model.family.order, model.family.columns))
+        found[parameter] = replace(source, order=order, columns=columns)
     shared = {parameters[parameter] for parameter in found}
     if missing := sorted(key for key, parameter in parameters.items() if parameter not in shared):
         raise ModelCorrupt(f"{name}: the file lacks {len(missing)} of the model's weights, {missing[0]} among them")
@@ -174,9 +180,9 @@ def _parameter(tensor: str, family: Family, parameters: dict[str, Any], name: st
     module, _, kind = leaf.rpartition(".")
     # Some parameters are no part of a layer of their own: a layer's experts.
     for candidate in (
+        f"{prefix}{names.get(leaf)}",
         f"{prefix}{names.get(module)}.{kind}",
         f"{prefix}{names.get(module)}",
-        f"{prefix}{names.get(leaf)}",
     ):
         if candidate in parameters:
             return candidate

@@ -5,6 +5,7 @@ One table serves every reader of a file.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from outrider.models.gguf.hybrids import HYBRIDS
 from outrider.models.gguf.keys import Stated
 
 FAMILIES = DECODERS | HYBRIDS
+_OF_LAYER = re.compile(r"blk\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +26,15 @@ class StatedModel:
 
     Attributes:
         config: Transformers' configuration.
-        tensors: names of tensors that are a part of it.
+        mtp: names of the tensors of a head for later tokens, whose layers follow those of the model.
+        others: names of tensors that are no parameters of the model: these, and those that are part of its
+            configuration or have no effect.
     """
 
     config: Any
     family: Family
-    tensors: frozenset[str]
+    mtp: frozenset[str]
+    others: frozenset[str]
 
 
 def stated_model(file: GgufFile, name: str, config: Any | None = None) -> StatedModel:
@@ -65,7 +70,14 @@ def stated_model(file: GgufFile, name: str, config: Any | None = None) -> Stated
     except Exception as error:  # values of another kind, and whatever Transformers' validation raises
         reason = " ".join(str(error).split())[:200]
         raise ModelCorrupt(f"{name}: the file's metadata is no {family.model_type} model ({reason})") from None
-    return StatedModel(config, family, frozenset(stated.read_tensors))
+    mtp = frozenset(name for name in file.tensors if _layer(name) >= stated.num_layers)
+    return StatedModel(config, family, mtp, mtp | stated.read_tensors)
+
+
+def _layer(tensor: str) -> int:
+    """Layer of a tensor; -1 of one outside of layers."""
+    found = _OF_LAYER.match(tensor)
+    return -1 if found is None else int(found[1])
 
 
 def _values(stated: Stated, family: Family) -> dict[str, Any]:
@@ -73,7 +85,7 @@ def _values(stated: Stated, family: Family) -> dict[str, Any]:
     vocab_size, num_tensors = stated.file.tensors["token_embd.weight"].shape[0], len(stated.file.tensors)
     if (num_tokens := len(stated.file.metadata.get("tokenizer.ggml.tokens", ()))) > vocab_size:
         raise ModelCorrupt(f"{stated.name}: the file has {num_tokens} tokens, but embeddings of {vocab_size} alone")
-    if (num_layers := stated.take("block_count")) > num_tensors:  # each layer has some
+    if not 0 < (num_layers := stated.num_layers) <= num_tensors:  # each layer has some
         raise ModelCorrupt(f"{stated.name}: the file states {num_layers} layers, and has {num_tensors} tensors")
     roles = {"bos": "bos", "eos": "eos", "pad": "padding"}
     ids = {role: stated.file.metadata.get(f"tokenizer.ggml.{key}_token_id") for role, key in roles.items()}

@@ -26,13 +26,28 @@ DECODER = {
     "ffn_down": "mlp.down_proj",
 }
 NORMS_OF_HEADS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}
 EXPERTS = {
     "ffn_gate_inp": "mlp.gate",
     "ffn_gate_exps": "mlp.experts.gate_up_proj",
     "ffn_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
 }
 ENDS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+
+
+def _less_one(numbers: Tensor) -> Tensor:
+    return numbers - 1
+
+
+_NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn_q_norm", "attn_k_norm", "output_norm")
+FROM_ONE = {f"{name}.weight": _less_one for name in _NORMS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +63,7 @@ class Family:
         ends: names of tensors outside of layers -> the module.
         order: takes the name of a tensor and the configuration; returns the place in the file of each row of the
             parameter, or None where rows are in the same order.
+        columns: returns that of each column, likewise.
         changes: name of a tensor -> function from the file's form of the numbers to the model's.
     """
 
@@ -58,4 +74,5 @@ class Family:
     tensors: Mapping[str, str] = field(default_factory=lambda: DECODER)
     ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
     order: Callable[[str, Any], Tensor | None] = lambda name, config: None
+    columns: Callable[[str, Any], Tensor | None] = lambda name, config: None
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)

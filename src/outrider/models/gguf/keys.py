@@ -35,7 +35,6 @@ _NEUTRAL: dict[str, Any] = {
     "expert_used_count": 0,
     "expert_shared_count": 0,
     "expert_weights_scale": 1.0,
-    "nextn_predict_layers": 0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
@@ -48,7 +47,7 @@ class Stated:
         name: of the model, for errors.
 
     Attributes:
-        read_tensors: names of those that were read.
+        read_tensors: names of those that were read, or have no effect.
     """
 
     def __init__(self, file: GgufFile, name: str) -> None:
@@ -59,6 +58,12 @@ class Stated:
         self._unread = {*self._values}
         self.read_tensors: set[str] = set()
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model itself, which come first; a head for later tokens (MTP) has the others."""
+        number: int = self.take("block_count") - self.take("nextn_predict_layers", 0)
+        return number
+
     def take(self, key: str, default: Any = None) -> Any:
         """Value of a key. Raises ModelCorrupt: the file lacks it, and there is no default."""
         self._unread.discard(key)
@@ -67,14 +72,21 @@ class Stated:
             raise ModelCorrupt(f"{self.name}: the file states no {self.architecture}.{key}")
         return value
 
+    def each(self, key: str, default: Any = None) -> list[Any]:
+        """Values of a key for each layer of the model, which may have one for all."""
+        value = self.take(key, default)
+        if not isinstance(value, list):
+            return [value] * self.num_layers
+        if len(value) < self.num_layers:
+            raise self.refusal(key, value)
+        return value[: self.num_layers]
+
     def single(self, key: str, default: Any = None) -> Any:
         """Value of a key that may have one for each layer. Raises UnsupportedModel: they differ."""
-        value = self.take(key, default)
-        if isinstance(value, list):
-            if len({*value}) != 1:
-                raise self.refusal(key, value)
-            return value[0]
-        return value
+        values = self.each(key, default)
+        if len({*values}) != 1:
+            raise self.refusal(key, values)
+        return values[0]
 
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
@@ -167,6 +179,20 @@ def _scaling(stated: Stated, num_frequencies: int) -> dict[str, Any]:
     return found | {"rope_type": "longrope"}
 
 
+def proportional_rope(stated: Stated, head_dim: int) -> dict[str, Any]:
+    """Rotary positions of a part of each head, by the frequencies that the whole head would have. The file has
+    divisors: 1, and one beyond all bounds for what is not rotated."""
+    divisors, base = stated.numbers(_ALL, head_dim // 2), stated.take("rope.freq_base")
+    num_rotated = divisors.count(1.0)
+    if divisors[:num_rotated] != [1.0] * num_rotated or any(one < _NO_ROTATION for one in divisors[num_rotated:]):
+        raise UnsupportedModel(f"{stated.name}: the file has a tensor {_ALL} of other numbers than 1 and 1e30")
+    if (stated_size := stated.take("rope.dimension_count", head_dim)) != head_dim:
+        raise stated.refusal("rope.dimension_count", stated_size)
+    rotated = {"partial_rotary_factor": 2 * num_rotated / head_dim}
+    return {"rope_type": "proportional", "rope_theta": base, **rotated}
+
+
+_NO_ROTATION = 1e20  # divisor of a frequency
 _SOFTMAX = 1  # of llama.cpp's functions that weigh experts
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _ALL, _SHORT, _LONG = _DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -181,10 +207,11 @@ def window_of_all(stated: Stated) -> int | None:
 def layer_types(stated: Stated, period: int) -> list[str]:
     """Layers with a window, and each ``period``-th one without; or as the file states."""
     pattern = stated.take("attention.sliding_window_pattern", period)
-    num_layers = stated.take("block_count")
     if isinstance(pattern, int):
-        pattern = [pattern == 0 or (i + 1) % pattern != 0 for i in range(num_layers)]
-    return ["sliding_attention" if has_window else "full_attention" for has_window in pattern[:num_layers]]
+        has_window = [pattern == 0 or (i + 1) % pattern != 0 for i in range(stated.num_layers)]
+    else:
+        has_window = stated.each("attention.sliding_window_pattern")
+    return ["sliding_attention" if one else "full_attention" for one in has_window]
 
 
 def decoder_fields(stated: Stated, *, is_partial: bool = False) -> dict[str, Any]:
@@ -221,6 +248,6 @@ def expert_fields(stated: Stated, *, is_normalized: bool) -> dict[str, Any]:
 def query_scale(stated: Stated, fields: Mapping[str, Any], num_layers_of_largest: int) -> dict[str, Any]:
     """Scale of Gemma's queries. That of the largest models is the hidden size over the heads, which no key states:
     llama.cpp counts layers, too."""
-    if stated.take("block_count") == num_layers_of_largest:
+    if stated.num_layers == num_layers_of_largest:
         return {"query_pre_attn_scalar": stated.take("embedding_length") // fields["num_attention_heads"]}
     return {"query_pre_attn_scalar": fields["head_dim"]}
