@@ -100,7 +100,8 @@ def _gemma4(layer_types: list[str], **fields: Any) -> dict[str, Any]:
         "sliding_attention": {"rope_type": "default", "rope_theta": 77.0},
     }
     sizes = {"num_hidden_layers": len(layer_types), "vocab_size_per_layer_input": VOCAB, "global_head_dim": 16}
-    return _HEAD_DIM | _RMS | sizes | {"layer_types": layer_types, "sliding_window": 9, "rope_parameters": ropes} | fields
+    sizes |= {"layer_types": layer_types, "sliding_window": 9, "rope_parameters": ropes}
+    return _HEAD_DIM | _RMS | sizes | fields
 
 
 _GEMMA4_KEYS = {
@@ -144,11 +145,18 @@ def _qwen35_keys(num_value_heads: int) -> dict[str, Any]:
 
 
 # The layer of a head for later tokens: one with attention, and what joins it to the model.
-_MTP_SHAPES = {
-    **dict.fromkeys(("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"), (32,)),
-    **dict.fromkeys(("attn_q_norm", "attn_k_norm"), (16,)),
-    **{"attn_q": (128, 32), "attn_k": (32, 32), "attn_v": (32, 32), "attn_output": (32, 64)},
-    **{"ffn_gate": (56, 32), "ffn_up": (56, 32), "ffn_down": (32, 56), "nextn.eh_proj": (32, 64)},
+_NORMS = ("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
+_MTP_SHAPES = dict.fromkeys(_NORMS, (32,)) | {
+    "attn_q_norm": (16,),
+    "attn_k_norm": (16,),
+    "attn_q": (128, 32),
+    "attn_k": (32, 32),
+    "attn_v": (32, 32),
+    "attn_output": (32, 64),
+    "ffn_gate": (56, 32),
+    "ffn_up": (56, 32),
+    "ffn_down": (32, 56),
+    "nextn.eh_proj": (32, 64),
 }
 _MTP = {f"blk.4.{name}.weight": np.full(shape, 0.1, np.float32) for name, shape in _MTP_SHAPES.items()}
 _GEMMA3_KEYS = {"attention.sliding_window": 9, "rope.freq_base_swa": 77.0}
@@ -284,8 +292,7 @@ CASES = {
             hidden_size_per_layer_input=0,
             final_logit_softcapping=30.0,  # of llama.cpp where a file states none
         ),
-        _GEMMA4_KEYS
-        | {"attention.sliding_window_pattern": [False, True, False], "attention.head_count_kv": [1, 2, 1]},
+        _GEMMA4_KEYS | {"attention.sliding_window_pattern": [False, True, False], "attention.head_count_kv": [1, 2, 1]},
         _GEMMA4_ROPE,
     ),
     "gemma4, experts": Case(

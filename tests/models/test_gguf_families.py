@@ -44,7 +44,7 @@ def test_it_is_the_model_that_was_written(name: str, tmp_path: Path) -> None:
     loaded = outrider.load(file).target.model
     logits, want = _logits(loaded), _logits(model)
     spread = float(want.std())
-    torch.testing.assert_close(logits, want, rtol=0.0, atol=2e-5 * spread)
+    torch.testing.assert_close(logits, want, rtol=0.0, atol=5e-5 * spread)
     if name in _GOLDEN:
         bound = 1e-2 if case.architecture.startswith(_GELU) else 1e-4
         golden = torch.tensor(_GOLDEN[name])
