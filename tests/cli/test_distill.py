@@ -60,6 +60,23 @@ def test_a_head_that_can_be_used(outrider: Outrider, tmp_path: Path, text: Path,
     assert json.loads((tmp_path / "json").read_text())["completions"][0]["stats"]["num_draft_tokens"] > 0
 
 
+def test_recorded_answers(outrider: Outrider, tmp_path: Path) -> None:
+    """A draft of few tokens, trained on a target's log alone."""
+    log, out, prompts = tmp_path / "log", tmp_path / "draft", tmp_path / "prompts"
+    prompts.write_text("".join(f"Once upon a time there {word}\n" for word in ("was", "lived", "stood") * 7))
+    assert outrider("record", "--prompts", prompts, "--output", log, "-n", 40).code == 0
+    how = "--output", out, "--length", 32, "--steps", 4, "--batch-size", 2, "--layers", 1, "--hidden-size", 64
+    few = "distill", "fable", *how, "--written-from", log, "--keep-states", "--draft-vocab", 50
+    ended = outrider(*few)
+    assert ended.code == 0 and f"--draft {out}:vocab={out / 'tokens.jsonl'}" in ended.out.replace("\n", "")
+    assert len(json.loads((out / "tokens.jsonl").read_text())["token_ids"]) == 50
+    assert list((out / "training" / "states").iterdir()) and not list((out / "training").glob("written-*"))
+    # A log that has grown is another run.
+    lines = log.read_text().splitlines(keepends=True)
+    log.write_text("".join(lines[:-1]))
+    assert "its num_logged_tokens differ" in outrider(*few).error
+
+
 def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     to = "distill", "fable", "--output", tmp_path / "draft"
     assert "either --steps or --minutes" in outrider(*to, "--steps", 5, "--minutes", 1).error
@@ -68,7 +85,11 @@ def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     assert "num_layers = 0" in outrider(*to, "--layers", 0).error
     assert "leave out the sizes" in outrider(*to, "--init", "fable-draft", "--layers", 1).error
     assert "choose one of model, eagle3, dflash" in outrider(*to, "--kind", "medusa").error
-    assert "add --kind eagle3" in outrider(*to, "--draft-vocab", 9).error
+    assert "add --kind eagle3" in outrider(*to, "--depth", 9).error
+    assert "a whole number >= 1" in outrider(*to, "--draft-vocab", 0).error
+    assert "those of --written-from" in outrider(*to, "--written", 5, "--written-from", text).error
+    assert "do not repeat" in outrider(*to, "--keep-states", "--data", text).error
+    assert "not JSON" in outrider(*to, "--written-from", text).error
     head = *to, "--kind", "eagle3"
     assert "has one layer" in outrider(*head, "--layers", 2).error
     assert "a whole number >= 1" in outrider(*to, "--kind", "dflash", "--layers", 0).error

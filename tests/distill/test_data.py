@@ -12,10 +12,12 @@ from outrider.distill.data import (
     beginning,
     generate_sequences,
     hold_out,
+    pack,
     read_sequences,
     text_tokens,
 )
 from outrider.errors import FileError, OptionError
+from outrider.scoring.teacher_forcing import Text
 from pairs import embedded, embedded_tokenizer, word_tokenizer
 
 TEXT = torch.arange(1000)
@@ -47,6 +49,26 @@ def test_one_source_alone_and_what_is_held_out() -> None:
     rest, held = hold_out(WRITTEN, torch.arange(1, 7))
     assert torch.equal(rest, WRITTEN[:5])
     assert [(list(text.ids), text.num_given) for text in held] == [(WRITTEN[5].tolist(), 6)]
+
+
+def test_outputs_are_packed() -> None:
+    """All tokens of the texts that are not held out, in their order within a text, but for the rest at the end."""
+    texts = [Text(range(100 * i, 100 * i + 7 + i), 3 if i else 6) for i in range(1, 41)] + [Text(range(30), 12)]
+    sequences, held_out = pack(texts, 12, seed=0)
+    assert sequences.shape[1] == 12 and torch.equal(sequences, pack(texts, 12, seed=0)[0])
+    assert not torch.equal(sequences, pack(texts, 12, seed=1)[0])
+    held = {text.ids[0] for text in held_out}
+    assert len(held) == 2 and all(len(text.ids) == 12 and text.num_given == 3 for text in held_out)
+    left = sequences.flatten().tolist()
+    rest = [text for text in texts if text.ids[0] not in held]
+    assert sum(len(text.ids) for text in rest) - 12 < len(left) and not {i // 100 for i in left} & {
+        i // 100 for i in held
+    }
+    breaks = [(one, other) for one, other in zip(left, left[1:], strict=False) if other != one + 1]
+    assert len(breaks) <= len(rest) and all(other % 100 == 0 for _, other in breaks)
+    for too_few in ([Text(range(11), 3)], [Text(range(30), 12)] * 9):
+        with pytest.raises(OptionError, match="too few, or too short"):
+            pack(too_few, 12, seed=0)
 
 
 def test_texts_begin_as_the_tokenizer_has_it() -> None:

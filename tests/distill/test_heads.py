@@ -15,6 +15,7 @@ from outrider.distill.blocks import BlockStudent, default_layers, drafted_blocks
 from outrider.distill.chains import ChainStudent, new_eagle3, unroll
 from outrider.distill.data import Mixture
 from outrider.distill.heads import default_features, most_frequent
+from outrider.distill.teacher import read_target
 from outrider.distill.train import Recipe, distil
 from outrider.drafters import heads as head_module
 from outrider.drafters.base import NO_DRAFTER, Drafter
@@ -48,6 +49,11 @@ def random_student(target: LM, kind: str, token_ids: list[int] | None = None) ->
     return ChainStudent(target, head, K) if kind == "eagle3" else BlockStudent(target, head)
 
 
+def read(target: LM, head: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The target's logits and hidden states along sequences."""
+    return read_target(target, head.features, ids)[:2]
+
+
 @torch.no_grad()
 def test_unrolled_is_inference() -> None:
     """Each round of each length, fed to the cache of a session entry by entry: the same logits."""
@@ -55,7 +61,7 @@ def test_unrolled_is_inference() -> None:
     drafter = random_student(target, "eagle3").as_stored("head", torch.float32)
     head: Any = drafter.models[0].model
     ids = torch.randint(60, (1, 12), generator=torch.Generator().manual_seed(2))
-    steps = [logits for _, logits in unroll(head, target, ids, K)]
+    steps = [logits for _, logits in unroll(head, ids, *read(target, head, ids), K)]
     assert [logits.shape[1] for logits in steps] == [11, 10, 9, 8]
     with recorded_states(target.model, head.features) as found:
         target.model(input_ids=ids, use_cache=False)
@@ -84,7 +90,7 @@ def test_blocks_are_those_of_inference(tmp_path: Path, token_ids: list[int] | No
     ids = torch.randint(60, (1, 12), generator=torch.Generator().manual_seed(2))
     anchors = torch.tensor([0, 3, 4, 7])
     head: Any = drafter.models[0].model
-    steps = [logits for _, logits in drafted_blocks(head, target, ids, anchors)]
+    steps = [logits for _, logits in drafted_blocks(head, ids, *read(target, head, ids), anchors)]
     kept = list(range(60)) if token_ids is None else token_ids
     text = [kept[token % len(kept)] for token in ids[0].tolist()]
     for i, at in enumerate(anchors.tolist()):
@@ -99,7 +105,7 @@ def test_blocks_are_those_of_inference(tmp_path: Path, token_ids: list[int] | No
 def test_alpha_is_the_overlap_with_a_q_of_the_whole_vocabulary(token_ids: list[int] | None) -> None:
     target = target_lm()
     student = random_student(target, "eagle3", token_ids)
-    texts = [Text(ids, 2 * i + 1) for i, ids in enumerate(PROMPTS[:4].repeat(1, 3).tolist())]
+    texts = [Text(ids[: 12 - i], 2 * i + 1) for i, ids in enumerate(PROMPTS[:4].repeat(1, 3).tolist())]
     drafter = student.as_stored("head", torch.float32)
     head: Any = drafter.models[0].model
     kept = list(range(60)) if token_ids is None else token_ids
@@ -107,7 +113,8 @@ def test_alpha_is_the_overlap_with_a_q_of_the_whole_vocabulary(token_ids: list[i
         values = []
         for text in texts:
             with torch.no_grad():
-                p, q = list(unroll(head, target, torch.tensor([text.ids]), K))[d]
+                ids = torch.tensor([text.ids])
+                p, q = list(unroll(head, ids, *read(target, head, ids), K))[d]
             for i, (mine, its) in enumerate(zip(p[0].softmax(-1), q[0].softmax(-1), strict=True)):
                 if i + 2 >= text.num_given:
                     values.append(sum(min(float(mine[v]), float(its[j])) for j, v in enumerate(kept)))
@@ -185,7 +192,8 @@ def test_the_head_that_is_judged_is_the_one_that_is_kept(tmp_path: Path) -> None
     ]
     assert heads[0].features == heads[1].features == default_features(4)
     with torch.no_grad():
-        pairs = zip(*(unroll(head, target, PROMPTS, 2) for head in heads), strict=True)
+        given = PROMPTS, *read(target, heads[0], PROMPTS)
+        pairs = zip(*(unroll(head, *given, 2) for head in heads), strict=True)
         assert all(torch.equal(one[1], other[1]) for one, other in pairs)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from outrider.distill.heads import (
     initialise,
     new_config,
     num_layers_of,
-    read_target,
 )
 from outrider.distill.student import Pair
 from outrider.drafters.base import Drafter
@@ -54,18 +54,21 @@ def mask_token(target: LM, counts: Tensor) -> int:
     return next(int(token_id) for token_id in by_count if bool(embed(token_id).any()))
 
 
-def drafted_blocks(head: BlockHead, target: LM, ids: Tensor, anchors: Tensor) -> Iterator[Pair]:
+def drafted_blocks(
+    head: BlockHead, ids: Tensor, target_logits: Tensor, features: Tensor, anchors: Tensor
+) -> Iterator[Pair]:
     """Draft blocks along sequences.
 
     Args:
         ids: [B, T]
+        target_logits, features: of the target along them. [B, T, V], [B, T, F]
         anchors: places of the last tokens before the rounds. [A]
 
     Yields:
         For each drafted token i = 0, 1, ...: logits of the target [B, A, V] and of the head [B, A, D], for the token at
         ``anchors + 1 + i``.
     """
-    target_logits, states = read_target(head, target, ids)
+    states = head.fuse(features.to(next(head.parameters()).dtype))
     length = ids.shape[1]
     cache = DynamicCache(config=head.config)
     head.keep(states, torch.arange(length, device=ids.device).expand(len(ids), -1), cache)
@@ -137,16 +140,23 @@ def new_dflash(
 class BlockStudent(HeadStudent[BlockHead]):
     """A DFlash head, from ``new_dflash``."""
 
-    def __init__(self, target: LM, head: BlockHead) -> None:
-        super().__init__(target, head, head.most_drafted)
+    def __init__(self, target: LM, head: BlockHead, states: Path | None = None) -> None:
+        super().__init__(target, head, head.most_drafted, states)
         # Chen et al. weigh token i by exp(-i / g), g = 7, 5 and 4 for blocks of 16, 10 and 8: about half a block.
         self.later = math.exp(-2 / head.block_size)
 
-    def rounds(self, head: BlockHead, ids: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Iterator[Pair]]:
+    def rounds(
+        self,
+        head: BlockHead,
+        ids: Tensor,
+        target_logits: Tensor,
+        features: Tensor,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Iterator[Pair]]:
         length = ids.shape[1]
         places = torch.randperm(length - self.depth + 1, generator=generator)
         anchors = places[: max(1, length // _TOKENS_PER_ANCHOR)].sort().values.to(ids.device)
-        return anchors + 1, drafted_blocks(head, self.target, ids, anchors)
+        return anchors + 1, drafted_blocks(head, ids, target_logits, features, anchors)
 
     def drafter(self, head: LM) -> Drafter:
         return head_drafter(head)

@@ -24,7 +24,6 @@ from outrider.distill.heads import (
     initialise,
     new_config,
     num_layers_of,
-    read_target,
 )
 from outrider.distill.student import Pair
 from outrider.drafters.base import Drafter
@@ -34,18 +33,19 @@ from outrider.models.heads.chains import LAYER_IDS, Eagle3Head
 from outrider.runtime.lm import LM
 
 
-def unroll(head: Head, target: LM, ids: Tensor, depth: int) -> Iterator[Pair]:
+def unroll(head: Head, ids: Tensor, target_logits: Tensor, features: Tensor, depth: int) -> Iterator[Pair]:
     """Follow rounds along sequences.
 
     Args:
         ids: [B, T]
+        target_logits, features: of the target along them. [B, T, V], [B, T, F]
         depth: drafted tokens.
 
     Yields:
         For each drafted token d = 0, 1, ...: logits of the target [B, T-1-d, V] and of the head [B, T-1-d, D], for the
         token at i + d + 2 in row i: the first token that the round can draft is at i + 2.
     """
-    target_logits, states = read_target(head, target, ids)
+    states = head.fuse(features.to(next(head.parameters()).dtype))
     cache, seen = DynamicCache(), torch.empty(0)
     for d in range(depth):
         num = ids.shape[1] - 1 - d  # rounds that have not reached the end of the sequence
@@ -81,9 +81,17 @@ class ChainStudent(HeadStudent[Eagle3Head]):
 
     later = 0.8  # Li et al.
 
-    def rounds(self, head: Eagle3Head, ids: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Iterator[Pair]]:
+    def rounds(
+        self,
+        head: Eagle3Head,
+        ids: Tensor,
+        target_logits: Tensor,
+        features: Tensor,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Iterator[Pair]]:
         """Rounds from all places."""
-        return torch.arange(2, ids.shape[1] + 1, device=ids.device), unroll(head, self.target, ids, self.depth)
+        places = torch.arange(2, ids.shape[1] + 1, device=ids.device)
+        return places, unroll(head, ids, target_logits, features, self.depth)
 
     def drafter(self, head: LM) -> Drafter:
         return head_drafter(head)

@@ -10,8 +10,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from outrider.distill.student import Pair, Student, head_size
+from outrider.distill.teacher import Teacher, read_target
 from outrider.drafters.base import Drafter
 from outrider.errors import NumericsError
 from outrider.models.heads.base import Head, embedding_of, head_lm
@@ -19,7 +21,6 @@ from outrider.models.heads.loading import check_target
 from outrider.models.heads.saving import save_speculators
 from outrider.models.weights import widened_weights
 from outrider.runtime.lm import LM
-from outrider.runtime.modules import recorded_states
 from outrider.runtime.vocabulary import spread
 from outrider.scoring.alpha import overlap
 from outrider.scoring.teacher_forcing import Text
@@ -113,25 +114,16 @@ def borrow(head: Head, name: str) -> None:
     vars(head)[name] = head._modules.pop(name)
 
 
-def read_target(head: Head, target: LM, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits of a target along sequences, and the head's states of their tokens: [B, T] -> [B, T, V], [B, T, H]"""
-    model: Any = target.model
-    with torch.no_grad(), recorded_states(model, head.features) as found:
-        logits = model(input_ids=ids, use_cache=False).logits[..., : target.vocab_size].to(ids.device)
-    features = torch.cat([found[i].to(ids.device) for i in head.features], dim=-1)
-    return logits, head.fuse(features.to(next(head.parameters()).dtype))
-
-
 class _InRounds(nn.Module):
     """A head that runs along sequences with its target, which is no part of it."""
 
     def __init__(self, student: HeadStudent[Any]) -> None:
         super().__init__()
         self.head = student.head
-        self._rounds = student.rounds
+        self._rounds, self._teacher = student.rounds, student.teacher
 
     def forward(self, input_ids: Tensor) -> list[Pair]:
-        _, steps = self._rounds(self.head, input_ids, None)
+        _, steps = self._rounds(self.head, input_ids, *self._teacher.read(input_ids))
         return list(steps)
 
 
@@ -140,18 +132,28 @@ class HeadStudent(Student, Generic[AnyHead]):
 
     Args:
         depth: tokens of a round that it is trained to draft.
+        states: folder for the target's hidden states; None to keep none.
     """
 
-    def __init__(self, target: LM, head: AnyHead, depth: int) -> None:
+    def __init__(self, target: LM, head: AnyHead, depth: int, states: Path | None = None) -> None:
         self.target, self.head, self.depth = target, head, depth
+        self.teacher = Teacher(target, head.features, head.token_ids, states)
         self.module = _InRounds(self)
 
     @abstractmethod
-    def rounds(self, head: AnyHead, ids: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Iterator[Pair]]:
+    def rounds(
+        self,
+        head: AnyHead,
+        ids: Tensor,
+        target_logits: Tensor,
+        features: Tensor,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Iterator[Pair]]:
         """Follow rounds along sequences.
 
         Args:
             ids: [B, T]
+            target_logits, features: of the target along them. [B, T, V], [B, T, F]
             generator: chooses where they begin, if not everywhere; None for the one whose state the trainer keeps.
 
         Returns:
@@ -169,10 +171,7 @@ class HeadStudent(Student, Generic[AnyHead]):
 
     def pairs(self, outputs: list[Pair], ids: Tensor) -> list[Pair]:
         """The target's distribution among the head's tokens: alpha is highest where q is in proportion to it."""
-        token_ids, size = self.head.token_ids, self.target.vocab_size
-        if token_ids is None:
-            return [(target_logits, logits[..., :size]) for target_logits, logits in outputs]
-        return [(target_logits[..., token_ids], logits) for target_logits, logits in outputs]
+        return [(target_logits, logits[..., : target_logits.shape[-1]]) for target_logits, logits in outputs]
 
     def as_stored(self, name: str, dtype: torch.dtype) -> Drafter:
         model: Any = self.target.model
@@ -192,14 +191,18 @@ class HeadStudent(Student, Generic[AnyHead]):
         sums: list[Tensor] = []  # of alpha over the tokens of each text, and their number [K, 2, B]
         for begin in range(0, len(texts), _BATCH):
             batch = texts[begin : begin + _BATCH]
-            ids = torch.tensor([list(text.ids) for text in batch], device=self.target.device)
+            rows = [torch.tensor(text.ids) for text in batch]
+            ids = pad_sequence(rows, batch_first=True).to(self.target.device)  # nothing reads what comes later
             num_given = torch.tensor([[text.num_given] for text in batch], device=ids.device)
-            first_places, steps = self.rounds(head, ids, torch.Generator().manual_seed(begin))
+            ends = torch.tensor([[len(row)] for row in rows], device=ids.device)
+            read = read_target(self.target, head.features, ids)[:2]
+            first_places, steps = self.rounds(head, ids, *read, torch.Generator().manual_seed(begin))
             found = []
-            for target_logits, logits in steps:
+            for d, (target_logits, logits) in enumerate(steps):
                 logits = spread(logits, head.token_ids, self.target.vocab_size)
                 both = overlap(target_logits.float().softmax(-1), logits.float().softmax(-1))
-                is_scored = first_places[: both.shape[1]] >= num_given
+                places = first_places[: both.shape[1]]
+                is_scored = (places >= num_given) & (places + d <= ends)
                 found.append(torch.stack((torch.where(is_scored, both, 0.0).sum(1), is_scored.sum(1))))
             sums.append(torch.stack(found).to("cpu", torch.float64))
         by_text = torch.cat(sums, dim=-1)

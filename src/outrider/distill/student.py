@@ -8,6 +8,7 @@ target runs the draft too.
 from __future__ import annotations
 
 import copy
+import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
+from outrider.distill.teacher import Teacher
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
@@ -34,6 +37,8 @@ from outrider.stats.intervals import Interval
 _FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")
 _LAYER = re.compile(r"^(.*\.(?:layers|h|blocks)\.)(\d+)(\..*)$")  # weight names in most of Transformers
 
+TOKENS = "tokens.jsonl"
+"""File of the tokens that a draft model with a reduced vocabulary drafts."""
 
 Pair = tuple[Tensor, Tensor]
 
@@ -70,7 +75,7 @@ class Student(ABC):
 
     @abstractmethod
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
-        """alpha on texts of equal length, for the first drafted token of a round, the second, ... as in ``pairs``.
+        """alpha on texts, for the first drafted token of a round, the second, ... as in ``pairs``.
 
         Args:
             drafter: from ``as_stored``.
@@ -84,37 +89,70 @@ class Student(ABC):
         """Write the files of a checkpoint."""
 
 
+class _FewTokens(nn.Module):
+    """A draft model that computes logits of some tokens only: [B, T] -> [B, T, D]
+
+    Args:
+        token_ids: D numbers
+    """
+
+    def __init__(self, model: Any, token_ids: Tensor) -> None:
+        super().__init__()
+        self.model, self._token_ids = model, token_ids
+
+    def forward(self, input_ids: Tensor) -> Any:
+        head = self.model.get_output_embeddings()
+
+        def product(states: Tensor) -> Tensor:
+            bias = None if head.bias is None else head.bias[self._token_ids]
+            return functional.linear(states, head.weight[self._token_ids], bias)
+
+        head.forward = product
+        try:
+            return self.model(input_ids=input_ids)
+        finally:
+            del head.forward
+
+
 class ModelStudent(Student):
     """A draft model.
 
     Args:
         model: a Hugging Face model in float32, with the target's tokens.
+        token_ids: the tokens that it drafts, ascending; None for all. Its files have the others, too. D numbers
+        states: folder for the target's hidden states; None to keep none.
     """
 
-    def __init__(self, target: LM, model: Any, tokenizer: Any) -> None:
-        self.target, self.module = target, model
+    def __init__(
+        self, target: LM, model: Any, tokenizer: Any, token_ids: Tensor | None = None, states: Path | None = None
+    ) -> None:
+        self.target, self.module = target, model if token_ids is None else _FewTokens(model, token_ids)
+        self.teacher = Teacher(target, (), token_ids, states)
         model.config.use_cache = False
-        self._tokenizer = tokenizer
+        self._model, self._tokenizer, self._token_ids = model, tokenizer, token_ids
 
     def pairs(self, outputs: Any, ids: Tensor) -> list[Pair]:
-        size = self.target.vocab_size
-        with torch.no_grad():
-            target_logits = self.target.model(input_ids=ids, use_cache=False).logits
-        return [(target_logits[..., :size], outputs.logits[..., :size])]
+        target_logits, _ = self.teacher.read(ids)
+        return [(target_logits, outputs.logits[..., : target_logits.shape[-1]])]
 
     def as_stored(self, name: str, dtype: torch.dtype) -> Drafter:
-        model = copy.deepcopy(self.module)
+        model = copy.deepcopy(self._model)
         for parameter in model.parameters():  # not buffers, which are not stored
             parameter.data = parameter.to(dtype).to(torch.float32)
-        return model_drafter(build_lm(Checkpoint(name, model, self._tokenizer), self.target.vocab_size))
+        size = self.target.vocab_size
+        drafted = range(size) if self._token_ids is None else self._token_ids.tolist()
+        others = tuple(sorted({*range(size)}.difference(drafted)))
+        return model_drafter(build_lm(Checkpoint(name, model, self._tokenizer), size, others))
 
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
         return (measure_alpha(self.target, drafter, texts, [Sampling()])[0].alpha,)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        model: Any = copy.deepcopy(self.module).to(dtype)
+        model: Any = copy.deepcopy(self._model).to(dtype)
         model.config.use_cache = True
         model.save_pretrained(folder)
+        if self._token_ids is not None:
+            (folder / TOKENS).write_text(json.dumps({"token_ids": self._token_ids.tolist()}) + "\n", encoding="utf-8")
         if self._tokenizer is not None:
             self._tokenizer.save_pretrained(folder)
 

@@ -10,6 +10,7 @@ import typer
 
 from outrider.cli.shared.options import JsonOption, flat
 from outrider.cli.shared.output import console_for, print_command, progress_bar, write_json
+from outrider.cli.shared.own_text import open_log
 from outrider.cli.shared.pair_options import AllowPickleOption, set_threads
 from outrider.errors import OptionError
 
@@ -61,9 +62,7 @@ class ShapeOptions:
     ] = "target"
     draft_vocab: Annotated[
         int | None,
-        typer.Option(
-            help="Of a head: it drafts this many tokens, the most frequent. Default: all.", rich_help_panel=_SHAPE
-        ),
+        typer.Option(help="Tokens that the draft can draft, the most frequent. Default: all.", rich_help_panel=_SHAPE),
     ] = None
     depth: Annotated[
         int | None,
@@ -77,16 +76,17 @@ class ShapeOptions:
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise OptionError("--kind", self.kind, f"choose one of {', '.join(_KINDS)}")
+        if self.draft_vocab is not None and self.draft_vocab < 1:
+            raise OptionError("--draft-vocab", self.draft_vocab, "a whole number >= 1")
         if self.kind == "model":
-            for option, value in (("--draft-vocab", self.draft_vocab), ("--depth", self.depth)):
-                if value is not None:
-                    raise OptionError(option, value, "only heads have it: add --kind eagle3 or --kind dflash")
+            if self.depth is not None:
+                raise OptionError("--depth", self.depth, "only heads have it: add --kind eagle3 or --kind dflash")
             return
         if self.kind == "eagle3" and self.layers is not None:
             raise OptionError("--layers", self.layers, "an EAGLE-3 head has one layer: leave it out")
         if self.init != "target" or self.hidden_size is not None:
             raise OptionError("--kind", self.kind, "a head has its target's width: leave out --init and the sizes")
-        for option, value in (("--draft-vocab", self.draft_vocab), ("--layers", self.layers), ("--depth", self.depth)):
+        for option, value in (("--layers", self.layers), ("--depth", self.depth)):
             if value is not None and value < 1:
                 raise OptionError(option, value, "a whole number >= 1")
 
@@ -101,7 +101,23 @@ class TrainingOptions:
     """Data, budget and hyperparameters of training."""
 
     data: Annotated[Path | None, typer.Option(help="Text file for training and for the target's prompts.")] = None
-    written: Annotated[int, typer.Option(help="Training sequences to generate with the target first.")] = 1024
+    written: Annotated[
+        int | None, typer.Option(help="Training sequences to generate with the target first. Default: 1024.")
+    ] = None
+    written_from: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="LOG", help="Instead: the target's outputs in a log of outrider record. Repeat it for several."
+        ),
+    ] = None
+    keep_states: Annotated[
+        bool,
+        typer.Option(
+            "--keep-states",
+            help="Keep the target's hidden states of training sequences in files, so that it reads each once. They "
+            "take 2 bytes for each number: 1,152 for a token of a target of width 576, four times as many with a head.",
+        ),
+    ] = False
     written_fraction: Annotated[
         float, typer.Option(help="With --data: fraction of generated sequences in training.")
     ] = 0.5
@@ -119,11 +135,20 @@ class TrainingOptions:
     seed: Annotated[int, typer.Option(rich_help_panel=_TRAINING)] = 0
 
     def __post_init__(self) -> None:
-        for name, value in (("--written", self.written), ("--length", self.length)):
+        for name, value in (("--written", self.num_written), ("--length", self.length)):
             if value < 2:
                 raise OptionError(name, value, "a whole number >= 2")
+        if self.written is not None and self.written_from:
+            raise OptionError("--written", self.written, "leave it out: the sequences are those of --written-from")
+        if self.keep_states and self.data is not None and self.written_fraction < 1:
+            raise OptionError("--keep-states", True, "pieces of a text do not repeat: add --written-fraction 1")
         if not 0 < self.written_fraction <= 1:
             raise OptionError("--written-fraction", self.written_fraction, "a number above 0, and at most 1")
+
+    @property
+    def num_written(self) -> int:
+        """Sequences to generate, unless there is a log."""
+        return 1024 if self.written is None else self.written
 
 
 @flat
@@ -158,6 +183,7 @@ def distill(
     from accelerate import PartialState
 
     from outrider.api import load
+    from outrider.distill.student import TOKENS
     from outrider.distill.train import Recipe, distil
     from outrider.models.reading import stored_dtype
     from outrider.models.registry import resolve
@@ -182,11 +208,14 @@ def distill(
         raise OptionError("--length", length, f"{lm.name} accepts {lm.context_len} tokens")
     if shape.draft_vocab is not None and shape.draft_vocab > lm.vocab_size:
         raise OptionError("--draft-vocab", shape.draft_vocab, f"{lm.name} has {lm.vocab_size} tokens")
-    student = _new_model(decoder, shape, training, models, allow_pickle) if shape.kind == "model" else None
+    model = _new_model(decoder, shape, training, models, allow_pickle) if shape.kind == "model" else None
     options = {"target": target, **asdict(shape), **asdict(training), "minutes": minutes}
-    options["data"] = training.data and str(training.data)
+    logs = [str(path) for path in training.written_from or ()]
+    options |= {"data": training.data and str(training.data), "written": None if logs else training.num_written}
+    options |= {"written_from": logs or None, "keep_states": training.keep_states or None}
     mixture, held_out = _data(decoder, training, output, options)
-    student = student or _new_head(decoder, shape, mixture, training.seed)
+    states = output / "training" / "states" if training.keep_states else None
+    student = _student(decoder, shape, mixture, model, training.seed, states)
 
     console = console_for(json_target)
     console.quiet = not processes.is_main_process
@@ -214,7 +243,8 @@ def distill(
         )
     best = max(checks, key=lambda check: check.mean_alpha)
     console.print(f"Best: {_line(best)}")
-    print_command(console, f"outrider generate --target {target} --draft {output}")
+    few = "" if shape.kind != "model" or shape.draft_vocab is None else f":vocab={output / TOKENS}"
+    print_command(console, f"outrider generate --target {target} --draft {output}{few}")
     if processes.is_main_process:
         options |= {"device": device, "threads": threads, "allow_pickle": allow_pickle}
         body: dict[str, Any] = {"checks": [asdict(check) for check in checks], "best": asdict(best)}
@@ -223,32 +253,42 @@ def distill(
         write_json(str(output / "distill.json"), "distill", options, body, lm)
 
 
-def _new_head(decoder: Decoder, shape: ShapeOptions, data: Mixture, seed: int) -> Student:
-    """Head to train."""
+def _student(
+    decoder: Decoder, shape: ShapeOptions, data: Mixture, model: Any | None, seed: int, states: Path | None
+) -> Student:
+    """The draft in training.
+
+    Args:
+        model: of ``--kind model``, before training.
+        states: folder for the target's hidden states, if they are kept.
+    """
     from outrider.distill.blocks import BlockStudent, default_layers, mask_token, new_dflash
     from outrider.distill.chains import ChainStudent, new_eagle3
     from outrider.distill.heads import most_frequent
+    from outrider.distill.student import ModelStudent
 
     lm = decoder.target
     counts = data.token_counts(lm.vocab_size)
     token_ids = None
     if shape.draft_vocab is not None and shape.draft_vocab < lm.vocab_size:
         token_ids = most_frequent(counts, shape.draft_vocab)
+    if model is not None:
+        return ModelStudent(lm, model, decoder.tokenizer, token_ids, states)
     if shape.kind == "eagle3":
-        return ChainStudent(lm, new_eagle3(lm, token_ids, seed), shape.num_drafted)
+        return ChainStudent(lm, new_eagle3(lm, token_ids, seed), shape.num_drafted, states)
     layers, mask_id = shape.layers or default_layers(lm), mask_token(lm, counts)
-    return BlockStudent(lm, new_dflash(lm, layers, shape.num_drafted, mask_id, token_ids, seed))
+    return BlockStudent(lm, new_dflash(lm, layers, shape.num_drafted, mask_id, token_ids, seed), states)
 
 
 def _new_model(
     decoder: Decoder, shape: ShapeOptions, training: TrainingOptions, models: Path | None, allow_pickle: bool
-) -> Student:
+) -> Any:
     """Draft model to train, in float32.
 
     Raises:
         OptionError, ModelError, TokenizerMismatch
     """
-    from outrider.distill.student import ModelStudent, Shape, copy_slices, default_shape, new_draft
+    from outrider.distill.student import Shape, copy_slices, default_shape, new_draft
     from outrider.models.loading import context_len, load_checkpoint
     from outrider.models.registry import Placement, resolve
     from outrider.text.tokenizer import check_same_tokens
@@ -262,7 +302,7 @@ def _new_model(
         draft = new_draft(target.config, Shape(num_layers, hidden_size), training.seed)
         if init == "target":
             copy_slices(target, draft)
-        return ModelStudent(lm, draft, decoder.tokenizer)
+        return draft
     if (shape.layers, shape.hidden_size) != (None, None):
         raise OptionError("--init", init, "an existing draft has its own shape: leave out the sizes")
     placement = Placement(str(lm.device), "float32", store="plain", allow_pickle=allow_pickle)
@@ -271,48 +311,61 @@ def _new_model(
         check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, lm.name, checkpoint.name)
     if training.length > context_len(checkpoint.model.config):
         raise OptionError("--length", training.length, f"{init} accepts {context_len(checkpoint.model.config)} tokens")
-    return ModelStudent(lm, checkpoint.model, decoder.tokenizer)
+    return checkpoint.model
 
 
 def _data(
     decoder: Decoder, training: TrainingOptions, output: Path, options: dict[str, Any]
 ) -> tuple[Mixture, list[Text]]:
-    """Training data, generated unless an earlier run has done so, and held-out data: the target's own sequences, since
-    a draft is used on such text.
+    """Training data, from logs or generated unless an earlier run has done so, and held-out data: the target's own
+    sequences, since a draft is used on such text.
 
     Args:
         options: of the run, which the folder belongs to.
 
     Raises:
         FileError: the folder belongs to another run, or the text cannot be read.
-        OptionError: the text is too short.
+        OptionError: the text is too short, or a log is of another target.
     """
     from accelerate import PartialState
 
-    from outrider.distill.data import Mixture, beginning, generate_sequences, hold_out, read_sequences, text_tokens
+    from outrider.distill.data import (
+        Mixture,
+        beginning,
+        generate_sequences,
+        hold_out,
+        pack,
+        read_sequences,
+        text_tokens,
+    )
     from outrider.distill.train import check_same_run
 
-    num_sequences, length, fraction = training.written, training.length, training.written_fraction
+    length, fraction, lm = training.length, training.written_fraction, decoder.target
     text = None if training.data is None else text_tokens(decoder.tokenizer, training.data)
     if text is not None and fraction < 1 and len(text) < 2 * length:
         raise OptionError("--length", length, f"{training.data} has only {len(text)} tokens to train on")
+    logs = [open_log(path, lm.name, decoder.tokenizer) for path in training.written_from or ()]
+    texts = [record.text for log in logs for record in log.records]
+    packed = pack(texts, length, training.seed) if logs else None
     processes, folder = PartialState(), output / "training"
     if processes.is_main_process:
-        check_same_run(output, options)
-    share = processes.process_index, processes.num_processes
-    with progress_bar("sequences generated by the target", num_sequences // share[1]) as advance:
-        generate_sequences(
-            decoder,
-            text,
-            folder,
-            num_sequences=num_sequences,
-            length=length,
-            seed=training.seed,
-            share=share,
-            on_done=advance,
-        )
-    processes.wait_for_everyone()
-    sequences, held_out = hold_out(*read_sequences(folder, num_sequences=num_sequences, length=length))
+        check_same_run(output, options | {"num_logged_tokens": sum(len(one.ids) for one in texts) or None})
+    if packed is None:
+        num_sequences, share = training.num_written, (processes.process_index, processes.num_processes)
+        with progress_bar("sequences generated by the target", num_sequences // share[1]) as advance:
+            generate_sequences(
+                decoder,
+                text,
+                folder,
+                num_sequences=num_sequences,
+                length=length,
+                seed=training.seed,
+                share=share,
+                on_done=advance,
+            )
+        processes.wait_for_everyone()
+        packed = hold_out(*read_sequences(folder, num_sequences=num_sequences, length=length))
+    sequences, held_out = packed
     trained_on = None if fraction == 1 else text
     return Mixture(trained_on, sequences, length, fraction, training.seed, beginning(decoder.tokenizer)), held_out
 
