@@ -39,10 +39,12 @@ from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
 from outrider.sampling.rules import RULES
 from outrider.system.ranks import current_ranks
+from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.prompts import check_ids, check_padding, is_chat, media_of, prompts_of, without_media
 from outrider.text.row_text import RowText
+from outrider.text.thinking import Thinking
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
 
 _LEAST_SESSION_CAPACITY = 2048  # tokens of a slot, so that most sessions never grow
@@ -220,7 +222,8 @@ class Decoder(GenerationCalls):
         resume_ids: Sequence[int] = (),
         shown_ids: Collection[int] = (),
         includes_stop: bool = False,
-        thoughts: ThoughtSplitter | None = None,
+        thinking: Thinking | None = None,
+        begun: str = "",
         is_repeatable: bool = True,
         reports_drafts: bool = False,
     ) -> RequestState:
@@ -231,7 +234,8 @@ class Decoder(GenerationCalls):
             resume_ids: see ``stream``.
             shown_ids: special tokens that are written in its text.
             includes_stop: so is the token or string that ends it.
-            thoughts: splits off its thoughts, in which stop strings do not count.
+            thinking: markers of its thoughts, in which stop strings do not count, and after which constraints begin.
+            begun: text that the output continues; of a chat, its own.
             is_repeatable, reports_drafts: see ``CallOptions``.
 
         Raises:
@@ -239,6 +243,7 @@ class Decoder(GenerationCalls):
         """
         check_names(options)
         options = {**self.sampling_defaults, **options}
+        begun = prompt.begun if isinstance(prompt, Chat) else begun
         ids, media = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
         vocab_size = self.target.vocab_size
         has_seed = options.get("seed") is not None
@@ -250,7 +255,11 @@ class Decoder(GenerationCalls):
         check_tokens(sampling, vocab_size, ends)
         if sampling.stop and self.tokenizer is None:
             raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
-        constraint = constraint_of(sampling, self.tokenizer, vocab_size, ends, ids)
+        constraint = constraint_of(sampling, self.tokenizer, vocab_size, ends, ids, thinking, begun)
+        thoughts = None
+        if thinking is not None:
+            stage = thinking.stage_of(self.tokenizer, ids, begun)
+            thoughts = ThoughtSplitter(thinking, stage, is_continued=bool(begun))
         text = RowText(
             None if self.tokenizer is None else Detokenizer(self.tokenizer, ids, shown_ids),
             () if sampling.ignore_eos else ends,

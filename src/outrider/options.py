@@ -9,7 +9,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal, TypedDict
 
 from outrider.errors import OptionError
@@ -29,6 +29,8 @@ NumDraftTokens = int | Literal["auto"]
 
 CONSTRAINTS = ("json_schema", "regex", "grammar")
 """The fields of ``Sampling`` that constrain the output."""
+MASKS = (*CONSTRAINTS, "thinking_budget", "bad_words", "processor")
+"""The fields of ``Sampling`` that forbid tokens by the ones before them."""
 
 # Names of our options in other programs: Transformers, vLLM, SGLang, llama.cpp, Ollama, OpenAI's API.
 _OTHER_NAMES = {
@@ -44,6 +46,8 @@ _OTHER_NAMES = {
     "regex": "guided_regex",
     "grammar": "guided_grammar ebnf gbnf",
     "bad_words": "bad_words_ids",
+    "thinking_budget": "thinking_token_budget thinking_budget_tokens reasoning_budget reasoning_budget_tokens "
+    "max_think_tokens budget_tokens",
     "processor": "logits_processor logits_processors prefix_allowed_tokens_fn",
     "num_draft_tokens": "num_assistant_tokens num_speculative_tokens speculative_num_draft_tokens draft_max draft_n "
     "speculative_num_steps gamma k",
@@ -104,6 +108,9 @@ class Sampling:
         json_schema, regex, grammar: at most one of them: the output is JSON of this schema, matches this regular
             expression, or this grammar (Lark or GBNF). Each token is drawn from its distribution masked to the allowed
             tokens; an end token is allowed, or forced, when the output is complete.
+        thinking_budget: the most tokens of thoughts, counted from their first marker; then the marker that ends them
+            is forced. A constraint of the output begins after it. The tokenizer must have such markers (``<think>``,
+            for instance). None: thoughts are not told apart.
         bad_words: texts or lists of token ids that are not generated: after all tokens of one but the last, in prompt
             and output, the last is forbidden. A text stands for its tokens, at the beginning of a text and after a
             space; spelled by other tokens it is not seen.
@@ -139,6 +146,7 @@ class Sampling:
     json_schema: Mapping[str, Any] | None = None
     regex: str | None = None
     grammar: str | None = None
+    thinking_budget: int | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
     processor: Callable[[list[int]], Any] | None = field(default=None, repr=False)
 
@@ -181,6 +189,8 @@ class Sampling:
         _check_integer("max_new_tokens", self.max_new_tokens, 1, "a whole number >= 1")
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, "None, or a whole number >= 0")
+        if self.thinking_budget is not None:
+            _check_integer("thinking_budget", self.thinking_budget, 0, "None, or a whole number >= 0")
         object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
         if self.processor is not None and not callable(self.processor):
             raise OptionError("processor", self.processor, "a function of token ids, or None")
@@ -210,6 +220,16 @@ class Sampling:
     def is_constrained(self) -> bool:
         """Whether a schema, a regular expression or a grammar constrains the output."""
         return any(getattr(self, name) is not None for name in CONSTRAINTS)
+
+    @property
+    def masked_by(self) -> str | None:
+        """The first of ``MASKS`` that is given, if any."""
+        return next((name for name in MASKS if getattr(self, name) not in (None, ())), None)
+
+    def without_masks(self) -> Sampling:
+        """These options without ``MASKS``."""
+        defaults: dict[str, Any] = {one.name: one.default for one in fields(self) if one.name in MASKS}
+        return replace(self, **defaults)
 
     def with_ends(self, eos_ids: Collection[int]) -> Sampling:
         """Add the model's end tokens to ``stop_token_ids`` if the probabilities depend on them."""
@@ -246,6 +266,7 @@ class SamplingChanges(TypedDict, total=False):
     json_schema: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None
     regex: str | Sequence[str | None] | None
     grammar: str | Sequence[str | None] | None
+    thinking_budget: int | Sequence[int | None] | None
     bad_words: _WordsOrNone | Sequence[_WordsOrNone]
     processor: _HookOrNone | Sequence[_HookOrNone]
 

@@ -2,12 +2,15 @@
 
 import itertools
 import json
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from scripted import TEMPLATES, scripted, talker, tool
 from servers import Running, running
+
+from outrider.errors import OptionError
 
 ASK: Any = [{"role": "user", "content": "Will it rain?"}]
 MARKERS = {"<think>": False, "</think>": False}
@@ -73,6 +76,69 @@ def test_constraints_begin_after_them() -> None:
         body["messages"] = [{"role": "user", "content": "Call."}]
         message = client.chat.completions.create(**body, tools=tools, tool_choice="required").choices[0].message
         assert message.tool_calls is not None and message.tool_calls[0].function.name == "time"
+
+
+BUDGETS = {"chat/completions": {"thinking_token_budget": 2}, "responses": {"thinking_budget_tokens": 2}}
+BUDGETS["messages"] = {"thinking": {"type": "enabled", "budget_tokens": 2}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}", "<think>"])
+def test_thoughts_have_a_budget(template: str) -> None:
+    """At every door, whole and streamed, however long a round is: the draft goes on thinking."""
+    decoder = scripted(SCRIPT, template, MARKERS, has_draft=True)
+    with running(decoder) as server:
+        for (door, budget), is_stream, k in itertools.product(BUDGETS.items(), (False, True), (0, 1, 8)):
+            assert said(server, door, is_stream=is_stream, num_draft_tokens=k, **budget)[:2] == (
+                "It may",
+                'Yes.{"a": 1}',
+            )
+        with server.http() as http:
+            body = {"messages": ASK, "separate_reasoning": False}
+            for budget, num in ((0, 0), (2, 2), (-1, 4), (50, 4)):
+                body |= {"thinking_token_budget": budget}
+                (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
+                begun = template == "<think>"
+                assert choice["message"]["content"] == "".join([*SCRIPT[begun : num + 1], *SCRIPT[5:]])
+    (alone,) = decoder.generate([[1]], thinking_budget=1)
+    assert alone.text == "".join([SCRIPT[1], *SCRIPT[5:]])
+
+
+def test_a_budget_needs_markers() -> None:
+    decoder = scripted(SCRIPT, "<think>", MARKERS)
+    with running(decoder, reasoning_parser="none") as server, server.http() as http:
+        for path, name, extra in (
+            ("chat/completions", "thinking_token_budget", {"thinking_token_budget": 3}),
+            ("responses", "thinking_budget", {"thinking_budget": 3, "input": "Hm?"}),
+            ("messages", "thinking.budget_tokens", BUDGETS["messages"] | {"max_tokens": 9}),
+        ):
+            body = extra if "input" in extra else extra | {"messages": ASK}
+            error = http.post(f"/v1/{path}", json=body).json()["error"]
+            assert name in error["message"] and "no known markers of thoughts" in error["message"]
+    with pytest.raises(OptionError, match="forbids </think>"):
+        decoder.generate("a", thinking_budget=1, logit_bias={6: -math.inf})
+    with pytest.raises(OptionError, match="thinking_budget = -1"):
+        decoder.generate("a", thinking_budget=-1)
+
+
+def test_a_thought_and_several_calls_in_one_round() -> None:
+    """A draft of eight tokens holds the end of the thought, and two calls."""
+    call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+    script = ["<think>", "Hm", "</think>", "\n\n", call[:20], call[20:], call[:14], call[14:]]
+    with running(scripted(script, TEMPLATES["hermes"], MARKERS, has_draft=True)) as server:
+        for is_stream, k in itertools.product((False, True), (0, 1, 8)):
+            body = {"messages": ASK, "tools": [tool("time", {"type": "object"})], "num_draft_tokens": k}
+            with server.http() as http:
+                answer = http.post("/v1/chat/completions", json=body | {"stream": is_stream})
+            if is_stream:
+                lines = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+                deltas = [line["choices"][0]["delta"] for line in lines]
+                assert "".join(one.get("reasoning_content") or "" for one in deltas) == "Hm"
+                names = [part["function"].get("name") for one in deltas for part in one.get("tool_calls") or []]
+                assert [name for name in names if name] == ["time", "time"]
+            else:
+                message = answer.json()["choices"][0]["message"]
+                assert message["reasoning_content"] == "Hm" and not message["content"]
+                assert [one["function"]["name"] for one in message["tool_calls"]] == ["time", "time"]
 
 
 def test_thoughts_may_be_content() -> None:

@@ -1,4 +1,4 @@
-"""Where thoughts begin and end; and constraints after them, under any drafts."""
+"""Where thoughts begin and end; their budget, and constraints after them, under any drafts."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 from tokenizers import AddedToken
 
 from outrider.errors import OptionError
-from outrider.text.thinking import AfterThinking, Stage, Thinking, thinking_of
+from outrider.text.thinking import Stage, Thinking, Thoughts, thinking_of
 from pairs import byte_level_tokenizer
 
 MARKERS = Thinking("<think>", "</think>", 90, 91)
@@ -18,12 +18,27 @@ def test_the_prompt_tells_where_the_output_begins() -> None:
     assert thinking_of(tokenizer, "auto") is None
     with pytest.raises(OptionError, match="the tokenizer has no tokens <think> and </think>"):
         thinking_of(tokenizer, "think")
-    with pytest.raises(OptionError, match="choose auto, none, think or mistral"):
+    with pytest.raises(OptionError, match="choose auto, none, think or mistral or gemma4"):
         thinking_of(tokenizer, "deepseek")
     tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
     thinking = thinking_of(tokenizer, "auto")
     assert thinking is not None and thinking_of(tokenizer, "none") is None
     for text, stage in [("<think>\n", "in"), ("<think>\n\n</think>\n\n", "after"), ("a <think> b\n", "before")]:
+        assert thinking.stage_of(tokenizer, tokenizer(text).input_ids) == stage
+
+
+def test_a_marker_may_have_a_label() -> None:
+    """As in Gemma 4, whose template writes an empty thought if it is not to think."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|channel>", special=False), AddedToken("<channel|>", special=False)])
+    thinking = thinking_of(tokenizer, "auto")
+    assert thinking is not None and thinking.begin == "<|channel>thought"
+    for text, stage in [
+        ("<|channel>thought\n", "in"),
+        ("<|channel>thought\n<channel|>", "after"),
+        ("<|channel>final\n", "before"),
+        ("<|channel>thought\nHm", "before"),
+    ]:
         assert thinking.stage_of(tokenizer, tokenizer(text).input_ids) == stage
 
 
@@ -52,7 +67,7 @@ def test_constraints_begin_after_thoughts(stage: Stage) -> None:
     text = {"before": [90, 7, 3, 91], "in": [7, 90, 91], "after": []}[stage] + [1, 2, 3]
     for num_back in range(1, 5):
         inner = Once()
-        constraint, at = AfterThinking(inner, MARKERS, stage, 100, frozenset([99])), 0
+        constraint, at = Thoughts(inner, MARKERS, stage, 100, frozenset([99])), 0
         while at < len(text):  # as drafts go: forward, back, and forward again
             ahead = text[at : at + num_back]
             for token_id in ahead:
@@ -63,11 +78,35 @@ def test_constraints_begin_after_thoughts(stage: Stage) -> None:
             assert constraint.push(text[at])
             at += 1
         assert inner.past == [1, 2, 3]
-    other = AfterThinking(Once(), MARKERS, "before", 100, frozenset([99]))
+    other = Thoughts(Once(), MARKERS, "before", 100, frozenset([99]))
     mask = other.effect()
     assert isinstance(mask, np.ndarray) and np.flatnonzero(mask).tolist() == [1, 90]
     assert not other.push(2) and other.push(1) and not other.push(90)
-    thoughts = AfterThinking(Once(), MARKERS, "in", 100, frozenset([99]))
+    thoughts = Thoughts(Once(), MARKERS, "in", 100, frozenset([99]))
     mask = thoughts.effect()
     assert isinstance(mask, np.ndarray) and np.flatnonzero(~mask).tolist() == [99]
     assert not thoughts.push(99) and thoughts.push(98) and thoughts.push(91) and thoughts.push(1)
+
+
+@pytest.mark.parametrize("stage", ["before", "in"])
+@pytest.mark.parametrize("budget", [0, 1, 3])
+@pytest.mark.parametrize("has_inner", [False, True])
+def test_thoughts_end_at_their_budget(stage: Stage, budget: int, has_inner: bool) -> None:
+    """However far drafts went ahead before; 8 is white space, and comes before the marker alone."""
+    text = ([90] if has_inner else [8, 8, 90])[: 9 if stage == "before" else 0] + [7, 8, 6, 5, 91][:budget] + [91, 1]
+    for num_back in range(1, 6):
+        inner = Once() if has_inner else None
+        constraint = Thoughts(inner, MARKERS, stage, 100, frozenset([99]), budget, lambda token_id: token_id == 8)
+        for at, token_id in enumerate(text):
+            num_ahead = sum(map(constraint.push, text[at : at + num_back]))
+            constraint.pop(num_ahead)
+            is_forced = text[at:] == [91, 1]
+            mask = constraint.effect()
+            if is_forced:
+                assert isinstance(mask, np.ndarray) and np.flatnonzero(mask).tolist() == [91]
+                assert not constraint.push(7)
+            elif not has_inner:
+                assert mask is None
+            assert constraint.push(token_id)
+        if not has_inner:  # later thoughts are text
+            assert all(map(constraint.push, [90, 7, 7, 7, 7])) and constraint.effect() is None

@@ -62,8 +62,7 @@ class CertifyTask:
     @property
     def effective_sampling(self) -> Sampling:
         """Sampling options with the decoder's end tokens: all that p depends on, except the constraint."""
-        free = replace(self.sampling, json_schema=None, regex=None, grammar=None, bad_words=())
-        return free.with_ends(self.decoder.eos_ids)
+        return self.sampling.without_masks().with_ends(self.decoder.eos_ids)
 
     def new_constraint(self, prompt_ids: Sequence[int]) -> Constraint | None:
         """Constraint of a new sequence."""

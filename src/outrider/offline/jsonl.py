@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import FileError
-from outrider.options import CONSTRAINTS
+from outrider.options import MASKS
 from outrider.system.files import parse_row, read_text
 
 
@@ -64,7 +64,7 @@ def _sample_of(path: Path, number: int, row: dict[str, Any], known: Sequence[str
     kept = {name: value for name, value in options.items() if name in known}
     if options.get("chat") and "prompt_ids" not in row:
         raise FileError(f"{path}, line {number}: a chat prompt lacks its template's tokens: give 'prompt_ids'")
-    masked = next((name for name in (*CONSTRAINTS, "bad_words") if options.get(name)), None)
+    masked = next((name for name in MASKS if options.get(name) not in (None, [])), None)
     if masked is not None:
         raise FileError(f"{path}, line {number}: samples with a {masked} cannot be tested: leave this line out")
     bias = kept.get("logit_bias")

@@ -15,7 +15,7 @@ from typing import Any
 
 from outrider.decoder import Decoder
 from outrider.errors import FileError, OptionError, OutriderError
-from outrider.options import CONSTRAINTS, DEFAULT_NUM_SLOTS, Sampling
+from outrider.options import DEFAULT_NUM_SLOTS, MASKS, Sampling
 from outrider.records import FinishReason
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalise
@@ -163,8 +163,8 @@ class Log:
 
 def _header(where: str, row: Mapping[str, Any]) -> Header:
     try:
-        for name in (*CONSTRAINTS, "bad_words"):
-            if row["settings"].get(name):
+        for name in MASKS:
+            if row["settings"].get(name) not in (None, []):
                 raise FileError(f"{where} has the output of a constraint ({name}), which a replay does not know")
         return Header.from_json(row)
     except (KeyError, TypeError, ValueError, AttributeError, OptionError):

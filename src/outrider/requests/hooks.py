@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,16 +18,40 @@ from outrider.options import MAX_BIAS, Sampling
 from outrider.records import Constraint
 from outrider.sampling.masks import as_biases
 from outrider.text.structure import structure_of
+from outrider.text.thinking import Thinking, Thoughts, thinking_of
 from outrider.text.tokenizer import encode
 
 Hook = Callable[[list[int]], Any]
 
 
 def constraint_of(
-    sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], prompt_ids: Sequence[int]
+    sampling: Sampling,
+    tokenizer: Any,
+    vocab_size: int,
+    eos_ids: frozenset[int],
+    prompt_ids: Sequence[int],
+    thinking: Thinking | None = None,
+    begun: str = "",
 ) -> Constraint | None:
-    """The constraint of a new sequence with these options, if any. Errors: see ``Structure``."""
-    structure = structure_of(sampling, tokenizer, vocab_size, eos_ids)
+    """The constraint of a new sequence with these options, if any. Errors: see ``Structure``.
+
+    Args:
+        thinking: markers of its thoughts, after which a schema, an expression or a grammar begins; None to ask the
+            tokenizer if the thoughts have a budget.
+        begun: text that the output continues.
+    """
+    structure: Constraint | None = structure_of(sampling, tokenizer, vocab_size, eos_ids)
+    budget = sampling.thinking_budget
+    if budget is not None:
+        thinking = thinking or (None if tokenizer is None else thinking_of(tokenizer, "auto"))
+        if thinking is None:
+            raise OptionError("thinking_budget", budget, "this model has no known markers of thoughts: leave it out")
+        if (sampling.logit_bias or {}).get(thinking.end_id) == -math.inf:
+            raise OptionError("logit_bias", -math.inf, f"it forbids {thinking.end}, which thinking_budget may force")
+    if thinking is not None and (structure is not None or budget is not None):
+        stage = thinking.stage_of(tokenizer, prompt_ids, begun)
+        is_blank = partial(_is_blank, tokenizer)
+        structure = Thoughts(structure, thinking, stage, vocab_size, eos_ids, budget, is_blank)
     hooks: dict[str, Hook] = {}
     if sampling.bad_words:
         hooks["bad_words"] = _forbidding(_word_ids(sampling.bad_words, tokenizer, vocab_size), vocab_size)
@@ -37,6 +62,10 @@ def constraint_of(
         return structure
     ends = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
     return Hooked(hooks, structure, prompt_ids, vocab_size, ends, _always_forbidden(sampling, vocab_size, eos_ids))
+
+
+def _is_blank(tokenizer: Any, token_id: int) -> bool:
+    return not tokenizer.decode([token_id]).strip()
 
 
 class Hooked:

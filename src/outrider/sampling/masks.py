@@ -70,7 +70,7 @@ class Masks:
         self._num_pushed = [0] * len(constraints)
         self._vocab_size, self._device = vocab_size, device
 
-    def here(self) -> Tensor | Calls:
+    def here(self) -> Masked:
         """Effects on the next tokens. [B, 1, V]"""
         return self._together([effects[-1:] for effects in self._effects], 1)
 
@@ -80,7 +80,7 @@ class Masks:
             if is_meant:
                 self._push(row, token_id)
 
-    def along(self, draft: Draft) -> Tensor | Calls:
+    def along(self, draft: Draft) -> Masked:
         """Effects at the K positions of the draft and the one after; rolls the constraints back to the committed
         tokens. [B, K+1, V]"""
         for row, (ids, num_drafted) in enumerate(zip(draft.ids.tolist(), draft.num_drafted.tolist(), strict=True)):
@@ -107,7 +107,7 @@ class Masks:
         else:
             effects.append(None)
 
-    def _together(self, effects: Sequence[Sequence[Effect | None]], num_places: int) -> Tensor | Calls:
+    def _together(self, effects: Sequence[Sequence[Effect | None]], num_places: int) -> Masked:
         """[B, T, V]"""
         placed = [
             (row, place, effect)
@@ -115,6 +115,8 @@ class Masks:
             for place, effect in enumerate(of_row[:num_places])
             if effect is not None
         ]
+        if not placed:
+            return None
         arrays = [(row, place, effect) for row, place, effect in placed if isinstance(effect, np.ndarray)]
         shape = len(effects), num_places, self._vocab_size
         biases = [effect.dtype for *_, effect in arrays if effect.dtype != np.bool_]

@@ -329,6 +329,7 @@ class GenerationBody(Body):
         "max_tokens": ("max_completion_tokens", "max_new_tokens", "n_predict"),
         "min_tokens": ("min_new_tokens",),
         "repetition_penalty": ("repeat_penalty",),
+        "thinking_token_budget": ("thinking_budget_tokens", "reasoning_budget_tokens", "thinking_budget"),
     }
     IDLE: ClassVar[Mapping[str, Sequence[Any]]] = {
         "truncation": ("disabled",),
@@ -372,6 +373,7 @@ class GenerationBody(Body):
     seed: Seed | None = None
     ignore_eos: bool = False
     min_tokens: Annotated[Integer, Field(ge=0)] = 0
+    thinking_token_budget: Annotated[Integer, Field(ge=-1)] | None = None
     n: Annotated[Integer, Field(ge=1, le=MOST_CHOICES)] = 1
     echo: bool = False
     stream: bool = False
@@ -440,10 +442,12 @@ class GenerationBody(Body):
         form: tuple[str, Format | None],
         logprobs: int | None = None,
         tools: ToolUse | None = None,
+        thinking_budget: int | None = None,
     ) -> ParsedRequest:
         """
         Args:
             form: of the output, with its field.
+            thinking_budget: in place of ``thinking_token_budget``.
 
         Raises:
             Refusal
@@ -464,6 +468,8 @@ class GenerationBody(Body):
         options |= {"stop": tuple(stop), "logprobs": logprobs}
         if self.top_k is not None:
             options["top_k"] = max(self.top_k, 0)
+        budget = self.thinking_token_budget if thinking_budget is None else thinking_budget
+        options["thinking_budget"] = None if budget == -1 else budget
         return ParsedRequest(self, prompts, max_tokens, options, structured_by, tools)
 
     def _structure(self, name: str, form: Format | None) -> tuple[dict[str, Any], str | None]:
@@ -497,14 +503,14 @@ _OF_CHATS = frozenset(
 class OpenAIBody(GenerationBody):
     """Fields of completions and chat completions."""
 
-    NAMES: ClassVar[Mapping[str, str]] = {"max_new_tokens": "max_tokens"}
+    NAMES: ClassVar[Mapping[str, str]] = {"max_new_tokens": "max_tokens", "thinking_budget": "thinking_token_budget"}
     NOT_SERVED: ClassVar[frozenset[str]] = frozenset(
         (
             # OpenAI
             "suffix functions function_call modalities audio web_search_options verbosity "
             # vLLM
             "use_beam_search length_penalty structural_tag guided_whitespace_pattern prompt_embeds logits_processors "
-            "thinking_token_budget spaces_between_special_tokens chat_template lora_request return_token_ids "
+            "spaces_between_special_tokens chat_template lora_request return_token_ids "
             "enable_thinking allowed_token_ids truncate_prompt_tokens "
             # SGLang
             "lora_path stop_regex no_stop_trim return_hidden_states custom_logit_processor "

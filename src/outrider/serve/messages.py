@@ -125,7 +125,14 @@ class _Message(Part):
 
 class _Thinking(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
-    type: Literal["adaptive", "disabled"]  # budgets are not supported
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: Annotated[Integer, Field(ge=1)] | None = None
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise ValueError("the type enabled has budget_tokens, no other has them")
+        return self
 
 
 def _check_form(form: Format) -> Format:
@@ -148,9 +155,10 @@ class MessageBody(GenerationBody):
         "max_new_tokens": "max_tokens",
         "stop": "stop_sequences",
         "chat_template_kwargs": "output_config.effort",
+        "thinking_budget": "thinking.budget_tokens",
     }
     NOT_SERVED: ClassVar[frozenset[str]] = frozenset(
-        "n echo stream_options prompt_logprobs return_tokens_as_token_ids".split()
+        "n echo stream_options prompt_logprobs return_tokens_as_token_ids thinking_token_budget".split()
     )
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
         "cache_control diagnostics metadata service_tier user_profile_id workspace_id".split()
@@ -169,7 +177,7 @@ class MessageBody(GenerationBody):
         tools = ToolUse.of(self.tools, self.tool_choice)
         given = [*([] if self.system is None else [_Message(role="system", content=self.system)]), *self.messages]
         messages = [message for one in given for message in one.messages()]
-        effort = "none" if self._is_off else self.output_config.effort
+        effort = "none" if self._is_off else self.output_config.effort or ("on" if self._budget else None)
         if self.output_config.effort not in (None, effort):
             raise Refusal("thinking is disabled: leave output_config.effort out", param="output_config.effort")
         options = ChatOptions(
@@ -183,10 +191,15 @@ class MessageBody(GenerationBody):
             stop=self.stop_sequences,
             form=("output_config.format", self.output_config.format),
             tools=tools,
+            thinking_budget=self._budget,
         )
 
     def name_of(self, option: str) -> str:
         return "thinking" if option == "chat_template_kwargs" and self._is_off else super().name_of(option)
+
+    @property
+    def _budget(self) -> int | None:
+        return None if self.thinking is None else self.thinking.budget_tokens
 
     @property
     def _is_off(self) -> bool:

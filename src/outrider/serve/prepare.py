@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from outrider.decoder import Decoder, ReadPrompt
-from outrider.errors import PromptError, UsageError
+from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS
 from outrider.requests.state import RequestState
 from outrider.serve.answers import Answer
@@ -21,7 +21,7 @@ from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.output_parser import CallParser, OutputParser, ThoughtSplitter
 from outrider.text.prompts import is_chat, rows_of, without_media
-from outrider.text.thinking import AfterThinking, Thinking
+from outrider.text.thinking import Thinking
 from outrider.text.tokenizer import Prompt, encode, special_ids
 from outrider.text.tool_formats import ToolFormat
 
@@ -99,6 +99,9 @@ class Preparer:
         ]
         all_ids = [self.token_ids(prompt, ask.body.add_special_tokens) for prompt in prompts]
         check_scores(ask.scores, sum(map(len, all_ids)) * ask.body.n)
+        budget = ask.options.get("thinking_budget")
+        if budget is not None and self._thinking is None:
+            raise OptionError("thinking_budget", budget, "this model has no known markers of thoughts: leave it out")
         thinking = self._thinking if ask.body.separate_reasoning else None
         jobs: list[RequestState] = []
         if ask.max_tokens != 0:
@@ -219,13 +222,9 @@ class Preparer:
             options,
             shown_ids=shown_ids,
             includes_stop=ask.body.include_stop_str_in_output,
-            thoughts=self._new_splitter(ask, thinking, prompt.ids),
+            thinking=thinking,
+            begun=_begun(ask),
         )
-        if thinking is not None and ask.structured_by is not None and job.request.constraint is not None:
-            stage = thinking.stage_of(self._tokenizer, job.request.prompt_ids, _begun(ask))
-            ends = self.decoder.target.vocab_size, self.decoder.ends_of(job.request.prompt_ids)
-            constraint = AfterThinking(job.request.constraint, thinking, stage, *ends)
-            job.request = replace(job.request, constraint=constraint)
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
         return job

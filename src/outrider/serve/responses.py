@@ -99,6 +99,7 @@ class ResponseBody(GenerationBody):
     NAMES: ClassVar[Mapping[str, str]] = {
         "max_new_tokens": "max_output_tokens",
         "chat_template_kwargs": "reasoning.effort",  # nothing else is in them
+        "thinking_budget": "thinking_token_budget",
     }
     NOT_SERVED: ClassVar[frozenset[str]] = frozenset(  # nothing is stored
         "previous_response_id conversation background prompt max_tool_calls truncation top_logprobs store include "

@@ -40,7 +40,8 @@ class ChatOptions:
         system: text of a system message before the messages.
         tools: JSON schemas of tools (or Python functions, described by Transformers).
         documents: objects with a "title" and a "text".
-        chat_template_kwargs: further variables of the template, such as ``enable_thinking`` or ``reasoning_effort``.
+        chat_template_kwargs: further variables of the template, such as ``enable_thinking`` or ``reasoning_effort``
+            (whose values "none" and "on" are the switch of any template).
         continue_final_message: the output continues the last message, instead of answering it.
         add_generation_prompt: write the beginning of the answer; None: unless ``continue_final_message``.
         chat_template: in place of the model's; or the name of one of several that it has.
@@ -244,10 +245,11 @@ def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
         raise OptionError("chat_template", options.chat_template, "the model has no named templates")
     variables = _variables_of(tokenizer.get_chat_template(options.chat_template, list(options.tools) or None))
     kwargs, own = dict(options.chat_template_kwargs), inspect.signature(tokenizer.apply_chat_template).parameters
-    if kwargs.get("reasoning_effort") == "none" and "reasoning_effort" not in variables:
-        # Clients send it to all models. Templates have other names for it, and most models do not think.
+    effort = kwargs.get("reasoning_effort")
+    if effort == "on" or (effort == "none" and "reasoning_effort" not in variables):
+        # Clients send them to all models. Templates have other names for the switch, and most models do not think.
         del kwargs["reasoning_effort"]
-        kwargs = {name: False for name in _THINKING if name in variables} | kwargs
+        kwargs = {name: effort == "on" for name in _THINKING if name in variables} | kwargs
     for name, is_given in (
         ("tools", bool(options.tools)),
         ("documents", bool(options.documents)),

@@ -160,7 +160,7 @@ class EndOptions:
 
 @dataclass(frozen=True)
 class StructureOptions:
-    """Constraints on the output (all but ``bad_words``: extra ``structured``)."""
+    """Constraints on the output (schemas, expressions and grammars: extra ``structured``)."""
 
     json_schema: Annotated[
         Path | None, _sampling_option(metavar="FILE", help="Constrain the output to a JSON schema.")
@@ -168,6 +168,10 @@ class StructureOptions:
     regex: Annotated[str | None, _sampling_option(help="Constrain the output to a regular expression.")] = None
     grammar: Annotated[
         Path | None, _sampling_option(metavar="FILE", help="Constrain the output to a Lark or GBNF grammar.")
+    ] = None
+    thinking_budget: Annotated[
+        int | None,
+        _sampling_option(min=0, metavar="N", help="Maximum tokens of thoughts; then their end marker is forced."),
     ] = None
     bad_words: Annotated[
         list[str] | None, _sampling_option("--bad-word", metavar="TEXT", help="Text not to generate. Repeatable.")
@@ -183,7 +187,8 @@ class StructureOptions:
                 raise FileError(f"{self.json_schema} is not JSON ({error.msg} in line {error.lineno})") from None
         grammar = None if self.grammar is None else read_text(self.grammar)
         words = {"bad_words": self.bad_words} if self.bad_words else {}
-        return {"json_schema": schema, "regex": self.regex, "grammar": grammar, **words}
+        budget = {"thinking_budget": self.thinking_budget}
+        return {"json_schema": schema, "regex": self.regex, "grammar": grammar, **budget, **words}
 
 
 def check_constraint(sampling: Sampling) -> None:

@@ -71,7 +71,7 @@ class Setup:
         """Detect options of a prompt that no target supports, before the work. Raises OptionError."""
         sampling = Sampling(**self.options | line.options)
         check_constraint(sampling)
-        if self.has_probs and (sampling.is_constrained or sampling.bad_words):
+        if self.has_probs and sampling.masked_by is not None:
             raise OptionError("--probs", True, "p under a constraint is not kept: leave out one of the two")
 
 
