@@ -62,21 +62,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="as in configurations; all by default")
     parser.add_argument(
-        "--page", type=Path, help="write the result in words to this page, too, up to its section on multimodal models"
+        "--page", type=Path, help="write the result in words to this page, too, in place of its lists of types"
     )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
     found = {}
-    for name in arguments.types or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+    # An assistant is a draft, which reads the keys of its target.
+    models = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if not name.endswith("_assistant"))
+    for name in arguments.types or models:
         one = found[name] = _look_at(name)
         states = "states " if one.has_states else ""
         print(f"{name:28} {one.result:18} {states}{one.why}".rstrip(), flush=True)
     counts = Counter(one.result for one in found.values())
     print(", ".join(f"{number} {result}" for result, number in counts.most_common()))
     if arguments.page is not None:
-        _, heading, by_hand = arguments.page.read_text(encoding="utf-8").partition("\n## Multimodal\n")
-        arguments.page.write_text(_page(found) + heading + by_hand, encoding="utf-8")
+        first, _, others = arguments.page.read_text(encoding="utf-8").partition("## Work in float64")
+        _, heading, last = others.partition("\n## Multimodal\n")
+        arguments.page.write_text(first + _page(found) + heading + last, encoding="utf-8")
     types = {name: asdict(one) for name, one in found.items()}
     json.dump({"provenance": provenance("cpu"), "types": types}, sys.stdout)
     print()
@@ -93,7 +96,7 @@ def _look_at(name: str) -> _Found:
             lm = build_lm(Checkpoint(name, model.to(dtype), tokenizer=None), V)
             return _Found(result if _is_right(lm) else "WRONG", why, any(shape.states for shape in lm.layer_shapes))
         except OutriderError as error:
-            why = str(error).removeprefix(f"{name} ({name}) ")
+            why = re.sub(rf"^{name} \([^)]*\) ", "", str(error))
             if dtype is torch.float32 or "float32" not in why.lower():
                 return _Found("refused", why)
             why = "its grouped experts have no float64"
@@ -141,29 +144,11 @@ def _texts(target: LM, drafter: Drafter, prompts: list[list[int]], k: int) -> li
     return texts
 
 
-_PAGE = """# Which models work
+_PAGE = """## Work in float64: {num_works}
 
-**Llama, Qwen, Gemma, Mistral: yes.**
-
-| | |
-|---|---|
-| yes | Llama, Mistral, Mixtral, Qwen, Gemma, Phi, GPT-OSS, DeepSeek-V2 and V3, GLM, Granite, OLMo, SmolLM, Falcon, \
-Cohere ... |
-| yes, with [recurrent state](#with-recurrent-or-convolutional-state) | \
-Qwen3.5, Qwen3-Next, LFM2, Granite 4, Nemotron-H, Mamba ... |
-| yes, with [images](#images) | LLaVA, Qwen2.5-VL, Qwen3-VL, Gemma 3, Mistral 3, InternVL ... |
-| no | ALiBi (BLOOM, MPT); RWKV; compressed or indexed attention (DeepSeek-V3.2 and V4); \
-attention other than Transformers' eager and SDPA |
-
-Loading names the reason. Models that are not listed, also your own code, are probed: their logits block by block must
-be those of one forward.
-
-The lists are made by [a script](../../benchmarks/architectures.py) from tiny random models of the causal types of
-Transformers {version} ([result](../../benchmarks/results/architectures.txt)). A type works if greedily it equals
-Hugging Face's `generate`, token for token: plain and with a draft, alone and in a batch of prompts of different
-lengths.
-
-## Work in float64: {num_works}
+By [a script](../../benchmarks/architectures.py), from tiny random models of the causal types of Transformers {version}
+([result](../../benchmarks/results/architectures.txt)). A type works if greedily it equals Hugging Face's `generate`,
+token for token: plain and with a draft, alone and in a batch of prompts of different lengths.
 
 {works}
 
@@ -181,9 +166,8 @@ places, as keys have.
 
 {states}
 
-Nemotron-H and Zamba2 are always fed several tokens, since Transformers continues from a state differently by one
-token; `generate` mixes both, and may differ in near-ties. Layers with states of Mamba-1 (Mamba, Falcon-Mamba, Jamba,
-Zamba) are called token by token.
+Nemotron-H and Zamba2 are always fed several tokens, and may differ from `generate` in near-ties. Layers with states of
+Mamba-1 (Mamba, Falcon-Mamba, Jamba, Zamba) are called token by token.
 
 ## Refused
 
@@ -195,8 +179,8 @@ Zamba) are called token by token.
 
 ## Left out: {num_left_out}
 
-The script makes no tiny model of these, or `generate` fails with it. Most combine a text model, which has a type of its
-own, with others.
+The script makes no tiny model of these, or `generate` fails with it. (`gemma3n` needs the package timm; its text model,
+`gemma3n_text`, works.)
 
 {left_out}
 """

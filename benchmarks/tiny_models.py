@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 V = 97
 _MOST_PARAMS = 20_000_000
@@ -40,6 +40,7 @@ _BASE: dict[str, Any] = {
     "tie_word_embeddings": False,
     "is_decoder": True,
 }
+_NONE = object()  # leave this size to the configuration
 _LATENT = {
     "kv_lora_rank": 16,
     "q_lora_rank": None,
@@ -77,15 +78,37 @@ _MAMBA = {
 }
 _SCAN = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": 4, "use_mamba_kernels": False}
 _PURE_SCAN = {"state_size": 8, "conv_kernel": 4, "expand": 2, "time_step_rank": 4}
-_NONE = object()  # leave this size to the configuration
 _DELTA_LAYERS = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
 _CONV_LAYERS = ["conv", "conv", "full_attention", "conv"]
+_SLIDING_LAYERS = ["sliding_attention", "full_attention"] * 2
+_GEMMA = {"layer_types": _SLIDING_LAYERS}
+# The later layers read the keys and values of earlier ones, of their own kind.
+_GEMMA4 = {**_GEMMA, "embed_dim": _NONE, "global_head_dim": 16, "num_kv_shared_layers": 2, "attention_k_eq_v": True}
+_PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": V}
 _MAMBA_LAYERS = ["mamba", "mamba", "attention", "mamba"]
 _EXTRA: dict[str, dict[str, Any]] = {
     "qwen3_next": _DELTA,
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": _DELTA,
-    "qwen4_exp_text": _DELTA,
+    "qwen4_exp_text": {
+        **_DELTA,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_compress_ratio": 2,
+        "indexer_head_dim": 8,
+        "indexer_budget": SPAN,
+    },
+    "dots1": {"n_shared_experts": 1},
+    "gemma3n_text": {
+        **_GEMMA,
+        **_PER_LAYER,
+        "num_kv_shared_layers": 2,
+        "intermediate_size": [64] * 4,
+        "activation_sparsity_pattern": [0.9, 0.9, 0.0, 0.0],
+        "laurel_rank": 4,
+    },
+    "gemma4_text": _GEMMA4 | _PER_LAYER,
+    "gemma4_unified_text": _GEMMA4,
     "lfm2": {"layer_types": _CONV_LAYERS},
     "lfm2_moe": {"layer_types": _CONV_LAYERS},
     "granitemoehybrid": {**_MAMBA, "layer_types": _MAMBA_LAYERS, "shared_intermediate_size": 32},
@@ -143,6 +166,21 @@ _EXTRA: dict[str, dict[str, Any]] = {
     "falcon": {"head_dim": _NONE},
     "bailing_hybrid": {"layer_group_size": 2},
 }
+# Of what reads images beside a text model: by all of its names, as above.
+_SIGHT: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "d_model", "embed_dim", "out_hidden_size", "output_dim", "vision_output_dim"), 32),
+    **dict.fromkeys((*_INNER, "projector_input_dim", "projector_output_dim"), 64),
+    **dict.fromkeys((*_LAYERS, "depth", "num_global_layers"), 1),
+    **dict.fromkeys((*_HEADS, "attention_heads", "num_key_value_heads"), 4),
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+    "intermediate_layers_indices": [0],
+    "supported_aspect_ratios": [[1, 1]],
+    "deepstack_visual_indexes": [],
+    "position_embedding_size": 64,
+    "vision_output_dim": 64,
+}
 # How far a token looks, by the ends of the names that fields have for it. Where windows are optional, they are on.
 _SPANS: dict[str, int | bool] = {
     r"(window|window_size|window_len|chunk_?size|chunk_length|block_size|local_attention|index_topk)$": SPAN,
@@ -177,12 +215,9 @@ def tiny(name: str, seed: int = 1, **options: Any) -> Any:
         Exception: whatever a configuration makes of sizes that it does not expect.
     """
     failures = []
-    spans = spans_of(AutoConfig.for_model(name).to_dict())
     for variant in _VARIANTS:
-        sizes = {**_BASE, **_EXPERTS, **spans, **variant, **_EXTRA.get(name, {}), **options}
-        config_sizes = {key: value for key, value in sizes.items() if value is not _NONE}
         try:
-            model = _made(AutoConfig.for_model(name, **config_sizes), seed)
+            model = _made(AutoConfig.for_model(name, **_sizes(name, variant, options)), seed)
             with torch.no_grad():
                 model(input_ids=torch.arange(5)[None], use_cache=False)
         except Exception as error:
@@ -190,6 +225,20 @@ def tiny(name: str, seed: int = 1, **options: Any) -> Any:
         else:
             return model
     raise failures[0]
+
+
+def _sizes(name: str, variant: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of a configuration; of a model of text and images, in those of its parts."""
+    parts = CONFIG_MAPPING[name].sub_configs
+    if "text_config" in parts:
+        usual = AutoConfig.for_model(name)
+        text = _sizes(usual.text_config.model_type, variant, options)
+        sight = getattr(usual, "vision_config", None)
+        others = {} if sight is None else {"vision_config": _SIGHT | {"model_type": sight.model_type}}
+        return {"text_config": text, **others, **_EXTRA.get(name, {})}
+    known = AutoConfig.for_model(name).to_dict()
+    found = {**_BASE, **_EXPERTS, **spans_of(known), **variant, **_EXTRA.get(name, {}), **options}
+    return {key: value for key, value in found.items() if value is not _NONE}
 
 
 def _made(config: Any, seed: int) -> Any:
