@@ -59,6 +59,19 @@ _MIXED = _layers("sliding", "full", "sliding")
 _GEMMA2 = {"head_dim": 14, "query_pre_attn_scalar": 11, "sliding_window": 6} | _MIXED
 _TWO_ROPES = {"rope_parameters": {"sliding_attention": _DEFAULT, "full_attention": _LINEAR | {"rope_theta": 9000.0}}}
 
+_RECURRENT = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 10,
+    "linear_value_head_dim": 12,
+} | _layers("linear", "full", "linear")
+_CONVOLUTIONS = {
+    "hidden_size": 48,
+    "block_auto_adjust_ff_dim": False,
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+
 # By family: what differs from the sizes, and from the defaults of the configuration.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
@@ -139,6 +152,24 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "a low cap": _GEMMA2 | {"final_logit_softcapping": 2.0} | _UNTIED,
         "of published files": _GEMMA2 | {"layer_types": None, "sliding_window_pattern": 2, "hidden_activation": "silu"},
         "one kind": _GEMMA2 | _layers("full", "full", "full"),
+    },
+    "qwen3_5_text": {
+        "plain": _RECURRENT | _rope(_DEFAULT, partial_rotary_factor=0.25),
+        "a state for each": _RECURRENT | {"linear_num_key_heads": 4, "attention_bias": True} | _UNTIED,
+        "wide values": _RECURRENT
+        | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_value_head_dim": 37}
+        | {"linear_key_head_dim": 18, "linear_conv_kernel_dim": 2}
+        | _TIED,
+        "of published files": _RECURRENT
+        | {"layer_types": None, "full_attention_interval": 3, "partial_rotary_factor": 0.5}
+        | _rope(_DEFAULT, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True),
+    },
+    "lfm2": {
+        "plain": _CONVOLUTIONS,
+        "biases, untied": _CONVOLUTIONS | {"conv_bias": True, "conv_L_cache": 4, "norm_eps": 0.1} | _UNTIED,
+        "a width of its own": _CONVOLUTIONS
+        | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.2},
+        "stated layers": {"hidden_size": 48, "full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
     },
     "starcoder2": {
         "plain": {},

@@ -18,6 +18,8 @@ from outrider.native.plan import AttentionPlan, NotPlanned, Plan
 from outrider.runtime.cache import SlotCache
 
 TOLERANCE = 1e-5  # of the spread of the numbers
+# Norms of tiny outputs magnify rounding: Transformers' float32 is further from float64 (test_recurrences.py).
+TOLERANCES = {"qwen3_5_text": 1e-3}
 LENGTH = 300  # more than a part of attention (256 places), and than go through the layers together (128 tokens)
 LENGTHS = torch.tensor([LENGTH, LENGTH - 10, 5])  # of the prompts
 NUM_MORE = 6  # tokens of the round that follows
@@ -73,7 +75,7 @@ def largest_error(model: PreTrainedModel) -> float:
     ids = ids.gather(1, places)
     places = torch.where((places >= LENGTH + 2) & (LENGTHS == LENGTH)[:, None], -1, places)  # padding in the first row
     for num_logits in (2, places.shape[1]):  # and again, over what is there
-        logits = native(ids, places, cache, CONTEXT, num_logits=num_logits).logits
+        logits = native(ids, places, cache, CONTEXT, num_logits=num_logits, keeps_finite=True).logits
         is_there = places[:, -num_logits:] >= 0
         assert not logits[~is_there].any()
         errors.append(error(logits[is_there], wanted[:, -num_logits:][is_there]))
@@ -82,7 +84,7 @@ def largest_error(model: PreTrainedModel) -> float:
 
 @pytest.mark.parametrize(("family", "name"), ALL)
 def test_the_modelling_code(family: str, name: str) -> None:
-    assert largest_error(random_model(family, CASES[family][name])) <= TOLERANCE
+    assert largest_error(random_model(family, CASES[family][name])) <= TOLERANCES.get(family, TOLERANCE)
 
 
 def test_each_family_and_each_of_its_fields_has_a_case() -> None:

@@ -51,8 +51,8 @@ class Runner:
         lms = target, *drafter.models
         for lm in lms:
             lm.check_rollback(max_k)
-        # States are advanced by lengths on the host.
-        self.reads_rounds = drafter.reads_on_host or any(lm.has_states for lm in lms)
+        # States are advanced by lengths on the host, and not beyond the end of a text, which is reused.
+        self.reads_rounds = drafter.reads_on_host or any(lm.is_recurrent for lm in lms)
         self.cache = target.new_cache(num_slots, capacity)
         self._shared = self.cache.of_layers(drafter.shared_layers)
         self.session = drafter.open(num_slots, capacity, target.device, max_k)

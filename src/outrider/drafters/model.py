@@ -112,7 +112,7 @@ def _one_by_one(
             tokens, positions = fed, _owed(num_wanted, fed, cached, lengths)
         else:
             tokens, positions = ids[:, None], torch.where(i < num_drafted, lengths - 1 + i, -1)[:, None]
-        if cache.has_states and i > 0:  # the first tokens are committed; drafts advance a copy
+        if cache.is_recurrent and i > 0:  # the first tokens are committed; drafts leave their states
             states = cache.scratch() if i == 1 else states
             states.bound = num_known + i - 1
         (logits,) = run(_feed, (view_len, 1), states, tokens, positions, lengths + i)

@@ -5,14 +5,6 @@
 
 namespace {
 
-void put(float* to, float number) { *to = number; }
-void put(BFloat16* to, float number) {
-  uint32_t bits;
-  memcpy(&bits, &number, sizeof bits);
-  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
-  to->bits = is_nan ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, ties to even
-}
-
 // Number: of the cache.
 template <typename Number>
 struct AttentionLayer : Worker {
@@ -41,14 +33,14 @@ struct AttentionLayer : Worker {
       for (int64_t t = me; t < b.number; t += n) {
         float* q = &b.inputs[t * inputs_width];
         a.query_norm.apply(q, H * D, q);
-        a.key_norm.apply(q + H * D, G * D, q + H * D);
+        a.key_norm.apply(q + a.key_at(0), G * D, q + a.key_at(0));
       }
       wait();
     }
     for (int64_t i = me; i < b.number * (H + G); i += n) {
       const int64_t t = i / (H + G), h = i % (H + G);
       const Token& token = b.tokens[t];
-      float* x = &b.inputs[t * inputs_width + h * D];
+      float* x = &b.inputs[t * inputs_width + (h < H ? a.query_at(h) : a.key_at(h - H))];
       if (!a.norms_whole_rows) (h < H ? a.query_norm : a.key_norm).apply(x, D, x);
       if (a.rope >= 0) turn(x, m.ropes[a.rope], b.turns_of(t, a.rope));
       if (h < H) continue;
@@ -70,17 +62,6 @@ struct AttentionLayer : Worker {
     }
   }
 
-  void store_finite(const float* from, int64_t number, Number* to, const Token& token) const {
-    for (int64_t i = 0; i < number; i++) {
-      float value = from[i];
-      if (b.batch.broken != nullptr && !std::isfinite(value)) {
-        value = 0.0f;
-        __atomic_store_n(b.batch.broken + token.column, true, __ATOMIC_RELAXED);
-      }
-      put(to + i, value);
-    }
-  }
-
   void attend() const {
     const Tasks& tasks = *b.tasks_of(a);
     const int64_t number = tasks.list.size(), D = a.head_width, padded = (D + LANES - 1) / LANES * LANES;
@@ -98,7 +79,7 @@ struct AttentionLayer : Worker {
       for (int64_t q = 0; q < task.number; q++) {
         const int64_t t = (task.first + q) / shared;
         const Seen places = seen(a.reach, b.tokens[t]);
-        std::copy_n(&b.inputs[t * inputs_width + task.head(q, shared) * D], D, &queries[q * padded]);
+        std::copy_n(&b.inputs[t * inputs_width + a.query_at(task.head(q, shared))], D, &queries[q * padded]);
         part.ends[q] = std::clamp<int64_t>(places.end - begin, 0, PLACES);
         part.begins[q] = std::clamp<int64_t>(places.begin - begin, 0, part.ends[q]);
       }
@@ -122,8 +103,12 @@ struct AttentionLayer : Worker {
     const int64_t shared = a.num_heads / a.num_groups, kept_width = b.kept_width(a);
     for (int64_t q = 0; q < task.number; q++) {
       const float* parts = &b.kept[(i * MOST_QUERIES + q) * kept_width];
-      float* to = &b.attended[(task.first + q) / shared * a.q_width() + task.head(q, shared) * a.head_width];
-      combine(parts, task.num_parts, MOST_QUERIES * kept_width, a.head_width, to);
+      const int64_t t = (task.first + q) / shared, head = task.head(q, shared), D = a.head_width;
+      float* to = &b.attended[t * a.q_width() + head * D];
+      combine(parts, task.num_parts, MOST_QUERIES * kept_width, D, to);
+      if (!a.is_gated) continue;
+      const float* gate = &b.inputs[t * a.inputs_width() + a.query_at(head) + D];
+      each(to, D, [=](int64_t i, Floats values) { return values * logistic(load_to(gate, i, D)); });
     }
   }
 };

@@ -6,6 +6,7 @@
 
 #include "attention_layer.h"
 #include "mlp.h"
+#include "recurrence_layer.h"
 
 namespace {
 
@@ -21,6 +22,11 @@ struct Forward : Worker {
       if (layer.attention.num_heads) {
         if (layer.attention.inputs[0].width == m.hidden) norm_and_round(layer.mixer_norm);  // else rows are joint
         AttentionLayer<Number>{*this, layer.attention}.run();
+        add(layer.mixer_post_norm);
+      }
+      if (layer.recurrence.num_taps) {
+        norm_and_round(layer.mixer_norm);
+        RecurrenceLayer{*this, layer.recurrence}.run();
         add(layer.mixer_post_norm);
       }
       if (layer.mlp.num_ups) {
@@ -118,8 +124,8 @@ void run(const Block& block, int64_t num_threads) {
 
 extern "C" {
 
-// Runs a forward. Returns false if an id or a place is not there, or if a sequence whose tokens see later ones has more
-// than MOST_TOKENS.
+// Runs a forward. Returns false if an id or a place is not there, if a sequence whose tokens see later ones has more than
+// MOST_TOKENS, or if one with recurrences begins before its anchor or leaves out places.
 bool outrider_forward(const Model* model, const Batch* batch, int64_t num_threads) {
   const int64_t B = batch->num_rows, T = batch->num_columns, V = model->head.num_channels;
   std::vector<Token> tokens;
@@ -143,7 +149,17 @@ bool outrider_forward(const Model* model, const Batch* batch, int64_t num_thread
     if (tokens[t - 1].row == tokens[t].row) tokens[t - 1].last = tokens[t].last;
   }
   bool sees_blocks = false;
-  for (int64_t l = 0; l < model->num_layers; l++) sees_blocks |= model->layers[l].attention.reach.sees_block != 0;
+  int64_t num_taps = 0;
+  for (int64_t l = 0; l < model->num_layers; l++) {
+    sees_blocks |= model->layers[l].attention.reach.sees_block != 0;
+    num_taps = std::max(num_taps, model->layers[l].recurrence.num_taps);
+  }
+  for (size_t t = 0; t < tokens.size() && num_taps; t++) {
+    const Token &token = tokens[t], &before = tokens[t ? t - 1 : 0];
+    const bool follows = t && before.row == token.row;
+    if (follows && token.place != before.place + 1) return false;
+    if (!follows && !is_reached(batch->anchors[token.row], token.place, num_taps)) return false;
+  }
   if (batch->broken != nullptr) std::fill_n(batch->broken, B * T, false);
   for (size_t first = 0, end; first < tokens.size(); first = end) {
     end = std::min(first + MOST_TOKENS, tokens.size());
@@ -154,6 +170,7 @@ bool outrider_forward(const Model* model, const Batch* batch, int64_t num_thread
     const Block block(*model, *batch, &tokens[first], end - first);
     if (batch->bits == 32) run<float>(block, num_threads);
     if (batch->bits == 16) run<BFloat16>(block, num_threads);
+    for (const Span& span : block.spans) batch->anchors[span.row] = span.next;
   }
   return true;
 }

@@ -44,6 +44,11 @@ INLINE Floats silu(Floats x) {
   return x * chosen(x < 0.0f, inverse, all_lanes(1.0f)) / (1.0f + inverse);
 }
 
+INLINE Floats logistic(Floats x) {
+  const Floats inverse = exponential(-size_of(x));
+  return chosen(x < 0.0f, inverse, all_lanes(1.0f)) / (1.0f + inverse);
+}
+
 INLINE Floats gelu_tanh(Floats x) {
   const Floats inner = 0.7978845608028654f * multiply_add(0.044715f * x * x, x, x);
   return 0.5f * x * (1.0f + tangent(inner));

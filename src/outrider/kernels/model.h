@@ -28,12 +28,32 @@ struct Attention {
   Reach reach;
   double scale, cap;  // cap 0: none
   Norm query_norm, key_norm;
+  int64_t is_gated;  // the gate of a head's output follows its query
   int64_t num_inputs;
   Matrix inputs[3];  // queries, keys and values, one after the other
   Matrix out;
 
   int64_t q_width() const { return num_heads * head_width; }
-  int64_t inputs_width() const { return q_width() + 2 * num_groups * head_width; }
+  int64_t query_at(int64_t head) const { return head * head_width * (is_gated ? 2 : 1); }
+  int64_t key_at(int64_t group) const { return query_at(num_heads) + group * head_width; }
+  int64_t inputs_width() const { return key_at(2 * num_groups); }
+};
+
+// Gated delta rule, or a short convolution between two gates (recurrence.h).
+struct Recurrence {
+  int64_t num_heads, num_groups, key_width, value_width;  // of values, and of keys and queries; 0: a convolution alone
+  int64_t num_taps, conv_width;
+  const float *taps, *conv_bias;    // [num_taps, conv_width], [conv_width] or null
+  const float *rates, *step_bias;  // of heads: the logarithm of a is -e^rate softplus(input + bias)
+  Norm out_norm;
+  int64_t ring, states;  // numbers of their stores
+  int64_t num_inputs;
+  Matrix inputs[4];  // what is convolved; then those of b, of a, and the output's gate; or the gates of a convolution
+  Matrix out;
+
+  int64_t inputs_width() const { return conv_width + (num_heads ? 2 * num_heads + out.width : 2 * conv_width); }
+  int64_t kept_width() const { return conv_width + 2 * num_heads; }  // of a token in the ring
+  int64_t num_units() const { return 2 * num_groups + num_heads + 1; }  // of the work on a token's inputs
 };
 
 struct Mlp {
@@ -42,10 +62,11 @@ struct Mlp {
   Matrix down;
 };
 
-// A mixer of tokens, then an MLP; what it has not has no heads, and no ups.
+// A mixer of tokens, then an MLP; what it has not has no heads, no taps, and no ups.
 struct Layer {
   Norm mixer_norm, mixer_post_norm, mlp_norm, mlp_post_norm;
   Attention attention;
+  Recurrence recurrence;
   Mlp mlp;
 };
 
@@ -75,14 +96,17 @@ struct Batch {
   const int64_t *ids, *places;  // a place below 0 is padding; the others of a row ascend [B, T]
   const float* states;          // of a head's target [B, T, hidden], or null
   const int64_t* offsets;       // from places to positions [B], or null
-  void* const* stores;          // keys and values of each attention in turn [B, L + 1, groups, head_width]
-  int64_t bits, row_places;     // of a number of the stores; L + 1
+  void* const* stores;          // keys and values of each attention in turn [B, L + 1, groups, head_width]; then of
+                                // each recurrence the ring [B, RING, inputs] and the states [B, heads, keys, values]
+  int64_t* anchors;             // of the rows [B]; null without recurrences
+  int64_t is_ahead, is_final;   // tokens before these, or none of these, may be rejected: anchors stay, or may follow
+  int64_t bits, row_places;     // of a number of the keys and values; L + 1
   int64_t num_wanted;           // last columns whose logits are wanted; those of padding are zeros
   float* logits;                // [B, num_wanted, V]
   int64_t num_features;
   const int64_t* feature_layers;  // whose inputs are wanted; then the last output, and its norm
   float* features;                // those of padding are zeros [B, T, num_features, hidden]
-  bool* broken;  // with a key or value that is not finite, for which zero is stored; or null [B, T]
+  bool* broken;  // with a number to keep that is not finite, for which zero is kept; or null [B, T]
 };
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 #include "attention.h"
 #include "barrier.h"
-#include "model.h"
+#include "recurrence.h"
 
 namespace {
 
@@ -56,7 +56,9 @@ struct Tasks {
 struct Block {
   Block(const Model& m, const Batch& batch, const Token* tokens, int64_t number)
       : m(m), batch(batch), tokens(tokens), number(number), normed_width(m.joint.is_there ? 2 * m.hidden : m.hidden) {
-    int64_t widest = normed_width, inputs_width = 0, q_width = 0, ups_width = 0;
+    int64_t widest = normed_width, inputs_width = 0, q_width = 0, ups_width = 0, mixed_width = 0;
+    int64_t num_taps = 0;
+    bool has_states = false;
     size_t num_kept = 0;
     for (int64_t r = 0; r < m.num_ropes; r++) turns_width = std::max(turns_width, m.ropes[r].width);
     for (int64_t l = 0; l < m.num_layers; l++) {
@@ -64,6 +66,12 @@ struct Block {
       const Attention& attention = layer.attention;
       ups_width = std::max(ups_width, layer.mlp.down.width * layer.mlp.num_ups);
       widest = std::max({widest, layer.mlp.down.width, attention.q_width()});
+      if (layer.recurrence.num_taps) {
+        const Recurrence& r = layer.recurrence;
+        inputs_width = std::max(inputs_width, r.inputs_width()), q_width = std::max(q_width, r.out.width);
+        mixed_width = std::max(mixed_width, r.kept_width()), widest = std::max(widest, r.out.width);
+        num_taps = std::max(num_taps, r.num_taps), has_states = has_states || r.num_heads;
+      }
       if (attention.num_heads == 0) continue;
       inputs_width = std::max(inputs_width, attention.inputs_width()), q_width = std::max(q_width, attention.q_width());
       if (tasks_of(attention) == nullptr) tasks.push_back(new_tasks(attention));
@@ -73,6 +81,8 @@ struct Block {
     inputs = buffer(number * inputs_width), attended = buffer(number * q_width), ups = buffer(number * ups_width);
     turns = buffer(number * m.num_ropes * turns_width);
     kept = buffer(num_kept * MOST_QUERIES);
+    if (num_taps) find_spans(num_taps, has_states);
+    mixed = buffer(span_of.size() * mixed_width);
     if (m.num_digits) chunks.reset(new RoundedChunk[number * ((widest + CHUNK - 1) / CHUNK)]);
     for (int64_t t = 0; t < number; t++) {
       if (tokens[t].logits != nullptr) wanted.push_back(t);
@@ -98,11 +108,24 @@ struct Block {
   int64_t turns_width = 0;
   std::vector<int64_t> wanted;
   std::vector<Tasks> tasks;
-  Buffer x, y, normed, inputs, attended, ups, turns, kept, apart;
+  std::vector<Span> spans;       // with recurrences
+  std::vector<int64_t> span_of;  // of each row of `mixed`
+  Buffer x, y, normed, inputs, attended, ups, turns, kept, apart, mixed;
   std::unique_ptr<RoundedChunk[]> chunks;
   mutable Barrier barrier;
 
  private:
+  void find_spans(int64_t num_taps, bool has_states) {
+    for (int64_t begin = 0, end = 0; begin < number; begin = end) {
+      const Token& token = tokens[begin];
+      while (end < number && tokens[end].row == token.row) end++;
+      const int64_t anchor = token.place ? batch.anchors[token.row] : 0, mixed = span_of.size();
+      Span span{token.row, begin, end - begin, token.place, anchor, 0, mixed};
+      span.next = next_anchor(span, num_taps, has_states, batch.is_final, batch.is_ahead);
+      if (has_states) span_of.insert(span_of.end(), span.end() - anchor, spans.size());
+      spans.push_back(span);
+    }
+  }
   Tasks new_tasks(const Attention& attention) const {
     const Reach& reach = attention.reach;
     Tasks found{reach, attention.num_heads, attention.num_groups, false, {}};

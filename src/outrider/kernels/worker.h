@@ -8,6 +8,14 @@
 
 namespace {
 
+void put(float* to, float number) { *to = number; }
+void put(BFloat16* to, float number) {
+  uint32_t bits;
+  memcpy(&bits, &number, sizeof bits);
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  to->bits = is_nan ? bits >> 16 | 64 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, ties to even
+}
+
 struct Worker {
   const Block& b;
   const Model& m;
@@ -57,6 +65,19 @@ struct Worker {
   void norm_and_round(const Norm& norm) const {
     for (int64_t t = me; t < b.number; t += n) norm_and_round(norm, &b.x[t * m.hidden], t, b.number);
     wait();
+  }
+
+  // Keeps numbers of a token, with zeros for those that are not finite if the cache is to stay finite.
+  template <typename Number>
+  void store_finite(const float* from, int64_t number, Number* to, const Token& token) const {
+    for (int64_t i = 0; i < number; i++) {
+      float value = from[i];
+      if (b.batch.broken != nullptr && !std::isfinite(value)) {
+        value = 0.0f;
+        __atomic_store_n(b.batch.broken + token.column, true, __ATOMIC_RELAXED);
+      }
+      put(to + i, value);
+    }
   }
 
   // Adds what a half of a layer has found.

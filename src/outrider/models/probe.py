@@ -163,7 +163,7 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
 
     def feed(tokens: Tensor, begin: int, end: int, num_committed: int) -> Tensor:
         positions = columns[:, begin:end]
-        logits = lm.forward(tokens.gather(1, positions), positions, cache, view_len)
+        logits = lm.forward(tokens.gather(1, positions), positions, cache, view_len, keeps_finite=True)
         cache.settle(num_committed - shorter)
         return logits
 

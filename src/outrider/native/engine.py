@@ -20,16 +20,28 @@ from outrider.kernels.library import FORMS, library
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.native import structures as native
 from outrider.native.families import plan_of
-from outrider.native.plan import AttentionPlan, JointPlan, LayerPlan, MatrixPlan, MlpPlan, NormPlan, NotPlanned, Plan
+from outrider.native.plan import (
+    AttentionPlan,
+    JointPlan,
+    LayerPlan,
+    MatrixPlan,
+    Mixer,
+    MlpPlan,
+    NormPlan,
+    NotPlanned,
+    Plan,
+    RecurrencePlan,
+)
 from outrider.native.team import Team
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.cache_shapes import LayerShape
+from outrider.runtime.cache_shapes import WINDOW, LayerShape, StateShape
 from outrider.runtime.execution import NativeResults
 from outrider.runtime.stand_in import StandIn
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # functions.h
 _NORMS = {"rms": 1, "layer": 2}
 _FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
+_MOST_TAPS = 8  # of a convolution (recurrence.h)
 _WHOLE_VECTOR = 16  # rows: parts of a matrix begin at multiples of this, on all processors
 
 
@@ -89,14 +101,15 @@ class NativeForward:
             states = states.contiguous()
             assert states.dtype == torch.float32 and states.shape == (*ids.shape, self.width)
         stores, bits, row_places = self._stores_of(cache)
-        offsets = cache.offsets
+        offsets, anchors = cache.offsets, cache.anchors if cache.has_anchors else None
         logits = torch.empty(num_rows, num_wanted, self.vocab_size)
         found = torch.empty(num_rows, num_columns, len(features) * self.width) if features else None
         broken = torch.empty(num_rows, num_columns, dtype=torch.bool) if keeps_finite else None
         batch = native.Batch(
             *(num_rows, num_columns, ids.data_ptr(), places.data_ptr()),
             *(None if one is None else one.data_ptr() for one in (states, offsets)),
-            *(stores, bits, row_places),
+            *(stores, None if anchors is None else anchors.data_ptr(), cache.is_ahead, not keeps_finite),
+            *(bits, row_places),
             *(num_wanted, logits.data_ptr(), len(features), (c_int64 * len(features))(*features)),
             *(None if found is None else found.data_ptr(), None if broken is None else broken.data_ptr()),
         )
@@ -123,10 +136,13 @@ class NativeForward:
     def _stores_of(self, cache: SlotCache) -> Any:
         found = self._stores.get(cache)
         if found is None:
-            stores = cache.storage[: 2 * len(self.layer_shapes)]
-            assert all(store.is_contiguous() and store.shape[1] == cache.capacity + 1 for store in stores)
-            addresses = (c_void_p * len(stores))(*(store.data_ptr() for store in stores))
-            found = self._stores[cache] = addresses, 8 * stores[0].itemsize, cache.capacity + 1
+            num_kept = 2 * sum(shape.num_heads > 0 for shape in self.layer_shapes)
+            kept, states = cache.storage[:num_kept], cache.storage[cache.num_token_stores :]
+            assert all(store.is_contiguous() for store in (*kept, *states))
+            assert all(store.shape[1] == cache.capacity + 1 for store in kept)
+            addresses = (c_void_p * (num_kept + len(states)))(*(store.data_ptr() for store in (*kept, *states)))
+            bits = 8 * kept[0].itemsize if kept else 32
+            found = self._stores[cache] = addresses, bits, cache.capacity + 1
         return found
 
 
@@ -201,8 +217,13 @@ class _Weights:
         return tensor
 
 
-def _shape(mixer: AttentionPlan) -> LayerShape:
+def _shape(mixer: Mixer) -> LayerShape:
     """Shape of the cache of a layer."""
+    if isinstance(mixer, RecurrencePlan):
+        ring = StateShape("window", 0, (WINDOW, mixer.kept_width), torch.float32, mixer.num_taps - 1)
+        size = mixer.num_heads, mixer.key_width, mixer.value_width
+        states = (ring, StateShape("replayed", 0, size, torch.float32)) if mixer.num_heads else (ring,)
+        return LayerShape(0, 0, 0, torch.float32, torch.device("cpu"), states)
     return LayerShape(mixer.num_groups, mixer.head_width, mixer.head_width, torch.float32, torch.device("cpu"))
 
 
@@ -216,9 +237,14 @@ def _structure(plan: Plan, weights: _Weights) -> native.Model:
         rope.width, rope.is_interleaved = 2 * len(stated.frequencies), stated.is_interleaved
         rope.scale, rope.frequencies = stated.scale, frequencies.data_ptr()
     is_joint = plan.joint is not None and plan.joint.matrix is None  # the first layer reads both norms
+    num_kept, num_states = 0, 2 * sum(isinstance(layer.mixer, AttentionPlan) for layer in plan.layers)
     for i, (layer, stated_layer) in enumerate(zip(layers, plan.layers, strict=True)):
         _fill(layer, stated_layer, hidden, 2 * hidden if is_joint and i == 0 else hidden, weights)
-        layer.attention.store = 2 * i
+        if isinstance(stated_layer.mixer, RecurrencePlan):
+            layer.recurrence.ring, layer.recurrence.states = num_states, num_states + 1
+            num_states += len(_shape(stated_layer.mixer).states)
+            continue
+        layer.attention.store, num_kept = num_kept, num_kept + 2
         if layer.attention.rope >= 0:
             _check(
                 "rope", max(ropes[layer.attention.rope].width, layer.attention.head_width), layer.attention.head_width
@@ -266,7 +292,10 @@ def _fill(layer: native.Layer, plan: LayerPlan, hidden: int, width: int, weights
     """
     for name in native.NORMS:
         setattr(layer, name, weights.norm(getattr(plan, name), hidden))
-    layer.attention = _attention(plan.mixer, hidden, width, weights)
+    if isinstance(plan.mixer, RecurrencePlan):
+        layer.recurrence = _recurrence(plan.mixer, hidden, weights)
+    else:
+        layer.attention = _attention(plan.mixer, hidden, width, weights)
     if plan.mlp is not None:
         layer.mlp = _mlp(plan.mlp, hidden, weights)
 
@@ -285,16 +314,47 @@ def _attention(plan: AttentionPlan, hidden: int, width: int, weights: _Weights) 
         cap=plan.cap or 0.0,
         query_norm=weights.norm(plan.query_norm, q_width if plan.norms_whole_rows else plan.head_width),
         key_norm=weights.norm(plan.key_norm, kv_width if plan.norms_whole_rows else plan.head_width),
-        num_inputs=len(plan.inputs),
+        is_gated=plan.is_gated,
     )
+    _link(found, plan, width, hidden, weights)
+    wanted = q_width * (1 + plan.is_gated) + 2 * kv_width
+    _check("queries, keys and values", sum(one.num_channels for one in found.inputs), wanted)
+    _check(plan.out.weight, found.out.width, q_width)
+    return found
+
+
+def _recurrence(plan: RecurrencePlan, hidden: int, weights: _Weights) -> native.Recurrence:
+    taps = weights.vector(plan.taps, plan.conv_width, 1, plan.num_taps)[:, 0].t().contiguous()
+    found = native.Recurrence(
+        **{name: getattr(plan, name) for name in ("num_heads", "num_groups", "key_width", "value_width")},
+        num_taps=plan.num_taps,
+        conv_width=plan.conv_width,
+        taps=weights._keep(taps).data_ptr(),
+        conv_bias=None if plan.taps_bias is None else weights.vector(plan.taps_bias, plan.conv_width).data_ptr(),
+        out_norm=weights.norm(plan.out_norm, plan.value_width),
+    )
+    _check("taps", min(plan.num_taps, _MOST_TAPS), plan.num_taps)
+    _link(found, plan, hidden, hidden, weights)
+    sizes, H = [plan.conv_width] * 3, plan.num_heads
+    if H:
+        sizes = [plan.conv_width, H, H, H * plan.value_width]
+        _check("heads", H % plan.num_groups, 0)
+        _check(plan.taps, plan.conv_width, 2 * plan.num_groups * plan.key_width + sizes[-1])
+        found.rates, found.step_bias = (weights.vector(name, H).data_ptr() for name in (plan.rates, plan.step_bias))
+    for stated, matrix, size in zip(plan.inputs, found.inputs, sizes, strict=False):
+        _check(stated.weight, matrix.num_channels, size)
+    _check(plan.out.weight, found.out.width, sizes[-1])
+    return found
+
+
+def _link(found: Any, plan: Mixer, width: int, hidden: int, weights: _Weights) -> None:
+    """Link the matrices of a mixer."""
+    found.num_inputs = len(plan.inputs)
     for i, one in enumerate(plan.inputs):
         found.inputs[i] = weights.matrix(one)
         _check(one.weight, found.inputs[i].width, width)
     found.out = weights.matrix(plan.out)
-    _check("queries, keys and values", sum(one.num_channels for one in found.inputs), q_width + 2 * kv_width)
-    _check(plan.out.weight, found.out.width, q_width)
     _check(plan.out.weight, found.out.num_channels, hidden)
-    return found
 
 
 def _mlp(plan: MlpPlan, hidden: int, weights: _Weights) -> native.Mlp:

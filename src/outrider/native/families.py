@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.native import dense_families
+from outrider.native import dense_families, recurrent_families
 from outrider.native.plan import Families, NotPlanned, Plan
 
-FAMILIES: Families = dense_families.FAMILIES
+FAMILIES: Families = {**dense_families.FAMILIES, **recurrent_families.FAMILIES}
 # Fields that change no logits of a forward, or that all plans use.
 _COMMON = frozenset(
     "architectures attention_dropout bos_token_id dtype embd_pdrop embedding_dropout eos_token_id head_dim hidden_act "

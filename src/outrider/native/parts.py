@@ -12,6 +12,7 @@ from outrider.native.plan import (
     AttentionPlan,
     LayerPlan,
     MatrixPlan,
+    Mixer,
     MlpPlan,
     NormPlan,
     NotPlanned,
@@ -27,7 +28,7 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-_PARTLY_TURNED = frozenset({"phi3", "glm4"})  # whose code reads the factor
+_PARTLY_TURNED = frozenset({"phi3", "glm4", "qwen3_5_text"})  # whose code reads the factor
 
 
 def rms(config: Any, name: str, added: float = 0.0) -> NormPlan:
@@ -140,7 +141,7 @@ def mlp_of(config: Any, at: str, **others: Any) -> MlpPlan:
     return MlpPlan(**(fields | others))
 
 
-def layer_of(config: Any, at: str, mixer: AttentionPlan | None = None, **others: Any) -> LayerPlan:
+def layer_of(config: Any, at: str, mixer: Mixer | None = None, **others: Any) -> LayerPlan:
     """Layer of Llama, but for other parts that are stated."""
     fields: dict[str, Any] = {
         "mlp": mlp_of(config, at),

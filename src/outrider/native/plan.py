@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, TypeVar
 
-_Part = TypeVar(
-    "_Part", bound="Plan | LayerPlan | AttentionPlan | MlpPlan | MatrixPlan | NormPlan | RopePlan | JointPlan"
-)
+_Part = TypeVar("_Part", bound="Plan | LayerPlan | Mixer | MlpPlan | MatrixPlan | NormPlan | RopePlan | JointPlan")
 
 MOST_TOKENS = 128
 """Tokens of a sequence that may see each other (token_block.h)."""
@@ -88,6 +86,7 @@ class AttentionPlan:
         before_anchor: tokens that a token sees before the first one of its forward; None for all.
         sees_block: a token sees the later tokens of its forward, too.
         norms_whole_rows: ``query_norm`` and ``key_norm`` are those of all heads together.
+        is_gated: the query of each head is followed by numbers whose logistic function multiplies the head's output.
     """
 
     num_heads: int
@@ -104,6 +103,47 @@ class AttentionPlan:
     before_anchor: int | None = None
     sees_block: bool = False
     norms_whole_rows: bool = False
+    is_gated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrencePlan:
+    """Gated delta rule (Yang et al. 2412.06464) over convolved queries, keys and values; or, without heads, a short
+    convolution between two gates.
+
+    Attributes:
+        conv_width: channels of the convolution.
+        num_taps: tokens that it sees, the last one included.
+        taps: its parameter [conv_width, 1, num_taps].
+        inputs: matrices: of queries, keys and values together; of the factor b of what is added to the state; of the
+            step, from which the decay follows; and of the output's gate. Or of a convolution: of the gate before it, of
+            its input, and of the gate after it.
+        rates, step_bias: parameters of the heads: the logarithm of the decay is -exp(rate) softplus(step + bias).
+        out_norm: of each head's output, before its gate.
+        taps_bias: parameter, or None.
+    """
+
+    conv_width: int
+    num_taps: int
+    taps: str
+    inputs: tuple[MatrixPlan, ...]
+    out: MatrixPlan
+    num_heads: int = 0
+    num_groups: int = 0
+    key_width: int = 0
+    value_width: int = 0
+    rates: str = ""
+    step_bias: str = ""
+    out_norm: NormPlan | None = None
+    taps_bias: str | None = None
+
+    @property
+    def kept_width(self) -> int:
+        """Numbers of a token that are kept by place."""
+        return self.conv_width + 2 * self.num_heads
+
+
+Mixer = AttentionPlan | RecurrencePlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +168,7 @@ class LayerPlan:
         mixer_post_norm: of its output.
     """
 
-    mixer: AttentionPlan
+    mixer: Mixer
     mlp: MlpPlan | None
     mixer_norm: NormPlan | None = None
     mixer_post_norm: NormPlan | None = None
@@ -180,7 +220,7 @@ class Plan:
 Families = Mapping[str, tuple[Callable[[Any], Plan], str]]
 """By Transformers' model_type: the function that makes a plan of a configuration, and the fields that only it reads."""
 
-_PARTS = (LayerPlan, AttentionPlan, MlpPlan, MatrixPlan, NormPlan, RopePlan, JointPlan)
+_PARTS = (LayerPlan, AttentionPlan, RecurrencePlan, MlpPlan, MatrixPlan, NormPlan, RopePlan, JointPlan)
 
 
 def rename(plan: _Part, old: str, new: str) -> _Part:

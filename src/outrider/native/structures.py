@@ -40,8 +40,25 @@ class Attention(Structure):
         ("cap", c_double),
         ("query_norm", Norm),
         ("key_norm", Norm),
+        ("is_gated", c_int64),
         ("num_inputs", c_int64),
         ("inputs", Matrix * 3),
+        ("out", Matrix),
+    ]
+
+
+class Recurrence(Structure):
+    """``recurrence.h``. A layer without it has no taps."""
+
+    _fields_ = [
+        *(
+            (name, c_int64)
+            for name in ("num_heads", "num_groups", "key_width", "value_width", "num_taps", "conv_width")
+        ),
+        *((name, c_void_p) for name in ("taps", "conv_bias", "rates", "step_bias")),
+        ("out_norm", Norm),
+        *((name, c_int64) for name in ("ring", "states", "num_inputs")),
+        ("inputs", Matrix * 4),
         ("out", Matrix),
     ]
 
@@ -56,7 +73,7 @@ NORMS = ("mixer_norm", "mixer_post_norm", "mlp_norm", "mlp_post_norm")
 
 
 class Layer(Structure):
-    _fields_ = [*((name, Norm) for name in NORMS), ("attention", Attention), ("mlp", Mlp)]
+    _fields_ = [*((name, Norm) for name in NORMS), ("attention", Attention), ("recurrence", Recurrence), ("mlp", Mlp)]
 
 
 class Joint(Structure):
@@ -93,7 +110,8 @@ class Batch(Structure):
         *((name, c_int64) for name in ("num_rows", "num_columns")),
         *((name, c_void_p) for name in ("ids", "places", "states", "offsets")),
         ("stores", POINTER(c_void_p)),
-        *((name, c_int64) for name in ("bits", "row_places", "num_wanted")),
+        ("anchors", c_void_p),
+        *((name, c_int64) for name in ("is_ahead", "is_final", "bits", "row_places", "num_wanted")),
         ("logits", c_void_p),
         ("num_features", c_int64),
         ("feature_layers", POINTER(c_int64)),

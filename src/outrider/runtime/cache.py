@@ -12,7 +12,9 @@ consumed committed tokens and nothing else, not even padding; the anchor then mo
 states have none of this.
 
 If all states are inputs of convolutions, these are stored by position in a ring buffer (cache_layers.py). Then a
-forward starts at its own tokens, and the anchor is the lowest position at which it may start.
+forward starts at its own tokens, and the anchor is the lowest position at which it may start. So it is with the native
+engine, which stores the inputs of its recurrences likewise: from the states at the anchor it consumes these again, not
+the tokens (kernels/recurrence.h), and moves the anchor itself.
 
 This module does not know masks (lm.py) or rounds.
 """
@@ -74,7 +76,9 @@ class SlotCache:
             keys and values of each layer in turn, and the ids if states are kept at anchors. Then those per row: the
             states and the anchors, [B, ...]; or the offsets of positions, [B].
         capacity: L.
-        has_states: whether states are kept at anchors.
+        has_states: whether forwards feed the tokens since the anchors again.
+        is_recurrent: whether there are states that mix all earlier tokens, kept at anchors.
+        is_ahead: whether tokens before those of a forward may be rejected, so that anchors stay (see ``scratch``).
         num_token_stores: tensors per token, the first of ``storage``.
         bound: the most tokens that a fed row is behind its sequence, for recorded steps.
     """
@@ -100,7 +104,10 @@ class SlotCache:
         self._reached = self._is_full = torch.empty(0)  # see ``from_anchors``
         self._heads: dict[int, SlotCache] = {}
         self._scratch: SlotCache | None = None
-        self.has_states = any(not state.width for state in states)
+        self._states = states
+        self.has_states = any(state.is_fed_again for state in states)
+        self.is_recurrent = any(not state.width for state in states)
+        self.is_ahead = False
 
     @cached_property
     def argument(self) -> Any:
@@ -116,7 +123,7 @@ class SlotCache:
         if not self.has_states:
             return []
         pairs = zip(self.shapes, self.argument.layers, strict=True)
-        return [layer for shape, layer in pairs if any(not state.width for state in shape.states)]
+        return [layer for shape, layer in pairs if any(state.is_fed_again for state in shape.states)]
 
     @classmethod
     def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int, *, is_sparse: bool = False) -> SlotCache:
@@ -136,7 +143,7 @@ class SlotCache:
         states = [(shape, state) for shape in shapes for state in shape.states]
         if states:
             device = shapes[0].device
-            if not any(state.width for _, state in states):
+            if any(state.is_fed_again for _, state in states):
                 storage.append(torch.zeros((num_rows, capacity + 1, 1, 1), dtype=torch.long, device=device))
             storage += [
                 torch.zeros((num_rows, *state.size), dtype=state.dtype, device=shape.device) for shape, state in states
@@ -167,7 +174,7 @@ class SlotCache:
         num_rows = self.storage[0].shape[0] if self.storage else 0
         return _of_form, (self.shapes, num_rows, self.capacity, self.bound)
 
-    def rows(self, begin: int, end: int) -> SlotCache:
+    def rows(self, begin: int, end: int | None) -> SlotCache:
         """View of the slots begin <= slot < end."""
         views = [store[begin:end] for store in self.storage]
         return SlotCache(self.shapes, views, self.capacity, most_behind=self._most_behind)
@@ -261,9 +268,8 @@ class SlotCache:
     def kept_of(self, positions: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Per-token tensors, each with the indices of one token per row. [B] each"""
         kept = [(store, positions) for store in self.storage[: self.num_token_stores]]
-        if self._width:
-            kept += [(store, positions % WINDOW) for store in self.storage[self.num_token_stores : -1]]
-        return kept
+        by_place = zip(self._states, self.storage[self.num_token_stores :], strict=False)
+        return kept + [(store, positions % WINDOW) for state, store in by_place if state.width]
 
     @property
     def offsets(self) -> Tensor | None:
@@ -326,8 +332,13 @@ class SlotCache:
         self.anchors.copy_(torch.where(is_kept, self._reached, self.anchors))
 
     def scratch(self) -> SlotCache:
-        """Cache over the same keys, values and ids, with a copy of the current states. There is one, at fixed
-        addresses, so that recorded graphs stay valid."""
+        """Cache over the same keys, values and ids, with a copy of the current states, if it has states. There is one,
+        at fixed addresses, so that recorded graphs stay valid."""
+        if not self.has_states:
+            if self._scratch is None:
+                self._scratch = self.rows(0, None)
+                self._scratch.is_ahead = True
+            return self._scratch
         states = self.storage[self.num_token_stores :]
         if self._scratch is None:
             storage = (*self.storage[: self.num_token_stores], *map(torch.empty_like, states))

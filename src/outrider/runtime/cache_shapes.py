@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 WINDOW = 64
-"""R: convolution inputs are kept for the last R tokens of a row: those that may be rejected, and those that a
-convolution still sees."""
+"""R: inputs of convolutions and of the native engine's recurrences are kept for the last R tokens of a row: those that
+may be rejected, those that a convolution still sees, and those that a state has not consumed (recurrence.h)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,12 @@ class StateShape:
     """One state of a row.
 
     Attributes:
-        kind: "conv", the last inputs of a convolution; "recurrent"; or "window", inputs of a convolution by place.
+        kind: "conv", the last inputs of a convolution, or "recurrent": both are kept at an anchor, from which tokens
+            are fed again; "window", inputs by place; or "replayed": kept at an anchor, from which such inputs are
+            consumed again (the native engine's).
         index: a layer may have several of a kind.
         size: without the rows.
-        width: W of a window: the number of earlier tokens that a forward sees.
+        width: W of a window: the number of earlier tokens that a convolution sees.
     """
 
     kind: str
@@ -33,6 +35,11 @@ class StateShape:
     @property
     def num_bytes(self) -> int:
         return math.prod(self.size) * self.dtype.itemsize
+
+    @property
+    def is_fed_again(self) -> bool:
+        """Whether a forward feeds the tokens since the state's anchor again."""
+        return self.kind in ("conv", "recurrent")
 
 
 @dataclass(frozen=True, slots=True)

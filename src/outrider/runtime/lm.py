@@ -159,7 +159,12 @@ class LM:
 
     @cached_property
     def has_states(self) -> bool:
-        """Whether layers have states that are kept at an anchor."""
+        """Whether layers have states from whose anchor tokens are fed again."""
+        return any(state.is_fed_again for shape in self.layer_shapes for state in shape.states)
+
+    @cached_property
+    def is_recurrent(self) -> bool:
+        """Whether layers have states that mix all earlier tokens, and so cannot be taken back."""
         return any(not state.width for shape in self.layer_shapes for state in shape.states)
 
     @cached_property
@@ -182,10 +187,11 @@ class LM:
 
     def check_rollback(self, k: int) -> None:
         """Raises OptionError: k tokens cannot be rolled back."""
-        widths = [state.width for shape in self.layer_shapes for state in shape.states if state.width]
-        most = WINDOW - max(widths, default=0)
-        if widths and k > most:
-            remedy = f"{self.name} has convolutions whose inputs are kept for some tokens only: at most {most}"
+        states = [state for shape in self.layer_shapes for state in shape.states]
+        is_replayed = any(state.kind == "replayed" for state in states)
+        most = WINDOW - max((state.width for state in states), default=0) - (STRIDE if is_replayed else 0)
+        if any(state.width for state in states) and k > most:
+            remedy = f"{self.name} has layers whose inputs are kept for some tokens only: at most {most}"
             raise OptionError("num_draft_tokens", k, remedy)
 
     def new_cache(self, num_rows: int, capacity: int) -> SlotCache:

@@ -41,7 +41,7 @@ from outrider.models.heads.block_parts import (
     MarkovHead,
     part_of,
 )
-from outrider.native.plan import MOST_TOKENS, NotPlanned, Plan
+from outrider.native.plan import MOST_TOKENS, AttentionPlan, NotPlanned, Plan
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
 
@@ -214,6 +214,8 @@ class BlockHead(Head):
         plan = plan_of_layers(self.config)
         layers = []
         for layer, reach in zip(plan.layers, self.reaches, strict=True):
+            if not isinstance(layer.mixer, AttentionPlan):
+                raise NotPlanned("its layers are recurrent")
             mixer = replace(layer.mixer, window=reach.window, before_anchor=reach.before_anchor)
             layers.append(replace(layer, mixer=replace(mixer, sees_block=not reach.is_causal)))
         return replace(plan_of_head(plan, self), layers=tuple(layers), embedding_scale=self.scale)

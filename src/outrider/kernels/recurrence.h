@@ -1,0 +1,194 @@
+// Mixers with a state that mixes all earlier tokens, or that convolve the last few.
+//
+//   gated delta rule (Yang et al. 2412.06464, equation 10):  S <- a S + k d^T,  d = b (v - a S^T k),  output S^T q
+//   short convolution between two gates (LFM2)
+//
+// A state cannot be cropped, so that of a sequence waits at an *anchor*: it has consumed the tokens before that place.
+// Beside it the inputs of the last RING tokens are kept by place, as keys are. A forward starts from the anchor's state,
+// consumes the kept inputs of the tokens up to its own (*replays* them: no product with a matrix), and then its own. So
+// rejected tokens leave nothing behind: their inputs are overwritten.
+//
+// States advance token by token, by the same operations in the same order: the state after a token has the same bits
+// however it was reached.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "model.h"
+
+namespace {
+
+constexpr int64_t RING = 64;   // WINDOW of runtime/cache_shapes.py
+constexpr int64_t STRIDE = 8;  // a state that is this far behind moves on, as in runtime/cache.py
+constexpr int64_t MOST_TAPS = 8;
+constexpr int COLS = NUM_REGISTERS == 32 && LANES < 16 ? 4 : 2;  // vectors of a state's columns in one loop
+
+// Tokens of a sequence in a block, with those before them that are replayed.
+struct Span {
+  int64_t row, token, number;  // token: of the block, its first
+  int64_t first;               // place of that token
+  int64_t anchor, next;        // next: where the anchor is after the block
+  int64_t mixed;               // the first of its rows, from the anchor on
+
+  int64_t end() const { return first + number; }
+};
+
+// Whether a sequence whose state is at an anchor can go on at a place.
+INLINE bool is_reached(int64_t anchor, int64_t place, int64_t num_taps) {
+  return place == 0 || (anchor <= place && place - anchor + num_taps - 1 <= RING);
+}
+
+// Where the anchor of a span goes. Inputs that are overwritten must lie before it.
+INLINE int64_t next_anchor(const Span& span, int64_t num_taps, bool has_states, bool is_final, bool is_ahead) {
+  int64_t next = span.anchor;
+  if (has_states && !is_ahead && span.first - span.anchor >= STRIDE) next = span.first;
+  if (has_states && is_final) next = span.end();
+  return std::max(next, span.end() - (RING - num_taps + 1));
+}
+
+// Inputs of a sequence by place: those in the ring, then a block's own.
+struct Inputs {
+  const float *ring, *own;
+  int64_t first, ring_width, own_width;
+  const float* at(int64_t place) const {
+    return place < first ? ring + place % RING * ring_width : own + (place - first) * own_width;
+  }
+};
+
+// Convolution of some channels at a place; `change(i, sums)` is stored.
+template <typename Change>
+INLINE void convolve(const Recurrence& r, const Inputs& inputs, int64_t place, int64_t begin, int64_t number, float* to,
+                     Change change) {
+  const float* rows[MOST_TAPS];
+  const int64_t skipped = std::max<int64_t>(0, r.num_taps - 1 - place);  // before the sequence
+  for (int64_t j = skipped; j < r.num_taps; j++) rows[j] = inputs.at(place - r.num_taps + 1 + j) + begin;
+  each(to, number, [&](int64_t i, Floats) __attribute__((always_inline)) {
+    Floats sum = r.conv_bias == nullptr ? Floats{} : load_to(r.conv_bias + begin, i, number);
+    for (int64_t j = skipped; j < r.num_taps; j++) {
+      sum = multiply_add(load_to(rows[j], i, number), load_to(r.taps + j * r.conv_width + begin, i, number), sum);
+    }
+    return change(i, sum);
+  });
+}
+
+// One unit of the work on the inputs of a token: a head's queries, keys or values, or all a and b. A row of results is
+// queries, keys, values, a, b.
+INLINE void mix(const Recurrence& r, const Inputs& inputs, int64_t place, int64_t unit, float* to) {
+  const int64_t G = r.num_groups, H = r.num_heads, D = r.key_width;
+  if (unit == 2 * G + H) {
+    float* decay = to + r.conv_width;
+    const float* given = inputs.at(place) + r.conv_width;
+    if (place < inputs.first) {
+      std::copy_n(given, 2 * H, decay);
+      return;
+    }
+    for (int64_t h = 0; h < H; h++) {
+      const float x = given[H + h] + r.step_bias[h], step = x > 20.0f ? x : std::log1p(std::exp(x));
+      decay[h] = std::exp(-std::exp(r.rates[h]) * step);
+      decay[H + h] = 1.0f / (1.0f + std::exp(-given[h]));
+    }
+    return;
+  }
+  const bool is_value = unit >= 2 * G;
+  const int64_t begin = is_value ? 2 * G * D + (unit - 2 * G) * r.value_width : unit * D;
+  const int64_t number = is_value ? r.value_width : D;
+  float* x = to + begin;
+  convolve(r, inputs, place, begin, number, x, [](int64_t, Floats sums) __attribute__((always_inline)) {
+    return silu(sums);
+  });
+  if (is_value) return;
+  const float squares = sum_over(number, [=](int64_t i, Floats sum) __attribute__((always_inline)) {
+    const Floats values = load_to(x, i, number);
+    return multiply_add(values, values, sum);
+  });
+  const float inverse = 1.0f / std::sqrt(squares + 1e-6f);
+  const float scale = unit < G ? 1.0f / std::sqrt(static_cast<float>(D)) : 1.0f;
+  each(x, number, [=](int64_t, Floats values) __attribute__((always_inline)) { return values * inverse * scale; });
+}
+
+// Some columns of a head's state, in whole vectors [num_rows, COLS * LANES].
+struct Columns {
+  float* numbers;
+  int64_t num_rows;
+
+  // Loads `number` columns of a state [num_rows, stride], or zeros. Returns S^T k in `sums`.
+  INLINE_MEMBER void load_from(const float* state, int64_t stride, int64_t number, const float* key, Floats* sums) const {
+    UNROLLED for (int c = 0; c < COLS; c++) sums[c] = Floats{};
+    for (int64_t i = 0; i < num_rows; i++) {
+      const Floats k = all_lanes(key[i]);
+      UNROLLED for (int c = 0; c < COLS; c++) {
+        const Floats values = state == nullptr ? Floats{} : part(state + i * stride, c, number);
+        store(numbers + (i * COLS + c) * LANES, values);
+        sums[c] = multiply_add(values, k, sums[c]);
+      }
+    }
+  }
+  INLINE_MEMBER void store_to(float* state, int64_t stride, int64_t number) const {
+    for (int64_t i = 0; i < num_rows; i++) memcpy(state + i * stride, numbers + i * COLS * LANES, number * sizeof(float));
+  }
+  // S <- decay S + k d^T; the sums S^T q of the output, and S^T k' for the next key, in the same pass.
+  template <bool HAS_OUTPUT, bool HAS_NEXT>
+  INLINE_MEMBER void advance(float decay, const float* key, const Floats* added, const float* query, const float* next,
+                             Floats* output, Floats* sums) const {
+    const Floats factor = all_lanes(decay);
+    Floats found[COLS] = {}, of_next[COLS] = {};
+    for (int64_t i = 0; i < num_rows; i++) {
+      const Floats k = all_lanes(key[i]);
+      UNROLLED for (int c = 0; c < COLS; c++) {
+        float* at = numbers + (i * COLS + c) * LANES;
+        const Floats values = multiply_add(k, added[c], load(at) * factor);
+        store(at, values);
+        if constexpr (HAS_OUTPUT) found[c] = multiply_add(values, all_lanes(query[i]), found[c]);
+        if constexpr (HAS_NEXT) of_next[c] = multiply_add(values, all_lanes(next[i]), of_next[c]);
+      }
+    }
+    UNROLLED for (int c = 0; c < COLS; c++) {
+      if constexpr (HAS_OUTPUT) output[c] = found[c];
+      if constexpr (HAS_NEXT) sums[c] = of_next[c];
+    }
+  }
+  // Vector c of `number` numbers, with zeros behind them.
+  INLINE_MEMBER static Floats part(const float* from, int c, int64_t number) {
+    const int64_t i = c * LANES;
+    return i < number ? load_to(from, i, number) : Floats{};
+  }
+};
+
+// A head over the tokens of a span.
+//
+//   rows: what `mix` has made of its tokens, from the anchor on.
+//   state: of the head [key_width, value_width], at the anchor; it moves to the next.
+//   outputs: of the block's tokens, `stride` apart.
+//   columns: room for a state's.
+INLINE void advance_head(const Recurrence& r, const Span& span, int64_t head, const float* rows, float* state,
+                         float* outputs, int64_t stride, const Columns& columns) {
+  const int64_t G = r.num_groups, H = r.num_heads, D = r.key_width, width = r.kept_width();
+  const int64_t group = head / (H / G), at_key = (G + group) * D, at_decay = r.conv_width + head;
+  for (int64_t begin = 0; begin < r.value_width; begin += COLS * LANES) {
+    const int64_t number = std::min<int64_t>(COLS * LANES, r.value_width - begin);
+    const int64_t at_value = 2 * G * D + head * r.value_width + begin;
+    Floats sums[COLS], added[COLS], output[COLS];
+    columns.load_from(span.anchor ? state + begin : nullptr, r.value_width, number, rows + at_key, sums);
+    for (int64_t place = span.anchor; place < span.end(); place++) {
+      if (place == span.next && place > span.anchor) columns.store_to(state + begin, r.value_width, number);
+      const float *row = rows + (place - span.anchor) * width, *key = row + at_key;
+      const float decay = row[at_decay], rate = row[at_decay + H];
+      UNROLLED for (int c = 0; c < COLS; c++) {
+        added[c] = multiply_add(all_lanes(-decay), sums[c], Columns::part(row + at_value, c, number)) * rate;
+      }
+      const float *query = row + group * D, *next = key + width;
+      const bool has_next = place + 1 < span.end();
+      if (place < span.first) {
+        columns.advance<false, true>(decay, key, added, query, next, output, sums);
+        continue;
+      }
+      if (has_next) columns.advance<true, true>(decay, key, added, query, next, output, sums);
+      else columns.advance<true, false>(decay, key, added, query, next, output, sums);
+      memcpy(outputs + (place - span.first) * stride + begin, output, number * sizeof(float));
+    }
+    if (span.next == span.end()) columns.store_to(state + begin, r.value_width, number);
+  }
+}
+
+}  // namespace
