@@ -209,7 +209,7 @@ def test_inputs_of_convolutions_need_no_anchor() -> None:
         text, num_cached = _conversation(engine, prompt)
         assert [tuple(text)] == tokens(target, NO_DRAFTER, _greedy([prompt]), BLOCK, 0)
         assert num_cached == (num_shared if is_found else 0)
-    with pytest.raises(OptionError, match=f"num_draft_tokens = {WINDOW} is invalid: target has convolutions"):
+    with pytest.raises(OptionError, match=f"num_draft_tokens = {WINDOW} is invalid: target has layers whose inputs"):
         tokens(target, ngram_drafter(), _greedy([first]), BLOCK, WINDOW)
 
 
