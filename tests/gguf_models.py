@@ -381,7 +381,7 @@ def write_case(
     writer = gguf.GGUFWriter(file, architecture)
     own = _keys(config) | case.keys | {key.replace("__", "."): value for key, value in more.items()}
     for key, value in ({f"{architecture}.{key}": value for key, value in own.items()} | (keys or {})).items():
-        _add(writer, key, value)
+        add_value(writer, key, value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     vocabulary = ["AB", "<s>", "</s>", *(chr(ord("A") + i) for i in range(config.vocab_size - 3))]
@@ -403,7 +403,7 @@ def write_case(
     return file
 
 
-def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds: dict[type, Callable[[str, Any], None]] = {
         bool: writer.add_bool,
         int: writer.add_uint32,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,10 +71,15 @@ def narrow_layers(model: nn.Module) -> dict[str, Any]:
     layers = {
         name: module
         for name, module in model.named_modules()
-        if (isinstance(module, nn.Embedding) or _is_linear(module)) and module.weight.numel() >= _LEAST_NUMBERS
+        if (isinstance(module, nn.Embedding) or _is_linear(module)) and is_large(module.weight.shape)
     }
     numbers = {id(layer.weight): layer.weight.numel() for layer in layers.values()}  # shared ones once
     return layers if sum(numbers.values()) >= _LEAST_IN_ALL else {}
+
+
+def is_large(shape: Sequence[int]) -> bool:
+    """Whether a matrix of this shape repays the kernel's call."""
+    return len(shape) == 2 and math.prod(shape) >= _LEAST_NUMBERS
 
 
 def _is_linear(module: nn.Module) -> bool:

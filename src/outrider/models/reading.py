@@ -67,8 +67,9 @@ def read_config(spec: ModelSpec) -> Any:
             check_head(spec.name, transformers.PreTrainedConfig.get_config_dict(spec.location)[0])
             config = transformers.AutoConfig.from_pretrained(spec.location, trust_remote_code=False)
         else:
-            from outrider.models.gguf.checkpoint import gguf_config
+            from outrider.models.gguf.checkpoint import gguf_config, gguf_file
 
+            check_head(spec.name, {"model_type": gguf_file(spec).metadata.get("general.architecture")})
             config = gguf_config(spec)
         check_kind(spec.name, config)
         auto_class(spec.name, config)

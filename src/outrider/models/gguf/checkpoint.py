@@ -75,18 +75,13 @@ def gguf_weights(
         source = found[name]
         if name not in kept:
             return source.numbers()
-        rows = torch.from_numpy(source.tensors[0].raw())
-        rows = rows if source.order is None else rows[source.order]
-        form = replace(BLOCK_FORMS[source.tensors[0].kind], num_digits=num_digits)
-        # Columns stay in the file's order, since a block has many of them.
-        columns = None if source.columns is None else source.columns.argsort().int()
-        return NarrowWeight.of_blocks(rows, form, columns, empty_like)
+        return source.blocks(num_digits, empty_like)
 
     return StoredWeights(kept, frozenset(found.keys() - kept.keys()), read)
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
+class Source:
     """Where a parameter is in a file.
 
     Attributes:
@@ -129,8 +124,17 @@ class _Source:
         ordered = ordered if self.columns is None else ordered[..., self.columns]
         return ordered if self.change is None else self.change(ordered).contiguous()
 
+    def blocks(self, num_digits: int, empty_like: Callable[[Tensor], Tensor] = torch.empty_like) -> NarrowWeight:
+        """The parameter, in its blocks; see ``NarrowWeight.of_blocks``."""
+        rows = torch.from_numpy(self.tensors[0].raw())
+        rows = rows if self.order is None else rows[self.order]
+        form = replace(BLOCK_FORMS[self.tensors[0].kind], num_digits=num_digits)
+        # Columns stay in the file's order, since a block has many of them.
+        columns = None if self.columns is None else self.columns.argsort().int()
+        return NarrowWeight.of_blocks(rows, form, columns, empty_like)
 
-def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> dict[str, _Source]:
+
+def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> dict[str, Source]:
     """Sources of all parameters of a model, by name; of shared ones, under one of their names.
 
     Args:
@@ -148,10 +152,10 @@ def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> 
             parts.setdefault(_parameter(tensor, model.family, parameters, name), []).append(tensor)
     found = {}
     for parameter, tensors in parts.items():
-        leaf, expected = _leaf(tensors[0]), tuple(parameters[parameter].shape)
+        leaf, expected = place_of(tensors[0])[1], tuple(parameters[parameter].shape)
         # A gate comes first: "ffn_gate_exps" before "ffn_up_exps".
         stored = tuple(file.tensors[one] for one in sorted(tensors))
-        source = _Source(stored, None, None, model.family.changes.get(leaf))
+        source = Source(stored, None, None, model.family.changes.get(leaf))
         if source.shape != expected:  # before an order is made, which may be as long as the metadata state
             raise ModelCorrupt(
                 f"{name}: the tensor {tensors[0]} has the shape {list(stored[0].shape)}, which does not fit "
@@ -166,17 +170,16 @@ def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> 
     return found
 
 
-def _leaf(tensor: str) -> str:
-    """Name of a tensor within its layer."""
+def place_of(tensor: str) -> tuple[str | None, str]:
+    """Layer of a tensor, None outside of layers, and its name there."""
     found = _OF_LAYER.fullmatch(tensor)
-    return tensor if found is None else found[2]
+    return (None, tensor) if found is None else (found[1], found[2])
 
 
 def _parameter(tensor: str, family: Family, parameters: dict[str, Any], name: str) -> str:
     """Name of the parameter that a tensor belongs to. Raises UnsupportedModel."""
-    found = _OF_LAYER.fullmatch(tensor)
-    leaf, names = (tensor, family.ends) if found is None else (found[2], family.tensors)
-    prefix = "" if found is None else f"{family.layers}.{found[1]}."
+    layer, leaf = place_of(tensor)
+    names, prefix = (family.ends, "") if layer is None else (family.tensors, f"{family.layers}.{layer}.")
     module, _, kind = leaf.rpartition(".")
     # Some parameters are no part of a layer of their own: a layer's experts.
     for candidate in (

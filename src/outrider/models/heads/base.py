@@ -230,7 +230,7 @@ def complete(
         is_known = is_token & (ids < target.vocab_size)  # others are padding of the target's embedding
         if not bool(is_token.all()) or not bool(is_known.any()) or len(ids.unique()) < len(ids):
             raise ModelCorrupt(f"{name} is for another target: its d2t does not name tokens of {target.name}")
-        for module in outputs:
+        for module in outputs if not is_known.all() else ():
             module.weight = nn.Parameter(module.weight[is_known.to(module.weight.device)], requires_grad=False)
         ids = ids[is_known].to(target.device)
     head.register_buffer("token_ids", ids, persistent=False)

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
+from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.heads.assistant import load_assistant
 from outrider.models.heads.base import Head, head_lm
 from outrider.models.heads.block import load_block
 from outrider.models.heads.chains import load_eagle3, load_mtp, mtp_prefix
 from outrider.models.kinds import INDEX, PICKLED, WHOLE, check_no_pickle, head_named
-from outrider.models.registry import ModelSpec
+from outrider.models.reading import held_file, reading
+from outrider.models.registry import ARITHMETICS, ModelSpec
 from outrider.runtime.lm import LM
 
 MTP = "mtp"
@@ -27,12 +29,14 @@ _LOADERS: dict[str, Callable[..., Head]] = {"eagle3": load_eagle3, "block": load
 
 
 def is_head(spec: ModelSpec) -> bool:
-    """Whether a checkpoint is a head rather than a model, by its configuration.
+    """Whether a checkpoint is a head rather than a model, by its configuration, or by the tensors of a GGUF file.
 
     Raises:
         ModelNotFound, ModelCorrupt
     """
-    if spec.gguf is not None or (spec.path is not None and not (spec.path / "config.json").is_file()):
+    if (file := held_file(spec)) is not None:
+        return "fc.weight" in file.tensors
+    if spec.path is not None and not (spec.path / "config.json").is_file():
         return False
     return head_named(read_config(spec.location)) is not None
 
@@ -46,14 +50,32 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
         ModelNotFound
     """
     check_target(target)
-    stated = read_config(spec.location)
-    files = find_tensors(spec.location, allow_pickle=allow_pickle)
-    kind = kind_of_head(files.keys())
+    stated, tensors = _checkpoint(spec, target, allow_pickle=allow_pickle)
+    kind = kind_of_head(tensors.keys())
     if kind is None:
         thing = head_named(stated) or "a head"
         raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
     with _building(spec.name):
-        return head_lm(_LOADERS[kind](read_tensors(spec.location, files), stated, spec.name, target), spec.name, target)
+        return head_lm(_LOADERS[kind](tensors, stated, spec.name, target), spec.name, target)
+
+
+def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config.json and the tensors of a head."""
+    if spec.gguf is not None:
+        from outrider.models.gguf.heads import gguf_head
+
+        with reading(spec, "head"):
+            return gguf_head(spec, digits_beside(target))
+    stated, files = read_config(spec.location), find_tensors(spec.location, allow_pickle=allow_pickle)
+    return stated, read_tensors(spec.location, files)
+
+
+def digits_beside(target: LM) -> int | None:
+    """Digits of the integers to which rows are rounded before products with blocks of a head: those of its target, for
+    the native engine has one number of them. None if the target has no weights as they are stored."""
+    narrow = [one for one in target.weights.parameters() if isinstance(one, NarrowWeight)]
+    own = [one.blocks.num_digits for one in narrow if one.blocks is not None]
+    return None if not narrow else max(own, default=ARITHMETICS["a8"])
 
 
 def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:

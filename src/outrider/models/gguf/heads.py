@@ -1,0 +1,167 @@
+"""Heads in GGUF files, as checkpoints of the layouts that heads/ reads: keys as a config.json, tensors under its names.
+
+Source: llama.cpp's src/models/eagle3.cpp and dflash.cpp, and conversion/llama.py and qwen.py, which tell how files come
+about; the build of llama-cpp-python 0.3.36.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.models.cpu_weights import StoredWeights, is_large
+from outrider.models.gguf.checkpoint import Source, gguf_file, place_of
+from outrider.models.gguf.families import FAMILIES
+from outrider.models.gguf.keys import Stated, decoder_fields
+from outrider.models.heads.chains import LAYER_IDS
+from outrider.models.registry import ModelSpec
+
+_LLAMA, _QWEN3 = FAMILIES["llama"], FAMILIES["qwen3"]
+_ENDS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "fc": "fc"}
+_EAGLE3 = {**_LLAMA.tensors, **_ENDS, "attn_norm_2": "hidden_norm", "enc.output_norm": "input_norm"}
+_BLOCK = {
+    **_QWEN3.tensors,
+    **_ENDS,
+    "enc.output_norm": "hidden_norm",
+    "attn_conv_base": "attention_conv.base_kernel",
+    "attn_conv_proj": "attention_conv.kernel_projection",
+    "ffn_conv_base": "mlp_conv.base_kernel",
+    "ffn_conv_proj": "mlp_conv.kernel_projection",
+    "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
+    "selector_successor.weight": "candidate_selector.successor_codebook",
+    "selector_hidden": "candidate_selector.hidden_projection",
+    "markov_w1": "markov_head.markov_w1",
+    "markov_w2": "markov_head.markov_w2",
+    "conf_proj": "confidence_head.proj",
+}
+_OF_SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # settings of DFlash 2
+
+
+def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The config.json and the tensors of a head in a GGUF file.
+
+    Args:
+        num_digits: of the integers to which rows are rounded before products with blocks (``BlockForm``); None to
+            widen all matrices.
+
+    Raises:
+        UnsupportedModel: the file states, or has, more than is known here.
+        ModelCorrupt, ModelNotFound, MissingExtra
+    """
+    file = gguf_file(spec)
+    stated, is_eagle3 = Stated(file, spec.name), "blk.0.attn_norm_2.weight" in file.tensors
+    config = _fields(stated, is_eagle3=is_eagle3)
+    stated.check_all_read()
+    names, order = (_EAGLE3, _LLAMA.order) if is_eagle3 else (_BLOCK, _QWEN3.order)
+    sizes = SimpleNamespace(**config)
+    sources = {
+        _name(tensor, names, spec.name): Source(
+            (stored,), order(place_of(tensor)[1].rpartition(".")[0], sizes), None, None
+        )
+        for tensor, stored in file.tensors.items()
+        if tensor not in stated.read_tensors and tensor != "d2t"
+    }
+    kept = {
+        name: source.num_bytes
+        for name, source in sources.items()
+        if num_digits is not None and source.is_in_blocks and is_large(source.shape)
+    }
+
+    def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
+        return sources[name].blocks(num_digits or 0, empty_like) if name in kept else sources[name].numbers()
+
+    tensors = StoredWeights(kept, frozenset(sources.keys() - kept.keys()), read).read_all()
+    if stated.has("d2t"):  # ids of the target's tokens; other layouts store them less those of the head
+        ids = torch.from_numpy(file.tensors["d2t"].raw().view("<i8").copy())
+        tensors["d2t"] = ids - torch.arange(len(ids))
+    return config, tensors
+
+
+def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
+    """The config.json that says what the keys say."""
+    fields: dict[str, Any] = {
+        "vocab_size": stated.take("vocab_size", len(stated.file.metadata.get("tokenizer.ggml.tokens", ()))),
+        "hidden_size": stated.take("embedding_length"),
+        "num_hidden_layers": stated.take("block_count"),
+        "max_position_embeddings": stated.take("context_length"),
+        "rms_norm_eps": stated.take("attention.layer_norm_rms_epsilon"),
+        "attention_bias": stated.has("blk.0.attn_q.bias"),
+        **decoder_fields(stated),
+    }
+    features = list(stated.take("target_layers"))  # counted by the inputs of layers
+    width = len(features) * stated.take("target_hidden_size", fields["hidden_size"])
+    _check(stated, "fc.weight", fields["hidden_size"], width)
+    if fields["num_hidden_layers"] > len(stated.file.tensors):  # each layer has some
+        raise ModelCorrupt(f"{stated.name}: the file states {fields['num_hidden_layers']} layers, and too few tensors")
+    return fields | (_eagle3_fields if is_eagle3 else _block_fields)(stated, fields, features)
+
+
+def _eagle3_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]) -> dict[str, Any]:
+    if stated.take("norm_before_fc", False):
+        _check(stated, "enc.output_norm.weight", stated.file.tensors["fc.weight"].shape[1])
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        LAYER_IDS: features,
+        "norm_before_residual": stated.take("norm_before_residual", False),
+        "mlp_bias": stated.has("blk.0.ffn_up.bias"),
+    }
+
+
+def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]) -> dict[str, Any]:
+    if any((sections := stated.take("rope.dimension_sections", [0]))[1:]):  # of places in an image
+        raise stated.refusal("rope.dimension_sections", sections)
+    if (mask_id := stated.file.metadata.get("tokenizer.ggml.mask_token_id")) is None:
+        raise ModelCorrupt(f"{stated.name}: the file states no tokenizer.ggml.mask_token_id")
+    num_layers, window = fields["num_hidden_layers"], stated.take("attention.sliding_window", 0)
+    has_window = stated.take("attention.sliding_window_pattern", [window > 0] * num_layers)
+    activation, samples_from_anchor = stated.take("hidden_activation", "silu"), stated.take("sample_from_anchor", True)
+    second = {key: stated.take(key, 0) for key in _OF_SECOND}
+    if all(second.values()):
+        size, num_groups = fields["hidden_size"], fields["hidden_size"] // second["conv_group_size"]
+        _check(stated, "selector_hidden.weight", second["selector_rank"], size)
+        for part in ("attn", "ffn"):
+            _check(stated, f"blk.0.{part}_conv_proj.weight", 2 * second["conv_kernel_size"] * num_groups, size)
+    return second | {
+        "architectures": ["DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": features,
+        "block_size": stated.take("block_size", 16),
+        "mask_token_id": mask_id,
+        "sample_from_anchor": samples_from_anchor and stated.has("markov_w1.weight"),
+        "enable_confidence_head": stated.take("has_confidence_head", False),
+        "is_causal": stated.take("attention.causal", False),
+        "use_sliding_window": window > 0,
+        "sliding_window": window,
+        "layer_types": ["sliding_attention" if one and window else "full_attention" for one in has_window],
+        "hidden_act": "gelu_pytorch_tanh" if activation.startswith("gelu") else activation,
+        "input_embedding_scale": stated.take("embedding_scale", 0.0) or 1.0,
+        "output_multiplier": stated.take("logit_scale", 0.0) or 1.0,
+        "final_logit_softcapping": stated.take("final_logit_softcapping", 0.0),
+    }
+
+
+def _check(stated: Stated, tensor: str, *shape: int) -> None:
+    """Raises ModelCorrupt: the file's keys state another shape than a tensor has."""
+    own = stated.file.tensors[tensor].shape if stated.has(tensor) else ()
+    if own != shape:
+        raise ModelCorrupt(
+            f"{stated.name}: by the file's keys {tensor} has the shape {list(shape)}; it has {list(own)}"
+        )
+
+
+def _name(tensor: str, names: Mapping[str, str], head: str) -> str:
+    """Name of a tensor in the other layouts. Raises UnsupportedModel."""
+    layer, leaf = place_of(tensor)
+    module, _, kind = leaf.rpartition(".")
+    prefix = "" if layer is None else f"layers.{layer}."
+    if leaf in names:
+        return prefix + names[leaf]
+    if module in names and kind in ("weight", "bias"):
+        return f"{prefix}{names[module]}.{kind}"
+    raise UnsupportedModel(
+        f"{head}: the file has a tensor {tensor}, for which heads of this kind have no place here: another would run"
+    )

@@ -1,0 +1,200 @@
+"""Heads in GGUF files, written from their checkpoints in other layouts (heads.py, block_heads.py) as llama.cpp's
+converters write them; nothing of the reader is used.
+
+Layouts: conversion/llama.py (EAGLE-3) and qwen.py (DFlash, DSpark, DFlash 2), gguf-py/gguf/constants.py, in the build
+of llama-cpp-python 0.3.36.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from block_heads import write_block
+from gguf_models import CASES, add_value, random_case, write_case
+from heads import write_eagle3
+
+IDS = [int(i) for i in np.random.RandomState(5).randint(0, 48, 40)]
+PREFIX, NUM_STEPS = 23, 4  # tokens before the drafts, the last one of which has no hidden state yet; and drafts
+_TARGET = replace(CASES["llama"], fields=CASES["llama"].fields | {"num_hidden_layers": 4})
+_WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "use_sliding_window": True}
+_FEW = [*range(0, 40, 3), 41, 47]
+HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "EAGLE-3": (write_eagle3, {}),
+    "EAGLE-3, few tokens": (write_eagle3, {"token_ids": _FEW, "has_embedding": False, "norm_before_residual": True}),
+    "EAGLE-3, normed features": (write_eagle3, {"norm_before_fc": True}),
+    "DFlash": (write_block, {}),
+    "DFlash, windows": (write_block, {"layers": _WINDOW, "is_causal": False, "num_layers": 2}),
+    "DFlash, causal": (write_block, {"is_causal": True, "input_embedding_scale": 3.0}),
+    "DFlash, few tokens": (write_block, {"layout": "speculators", "token_ids": _FEW, "is_causal": False}),
+    "DFlash 2": (write_block, {"is_second": True, "output_multiplier": 0.5, "final_logit_softcapping": 5.0}),
+    "DSpark": (write_block, {"layout": "deepspec", "markov": "vanilla", "has_confidence": True}),
+    "DSpark, a slot before": (write_block, {"layout": "deepspec", "markov": "vanilla", "sample_from_anchor": False}),
+}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "attention_conv.base_kernel": "attn_conv_base",
+    "attention_conv.kernel_projection": "attn_conv_proj",
+    "mlp_conv.base_kernel": "ffn_conv_base",
+    "mlp_conv.kernel_projection": "ffn_conv_proj",
+}
+_OTHERS = {
+    "fc": "fc",
+    "norm": "output_norm",
+    "input_norm": "enc.output_norm",
+    "hidden_norm": "enc.output_norm",
+    "embed_tokens": "token_embd",
+    "lm_head": "output",
+    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
+    "candidate_selector.successor_codebook": "selector_successor.weight",
+    "candidate_selector.hidden_projection": "selector_hidden",
+    "markov_head.markov_w1": "markov_w1",
+    "markov_head.markov_w2": "markov_w2",
+    "confidence_head.proj": "conf_proj",
+}
+
+
+def write_pair(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
+    """Write a target and a head of ``HEADS``, also as a folder beside it; and the head's own keys."""
+    model, (write, options) = random_case(_TARGET), HEADS[name]
+    target = write_case(folder / "target.gguf", _TARGET, model)
+    write(folder / "head", model, **options)
+    return target, *write_gguf_head(folder / "head.gguf", folder / "head")
+
+
+def write_gguf_head(
+    file: Path,
+    folder: Path,
+    *,
+    keys: dict[str, Any] | None = None,
+    form_of: Any = None,
+    added: dict[str, Any] | None = None,
+) -> tuple[Path, dict[str, Any]]:
+    """Write the head of a folder. Returns the file, and the keys of its architecture.
+
+    Args:
+        keys: keys of the architecture that replace or follow those of the head; None to leave a key out.
+        form_of: from the name of a matrix to the name of its form of blocks; None for float32.
+        added: further tensors.
+    """
+    stated, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    own = stated.get("transformer_layer_config") or stated
+    is_eagle3 = "layers.0.hidden_norm.weight" in tensors
+    architecture = "eagle3" if is_eagle3 else "dflash"
+    writer = gguf.GGUFWriter(file, architecture)
+    all_keys = _shared_keys(own) | (_eagle3_keys(stated, own) if is_eagle3 else _block_keys(stated, own, tensors))
+    all_keys = {key: value for key, value in (all_keys | (keys or {})).items() if value is not None}
+    for key, value in all_keys.items():
+        add_value(writer, f"{architecture}.{key}", value)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(["AB", "<s>", "</s>", *(chr(ord("A") + i) for i in range(own["vocab_size"] - 3))])
+    writer.add_token_types([1, 3, 3, *[1] * (own["vocab_size"] - 3)])
+    writer.add_token_merges(["A B"])
+    if not is_eagle3:
+        inner = stated.get("dflash_config") or stated
+        writer.add_mask_token_id(inner["mask_token_id"])
+    for name, tensor in tensors.items():
+        if name == "t2d":
+            continue
+        if name == "d2t":
+            writer.add_tensor("d2t", (tensor + torch.arange(len(tensor))).numpy().astype(np.int64))
+            continue
+        numbers = tensor.float()
+        if is_eagle3 and name.endswith(("q_proj.weight", "k_proj.weight")):
+            num_heads = own["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            numbers = numbers.view(num_heads, 2, -1, numbers.shape[1]).swapaxes(1, 2).reshape(numbers.shape)
+        new, form = (
+            _name(name),
+            None if form_of is None or numbers.ndim != 2 or numbers.shape[1] % 32 else form_of(_name(name)),
+        )
+        if form is None:
+            writer.add_tensor(new, np.ascontiguousarray(numbers.numpy()))
+        else:
+            kind = gguf.GGMLQuantizationType[form]
+            writer.add_tensor(new, gguf.quants.quantize(numbers.numpy(), kind), raw_dtype=kind)
+    for name, numbers in (added or {}).items():
+        writer.add_tensor(name, numbers)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file, all_keys
+
+
+def _shared_keys(own: dict[str, Any]) -> dict[str, Any]:
+    theta = own.get("rope_theta") or own["rope_parameters"]["rope_theta"]
+    return {
+        "context_length": own["max_position_embeddings"],
+        "embedding_length": own["hidden_size"],
+        "block_count": own["num_hidden_layers"],
+        "feed_forward_length": own["intermediate_size"],
+        "attention.head_count": own["num_attention_heads"],
+        "attention.head_count_kv": own["num_key_value_heads"],
+        "attention.key_length": own["head_dim"],
+        "attention.value_length": own["head_dim"],
+        "attention.layer_norm_rms_epsilon": float(own["rms_norm_eps"]),
+        "rope.freq_base": float(theta),
+        "rope.dimension_count": own["head_dim"],
+    }
+
+
+def _eagle3_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "vocab_size": own["vocab_size"],
+        "target_layers": stated["eagle_aux_hidden_state_layer_ids"],
+        "target_hidden_size": own["hidden_size"],
+        "norm_before_residual": stated.get("norm_before_residual", False),
+        "norm_before_fc": stated.get("norm_before_fc", False),
+    }
+
+
+def _block_keys(stated: dict[str, Any], own: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    inner = {**stated, **(stated.get("dflash_config") or {})}
+    ids = [i + 1 for i in inner["target_layer_ids"]] if "target_layer_ids" in inner else None
+    found = {
+        "block_size": inner["block_size"],
+        "target_layers": ids or inner["aux_hidden_state_layer_ids"],
+        "conv_kernel_size": inner.get("conv_kernel_size"),
+        "conv_group_size": inner.get("conv_group_size"),
+        "selector_rank": inner.get("selector_rank"),
+        "selector_top_k": inner.get("selector_top_k"),
+        "logit_scale": inner.get("output_multiplier"),
+        "final_logit_softcapping": inner.get("final_logit_softcapping"),
+        "embedding_scale": inner.get("input_embedding_scale"),
+        "attention.causal": inner.get("is_causal"),
+    }
+    if own.get("use_sliding_window"):
+        found["attention.sliding_window"] = own["sliding_window"]
+        found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in own["layer_types"]]
+    if any(name.startswith("markov_head.") for name in tensors):
+        found["sample_from_anchor"] = inner.get("sample_from_anchor", "transformer_layer_config" not in stated)
+        found["has_confidence_head"] = "confidence_head.proj.weight" in tensors
+    return found
+
+
+def _name(name: str) -> str:
+    """Name of a tensor in the file."""
+    module, _, kind = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "")
+    if module.startswith("layers."):
+        _, layer, part = module.split(".", 2)
+        module = f"blk.{layer}.{_LAYER[part]}"
+    else:
+        module = _OTHERS[module]
+    return f"{module}.{kind}" if kind else module

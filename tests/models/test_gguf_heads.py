@@ -1,0 +1,168 @@
+"""Heads in GGUF files draft what llama.cpp drafts with the same files, and what the same heads draft from folders."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import outrider
+from gguf_heads import HEADS, IDS, NUM_STEPS, PREFIX, write_gguf_head, write_pair
+from outrider.api import load_drafter
+from outrider.decoder import Decoder
+from outrider.drafters import heads as head_module
+from outrider.drafters.heads import BlockSession, feed_blocks, head_drafter
+from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel
+from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.models import cpu_weights
+from outrider.models.heads.loading import load_head
+from outrider.models.registry import resolve
+from outrider.runtime.lm import LM
+
+_GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_heads.json").read_text())
+_SHARE = 1e-4  # of the spread of logits
+
+
+def _features(decoder: Decoder, layers: tuple[int, ...]) -> Tensor:
+    """Inputs of layers for all tokens before the drafts but the last. [1, T, F]"""
+    model: Any = decoder.target.model
+    states = model(torch.tensor([IDS[: PREFIX - 1]]), output_hidden_states=True).hidden_states
+    return torch.cat([states[i] for i in layers], dim=-1)
+
+
+@torch.inference_mode()
+def _drafts(decoder: Decoder, head: LM) -> list[Tensor]:
+    """What ``make_gguf_heads`` tells of a head."""
+    module: Any = head.model
+    features, last = _features(decoder, module.features), torch.tensor([IDS[PREFIX - 2 : PREFIX]])
+    if module.block_size:
+        session = head_drafter(head).open(1, 64, torch.device("cpu"), 4)
+        assert isinstance(session, BlockSession)
+        session._keep(session._cache, features, torch.arange(PREFIX - 1)[None])
+        return _of_block(
+            head, *feed_blocks(head, 64, module.most_drafted, session._cache, last, *torch.tensor([[PREFIX], [1]]))
+        )
+    cache, positions = head.new_cache(1, 64), torch.arange(PREFIX - 1)[None]
+    head_module.keep_states(head, cache, features, positions)
+    tokens, states, found = torch.tensor([IDS[1:PREFIX]]), head_module.stored_states(cache, positions), []
+    for step in range(NUM_STEPS):
+        logits, states = head_module.feed_entries(head, 64, 1, cache, tokens, states, positions)
+        found.append(logits[0, -1])
+        tokens, states, positions = torch.tensor([[IDS[PREFIX + step]]]), states[:, -1:], positions[:, -1:] + 1
+    return found
+
+
+def _of_block(head: LM, logits: Tensor, outputs: Tensor, state: Tensor) -> list[Tensor]:
+    """Logits of the drafts; along the most probable tokens if the token before corrects them."""
+    module: Any = head.model
+    found, before = [], torch.tensor([IDS[PREFIX - 1]])
+    for i in range(module.most_drafted):
+        here = logits[:, i]
+        if module.correction is not None:
+            here, state = module.correction(here, outputs[:, i], before, state)
+        found.append(head_module.spread(here, module.token_ids, head.vocab_size)[0])
+        before = found[-1].argmax(keepdim=True)
+    return found
+
+
+def _golden(name: str, head: LM) -> list[Tensor]:
+    rows, module = torch.tensor(_GOLDEN[name]), head.model
+    if (selector := getattr(module, "candidate_selector", None)) is None:
+        return [*rows[getattr(module, "num_before", 0) :]]
+    found, before, num = [], 0, selector.num_candidates
+    for row in rows[1:]:  # candidates, and their scores after each of the candidates of the slot before
+        scores = row[num:].view(num, num)[before]
+        found.append(torch.full((head.vocab_size,), -1e9).scatter(0, row[:num].long(), scores))
+        before = int(scores.argmax())
+    return found
+
+
+def _assert_close(found: list[Tensor], expected: list[Tensor], share: float = _SHARE) -> None:
+    assert len(found) == len(expected) > 2
+    for mine, its in zip(found, expected, strict=True):
+        is_drafted = its > -1000
+        assert torch.equal(mine > -1000, is_drafted)
+        spread = float(its[is_drafted].std())
+        assert spread > 0.1
+        torch.testing.assert_close(mine[is_drafted], its[is_drafted], rtol=0.0, atol=share * spread)
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_it_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
+    """And what the head of the folder, from which the file was made, drafts; natively and in PyTorch."""
+    target, file, _ = write_pair(name, tmp_path)
+    decoder = outrider.load(target)
+    drafter = load_drafter(decoder, file)
+    (head,) = drafter.models
+    assert drafter.name == str(file) and (head.native is None) == (name == "DFlash 2")
+    plain, folder = (load_head(resolve(str(one)), decoder.target) for one in (file, tmp_path / "head"))
+    for one in (head, plain):
+        _assert_close(_drafts(decoder, one), _golden(name, one))
+    _assert_close(_drafts(decoder, plain), _drafts(decoder, folder), 1e-5)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", HEADS)
+def test_llama_drafts_what_is_golden(name: str, tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
+    from golden.make_gguf_heads import drafts_of
+
+    found, golden = torch.tensor(drafts_of(name, tmp_path)), torch.tensor(_GOLDEN[name])
+    torch.testing.assert_close(found, golden, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3, few tokens", "DFlash 2", "DSpark"])
+def test_texts_are_those_of_plain_decoding(name: str, tmp_path: Path) -> None:
+    target, file, _ = write_pair(name, tmp_path)
+    plain, drafting = (outrider.load(target, draft, num_draft_tokens=3, acceptance="gumbel") for draft in (None, file))
+    for temperature in (0.0, 1.0):
+        options: dict[str, Any] = {"temperature": temperature, "max_new_tokens": 12, "ignore_eos": True, "seed": 1}
+        (found,), (expected,) = (one.generate([IDS[:9]], **options) for one in (drafting, plain))
+        assert found.token_ids == expected.token_ids
+        assert found.stats.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "DFlash 2", "DSpark"])
+def test_matrices_stay_in_blocks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a target whose weights are as they are stored; else they are widened: to the same numbers."""
+    target, _, _ = write_pair(name, tmp_path)
+    file, _ = write_gguf_head(tmp_path / "q8.gguf", tmp_path / "head", form_of=lambda _: "Q8_0")
+    wide = load_drafter(outrider.load(target, store="plain"), file).models[0].model.state_dict()
+    monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
+    monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
+    decoder = outrider.load(target)
+    (head,) = load_drafter(decoder, file).models
+    own = {key: value for key, value in head.model.state_dict().items() if isinstance(value, NarrowWeight)}
+    in_blocks = {key for key, value in own.items() if value.blocks is not None}
+    assert {"fc.weight", "layers.0.self_attn.q_proj.weight", "layers.0.mlp.up_proj.weight"} <= in_blocks
+    assert head.native is not None or name == "DFlash 2"
+    for key in wide:
+        assert torch.equal(own[key].wide() if key in own else head.model.state_dict()[key], wide[key]), key
+    plain = load_head(resolve(str(tmp_path / "head")), decoder.target)
+    found, expected = (torch.stack(_drafts(decoder, one)) for one in (head, plain))
+    is_drafted = (found > -1000) & (expected > -1000)  # some candidates differ
+    assert (found - expected)[is_drafted].abs().mean() < 0.1 * expected[is_drafted].std()
+
+
+def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
+    target, _, _ = write_pair("DFlash 2", tmp_path)
+    decoder = outrider.load(target)
+
+    def refusal(kind: type[ModelError], **changes: Any) -> str:
+        file, _ = write_gguf_head(tmp_path / "changed.gguf", tmp_path / "head", **changes)
+        with pytest.raises(kind) as caught:
+            load_drafter(decoder, file)
+        return str(caught.value)
+
+    ones = torch.ones(1).numpy()
+    assert "a tensor blk.0.attn_sinks.weight, for" in refusal(UnsupportedModel, added={"blk.0.attn_sinks.weight": ones})
+    assert "states dflash.attention.value_scale" in refusal(UnsupportedModel, keys={"attention.value_scale": 2.0})
+    assert "selector_hidden.weight has the shape" in refusal(ModelCorrupt, keys={"selector_rank": 7})
+    assert "blk.0.attn_conv_proj.weight has the shape" in refusal(ModelCorrupt, keys={"conv_group_size": 16})
+    assert "fc.weight has the shape" in refusal(ModelCorrupt, keys={"target_layers": [1, 2]})
+    assert "too few tensors" in refusal(ModelCorrupt, keys={"block_count": 2**31})
+    assert "states no dflash.target_layers" in refusal(ModelCorrupt, keys={"target_layers": None})
+    with pytest.raises(UnsupportedModel, match="is a DFlash draft, which works only together with its base model"):
+        outrider.load(tmp_path / "head.gguf")
