@@ -141,7 +141,7 @@ def test_matrices_stay_in_blocks(name: str, tmp_path: Path, monkeypatch: pytest.
     for key in wide:
         assert torch.equal(own[key].wide() if key in own else head.model.state_dict()[key], wide[key]), key
     plain = load_head(resolve(str(tmp_path / "head")), decoder.target)
-    found, expected = (torch.stack(_drafts(decoder, one)) for one in (head, plain))
+    found, expected = (_drafts(decoder, one)[0] for one in (head, plain))  # the next ones depend on its token
     is_drafted = (found > -1000) & (expected > -1000)  # some candidates differ
     assert (found - expected)[is_drafted].abs().mean() < 0.1 * expected[is_drafted].std()
 
