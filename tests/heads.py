@@ -32,6 +32,7 @@ def write_eagle3(
     scale: float = 0.3,
     num_layers: int = 1,
     has_embedding: bool = True,
+    mask_id: int | None = None,
     **flags: bool,
 ) -> None:
     """Write an EAGLE-3 head.
@@ -39,6 +40,7 @@ def write_eagle3(
     Args:
         layout: "speculators", "safeailab" or "specforge".
         token_ids: the target's ids of its tokens; None for all of them.
+        mask_id: of a P-EAGLE head.
         flags: norm_before_residual, norm_output, norm_before_fc, fc_norm.
     """
     config = target.config
@@ -68,6 +70,8 @@ def write_eagle3(
         }
     shapes["layers.0.hidden_norm.weight"] = (size,)
     shapes["lm_head.weight"] = (len(ids), size)
+    if mask_id is not None:
+        shapes["mask_hidden"] = (1, 1, len(LAYERS) * size)
     tensors = random_tensors(shapes, seed, scale)
     if token_ids is not None:
         tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
@@ -91,7 +95,7 @@ def write_eagle3(
     if layout == "speculators":
         stated = {
             "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3",
+            "speculators_model_type": "eagle3" if mask_id is None else "peagle",
             "transformer_layer_config": own,
             "draft_vocab_size": len(ids),
             "eagle_aux_hidden_state_layer_ids": list(LAYERS),
@@ -107,6 +111,8 @@ def write_eagle3(
         }
     else:  # which states no layers: those of its inventors
         stated = {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": len(ids), **own}
+    if mask_id is not None:
+        stated["mask_token_id" if layout == "speculators" else "ptd_token_id"] = mask_id
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated))
     if layout == "safeailab":

@@ -73,6 +73,11 @@ def _eagle3(**options: Any) -> Pair:
     return target, head_drafter(drafter.models[0], DraftOptions(**options))
 
 
+def _peagle() -> Pair:
+    target = _target(4)
+    return target, eagle3_drafter(target, token_ids=[0, 1, 3], num_layers=2, mask_id=2)
+
+
 def _head() -> Pair:
     target = _target()
     return target, head(target)
@@ -111,6 +116,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "parallel, sure": lambda: _parallel(min_prob=0.5),
     "eagle3": _eagle3,
     "eagle3, sure": lambda: _eagle3(min_prob=0.6),
+    "peagle": _peagle,
     "assistant": lambda: assistant_pair(FEW),
     "assistant, centroids": lambda: assistant_pair(FEW, num_groups=2, min_prob=0.6),
     "ngram": lambda: (_target(), ngram_drafter()),

@@ -85,6 +85,25 @@ def test_eagle3(case: str, tmp_path: Path) -> None:
     _check(load_head(spec, target, allow_pickle=True), target)
 
 
+@torch.inference_mode()
+def test_peagle(tmp_path: Path) -> None:
+    """Rows of different lengths, one of which drafts fewer tokens."""
+    target = _target("llama")
+    write_eagle3(tmp_path, target.model, num_layers=2, mask_id=3)
+    head = load_head(ModelSpec(name="head", path=tmp_path), target)
+    random = torch.Generator().manual_seed(0)
+    ids, features = torch.randint(VOCAB, (2, _NUM), generator=random), torch.randn(2, _NUM, 3 * 48, generator=random)
+    found = []
+    for one in (beside(head, target), head):
+        cache = one.new_cache(2, 64)
+        head_module.keep_states(one, cache, features, torch.arange(_NUM).repeat(2, 1))
+        given = one, 4, 64, torch.tensor([4, 2]), cache, ids, torch.tensor([0, 0]), torch.tensor([_NUM + 1, _NUM - 3])
+        logits_at = head_module._in_parallel(lambda step, static, *rest, lm=one: step(lm, *static, *rest), *given)
+        logits = torch.stack([logits_at(i, ids[:, -1], ids[:, -1])[0] for i in range(4)], dim=1)
+        found.append(torch.cat((logits[0], logits[1, :2])))
+    assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].std() and found[1].std() > 0.05
+
+
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "granite"])
 def test_eagle3_for_targets_of_other_families(family: str, tmp_path: Path) -> None:
     """The head is a Llama's; the embedding is the target's, with what it multiplies."""

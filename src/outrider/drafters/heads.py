@@ -1,6 +1,6 @@
 """The drafters of heads, which draft from the target's hidden states (see ``models/heads/base.py``).
 
-*Token by token*: EAGLE-3 heads and MTP layers. Entry i of a sequence is its token i + 1 with the target's state of
+*Entry by entry*: EAGLE-3 heads and MTP layers. Entry i of a sequence is its token i + 1 with the target's state of
 token i, and predicts token i + 2. So a sequence of L tokens has L - 1 entries, and the output of the last one gives the
 first draft. Drafted tokens are fed with the head's own output in place of the state; their entries are replaced once
 the target's states are there. The states have places in a cache of their own, beside the head's keys and values.
@@ -85,7 +85,7 @@ def head_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
     )
 
 
-# Token by token
+# Entry by entry
 
 
 def keep_states(head: LM, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
@@ -163,10 +163,7 @@ def _one_by_one(
     def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, None]:
         nonlocal states
         if i == 0:
-            width = fed.shape[1]
-            places = lengths[:, None] - 1 - width + torch.arange(width, device=lengths.device)
-            is_owed = (places >= cached[:, None]) & (num_wanted > 0)[:, None]
-            tokens, positions = fed, torch.where(is_owed, places, -1)
+            tokens, positions = fed, _owed(num_wanted, fed, cached, lengths)
             states = stored_states(cache, positions)
         else:
             tokens, positions = ids[:, None], torch.where(i < num_drafted, lengths - 2 + i, -1)[:, None]
@@ -175,6 +172,37 @@ def _one_by_one(
         return logits[:, -1], None
 
     return logits_at
+
+
+def _owed(num_wanted: Tensor, fed: Tensor, cached: Tensor, lengths: Tensor) -> Tensor:
+    """Places of the entries to feed, -1 for others. [B, T]"""
+    width = fed.shape[1]
+    places = lengths[:, None] - 1 - width + torch.arange(width, device=lengths.device)
+    return torch.where((places >= cached[:, None]) & (num_wanted > 0)[:, None], places, -1)
+
+
+def _in_parallel(
+    run: Any,
+    head: LM,
+    k: int,
+    view_len: int,
+    num_wanted: Tensor,
+    cache: SlotCache,
+    fed: Tensor,
+    cached: Tensor,
+    lengths: Tensor,
+) -> LogitsAt:
+    """P-EAGLE: one forward. Entries of mask tokens follow those of the sequence, and are replaced later. So
+    the logits at an offset depend neither on the tokens drafted before it nor on K. Arguments: see ``_one_by_one``."""
+    module: Any = head.model
+    owed = _owed(num_wanted, fed, cached, lengths)
+    offsets = torch.arange(1, k, device=lengths.device)
+    beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 2 + offsets, -1)
+    ids = torch.cat((fed, fed.new_full(beyond.shape, module.mask_id)), dim=1)
+    masked = module.mask_state.expand(*beyond.shape, -1)
+    states = torch.cat((stored_states(cache, owed), masked), dim=1)
+    logits, _ = run(feed_entries, (view_len, k), cache, ids, states, torch.cat((owed, beyond), dim=1))
+    return lambda i, ids, num_drafted: (logits[:, i], None)
 
 
 class ChainSession(Session):
@@ -273,7 +301,9 @@ class ChainSession(Session):
         width = self._width if head.execution.is_prepared else max(1, *late)
         columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
         fed = rows.ids.gather(1, columns.clamp_min(0))
-        static = _one_by_one, (head.view_len(rows.longest + k, cache),), rule, self._options, k, False
+        module: Any = head.model
+        source = _one_by_one if module.mask_id is None else _in_parallel
+        static = source, (head.view_len(rows.longest + k, cache),), rule, self._options, k, False
         own = cache, fed, cached, rows.lengths
         call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
         draft = draw_draft(self._draft, head, rows.masks, call, noise)

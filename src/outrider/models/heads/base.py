@@ -39,7 +39,8 @@ class Head(nn.Module, ABC):
         features: the hidden states of the target that it reads: index i is the input of decoder layer i.
         shared_layers: layers of the target whose keys and values it reads, in place of its own.
         state_size: H, numbers that it keeps of each token of the target, besides keys and values; may be 0.
-        block_size: slots that it fills in one forward; 0 for a head that drafts token by token.
+        block_size: slots that it fills in one forward; 0 for a head that continues a sequence of entries.
+        mask_id: the token in place of those that are not drafted yet, if it drafts several in one forward; else None.
         norm_output: while drafting token by token, the normed output takes the place of the state.
         layers: its decoder layers.
         cache_name: the argument of these that takes the cache.
@@ -53,6 +54,7 @@ class Head(nn.Module, ABC):
     shared_layers: tuple[int, ...] = ()
     state_size: int
     block_size: int = 0
+    mask_id: int | None = None
     norm_output: bool = False
     layers: nn.ModuleList
     cache_name: str

@@ -103,6 +103,8 @@ class BlockHead(Head):
         confidence_head: None if there is none.
     """
 
+    mask_id: int
+
     def __init__(self, config: Any, stated: Mapping[str, Any], tensors: Mapping[str, Tensor], target: LM) -> None:
         """
         Args:

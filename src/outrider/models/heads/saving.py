@@ -78,7 +78,8 @@ def convert_to_specforge(location: str, num_layers: int, folder: Path, name: str
     stated, tensors = read_config(location), read_tensors(location, find_tensors(location))
     inner = dict(stated.get("transformer_layer_config") or stated)
     strange = [key for key in ("norm_before_residual", "norm_output", "norm_before_fc", "fc_norm") if stated.get(key)]
-    if "speculators_model_type" in stated and "norm_before_residual" not in stated:
+    strange += [key for key in tensors if key == "mask_hidden"]
+    if stated.get("speculators_model_type") == "eagle3" and "norm_before_residual" not in stated:
         strange.append("norm_before_residual")  # see ``Eagle3Head``
     if strange:
         raise UnsupportedModel(f"{name} has {', '.join(strange)}, which SGLang's EAGLE-3 heads have not")
