@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from block_heads import write_block
-from gguf_models import CASES, add_value, random_case, write_case
+from block_heads import frozen_tensors, write_block
+from gguf_models import CASES, add_value, model_tensors, random_case, write_case
 from heads import write_eagle3
 
 IDS = [int(i) for i in np.random.RandomState(5).randint(0, 48, 40)]
@@ -36,6 +36,7 @@ HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "DSpark": (write_block, {"layout": "deepspec", "markov": "vanilla", "has_confidence": True}),
     "DSpark, a slot before": (write_block, {"layout": "deepspec", "markov": "vanilla", "sample_from_anchor": False}),
 }
+MTP = {"MTP": "qwen35, with a head", "MTP, experts": "qwen35moe"}  # in the files of these cases
 _LAYER = {
     "input_layernorm": "attn_norm",
     "hidden_norm": "attn_norm_2",
@@ -76,6 +77,43 @@ def write_pair(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
     target = write_case(folder / "target.gguf", _TARGET, model)
     write(folder / "head", model, **options)
     return target, *write_gguf_head(folder / "head.gguf", folder / "head")
+
+
+def write_mtp_case(name: str, folder: Path) -> Path:
+    """Write a target with an MTP layer of random numbers, as large as its last layer."""
+    case = CASES[MTP[name]]
+    model = random_case(case)
+    num = model.config.num_hidden_layers
+    like = {key: value for key, value in model_tensors(model, case.architecture).items() if f"blk.{num - 1}." in key}
+    shapes = {key.replace(f"blk.{num - 1}.", f"blk.{num}."): tuple(value.shape) for key, value in like.items()}
+    size = model.config.hidden_size
+    shapes |= {f"blk.{num}.nextn.{part}.weight": (size,) for part in ("enorm", "hnorm", "shared_head_norm")}
+    shapes[f"blk.{num}.nextn.eh_proj.weight"] = (size, 2 * size)
+    numbers = {key: value.float().numpy() for key, value in frozen_tensors(shapes, 3, 0.3).items()}
+    keys = case.keys | {"block_count": num + 1, "nextn_predict_layers": 1}
+    keys = {key: [*value, False] if key == "attention.recurrent_layers" else value for key, value in keys.items()}
+    return write_case(folder / "target.gguf", replace(case, keys=keys, tensors=numbers), model)
+
+
+def only_mtp(file: Path, to: Path) -> Path:
+    """Write a file with the MTP layer of another one, and what is outside of layers, alone."""
+    reader = gguf.GGUFReader(file)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(to, architecture)
+    num = reader.fields[f"{architecture}.block_count"].contents() - 1
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.")):
+            writer.add_key_value(
+                key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
+            )
+    for tensor in reader.tensors:
+        if not tensor.name.startswith("blk.") or tensor.name.startswith(f"blk.{num}."):
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return to
 
 
 def write_gguf_head(

@@ -391,7 +391,7 @@ def write_case(
     writer.add_token_merges(["A B"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    for name, tensor in _tensors(model, architecture).items():
+    for name, tensor in model_tensors(model, architecture).items():
         writer.add_tensor(name, np.ascontiguousarray(tensor.float().numpy()))
     factors = _factors(config)
     for name, numbers in (case.tensors | ({} if factors is None else {"rope_freqs.weight": factors})).items():
@@ -469,7 +469,7 @@ def _factors(config: Any) -> Any | None:
     return np.array(factors, np.float32)
 
 
-def _tensors(model: PreTrainedModel, architecture: str) -> dict[str, Tensor]:
+def model_tensors(model: PreTrainedModel, architecture: str) -> dict[str, Tensor]:
     """All weights under their names in the file, in the file's form."""
     config = model.config
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)

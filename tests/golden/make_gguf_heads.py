@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as lib
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gguf_heads import HEADS, IDS, NUM_STEPS, PREFIX, write_pair
+from gguf_heads import HEADS, IDS, MTP, NUM_STEPS, PREFIX, write_mtp_case, write_pair
 
 _FILE = Path(__file__).with_name("gguf_heads.json")
 _SILENT = llama_cpp.llama_log_callback(lambda *_: None)
@@ -58,18 +58,25 @@ def _numbers(pointer: Any, *shape: int) -> Any:
     return np.ctypeslib.as_array(pointer, shape).copy()
 
 
+def _load_options() -> Any:
+    options = lib.llama_model_default_params()
+    options.load_mtp = True
+    return options
+
+
 class _Context:
     """A model and its context."""
 
-    def __init__(self, file: Path, other: Any = None) -> None:
+    def __init__(self, file: Path, other: Any = None, *, is_mtp: bool = False) -> None:
         options = lib.llama_context_default_params()
         options.n_ctx, options.n_batch, options.n_ubatch, options.flash_attn_type = 128, 128, 128, 0
         options.type_k = options.type_v = llama_cpp.GGML_TYPE_F32
         options.swa_full = True
         options.n_threads = options.n_threads_batch = 1
-        if other is not None:
+        options.ctx_type = int(is_mtp)
+        if other is not None and not is_mtp:
             options.ctx_other = other.context
-        self.model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
+        self.model = other.model if is_mtp else lib.llama_model_load_from_file(str(file).encode(), _load_options())
         self.context = lib.llama_init_from_model(self.model, options)
         assert self.context
         self.size = lib.llama_model_n_embd(self.model)
@@ -121,6 +128,24 @@ def eagle3_logits(target: _Context, head: _Context, layers: list[int]) -> list[l
     return found
 
 
+def mtp_logits(file: Path) -> list[list[float]]:
+    """Logits of drafts along ``IDS``. Entries begin with the second token; llama.cpp's own driver puts another before,
+    of the first token and no state."""
+    target = _Context(file)
+    head = _Context(file, target, is_mtp=True)
+    for one in (target, head):
+        _keep_states(one.context, True, False)
+    target.run([(token, None, place) for place, token in enumerate(IDS[: PREFIX - 1])])
+    states = _numbers(_states(target.context), PREFIX - 1, target.size)  # after the last norm
+    head.run([(IDS[place + 1], state, place + 1) for place, state in enumerate(states)])
+    found, last = [head.logits(PREFIX - 2)], _numbers(_state_at(head.context, PREFIX - 2), head.size)
+    for step in range(1, NUM_STEPS):
+        head.run([(IDS[PREFIX - 1 + step], last, PREFIX - 1 + step)])
+        found.append(head.logits(0))
+        last = _numbers(_state_at(head.context, 0), head.size)
+    return found
+
+
 def block_logits(target: _Context, head: _Context, layers: list[int], top_k: int, *, is_causal: bool) -> list[Any]:
     """Logits of all slots, of DSpark after the Markov head along its own most probable tokens; of DFlash 2 the
     candidates of each slot and their scores, by the candidate before."""
@@ -139,6 +164,8 @@ def block_logits(target: _Context, head: _Context, layers: list[int], top_k: int
 
 
 def drafts_of(name: str, folder: Path) -> list[Any]:
+    if name in MTP:
+        return _rounded(mtp_logits(write_mtp_case(name, folder)))
     target_file, head_file, stated = write_pair(name, folder)
     target = _Context(target_file)
     head = _Context(head_file, target)
@@ -148,13 +175,17 @@ def drafts_of(name: str, folder: Path) -> list[Any]:
         found = block_logits(target, head, layers, top_k, is_causal=is_causal)
     else:
         found = eagle3_logits(target, head, layers)
+    return _rounded(found)
+
+
+def _rounded(found: list[Any]) -> list[Any]:
     return [[float(f"{max(number, -1e9):.5g}") for number in row] for row in found]
 
 
 def main() -> None:
     llama_cpp.llama_log_set(_SILENT, c_void_p(0))
     found = {}
-    for name in HEADS:
+    for name in (*HEADS, *MTP):
         with tempfile.TemporaryDirectory() as folder:
             found[name] = drafts_of(name, Path(folder))
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(rows)}" for name, rows in found.items())

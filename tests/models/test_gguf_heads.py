@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import outrider
-from gguf_heads import HEADS, IDS, NUM_STEPS, PREFIX, write_gguf_head, write_pair
+from gguf_heads import HEADS, IDS, MTP, NUM_STEPS, PREFIX, only_mtp, write_gguf_head, write_mtp_case, write_pair
 from outrider.api import load_drafter
 from outrider.decoder import Decoder
 from outrider.drafters import heads as head_module
@@ -28,8 +28,12 @@ _SHARE = 1e-4  # of the spread of logits
 def _features(decoder: Decoder, layers: tuple[int, ...]) -> Tensor:
     """Inputs of layers for all tokens before the drafts but the last. [1, T, F]"""
     model: Any = decoder.target.model
-    states = model(torch.tensor([IDS[: PREFIX - 1]]), output_hidden_states=True).hidden_states
-    return torch.cat([states[i] for i in layers], dim=-1)
+    found: dict[int, Tensor] = {}
+    for i in layers:  # as outputs of the layers before: after the last one, Transformers tells normed states
+        layer = model.get_decoder().layers[i - 1]
+        layer.register_forward_hook(lambda _, given, output, i=i: found.update({i: output}))
+    model(torch.tensor([IDS[: PREFIX - 1]]))
+    return torch.cat([found[i] for i in layers], dim=-1)
 
 
 @torch.inference_mode()
@@ -103,8 +107,20 @@ def test_it_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
     _assert_close(_drafts(decoder, plain), _drafts(decoder, folder), 1e-5)
 
 
+@pytest.mark.parametrize("name", MTP)
+def test_an_mtp_layer_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
+    """From the target's own file; and from one with that layer alone, which llama.cpp's converters write, too."""
+    file = write_mtp_case(name, tmp_path)
+    decoder = outrider.load(file)
+    (head,) = load_drafter(decoder, "mtp").models
+    _assert_close(_drafts(decoder, head), _golden(name, head))
+    alone = load_drafter(decoder, only_mtp(file, tmp_path / "mtp.gguf"))
+    for key, value in head.model.state_dict().items():
+        assert torch.equal(alone.models[0].model.state_dict()[key], value), key
+
+
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [*HEADS, *MTP])
 def test_llama_drafts_what_is_golden(name: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
     from golden.make_gguf_heads import drafts_of
@@ -144,6 +160,12 @@ def test_matrices_stay_in_blocks(name: str, tmp_path: Path, monkeypatch: pytest.
     found, expected = (_drafts(decoder, one)[0] for one in (head, plain))  # the next ones depend on its token
     if name != "DFlash 2":  # of which rounding changes the candidates
         assert (found - expected).abs().mean() < 0.1 * expected.std()
+
+
+def test_a_file_without_mtp_layers_is_refused(tmp_path: Path) -> None:
+    target, _, _ = write_pair("DFlash", tmp_path)
+    with pytest.raises(UnsupportedModel, match="has no MTP layers: choose another draft"):
+        outrider.load(target, "mtp")
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:

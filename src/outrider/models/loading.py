@@ -132,6 +132,7 @@ def load_checkpoint(
         from outrider.models.gguf.vocabulary import end_ids
 
         model.generation_config.eos_token_id = end_ids(file.metadata, tokenizer.eos_token_id)
+        model.config.name_or_path = str(file.path)  # where its MTP layers are
     reads_images = is_target and spec.gguf is None and takes_images(model)
     processor = load_processor(spec) if reads_images else None
     return Checkpoint(name, model, tokenizer, processor, placed.execution, noted_in)

@@ -17,6 +17,7 @@ from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.cpu_weights import StoredWeights, is_large
 from outrider.models.gguf.checkpoint import Source, gguf_file, place_of
 from outrider.models.gguf.families import FAMILIES
+from outrider.models.gguf.file import GgufFile
 from outrider.models.gguf.keys import Stated, decoder_fields
 from outrider.models.heads.chains import LAYER_IDS
 from outrider.models.registry import ModelSpec
@@ -39,6 +40,16 @@ _BLOCK = {
     "markov_w2": "markov_head.markov_w2",
     "conf_proj": "confidence_head.proj",
 }
+# Tensors of an MTP layer that are no part of a usual layer.
+_NEXTN = {
+    "nextn.eh_proj": "fc",
+    "nextn.enorm": "pre_fc_norm_embedding",
+    "nextn.hnorm": "pre_fc_norm_hidden",
+    "nextn.shared_head_norm": "norm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+}
+_NORMS_OF_MTP = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "norm.weight")
 _OF_SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # settings of DFlash 2
 
 
@@ -66,6 +77,56 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
         for tensor, stored in file.tensors.items()
         if tensor not in stated.read_tensors and tensor != "d2t"
     }
+    tensors = _read(sources, num_digits)
+    if stated.has("d2t"):  # ids of the target's tokens; other layouts store them less those of the head
+        ids = torch.from_numpy(file.tensors["d2t"].raw().view("<i8").copy())
+        tensors["d2t"] = ids - torch.arange(len(ids))
+    return config, tensors
+
+
+def gguf_mtp(file: GgufFile, name: str, config: Any, num_digits: int | None) -> dict[str, Tensor]:
+    """The first MTP layer in the file of a model, or in a file of its own, under Qwen's names; nothing without one.
+
+    Args:
+        name: for errors.
+        config: of the target.
+        num_digits: see ``gguf_head``.
+
+    Raises:
+        UnsupportedModel, ModelCorrupt
+    """
+    stated = Stated(file, name)
+    first, family = stated.num_layers, FAMILIES.get(stated.architecture)
+    if family is None:
+        raise UnsupportedModel(f"{name}: MTP layers of the architecture {stated.architecture!r:.40} are not read")
+    parts: dict[str, list[str]] = {}
+    for tensor in file.tensors:
+        if place_of(tensor)[0] == str(first):
+            parts.setdefault(_name_of_mtp(tensor, family.tensors, name), []).append(tensor)
+    if parts and "norm.weight" not in parts:
+        parts["norm.weight"] = ["output_norm.weight"]
+    sources = {}
+    for parameter, tensors in parts.items():
+        leaf = place_of(tensors[0])[1]
+        module = leaf.rpartition(".")[0]
+        change = family.changes.get("attn_norm.weight" if parameter.endswith(_NORMS_OF_MTP) else leaf)
+        stored = tuple(file.tensors[tensor] for tensor in sorted(tensors))  # a gate before "up"
+        sources[parameter] = Source(stored, family.order(module, config), family.columns(module, config), change)
+    return _read(sources, num_digits)
+
+
+def _name_of_mtp(tensor: str, names: Mapping[str, str], head: str) -> str:
+    leaf = place_of(tensor)[1]
+    module, _, kind = leaf.rpartition(".")
+    if module in _NEXTN:
+        return f"{_NEXTN[module]}.{kind}"
+    if module.endswith("_exps"):  # of all experts together
+        return f"layers.0.{names[module]}"
+    return _name(f"blk.0.{leaf}", names, head)
+
+
+def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Tensor]:
+    """Tensors, large matrices in their blocks unless ``num_digits`` is None."""
     kept = {
         name: source.num_bytes
         for name, source in sources.items()
@@ -75,19 +136,17 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
     def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
         return sources[name].blocks(num_digits or 0, empty_like) if name in kept else sources[name].numbers()
 
-    tensors = StoredWeights(kept, frozenset(sources.keys() - kept.keys()), read).read_all()
-    if stated.has("d2t"):  # ids of the target's tokens; other layouts store them less those of the head
-        ids = torch.from_numpy(file.tensors["d2t"].raw().view("<i8").copy())
-        tensors["d2t"] = ids - torch.arange(len(ids))
-    return config, tensors
+    return StoredWeights(kept, frozenset(sources.keys() - kept.keys()), read).read_all()
 
 
 def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
     """The config.json that says what the keys say."""
+    if stated.num_layers > len(stated.file.tensors):  # each layer has some
+        raise ModelCorrupt(f"{stated.name}: the file states {stated.num_layers} layers, and has too few tensors")
     fields: dict[str, Any] = {
         "vocab_size": stated.take("vocab_size", len(stated.file.metadata.get("tokenizer.ggml.tokens", ()))),
         "hidden_size": stated.take("embedding_length"),
-        "num_hidden_layers": stated.take("block_count"),
+        "num_hidden_layers": stated.num_layers,
         "max_position_embeddings": stated.take("context_length"),
         "rms_norm_eps": stated.take("attention.layer_norm_rms_epsilon"),
         "attention_bias": stated.has("blk.0.attn_q.bias"),
@@ -96,8 +155,6 @@ def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
     features = list(stated.take("target_layers"))  # counted by the inputs of layers
     width = len(features) * stated.take("target_hidden_size", fields["hidden_size"])
     _check(stated, "fc.weight", fields["hidden_size"], width)
-    if fields["num_hidden_layers"] > len(stated.file.tensors):  # each layer has some
-        raise ModelCorrupt(f"{stated.name}: the file states {fields['num_hidden_layers']} layers, and too few tensors")
     return fields | (_eagle3_fields if is_eagle3 else _block_fields)(stated, fields, features)
 
 

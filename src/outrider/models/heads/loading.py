@@ -22,10 +22,16 @@ from outrider.models.reading import held_file, reading
 from outrider.models.registry import ARITHMETICS, ModelSpec
 from outrider.runtime.lm import LM
 
+_MTP_PREFIX = "mtp."
 MTP = "mtp"
 """Draft with the MTP layers of the target's own checkpoint."""
 
-_LOADERS: dict[str, Callable[..., Head]] = {"eagle3": load_eagle3, "block": load_block, "assistant": load_assistant}
+_LOADERS: dict[str, Callable[..., Head]] = {
+    "eagle3": load_eagle3,
+    "block": load_block,
+    "assistant": load_assistant,
+    "mtp": lambda tensors, stated, name, target: load_mtp(tensors, _MTP_PREFIX, name, target),
+}
 
 
 def is_head(spec: ModelSpec) -> bool:
@@ -35,7 +41,8 @@ def is_head(spec: ModelSpec) -> bool:
         ModelNotFound, ModelCorrupt
     """
     if (file := held_file(spec)) is not None:
-        return "fc.weight" in file.tensors
+        is_mtp = any(".nextn." in name for name in file.tensors) and "blk.0.attn_norm.weight" not in file.tensors
+        return is_mtp or "fc.weight" in file.tensors
     if spec.path is not None and not (spec.path / "config.json").is_file():
         return False
     return head_named(read_config(spec.location)) is not None
@@ -62,10 +69,15 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
 def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config.json and the tensors of a head."""
     if spec.gguf is not None:
-        from outrider.models.gguf.heads import gguf_head
+        from outrider.models.gguf.checkpoint import gguf_file
+        from outrider.models.gguf.heads import gguf_head, gguf_mtp
 
+        num_digits = digits_beside(target)
         with reading(spec, "head"):
-            return gguf_head(spec, digits_beside(target))
+            file = gguf_file(spec)
+            if "fc.weight" in file.tensors:
+                return gguf_head(spec, num_digits)
+            return {}, gguf_mtp(file, spec.name, target.model.config, num_digits)
     stated, files = read_config(spec.location), find_tensors(spec.location, allow_pickle=allow_pickle)
     return stated, read_tensors(spec.location, files)
 
@@ -87,16 +99,25 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
     """
     check_target(target)
     model: Any = target.model
-    location = str(getattr(model.config, "name_or_path", "") or "")
+    location = str(getattr(model.config, "_name_or_path", "") or "")
     if not location:
         raise UnsupportedModel(
             f"{target.name} is a model in memory that was not loaded from files: it has no MTP layers"
         )
-    name, files = f"the MTP layer of {target.name}", find_tensors(location, allow_pickle=allow_pickle)
-    prefix = mtp_prefix(files, target)
+    name, prefix = f"the MTP layer of {target.name}", _MTP_PREFIX
+    if location.endswith(".gguf"):
+        from outrider.models.gguf.file import GgufFile
+        from outrider.models.gguf.heads import gguf_mtp
+
+        tensors = gguf_mtp(GgufFile.open(Path(location)), name, model.config, digits_beside(target))
+        if not tensors:
+            raise UnsupportedModel(f"the file of {target.name} has no MTP layers: choose another draft")
+    else:
+        files = find_tensors(location, allow_pickle=allow_pickle)
+        prefix = mtp_prefix(files, target)
+        tensors = read_tensors(location, files, prefix)
     with _building(name):
-        head = load_mtp(read_tensors(location, files, prefix), prefix, name, target)
-        return head_lm(head, f"{target.name}:{MTP}", target)
+        return head_lm(load_mtp(tensors, prefix, name, target), f"{target.name}:{MTP}", target)
 
 
 @contextmanager
@@ -117,6 +138,8 @@ def kind_of_head(found: Set[str]) -> str | None:
         return "eagle3"
     if found >= {"fc.weight", "hidden_norm.weight"}:
         return "block"
+    if {name.removeprefix(_MTP_PREFIX) for name in found} >= {"fc.weight", "pre_fc_norm_hidden.weight"}:
+        return "mtp"
     if found >= {"pre_projection.weight", "post_projection.weight"}:
         return "assistant"
     return None
