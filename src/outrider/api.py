@@ -24,14 +24,16 @@ from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
 from outrider.drafters.model import mask_token_of, model_drafter
 from outrider.drafters.translated import translated_drafter
-from outrider.errors import OptionError, TokenizerMismatch
+from outrider.errors import ModelNotFound, OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.models.executions import beside
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
+from outrider.models.pairs import local_drafts_of
 from outrider.models.placement import DTYPES
 from outrider.models.reading import check_choice, defaults_text, sampling_defaults
-from outrider.models.registry import Placement, resolve
+from outrider.models.registry import Placement, known_models, resolve
 from outrider.options import (
+    AUTO,
     DEFAULT_ACCEPTANCE,
     DEFAULT_NUM_DRAFT_TOKENS,
     HYBRID,
@@ -50,6 +52,7 @@ from outrider.text.spelling import Spelling, spelling_of
 from outrider.text.tokenizer import differing_tokens, encode, examples_of, processor_of, tokenizer_of
 
 _LOG = logging.getLogger(__name__)
+_CHOICE = logging.getLogger("outrider.draft")  # shown by commands
 _ANYWHERE = Placement()
 _MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft of its family need not know
 _LEAST_SHARED = 0.5  # share of the tokens of a text that a draft of another family must have
@@ -80,8 +83,9 @@ def load(
             probable tokens, one with ":min-prob=P" ends drafts before tokens of which the model is unsure,
             ":min-confidence=P" before those that the head expects to be rejected; or "mtp", the layer for it in the
             target's own checkpoint; or "ngram" or "suffix", which look up the text so far; or
-            "suffix+" and one of these names, which drafts where "suffix" promises less; or "none" or None for plain
-            decoding.
+            "suffix+" and one of these names, which drafts where "suffix" promises less; or "auto": "mtp" if the
+            target's checkpoint has the layers, else a known head or smaller model of its family that is on this
+            machine, else "suffix"; or "none" or None for plain decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
@@ -166,19 +170,21 @@ def load_drafter(
         raise OptionError("draft tokenizer", type(tokenizer).__name__, f"the draft {str(draft)!r} has its own, or none")
     if draft is None or draft == "none":
         return NO_DRAFTER
+    if draft == AUTO:
+        return _load_auto(decoder, placement, models_file)
     if draft == "ngram":
         return ngram_drafter()
     if draft == "suffix":
         return load_suffix(decoder.tokenizer, decoder.target.vocab_size, corpus)
     if isinstance(draft, str) and draft.startswith(HYBRID):
         name = draft.removeprefix(HYBRID)
-        if looks_up(name) or name in ("", "none"):
+        if looks_up(name) or name in ("", "none", AUTO):
             raise OptionError("draft", draft, f"give the name of a model after {HYBRID!r}")
         other = load_drafter(decoder, name, placement=placement, models_file=models_file)
         vocab_size = decoder.target.vocab_size
         return hybrid_drafter(load_suffix(decoder.tokenizer, vocab_size, corpus), other, vocab_size)
     model, options = split_name(draft)
-    if looks_up(model) or model == "none":
+    if looks_up(model) or model in ("none", AUTO):
         raise OptionError("draft", draft, f"{model!r} takes no options: a model, a head and 'mtp' do")
     if model == MTP:
         _check_placement(placement, decoder.target)
@@ -201,6 +207,29 @@ def load_drafter(
         return translated_drafter(own, spelling, options)
     lm = build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing))
     return model_drafter(lm, options)
+
+
+def _load_auto(decoder: Decoder, placement: Placement, models_file: Path | None) -> Drafter:
+    """Load the MTP layers of the target's checkpoint; or else the first known draft of the target that is on this
+    machine; or else ``suffix``. Says which."""
+    target = decoder.target
+    try:
+        drafter = load_drafter(decoder, MTP, placement=placement)
+        _CHOICE.info("draft: mtp, the layers for it in the checkpoint of %s", target.name)
+        return drafter
+    except (UnsupportedModel, ModelNotFound) as error:
+        _LOG.info("%s", error)
+    known = known_models(models_file)
+    try:
+        found = local_drafts_of(resolve(target.name, models_file), known)
+    except ModelNotFound:  # a model in memory
+        found = []
+    if found:
+        kind = "a head for" if found[0].head_of is not None else "a smaller model of the family of"
+        _CHOICE.info("draft: %s, %s %s on this machine", found[0].name, kind, target.name)
+        return load_drafter(decoder, found[0].name, placement=placement, models_file=models_file)
+    _CHOICE.info("draft: suffix, since no draft of %s is known on this machine", target.name)
+    return load_suffix(decoder.tokenizer, target.vocab_size, ())
 
 
 def _check_placement(placement: Placement, target: LM) -> None:

@@ -21,6 +21,8 @@ DEFAULT_NUM_SLOTS = 8
 DEFAULT_NUM_SESSION_SLOTS = 4
 LOOKUPS = ("ngram", "suffix")
 """Drafts without a model."""
+AUTO = "auto"
+"""The draft that a target's checkpoint brings, or a known one on this machine, or ``suffix``."""
 HYBRID = "suffix+"
 """Before the name of a draft: ``suffix`` where its score is high, else that draft."""
 

@@ -6,6 +6,7 @@ import torch
 import transformers
 
 from commands import Outrider, only_document
+from gguf_models import CASES, random_case, write_case
 from outrider.models.memory import sizes_of
 from outrider.models.registry import known_models, resolve
 from outrider.models.weights import num_bytes
@@ -67,6 +68,25 @@ def test_a_pair_is_predicted_in_every_form(outrider: Outrider) -> None:
     whole, shared = rows["fable", "none", 1], rows["fable", "none", 2]
     assert 2 * shared["cache_bytes"] == whole["cache_bytes"] and isinstance(whole["fits_here"], bool)
     assert rows["fable", "int8", 1]["weights_bytes"] < whole["weights_bytes"]
+
+
+def test_the_drafts_of_a_model(outrider: Outrider) -> None:
+    """Even if the model is not here."""
+    ended = outrider("models", "--target", "llama-3.1-8b-instruct")
+    assert ended.code == 2 and [line.split()[:4] for line in ended.out.splitlines() if line.startswith(" llama")] == [
+        ["llama-3.1-8b-eagle3", "head", "safetensors", "no"],
+        ["llama-3.2-1b-instruct", "model", "safetensors", "no"],
+    ]
+    (draft,) = only_document(outrider("models", "--target", "fable", "--json", "-").out, "models")["drafts"]
+    assert (draft["name"], draft["is_here"], draft["kind"]) == ("fable-draft", True, "model")
+
+
+def test_a_gguf_file_is_predicted_as_it_is(outrider: Outrider, tmp_path: Path) -> None:
+    model = random_case(CASES["llama"])
+    file = write_case(tmp_path / "model.gguf", CASES["llama"], model)
+    (row,) = only_document(outrider("models", "--target", file, "--json", "-").out, "models")["models"]
+    assert (row["dtype"], row["weights_bytes"]) == ("GGUF", sum(one.nbytes for one in model.parameters()))
+    assert row["total_bytes"] == row["weights_bytes"] + row["cache_bytes"]
 
 
 def test_gemma_3_is_predicted_with_its_images(outrider: Outrider, tmp_path: Path) -> None:

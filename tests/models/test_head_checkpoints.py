@@ -20,6 +20,7 @@ from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import is_head, load_head
 from outrider.models.registry import ModelSpec, Placement
 from outrider.runtime.lm import LM
+from pairs import random_llama, save
 from toys import as_lm, tiny_llama
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "eagle3.safetensors"
@@ -267,6 +268,26 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "is for another target: it reads layers (1, 2, 3) of 2" in _refusal(tmp_path, as_lm(tiny_llama()))
     path.write_bytes(b"nonsense")
     assert "cannot be read" in _refusal(tmp_path, target)
+
+
+def test_auto_is_the_first_draft_that_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """MTP layers of the checkpoint; a known draft on this machine; look-ups."""
+    write_mtp(save(tmp_path, random_llama()), random_llama(), layout="qwen")
+    (tmp_path / "models.toml").write_text(
+        '[models.far]\nhub = "org/far"\nhead_of = "near"\n[models.near]\npath = "."\n'
+    )
+    with caplog.at_level("INFO", "outrider.draft"):
+        assert load(tmp_path, "auto").drafter.name == f"{tmp_path}:mtp"
+        assert load("fable", "auto").drafter.name == "fable-draft"
+        assert load(tiny_llama(), "auto").drafter.name == "suffix"
+        without = {name: one for name, one in load_file(tmp_path / "model.safetensors").items() if "mtp" not in name}
+        save_file(without, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        loaded = load("near", "auto", models_file=tmp_path / "models.toml")
+        assert loaded.drafter.name == "suffix"  # its head is not here
+    said = [record.message.split(", ")[0] for record in caplog.records if record.name == "outrider.draft"]
+    assert said == ["draft: mtp", "draft: fable-draft", "draft: suffix", "draft: suffix"]
+    with pytest.raises(OptionError, match="takes no options"):
+        load("fable", "auto:greedy")
 
 
 def test_a_target_without_mtp_layers_is_refused(tmp_path: Path) -> None:

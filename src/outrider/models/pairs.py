@@ -3,6 +3,7 @@ or downloaded: sizes come from files on this disk, or from the registry."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -50,6 +51,22 @@ def drafts_of(target: ModelSpec, known: Mapping[str, ModelSpec]) -> list[ModelSp
         if own is not None and own.num_params <= _LARGEST_SHARE * sizes.num_params:
             smaller.append((own.num_params, spec))
     return heads + [spec for _, spec in sorted(smaller, key=lambda pair: pair[0])]
+
+
+def local_drafts_of(target: ModelSpec, known: Mapping[str, ModelSpec]) -> list[ModelSpec]:
+    """Drafts among the known models whose files are on this machine, in the order of ``drafts_of``."""
+    return [spec for spec in drafts_of(target, known) if is_local(spec)]
+
+
+def is_local(spec: ModelSpec) -> bool:
+    """Whether a model's files are on this machine: in a folder, an installed package or the cache of the hub."""
+    if spec.path is not None:
+        return spec.path.exists()
+    if spec.package is not None:
+        return importlib.util.find_spec(spec.package) is not None
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(str(spec.hub), spec.gguf or "config.json"), str)
 
 
 def as_known(spec: ModelSpec, known: Mapping[str, ModelSpec]) -> ModelSpec:

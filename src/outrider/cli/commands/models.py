@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -46,7 +47,8 @@ def models(
 
     With --memory: list targets with the drafts that fit beside them.
 
-    With --target: predict the memory of a model, or a pair, in every form, from its configuration alone."""
+    With --target: predict the memory of a model, or a pair, in every form, from its configuration alone; and list the
+    known drafts of the model."""
     from outrider.drafters.draft_options import NO_OPTIONS, split_name
     from outrider.models.registry import BYTES_PER_NUMBER
 
@@ -79,6 +81,7 @@ def models(
             console.print("No known pair fits.", style="yellow")
         write_json(json_target, "models", options, {"pairs": pairs})
         return
+    found: dict[str, Any] = {}
     if target is None:
         context = context or _USUAL_CONTEXT
         rows = _known(models, context, batch_size, dtype)
@@ -95,6 +98,10 @@ def models(
 
         sizes = parse_numbers("--devices", devices, "whole numbers from 1 to 64, like 1,2,4,8", most=64)
         specs = [resolve(name, models) for name in (target, draft) if name is not None and name != MTP]
+        # First, since the target itself may be neither here nor within reach.
+        found["drafts"] = [] if draft is not None else _drafts(specs[0], models, dtype)
+        if found["drafts"]:
+            show_table(console, _of_target(target, found["drafts"]))
         if draft == MTP or is_head(specs[-1]):
             raise OptionError("--draft", draft or target, "a head takes about the size of its file: leave it out")
         context = context or min(_USUAL_CONTEXT, *(context_len(read_config(spec)) for spec in specs))
@@ -105,7 +112,7 @@ def models(
             rows += forms
         console.print("Fits here: alone, in nine tenths of the memory.", style="dim")
         options |= {"target": target, "draft": draft, "devices": sizes}
-    write_json(json_target, "models", options | {"context": context}, {"models": rows})
+    write_json(json_target, "models", options | {"context": context}, found | {"models": rows})
 
 
 def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> list[dict[str, Any]]:
@@ -212,13 +219,15 @@ def _forms(spec: ModelSpec, context: int, batch_size: int, dtype: str, sizes: li
     from outrider.system.resources import available_bytes
 
     config = read_config(spec)
-    method = "gguf" if spec.gguf is not None else method_of(config)
+    method = method_of(config)
     if method is not None:
         raise OptionError("model", spec.name, f"its checkpoint is quantized ({method}): predictions need a plain one")
     device, stated = pick_device("auto"), config.dtype or torch.float32
     for size in sizes:
         if size > 1:
             check_shares(spec.name, size, Placement().over(spec), device, config, None)
+    if spec.gguf is not None:
+        return [_of_file(spec, config, context, batch_size)]
     with torch.device("meta"):
         bare = skeleton(config, DTYPES[dtype])
     alone = Placement(quantization="none", device_map="none").over(spec)
@@ -235,6 +244,67 @@ def _forms(spec: ModelSpec, context: int, batch_size: int, dtype: str, sizes: li
             row |= {"weights_bytes": memory.weights, "cache_bytes": memory.cache, "total_bytes": memory.total}
             rows.append(row | {"fits_here": None if free is None else memory.total <= _USED * free})
     return rows
+
+
+def _of_file(spec: ModelSpec, config: Any, context: int, batch_size: int) -> dict[str, Any]:
+    """Row of a GGUF file, whose weights stay as they are stored where they can, and whose cache is in float32."""
+    import torch
+
+    from outrider.bench.predicted_memory import Predictor
+    from outrider.models.gguf.checkpoint import gguf_file
+    from outrider.system.resources import available_bytes
+
+    weights = sum(math.prod(tensor.stored_shape) for tensor in gguf_file(spec).tensors.values())
+    cache = Predictor(config, context, batch_size, torch.float32).memory().cache
+    free = available_bytes(torch.device("cpu"))
+    row = {"name": spec.name, "dtype": "GGUF", "quantization": "none", "num_devices": 1, "weights_bytes": weights}
+    row |= {"cache_bytes": cache, "total_bytes": weights + cache}
+    return row | {"fits_here": None if free is None else weights + cache <= _USED * free}
+
+
+def _drafts(target: ModelSpec, models: Path | None, dtype: str) -> list[dict[str, Any]]:
+    """Rows of the known drafts of a target."""
+    from outrider.models.memory import sizes_of
+    from outrider.models.pairs import drafts_of, is_local
+    from outrider.models.registry import known_models
+
+    rows = []
+    for spec in drafts_of(target, known_models(models)):
+        sizes = sizes_of(spec)
+        rows.append(
+            {
+                "name": spec.name,
+                "location": spec.location,
+                "kind": "model" if spec.head_of is None else "head",
+                "format": "safetensors" if spec.gguf is None else "GGUF",
+                "is_here": is_local(spec),
+                "num_params": None if sizes is None else sizes.num_params,
+                "weights_bytes": None if sizes is None else sizes.weights_bytes(dtype),
+            }
+        )
+    return rows
+
+
+def _of_target(target: str, drafts: list[dict[str, Any]]) -> Table:
+    from outrider.pages.reports import Table
+
+    rows = [
+        (
+            *(row[key] for key in ("name", "kind", "format")),
+            "yes" if row["is_here"] else "no",
+            _count(row["num_params"]),
+            _size(row["weights_bytes"]),
+        )
+        for row in drafts
+    ]
+    note = "mtp (if the checkpoint has the layers), ngram and suffix need no other model."
+    return Table(
+        f"Known drafts of {target}",
+        ("name", "kind", "format", "here", "parameters", "weights"),
+        rows,
+        note,
+        num_texts=4,
+    )
 
 
 def _predicted(name: str, forms: list[dict[str, Any]], context: int, batch_size: int) -> Table:

@@ -54,11 +54,12 @@ class PairOptions:
         list[str] | None,
         _model_option(
             metavar="NAME",
-            help="Model, head, mtp, ngram, suffix or none. A model or a head for the target is a known name, folder or "
-            "hub id; mtp is the target's own MTP layer; ngram and suffix look up the text so far. NAME:greedy drafts "
-            "the most probable tokens, NAME:min-prob=P ends drafts before unlikely tokens, suffix+NAME looks tokens up "
-            "where that promises more. Repeatable where drafts are compared. Default: fable-draft for fable, else "
-            "ngram (compare asks for one).",
+            help="Model, head, mtp, ngram, suffix, auto or none. A model or a head for the target is a known name, "
+            "folder or hub id; mtp is the target's own MTP layer; ngram and suffix look up the text so far; auto is "
+            "the first that there is of mtp, a known draft on this machine, and suffix. NAME:greedy drafts the most "
+            "probable tokens, NAME:min-prob=P ends drafts before unlikely tokens, suffix+NAME looks tokens up where "
+            "that promises more. Repeatable where drafts are compared. Default: fable-draft for fable, else ngram "
+            "(compare asks for one).",
         ),
     ] = None
     acceptance: Annotated[str, _model_option(help="Rule: block, rejection or gumbel.")] = DEFAULT_ACCEPTANCE
@@ -222,6 +223,7 @@ class PairOptions:
         """Load a draft for the target."""
         from outrider.api import load_drafter
 
+        log_to_stderr("outrider.draft")
         corpus = (self.corpus or ()) if reads_corpus(name) else ()
         return load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models, corpus=corpus)
 
