@@ -1,13 +1,15 @@
 """Write the prompts from which a draft for SmolLM2 is trained, and those that are held out.
 
-    python recipes/smollm2/prompts.py DATA FOLDER
+    python recipes/smollm2/prompts.py DATA FOLDER [PROMPTS]
 
 DATA has spec_bench.jsonl, gsm8k_test.jsonl, humaneval.jsonl, hellaswag_prompts.jsonl and stories.txt, as their projects
 publish them. FOLDER gets ``chat-train.jsonl`` and ``chat-held-out.jsonl``, messages of a user, and
 ``text-train.jsonl`` and ``text-held-out.jsonl``, beginnings of paragraphs. Each prompt has its task as category.
 
+PROMPTS: that many for training, of each kind, all if there are fewer.
+
 A prompt that two files share is one prompt (Spec-Bench took 80 questions from GSM8K). The hash of its text decides
-whether it is held out, and its place in the file, so that the beginning of a file has all tasks.
+whether it is held out, and its place in the file, so that the first prompts are of all tasks.
 """
 
 import argparse
@@ -52,6 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", type=Path)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("prompts", type=int, nargs="?")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     for kind, found in (("chat", chats(arguments.data)), ("text", beginnings(arguments.data))):
@@ -60,7 +63,8 @@ def main() -> None:
             by_task[found[prompt]].append(prompt)
         held_out = {prompt for prompts in by_task.values() for prompt in prompts[:HELD_OUT]}
         for part, prompts in (("train", found.keys() - held_out), ("held-out", held_out)):
-            lines = [json.dumps({"prompt": one, "category": found[one]}) for one in sorted(prompts, key=rank)]
+            chosen = sorted(prompts, key=rank)[: arguments.prompts if part == "train" else None]
+            lines = [json.dumps({"prompt": one, "category": found[one]}) for one in chosen]
             (arguments.folder / f"{kind}-{part}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(kind, {task: len(prompts) for task, prompts in by_task.items()}, "held out:", len(held_out))
 

@@ -67,7 +67,7 @@ def test_outputs_are_packed() -> None:
     breaks = [(one, other) for one, other in zip(left, left[1:], strict=False) if other != one + 1]
     assert len(breaks) <= len(rest) and all(other % 100 == 0 for _, other in breaks)
     for too_few in ([Text(range(11), 3)], [Text(range(30), 12)] * 9):
-        with pytest.raises(OptionError, match="too few, or too short"):
+        with pytest.raises(OptionError, match="too few or too short"):
             pack(too_few, 12, seed=0)
 
 

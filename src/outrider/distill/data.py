@@ -207,7 +207,7 @@ def pack(texts: Sequence[Text], length: int, seed: int) -> tuple[Tensor, list[Te
     ids = torch.tensor([token for i in order if i not in held_out for token in texts[i].ids], dtype=torch.long)
     num = len(ids) // length
     if not held_out or not num:
-        raise OptionError("length", length, f"{len(texts)} outputs are too few, or too short, to train on")
+        raise OptionError("length", length, f"{len(texts)} outputs are too few or too short, or all begin later")
     scored = [Text(texts[i].ids[:length], texts[i].num_given) for i in held_out]
     return ids[: num * length].view(num, length), scored
 

@@ -90,8 +90,9 @@ def _adapter_of(spec: ModelSpec) -> Path | None:
 
 
 def stored_dtype(spec: ModelSpec) -> torch.dtype:
-    """Type of a checkpoint's weights on disk, by its configuration; float32 if it states none."""
-    dtype: torch.dtype | None = read_config(spec).dtype
+    """Type of a checkpoint's weights on disk, by its configuration; float32 if it states none; bfloat16 of a GGUF
+    file, whose blocks have no type."""
+    dtype: torch.dtype | None = torch.bfloat16 if spec.gguf else read_config(spec).dtype
     return dtype or torch.float32
 
 
