@@ -66,6 +66,24 @@ _RECURRENT = {
     "linear_key_head_dim": 10,
     "linear_value_head_dim": 12,
 } | _layers("linear", "full", "linear")
+_MAMBA2 = {
+    "num_local_experts": 0,
+    "layer_types": ["mamba", "attention", "mamba"],
+    "shared_intermediate_size": 64,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 20,
+    "mamba_d_state": 11,
+    "attention_multiplier": 0.4,
+}
+_NEMOTRON = {
+    "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
+    "head_dim": 14,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 11,
+    "ssm_state_size": 13,
+    "n_groups": 1,
+    "time_step_min": 0.9,
+}
 _CONVOLUTIONS = {
     "hidden_size": 48,
     "block_auto_adjust_ff_dim": False,
@@ -163,6 +181,26 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "of published files": _RECURRENT
         | {"layer_types": None, "full_attention_interval": 3, "partial_rotary_factor": 0.5}
         | _rope(_DEFAULT, partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True),
+    },
+    "granitemoehybrid": {
+        "plain": _MAMBA2,
+        "ropes, biases, tied": _MAMBA2
+        | {"position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
+        | {"attention_bias": True}
+        | _TIED,
+        "groups, multipliers": _MAMBA2
+        | {"mamba_n_groups": 2, "mamba_n_heads": 8, "mamba_d_head": 10, "mamba_d_state": 9, "mamba_chunk_size": 16}
+        | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 2.5},
+        "wide": _MAMBA2
+        | {"mamba_expand": 3, "mamba_n_heads": 3, "mamba_d_head": 40, "shared_intermediate_size": 80}
+        | {"time_step_limit": (0.9, float("inf"))},
+    },
+    "nemotron_h": {
+        "plain": _NEMOTRON,
+        "biases, groups": _NEMOTRON
+        | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "n_groups": 2, "conv_kernel": 3}
+        | {"mlp_hidden_act": "silu", "layer_norm_epsilon": 0.1}
+        | _TIED,
     },
     "lfm2": {
         "plain": _CONVOLUTIONS,

@@ -45,9 +45,19 @@ def _group_bytes(weight: Tensor, form: BlockForm, seed: int) -> Tensor:
     return in_groups(wholes, scales, zeros if "zero" in form.name else None)
 
 
-def model_in(form: str | dict[str, str], num_digits: int = 0, **fields: Any) -> PreTrainedModel:
-    """A model with all matrices in a form, those of embeddings too; or those whose names end in the given keys."""
-    model = random_model("llama", fields, **_SIZES)
+def model_in(
+    form: str | dict[str, str],
+    num_digits: int = 0,
+    family: str = "llama",
+    stated: dict[str, Any] | None = None,
+    **fields: Any,
+) -> PreTrainedModel:
+    """A model with all matrices in a form, those of embeddings too; or those whose names end in the given keys.
+
+    Args:
+        stated, fields: of the configuration.
+    """
+    model = random_model(family, (stated or {}) | fields, **_SIZES)
     forms = {"weight": form} if isinstance(form, str) else {f"{name}.weight": one for name, one in form.items()}
     made: dict[int, nn.Parameter] = {}
     for seed, (name, weight) in enumerate([*model.named_parameters(remove_duplicate=False)]):

@@ -20,6 +20,8 @@ from pairs import embedded
 from real_files import FILES, NAMES, PROMPTS
 
 _PROMPT, _MORE = 190, 130  # tokens: the second beyond the first part of attention, and beyond a block of tokens
+_IN_BLOCKS = {"in_proj_qkv": "Q4_1", "in_proj_z": "Q8_0", "_proj": "Q4_0", "embed_tokens": "Q8_0"}
+_WHOLE_BLOCKS = CASES["qwen3_5_text"]["plain"] | {"linear_value_head_dim": 24, "num_hidden_layers": 3}
 _MIXED = {"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}
 
 
@@ -33,6 +35,9 @@ _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "olmo2, float32": _of("olmo2", "plain"),
     "phi3, float32": _of("phi3", "a window"),
     "gpt2, float32": _of("gpt2", "plain"),
+    "qwen3_5_text, float32": _of("qwen3_5_text", "wide values"),
+    "qwen3_5_text, blocks and 8 bits": lambda: model_in(_IN_BLOCKS, 1, "qwen3_5_text", _WHOLE_BLOCKS),
+    "lfm2, float32": _of("lfm2", "biases, untied"),
     "llama, bfloat16": lambda: model_in("bfloat16"),
     "llama, int8": lambda: model_in("int8"),
     "llama, blocks": lambda: model_in(_MIXED, 0),
@@ -89,7 +94,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 def _same(cache: SlotCache, other: SlotCache, num_rows: int = 1) -> bool:
     pairs = zip(cache.storage, other.storage, strict=True)
-    return all(torch.equal(one[:num_rows, : _PROMPT + _MORE], two[:num_rows, : _PROMPT + _MORE]) for one, two in pairs)
+    return all(torch.equal(one[:num_rows], two[:num_rows]) for one, two in pairs)
 
 
 @pytest.mark.parametrize("num_tokens", [2, 5, 8, _MORE])

@@ -24,7 +24,7 @@ struct Forward : Worker {
         AttentionLayer<Number>{*this, layer.attention}.run();
         add(layer.mixer_post_norm);
       }
-      if (layer.recurrence.num_taps) {
+      if (layer.recurrence.kind) {
         norm_and_round(layer.mixer_norm);
         RecurrenceLayer{*this, layer.recurrence}.run();
         add(layer.mixer_post_norm);

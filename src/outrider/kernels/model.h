@@ -39,21 +39,39 @@ struct Attention {
   int64_t inputs_width() const { return key_at(2 * num_groups); }
 };
 
-// Gated delta rule, or a short convolution between two gates (recurrence.h).
+// Recurrence, or convolution (recurrence.h).
 struct Recurrence {
-  int64_t num_heads, num_groups, key_width, value_width;  // of values, and of keys and queries; 0: a convolution alone
+  enum Kind : int64_t { NONE, CONVOLUTION, DELTA, MAMBA2 };
+  int64_t kind;
+  int64_t num_heads, num_groups, key_width, value_width;  // heads of values; groups of them share keys and queries
   int64_t num_taps, conv_width;
-  const float *taps, *conv_bias;    // [num_taps, conv_width], [conv_width] or null
-  const float *rates, *step_bias;  // of heads: the logarithm of a is -e^rate softplus(input + bias)
+  const float *taps, *conv_bias;   // [num_taps, conv_width], [conv_width] or null
+  const float *rates, *step_bias;  // of heads
+  const float* skips;              // of heads, or null: factors of the values that are added to the output
+  double least_step;
   Norm out_norm;
   int64_t ring, states;  // numbers of their stores
   int64_t num_inputs;
-  Matrix inputs[4];  // what is convolved; then those of b, of a, and the output's gate; or the gates of a convolution
+  Matrix inputs[4];
   Matrix out;
 
-  int64_t inputs_width() const { return conv_width + (num_heads ? 2 * num_heads + out.width : 2 * conv_width); }
+  // Places in the row of a token's inputs: of what is convolved, of the numbers of heads, and of the output's gate.
+  int64_t conv_at() const { return kind == MAMBA2 ? out.width : 0; }
+  int64_t heads_at() const { return conv_at() + conv_width; }
+  int64_t gate_at() const { return kind == MAMBA2 ? 0 : heads_at() + 2 * num_heads; }
+  int64_t inputs_width() const {
+    if (kind == CONVOLUTION) return 3 * conv_width;
+    return kind == MAMBA2 ? heads_at() + num_heads : gate_at() + out.width;
+  }
   int64_t kept_width() const { return conv_width + 2 * num_heads; }  // of a token in the ring
   int64_t num_units() const { return 2 * num_groups + num_heads + 1; }  // of the work on a token's inputs
+
+  // Places in what is convolved.
+  int64_t value_at(int64_t head) const { return (kind == MAMBA2 ? 0 : 2 * num_groups * key_width) + head * value_width; }
+  int64_t key_at(int64_t group) const {
+    return (kind == MAMBA2 ? num_heads * value_width : num_groups * key_width) + group * key_width;
+  }
+  int64_t query_at(int64_t group) const { return kind == MAMBA2 ? key_at(num_groups + group) : group * key_width; }
 };
 
 struct Mlp {

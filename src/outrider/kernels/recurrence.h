@@ -1,6 +1,8 @@
-// Mixers with a state that mixes all earlier tokens, or that convolve the last few.
+// Mixers with a state S of each head that mixes all earlier tokens, or that convolve the last few. Queries q, keys k and
+// values v are convolved, too; a and b are numbers of a head and a token.
 //
-//   gated delta rule (Yang et al. 2412.06464, equation 10):  S <- a S + k d^T,  d = b (v - a S^T k),  output S^T q
+//   gated delta rule (Yang et al. 2412.06464, equation 10):  S <- a S + k d^T,  d = b (v - a S^T k);  output S^T q
+//   Mamba-2 (Dao and Gu 2405.21060, section 7):              S <- a S + k d^T,  d = b v;              S^T q + skip v
 //   short convolution between two gates (LFM2)
 //
 // A state cannot be cropped, so that of a sequence waits at an *anchor*: it has consumed the tokens before that place.
@@ -73,37 +75,39 @@ INLINE void convolve(const Recurrence& r, const Inputs& inputs, int64_t place, i
 }
 
 // One unit of the work on the inputs of a token: a head's queries, keys or values, or all a and b. A row of results is
-// queries, keys, values, a, b.
+// what is convolved, then a, then b.
 INLINE void mix(const Recurrence& r, const Inputs& inputs, int64_t place, int64_t unit, float* to) {
   const int64_t G = r.num_groups, H = r.num_heads, D = r.key_width;
   if (unit == 2 * G + H) {
-    float* decay = to + r.conv_width;
+    float *a = to + r.conv_width, *b = a + H;
     const float* given = inputs.at(place) + r.conv_width;
     if (place < inputs.first) {
-      std::copy_n(given, 2 * H, decay);
+      std::copy_n(given, 2 * H, a);
       return;
     }
+    const float* steps = r.kind == Recurrence::DELTA ? given + H : given;
     for (int64_t h = 0; h < H; h++) {
-      const float x = given[H + h] + r.step_bias[h], step = x > 20.0f ? x : std::log1p(std::exp(x));
-      decay[h] = std::exp(-std::exp(r.rates[h]) * step);
-      decay[H + h] = 1.0f / (1.0f + std::exp(-given[h]));
+      const float x = steps[h] + r.step_bias[h], softplus = x > 20.0f ? x : std::log1p(std::exp(x));
+      const float step = std::max(softplus, static_cast<float>(r.least_step));
+      a[h] = std::exp(-std::exp(r.rates[h]) * step);
+      b[h] = r.kind == Recurrence::DELTA ? 1.0f / (1.0f + std::exp(-given[h])) : step;
     }
     return;
   }
-  const bool is_value = unit >= 2 * G;
-  const int64_t begin = is_value ? 2 * G * D + (unit - 2 * G) * r.value_width : unit * D;
+  const bool is_value = unit >= 2 * G, is_query = unit < G;
+  const int64_t begin = is_value ? r.value_at(unit - 2 * G) : is_query ? r.query_at(unit) : r.key_at(unit - G);
   const int64_t number = is_value ? r.value_width : D;
   float* x = to + begin;
   convolve(r, inputs, place, begin, number, x, [](int64_t, Floats sums) __attribute__((always_inline)) {
     return silu(sums);
   });
-  if (is_value) return;
+  if (is_value || r.kind != Recurrence::DELTA) return;
   const float squares = sum_over(number, [=](int64_t i, Floats sum) __attribute__((always_inline)) {
     const Floats values = load_to(x, i, number);
     return multiply_add(values, values, sum);
   });
   const float inverse = 1.0f / std::sqrt(squares + 1e-6f);
-  const float scale = unit < G ? 1.0f / std::sqrt(static_cast<float>(D)) : 1.0f;
+  const float scale = is_query ? 1.0f / std::sqrt(static_cast<float>(D)) : 1.0f;
   each(x, number, [=](int64_t, Floats values) __attribute__((always_inline)) { return values * inverse * scale; });
 }
 
@@ -163,28 +167,31 @@ struct Columns {
 //   columns: room for a state's.
 INLINE void advance_head(const Recurrence& r, const Span& span, int64_t head, const float* rows, float* state,
                          float* outputs, int64_t stride, const Columns& columns) {
-  const int64_t G = r.num_groups, H = r.num_heads, D = r.key_width, width = r.kept_width();
-  const int64_t group = head / (H / G), at_key = (G + group) * D, at_decay = r.conv_width + head;
+  const int64_t H = r.num_heads, group = head / (H / r.num_groups), width = r.kept_width();
+  const int64_t at_key = r.key_at(group), at_query = r.query_at(group), at_a = r.conv_width + head;
+  const bool is_delta = r.kind == Recurrence::DELTA;
   for (int64_t begin = 0; begin < r.value_width; begin += COLS * LANES) {
-    const int64_t number = std::min<int64_t>(COLS * LANES, r.value_width - begin);
-    const int64_t at_value = 2 * G * D + head * r.value_width + begin;
-    Floats sums[COLS], added[COLS], output[COLS];
+    const int64_t number = std::min<int64_t>(COLS * LANES, r.value_width - begin), at_value = r.value_at(head) + begin;
+    Floats sums[COLS], values[COLS], added[COLS], output[COLS];
     columns.load_from(span.anchor ? state + begin : nullptr, r.value_width, number, rows + at_key, sums);
     for (int64_t place = span.anchor; place < span.end(); place++) {
       if (place == span.next && place > span.anchor) columns.store_to(state + begin, r.value_width, number);
-      const float *row = rows + (place - span.anchor) * width, *key = row + at_key;
-      const float decay = row[at_decay], rate = row[at_decay + H];
+      const float *row = rows + (place - span.anchor) * width, *key = row + at_key, *query = row + at_query;
+      const float a = row[at_a], b = row[at_a + H];
       UNROLLED for (int c = 0; c < COLS; c++) {
-        added[c] = multiply_add(all_lanes(-decay), sums[c], Columns::part(row + at_value, c, number)) * rate;
+        values[c] = Columns::part(row + at_value, c, number);
+        added[c] = (is_delta ? multiply_add(all_lanes(-a), sums[c], values[c]) : values[c]) * b;
       }
-      const float *query = row + group * D, *next = key + width;
-      const bool has_next = place + 1 < span.end();
-      if (place < span.first) {
-        columns.advance<false, true>(decay, key, added, query, next, output, sums);
-        continue;
+      const bool has_output = place >= span.first, has_next = is_delta && place + 1 < span.end();
+      const float* next = key + width;
+      if (has_output && has_next) columns.advance<true, true>(a, key, added, query, next, output, sums);
+      else if (has_output) columns.advance<true, false>(a, key, added, query, next, output, sums);
+      else if (has_next) columns.advance<false, true>(a, key, added, query, next, output, sums);
+      else columns.advance<false, false>(a, key, added, query, next, output, sums);
+      if (!has_output) continue;
+      UNROLLED for (int c = 0; c < COLS && r.skips != nullptr; c++) {
+        output[c] = multiply_add(all_lanes(r.skips[head]), values[c], output[c]);
       }
-      if (has_next) columns.advance<true, true>(decay, key, added, query, next, output, sums);
-      else columns.advance<true, false>(decay, key, added, query, next, output, sums);
       memcpy(outputs + (place - span.first) * stride + begin, output, number * sizeof(float));
     }
     if (span.next == span.end()) columns.store_to(state + begin, r.value_width, number);

@@ -24,6 +24,10 @@ struct RecurrenceLayer : Worker {
       advance_heads();
       wait();
     }
+    if (r.kind == Recurrence::MAMBA2) {
+      gate_groups();
+      wait();
+    }
     round(b.attended, r.out.width);
     product(of(b.attended, r.out.width, b.number), r.out, b.y.get(), m.hidden);
     wait();
@@ -35,7 +39,7 @@ struct RecurrenceLayer : Worker {
     const int64_t number = share.end - share.begin;
     for (int64_t t = 0; t < b.number; t++) {
       float* x = &b.inputs[t * r.inputs_width() + at + share.begin];
-      if (r.num_heads == 0 && at == r.conv_width) {  // after the gate: what it lets through is convolved
+      if (r.kind == Recurrence::CONVOLUTION && at == r.conv_width) {  // after the gate: what it lets through is convolved
         float* gate = x - r.conv_width;
         each(gate, number, [=](int64_t i, Floats values) { return values * load_to(x, i, number); });
         keep_finite(gate, number, b.tokens[t]);
@@ -50,7 +54,8 @@ struct RecurrenceLayer : Worker {
   }
 
   Inputs inputs_of(const Span& span) const {
-    return {ring_of(span), &b.inputs[span.token * r.inputs_width()], span.first, r.kept_width(), r.inputs_width()};
+    const float* own = &b.inputs[span.token * r.inputs_width() + r.conv_at()];
+    return {ring_of(span), own, span.first, r.kept_width(), r.inputs_width()};
   }
   float* ring_of(const Span& span) const {
     return static_cast<float*>(b.batch.stores[r.ring]) + span.row * RING * r.kept_width();
@@ -84,10 +89,10 @@ struct RecurrenceLayer : Worker {
         const int64_t t = span.token + i;
         if (t % n != me) continue;
         float* to = ring_of(span) + (span.first + i) % RING * r.kept_width();
-        std::copy_n(&b.inputs[t * r.inputs_width()], r.conv_width, to);
+        std::copy_n(&b.inputs[t * r.inputs_width() + r.conv_at()], r.conv_width, to);
         if (r.num_heads == 0) continue;
-        const float* factors = mixed(span.mixed + span.first - span.anchor + i) + r.conv_width;
-        std::copy_n(factors, 2 * r.num_heads, to + r.conv_width);
+        const float* of_heads = mixed(span.mixed + span.first - span.anchor + i) + r.conv_width;
+        std::copy_n(of_heads, 2 * r.num_heads, to + r.conv_width);
       }
     }
   }
@@ -102,12 +107,26 @@ struct RecurrenceLayer : Worker {
       float* outputs = &b.attended[span.token * r.out.width + head * V];
       advance_head(r, span, head, mixed(span.mixed), static_cast<float*>(b.batch.stores[r.states]) + state, outputs,
                    r.out.width, columns);
+      if (r.kind == Recurrence::MAMBA2) continue;
       for (int64_t t = 0; t < span.number; t++) {
         float* output = outputs + t * r.out.width;
-        const float* gate = &b.inputs[(span.token + t) * r.inputs_width() + r.kept_width() + head * V];
+        const float* gate = &b.inputs[(span.token + t) * r.inputs_width() + r.gate_at() + head * V];
         r.out_norm.apply(output, V, output);
         each(output, V, [=](int64_t i, Floats values) { return values * silu(load_to(gate, i, V)); });
       }
+    }
+  }
+
+  // Mamba-2: the norm of the groups of a token's output, after its gate.
+  void gate_groups() const {
+    const int64_t G = r.num_groups, width = r.out.width / G;
+    for (int64_t i = me; i < b.number * G; i += n) {
+      float* output = &b.attended[i * width];
+      const float* gate = &b.inputs[i / G * r.inputs_width() + r.gate_at() + i % G * width];
+      each(output, width, [=](int64_t i, Floats values) { return values * silu(load_to(gate, i, width)); });
+      Norm norm = r.out_norm;
+      norm.weight += i % G * width;
+      norm.apply(output, width, output);
     }
   }
 };

@@ -66,7 +66,7 @@ struct Block {
       const Attention& attention = layer.attention;
       ups_width = std::max(ups_width, layer.mlp.down.width * layer.mlp.num_ups);
       widest = std::max({widest, layer.mlp.down.width, attention.q_width()});
-      if (layer.recurrence.num_taps) {
+      if (layer.recurrence.kind) {
         const Recurrence& r = layer.recurrence;
         inputs_width = std::max(inputs_width, r.inputs_width()), q_width = std::max(q_width, r.out.width);
         mixed_width = std::max(mixed_width, r.kept_width()), widest = std::max(widest, r.out.width);

@@ -41,6 +41,7 @@ from outrider.runtime.stand_in import StandIn
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # functions.h
 _NORMS = {"rms": 1, "layer": 2}
 _FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
+_RECURRENCES = ("", "convolution", "delta", "mamba2")  # model.h
 _MOST_TAPS = 8  # of a convolution (recurrence.h)
 _WHOLE_VECTOR = 16  # rows: parts of a matrix begin at multiples of this, on all processors
 
@@ -217,14 +218,18 @@ class _Weights:
         return tensor
 
 
-def _shape(mixer: Mixer) -> LayerShape:
+def _shape(mixer: Mixer | None) -> LayerShape:
     """Shape of the cache of a layer."""
-    if isinstance(mixer, RecurrencePlan):
-        ring = StateShape("window", 0, (WINDOW, mixer.kept_width), torch.float32, mixer.num_taps - 1)
-        size = mixer.num_heads, mixer.key_width, mixer.value_width
-        states = (ring, StateShape("replayed", 0, size, torch.float32)) if mixer.num_heads else (ring,)
+    if not isinstance(mixer, AttentionPlan):
+        states = () if mixer is None else _states(mixer)
         return LayerShape(0, 0, 0, torch.float32, torch.device("cpu"), states)
     return LayerShape(mixer.num_groups, mixer.head_width, mixer.head_width, torch.float32, torch.device("cpu"))
+
+
+def _states(mixer: RecurrencePlan) -> tuple[StateShape, ...]:
+    ring = StateShape("window", 0, (WINDOW, mixer.kept_width), torch.float32, mixer.num_taps - 1)
+    size = mixer.num_heads, mixer.key_width, mixer.value_width
+    return (ring, StateShape("replayed", 0, size, torch.float32)) if mixer.num_heads else (ring,)
 
 
 def _structure(plan: Plan, weights: _Weights) -> native.Model:
@@ -242,7 +247,8 @@ def _structure(plan: Plan, weights: _Weights) -> native.Model:
         _fill(layer, stated_layer, hidden, 2 * hidden if is_joint and i == 0 else hidden, weights)
         if isinstance(stated_layer.mixer, RecurrencePlan):
             layer.recurrence.ring, layer.recurrence.states = num_states, num_states + 1
-            num_states += len(_shape(stated_layer.mixer).states)
+            num_states += len(_states(stated_layer.mixer))
+        if not isinstance(stated_layer.mixer, AttentionPlan):
             continue
         layer.attention.store, num_kept = num_kept, num_kept + 2
         if layer.attention.rope >= 0:
@@ -294,7 +300,7 @@ def _fill(layer: native.Layer, plan: LayerPlan, hidden: int, width: int, weights
         setattr(layer, name, weights.norm(getattr(plan, name), hidden))
     if isinstance(plan.mixer, RecurrencePlan):
         layer.recurrence = _recurrence(plan.mixer, hidden, weights)
-    else:
+    elif plan.mixer is not None:
         layer.attention = _attention(plan.mixer, hidden, width, weights)
     if plan.mlp is not None:
         layer.mlp = _mlp(plan.mlp, hidden, weights)
@@ -324,26 +330,29 @@ def _attention(plan: AttentionPlan, hidden: int, width: int, weights: _Weights) 
 
 
 def _recurrence(plan: RecurrencePlan, hidden: int, weights: _Weights) -> native.Recurrence:
-    taps = weights.vector(plan.taps, plan.conv_width, 1, plan.num_taps)[:, 0].t().contiguous()
+    C, H, out_width = plan.conv_width, plan.num_heads, plan.num_heads * plan.value_width or plan.conv_width
+    taps = weights.vector(plan.taps, C, 1, plan.num_taps)[:, 0].t().contiguous()
+    vectors = {"rates": plan.rates, "step_bias": plan.step_bias, "skips": plan.skips}
     found = native.Recurrence(
         **{name: getattr(plan, name) for name in ("num_heads", "num_groups", "key_width", "value_width")},
+        kind=_RECURRENCES.index(plan.kind),
         num_taps=plan.num_taps,
-        conv_width=plan.conv_width,
+        conv_width=C,
         taps=weights._keep(taps).data_ptr(),
-        conv_bias=None if plan.taps_bias is None else weights.vector(plan.taps_bias, plan.conv_width).data_ptr(),
-        out_norm=weights.norm(plan.out_norm, plan.value_width),
+        conv_bias=None if plan.taps_bias is None else weights.vector(plan.taps_bias, C).data_ptr(),
+        **{name: weights.vector(one, H).data_ptr() for name, one in vectors.items() if one},
+        least_step=plan.least_step,
+        out_norm=weights.norm(plan.out_norm, out_width if plan.kind == "mamba2" else plan.value_width),
     )
     _check("taps", min(plan.num_taps, _MOST_TAPS), plan.num_taps)
-    _link(found, plan, hidden, hidden, weights)
-    sizes, H = [plan.conv_width] * 3, plan.num_heads
     if H:
-        sizes = [plan.conv_width, H, H, H * plan.value_width]
         _check("heads", H % plan.num_groups, 0)
-        _check(plan.taps, plan.conv_width, 2 * plan.num_groups * plan.key_width + sizes[-1])
-        found.rates, found.step_bias = (weights.vector(name, H).data_ptr() for name in (plan.rates, plan.step_bias))
+        _check(plan.taps, C, 2 * plan.num_groups * plan.key_width + out_width)
+    _link(found, plan, hidden, hidden, weights)
+    sizes = {"convolution": (C, C, C), "delta": (C, H, H, out_width), "mamba2": (out_width + C + H,)}[plan.kind]
     for stated, matrix, size in zip(plan.inputs, found.inputs, sizes, strict=False):
         _check(stated.weight, matrix.num_channels, size)
-    _check(plan.out.weight, found.out.width, sizes[-1])
+    _check(plan.out.weight, found.out.width, out_width)
     return found
 
 

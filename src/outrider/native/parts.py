@@ -46,6 +46,7 @@ def linear(name: str, has_bias: bool = False, part: int = 0, num_parts: int = 1)
 def activation_of(config: Any) -> Activation:
     # Gemma 1 states both, and reads the second.
     fields = {"gemma2": "hidden_activation", "gemma3_text": "hidden_activation", "gpt2": "activation_function"}
+    fields |= {"nemotron_h": "mlp_hidden_act"}
     name = getattr(config, fields.get(config.model_type, "hidden_act"))
     if name not in _ACTIVATIONS:
         raise NotPlanned(f"there is no activation {name}")

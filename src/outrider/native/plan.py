@@ -108,21 +108,25 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class RecurrencePlan:
-    """Gated delta rule (Yang et al. 2412.06464) over convolved queries, keys and values; or, without heads, a short
-    convolution between two gates.
+    """Recurrence over convolved queries, keys and values, whose state of each head decays; or a convolution alone.
 
     Attributes:
-        conv_width: channels of the convolution.
+        kind: "delta", the gated delta rule (Yang et al. 2412.06464); "mamba2" (Dao and Gu 2405.21060); or
+            "convolution", a short one between two gates (LFM2).
+        conv_width: channels of the convolution: queries, keys and values; of Mamba-2 values, keys and queries.
         num_taps: tokens that it sees, the last one included.
         taps: its parameter [conv_width, 1, num_taps].
-        inputs: matrices: of queries, keys and values together; of the factor b of what is added to the state; of the
-            step, from which the decay follows; and of the output's gate. Or of a convolution: of the gate before it, of
-            its input, and of the gate after it.
-        rates, step_bias: parameters of the heads: the logarithm of the decay is -exp(rate) softplus(step + bias).
-        out_norm: of each head's output, before its gate.
+        inputs: matrices. Delta rule: of what is convolved; of the factors of what is added to the states; of steps;
+            and of the output's gate. Mamba-2: one, of the gate, of what is convolved, and of steps. Convolution: of the
+            gate before it, of its input, and of the gate after it.
+        rates, step_bias: parameters of the heads: the logarithm of a decay is -exp(rate) softplus(step + bias).
+        out_norm: of each head's output, before its gate; of Mamba-2, of each group's, after its gate.
         taps_bias: parameter, or None.
+        skips: parameter: factors of the values that are added to the output; or None.
+        least_step: the least softplus(step + bias).
     """
 
+    kind: Literal["convolution", "delta", "mamba2"]
     conv_width: int
     num_taps: int
     taps: str
@@ -136,6 +140,8 @@ class RecurrencePlan:
     step_bias: str = ""
     out_norm: NormPlan | None = None
     taps_bias: str | None = None
+    skips: str | None = None
+    least_step: float = 0.0
 
     @property
     def kept_width(self) -> int:
@@ -161,14 +167,14 @@ class MlpPlan:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """A decoder layer: a mixer of tokens, then an MLP, each added to the stream.
+    """A decoder layer: a mixer of tokens, then an MLP, each added to the stream; one of them may lack.
 
     Attributes:
         mixer_norm: of the input of the mixer; None for none, as all norms.
         mixer_post_norm: of its output.
     """
 
-    mixer: Mixer
+    mixer: Mixer | None
     mlp: MlpPlan | None
     mixer_norm: NormPlan | None = None
     mixer_post_norm: NormPlan | None = None

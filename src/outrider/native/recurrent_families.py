@@ -4,8 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.native.parts import attention_of, decoder_of, head_norms, layer_of, linear, rms, window_of
-from outrider.native.plan import Families, LayerPlan, Mixer, MlpPlan, NormPlan, Plan, RecurrencePlan
+from outrider.native.parts import (
+    activation_of,
+    attention_of,
+    decoder_of,
+    halves_of,
+    head_norms,
+    layer_of,
+    linear,
+    mlp_of,
+    rms,
+    rope_of,
+    window_of,
+)
+from outrider.native.plan import (
+    Families,
+    LayerPlan,
+    MatrixPlan,
+    Mixer,
+    MlpPlan,
+    NormPlan,
+    NotPlanned,
+    Plan,
+    RecurrencePlan,
+)
+
+_RECURRENT = ("linear_attention", "mamba")  # layers: the new name and the old
+_INFINITE = float("inf")
 
 
 def _qwen3_5(config: Any) -> Plan:
@@ -19,6 +44,7 @@ def _qwen3_5(config: Any) -> Plan:
             return attention_of(config, at, is_gated=True, window=window_of(config, i), **norms)
         at = f"{at}.linear_attn"
         return RecurrencePlan(
+            "delta",
             conv_width=2 * num_groups * key_width + num_heads * value_width,
             num_taps=config.linear_conv_kernel_dim,
             taps=f"{at}.conv1d.weight",
@@ -59,6 +85,7 @@ def _lfm2(config: Any) -> Plan:
                 key_norm=norm(f"{at_attention}.k_layernorm"),
             )
         return RecurrencePlan(
+            "convolution",
             conv_width=config.hidden_size,
             num_taps=config.conv_L_cache,
             taps=f"{at}.conv.conv.weight",
@@ -75,11 +102,132 @@ def _lfm2(config: Any) -> Plan:
     return decoder_of(config, layer, last_norm=norm("model.embedding_norm"))
 
 
+def _mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> RecurrencePlan:
+    """Mamba-2.
+
+    Args:
+        others: fields of the plan.
+    """
+    others["conv_width"] = 2 * others["num_groups"] * others["key_width"] + others["num_heads"] * others["value_width"]
+    return RecurrencePlan(
+        "mamba2",
+        taps=f"{at}.conv1d.weight",
+        taps_bias=f"{at}.conv1d.bias" if has_taps_bias else None,
+        inputs=(linear(f"{at}.in_proj", has_bias),),
+        out=linear(f"{at}.out_proj", has_bias),
+        rates=f"{at}.A_log",
+        step_bias=f"{at}.dt_bias",
+        skips=f"{at}.D",
+        **others,
+    )
+
+
+def _granite_hybrid(config: Any) -> Plan:
+    """Granite 4 without experts: Mamba-2 in most layers."""
+    if config.num_local_experts:
+        raise NotPlanned("its plan does not know experts")
+    least, most = config.time_step_limit or (0.0, _INFINITE)
+    if most != _INFINITE:
+        raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")
+    has_ropes = config.position_embedding_type == "rope"
+
+    def mixer(at: str, i: int) -> Mixer:
+        if config.layer_types[i] not in _RECURRENT:
+            return attention_of(config, at, scale=config.attention_multiplier, rope=0 if has_ropes else None)
+        return _mamba2(
+            f"{at}.mamba",
+            has_bias=bool(config.mamba_proj_bias),
+            has_taps_bias=bool(config.mamba_conv_bias),
+            num_heads=config.mamba_n_heads,
+            num_groups=config.mamba_n_groups,
+            key_width=config.mamba_d_state,
+            value_width=config.mamba_d_head,
+            num_taps=config.mamba_d_conv,
+            out_norm=rms(config, f"{at}.mamba.norm"),
+            least_step=least,
+        )
+
+    def layer(at: str, i: int) -> LayerPlan:
+        ups, down = halves_of(f"{at}.shared_mlp.input_linear"), linear(f"{at}.shared_mlp.output_linear")
+        return layer_of(config, at, mixer(at, i), mlp=mlp_of(config, at, ups=ups, down=down))
+
+    return decoder_of(
+        config,
+        layer,
+        ropes=(rope_of(config),) if has_ropes else (),
+        embedding_scale=config.embedding_multiplier,
+        residual_scale=config.residual_multiplier,
+        logit_scale=1 / config.logits_scaling,
+    )
+
+
+def _nemotron_h(config: Any) -> Plan:
+    """Nemotron-H without experts: layers of Mamba-2, of attention without positions, and of an MLP alone."""
+
+    def norm(name: str) -> NormPlan:
+        return NormPlan("rms", f"{name}.weight", config.layer_norm_epsilon)
+
+    def layer(at: str, i: int) -> LayerPlan:
+        kind, name, bias = config.layers_block_type[i], f"{at}.mixer", bool(config.use_bias)
+        if kind == "mlp":
+            ups, down = (linear(f"{name}.{one}_proj", bool(config.mlp_bias)) for one in ("up", "down"))
+            return LayerPlan(None, MlpPlan((ups,), down, activation_of(config)), mlp_norm=norm(f"{at}.norm"))
+        mixer: Mixer
+        if kind in _RECURRENT:
+            if config.mamba_hidden_act != "silu":
+                raise NotPlanned(f"its plan does not know mamba_hidden_act={config.mamba_hidden_act}")
+            mixer = _mamba2(
+                name,
+                has_bias=bias,
+                has_taps_bias=bool(config.use_conv_bias),
+                num_heads=config.mamba_num_heads,
+                num_groups=config.n_groups,
+                key_width=config.ssm_state_size,
+                value_width=config.mamba_head_dim,
+                num_taps=config.conv_kernel,
+                out_norm=norm(f"{name}.norm"),
+                least_step=config.time_step_min,
+            )
+        elif kind in ("attention", "full_attention"):
+            inputs, out = tuple(linear(f"{name}.{one}_proj") for one in "qkv"), linear(f"{name}.o_proj")
+            mixer = attention_of(config, at, inputs=inputs, out=out, rope=None)
+        else:
+            raise NotPlanned(f"its plan does not know layers of {kind}")
+        return LayerPlan(mixer, None, mixer_norm=norm(f"{at}.norm"))
+
+    return decoder_of(
+        config,
+        layer,
+        last_norm=norm("model.norm_f"),
+        ropes=(),
+        embedding="model.embeddings.weight",
+        head=MatrixPlan("lm_head.weight"),  # never tied
+    )
+
+
 FAMILIES: Families = {
     "qwen3_5_text": (
         _qwen3_5,
         "attention_bias linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
         "linear_num_value_heads partial_rotary_factor full_attention_interval",
+    ),
+    "granitemoehybrid": (
+        _granite_hybrid,
+        "attention_bias embedding_multiplier attention_multiplier residual_multiplier logits_scaling num_local_experts "
+        "num_experts_per_tok output_router_logits router_aux_loss_coef shared_intermediate_size "
+        "position_embedding_type mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand "
+        "mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit",
+    ),
+    "nemotron_h": (
+        _nemotron_h,
+        "layers_block_type mlp_hidden_act mlp_bias ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act "
+        "n_groups conv_kernel time_step_min use_conv_bias use_bias layer_norm_epsilon "
+        # what only experts, training and other code read
+        "attention_bias num_logits_to_keep use_mamba_kernels expand time_step_max time_step_limit time_step_floor "
+        "chunk_size mamba_proj_bias mamba_ssm_cache_dtype n_routed_experts output_router_logits n_shared_experts "
+        "moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size moe_shared_expert_overlap "
+        "num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob num_nextn_predict_layers "
+        "mtp_layers_block_type residual_in_fp32 hidden_dropout rescale_prenorm_residual",
     ),
     "lfm2": (
         _lfm2,

@@ -48,14 +48,11 @@ class Attention(Structure):
 
 
 class Recurrence(Structure):
-    """``recurrence.h``. A layer without it has no taps."""
-
     _fields_ = [
-        *(
-            (name, c_int64)
-            for name in ("num_heads", "num_groups", "key_width", "value_width", "num_taps", "conv_width")
-        ),
-        *((name, c_void_p) for name in ("taps", "conv_bias", "rates", "step_bias")),
+        *((name, c_int64) for name in ("kind", "num_heads", "num_groups", "key_width", "value_width")),
+        *((name, c_int64) for name in ("num_taps", "conv_width")),
+        *((name, c_void_p) for name in ("taps", "conv_bias", "rates", "step_bias", "skips")),
+        ("least_step", c_double),
         ("out_norm", Norm),
         *((name, c_int64) for name in ("ring", "states", "num_inputs")),
         ("inputs", Matrix * 4),
