@@ -1,13 +1,15 @@
 """Recurrent and convolutional layers in the native engine: a twin in float64; states that are never cropped; and what
 the loop generates with them.
 
-Source of the recurrence: ``torch_recurrent_gated_delta_rule`` of Transformers (models/qwen3_5), and Yang et al.
-2412.06464, equation 10.
+Source of the delta rule: ``torch_recurrent_gated_delta_rule`` of Transformers (models/qwen3_5), and Yang et al.
+2412.06464, equation 10. Mamba-2 is compared with Transformers' code in test_families.py.
 """
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+import gguf_models
+import outrider
 from native_cases import CASES, CONTEXT, VOCAB, random_model
 from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import ConstantSchedule
@@ -32,6 +36,7 @@ from outrider.sampling.rules import BLOCK, GUMBEL
 from toys import perturbed, request, run, tokens
 
 FAMILIES = ["qwen3_5_text", "granitemoehybrid", "lfm2"]
+_GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_logits.json").read_text())
 LENGTH = 230  # some rounds of the ring
 
 
@@ -251,3 +256,17 @@ def test_a_text_that_goes_on_reuses_the_states() -> None:
     assert cached == [0, 99, 122]
     shared = [request([*PROMPTS[2], 9], seed=i, max_new_tokens=9) for i in range(3)]
     assert _texts(engine, shared) == tokens(target, draft, shared, BLOCK, 3)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "lfm2"])
+def test_gguf_files(name: str, tmp_path: Path) -> None:
+    """The logits that llama.cpp gives for the same file (tests/golden/make_gguf_logits.py)."""
+    case, golden = gguf_models.CASES[name], torch.tensor(_GOLDEN[name])
+    file = gguf_models.write_case(tmp_path / "tiny.gguf", case, gguf_models.random_case(case))
+    target = outrider.load(file).target
+    assert target.execution.name == "native"
+    ids = torch.tensor([gguf_models.IDS])
+    cache = target.new_cache(1, ids.shape[1])
+    logits = target.forward(ids, torch.arange(ids.shape[1])[None], cache, cache.capacity)[0]
+    found = logits[list(gguf_models.PLACES)]
+    torch.testing.assert_close(found, golden, rtol=0.0, atol=1e-4 * float(golden.std()))
