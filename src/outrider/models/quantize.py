@@ -29,6 +29,7 @@ is calibrated. ``benchmarks/results/four_bits_fable.txt`` compares other choices
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
@@ -47,6 +48,7 @@ _EXTRAS = {
     "torchao": ("quantize", ("torchao",)),
     "compressed-tensors": ("quantize", ("compressed_tensors",)),
     "gguf": ("quantize", ("gguf",)),
+    "mlx": ("quantize", ()),
     "gptq": ("gptq", ("gptqmodel", "optimum")),
     "awq": ("gptq", ("gptqmodel",)),
 }
@@ -72,7 +74,12 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
 
     if quantization == "none":
         if method is not None:
-            if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
+            if method not in (
+                *AUTO_QUANTIZATION_CONFIG_MAPPING,
+                "bitsandbytes",
+                "gguf",
+                "mlx",
+            ):  # Transformers ignores these
                 raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
         return
     if quantization in ARITHMETICS:
@@ -91,18 +98,30 @@ def num_digits_of(spec: ModelSpec, quantization: str | None) -> int:
 def method_of(config: Any) -> str | None:
     """``quant_method`` of a checkpoint; None if it is not quantized."""
     own = own_quantization(config)
+    if mlx_settings(vars(config)) is not None:
+        return "mlx"
     if own is None:
         return None
     method = own.get("quant_method") if isinstance(own, dict) else own.quant_method
     return str(getattr(method, "value", method) or "bitsandbytes")  # early bitsandbytes checkpoints do not state it
 
 
+def mlx_settings(stated: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Settings of groups that a configuration states in MLX's way (mlx.py); None if it does not."""
+    for key in ("quantization", "quantization_config"):
+        found = stated.get(key)
+        if isinstance(found, Mapping) and "quant_method" not in found and {"group_size", "bits"} <= found.keys():
+            return found
+    return None
+
+
 def plain_config(config: Any) -> Any:
     """Copy of a configuration that states no quantization."""
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config(decoder=True)):
-        if getattr(part, "quantization_config", None) is not None:
-            del part.quantization_config
+        for field in ("quantization_config", "quantization"):  # the latter is MLX's
+            if getattr(part, field, None) is not None:
+                delattr(part, field)
     return plain
 
 

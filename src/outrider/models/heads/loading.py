@@ -18,6 +18,7 @@ from outrider.models.heads.base import Head, head_lm
 from outrider.models.heads.block import load_block
 from outrider.models.heads.chains import load_eagle3, load_mtp, mtp_prefix
 from outrider.models.kinds import INDEX, PICKLED, WHOLE, check_no_pickle, head_named
+from outrider.models.mlx import mlx_head
 from outrider.models.reading import held_file, reading
 from outrider.models.registry import ARITHMETICS, ModelSpec
 from outrider.runtime.lm import LM
@@ -79,7 +80,7 @@ def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dic
                 return gguf_head(spec, num_digits)
             return {}, gguf_mtp(file, spec.name, target.model.config, num_digits)
     stated, files = read_config(spec.location), find_tensors(spec.location, allow_pickle=allow_pickle)
-    return stated, read_tensors(spec.location, files)
+    return stated, mlx_head(stated, read_tensors(spec.location, files), spec.name, digits_beside(target))
 
 
 def digits_beside(target: LM) -> int | None:
