@@ -10,7 +10,7 @@ import torch
 from assistants import assistant_pair
 from block_heads import tiny_block_drafter
 from contract import check_no_look_ahead, check_state
-from heads import eagle3_drafter
+from heads import eagle3_drafter, mtp_pair
 from hybrids import V, hybrid, hybrid_lm
 from outrider.certify.exact import check_exactly
 from outrider.decoding.batch import Row
@@ -119,6 +119,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "peagle": _peagle,
     "assistant": lambda: assistant_pair(FEW),
     "assistant, centroids": lambda: assistant_pair(FEW, num_groups=2, min_prob=0.6),
+    "mtp": lambda: mtp_pair(tiny_llama(vocab_size=FEW), "qwen"),
     "ngram": lambda: (_target(), ngram_drafter()),
     "suffix": lambda: (_target(), _suffix([[3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 3]])),
     "head": _head,

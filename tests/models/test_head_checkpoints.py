@@ -17,7 +17,7 @@ from outrider import load
 from outrider.api import load_drafter
 from outrider.drafters import heads as head_module
 from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
-from outrider.models.heads.loading import is_head, load_head
+from outrider.models.heads.loading import is_head, load_head, load_mtp_of
 from outrider.models.registry import ModelSpec, Placement
 from outrider.runtime.lm import LM
 from pairs import random_llama, save
@@ -242,6 +242,31 @@ def test_mtp_of_qwen_computes_what_its_formula_says(tmp_path: Path) -> None:
         found = _logits(drafter.models[0], states[0], ids, anchor, 3)
         scale = float(torch.stack(expected).abs().max())
         assert torch.allclose(found, torch.stack(expected), rtol=0, atol=1e-5 * scale), anchor
+
+
+@pytest.mark.parametrize("size", [(16, 16), (1, 32)])
+def test_an_mtp_layer_in_eight_bits_is_widened(size: tuple[int, int], tmp_path: Path) -> None:
+    """As FP8 checkpoints of Qwen have it: e4m3, and a scale for each block of a matrix, the last one of which may be
+    smaller; or for each row. The target is widened by Transformers."""
+    target, _ = mtp_pair(hybrid("qwen3_5_text"), "qwen")
+    write_mtp(tmp_path, target.model, layout="qwen")
+    path, file = tmp_path / "model.safetensors", tmp_path / "config.json"
+    tensors, meant = load_file(path), dict[str, Tensor]()
+    for name in [name for name, value in tensors.items() if name.startswith("mtp.") and value.ndim == 2]:
+        weight = tensors[name]
+        scales = 0.01 + torch.rand([-(-one // step) for one, step in zip(weight.shape, size, strict=True)])
+        tensors[name] = weight.to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scales
+        rows, columns = (torch.arange(one) // step for one, step in zip(weight.shape, size, strict=True))
+        meant[name.removeprefix("mtp.")] = tensors[name].float() * scales[rows[:, None], columns]
+    save_file(tensors, path, metadata={"format": "pt"})
+    file.write_text(
+        json.dumps({**json.loads(file.read_text()), "quantization_config": {"weight_block_size": list(size)}})
+    )
+    target.model.config._name_or_path = str(tmp_path)
+    head = load_mtp_of(target)
+    for name, value in meant.items():
+        assert torch.equal(head.model.state_dict()[name], value.to(target.dtype)), name
 
 
 def _refusal(folder: Path, target: LM) -> str:

@@ -58,7 +58,8 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
         ModelNotFound
     """
     check_target(target)
-    stated, tensors = _checkpoint(spec, target, allow_pickle=allow_pickle)
+    with _building(spec.name):
+        stated, tensors = _checkpoint(spec, target, allow_pickle=allow_pickle)
     kind = kind_of_head(tensors.keys())
     if kind is None:
         thing = head_named(stated) or "a head"
@@ -80,7 +81,31 @@ def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dic
                 return gguf_head(spec, num_digits)
             return {}, gguf_mtp(file, spec.name, target.model.config, num_digits)
     stated, files = read_config(spec.location), find_tensors(spec.location, allow_pickle=allow_pickle)
-    return stated, mlx_head(stated, read_tensors(spec.location, files), spec.name, digits_beside(target))
+    tensors = without_fp8(read_tensors(spec.location, files), stated)
+    return stated, mlx_head(stated, tensors, spec.name, digits_beside(target))
+
+
+def without_fp8(tensors: Mapping[str, Tensor], stated: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Tensors of a checkpoint, those of eight bits widened to float32: times a scale for each block of a matrix, as
+    Transformers' ``FineGrainedFP8Config`` has them, or for each row or matrix (compressed-tensors).
+
+    Args:
+        stated: its config.json, which has the size of blocks.
+    """
+    found = dict(tensors)
+    sizes = (stated.get("quantization_config") or {}).get("weight_block_size") or (128, 128)
+    for name, scales in tensors.items():
+        layer, _, part = name.rpartition(".")
+        weight = tensors.get(f"{layer}.weight")
+        if part not in ("weight_scale_inv", "weight_scale") or weight is None or weight.dtype != torch.float8_e4m3fn:
+            continue
+        factors = scales.float()
+        if part == "weight_scale_inv" and factors.ndim == 2:
+            for dim, size in enumerate(sizes):
+                factors = factors.repeat_interleave(size, dim).narrow(dim, 0, weight.shape[dim])
+        found[f"{layer}.weight"] = weight.float() * factors
+        del found[name]
+    return found
 
 
 def digits_beside(target: LM) -> int | None:
@@ -116,7 +141,8 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
     else:
         files = find_tensors(location, allow_pickle=allow_pickle)
         prefix = mtp_prefix(files, target)
-        tensors = read_tensors(location, files, prefix)
+        with _building(name):
+            tensors = without_fp8(read_tensors(location, files, prefix), read_config(location))
     with _building(name):
         return head_lm(load_mtp(tensors, prefix, name, target), f"{target.name}:{MTP}", target)
 
