@@ -7,11 +7,13 @@ import torch
 from torch import Tensor
 
 from hybrids import hybrid, hybrid_lm
+from native_cases import CASES, CONTEXT, VOCAB, random_model
 from outrider.certify.divergence import explain
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError
+from outrider.models.executions import choose_execution
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
@@ -66,11 +68,15 @@ def test_a_place_that_is_not_judged_may_be_bad() -> None:
 
 
 @pytest.mark.parametrize("columns", [2, 128])
-@pytest.mark.parametrize("family", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "native llama", "native qwen3_5_text"])
 def test_the_position_is_that_of_the_loop(family: str, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither do later tokens of a forward spoil a place, nor is a place good that sees a bad token of the prompt."""
     monkeypatch.setattr(teacher_forcing, "_MOST_COLUMNS", columns)
-    lm = as_lm(tiny_llama(seed=1)) if family == "llama" else hybrid_lm(hybrid(family))
+    kind, is_native = family.removeprefix("native "), family.startswith("native")
+    lm = as_lm(tiny_llama(seed=1)) if kind == "llama" else hybrid_lm(hybrid(kind))
+    if is_native:
+        model = random_model(kind, next(iter(CASES[kind].values())))
+        lm = choose_execution(LM(model, name=kind, vocab_size=VOCAB, context_len=CONTEXT), "native")
     lm.model.get_input_embeddings().weight.data[5] = torch.nan
     text = (1, 2, 3, 4, 5, 2, 1, 7)
     for num_given, position in ((1, 5), (4, 5), (5, 5), (6, 6), (7, 7)):

@@ -108,6 +108,7 @@ class SlotCache:
         self.has_states = any(state.is_fed_again for state in states)
         self.is_recurrent = any(not state.width for state in states)
         self.is_ahead = False
+        self._broken: Tensor | None = None
 
     @cached_property
     def argument(self) -> Any:
@@ -257,8 +258,12 @@ class SlotCache:
         """Tokens of the last forward with a number that is not finite; None if it did not check. [B, T]"""
         sums, is_padding = self._plan.sums, self._plan.is_padding
         if not sums:
-            return None
+            return self._broken
         return ~torch.stack([one.to(is_padding.device) for one in sums]).sum(dim=0).isfinite() & ~is_padding
+
+    def note_broken(self, broken: Tensor | None) -> None:
+        """Note what ``find_broken`` tells of a native forward. [B, T]"""
+        self._broken = broken
 
     def _places(self, positions: Tensor) -> Tensor:
         """Indices into the flattened block [B * (L+1)]. [B * T]"""

@@ -307,6 +307,7 @@ class LM:
                 results = self.native(*given, num_logits=number, features=features, keeps_finite=keeps_finite)
             parts = () if results.features is None else results.features.chunk(len(features), dim=-1)
             has_broken = results.broken is not None and bool(results.broken.any())
+            cache.note_broken(results.broken if has_broken else None)
             logits = self._finished(results.logits, results.broken if has_broken else None, None)
             return logits, dict(zip(features, parts, strict=True))
         model: Any = self.model
