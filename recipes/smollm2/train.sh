@@ -34,6 +34,8 @@ train() { # NAME OPTIONS...
         --written-from "$folder/logs/chat-train-t1.jsonl" --written-from "$folder/logs/chat-train-t0.jsonl" \
         --written-from "$folder/logs/text-train-t1.jsonl" --steps "$steps" --learning-rate 1e-3 --patience 20 "$@"
 }
-train eagle3 --kind eagle3 --draft-vocab 6144 --depth 3
-train model --layers 1 --draft-vocab 6144
-train dflash --kind dflash --layers 2 --draft-vocab 6144 --depth 5
+train eagle3 --kind eagle3 --draft-vocab 4096 --depth 3
+train model --layers 1 --draft-vocab 4096
+mkdir -p "$folder/drafts/dflash/training"  # both heads read the same hidden states
+ln -sfn ../../eagle3/training/states "$folder/drafts/dflash/training/states"
+train dflash --kind dflash --layers 2 --draft-vocab 4096 --depth 5
