@@ -1,7 +1,7 @@
 """Checkpoints of MLX: matrices in groups, and names and numbers of its own, undone here.
 
 A quantized layer has words of 32 bits in ``weight`` [O, I * bits / 32], filled from the lowest bit on with integers of
-2 to 8 bits, and for each group of inputs one of ``scales`` [O, I / group]. By mode, a number is
+1 to 8 bits, and for each group of inputs one of ``scales`` [O, I / group]. By mode, a number is
 
 | mode | number | scale |
 |---|---|---|
@@ -39,7 +39,8 @@ from outrider.models.registry import ModelSpec
 
 _LOG = logging.getLogger(__name__)
 _MODES: dict[str, tuple[int, int] | None] = {"affine": None, "mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)}
-_E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_BITS = (1, 2, 3, 4, 5, 6, 8)
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _Q4_1, _Q5_1 = BLOCK_FORMS[3], BLOCK_FORMS[7]
 # Types of models whose weights are those of Transformers, but for what is undone here.
 _SHIFTED = ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next")  # norms are larger by 1
@@ -104,7 +105,8 @@ class MlxMatrix:
 
     def form(self) -> BlockForm | None:
         """Form of blocks that holds the matrix exactly; None if none does."""
-        if self.mode != "affine" or self.bits > 5 or self.words.ndim != 2 or self.biases is None:
+        size = self.width // self.scales.shape[-1]
+        if self.mode != "affine" or self.bits > 5 or self.words.ndim != 2 or self.biases is None or size % 32:
             return None
         is_exact = all(torch.equal(one.half().float(), one.float()) for one in (self.scales, self.biases))
         return (_Q4_1 if self.bits <= 4 else _Q5_1) if is_exact else None
@@ -131,7 +133,8 @@ def _powers(exponents: Tensor) -> Tensor:
 
 
 def _of_e2m1(codes: Tensor) -> Tensor:
-    return torch.cat((_E2M1, -_E2M1))[codes.long()]
+    values = torch.tensor(_E2M1)
+    return torch.cat((values, -values))[codes.long()]
 
 
 def _matrices(
@@ -155,7 +158,7 @@ def _matrices(
             own = settings.get(layer, settings)
             own = settings if not isinstance(own, Mapping) else own
             mode, bits, size = own.get("mode", "affine"), own.get("bits"), own.get("group_size")
-            if mode not in _MODES or not isinstance(bits, int) or not 2 <= bits <= 8 or bits == 7:
+            if mode not in _MODES or bits not in _BITS:
                 raise UnsupportedModel(
                     f"{name}: {layer} is in groups of the mode {mode} with {bits} bits: unknown here"
                 )
@@ -260,7 +263,7 @@ def _sources(
     is_shifted = config.model_type in _SHIFTED
     for name, source in _named(tensors_in(files_of(spec)), settings, spec.name, is_shifted=is_shifted).items():
         if name not in parameters:
-            if name.startswith(_OF_IMAGES):
+            if name.startswith(_OF_IMAGES):  # the model is that of text alone
                 continue
             raise UnsupportedModel(
                 f"{spec.name} has a weight {name}, for which {config.model_type} models have no place"

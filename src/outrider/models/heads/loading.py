@@ -135,7 +135,8 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
         from outrider.models.gguf.file import GgufFile
         from outrider.models.gguf.heads import gguf_mtp
 
-        tensors = gguf_mtp(GgufFile.open(Path(location)), name, model.config, digits_beside(target))
+        with _building(name):
+            tensors = gguf_mtp(GgufFile.open(Path(location)), name, model.config, digits_beside(target))
         if not tensors:
             raise UnsupportedModel(f"the file of {target.name} has no MTP layers: choose another draft")
     else:
