@@ -6,6 +6,7 @@ Sizes are no multiples of a vector's, and differ from one another, so that a mis
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 99
@@ -89,6 +90,21 @@ _CONVOLUTIONS = {
     "block_auto_adjust_ff_dim": False,
     "layer_types": ["conv", "full_attention", "conv"],
 }
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
+_SHARED = {"shared_expert_intermediate_size": 56}
+_GLM4 = {"head_dim": 16, "n_routed_experts": 6, "routed_scaling_factor": 1.7, "first_k_dense_replace": 1}
+
+_ERNIE = {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
+_LFM2_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_dense_layers": 1}
+_GPT_OSS = {"head_dim": 10, "num_local_experts": 5, "num_experts_per_tok": 2} | _MIXED
+_GEMMA4 = {
+    "head_dim": 14,
+    "global_head_dim": 24,
+    "vocab_size_per_layer_input": VOCAB,
+    "hidden_size_per_layer_input": 28,
+    "sliding_window": 6,
+} | _layers("sliding", "full", "full")
+_SHARING = _layers("sliding", "full", "sliding", "full", "full")
 
 # By family: what differs from the sizes, and from the defaults of the configuration.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
@@ -220,6 +236,117 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "an MLP of its own, untied": {"n_inner": 72, "activation_function": "gelu"} | _UNTIED,
         "unscaled scores": {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "layer_norm_epsilon": 0.1},
     },
+    "olmo3": {
+        "plain": {"sliding_window": 7} | _MIXED,
+        "two ropes, biases": {"sliding_window": 7, "attention_bias": True, "layer_types": None} | _TIED | _TWO_ROPES,
+    },
+    "exaone4": {
+        "plain": {"sliding_window": 7, "sliding_window_pattern": 2},
+        "no windows": {"sliding_window": None} | _layers("full", "full", "full") | _WIDE | _TIED,
+    },
+    "ernie4_5": {"plain": {"head_dim": 12}, "biases": {"use_bias": True, "head_dim": 16} | _UNTIED},
+    "cohere2": {
+        "plain": {"sliding_window": 7, "logit_scale": 0.5} | _MIXED,
+        "biases": {"attention_bias": True, "layer_norm_eps": 0.1, "sliding_window": 9} | _UNTIED,
+    },
+    "ministral3": {
+        "plain": {"head_dim": 14} | _rope(_YARN, llama_4_scaling_beta=0.4),
+        "a window": {"head_dim": 12, "sliding_window": 7} | _TIED | _rope(_YARN, llama_4_scaling_beta=0.1),
+    },
+    "olmoe": {
+        "plain": {"num_experts": 5, "num_experts_per_tok": 2},
+        "normalized, biases": {
+            "num_experts": 4,
+            "num_experts_per_tok": 3,
+            "norm_topk_prob": True,
+            "attention_bias": True,
+        },
+    },
+    "ernie4_5_moe": {
+        "plain": _ERNIE,
+        "biases, some layers": _ERNIE | {"use_bias": True, "moe_layer_interval": 2, "moe_num_shared_experts": 0},
+        "first layers": _ERNIE | {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_norm_min": 1e-9},
+    },
+    "qwen3_moe": {
+        "plain": _EXPERTS | {"norm_topk_prob": True},
+        "dense layers": _EXPERTS | {"mlp_only_layers": [0], "num_experts_per_tok": 1, "attention_bias": True},
+        "every second": _EXPERTS | {"decoder_sparse_step": 2, "hidden_act": "gelu", "num_local_experts": 3},
+        "a window": _EXPERTS | {"use_sliding_window": True, "sliding_window": 7} | _TIED,
+    },
+    "qwen2_moe": {
+        "plain": _EXPERTS | _SHARED,
+        "no biases": _EXPERTS | _SHARED | {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [1]},
+        "windows": _EXPERTS | _SHARED | {"use_sliding_window": True, "sliding_window": 7, "decoder_sparse_step": 2},
+    },
+    "mixtral": {
+        "plain": {"num_local_experts": 5},
+        "a window": {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 7} | _WIDE | _TIED,
+        "of published files": {"router_jitter_noise": 0.1, "router_aux_loss_coef": 0.02},
+    },
+    "granitemoe": {
+        "plain": {"num_local_experts": 5, "attention_multiplier": 0.4},
+        "multipliers": {
+            "embedding_multiplier": 3.0,
+            "attention_multiplier": 0.2,
+            "residual_multiplier": 0.3,
+            "logits_scaling": 2.5,
+            "attention_bias": True,
+            "num_experts_per_tok": 1,
+        },
+    },
+    "glm4_moe": {
+        "plain": _EXPERTS | _GLM4,
+        "dense layers, biases": _EXPERTS
+        | _GLM4
+        | {"first_k_dense_replace": 2, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2},
+        "unnormalized": _EXPERTS | _GLM4 | {"norm_topk_prob": False, "head_dim": 24},
+    },
+    "qwen3_5_moe_text": {
+        "plain": _RECURRENT | _EXPERTS | _SHARED,
+        "tied, biases": _RECURRENT
+        | _EXPERTS
+        | _SHARED
+        | {"attention_bias": True, "num_experts_per_tok": 1, "linear_conv_kernel_dim": 3}
+        | _TIED,
+    },
+    "lfm2_moe": {
+        "plain": _CONVOLUTIONS | _LFM2_MOE,
+        "no correction, biases": _CONVOLUTIONS
+        | _LFM2_MOE
+        | {
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "conv_bias": True,
+            "routed_scaling_factor": 1.7,
+            "norm_eps": 0.1,
+            "conv_L_cache": 4,
+        }
+        | _UNTIED,
+    },
+    "gpt_oss": {
+        "plain": _GPT_OSS | {"sliding_window": 7},
+        "a long window, yarn": _GPT_OSS | {"sliding_window": 260, "attention_bias": False} | _rope(_YARN_OF_ITS_OWN),
+        "a low limit": _GPT_OSS | {"swiglu_limit": 0.5, "swiglu_alpha": 1.1, "layer_types": None} | _TIED,
+    },
+    "gemma4_text": {
+        "plain": _GEMMA4,
+        "no embeddings for layers": _GEMMA4 | {"hidden_size_per_layer_input": 0, "final_logit_softcapping": 2.0},
+        "shared keys": _GEMMA4
+        | {"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "num_hidden_layers": 5}
+        | _SHARING,
+        "keys that are values": _GEMMA4
+        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True}
+        | _UNTIED,
+        "experts": _GEMMA4
+        | {
+            "enable_moe_block": True,
+            "num_experts": 5,
+            "moe_intermediate_size": 24,
+            "top_k_experts": 2,
+            "hidden_activation": "silu",
+        },
+        "of published files": _GEMMA4 | {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 120},
+    },
 }
 ALL = [(family, name) for family, cases in CASES.items() for name in cases]
 
@@ -241,10 +368,14 @@ def random_model(family: str, fields: dict[str, Any], seed: int = 0, **sizes: An
     # Eager: "sdpa" leaves caps out.
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     generator = torch.Generator().manual_seed(seed)
-    for parameter in model.eval().requires_grad_(False).parameters():
+    buffers = [one for one in model.state_dict(keep_vars=True).values() if not isinstance(one, nn.Parameter)]
+    for parameter in (*model.eval().requires_grad_(False).parameters(), *buffers):
         drawn = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim == 1:
             parameter.add_(0.2 * drawn)  # norms around what they begin with
         else:
             parameter.copy_(0.7 * drawn / parameter.shape[-1] ** 0.5)
+    for name, parameter in model.named_parameters():
+        if family == "gemma4_text" and name.endswith("q_norm.weight"):
+            parameter.mul_(0.1)  # scores are not scaled: with large ones, a last bit of a number counts
     return model

@@ -11,6 +11,7 @@ from ggml_blocks import block_bytes, numbers_of
 from native_cases import random_model
 from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.models.cpu_weights import expert_layouts
 
 _GGUF = {form.name: form for form in BLOCK_FORMS.values()}
 _GROUPS = {form.name: form for form in GROUP_FORMS.values() if form.name not in _GGUF}
@@ -52,20 +53,25 @@ def model_in(
     stated: dict[str, Any] | None = None,
     **fields: Any,
 ) -> PreTrainedModel:
-    """A model with all matrices in a form, those of embeddings too; or those whose names end in the given keys.
+    """A model with all matrices in a form, those of embeddings and experts too; or those whose names end so.
 
     Args:
         stated, fields: of the configuration.
     """
     model = random_model(family, (stated or {}) | fields, **_SIZES)
-    forms = {"weight": form} if isinstance(form, str) else {f"{name}.weight": one for name, one in form.items()}
+    forms = form if isinstance(form, dict) else {"": form}
+    layouts = expert_layouts(model)
     made: dict[int, nn.Parameter] = {}
     for seed, (name, weight) in enumerate([*model.named_parameters(remove_duplicate=False)]):
-        found = next((one for end, one in forms.items() if name.endswith(end)), None)
-        if weight.ndim != 2 or found is None:
+        found = next((one for end, one in forms.items() if name.removesuffix(".weight").endswith(end)), None)
+        if weight.ndim != 2 and name not in layouts or found is None:
             continue
         if id(weight) not in made:  # a tied head once
-            stored = stored_matrix(weight.detach(), found, num_digits, seed)
+            layout = layouts.get(name)
+            rows = weight.detach() if layout is None else layout.rows(weight.detach())
+            stored = stored_matrix(rows, found, num_digits, seed)
+            if isinstance(stored, NarrowWeight):
+                stored = NarrowWeight(stored.stored, torch.float32, stored.scale, stored.blocks, experts=layout)
             made[id(weight)] = nn.Parameter(stored, requires_grad=False)
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, made[id(weight)])

@@ -29,19 +29,21 @@ class Toy {
       const bool is_second = &layer == &layers_[1];
       const Norm none{}, of_heads = is_second ? norm(D) : none, of_keys = is_second ? norm(D) : none;
       Attention& attention = layer.attention;
-      layer = {norm(H), none, norm(H), none, {}, {}};
-      attention = {heads, groups, D, 0, is_second ? 2 : 0, 0, {is_second ? window : 0, -1, 0}, 1 / std::sqrt(double(D)), 0};
+      layer = {norm(H), none, norm(H), none, none};
+      layer.scale = 1;
+      attention = {heads, groups, D, 0, is_second ? 2 : 0};
+      attention.reach = {is_second ? window : 0, -1, 0}, attention.scale = 1 / std::sqrt(double(D));
       attention.query_norm = of_heads, attention.key_norm = of_keys, attention.num_inputs = 3;
       attention.inputs[0] = matrix(heads * D, H);
       for (int i : {1, 2}) attention.inputs[i] = matrix(groups * D, H);
-      attention.out = matrix(H, heads * D), layer.mlp = {2, 0}, layer.mlp.down = matrix(H, wide);
+      attention.out = matrix(H, heads * D), layer.mlp = {2, {}}, layer.mlp.down = matrix(H, wide);
       for (Matrix& up : layer.mlp.ups) up = matrix(wide, H);
     }
     std::vector<float> frequencies(D / 2);
     for (int64_t i = 0; i < D / 2; i++) frequencies[i] = std::pow(10000.0, -2.0 * i / D);
     rope_ = {D, 0, 1.0, keep(frequencies)};
     const int64_t num_digits = form == 14 ? 2 : form == 2 ? 1 : 0;
-    model = {NUM_LAYERS, H, 1, num_digits, 1, 1, 1, 0, matrix(V, H), matrix(V, H), nullptr, 0, norm(H), {}, &rope_, layers_};
+    model = {NUM_LAYERS, H, 1, num_digits, 1, 1, 1, 0, matrix(V, H), matrix(V, H), nullptr, 0, norm(H), {}, {}, &rope_, layers_};
   }
   Toy(const Toy&) = delete;
 
@@ -123,7 +125,7 @@ Results run(const Model& m, const Tokens& tokens, int64_t bits, int64_t step, in
       }
     }
     std::vector<float> logits(NUM_ROWS * step * V, NAN);
-    const Batch batch{NUM_ROWS, step, ids.data(), places.data(), nullptr, OFFSETS, stores.data(), bits, row_places, step,
+    const Batch batch{NUM_ROWS, step, ids.data(), places.data(), nullptr, OFFSETS, stores.data(), nullptr, 0, 0, bits, row_places, step,
                       logits.data(), 0, nullptr, nullptr, nullptr};
     compare(outrider_forward(&m, &batch, num_threads), 1.0, 0.0, "ids and places that are there");
     for (int64_t row = 0; row < NUM_ROWS; row++) {

@@ -40,7 +40,7 @@ def _write(file: Path, kind: str, form_of: Any) -> Path:
     add = gguf.GGUFWriter.add_tensor
 
     def add_in_blocks(writer: gguf.GGUFWriter, name: str, numbers: Any) -> None:
-        form = form_of(name) if numbers.ndim == 2 else None
+        form = form_of(name) if numbers.ndim > 1 and "gate_inp" not in name else None
         if form is None:
             add(writer, name, numbers)
             return
@@ -48,12 +48,19 @@ def _write(file: Path, kind: str, form_of: Any) -> Path:
         if form in ("Q4_0", "Q8_0"):
             blocks = gguf.quants.quantize(numbers, of_form)
         else:
-            blocks = block_bytes(numbers.shape, form, sum(name.encode()))
+            rows = block_bytes((numbers[..., 0].size, numbers.shape[-1]), form, sum(name.encode()))
+            blocks = rows.reshape(*numbers.shape[:-1], -1)
         add(writer, name, blocks, raw_dtype=of_form)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_tensor", add_in_blocks)
-        return write_case(file, Case("gemma3_text" if kind == "gemma3" else kind, kind, _FIELDS, keys))
+        fields = _FIELDS
+        if kind == "qwen3moe":
+            fields = fields | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+            keys["expert_feed_forward_length"] = 256
+        return write_case(
+            file, Case({"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}.get(kind, kind), kind, fields, keys)
+        )
 
 
 def _of_k_quants(name: str) -> str:
@@ -72,6 +79,7 @@ _FILES = {"Q8_0": lambda _: "Q8_0", "Q4_0": lambda _: "Q4_0", "Q4_K_M": _of_k_qu
         ("llama", "Q4_K_M"),
         ("qwen2", "Q4_K_M"),
         ("qwen3", "Q4_0"),
+        ("qwen3moe", "Q4_K_M"),
         ("gemma2", "Q8_0"),
         ("gemma3", "Q8_0"),
     ],

@@ -69,7 +69,7 @@ def test_notes_hold_what_the_engine_needs(family: str, name: str) -> None:
     model = random_model(family, CASES[family][name])
     notes = pickle.loads(pickle.dumps(notes_about(model, None)))
     stand_in = notes.stand_in(lambda: model)
-    stand_in.fill({name: model.get_parameter(name).detach() for name in notes.shapes})
+    stand_in.fill({name: model.state_dict()[name] for name in notes.shapes})
     assert torch.equal(_logits(NativeForward(stand_in)), _logits(NativeForward(model)))
 
 

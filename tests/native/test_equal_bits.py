@@ -25,6 +25,9 @@ _WHOLE_BLOCKS = CASES["qwen3_5_text"]["plain"] | {"linear_value_head_dim": 24, "
 _MIXED = {"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}
 
 
+_EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
+
+
 def _of(family: str, name: str) -> Callable[[], PreTrainedModel]:
     return lambda: random_model(family, CASES[family][name])
 
@@ -38,8 +41,12 @@ _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3_5_text, float32": _of("qwen3_5_text", "wide values"),
     "qwen3_5_text, blocks and 8 bits": lambda: model_in(_IN_BLOCKS, 1, "qwen3_5_text", _WHOLE_BLOCKS),
     "lfm2, float32": _of("lfm2", "biases, untied"),
+    "qwen2_moe, float32": _of("qwen2_moe", "plain"),
+    "gpt_oss, float32": _of("gpt_oss", "plain"),
+    "gemma4, float32": _of("gemma4_text", "shared keys"),
     "llama, bfloat16": lambda: model_in("bfloat16"),
     "llama, int8": lambda: model_in("int8"),
+    "qwen3_moe, blocks and 8 bits": lambda: model_in(_MIXED | {"gate_up_proj": "Q4_K"}, 1, "qwen3_moe", **_EXPERTS),
     "llama, blocks": lambda: model_in(_MIXED, 0),
     "llama, blocks and 8 bits": lambda: model_in(_MIXED, 1),
     "llama, blocks and 15 bits": lambda: model_in(_MIXED, 2),

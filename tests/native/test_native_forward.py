@@ -24,7 +24,10 @@ from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
 
 _BROKEN = [("qwen3_5_text", "plain", 1e-3), ("lfm2", "biases, untied", 1e-5)]
-_KINDS = [("llama", "biases, tied"), ("gemma2", "low caps"), ("gpt2", "plain")]
+_KINDS = [
+    *(("llama", "biases, tied"), ("gemma2", "low caps"), ("gpt2", "plain")),
+    *(("qwen2_moe", "plain"), ("gpt_oss", "plain"), ("gemma4_text", "shared keys")),
+]
 
 
 def _lm(model: PreTrainedModel, *, is_native: bool = False) -> LM:
@@ -212,7 +215,7 @@ _Q = "model.layers.1.self_attn.q_proj"
 _REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
     "a parameter more": (lambda model: model.model.register_parameter("more", _parameter(torch.ones(3))), "model.more"),
     "a parameter less": (lambda model: setattr(model.config, "attention_bias", True), "it has no .*q_proj.bias"),
-    "columns in another order": (_with_order, "down_proj.weight has columns in another order"),
+    "columns in another order": (_with_order, "down_proj.weight has rows or columns in another order"),
     "a wrapped layer": (_replace(_Q, _Wrapped), f"it has no {_Q}.weight"),
     "another kind of tensor": (
         _replace(f"{_Q}.weight", lambda weight: _parameter(weight.detach().as_subclass(_Subclass))),

@@ -33,12 +33,13 @@ def _logits(native: NativeForward) -> Tensor:
 def _twin(model: PreTrainedModel, num_digits: int = 0) -> Tensor:
     """Logits of the model of the widened numbers, float32, with the inputs of products with blocks rounded."""
     wide = copy.deepcopy(model)
-    for module in wide.modules():
-        weight = getattr(module, "weight", None)
-        if not isinstance(weight, NarrowWeight):
-            continue
-        module.weight = nn.Parameter(weight.wide(), requires_grad=False)
-        if isinstance(module, nn.Linear) and weight.blocks is not None and num_digits:
+    for module, original in zip(wide.modules(), model.modules(), strict=True):
+        for name, one in list(module.named_parameters(recurse=False)):
+            if isinstance(one, NarrowWeight):
+                setattr(module, name, nn.Parameter(one.wide(), requires_grad=False))
+        weight = getattr(original, "weight", None)
+        is_in_blocks = isinstance(weight, NarrowWeight) and weight.blocks is not None
+        if isinstance(module, nn.Linear) and is_in_blocks and num_digits:
 
             def hook(_: Any, given: tuple[Tensor, ...]) -> Tensor:
                 return rounded(*given, num_digits)
@@ -104,6 +105,33 @@ def test_forms_that_are_mixed() -> None:
         model = model_in(forms | {"embed_tokens": "Q4_0", "lm_head": "int8"}, num_digits, **fields)
         largest, _ = _errors(_logits(NativeForward(model)), _twin(model, num_digits))
         assert largest <= most
+
+
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("form", ["float32, kept", "bfloat16", "Q4_K", "Q8_0"])
+def test_experts(form: str) -> None:
+    model = model_in({"gate_up_proj": form, "down_proj": form}, family="qwen3_moe", **_EXPERTS)
+    kept = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
+    assert len(kept) == 4 and all(one.shape[0] == 3 for one in kept)
+    largest, usual = _errors(_logits(NativeForward(model)), _twin(model))
+    assert largest <= 2e-4 and usual <= 3e-6
+
+
+def test_experts_that_alternate() -> None:
+    """GPT-OSS's gate and up alternate in transposed matrices, of which their rows are kept part by part."""
+    fields = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
+    model = model_in({"gate_up_proj": "Q4_K", "down_proj": "bfloat16"}, family="gpt_oss", **fields)
+    largest, usual = _errors(_logits(NativeForward(model)), _twin(model))
+    assert largest <= 2e-4 and usual <= 3e-6
+
+
+def test_experts_without_whole_vectors_are_refused() -> None:
+    fields = _EXPERTS | {"moe_intermediate_size": 72}
+    model = model_in({"gate_up_proj": "Q8_0"}, family="qwen3_moe", **fields)
+    with pytest.raises(NotPlanned, match="parts of 72 rows, no multiple of 16"):
+        NativeForward(model)
 
 
 def test_several_arithmetics_are_refused() -> None:

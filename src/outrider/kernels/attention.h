@@ -140,10 +140,11 @@ struct Part {
   }
 };
 
-// Result of a query over all parts, each with `num_kept` numbers apart.
-INLINE void combine(const float* parts, int64_t num_parts, int64_t apart, int64_t width, float* to) {
-  float largest = -__builtin_inff(), total = 0.0f;
+// Result of a query over all parts, `apart` numbers from one to the next, and a place without a value if there is a sink.
+INLINE void combine(const float* parts, int64_t num_parts, int64_t apart, int64_t width, const float* sink, float* to) {
+  float largest = sink == nullptr ? -__builtin_inff() : *sink, total = 0.0f;
   for (int64_t p = 0; p < num_parts; p++) largest = std::max(largest, parts[p * apart + width]);
+  if (sink != nullptr) total = exponential(Floats{} + (*sink - largest))[0];
   std::fill(to, to + width, 0.0f);
   for (int64_t p = 0; p < num_parts; p++) {
     const float* part = parts + p * apart;

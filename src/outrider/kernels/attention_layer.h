@@ -28,7 +28,7 @@ struct AttentionLayer : Worker {
 
   // Norms and turns queries and keys; stores keys and values.
   void place() const {
-    const int64_t H = a.num_heads, G = a.num_groups, D = a.head_width, inputs_width = a.inputs_width();
+    const int64_t H = a.num_heads, G = a.is_shared ? 0 : a.num_groups, D = a.head_width, inputs_width = a.inputs_width();
     if (a.norms_whole_rows) {
       for (int64_t t = me; t < b.number; t += n) {
         float* q = &b.inputs[t * inputs_width];
@@ -41,9 +41,15 @@ struct AttentionLayer : Worker {
       const int64_t t = i / (H + G), h = i % (H + G);
       const Token& token = b.tokens[t];
       float* x = &b.inputs[t * inputs_width + (h < H ? a.query_at(h) : a.key_at(h - H))];
+      if (h >= H && a.values_are_keys) std::copy_n(x, D, x + G * D);
       if (!a.norms_whole_rows) (h < H ? a.query_norm : a.key_norm).apply(x, D, x);
       if (a.rope >= 0) turn(x, m.ropes[a.rope], b.turns_of(t, a.rope));
+      if (h < H && a.growth != 0.0) {
+        const float factor = 1.0f + static_cast<float>(a.growth) * std::log1p(std::floor(token.position / a.growth_span));
+        for (int64_t i = 0; i < D; i++) x[i] *= factor;
+      }
       if (h < H) continue;
+      a.value_norm.apply(x + G * D, D, x + G * D);
       const int64_t at = ((token.row * b.batch.row_places + token.place) * G + h - H) * D;
       store_finite(x, D, static_cast<Number*>(b.batch.stores[a.store]) + at, token);
       store_finite(x + G * D, D, static_cast<Number*>(b.batch.stores[a.store + 1]) + at, token);
@@ -105,7 +111,8 @@ struct AttentionLayer : Worker {
       const float* parts = &b.kept[(i * MOST_QUERIES + q) * kept_width];
       const int64_t t = (task.first + q) / shared, head = task.head(q, shared), D = a.head_width;
       float* to = &b.attended[t * a.q_width() + head * D];
-      combine(parts, task.num_parts, MOST_QUERIES * kept_width, D, to);
+      const float* sink = a.sinks == nullptr ? nullptr : a.sinks + head;
+      combine(parts, task.num_parts, MOST_QUERIES * kept_width, D, sink, to);
       if (!a.is_gated) continue;
       const float* gate = &b.inputs[t * a.inputs_width() + a.query_at(head) + D];
       each(to, D, [=](int64_t i, Floats values) { return values * logistic(load_to(gate, i, D)); });

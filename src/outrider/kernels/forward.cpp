@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include "attention_layer.h"
+#include "experts.h"
 #include "mlp.h"
 #include "recurrence_layer.h"
 
@@ -16,6 +17,7 @@ struct Forward : Worker {
   void run() const {
     for (int64_t t = me; t < b.number; t += n) embed(t);
     if (m.joint.is_there) join();
+    if (m.sides.width) embed_sides();
     for (int64_t l = 0; l < m.num_layers; l++) {
       const Layer& layer = m.layers[l];
       keep_features(l);
@@ -29,10 +31,20 @@ struct Forward : Worker {
         RecurrenceLayer{*this, layer.recurrence}.run();
         add(layer.mixer_post_norm);
       }
-      if (layer.mlp.num_ups) {
-        norm_and_round(layer.mlp_norm);
-        MlpLayer{*this, layer.mlp}.run();
-        add(layer.mlp_post_norm);
+      if (layer.mlp.num_ups || layer.experts.number) {
+        if (layer.is_parallel) {
+          round(b.normed, m.hidden);
+        } else {
+          norm_and_round(layer.mlp_norm);
+        }
+        if (layer.mlp.num_ups) MlpLayer{*this, layer.mlp}.run();
+        if (layer.experts.number) ExpertsLayer{*this, layer.experts}.run(layer.mlp.num_ups != 0);
+        add(layer.mlp_post_norm, layer.side.num_ups ? 1.0f : layer.scale);
+      }
+      if (layer.side.num_ups) {
+        norm_and_round(Norm{});
+        MlpLayer{*this, layer.side, &b.sides[l * m.sides.width], m.num_layers * m.sides.width}.run();
+        add(layer.side_post_norm, layer.scale);
       }
     }
     keep_features(m.num_layers);
@@ -75,6 +87,26 @@ struct Forward : Worker {
     wait();
     if (m.joint.matrix.data == nullptr) return;
     product(of(b.normed, 2 * H, b.number), m.joint.matrix, b.x.get(), H);
+    wait();
+  }
+
+  void embed_sides() const {
+    const Sides& sides = m.sides;
+    const int64_t width = m.num_layers * sides.width;
+    const float scale = sides.scale, embedding_scale = sides.embedding_scale, projection_scale = sides.projection_scale;
+    norm_and_round(Norm{});
+    product(of(b.normed, m.hidden, b.number), sides.projection, b.sides.get(), width);
+    wait();
+    const Buffer embedded = buffer(width);
+    for (int64_t t = me; t < b.number; t += n) {
+      float* row = &b.sides[t * width];
+      widen_row(sides.embedding, b.tokens[t].id, embedded.get());
+      for (int64_t i = 0; i < width; i++) row[i] *= projection_scale;
+      for (int64_t l = 0; l < m.num_layers; l++) {
+        sides.norm.apply(row + l * sides.width, sides.width, row + l * sides.width);
+      }
+      for (int64_t i = 0; i < width; i++) row[i] = (row[i] + embedded[i] * embedding_scale) * scale;
+    }
     wait();
   }
 
@@ -139,7 +171,9 @@ bool outrider_forward(const Model* model, const Batch* batch, int64_t num_thread
       if (num_features) std::fill_n(batch->features + i * num_features, num_features, 0.0f);
       continue;
     }
-    if (batch->ids[i] < 0 || batch->ids[i] >= model->embedding.num_channels || place >= batch->row_places - 1) return false;
+    const int64_t vocab_size = model->sides.width ? std::min(model->embedding.num_channels, model->sides.embedding.num_channels)
+                                                  : model->embedding.num_channels;
+    if (batch->ids[i] < 0 || batch->ids[i] >= vocab_size || place >= batch->row_places - 1) return false;
     const int64_t position = place + (batch->offsets == nullptr ? 0 : batch->offsets[row]);
     if (model->place_embedding != nullptr && (position < 0 || position >= model->num_places)) return false;
     tokens.push_back({batch->ids[i], row, place, position, i, place, place, logits});

@@ -1,6 +1,7 @@
 // Functions of vectors of float32: exponentials, activations, norms. The order of each sum is fixed.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <initializer_list>
 
@@ -39,14 +40,14 @@ INLINE Floats tangent(Floats x) {  // hyperbolic; its error is below 2^-23, also
   return with_sign_of((1.0f - twice) / (1.0f + twice), x);
 }
 
-INLINE Floats silu(Floats x) {
-  const Floats inverse = exponential(-size_of(x));
-  return x * chosen(x < 0.0f, inverse, all_lanes(1.0f)) / (1.0f + inverse);
-}
-
 INLINE Floats logistic(Floats x) {
   const Floats inverse = exponential(-size_of(x));
   return chosen(x < 0.0f, inverse, all_lanes(1.0f)) / (1.0f + inverse);
+}
+
+INLINE Floats silu(Floats x) {
+  const Floats inverse = exponential(-size_of(x));
+  return x * chosen(x < 0.0f, inverse, all_lanes(1.0f)) / (1.0f + inverse);
 }
 
 INLINE Floats gelu_tanh(Floats x) {
@@ -92,6 +93,14 @@ INLINE float sum_over(int64_t number, Term term) {
   for (; i < number; i += LANES) sums[0] = term(i, sums[0]);
   sums[0] += sums[1];
   return across<1>(sums)[0];
+}
+
+// Makes probabilities of numbers.
+INLINE void softmax(float* x, int64_t number) {
+  const float largest = *std::max_element(x, x + number);
+  each(x, number, [=](int64_t, Floats values) { return exponential(values - largest); });
+  const float total = sum_over(number, [=](int64_t i, Floats sum) { return sum + load_to(x, i, number); });
+  each(x, number, [=](int64_t, Floats values) { return values / total; });
 }
 
 }  // namespace

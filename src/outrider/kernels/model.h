@@ -24,11 +24,15 @@ struct Attention {
   int64_t num_heads, num_groups, head_width;
   int64_t rope;              // its number; -1 for none
   int64_t store;             // number of its keys; its values are the next
+  int64_t is_shared;         // whether keys and values are those of an earlier layer
+  int64_t values_are_keys;   // without norm and rope
   int64_t norms_whole_rows;  // query_norm and key_norm: of all heads together
   Reach reach;
-  double scale, cap;  // cap 0: none
-  Norm query_norm, key_norm;
-  int64_t is_gated;  // the gate of a head's output follows its query
+  double scale, cap;           // cap 0: none
+  double growth, growth_span;  // queries are multiplied by 1 + growth * log(1 + floor(position / growth_span))
+  Norm query_norm, key_norm, value_norm;
+  const float* sinks;  // scores of a place without a value, of each head; or null
+  int64_t is_gated;    // the gate of a head's output follows its query
   int64_t num_inputs;
   Matrix inputs[3];  // queries, keys and values, one after the other
   Matrix out;
@@ -36,7 +40,7 @@ struct Attention {
   int64_t q_width() const { return num_heads * head_width; }
   int64_t query_at(int64_t head) const { return head * head_width * (is_gated ? 2 : 1); }
   int64_t key_at(int64_t group) const { return query_at(num_heads) + group * head_width; }
-  int64_t inputs_width() const { return key_at(2 * num_groups); }
+  int64_t inputs_width() const { return key_at(is_shared ? 0 : 2 * num_groups); }
 };
 
 // Recurrence, or convolution (recurrence.h).
@@ -74,18 +78,66 @@ struct Recurrence {
   int64_t query_at(int64_t group) const { return kind == MAMBA2 ? key_at(num_groups + group) : group * key_width; }
 };
 
-struct Mlp {
-  int64_t num_ups, activation;
-  Matrix ups[2];  // of the gate, if there is one, and of what it multiplies
-  Matrix down;
+// What becomes of the products of an MLP's first matrices.
+struct Gating {
+  int64_t activation;
+  double slope, limit;  // limit 0: none. Else gate * logistic(slope * gate) * (up + 1), both within the limit
 };
 
-// A mixer of tokens, then an MLP; what it has not has no heads, no taps, and no ups.
+struct Mlp {
+  int64_t num_ups;
+  Gating gating;
+  Matrix ups[2];  // of the gate, if there is one, and of what it multiplies
+  Matrix down;
+  Norm post_norm;
+  Matrix scale;  // gives the number whose logistic function multiplies the output; no data: none
+};
+
+// Matrices of all experts, one after the other.
+struct ExpertMatrices {
+  Matrix first;
+  int64_t rows_apart, bytes_apart;  // from one to the next
+
+  Matrix of(int64_t expert) const {
+    Matrix matrix = first;
+    matrix.data = static_cast<const uint8_t*>(first.data) + expert * bytes_apart;
+    if (first.scales != nullptr) matrix.scales += expert * rows_apart;
+    if (first.bias != nullptr) matrix.bias += expert * rows_apart;
+    return matrix;
+  }
+};
+
+struct Experts {
+  int64_t number, num_chosen;            // for each token
+  int64_t is_sigmoid, is_normalized;     // scores are not of a softmax; weights are divided by their sum
+  double added, scale;                   // to this sum; of weights
+  Norm router_norm, norm, post_norm;     // of the rows, unless they are the MLP's, and of the output
+  Matrix router;
+  const float *correction, *scales;      // of scores, for the choice alone; and of weights [number]; or null
+  int64_t num_ups;
+  Gating gating;
+  ExpertMatrices ups[2], down;
+};
+
+// A mixer of tokens, then an MLP, experts or both; what a layer has not has no heads, no taps, no ups, and no number.
 struct Layer {
-  Norm mixer_norm, mixer_post_norm, mlp_norm, mlp_post_norm;
+  Norm mixer_norm, mixer_post_norm, mlp_norm, mlp_post_norm, side_post_norm;
   Attention attention;
   Recurrence recurrence;
   Mlp mlp;
+  Experts experts;
+  Mlp side;             // of the stream; what its gate multiplies is the layer's part of the model's sides
+  double scale;         // of the stream, at the end
+  int64_t is_parallel;  // whether the MLP reads what the mixer reads
+};
+
+// Numbers of a token for each layer: of an embedding of their own, and of the first layer's input.
+struct Sides {
+  int64_t width;         // of a layer's; 0: none
+  Matrix embedding;      // [V, layers * width]
+  Matrix projection;     // [layers * width, hidden]
+  double embedding_scale, projection_scale, scale;  // of each, and of their sum
+  Norm norm;             // of a layer's projection
 };
 
 // Input of a head that drafts from states of its target: the norms of a token's embedding and of a state, side by side.
@@ -104,6 +156,7 @@ struct Model {
   int64_t num_places;
   Norm last_norm;
   Joint joint;
+  Sides sides;
   const Rope* ropes;
   const Layer* layers;
 };

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,21 +31,51 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertLayout:
+    """Matrices of experts in one tensor.
+
+    Attributes:
+        number: E
+        num_parts: None for a tensor [E, O, I]. Else its matrices are transposed [E, I, O], and each has so many parts
+            whose columns alternate.
+    """
+
+    number: int
+    num_parts: int | None = None
+
+    def tensor(self, rows: Tensor) -> Tensor:
+        """Tensor of the rows of all experts, part by part. [E * O, I] -> [E, O, I] or [E, I, O]"""
+        if self.num_parts is None:
+            return rows.view(self.number, -1, rows.shape[-1])
+        parts = rows.view(self.number, self.num_parts, -1, rows.shape[-1])
+        return parts.transpose(1, 2).flatten(1, 2).transpose(1, 2)
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The rows of a tensor; of biases [E, O] too, which become [E * O]."""
+        if self.num_parts is None:
+            return tensor.flatten(0, 1)
+        rows = tensor.transpose(1, -1)
+        return rows.reshape(self.number, -1, self.num_parts, *rows.shape[2:]).transpose(1, 2).flatten(0, 2)
+
+
 class NarrowWeight(Tensor):
-    """Matrix [O, I] of the type ``dtype``.
+    """Matrix [O, I] of the type ``dtype``, or matrices of experts.
 
     Attributes:
         stored: its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row],
-            interleaved (interleaved.h).
+            interleaved (interleaved.h). Of experts: the rows of all [E * O, ...].
         scale: of each row, if the numbers are integers; in ``dtype``. [O, 1]
         blocks: their form, if it is stored in blocks.
         order: column of the matrix that each stored column is, if they are in another order. int32 [I]
+        experts: their layout; None for one matrix.
     """
 
     stored: Tensor
     scale: Tensor | None
     blocks: BlockForm | None
     order: Tensor | None
+    experts: ExpertLayout | None
 
     @staticmethod
     def __new__(
@@ -55,15 +85,19 @@ class NarrowWeight(Tensor):
         scale: Tensor | None = None,
         blocks: BlockForm | None = None,
         order: Tensor | None = None,
+        experts: ExpertLayout | None = None,
     ) -> NarrowWeight:
         stored = stored.contiguous()  # the kernel requires it
         num_channels, width = stored.shape
         if blocks is not None:
             width = blocks.width_of(width)
-        weight: NarrowWeight = Tensor._make_wrapper_subclass(
-            cls, (num_channels, width), strides=(width, 1), dtype=dtype, device=stored.device
-        )
+        shape: tuple[int, ...] = num_channels, width
+        if experts is not None:
+            shape = experts.number, num_channels // experts.number, width
+            shape = shape if experts.num_parts is None else (shape[0], shape[2], shape[1])
+        weight: NarrowWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=stored.device)
         weight.stored, weight.scale, weight.blocks, weight.order = stored, scale, blocks, order
+        weight.experts = experts
         return weight
 
     @classmethod
@@ -73,6 +107,7 @@ class NarrowWeight(Tensor):
         form: BlockForm,
         order: Tensor | None = None,
         empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+        experts: ExpertLayout | None = None,
     ) -> NarrowWeight:
         """Matrix of float32 in blocks of this form.
 
@@ -83,7 +118,7 @@ class NarrowWeight(Tensor):
         rows = rows.contiguous()
         width, num_threads = form.width_of(rows.shape[1]), torch.get_num_threads()
         stored = interleave(rows, form.number, width, num_threads, empty_like(rows))
-        return cls(stored, torch.float32, None, form, order)
+        return cls(stored, torch.float32, None, form, order, experts)
 
     @property
     def rounds(self) -> bool:
@@ -105,33 +140,36 @@ class NarrowWeight(Tensor):
     def wide(self) -> Tensor:
         """Plain copy in the wider type."""
         if self.blocks is not None:
-            return self._rows(torch.arange(self.shape[0], device=self.device))
-        with torch.inference_mode(False):  # a normal tensor, which may have views
-            wide = self.stored.to(self.dtype)
-            return wide if self.scale is None else wide * self.scale
+            wide = self._rows(torch.arange(len(self.stored), device=self.device))
+        else:
+            with torch.inference_mode(False):  # a normal tensor, which may have views
+                wide = self.stored.to(self.dtype)
+                wide = wide if self.scale is None else wide * self.scale
+        return wide if self.experts is None else self.experts.tensor(wide)
 
     def _rows(self, rows: Tensor) -> Tensor:
         """Numbers of some of its rows [N, I], if it has no scale."""
         with torch.inference_mode(False):
             if self.blocks is None:
                 return self.stored.index_select(0, rows).to(self.dtype)
-            wide = widen_rows(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
+            width = self.blocks.width_of(self.stored.shape[1])
+            wide = widen_rows(self.stored, rows, self.blocks.number, width, torch.get_num_threads())
             return _back(wide, self.order).to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = f"stored={self.stored}, scale={self.scale}, blocks={self.blocks}, order={self.order}"
         return f"NarrowWeight({self.dtype}, {parts})"
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, BlockForm | None]]:
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[torch.dtype, BlockForm | None, ExpertLayout | None]]:
         there = {"stored": self.stored, "scale": self.scale, "order": self.order}
-        return [name for name, part in there.items() if part is not None], (self.dtype, self.blocks)
+        return [name for name, part in there.items() if part is not None], (self.dtype, self.blocks, self.experts)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], kind: tuple[torch.dtype, BlockForm | None], *_: Any
+        cls, inner: dict[str, Tensor], kind: tuple[torch.dtype, BlockForm | None, ExpertLayout | None], *_: Any
     ) -> NarrowWeight:
-        dtype, blocks = kind
-        return cls(inner["stored"], dtype, inner.get("scale"), blocks, inner.get("order"))
+        dtype, blocks, experts = kind
+        return cls(inner["stored"], dtype, inner.get("scale"), blocks, inner.get("order"), experts)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -145,7 +183,7 @@ class NarrowWeight(Tensor):
             if not isinstance(other, cls):
                 other = cls(other, other.dtype)
             weight.stored, weight.scale, weight.blocks = other.stored, other.scale, other.blocks
-            weight.order = other.order
+            weight.order, weight.experts = other.order, other.experts
         with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
             return func(*args, **kwargs)
 
@@ -155,7 +193,8 @@ class NarrowWeight(Tensor):
         if func in _KEPT:
             (weight,) = args
             with torch.inference_mode(False):
-                return cls(func(weight.stored, **kwargs), weight.dtype, weight.scale, weight.blocks, weight.order)
+                given = weight.dtype, weight.scale, weight.blocks, weight.order, weight.experts
+                return cls(func(weight.stored, **kwargs), *given)
         if any(isinstance(one, cls) for one in _write(func, args, kwargs)):
             raise RuntimeError("a weight kept in its stored type is read-only: load the model with store='plain'")
         if func is _aten.embedding.default and args[0].scale is None:
@@ -191,7 +230,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any
 def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor | None:
     """``functional.linear`` by the kernel: [..., I] -> [..., O]; None if the kernel does not apply."""
     x = input
-    if not isinstance(weight, NarrowWeight) or (x.requires_grad and torch.is_grad_enabled()):
+    if not isinstance(weight, NarrowWeight) or (x.requires_grad and torch.is_grad_enabled()) or weight.experts:
         return None
     stored, (num_channels, width) = weight.stored, weight.shape
     form = FORMS.get(stored.dtype) if weight.blocks is None else weight.blocks.number

@@ -15,6 +15,9 @@ constexpr int64_t MOST_TOKENS = 128;  // go through all layers at once: what a l
 typedef std::unique_ptr<float[]> Buffer;
 Buffer buffer(int64_t number) { return Buffer(new float[number]); }
 
+// Parts of a row that are rounded.
+INLINE int64_t num_chunks(int64_t width) { return (width + CHUNK - 1) / CHUNK; }
+
 // A token, and where its results go.
 struct Token {
   int64_t id, row, place, position, column;  // row * num_columns + column
@@ -30,6 +33,12 @@ struct Task {
 
   // Head of a query, if `shared` heads share keys.
   int64_t head(int64_t query, int64_t shared) const { return group * shared + (first + query) % shared; }
+};
+
+// An expert of a token.
+struct Choice {
+  int64_t expert;
+  float weight;
 };
 
 // The first place that a token sees, and the one after the last. Both ascend along a sequence.
@@ -57,15 +66,20 @@ struct Block {
   Block(const Model& m, const Batch& batch, const Token* tokens, int64_t number)
       : m(m), batch(batch), tokens(tokens), number(number), normed_width(m.joint.is_there ? 2 * m.hidden : m.hidden) {
     int64_t widest = normed_width, inputs_width = 0, q_width = 0, ups_width = 0, mixed_width = 0;
-    int64_t num_taps = 0;
+    int64_t num_taps = 0, num_experts = 0, num_chosen = 0, num_rounded = 0;
     bool has_states = false;
     size_t num_kept = 0;
     for (int64_t r = 0; r < m.num_ropes; r++) turns_width = std::max(turns_width, m.ropes[r].width);
     for (int64_t l = 0; l < m.num_layers; l++) {
       const Layer& layer = m.layers[l];
       const Attention& attention = layer.attention;
-      ups_width = std::max(ups_width, layer.mlp.down.width * layer.mlp.num_ups);
-      widest = std::max({widest, layer.mlp.down.width, attention.q_width()});
+      const Experts& experts = layer.experts;
+      const int64_t expert_width = experts.down.first.width * experts.num_chosen;
+      ups_width = std::max({ups_width, layer.mlp.down.width * layer.mlp.num_ups, expert_width * experts.num_ups});
+      ups_width = std::max(ups_width, layer.side.down.width);
+      widest = std::max({widest, layer.side.down.width, layer.mlp.down.width, attention.q_width()});
+      num_experts = std::max(num_experts, experts.number), num_chosen = std::max(num_chosen, experts.num_chosen);
+      num_rounded = std::max(num_rounded, experts.num_chosen * num_chunks(std::max(experts.down.first.width, m.hidden)));
       if (layer.recurrence.kind) {
         const Recurrence& r = layer.recurrence;
         inputs_width = std::max(inputs_width, r.inputs_width()), q_width = std::max(q_width, r.out.width);
@@ -83,7 +97,10 @@ struct Block {
     kept = buffer(num_kept * MOST_QUERIES);
     if (num_taps) find_spans(num_taps, has_states);
     mixed = buffer(span_of.size() * mixed_width);
-    if (m.num_digits) chunks.reset(new RoundedChunk[number * ((widest + CHUNK - 1) / CHUNK)]);
+    sides = buffer(number * m.num_layers * m.sides.width), scores = buffer(number * num_experts), scales = buffer(number);
+    gathered = buffer(number * num_chosen * m.hidden), found = buffer(number * num_chosen * m.hidden);
+    choices.reset(new Choice[number * num_chosen]);
+    if (m.num_digits) chunks.reset(new RoundedChunk[number * std::max(num_rounded, num_chunks(widest))]);
     for (int64_t t = 0; t < number; t++) {
       if (tokens[t].logits != nullptr) wanted.push_back(t);
     }
@@ -110,7 +127,8 @@ struct Block {
   std::vector<Tasks> tasks;
   std::vector<Span> spans;       // with recurrences
   std::vector<int64_t> span_of;  // of each row of `mixed`
-  Buffer x, y, normed, inputs, attended, ups, turns, kept, apart, mixed;
+  Buffer x, y, normed, inputs, attended, ups, turns, kept, apart, mixed, sides, scores, scales, gathered, found;
+  std::unique_ptr<Choice[]> choices;
   std::unique_ptr<RoundedChunk[]> chunks;
   mutable Barrier barrier;
 

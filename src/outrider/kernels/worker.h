@@ -42,7 +42,7 @@ struct Worker {
   // Rounds rows of which each thread has written some; the threads wait before, by the caller, and after.
   void round(const Buffer& rows, int64_t width) const {
     if (m.num_digits == 0) return;
-    for (int64_t i = me; i < b.number * ((width + CHUNK - 1) / CHUNK); i += n) {
+    for (int64_t i = me; i < b.number * num_chunks(width); i += n) {
       round_chunk(&rows[i % b.number * width], width, i / b.number, i % b.number, b.number);
     }
     wait();
@@ -53,8 +53,9 @@ struct Worker {
     norm.apply(row, m.hidden, to);
     round_row(to, m.hidden, t, number);
   }
-  void round_row(const float* row, int64_t width, int64_t t, int64_t number) const {
-    for (int64_t c = 0; m.num_digits && c * CHUNK < width; c++) round_chunk(row, width, c, t, number);
+  // The chunks begin at `first`.
+  void round_row(const float* row, int64_t width, int64_t t, int64_t number, int64_t first = 0) const {
+    for (int64_t c = 0; m.num_digits && c * CHUNK < width; c++) round_chunk(row, width, c, first + t, number);
   }
   // Of a row that is no whole number of groups, which no matrix in blocks takes, the last numbers are left out.
   void round_chunk(const float* row, int64_t width, int64_t c, int64_t t, int64_t number) const {
@@ -80,15 +81,35 @@ struct Worker {
     }
   }
 
-  // Adds what a half of a layer has found.
-  void add(const Norm& norm) const {
+  // Activates a share of rows of `ups`, and multiplies it with factors if there are any.
+  void activate(const Gating& gating, int64_t number, int64_t width, const float* factors, int64_t stride) const {
+    const Share share = share_of(width, me, n);
+    const int64_t length = share.end - share.begin;
+    const float slope = gating.slope, limit = gating.limit;
+    for (int64_t t = 0; t < number; t++) {
+      const float* factor = factors == nullptr ? nullptr : factors + t * stride + share.begin;
+      each(&b.ups[t * width + share.begin], length, [=](int64_t i, Floats values) {
+        if (limit != 0.0f) {
+          const Floats gate = values > limit ? all_lanes(limit) : values, up = load_to(factor, i, length);
+          const Floats above = up > limit ? all_lanes(limit) : up, within = above < -limit ? all_lanes(-limit) : above;
+          return gate * logistic(slope * gate) * (within + 1.0f);
+        }
+        values = activated(gating.activation, values);
+        return factor == nullptr ? values : values * load_to(factor, i, length);
+      });
+    }
+  }
+
+  // Adds what a part of a layer has found to the stream, and multiplies this with a factor.
+  void add(const Norm& norm, float factor = 1.0f) const {
     const float scale = m.residual_scale;
     for (int64_t t = me; t < b.number; t += n) {
       float *x = &b.x[t * m.hidden], *y = &b.y[t * m.hidden];
       norm.apply(y, m.hidden, y);
       each(x, m.hidden, [=, this](int64_t i, Floats values) __attribute__((always_inline)) {
         const Floats more = load_to(y, i, m.hidden);
-        return scale == 1.0f ? values + more : multiply_add(more, all_lanes(scale), values);
+        values = scale == 1.0f ? values + more : multiply_add(more, all_lanes(scale), values);
+        return factor == 1.0f ? values : values * factor;
       });
     }
   }

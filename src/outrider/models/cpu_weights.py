@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from outrider.kernels.library import library
-from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.models.kinds import INDEX, WHOLE
 from outrider.models.memory import indexed_files, only_type, skeleton, weight_files
 from outrider.models.registry import ModelSpec, Placement
+from outrider.native.families import has_plan
 from outrider.runtime.weight_tensors import Room
 
 _LEAST_NUMBERS = 2**18  # of a matrix: for smaller ones the call costs as much as the product
@@ -33,7 +34,7 @@ def kept_type(
         stated: the type that the checkpoint's configuration states, used where its files are not on this disk; None to
             download them.
     """
-    if device.type != "cpu" or bare.dtype != torch.float32 or not narrow_layers(bare) or not has_kernel(placed):
+    if device.type != "cpu" or bare.dtype != torch.float32 or not large_weights(bare) or not has_kernel(placed):
         return None
     if spec.gguf is not None or placed.quantization not in ("none", "int4"):
         return torch.float32
@@ -66,20 +67,36 @@ def files_of(spec: ModelSpec) -> list[Path]:
     return []
 
 
-def narrow_layers(model: nn.Module) -> dict[str, Any]:
-    """Layers whose weights are large matrices (linear layers and embeddings), by name. None in a small model."""
-    layers = {
-        name: module
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Embedding) or _is_linear(module)) and is_large(module.weight.shape)
-    }
-    numbers = {id(layer.weight): layer.weight.numel() for layer in layers.values()}  # shared ones once
-    return layers if sum(numbers.values()) >= _LEAST_IN_ALL else {}
+def large_weights(model: nn.Module) -> dict[str, ExpertLayout | None]:
+    """Names of large matrices (of linear layers and embeddings), and of those of experts with their layout. None in a
+    small model."""
+    found: dict[str, ExpertLayout | None] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) or _is_linear(module):
+            found[f"{name}.weight"] = None
+    experts = expert_layouts(model)
+    if experts and has_plan(model.config):  # other code would widen the matrices of all experts in each forward
+        found |= experts
+    found = {name: layout for name, layout in found.items() if is_large(model.get_parameter(name).shape)}
+    numbers = {id(weight): weight.numel() for weight in map(model.get_parameter, found)}  # shared ones once
+    return found if sum(numbers.values()) >= _LEAST_IN_ALL else {}
+
+
+def expert_layouts(model: nn.Module) -> dict[str, ExpertLayout]:
+    """Layouts of the matrices of experts that Transformers' own functions multiply (its integrations/moe.py)."""
+    found = {}
+    for name, module in model.named_modules():
+        is_joined = getattr(module, "is_concatenated", None)
+        for leaf, weight in module.named_parameters(recurse=False):
+            if is_joined is not None and weight.ndim == 3:
+                num_parts = 1 if is_joined or leaf != "gate_up_proj" else 2
+                found[f"{name}.{leaf}"] = ExpertLayout(len(weight), num_parts if module.is_transposed else None)
+    return found
 
 
 def is_large(shape: Sequence[int]) -> bool:
     """Whether a matrix of this shape repays the kernel's call."""
-    return len(shape) == 2 and math.prod(shape) >= _LEAST_NUMBERS
+    return len(shape) > 1 and math.prod(shape) >= _LEAST_NUMBERS
 
 
 def _is_linear(module: nn.Module) -> bool:
@@ -91,14 +108,17 @@ def narrow_weights(model: nn.Module, stored: torch.dtype) -> None:
     """Keep the large matrices of a model in the type ``stored``, and those in torchao's int8 as they are; products of
     few rows then use our kernel."""
     narrow: dict[int, nn.Parameter] = {}
-    for layer in narrow_layers(model).values():
-        weight = layer.weight
+    for name, layout in large_weights(model).items():
+        weight = model.get_parameter(name)
         if isinstance(weight, NarrowWeight):  # in blocks
             continue
         if id(weight) not in narrow:  # shared weights once
             numbers, scale = _of_int8(weight) or (weight.detach().to(stored), None)
-            narrow[id(weight)] = nn.Parameter(NarrowWeight(numbers, torch.float32, scale), requires_grad=False)
-        layer.weight = narrow[id(weight)]
+            numbers = numbers if layout is None else layout.rows(numbers)
+            kept = NarrowWeight(numbers, torch.float32, scale, experts=layout)
+            narrow[id(weight)] = nn.Parameter(kept, requires_grad=False)
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, narrow[id(weight)])
 
 
 def _of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
@@ -117,7 +137,7 @@ def widen_weights(narrow: Any, config: Any) -> Any:
     The module tree is rebuilt: buffers, and constants in its code, take the type in which it is built.
     """
     wide = without_weights(config)
-    kept = {f"{name}.weight" for name in narrow_layers(wide)}
+    kept = {*large_weights(wide)}
     numbers: dict[str, Tensor] = narrow.state_dict()
     wide.load_state_dict(
         {

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.blocks import GROUP_FORMS, GROUP_SIZES, BlockForm, in_groups, is_symmetric
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.cpu_weights import StoredWeights, files_of, narrow_layers
+from outrider.models.cpu_weights import StoredWeights, files_of, large_weights
 from outrider.models.registry import ModelSpec
 
 _LOG = logging.getLogger(__name__)
@@ -204,7 +204,7 @@ def group_weights(
     if not quantized <= linear.keys() or not all(names & found for names in aliases.values()):
         _LOG.info("%s: its weights are not those of the model, by name", spec.name)
         return None
-    large = {f"{layer}.weight" for layer in narrow_layers(bare)} if keeps else set()
+    large = {name for name, layout in large_weights(bare).items() if layout is None} if keeps else set()
     kept = {name: tensors[name].nbytes for name in plain & large if tensors[name].dtype == torch.bfloat16}
     forms: dict[str, BlockForm] = {}
     for layer in sorted(quantized):

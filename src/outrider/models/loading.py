@@ -26,7 +26,7 @@ from outrider.models.cpu_weights import (
     StoredWeights,
     has_kernel,
     kept_type,
-    narrow_layers,
+    large_weights,
     narrow_weights,
     widen_weights,
 )
@@ -249,8 +249,7 @@ def _stored_weights(
         return group_weights(spec, own_quantization(config) or {}, bare, keeps=keeps, num_digits=num_digits)
     from outrider.models.gguf.checkpoint import gguf_weights
 
-    large = [f"{layer}.weight" for layer in narrow_layers(bare)]
-    found = gguf_weights(spec, bare, large, num_digits) if keeps else None
+    found = gguf_weights(spec, bare, large_weights(bare), num_digits) if keeps else None
     return found if found and found.kept else None
 
 

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS, BlockForm
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.cpu_weights import StoredWeights, files_of, is_large, narrow_layers
+from outrider.models.cpu_weights import StoredWeights, files_of, is_large, large_weights
 from outrider.models.groups import tensors_in
 from outrider.models.memory import skeleton
 from outrider.models.quantize import mlx_settings, plain_config
@@ -223,7 +223,7 @@ def mlx_weights(
     shared = {parameters[name] for name in found}
     if missing := sorted(name for name, one in parameters.items() if one not in shared):
         raise ModelCorrupt(f"{spec.name} lacks {len(missing)} of the model's weights, {missing[0]} among them")
-    large = [f"{layer}.weight" for layer in narrow_layers(bare)] if keeps else []
+    large = [name for name, layout in large_weights(bare).items() if layout is None] if keeps else []
     forms: dict[str, BlockForm] = {}
     widened = []
     for name in sorted(found.keys() & set(large)):

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.models.cpu_weights import without_weights
 from outrider.models.groups import tensors_in
 from outrider.models.memory import check_fits, weight_files
@@ -51,6 +51,7 @@ class Notes:
         shapes: the shape of each parameter.
         tied: parameters that are the same as another, with the other's name.
         in_blocks: parameters that stay in the file's blocks.
+        experts: layouts of the matrices of experts that stay as they are.
         narrow: parameters that stay in a type; the others are in float32.
         num_bytes: the size of all parameters.
         embedding: the name of the module that embeds tokens.
@@ -64,6 +65,7 @@ class Notes:
     shapes: dict[str, tuple[int, ...]]
     tied: dict[str, str]
     in_blocks: list[str]
+    experts: dict[str, ExpertLayout]
     narrow: dict[str, torch.dtype]
     num_bytes: int
     embedding: str
@@ -87,11 +89,11 @@ def notes_about(model: Any, tokenizer: Any | None) -> Notes | None:
         NotPlanned
     """
     config = model.config
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    if config.get_text_config(decoder=True) is not config or model.state_dict().keys() - parameters.keys():
+    if config.get_text_config(decoder=True) is not config:
         return None
-    first: dict[nn.Parameter, str] = {}
-    tied, in_blocks, narrow = {}, [], {}
+    parameters: dict[str, Tensor] = model.state_dict(keep_vars=True)
+    first: dict[Tensor, str] = {}
+    tied, in_blocks, experts, narrow = {}, [], {}, {}
     for name, weight in parameters.items():
         if weight in first:
             tied[name] = first[weight]
@@ -100,11 +102,13 @@ def notes_about(model: Any, tokenizer: Any | None) -> Notes | None:
         if isinstance(weight, NarrowWeight):
             if weight.order is not None or weight.scale is not None:
                 return None
+            if weight.experts is not None:
+                experts[name] = weight.experts
             if weight.blocks is None:
                 narrow[name] = weight.stored.dtype
             else:
                 in_blocks.append(name)
-        elif type(weight) is not nn.Parameter or weight.dtype != torch.float32:
+        elif type(weight) not in (nn.Parameter, Tensor) or weight.dtype != torch.float32:
             return None
     return Notes(
         plan=plan_of(config),
@@ -113,6 +117,7 @@ def notes_about(model: Any, tokenizer: Any | None) -> Notes | None:
         shapes={name: tuple(weight.shape) for weight, name in first.items()},
         tied=tied,
         in_blocks=in_blocks,
+        experts=experts,
         narrow=narrow,
         num_bytes=num_bytes(model),
         embedding=first[model.get_input_embeddings().weight].removesuffix(".weight"),
@@ -188,7 +193,8 @@ def _weights(spec: ModelSpec, placed: Placement, notes: Notes, model: StandIn) -
         from outrider.models.gguf.checkpoint import gguf_weights
 
         num_digits = num_digits_of(spec, placed.quantization)
-        tensors = gguf_weights(spec, model, notes.in_blocks, num_digits, model.config).read_all()
+        large = {name: notes.experts.get(name) for name in notes.in_blocks}
+        tensors = gguf_weights(spec, model, large, num_digits, model.config).read_all()
     else:
         assert spec.path is not None
         if notes.in_blocks:  # made from groups of the file, or from its numbers
@@ -199,7 +205,12 @@ def _weights(spec: ModelSpec, placed: Placement, notes: Notes, model: StandIn) -
     weights = {name: tensors[name] for name in notes.in_blocks}
     for name in notes.shapes.keys() - weights.keys():
         dtype = notes.narrow.get(name)
-        weights[name] = tensors[name].float() if dtype is None else NarrowWeight(tensors[name].to(dtype), torch.float32)
+        if dtype is None:
+            weights[name] = tensors[name].float()
+        else:
+            layout = notes.experts.get(name)
+            rows = tensors[name] if layout is None else layout.rows(tensors[name])
+            weights[name] = NarrowWeight(rows.to(dtype), torch.float32, experts=layout)
     return weights
 
 

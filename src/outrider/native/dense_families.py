@@ -18,7 +18,7 @@ from outrider.native.parts import (
     rope_of,
     window_of,
 )
-from outrider.native.plan import Families, LayerPlan, MatrixPlan, NotPlanned, Plan
+from outrider.native.plan import Families, LayerPlan, MatrixPlan, NormPlan, NotPlanned, Plan
 
 
 def _llama(config: Any) -> Plan:
@@ -53,15 +53,61 @@ def _smollm3(config: Any) -> Plan:
     return decoder_of(config, layer)
 
 
-def _olmo2(config: Any) -> Plan:
-    """OLMo 2: norms after the halves of a layer instead of before; those of queries and keys are of whole rows."""
+def _ministral3(config: Any) -> Plan:
+    rope = config.rope_parameters
+    growth = {"growth": rope["llama_4_scaling_beta"], "growth_span": rope["original_max_position_embeddings"]}
+    return decoder_of(
+        config, lambda at, i: layer_of(config, at, attention_of(config, at, window=config.sliding_window, **growth))
+    )
+
+
+def _norms_after(config: Any, at: str) -> dict[str, NormPlan | None]:
+    """Norms after the halves of a layer instead of before."""
+    post, mlp_post = (rms(config, f"{at}.post_{name}_layernorm") for name in ("attention", "feedforward"))
+    return {"mixer_norm": None, "mlp_norm": None, "mixer_post_norm": post, "mlp_post_norm": mlp_post}
+
+
+def _olmo(config: Any) -> Plan:
+    """OLMo 2 and 3: norms of queries and keys are of whole rows."""
+    kinds = sorted(set(config.layer_types)) if config.model_type == "olmo3" else []
 
     def layer(at: str, i: int) -> LayerPlan:
-        post, mlp_post = (rms(config, f"{at}.post_{name}_layernorm") for name in ("attention", "feedforward"))
-        norms = {"mixer_norm": None, "mlp_norm": None, "mixer_post_norm": post, "mlp_post_norm": mlp_post}
-        return layer_of(config, at, attention_of(config, at, norms_whole_rows=True, **head_norms(config, at)), **norms)
+        its = {"rope": kinds.index(config.layer_types[i]), "window": window_of(config, i)} if kinds else {}
+        mixer = attention_of(config, at, norms_whole_rows=True, **its, **head_norms(config, at))
+        return layer_of(config, at, mixer, **_norms_after(config, at))
+
+    return decoder_of(config, layer, ropes=tuple(rope_of(config, kind) for kind in kinds) or None)
+
+
+def _exaone4(config: Any) -> Plan:
+    def layer(at: str, i: int) -> LayerPlan:
+        window = window_of(config, i)
+        rope = 0 if window is not None or config.sliding_window is None else None
+        mixer = attention_of(config, at, rope=rope, window=window, **head_norms(config, at))
+        return layer_of(config, at, mixer, **_norms_after(config, at))
 
     return decoder_of(config, layer)
+
+
+def _ernie4_5(config: Any) -> Plan:
+    return decoder_of(config, lambda at, i: layer_of(config, at), ropes=(rope_of(config, is_interleaved=True),))
+
+
+def _cohere2(config: Any) -> Plan:
+    """Cohere 2: both halves of a layer read the same norm; layers without a window have no rope."""
+
+    def layer(at: str, i: int) -> LayerPlan:
+        window, norm = window_of(config, i), layer_norm(f"{at}.input_layernorm", config.layer_norm_eps, False)
+        mixer = attention_of(config, at, rope=None if window is None else 0, window=window)
+        return layer_of(config, at, mixer, mixer_norm=norm, mlp_norm=None, is_parallel=True)
+
+    return decoder_of(
+        config,
+        layer,
+        last_norm=layer_norm("model.norm", config.layer_norm_eps, False),
+        ropes=(rope_of(config, is_interleaved=True),),
+        logit_scale=config.logit_scale,
+    )
 
 
 def _granite(config: Any) -> Plan:
@@ -78,7 +124,7 @@ def _phi3(config: Any) -> Plan:
     def layer(at: str, i: int) -> LayerPlan:
         inputs = (linear(f"{at}.self_attn.qkv_proj"),)
         mixer = attention_of(config, at, inputs=inputs, window=config.sliding_window)
-        return layer_of(config, at, mixer, mlp=mlp_of(config, at, ups=halves_of(f"{at}.mlp.gate_up_proj")))
+        return layer_of(config, at, mixer, mlp=mlp_of(config, f"{at}.mlp", ups=halves_of(f"{at}.mlp.gate_up_proj")))
 
     return decoder_of(config, layer)
 
@@ -87,41 +133,10 @@ def _glm4(config: Any) -> Plan:
     def layer(at: str, i: int) -> LayerPlan:
         post, mlp_post = (rms(config, f"{at}.post_{name}_layernorm") for name in ("self_attn", "mlp"))
         mixer = attention_of(config, at, out=linear(f"{at}.self_attn.o_proj"))
-        mlp = mlp_of(config, at, ups=halves_of(f"{at}.mlp.gate_up_proj"))
+        mlp = mlp_of(config, f"{at}.mlp", ups=halves_of(f"{at}.mlp.gate_up_proj"))
         return layer_of(config, at, mixer, mlp=mlp, mixer_post_norm=post, mlp_post_norm=mlp_post)
 
     return decoder_of(config, layer, ropes=(rope_of(config, is_interleaved=True),))
-
-
-def _gemma(config: Any) -> Plan:
-    """Gemma 1 to 3. Factors of norms are stored less 1, and embeddings are scaled in their own type."""
-    if getattr(config, "use_bidirectional_attention", None):
-        raise NotPlanned("its attention is bidirectional")
-    has_kinds, is_third = config.model_type != "gemma", config.model_type == "gemma3_text"
-    kinds = sorted(set(config.layer_types)) if is_third else []
-    names = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if has_kinds:
-        names |= {"mixer_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm"}
-        names |= {"mlp_post_norm": "post_feedforward_layernorm"}
-
-    def layer(at: str, i: int) -> LayerPlan:
-        norms = {field: rms(config, f"{at}.{name}", 1.0) for field, name in names.items()}
-        others: dict[str, Any] = {}
-        if has_kinds:
-            cap = getattr(config, "attn_logit_softcapping", None)
-            others = {"window": window_of(config, i), "cap": cap, "scale": config.query_pre_attn_scalar**-0.5}
-        if is_third:
-            others |= head_norms(config, at, 1.0) | {"rope": kinds.index(config.layer_types[i])}
-        return layer_of(config, at, attention_of(config, at, **others), **norms)
-
-    return decoder_of(
-        config,
-        layer,
-        last_norm=rms(config, "model.norm", 1.0),
-        ropes=tuple(rope_of(config, kind) for kind in kinds) or None,
-        embedding_scale=config.hidden_size**0.5,
-        logit_cap=getattr(config, "final_logit_softcapping", None),
-    )
 
 
 def _starcoder2(config: Any) -> Plan:
@@ -170,24 +185,24 @@ def _gpt2(config: Any) -> Plan:
 
 
 _BIASES = "attention_bias mlp_bias"
-_GEMMA = f"{_BIASES} hidden_activation"
-_GEMMA2 = f"{_GEMMA} query_pre_attn_scalar final_logit_softcapping cache_implementation"
 FAMILIES: Families = {
     "llama": (_llama, _BIASES),
     "mistral": (_mistral, ""),
     "qwen2": (_qwen2, ""),
     "qwen3": (_qwen3, _BIASES),
     "smollm3": (_smollm3, f"{_BIASES} no_rope_layers no_rope_layer_interval"),
-    "olmo2": (_olmo2, _BIASES),
+    "olmo2": (_olmo, _BIASES),
+    "olmo3": (_olmo, _BIASES),
+    "exaone4": (_exaone4, "sliding_window_pattern"),
+    "ernie4_5": (_ernie4_5, "use_bias"),
+    "cohere2": (_cohere2, "attention_bias layer_norm_eps logit_scale"),
+    "ministral3": (_ministral3, ""),
     "granite": (
         _granite,
         f"{_BIASES} embedding_multiplier attention_multiplier residual_multiplier logits_scaling",
     ),
     "phi3": (_phi3, "full_attn_mod interpolate_factor partial_rotary_factor"),
     "glm4": (_glm4, _BIASES),
-    "gemma": (_gemma, _GEMMA),
-    "gemma2": (_gemma, f"{_GEMMA2} attn_logit_softcapping"),
-    "gemma3_text": (_gemma, f"{_GEMMA2} _sliding_window_pattern sliding_window_pattern"),
     "starcoder2": (_starcoder2, "use_bias norm_epsilon norm_type mlp_type"),
     "gpt2": (
         _gpt2,

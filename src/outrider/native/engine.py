@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from outrider.kernels.library import FORMS, library
-from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.native import structures as native
 from outrider.native.families import plan_of
 from outrider.native.plan import (
     AttentionPlan,
+    ExpertsPlan,
     JointPlan,
     LayerPlan,
     MatrixPlan,
@@ -43,7 +44,7 @@ _NORMS = {"rms": 1, "layer": 2}
 _FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
 _RECURRENCES = ("", "convolution", "delta", "mamba2")  # model.h
 _MOST_TAPS = 8  # of a convolution (recurrence.h)
-_WHOLE_VECTOR = 16  # rows: parts of a matrix begin at multiples of this, on all processors
+_WHOLE_VECTOR = 16  # rows: parts of a matrix in blocks begin at multiples of this, on all processors
 
 
 class NativeForward:
@@ -71,7 +72,7 @@ class NativeForward:
         is_head = plan is not None
         if plan is None:
             plan = model.plan if isinstance(model, StandIn) else plan_of(model.config)
-        weights = _Weights(dict(model.named_parameters(remove_duplicate=False)))
+        weights = _Weights(model.state_dict(keep_vars=True))
         self._weights = weights  # which keeps them alive
         self._model = _structure(plan, weights)
         weights.check("layers." if is_head else "")  # other parameters of a head run elsewhere
@@ -148,53 +149,81 @@ class NativeForward:
 
 
 class _Weights:
-    """Parameters of a model by name, and their addresses."""
+    """Parameters and stored buffers of a model by name, and their addresses."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
         self._used: set[str] = set()
         self._made: list[Tensor] = []
+        self._copies: dict[str, Tensor] = {}
         self.num_digits: set[int] = set()
 
     def matrix(self, plan: MatrixPlan) -> native.Matrix:
+        first: native.Matrix = self.matrices(plan, 1).first
+        return first
+
+    def matrices(self, plan: MatrixPlan, number: int) -> native.ExpertMatrices:
+        """Matrices of so many experts, or one of a layer."""
         weight = self._named(plan.weight)
         stored: Tensor = weight
         form, scales = FORMS.get(stored.dtype), None
         if isinstance(weight, NarrowWeight):
             stored, form = weight.stored, FORMS.get(weight.stored.dtype)
             scales = None if weight.scale is None else self._keep(weight.scale[:, 0].contiguous())
-            if weight.order is not None or plan.is_transposed:
-                raise NotPlanned(f"{plan.weight} has columns in another order")
+            layout = ExpertLayout(number, plan.num_parts if plan.is_transposed else None) if number > 1 else None
+            if weight.order is not None or weight.experts != layout or plan.is_transposed and layout is None:
+                raise NotPlanned(f"{plan.weight} has rows or columns in another order")
             if weight.blocks is not None:
                 form = weight.blocks.number
                 self.num_digits.add(weight.blocks.num_digits)
         elif type(weight) is not torch.nn.Parameter:  # others' types state one type and store another
             raise NotPlanned(f"{plan.weight} is stored as {type(weight).__name__}")
-        if plan.is_transposed:
+        width = weight.shape[-2 if plan.is_transposed else -1]
+        if plan.is_transposed and number > 1:
+            stored = stored if isinstance(weight, NarrowWeight) else self._rows(plan.weight, plan, number)
+        elif plan.is_transposed:
             stored = stored.detach().t().contiguous()
             weight.data = stored.t()  # of the same memory
         if form is None or stored.device.type != "cpu" or not stored.is_contiguous():
             raise NotPlanned(f"{plan.weight} is stored as {stored.dtype} on {stored.device}")
-        self._keep(stored)
-        num_channels, width = stored.shape[0] // plan.num_parts, weight.shape[0 if plan.is_transposed else 1]
+        stored = self._keep(stored.detach().flatten(0, -2))
+        rows_apart, row_bytes = len(stored) // number, stored.stride(0) * stored.itemsize
+        num_channels = rows_apart // plan.num_parts
         first = plan.part * num_channels
-        if plan.num_parts > 1 and num_channels % _WHOLE_VECTOR:
+        if stored.dtype == torch.uint8 and plan.num_parts * number > 1 and num_channels % _WHOLE_VECTOR:
             raise NotPlanned(f"{plan.weight} has parts of {num_channels} rows, no multiple of {_WHOLE_VECTOR}")
-        address = stored.data_ptr() + first * stored.stride(0) * stored.itemsize
         scales_at = None if scales is None else scales.data_ptr() + first * scales.itemsize
-        bias = None if plan.bias is None else self.vector(plan.bias, len(stored)).data_ptr() + first * 4
-        return native.Matrix(address, form, num_channels, width, scales_at, bias)
+        bias = None if plan.bias is None else self._bias(plan, number, rows_apart).data_ptr() + first * 4
+        matrix = native.Matrix(stored.data_ptr() + first * row_bytes, form, num_channels, width, scales_at, bias)
+        return native.ExpertMatrices(matrix, rows_apart, rows_apart * row_bytes)
 
-    def vector(self, name: str, *shape: int, added: float = 0.0) -> Tensor:
+    def _bias(self, plan: MatrixPlan, number: int, length: int) -> Tensor:
+        assert plan.bias is not None
+        bias = self.vector(plan.bias, *((length,) if number == 1 else (number, length)))
+        return self._rows(plan.bias, plan, number) if plan.is_transposed and number > 1 else bias
+
+    def _rows(self, name: str, plan: MatrixPlan, number: int) -> Tensor:
+        """Copy of experts' rows, or biases, in the order of parts."""
+        if name not in self._copies:
+            layout = ExpertLayout(number, plan.num_parts)
+            self._copies[name] = layout.rows(self._named(name).detach()).contiguous()
+        return self._copies[name]
+
+    def vector(self, name: str, *shape: int) -> Tensor:
         weight = self._named(name)
-        if type(weight) is not torch.nn.Parameter or weight.dtype != torch.float32 or weight.shape != shape:
+        if weight.ndim == len(shape) + 1 and len(weight) == 1:
+            weight = self._parameters[name][0]
+        is_plain = type(self._parameters[name]) in (Tensor, torch.nn.Parameter)
+        if not is_plain or weight.dtype != torch.float32 or weight.shape != shape:
             raise NotPlanned(f"{name} is {type(weight).__name__} {tuple(weight.shape)} of {weight.dtype}")
-        return self._keep((weight.detach() + added if added else weight.detach()).contiguous())
+        return self._keep(weight.detach().contiguous())
 
     def norm(self, plan: NormPlan | None, length: int) -> native.Norm:
         if plan is None:
             return native.Norm(0, 0.0, None, None)
-        weight = self.vector(plan.weight, length, added=plan.added)
+        weight = self._keep(torch.ones(length)) if plan.weight is None else self.vector(plan.weight, length)
+        if plan.added or plan.factor != 1:
+            weight = self._keep((weight + plan.added) * plan.factor)
         bias = None if plan.bias is None else self.vector(plan.bias, length).data_ptr()
         return native.Norm(_NORMS[plan.kind], plan.epsilon, weight.data_ptr(), bias)
 
@@ -223,7 +252,26 @@ def _shape(mixer: Mixer | None) -> LayerShape:
     if not isinstance(mixer, AttentionPlan):
         states = () if mixer is None else _states(mixer)
         return LayerShape(0, 0, 0, torch.float32, torch.device("cpu"), states)
-    return LayerShape(mixer.num_groups, mixer.head_width, mixer.head_width, torch.float32, torch.device("cpu"))
+    num_groups, width = (mixer.num_groups, mixer.head_width) if mixer.source is None else (0, 0)
+    return LayerShape(num_groups, width, width, torch.float32, torch.device("cpu"))
+
+
+def _set_stores(layers: Any, plans: Sequence[LayerPlan]) -> None:
+    """Set the numbers of the stores of each layer: keys and values of all layers in turn, then states."""
+    shapes = [_shape(plan.mixer) for plan in plans]
+    num_kept, num_states = 0, 2 * sum(shape.num_heads > 0 for shape in shapes)
+    for layer, plan, shape in zip(layers, plans, shapes, strict=True):
+        if isinstance(plan.mixer, RecurrencePlan):
+            layer.recurrence.ring, layer.recurrence.states = num_states, num_states + 1
+            num_states += len(shape.states)
+        elif plan.mixer is None:
+            continue
+        elif plan.mixer.source is None:
+            layer.attention.store, num_kept = num_kept, num_kept + 2
+        else:
+            source, attention = layers[plan.mixer.source].attention, layer.attention
+            _check("shared keys", attention.num_groups * attention.head_width, source.num_groups * source.head_width)
+            attention.store = source.store
 
 
 def _states(mixer: RecurrencePlan) -> tuple[StateShape, ...]:
@@ -242,19 +290,12 @@ def _structure(plan: Plan, weights: _Weights) -> native.Model:
         rope.width, rope.is_interleaved = 2 * len(stated.frequencies), stated.is_interleaved
         rope.scale, rope.frequencies = stated.scale, frequencies.data_ptr()
     is_joint = plan.joint is not None and plan.joint.matrix is None  # the first layer reads both norms
-    num_kept, num_states = 0, 2 * sum(isinstance(layer.mixer, AttentionPlan) for layer in plan.layers)
     for i, (layer, stated_layer) in enumerate(zip(layers, plan.layers, strict=True)):
         _fill(layer, stated_layer, hidden, 2 * hidden if is_joint and i == 0 else hidden, weights)
-        if isinstance(stated_layer.mixer, RecurrencePlan):
-            layer.recurrence.ring, layer.recurrence.states = num_states, num_states + 1
-            num_states += len(_states(stated_layer.mixer))
-        if not isinstance(stated_layer.mixer, AttentionPlan):
-            continue
-        layer.attention.store, num_kept = num_kept, num_kept + 2
-        if layer.attention.rope >= 0:
-            _check(
-                "rope", max(ropes[layer.attention.rope].width, layer.attention.head_width), layer.attention.head_width
-            )
+        if layer.attention.num_heads and layer.attention.rope >= 0:
+            width = layer.attention.head_width
+            _check("rope", max(ropes[layer.attention.rope].width, width), width)
+    _set_stores(layers, plan.layers)
     if len(weights.num_digits) > 1:
         raise NotPlanned("its matrices have several arithmetics")
     model = native.Model(
@@ -270,6 +311,7 @@ def _structure(plan: Plan, weights: _Weights) -> native.Model:
         head=head,
         last_norm=weights.norm(plan.last_norm, hidden),
         joint=_joint(plan.joint, hidden, weights),
+        sides=_sides(plan, hidden, weights),
         ropes=ropes,
         layers=layers,
     )
@@ -291,6 +333,19 @@ def _joint(plan: JointPlan | None, hidden: int, weights: _Weights) -> native.Joi
     return native.Joint(True, *norms, matrix, plan.adds_normed)
 
 
+def _sides(plan: Plan, hidden: int, weights: _Weights) -> native.Sides:
+    sides = plan.sides
+    if sides is None:
+        return native.Sides()
+    embedding, projection = weights.matrix(MatrixPlan(sides.embedding)), weights.matrix(sides.projection)
+    width = embedding.width // len(plan.layers)
+    _check(sides.embedding, embedding.width, width * len(plan.layers))
+    _check(sides.projection.weight, projection.num_channels, embedding.width)
+    _check(sides.projection.weight, projection.width, hidden)
+    scales = sides.embedding_scale, sides.projection_scale, sides.scale
+    return native.Sides(width, embedding, projection, *scales, weights.norm(sides.norm, width))
+
+
 def _fill(layer: native.Layer, plan: LayerPlan, hidden: int, width: int, weights: _Weights) -> None:
     """
     Args:
@@ -304,6 +359,12 @@ def _fill(layer: native.Layer, plan: LayerPlan, hidden: int, width: int, weights
         layer.attention = _attention(plan.mixer, hidden, width, weights)
     if plan.mlp is not None:
         layer.mlp = _mlp(plan.mlp, hidden, weights)
+    if plan.experts is not None:
+        layer.experts = _experts(plan.experts, hidden, weights)
+    if plan.side is not None:
+        layer.side = _mlp(plan.side, hidden, weights)
+    layer.is_parallel = plan.is_parallel
+    layer.scale = 1.0 if plan.scale is None else float(weights.vector(plan.scale, 1)[0])
 
 
 def _attention(plan: AttentionPlan, hidden: int, width: int, weights: _Weights) -> native.Attention:
@@ -314,16 +375,23 @@ def _attention(plan: AttentionPlan, hidden: int, width: int, weights: _Weights) 
         num_groups=plan.num_groups,
         head_width=plan.head_width,
         rope=-1 if plan.rope is None else plan.rope,
+        is_shared=plan.source is not None,
+        values_are_keys=plan.values_are_keys,
         norms_whole_rows=plan.norms_whole_rows,
         reach=native.Reach(plan.window or 0, -1 if plan.before_anchor is None else plan.before_anchor, plan.sees_block),
         scale=plan.scale,
         cap=plan.cap or 0.0,
+        growth=plan.growth,
+        growth_span=plan.growth_span,
         query_norm=weights.norm(plan.query_norm, q_width if plan.norms_whole_rows else plan.head_width),
         key_norm=weights.norm(plan.key_norm, kv_width if plan.norms_whole_rows else plan.head_width),
+        value_norm=weights.norm(plan.value_norm, plan.head_width),
+        sinks=None if plan.sinks is None else weights.vector(plan.sinks, plan.num_heads).data_ptr(),
         is_gated=plan.is_gated,
     )
     _link(found, plan, width, hidden, weights)
-    wanted = q_width * (1 + plan.is_gated) + 2 * kv_width
+    num_others = 0 if plan.source is not None else 1 if plan.values_are_keys else 2
+    wanted = q_width * (1 + plan.is_gated) + num_others * kv_width
     _check("queries, keys and values", sum(one.num_channels for one in found.inputs), wanted)
     _check(plan.out.weight, found.out.width, q_width)
     return found
@@ -367,13 +435,47 @@ def _link(found: Any, plan: Mixer, width: int, hidden: int, weights: _Weights) -
 
 
 def _mlp(plan: MlpPlan, hidden: int, weights: _Weights) -> native.Mlp:
-    down, activation = weights.matrix(plan.down), _ACTIVATIONS.index(plan.activation)
-    found = native.Mlp(num_ups=len(plan.ups), activation=activation, down=down)
+    down, gating = weights.matrix(plan.down), native.Gating(_ACTIVATIONS.index(plan.activation))
+    found = native.Mlp(len(plan.ups), gating, down=down, post_norm=weights.norm(plan.post_norm, hidden))
     for i, one in enumerate(plan.ups):
         found.ups[i] = weights.matrix(one)
         _check(one.weight, found.ups[i].width, hidden)
         _check(one.weight, found.ups[i].num_channels, down.width)
     _check(plan.down.weight, down.num_channels, hidden)
+    if plan.scale is not None:
+        found.scale = weights.matrix(plan.scale)
+        _check(plan.scale.weight, found.scale.width, hidden)
+        _check(plan.scale.weight, found.scale.num_channels, 1)
+    return found
+
+
+def _experts(plan: ExpertsPlan, hidden: int, weights: _Weights) -> native.Experts:
+    _check("experts of a token", min(plan.num_chosen, plan.number), plan.num_chosen)
+    found = native.Experts(
+        number=plan.number,
+        num_chosen=plan.num_chosen,
+        is_sigmoid=plan.is_sigmoid,
+        is_normalized=plan.is_normalized,
+        added=plan.added,
+        scale=plan.scale,
+        router=weights.matrix(plan.router),
+        num_ups=len(plan.ups),
+        gating=native.Gating(_ACTIVATIONS.index(plan.activation), plan.slope, plan.limit or 0.0),
+        down=weights.matrices(plan.down, plan.number),
+        **{name: weights.norm(getattr(plan, name), hidden) for name in ("router_norm", "norm", "post_norm")},
+        **{
+            field: None if name is None else weights.vector(name, plan.number).data_ptr()
+            for field, name in (("correction", plan.correction), ("scales", plan.scales))
+        },
+    )
+    down = found.down.first
+    for i, one in enumerate(plan.ups):
+        found.ups[i] = weights.matrices(one, plan.number)
+        _check(one.weight, found.ups[i].first.width, hidden)
+        _check(one.weight, found.ups[i].first.num_channels, down.width)
+    _check(plan.down.weight, down.num_channels, hidden)
+    _check(plan.router.weight, found.router.num_channels, plan.number)
+    _check(plan.router.weight, found.router.width, hidden)
     return found
 
 

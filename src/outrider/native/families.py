@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from outrider.native import dense_families, recurrent_families
+from outrider.native import dense_families, expert_families, gemma_families, recurrent_families
 from outrider.native.plan import Families, NotPlanned, Plan
 
-FAMILIES: Families = {**dense_families.FAMILIES, **recurrent_families.FAMILIES}
+FAMILIES: Families = {
+    **dense_families.FAMILIES,
+    **expert_families.FAMILIES,
+    **gemma_families.FAMILIES,
+    **recurrent_families.FAMILIES,
+}
 # Fields that change no logits of a forward, or that all plans use.
 _COMMON = frozenset(
     "architectures attention_dropout bos_token_id dtype embd_pdrop embedding_dropout eos_token_id head_dim hidden_act "
@@ -20,8 +25,17 @@ _COMMON = frozenset(
     "tie_word_embeddings transformers_version use_cache use_sliding_window vocab_size original_max_position_embeddings "
     "chunk_size_feed_forward output_attentions output_hidden_states is_encoder_decoder _name_or_path "
     "quantization_config auto_map transformers.js_config is_llama_config unsloth_fixed unsloth_version "
-    "_num_labels".split()
+    "_num_labels output_router_logits router_aux_loss_coef router_jitter_noise".split()
 )
+
+
+def has_plan(config: Any) -> bool:
+    """Whether there is a plan of a configuration."""
+    try:
+        plan_of(config)
+    except NotPlanned:
+        return False
+    return True
 
 
 def plan_of(config: Any) -> Plan:

@@ -10,6 +10,7 @@ import torch
 from outrider.native.plan import (
     Activation,
     AttentionPlan,
+    ExpertsPlan,
     LayerPlan,
     MatrixPlan,
     Mixer,
@@ -28,15 +29,17 @@ _ACTIVATIONS: dict[str, Activation] = {
     "relu": "relu",
     "relu2": "relu2",
 }
-_PARTLY_TURNED = frozenset({"phi3", "glm4", "qwen3_5_text"})  # whose code reads the factor
+_PARTLY_TURNED = frozenset(
+    {"phi3", "glm4", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text"}
+)  # whose code reads the factor
 
 
 def rms(config: Any, name: str, added: float = 0.0) -> NormPlan:
     return NormPlan("rms", f"{name}.weight", config.rms_norm_eps, added)
 
 
-def layer_norm(name: str, epsilon: float) -> NormPlan:
-    return NormPlan("layer", f"{name}.weight", epsilon, bias=f"{name}.bias")
+def layer_norm(name: str, epsilon: float, has_bias: bool = True) -> NormPlan:
+    return NormPlan("layer", f"{name}.weight", epsilon, bias=f"{name}.bias" if has_bias else None)
 
 
 def linear(name: str, has_bias: bool = False, part: int = 0, num_parts: int = 1) -> MatrixPlan:
@@ -45,8 +48,8 @@ def linear(name: str, has_bias: bool = False, part: int = 0, num_parts: int = 1)
 
 def activation_of(config: Any) -> Activation:
     # Gemma 1 states both, and reads the second.
-    fields = {"gemma2": "hidden_activation", "gemma3_text": "hidden_activation", "gpt2": "activation_function"}
-    fields |= {"nemotron_h": "mlp_hidden_act"}
+    names = {"gpt2": "activation_function", "nemotron_h": "mlp_hidden_act"}
+    fields = names | dict.fromkeys(("gemma2", "gemma3_text", "gemma4_text"), "hidden_activation")
     name = getattr(config, fields.get(config.model_type, "hidden_act"))
     if name not in _ACTIVATIONS:
         raise NotPlanned(f"there is no activation {name}")
@@ -117,9 +120,13 @@ def decoder_of(
     return Plan(**(fields | others))
 
 
+def has_bias(config: Any, field: str) -> bool:
+    return bool(getattr(config, field, getattr(config, "use_bias", False)))
+
+
 def attention_of(config: Any, at: str, **others: Any) -> AttentionPlan:
     """Attention of Llama, but for other fields that are stated."""
-    bias, width = bool(getattr(config, "attention_bias", False)), head_width_of(config)
+    bias, width = has_bias(config, "attention_bias"), head_width_of(config)
     fields: dict[str, Any] = {
         "num_heads": config.num_attention_heads,
         "num_groups": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
@@ -132,23 +139,45 @@ def attention_of(config: Any, at: str, **others: Any) -> AttentionPlan:
 
 
 def mlp_of(config: Any, at: str, **others: Any) -> MlpPlan:
-    """MLP of Llama, but for other fields that are stated."""
-    bias = bool(getattr(config, "mlp_bias", False))
+    """MLP of Llama, but for other fields that are stated.
+
+    Args:
+        at: the beginning of its parameters' names.
+    """
+    bias = has_bias(config, "mlp_bias")
     fields: dict[str, Any] = {
-        "ups": tuple(linear(f"{at}.mlp.{name}_proj", bias) for name in ("gate", "up")),
-        "down": linear(f"{at}.mlp.down_proj", bias),
-        "activation": activation_of(config),
+        "ups": tuple(linear(f"{at}.{name}_proj", bias) for name in ("gate", "up")),
+        "down": linear(f"{at}.down_proj", bias),
     }
+    if "activation" not in others:
+        fields["activation"] = activation_of(config)
     return MlpPlan(**(fields | others))
+
+
+def experts_of(config: Any, at: str, **others: Any) -> ExpertsPlan:
+    """Experts of Qwen3, but for other fields that are stated.
+
+    Args:
+        at: the beginning of their parameters' names.
+    """
+    fields: dict[str, Any] = {
+        "number": getattr(config, "num_local_experts", None) or config.num_experts,
+        "num_chosen": getattr(config, "num_experts_per_tok", 0),
+        "router": linear(f"{at}.gate"),
+        "ups": tuple(MatrixPlan(f"{at}.experts.gate_up_proj", part=i, num_parts=2) for i in range(2)),
+        "down": MatrixPlan(f"{at}.experts.down_proj"),
+        "is_normalized": getattr(config, "norm_topk_prob", True),
+    }
+    if "activation" not in others:
+        fields["activation"] = activation_of(config)
+    return ExpertsPlan(**(fields | others))
 
 
 def layer_of(config: Any, at: str, mixer: Mixer | None = None, **others: Any) -> LayerPlan:
     """Layer of Llama, but for other parts that are stated."""
-    fields: dict[str, Any] = {
-        "mlp": mlp_of(config, at),
-        "mixer_norm": rms(config, f"{at}.input_layernorm"),
-        "mlp_norm": rms(config, f"{at}.post_attention_layernorm"),
-    }
+    names = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    norms = {field: rms(config, f"{at}.{name}") for field, name in names.items() if field not in others}
+    fields: dict[str, Any] = {"mlp": mlp_of(config, f"{at}.mlp"), **norms}
     return LayerPlan(mixer or attention_of(config, at), **(fields | others))
 
 

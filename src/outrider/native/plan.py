@@ -7,10 +7,10 @@ come from anywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
-_Part = TypeVar("_Part", bound="Plan | LayerPlan | Mixer | MlpPlan | MatrixPlan | NormPlan | RopePlan | JointPlan")
+_Part = TypeVar("_Part")
 
 MOST_TOKENS = 128
 """Tokens of a sequence that may see each other (token_block.h)."""
@@ -28,16 +28,18 @@ class NormPlan:
 
     Attributes:
         kind: "rms" (Zhang and Sennrich 2019), or "layer" (Ba et al. 2016).
-        weight: name of its factors.
+        weight: name of its factors; None for ones.
         added: to these factors.
+        factor: of them.
         bias: name, or None.
     """
 
     kind: Literal["rms", "layer"]
-    weight: str
+    weight: str | None
     epsilon: float
     added: float = 0.0
     bias: str | None = None
+    factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +47,10 @@ class MatrixPlan:
     """Product with a matrix.
 
     Attributes:
-        weight: name of a matrix [O, I].
+        weight: name of a matrix [O, I]; or of those of all experts [E, O, I].
         bias: name, or None.
         part: this one of ``num_parts`` equal parts of its rows.
-        is_transposed: it is stored as [I, O].
+        is_transposed: it is stored as [I, O]. The parts of experts' matrices alternate then, row by row.
     """
 
     weight: str
@@ -79,6 +81,11 @@ class AttentionPlan:
 
     Attributes:
         inputs: matrices of queries, keys and values, in this order.
+        source: number of the earlier layer whose keys and values are read, so that ``inputs`` are queries alone; None
+            for the layer's own.
+        values_are_keys: before norm and rope; ``inputs`` are those of queries and keys.
+        growth: queries are multiplied by 1 + growth * log(1 + floor(position / growth_span)), unless 0.
+        sinks: name of the scores of a place without a value, for each head; or None.
         scale: the factor of scores.
         cap: of scores, or None.
         rope: number of its RopePlan; None for none.
@@ -97,6 +104,12 @@ class AttentionPlan:
     out: MatrixPlan
     query_norm: NormPlan | None = None
     key_norm: NormPlan | None = None
+    value_norm: NormPlan | None = None
+    source: int | None = None
+    values_are_keys: bool = False
+    growth: float = 0.0
+    growth_span: int = 1
+    sinks: str | None = None
     cap: float | None = None
     rope: int | None = 0
     window: int | None = None
@@ -158,28 +171,77 @@ class MlpPlan:
 
     Attributes:
         ups: its first matrices: one; or two, the gate's and the one whose product the gate multiplies.
+        post_norm: of its output, before that of experts is added.
+        scale: gives the number whose logistic function multiplies the output.
     """
 
     ups: tuple[MatrixPlan, ...]
     down: MatrixPlan
     activation: Activation
+    post_norm: NormPlan | None = None
+    scale: MatrixPlan | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsPlan:
+    """MLPs of which a router chooses some for each token (Shazeer et al. 2017).
+
+    Attributes:
+        num_chosen: experts of a token.
+        ups: of all experts, as an MLP's.
+        limit: (gate, up) mean gate * logistic(slope * gate) * (up + 1), with numbers cut at the limit; None for the
+            activation.
+        is_sigmoid: scores are logistic functions of the router's numbers, not their softmax.
+        is_normalized: weights are divided by their sum and ``added``, then multiplied by ``scale``.
+        correction: name of what is added to scores for the choice alone, or None.
+        scales: name of factors of the weights of each expert, or None.
+        router_norm: of the router's input; None for the input of the MLP, as ``norm``, that of the experts.
+        post_norm: of what all experts of a token give.
+    """
+
+    number: int
+    num_chosen: int
+    router: MatrixPlan
+    ups: tuple[MatrixPlan, ...]
+    down: MatrixPlan
+    activation: Activation
+    slope: float = 1.0
+    limit: float | None = None
+    is_sigmoid: bool = False
+    is_normalized: bool = True
+    added: float = 0.0
+    scale: float = 1.0
+    correction: str | None = None
+    scales: str | None = None
+    router_norm: NormPlan | None = None
+    norm: NormPlan | None = None
+    post_norm: NormPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """A decoder layer: a mixer of tokens, then an MLP, each added to the stream; one of them may lack.
+    """A decoder layer: a mixer of tokens, then an MLP, experts or the sum of both, each half added to the stream; one
+    half may lack.
 
     Attributes:
+        side: a third half, whose gate multiplies the layer's part of the model's sides.
+        scale: name of the factor of the stream after the layer, or None.
+        is_parallel: the MLP reads what the mixer reads.
         mixer_norm: of the input of the mixer; None for none, as all norms.
         mixer_post_norm: of its output.
     """
 
     mixer: Mixer | None
     mlp: MlpPlan | None
+    experts: ExpertsPlan | None = None
+    side: MlpPlan | None = None
+    scale: str | None = None
+    is_parallel: bool = False
     mixer_norm: NormPlan | None = None
     mixer_post_norm: NormPlan | None = None
     mlp_norm: NormPlan | None = None
     mlp_post_norm: NormPlan | None = None
+    side_post_norm: NormPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +262,23 @@ class JointPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class SidesPlan:
+    """Numbers of a token for each layer: (normed projection of the first layer's input + embedding) * scale.
+
+    Attributes:
+        embedding: name of a matrix [V, layers * P].
+        projection: [layers * P, H], whose result is multiplied by ``projection_scale`` before the norm of P numbers.
+    """
+
+    embedding: str
+    embedding_scale: float
+    projection: MatrixPlan
+    projection_scale: float
+    norm: NormPlan
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A causal language model, or a head. Scales are factors; a cap c of numbers x means c * tanh(x / c).
 
@@ -207,6 +286,7 @@ class Plan:
         place_embedding: name of the embeddings of ``num_places`` positions, or None.
         head: the matrix that gives logits.
         joint: the input of a head; None for a model.
+        sides: inputs of layers besides the stream, or None.
     """
 
     layers: tuple[LayerPlan, ...]
@@ -221,12 +301,11 @@ class Plan:
     logit_scale: float = 1.0
     logit_cap: float | None = None
     joint: JointPlan | None = None
+    sides: SidesPlan | None = None
 
 
 Families = Mapping[str, tuple[Callable[[Any], Plan], str]]
 """By Transformers' model_type: the function that makes a plan of a configuration, and the fields that only it reads."""
-
-_PARTS = (LayerPlan, AttentionPlan, RecurrencePlan, MlpPlan, MatrixPlan, NormPlan, RopePlan, JointPlan)
 
 
 def rename(plan: _Part, old: str, new: str) -> _Part:
@@ -237,6 +316,8 @@ def rename(plan: _Part, old: str, new: str) -> _Part:
             return new + value.removeprefix(old) if value.startswith(old) else value
         if isinstance(value, tuple):
             return tuple(map(change, value))
-        return rename(value, old, new) if isinstance(value, _PARTS) else value
+        return rename(value, old, new) if is_dataclass(value) else value
 
-    return replace(plan, **{one.name: change(getattr(plan, one.name)) for one in fields(plan)})
+    part: Any = plan
+    renamed: _Part = replace(part, **{one.name: change(getattr(part, one.name)) for one in fields(part)})
+    return renamed

@@ -8,6 +8,7 @@ from outrider.native.parts import (
     activation_of,
     attention_of,
     decoder_of,
+    experts_of,
     halves_of,
     head_norms,
     layer_of,
@@ -18,6 +19,7 @@ from outrider.native.parts import (
     window_of,
 )
 from outrider.native.plan import (
+    ExpertsPlan,
     Families,
     LayerPlan,
     MatrixPlan,
@@ -61,7 +63,12 @@ def _qwen3_5(config: Any) -> Plan:
 
     def layer(at: str, i: int) -> LayerPlan:
         norms = ("mixer_norm", "input_layernorm"), ("mlp_norm", "post_attention_layernorm")
-        return layer_of(config, at, mixer(at, i), **{field: rms(config, f"{at}.{name}", 1.0) for field, name in norms})
+        others: dict[str, Any] = {field: rms(config, f"{at}.{name}", 1.0) for field, name in norms}
+        if config.model_type == "qwen3_5_moe_text":
+            gate = linear(f"{at}.mlp.shared_expert_gate")
+            others["mlp"] = mlp_of(config, f"{at}.mlp.shared_expert", scale=gate)
+            others["experts"] = experts_of(config, f"{at}.mlp")
+        return layer_of(config, at, mixer(at, i), **others)
 
     return decoder_of(config, layer, last_norm=rms(config, "model.norm", 1.0))
 
@@ -94,9 +101,16 @@ def _lfm2(config: Any) -> Plan:
             out=linear(f"{at}.conv.out_proj", bias),
         )
 
+    def experts(at: str) -> ExpertsPlan:
+        correction = f"{at}.expert_bias" if config.use_expert_bias else None
+        of_router = {"is_sigmoid": True, "added": 1e-6, "scale": config.routed_scaling_factor}
+        return experts_of(config, at, activation="silu", correction=correction, **of_router)
+
     def layer(at: str, i: int) -> LayerPlan:
+        norms: dict[str, Any] = {"mixer_norm": norm(f"{at}.operator_norm"), "mlp_norm": norm(f"{at}.ffn_norm")}
+        if i >= getattr(config, "num_dense_layers", config.num_hidden_layers):
+            return LayerPlan(mixer(at, i), None, experts(f"{at}.feed_forward"), **norms)
         ups, down = (linear(f"{at}.feed_forward.w{n}") for n in (1, 3)), linear(f"{at}.feed_forward.w2")
-        norms = {"mixer_norm": norm(f"{at}.operator_norm"), "mlp_norm": norm(f"{at}.ffn_norm")}
         return LayerPlan(mixer(at, i), MlpPlan(tuple(ups), down, "silu"), **norms)
 
     return decoder_of(config, layer, last_norm=norm("model.embedding_norm"))
@@ -205,11 +219,20 @@ def _nemotron_h(config: Any) -> Plan:
     )
 
 
+_QWEN = (
+    "attention_bias linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
+    "linear_num_value_heads partial_rotary_factor full_attention_interval"
+)
 FAMILIES: Families = {
-    "qwen3_5_text": (
+    "qwen3_5_text": (_qwen3_5, _QWEN),
+    "qwen3_5_moe_text": (
         _qwen3_5,
-        "attention_bias linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
-        "linear_num_value_heads partial_rotary_factor full_attention_interval",
+        f"{_QWEN} moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok num_experts",
+    ),
+    "lfm2_moe": (
+        _lfm2,
+        "norm_eps conv_bias conv_L_cache moe_intermediate_size num_dense_layers num_experts_per_tok num_experts "
+        "use_expert_bias routed_scaling_factor norm_topk_prob",
     ),
     "granitemoehybrid": (
         _granite_hybrid,

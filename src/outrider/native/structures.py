@@ -30,16 +30,20 @@ class Reach(Structure):
     _fields_ = [(name, c_int64) for name in ("window", "before_anchor", "sees_block")]
 
 
+SIZES_OF_ATTENTION = (
+    *("num_heads", "num_groups", "head_width", "rope", "store", "is_shared", "values_are_keys", "norms_whole_rows"),
+)
+
+
 class Attention(Structure):
     """A layer without it has no heads."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("num_heads", "num_groups", "head_width", "rope", "store", "norms_whole_rows")),
+        *((name, c_int64) for name in SIZES_OF_ATTENTION),
         ("reach", Reach),
-        ("scale", c_double),
-        ("cap", c_double),
-        ("query_norm", Norm),
-        ("key_norm", Norm),
+        *((name, c_double) for name in ("scale", "cap", "growth", "growth_span")),
+        *((name, Norm) for name in ("query_norm", "key_norm", "value_norm")),
+        ("sinks", c_void_p),
         ("is_gated", c_int64),
         ("num_inputs", c_int64),
         ("inputs", Matrix * 3),
@@ -60,17 +64,69 @@ class Recurrence(Structure):
     ]
 
 
+class Gating(Structure):
+    _fields_ = [("activation", c_int64), ("slope", c_double), ("limit", c_double)]
+
+
 class Mlp(Structure):
     """A layer without it has no ups."""
 
-    _fields_ = [("num_ups", c_int64), ("activation", c_int64), ("ups", Matrix * 2), ("down", Matrix)]
+    _fields_ = [
+        ("num_ups", c_int64),
+        ("gating", Gating),
+        ("ups", Matrix * 2),
+        ("down", Matrix),
+        ("post_norm", Norm),
+        ("scale", Matrix),
+    ]
 
 
-NORMS = ("mixer_norm", "mixer_post_norm", "mlp_norm", "mlp_post_norm")
+class ExpertMatrices(Structure):
+    _fields_ = [("first", Matrix), ("rows_apart", c_int64), ("bytes_apart", c_int64)]
+
+
+class Experts(Structure):
+    """A layer without it has none."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("number", "num_chosen", "is_sigmoid", "is_normalized")),
+        ("added", c_double),
+        ("scale", c_double),
+        *((name, Norm) for name in ("router_norm", "norm", "post_norm")),
+        ("router", Matrix),
+        ("correction", c_void_p),
+        ("scales", c_void_p),
+        ("num_ups", c_int64),
+        ("gating", Gating),
+        ("ups", ExpertMatrices * 2),
+        ("down", ExpertMatrices),
+    ]
+
+
+NORMS = ("mixer_norm", "mixer_post_norm", "mlp_norm", "mlp_post_norm", "side_post_norm")
 
 
 class Layer(Structure):
-    _fields_ = [*((name, Norm) for name in NORMS), ("attention", Attention), ("recurrence", Recurrence), ("mlp", Mlp)]
+    _fields_ = [
+        *((name, Norm) for name in NORMS),
+        ("attention", Attention),
+        ("recurrence", Recurrence),
+        ("mlp", Mlp),
+        ("experts", Experts),
+        ("side", Mlp),
+        ("scale", c_double),
+        ("is_parallel", c_int64),
+    ]
+
+
+class Sides(Structure):
+    _fields_ = [
+        ("width", c_int64),
+        ("embedding", Matrix),
+        ("projection", Matrix),
+        *((name, c_double) for name in ("embedding_scale", "projection_scale", "scale")),
+        ("norm", Norm),
+    ]
 
 
 class Joint(Structure):
@@ -97,6 +153,7 @@ class Model(Structure):
         ("num_places", c_int64),
         ("last_norm", Norm),
         ("joint", Joint),
+        ("sides", Sides),
         ("ropes", POINTER(Rope)),
         ("layers", POINTER(Layer)),
     ]

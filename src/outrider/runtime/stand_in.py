@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class StandIn(nn.Module):
-    """Parameters of a model, in plain modules.
+    """Parameters and stored buffers of a model, in plain modules.
 
     Attributes:
         plan: the native engine's (native/plan.py).
@@ -76,6 +76,9 @@ class StandIn(nn.Module):
         for name, module in model.named_modules():
             for leaf, _ in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 setattr(module, leaf, self.get_parameter(f"{name}.{leaf}" if name else leaf))
+        for name, buffer in model.state_dict(keep_vars=True).items():
+            if not isinstance(buffer, nn.Parameter):
+                buffer.data = self.get_parameter(name).detach()
         built: Any = model
         built.generation_config.eos_token_id = self.generation_config.eos_token_id
         return model.eval()

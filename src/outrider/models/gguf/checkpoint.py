@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
-from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.models.cpu_weights import StoredWeights
 from outrider.models.gguf.families import StatedModel, stated_model
 from outrider.models.gguf.family import Family
@@ -57,25 +57,30 @@ def gguf_numbers(spec: ModelSpec, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def gguf_weights(
-    spec: ModelSpec, bare: nn.Module, large: Iterable[str], num_digits: int = 0, config: Any | None = None
+    spec: ModelSpec,
+    bare: nn.Module,
+    large: Mapping[str, ExpertLayout | None],
+    num_digits: int = 0,
+    config: Any | None = None,
 ) -> StoredWeights:
     """Find the matrices of a GGUF file that can stay in its blocks. They remain in the file until they are loaded.
 
     Args:
         bare: the skeleton.
-        large: names of matrices that may stay in blocks.
+        large: names of matrices that may stay in blocks, and layouts of those of experts.
         num_digits: of the integers to which rows are rounded before products (``BlockForm``).
         config: that of this file, if it was made before.
     """
     file = gguf_file(spec)
     found = _sources(file, stated_model(file, spec.name, config), bare, spec.name)
-    kept = {name: found[name].num_bytes for name in sorted(large) if name in found and found[name].is_in_blocks}
+    large = {name: layout for name, layout in sorted(large.items()) if name in found}
+    kept = {name: found[name].num_bytes for name, layout in large.items() if found[name].is_in_blocks(layout)}
 
     def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
         source = found[name]
         if name not in kept:
             return source.numbers()
-        return source.blocks(num_digits, empty_like)
+        return source.blocks(num_digits, empty_like, large[name])
 
     return StoredWeights(kept, frozenset(found.keys() - kept.keys()), read)
 
@@ -107,10 +112,12 @@ class Source:
             first = (*first[:-2], sum(one.shape[-2] for one in self.tensors), first[-1])
         return first if self.change is None else tuple(self.change(torch.zeros(()).expand(first)).shape)
 
-    @property
-    def is_in_blocks(self) -> bool:
-        """Whether it is one tensor in blocks, whose rows are whole."""
-        return self.change is None and len(self.tensors) == 1 and self.tensors[0].kind in BLOCK_FORMS
+    def is_in_blocks(self, layout: ExpertLayout | None = None) -> bool:
+        """Whether it is in blocks of one form, whose rows are whole. A layout of transposed matrices does what else
+        ``change`` does."""
+        kinds, is_changed = {one.kind for one in self.tensors}, self.change is not None
+        is_laid_out = layout is not None and layout.num_parts is not None
+        return is_changed == is_laid_out and len(kinds) == 1 and kinds <= BLOCK_FORMS.keys()
 
     @property
     def num_bytes(self) -> int:
@@ -124,14 +131,20 @@ class Source:
         ordered = ordered if self.columns is None else ordered[..., self.columns]
         return ordered if self.change is None else self.change(ordered).contiguous()
 
-    def blocks(self, num_digits: int, empty_like: Callable[[Tensor], Tensor] = torch.empty_like) -> NarrowWeight:
+    def blocks(
+        self,
+        num_digits: int,
+        empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
+        layout: ExpertLayout | None = None,
+    ) -> NarrowWeight:
         """The parameter, in its blocks; see ``NarrowWeight.of_blocks``."""
-        rows = torch.from_numpy(self.tensors[0].raw())
+        parts = [torch.from_numpy(one.raw()) for one in self.tensors]
+        rows = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)).flatten(0, -2)
         rows = rows if self.order is None else rows[self.order]
         form = replace(BLOCK_FORMS[self.tensors[0].kind], num_digits=num_digits)
         # Columns stay in the file's order, since a block has many of them.
         columns = None if self.columns is None else self.columns.argsort().int()
-        return NarrowWeight.of_blocks(rows, form, columns, empty_like)
+        return NarrowWeight.of_blocks(rows, form, columns, empty_like, layout)
 
 
 def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> dict[str, Source]:

@@ -134,7 +134,7 @@ def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Te
     kept = {
         name: source.num_bytes
         for name, source in sources.items()
-        if num_digits is not None and source.is_in_blocks and is_large(source.shape)
+        if num_digits is not None and source.is_in_blocks() and is_large(source.shape)
     }
 
     def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:

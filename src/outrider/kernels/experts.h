@@ -1,0 +1,128 @@
+// Experts of a layer: MLPs of which a router chooses some for each token (Shazeer et al. 2017).
+//
+// Rows of the same expert lie one after the other, so that a thread reads its part of a matrix once for all of them. What
+// the experts of a token find is added in the order of its choices, whichever other tokens chose the same experts.
+#pragma once
+
+#include "worker.h"
+
+namespace {
+
+// Choices of all tokens, by expert.
+struct ByExpert {
+  ByExpert(const Choice* choices, int64_t number, int64_t num_experts)
+      : begins(num_experts + 1), order(number), places(number) {
+    for (int64_t i = 0; i < number; i++) begins[choices[i].expert + 1]++;
+    for (int64_t e = 0; e < num_experts; e++) begins[e + 1] += begins[e];
+    std::vector<int64_t> next(begins.begin(), begins.end() - 1);
+    for (int64_t i = 0; i < number; i++) order[places[i] = next[choices[i].expert]++] = i;
+  }
+
+  // Calls `run(expert, begin, end)` with the places of each expert that is chosen.
+  template <typename Run>
+  void each(Run run) const {
+    for (size_t e = 0; e + 1 < begins.size(); e++) {
+      if (begins[e] < begins[e + 1]) run(e, begins[e], begins[e + 1]);
+    }
+  }
+
+  std::vector<int64_t> begins;         // of the experts, and the end
+  std::vector<int64_t> order, places;  // the choice at each place, and the place of each choice
+};
+
+struct ExpertsLayer : Worker {
+  const Experts& experts;
+
+  // From `normed` to y; or to what is added there.
+  void run(bool adds) const {
+    const int64_t H = m.hidden, width = experts.down.first.width, number = b.number * experts.num_chosen;
+    if (experts.router_norm.kind) {
+      norm_and_round(experts.router_norm);
+    } else if (adds) {
+      round(b.normed, H);  // again, since the MLP has rounded its own rows
+    }
+    product(of(b.normed, H, b.number), experts.router, b.scores.get(), experts.number);
+    wait();
+    for (int64_t t = me; t < b.number; t += n) choose(&b.scores[t * experts.number], &b.choices[t * experts.num_chosen]);
+    if (experts.norm.kind) {
+      norm_and_round(experts.norm);
+    } else {
+      wait();
+    }
+    const ByExpert by_expert(b.choices.get(), number, experts.number);
+    for (int64_t i = me; i < number; i += n) {
+      std::copy_n(&b.normed[by_expert.order[i] / experts.num_chosen * H], H, &b.gathered[i * H]);
+      round_gathered(b.gathered, H, by_expert, i);
+    }
+    wait();
+    by_expert.each([&](int64_t expert, int64_t begin, int64_t end) {
+      for (int64_t i = 0; i < experts.num_ups; i++) {
+        product(rows_of(b.gathered, H, begin, end), experts.ups[i].of(expert), &b.ups[(i * number + begin) * width], width);
+      }
+    });
+    activate(experts.gating, number, width, experts.num_ups == 2 ? &b.ups[number * width] : nullptr, width);
+    wait();
+    for (int64_t i = me; m.num_digits && i < number; i += n) round_gathered(b.ups, width, by_expert, i);
+    if (m.num_digits) wait();
+    by_expert.each([&](int64_t expert, int64_t begin, int64_t end) {
+      product(rows_of(b.ups, width, begin, end), experts.down.of(expert), &b.found[begin * H], H);
+    });
+    wait();
+    for (int64_t t = me; t < b.number; t += n) gather(by_expert, t, adds);
+  }
+
+  // Rows at the places of an expert, and where they are rounded.
+  Rows rows_of(const Buffer& rows, int64_t width, int64_t begin, int64_t end) const {
+    return {&rows[begin * width], &b.chunks[begin * num_chunks(width)], end - begin, width, m.num_digits};
+  }
+  void round_gathered(const Buffer& rows, int64_t width, const ByExpert& by_expert, int64_t i) const {
+    const int64_t expert = b.choices[by_expert.order[i]].expert, begin = by_expert.begins[expert];
+    round_row(&rows[i * width], width, i - begin, by_expert.begins[expert + 1] - begin, begin * num_chunks(width));
+  }
+
+  // Chooses experts by scores, which become probabilities. NaN is chosen first.
+  void choose(float* scores, Choice* choices) const {
+    const int64_t E = experts.number;
+    if (experts.is_sigmoid) {
+      each(scores, E, [](int64_t, Floats values) { return logistic(values); });
+    } else {
+      softmax(scores, E);
+    }
+    std::vector<float> left(scores, scores + E);
+    if (experts.correction != nullptr) for (int64_t e = 0; e < E; e++) left[e] += experts.correction[e];
+    float total = experts.added;
+    for (int64_t c = 0; c < experts.num_chosen; c++) {
+      int64_t best = 0;
+      for (int64_t e = 1; e < E; e++) {
+        if (!(left[e] <= left[best])) best = e;
+      }
+      left[best] = -__builtin_inff();
+      choices[c] = {best, scores[best]};
+      total += scores[best];
+    }
+    for (int64_t c = 0; c < experts.num_chosen; c++) {
+      float& weight = choices[c].weight;
+      if (experts.is_normalized) weight /= total;
+      weight *= static_cast<float>(experts.scale);
+      if (experts.scales != nullptr) weight *= experts.scales[choices[c].expert];
+    }
+  }
+
+  // Adds what a token's experts have found.
+  void gather(const ByExpert& by_expert, int64_t t, bool adds) const {
+    const int64_t H = m.hidden;
+    float *y = &b.y[t * H], *sums = &b.gathered[t * H];
+    for (int64_t c = 0; c < experts.num_chosen; c++) {
+      const int64_t choice = t * experts.num_chosen + c;
+      const float *found = &b.found[by_expert.places[choice] * H], weight = b.choices[choice].weight;
+      each(sums, H, [=](int64_t i, Floats values) __attribute__((always_inline)) {
+        const Floats more = load_to(found, i, H);
+        return c == 0 ? more * weight : multiply_add(more, all_lanes(weight), values);
+      });
+    }
+    experts.post_norm.apply(sums, H, sums);
+    for (int64_t i = 0; i < H; i++) y[i] = adds ? y[i] + sums[i] : sums[i];
+  }
+};
+
+}  // namespace
