@@ -61,6 +61,7 @@ class World:
     held_up: float = 0.02
     change: float = 0.25
     num_rows: int = 1
+    length: int = 1
 
     def seconds(self, k: int) -> float:
         """Between those of COSTS, what lies between."""
@@ -71,7 +72,8 @@ class World:
     def rounds(self, schedule: Schedule, seed: int) -> Iterator[tuple[int, int, float]]:
         """K, committed tokens and seconds of each round, without the pace and without being held up."""
         rng, noise = random.Random(seed), random.Random(seed + 1)
-        rows = [Row(index, Request([1]), 10**9, 10**9) for index in range(self.num_rows)]
+        prompt = [1] * self.length
+        rows = [Row(index, Request(prompt), 10**9, 10**9) for index in range(self.num_rows)]
         number, last_k = 0, -1
         while True:
             k = schedule.next_k(rows, self.num_rows)
@@ -85,7 +87,7 @@ class World:
             seen = seconds * self.pace(number) * math.exp(noise.gauss(0.0, self.spread))
             seen *= 5 if noise.random() < self.held_up else 1
             usual = seen if k == last_k else None
-            schedule.learn(RoundOutcome(k, self.num_rows, num_columns, counts, usual))
+            schedule.learn(RoundOutcome(k, self.num_rows, num_columns, counts, usual, self.length))
             num_tokens = sum(row.num_accepted + 1 for row in counts)
             yield k, num_tokens, seconds + (self.costs[0] * self.change if k != last_k else 0.0)
             number, last_k = number + 1, k
@@ -169,6 +171,21 @@ def test_k_follows_the_number_of_rows() -> None:
         chosen[num_rows] = [k for (k, *_), _ in rounds]
     assert fmean(k == 0 for k in chosen[8][100:]) > 0.9
     assert fmean(k >= 4 for k in chosen[1]) > 0.9  # from the first round on, the second time
+
+
+def test_k_follows_the_length() -> None:
+    """A draft that reads a window costs much beside a short sequence, and little beside a long one. Where both come in
+    turn, each has its own estimates."""
+    estimates = Estimates(KS, 0.5)
+    worlds = [
+        World(0.5, {k: 10.0 * (1 + more * k) for k in KS}, lambda _: 0.8, length=length)
+        for length, more in ((100, 1.5), (9000, 0.05))
+    ]
+    for turn in range(8):
+        rounds = zip(worlds[turn % 2].rounds(AdaptiveSchedule(estimates), turn), range(200), strict=False)
+        last = [k for (k, *_), _ in rounds]
+        if turn >= 6:
+            assert fmean(k >= 3 if turn % 2 else k <= 1 for k in last) > 0.9
 
 
 def _row(index: int = 0, num_draft_tokens: int | None = None) -> Row:

@@ -246,9 +246,8 @@ class Engine:
             RowCounts(num, row.num_drafted, row.num_accepted) for num, row in zip(most_drafted, row_rounds, strict=True)
         ]
         seconds = timing.decode_s if is_usual else None
-        self.schedule.learn(
-            RoundOutcome(k=done.k, num_rows=len(done.rows), num_columns=done.num_columns, rows=rows, seconds=seconds)
-        )
+        longest = max((row.length for row in done.rows if row is not None), default=0)
+        self.schedule.learn(RoundOutcome(done.k, len(done.rows), done.num_columns, rows, seconds, longest))
 
     def _warn_of_broken_drafts(self, row_rounds: Sequence[RowRound]) -> None:
         """Log once that a draft was cut, which costs speed and changes no output."""

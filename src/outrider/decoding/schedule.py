@@ -57,6 +57,7 @@ _TRIED_ROUNDS = 3  # the first one of a K takes longer
 _PLAIN_ROUNDS = 2  # and the second without drafts: until then the CPU caches hold the draft
 # Tries of another K may cost this share of all rounds, two rounds at the start, and twelve after a long time.
 _LOST, _FIRST_LOST, _MOST_LOST = 0.007, 2.0, 12.0
+_LENGTH = 2048  # tokens, up to which attention is a small part of a round
 _SWITCH = 0.5  # rounds that a change of K costs
 
 
@@ -78,6 +79,7 @@ class RoundOutcome:
         num_columns: tokens verified beyond the first, in each row, padding included.
         rows: the counts of each sequence.
         seconds: the time of the round; None after a prefill or another K, or when the loop goes idle.
+        longest: tokens of the longest sequence.
     """
 
     k: int
@@ -85,6 +87,7 @@ class RoundOutcome:
     num_columns: int
     rows: Sequence[RowCounts]
     seconds: float | None
+    longest: int = 0
 
 
 class Schedule(Protocol):
@@ -158,7 +161,7 @@ class _Chain:
 
 
 class _Load:
-    """Seconds of rounds at about one number of rows, and K there.
+    """Seconds of rounds at about one number of rows and one length, and K there.
 
     The logarithm of a time is that of the guess, plus a deviation for each K, plus the machine's pace, which changes
     from round to round for all K alike, and so affects no choice. A Kalman filter estimates deviations and pace
@@ -241,6 +244,12 @@ class _Load:
         return found
 
 
+def _load_of(num_rows: int, longest: int) -> tuple[int, int]:
+    """Logarithms of a load: of the number of rows, to base 2; and of the length over 2,048 tokens, to base 4, 0 below.
+    The costs of attention grow with the length, more for the columns of a verify than for a draft with a window."""
+    return round(math.log2(num_rows)), ((longest // _LENGTH).bit_length() + 1) // 2
+
+
 class Estimates:
     """Estimates from the rounds of a pair under one rule, for any number of generations, also at the same time.
     Thread-safe."""
@@ -253,7 +262,7 @@ class Estimates:
         self._outcomes: deque[RoundOutcome] = deque()
         self._accepted = _Chain(self.ks[-1])
         self._num_plain = 0  # rounds since the last one with drafts
-        self._loads: dict[int, _Load] = {}
+        self._loads: dict[tuple[int, int], _Load] = {}
 
     def note(self, outcome: RoundOutcome) -> None:
         """Queue a round, in a microsecond, to be learned with the next choice."""
@@ -268,27 +277,27 @@ class Estimates:
     def _catch_up(self) -> None:
         """Learn from the queued rounds. The ranks of a job use the times of the first rank."""
         outcomes = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
-        times: dict[tuple[int, int], list[float]] = {}
+        times: dict[tuple[int, int, int], list[float]] = {}
         for one in outcomes:
             if any(row.num_wanted for row in one.rows):
                 self._accepted.learn([(row.num_accepted, row.num_wanted) for row in one.rows])
-                self._at(one.num_rows).learn_width(one)
+                self._at(*_load_of(one.num_rows, one.longest)).learn_width(one)
                 self._num_plain = 0
             else:
                 self._num_plain += 1
             if one.seconds is not None:
-                times.setdefault((one.num_rows, one.num_columns), []).append(one.seconds)
-        for (num_rows, k), seconds in current_ranks().shared(times).items():
-            self._at(num_rows).learn_times(num_rows, k, seconds)
+                _, length = _load_of(one.num_rows, one.longest)
+                times.setdefault((one.num_rows, length, one.num_columns), []).append(one.seconds)
+        for (num_rows, length, k), seconds in current_ranks().shared(times).items():
+            self._at(_load_of(num_rows, 0)[0], length).learn_times(num_rows, k, seconds)
 
-    def _at(self, num_rows: int) -> _Load:
-        """The load of the nearest power of two."""
-        size = 2 ** round(math.log2(num_rows))
-        if size not in self._loads:
-            nearest = min(self._loads, key=lambda other: max(size, other) / min(size, other), default=None)
+    def _at(self, size: int, length: int) -> _Load:
+        """The load of these logarithms."""
+        if (size, length) not in self._loads:
+            nearest = min(self._loads, key=lambda one: abs(one[0] - size) + abs(one[1] - length), default=None)
             like = None if nearest is None else self._loads[nearest]
-            self._loads[size] = _Load(self.ks, *self._guess, like)
-        return self._loads[size]
+            self._loads[size, length] = _Load(self.ks, *self._guess, like)
+        return self._loads[size, length]
 
     def _tokens(self, rows: Sequence[Row], fade: float = 1.0) -> list[float]:
         """Expected tokens of a round of all rows, for K = 0, 1, ..."""
@@ -301,7 +310,8 @@ class Estimates:
         return tokens
 
     def _choose(self, rows: Sequence[Row], num_rows: int) -> tuple[int, int]:
-        load, tokens = self._at(num_rows), self._tokens(rows)
+        load = self._at(*_load_of(num_rows, max((row.length for row in rows), default=0)))
+        tokens = self._tokens(rows)
         seconds = load.seconds(num_rows, max((row.request.num_draft_tokens or 0 for row in rows), default=0))
         rates = {k: tokens[k] / seconds[k] for k in self.ks}
         best = max(rates, key=rates.__getitem__)
