@@ -33,6 +33,7 @@ def write_eagle3(
     num_layers: int = 1,
     has_embedding: bool = True,
     mask_id: int | None = None,
+    context_len: int | None = None,
     **flags: bool,
 ) -> None:
     """Write an EAGLE-3 head.
@@ -41,6 +42,7 @@ def write_eagle3(
         layout: "speculators", "safeailab" or "specforge".
         token_ids: the target's ids of its tokens; None for all of them.
         mask_id: of a P-EAGLE head.
+        context_len: that it states; None for the target's.
         flags: norm_before_residual, norm_output, norm_before_fc, fc_norm.
     """
     config = target.config
@@ -87,7 +89,7 @@ def write_eagle3(
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
+        "max_position_embeddings": context_len or config.max_position_embeddings,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": 10000.0,
     }

@@ -18,11 +18,12 @@ import torch
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.corpus import read_corpus
-from outrider.drafters.draft_options import split_name
+from outrider.drafters.draft_options import DraftOptions, split_name
+from outrider.drafters.few_tokens import with_vocab
 from outrider.drafters.heads import head_drafter
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
-from outrider.drafters.model import mask_token_of, model_drafter
+from outrider.drafters.model import SELF, mask_token_of, model_drafter, self_drafter
 from outrider.drafters.translated import translated_drafter
 from outrider.errors import ModelNotFound, OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.models.executions import beside
@@ -81,11 +82,12 @@ def load(
             Hugging Face causal language model in memory (it is put into evaluation mode).
         draft: likewise, or a folder or hub id of a head for the target; a name that ends in ":greedy" drafts the most
             probable tokens, one with ":min-prob=P" ends drafts before tokens of which the model is unsure,
-            ":min-confidence=P" before those that the head expects to be rejected; or "mtp", the layer for it in the
-            target's own checkpoint; or "ngram" or "suffix", which look up the text so far; or
-            "suffix+" and one of these names, which drafts where "suffix" promises less; or "auto": "mtp" if the
-            target's checkpoint has the layers, else a known head or smaller model of its family that is on this
-            machine, else "suffix"; or "none" or None for plain decoding.
+            ":min-confidence=P" before those that the head expects to be rejected, ":vocab=N", ":vocab=FILE" and
+            ":vocab=N@FILE" draft few tokens only (docs/how-it-works/drafters.md), ":window=W" reads the last tokens
+            only; or "self", the target with such a window; or "mtp", the layer for it in the target's own checkpoint;
+            or "ngram" or "suffix", which look up the text so far; or "suffix+" and one of these names, which drafts
+            where "suffix" promises less; or "auto": "mtp" if the target's checkpoint has the layers, else a known head
+            or smaller model of its family that is on this machine, else "suffix"; or "none" or None for plain decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.
@@ -188,14 +190,18 @@ def load_drafter(
         raise OptionError("draft", draft, f"{model!r} takes no options: a model, a head and 'mtp' do")
     if model == MTP:
         _check_placement(placement, decoder.target)
-        head = load_mtp_of(decoder.target, allow_pickle=placement.allow_pickle)
-        return head_drafter(beside(head, decoder.target), options)
+        return _of_head(load_mtp_of(decoder.target, allow_pickle=placement.allow_pickle), options, decoder)
+    if model == SELF:
+        _check_placement(placement, decoder.target)
+        return self_drafter(*_with_vocab(decoder.target.with_name(SELF), options, decoder))
+    quantization = None
     if isinstance(model, (str, Path)):
         spec = resolve(str(model), models_file)
+        quantization = placement.over(spec).quantization
         if is_head(spec):
             _check_placement(placement.over(spec), decoder.target)
             head = load_head(spec, decoder.target, allow_pickle=placement.allow_pickle)
-            return head_drafter(beside(head, decoder.target), options)
+            return _of_head(head, options, decoder)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
     num_tokens = decoder.target.vocab_size
     differing = _differing(decoder, checkpoint)
@@ -204,9 +210,21 @@ def load_drafter(
         own = build_lm(checkpoint, num_tokens_of(checkpoint))
         if mask_token_of(own.name, own.weights) is not None:
             raise TokenizerMismatch(f"{checkpoint.name} drafts in one forward (PARD), for its own family only")
-        return translated_drafter(own, spelling, options)
+        lm, options = _with_vocab(own.with_tokens(spelling.equals), options, decoder, quantization)
+        return translated_drafter(lm, spelling, options)
     lm = build_lm(checkpoint, num_tokens, _unknown_ids(decoder, checkpoint, differing))
-    return model_drafter(lm, options)
+    return model_drafter(*_with_vocab(lm, options, decoder, quantization))
+
+
+def _of_head(head: LM, options: DraftOptions, decoder: Decoder) -> Drafter:
+    head, options = _with_vocab(head, options, decoder)
+    return head_drafter(beside(head, decoder.target), options)
+
+
+def _with_vocab(
+    lm: LM, options: DraftOptions, decoder: Decoder, quantization: str | None = None
+) -> tuple[LM, DraftOptions]:
+    return with_vocab(lm, options, decoder.tokenizer, decoder.eos_ids | decoder.turn_ids, quantization)
 
 
 def _load_auto(decoder: Decoder, placement: Placement, models_file: Path | None) -> Drafter:
@@ -244,7 +262,8 @@ def _check_placement(placement: Placement, target: LM) -> None:
     }
     for option, value in choices.items():
         if value is not None:
-            raise OptionError(f"draft {option}", value, "a head has the device and the type of its target")
+            remedy = "a head has the device and the type of its target, as 'self' does"
+            raise OptionError(f"draft {option}", value, remedy)
 
 
 def _differing(decoder: Decoder, draft: Checkpoint) -> dict[int, tuple[str, str]]:

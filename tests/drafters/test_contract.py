@@ -22,8 +22,9 @@ from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.heads import head_drafter
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixSession, ngram_drafter, suffix_drafter
-from outrider.drafters.model import model_drafter
+from outrider.drafters.model import model_drafter, self_drafter
 from outrider.drafters.translated import translated_drafter
+from outrider.models.few_tokens import with_few_tokens
 from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.runtime.lm import LM
@@ -38,6 +39,7 @@ FEW = 4  # tokens, of which all drafts are forced
 CORPUS = [3, 1, 2, 0, 1, 2, 2, 0, 1]  # goes on as the prompt whose drafts are all forced
 
 
+_SPELLING = Spelling((2, -1, 0, -1), ((2,), (1, 4), (0,), (4, 3, 1)), (3,))
 Pair = tuple[LM, Drafter]
 
 
@@ -66,10 +68,11 @@ def _suffix(corpus: Sequence[Sequence[int]]) -> Drafter:
     return suffix_drafter(Corpus(corpus), min_prob=0.02)
 
 
-def _eagle3(**options: Any) -> Pair:
+def _eagle3(context_len: int | None = None, **options: Any) -> Pair:
     """Two layers, norms of EAGLE-3.1, and three of the tokens."""
     target = _target(4)
-    drafter = eagle3_drafter(target, token_ids=[0, 1, 3], num_layers=2, fc_norm=True, norm_output=True)
+    layers: dict[str, Any] = {"num_layers": 2, "fc_norm": True, "norm_output": True}
+    drafter = eagle3_drafter(target, token_ids=[0, 1, 3], context_len=context_len, **layers)
     return target, head_drafter(drafter.models[0], DraftOptions(**options))
 
 
@@ -90,14 +93,30 @@ def _hybrid(pair: Pair, corpus: Sequence[int]) -> Pair:
 
 def _translated(**options: Any) -> Pair:
     """The draft has the tokens 0 and 2 under other ids, and spells the others in several."""
-    spelling = Spelling((2, -1, 0, -1), ((2,), (1, 4), (0,), (4, 3, 1)), (3,))
-    return _target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft", **options), spelling)
+    return _target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft", **options), _SPELLING)
 
 
 def _block(min_confidence: float = 0.0, **options: Any) -> Pair:
     target = _target(4)
     drafter = tiny_block_drafter(target, **options)
     return target, head_drafter(drafter.models[0], DraftOptions(min_confidence=min_confidence))
+
+
+def _self() -> Pair:
+    target = _target()
+    return target, self_drafter(target, DraftOptions(window=16))
+
+
+def _few(pair: Pair, ids: Sequence[int], make: Callable[[LM], Drafter]) -> Pair:
+    """The draft has logits for a few of the tokens only."""
+    target, drafter = pair
+    return target, make(with_few_tokens(drafter.models[0], torch.tensor(ids)))
+
+
+def _few_translated() -> Pair:
+    """Of the tokens 0 and 2, which the draft has, the second one."""
+    lm = as_lm(tiny_llama(1, vocab_size=5), "draft").with_tokens(_SPELLING.equals)
+    return _target(), translated_drafter(with_few_tokens(lm, torch.tensor([1, 2])), _SPELLING)
 
 
 def _dspark() -> Pair:
@@ -131,6 +150,15 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "dflash": _block,
     "dflash2": lambda: _block(is_second=True, selector_top_k=3),
     "dspark": _dspark,
+    "self": _self,
+    "eagle3, short context": lambda: _eagle3(context_len=6),
+    "dflash, short context": lambda: _block(layers={"max_position_embeddings": 6}),
+    "few tokens": lambda: _few(_model(), [1, 3], model_drafter),
+    "few tokens, other tokens": lambda: _few(_other_tokens(), [0, 1], model_drafter),
+    "few tokens, translated": _few_translated,
+    "few tokens of a head": lambda: _few(_eagle3(), [1, 2, 3], head_drafter),
+    "few tokens, dflash2": lambda: _few(_block(is_second=True, selector_top_k=2), [0, 1, 3], head_drafter),
+    "few tokens, dspark": lambda: _few(_dspark(), [0, 1, 3], head_drafter),
 }
 
 
@@ -172,6 +200,8 @@ PROMPTS = [(2, 3, 2, 3, 2), (1,), (2, 3) * 5, (1, 0, 2)]
         "hybrid",
         "translated",
         "hybrid with a head",
+        "self",
+        "eagle3, short context",
     ],
 )
 def test_the_output_is_that_of_plain_decoding(name: str) -> None:

@@ -38,6 +38,26 @@ def test_greedy_drafts_are_the_likeliest_tokens() -> None:
     assert num_accepted > 20
 
 
+def test_a_target_drafts_for_itself() -> None:
+    """With a window: all is accepted while it holds the sequence, and less beyond. The text is plain decoding's."""
+    decoder = embedded(acceptance="gumbel")
+    drafter = load_drafter(decoder, "self:window=32")
+    assert drafter.name == "self:window=32" and drafter.models[0].weights is decoder.target.weights
+    assert decoder.target.context_len > drafter.models[0].context_len == 32
+    assert load_drafter(decoder, "self:vocab=900").name == "self:vocab=900:window=512"
+    options: dict[str, Any] = {"max_new_tokens": 24, "seed": 5, "ignore_eos": True}
+    shares = []
+    for prompt in ("Once", "Once upon a time there was a king who had three sons. " * 6):
+        both = replace(decoder, drafter=drafter, num_draft_tokens=2), decoder.plain()
+        [got], [want] = (one.generate([prompt], **options) for one in both)
+        assert got.token_ids == want.token_ids
+        shares.append(got.stats.draft_acceptance_rate)
+    assert shares[0] == 1.0 > shares[1] > 0.3
+    for name in ("self:window=5", "self:window=0", "self:window=x", f"self:window={decoder.target.context_len}"):
+        with pytest.raises(OptionError, match="window"):
+            load_drafter(decoder, name)
+
+
 @pytest.mark.each_execution
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": 0.3, "top_k": 3}])
 def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure(options: dict[str, Any]) -> None:

@@ -20,6 +20,7 @@ from outrider.models import cpu_weights
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
+from outrider.runtime.vocabulary import spread
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_heads.json").read_text())
 _SHARE = 1e-4  # of the spread of logits
@@ -53,7 +54,7 @@ def _drafts(decoder: Decoder, head: LM) -> list[Tensor]:
     tokens, states, found = torch.tensor([IDS[1:PREFIX]]), head_module.stored_states(cache, positions), []
     for step in range(NUM_STEPS):
         logits, states = head_module.feed_entries(head, 64, 1, cache, tokens, states, positions)
-        found.append(logits[0, -1])
+        found.append(spread(logits[0, -1], head.token_ids, head.vocab_size))
         tokens, states, positions = torch.tensor([[IDS[PREFIX + step]]]), states[:, -1:], positions[:, -1:] + 1
     return found
 
@@ -66,7 +67,7 @@ def _of_block(head: LM, logits: Tensor, outputs: Tensor, state: Tensor) -> list[
         here = logits[:, i]
         if module.correction is not None:
             here, state = module.correction(here, outputs[:, i], before, state)
-        found.append(head_module.spread(here, module.token_ids, head.vocab_size)[0])
+        found.append(spread(here, module.token_ids, head.vocab_size)[0])
         before = found[-1].argmax(keepdim=True)
     return found
 

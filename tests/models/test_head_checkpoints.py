@@ -20,6 +20,7 @@ from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import is_head, load_head, load_mtp_of
 from outrider.models.registry import ModelSpec, Placement
 from outrider.runtime.lm import LM
+from outrider.runtime.vocabulary import spread
 from pairs import random_llama, save
 from toys import as_lm, tiny_llama
 
@@ -39,7 +40,7 @@ def _logits(head: LM, features: Tensor, ids: Tensor, anchor: int, num_steps: int
     found, tokens, states = [], ids[:, 1 : anchor + 1], head_module.stored_states(cache, positions)
     for step in range(num_steps):
         logits, states = head_module.feed_entries(head, 64, 1, cache, tokens, states, positions)
-        found.append(logits[0, -1])
+        found.append(spread(logits[0, -1], head.token_ids, head.vocab_size))
         states, tokens = states[:, -1:], ids[:, anchor + step + 1, None]
         positions = positions[:, -1:] + 1
     return torch.stack(found)
@@ -76,7 +77,7 @@ def test_peagle_computes_what_speculators_computes(tmp_path: Path) -> None:
         given = head, 4, 64, torch.tensor([4]), cache, fed, torch.tensor([0]), lengths
         logits_at = head_module._in_parallel(lambda step, static, *rest: step(head, *static, *rest), *given)
         for i in range(4):
-            found = logits_at(i, fed[:, -1], lengths)[0][0, 1::2]
+            found = spread(logits_at(i, fed[:, -1], lengths)[0][0], head.token_ids, head.vocab_size)[1::2]
             expected = golden["peagle.logits"][i, anchor - 1]
             assert torch.allclose(found, expected.double(), rtol=0, atol=1e-5), (anchor, i)
             assert expected.std() > 0.1
@@ -101,6 +102,20 @@ def test_a_mask_token_without_its_state_is_refused(tmp_path: Path) -> None:
     save_file({name: value for name, value in load_file(path).items() if name != "mask_hidden"}, path)
     with pytest.raises(ModelCorrupt, match="a mask token to draft in one forward, and no mask_hidden"):
         load_head(_spec(tmp_path), target)
+
+
+def test_a_head_sees_as_many_tokens_as_its_context(tmp_path: Path) -> None:
+    """Of a target with a longer one; one layer, so that earlier tokens have no other way."""
+    target = as_lm(tiny_llama(num_layers=4))
+    write_eagle3(tmp_path, target.model, context_len=5)
+    head = load_head(_spec(tmp_path), target)
+    features = torch.randn(1, 12, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    ids = torch.arange(12)[None]
+    seen = _logits(head, features, ids, 9, 2)
+    for place in (2, 3, 4, 8):
+        changed = features.clone()
+        changed[0, place] += 1
+        assert bool((_logits(head, changed, ids, 9, 2) == seen).all()) == (place < 4), place
 
 
 @pytest.mark.parametrize("layout", ["specforge", "safeailab"])

@@ -26,12 +26,14 @@ _EAGLE3: dict[str, dict[str, Any]] = {
     "normed residual": {"norm_before_residual": True, "num_layers": 2},
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True, "layout": "specforge"},
     "normed features": {"norm_before_fc": True, "layout": "safeailab"},
+    "a short context": {"context_len": 4, "num_layers": 2},
 }
 
 
 _WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
 _BLOCKS: dict[str, dict[str, Any]] = {
     "plain": {},
+    "a short context": {"layers": {"max_position_embeddings": 5}},
     "its own tokens, few": {"layout": "speculators", "token_ids": [*range(1, 90, 3)]},
     "windows": {"layers": _WINDOW, "input_embedding_scale": 3.0, "output_multiplier": 0.5},
     "a long window": {"layers": _WINDOW | {"sliding_window": 7}, "block_size": 9, "is_causal": False},

@@ -15,6 +15,7 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.options import Sampling
 from outrider.records import Draft
+from outrider.runtime.vocabulary import spread
 from outrider.sampling.candidates import Candidates
 from outrider.sampling.noise import RoundUniforms, gumbels
 from outrider.sampling.probs import (
@@ -84,6 +85,21 @@ def test_rows_equal_full_rows(options: dict) -> None:
             noise = gumbels(seeds, torch.full((2, 1), 7 + i), vocab_size)[:, 0]
             drawn = rows[:, i].draw_with_noise(seeds, torch.full((2,), 7 + i))
             assert torch.equal(drawn, draw_gumbel(found[:, i], noise))
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"logit_bias": {3: 2.0}, "top_p": 0.9}], ids=str)
+def test_rows_of_few_tokens(options: dict) -> None:
+    """Those of all tokens, of which the others have no probability; also where an option names tokens."""
+    for vocab_size, num_tokens in ((5000, 300), (70, 65), (9, 1)):
+        ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(1))[:num_tokens].sort().values
+        logits, settings = _logits(num_tokens, 2), _settings([Sampling(**options)] * 2, vocab_size)
+        rows, finite = rows_of(logits, settings, token_ids=ids, vocab_size=vocab_size)
+        want = normalise(to_probs(spread(logits, ids, vocab_size), settings))
+        assert bool(finite.all()) and torch.equal(full(rows) > 0, want > 0)
+        torch.testing.assert_close(full(rows), want, rtol=3e-6, atol=0)
+        uniforms = torch.tensor([0.2, 0.8], dtype=torch.float64)
+        assert torch.equal(draw(rows[:, 1], uniforms), draw(full(rows)[:, 1], uniforms))
+        assert isinstance(rows, Candidates) and rows.vocab_size == vocab_size
 
 
 def test_a_row_depends_on_nothing_but_itself() -> None:

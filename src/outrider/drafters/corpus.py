@@ -23,6 +23,12 @@ from outrider.errors import FileError
 from outrider.system.files import read_text
 from outrider.text.tokenizer import encode
 
+Fields = tuple[tuple[str, ...], tuple[str, ...]]
+"""Keys of texts, and of token ids, in a JSON line."""
+
+WHOLE: Fields = ("prompt", "text"), ("prompt_ids", "token_ids")
+OUTPUTS: Fields = ("text",), ("token_ids",)
+
 MAX_MATCH = 24
 """Most tokens of a suffix that are compared."""
 _MOST_PLACES = 16  # of the places found, those whose next tokens are counted; more take longer and help little
@@ -123,8 +129,15 @@ def _sorted_places(ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 
 
 def read_corpus(paths: Sequence[Path], tokenizer: Any | None, vocab_size: int) -> Corpus:
-    """Read files of text, or of JSON lines with ``prompt`` and ``text``, or ``prompt_ids`` and ``token_ids``, as
-    ``outrider generate --output`` writes them. Texts go before ids, which may be those of another tokenizer.
+    """Read the corpus of ``suffix``. Arguments and errors: see ``read_sequences``."""
+    return Corpus(read_sequences(paths, tokenizer, vocab_size))
+
+
+def read_sequences(
+    paths: Sequence[Path], tokenizer: Any | None, vocab_size: int, fields: Fields = WHOLE
+) -> list[list[int]]:
+    """Read files of text, or of JSON lines with texts or token ids, as ``outrider generate --output`` writes them.
+    Texts go before ids, which may be those of another tokenizer.
 
     Args:
         tokenizer: None if all files hold ids.
@@ -139,18 +152,20 @@ def read_corpus(paths: Sequence[Path], tokenizer: Any | None, vocab_size: int) -
         if text.lstrip().startswith("{"):
             lines = enumerate(text.split("\n"), start=1)
             sequences += [
-                _sequence_of(f"{path}, line {n}", line, tokenizer, vocab_size) for n, line in lines if line.strip()
+                _sequence_of(f"{path}, line {n}", line, tokenizer, vocab_size, fields)
+                for n, line in lines
+                if line.strip()
             ]
         elif tokenizer is None:
             raise FileError(f"{path}: text needs the target's tokenizer: load the target with one, or give token ids")
         elif text.strip():
             sequences.append(encode(tokenizer, text, has_special=False))
         if not any(sequences[before:]):
-            raise FileError(f"{path} contains no text: leave it out of the corpus")
-    return Corpus([ids for ids in sequences if ids])
+            raise FileError(f"{path} contains no text: leave it out")
+    return [ids for ids in sequences if ids]
 
 
-def _sequence_of(where: str, line: str, tokenizer: Any | None, vocab_size: int) -> list[int]:
+def _sequence_of(where: str, line: str, tokenizer: Any | None, vocab_size: int, fields: Fields) -> list[int]:
     """The sequence of a row; empty if generation failed."""
     try:
         row = json.loads(line)
@@ -160,13 +175,15 @@ def _sequence_of(where: str, line: str, tokenizer: Any | None, vocab_size: int) 
         raise FileError(f"{where}: not a JSON object")
     if row.get("finish_reason") == "error":
         return []
-    texts = [row[key] for key in ("prompt", "text") if isinstance(row.get(key), str)]
+    of_texts, of_ids = fields
+    texts = [row[key] for key in of_texts if isinstance(row.get(key), str)]
     if texts and tokenizer is not None:
         text = "".join(texts)
         return encode(tokenizer, text, has_special=False) if text.strip() else []
-    ids = [token for key in ("prompt_ids", "token_ids") for token in row.get(key) or ()]
+    ids = [token for key in of_ids for token in row.get(key) or ()]
     if not ids:
-        raise FileError(f"{where}: give strings ('prompt', 'text') or lists of token ids ('prompt_ids', 'token_ids')")
+        strings, lists = (", ".join(map(repr, keys)) for keys in fields)
+        raise FileError(f"{where}: give strings ({strings}) or lists of token ids ({lists})")
     if not all(isinstance(i, int) and 0 <= i < vocab_size for i in ids):
         raise FileError(f"{where}: not token ids of the target (0 to {vocab_size - 1})")
     return ids

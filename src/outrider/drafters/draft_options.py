@@ -8,7 +8,15 @@ from typing import Any
 
 from outrider.errors import OptionError
 
-_WORDS = {"min_prob": "min-prob", "min_confidence": "min-confidence", "is_greedy": "greedy"}  # in their order in names
+# In their order in names.
+_WORDS = {
+    "vocab": "vocab",
+    "window": "window",
+    "min_prob": "min-prob",
+    "min_confidence": "min-confidence",
+    "is_greedy": "greedy",
+}
+_LEAST_WINDOW = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,11 +29,16 @@ class DraftOptions:
         min_prob: a draft ends before a token of which the model is unsure (``is_unsure``); 0 for never.
         min_confidence: a draft ends before a token whose probability to be accepted, as the head predicts it, is less;
             0 for never.
+        vocab: draft few tokens only: N, the N most frequent ones of the target; FILE, those that occur in a file of
+            outputs; or N@FILE, the N most frequent ones there. Empty: all.
+        window: a model reads the last tokens of long sequences only, half to all of so many; 0 for its whole context.
     """
 
     is_greedy: bool = False
     min_prob: float = 0.0
     min_confidence: float = 0.0
+    vocab: str = ""
+    window: int = 0
 
     def __post_init__(self) -> None:
         for name in ("min_prob", "min_confidence"):
@@ -33,12 +46,27 @@ class DraftOptions:
             if not 0 <= value < 1:
                 raise OptionError(name, value, "a number from 0, for none, to below 1")
 
+        if self.window and self.window < _LEAST_WINDOW:
+            raise OptionError("window", self.window, f"{_LEAST_WINDOW} tokens or more")
+        number, path = self.vocab_parts
+        if self.vocab and (number == 0 or path == ""):
+            raise OptionError("vocab of the draft", self.vocab, "N, FILE or N@FILE, with N >= 1")
+
+    @property
+    def vocab_parts(self) -> tuple[int | None, str | None]:
+        """N and FILE of ``vocab``."""
+        number, at, path = self.vocab.partition("@")
+        if not (number.isascii() and number.isdigit()):
+            return None, self.vocab
+        return int(number), path if at else None
+
     def full_name(self, model: str) -> str:
         """Name of a draft: the model and its options (see ``split_name``)."""
         for field, word in _WORDS.items():
             value = getattr(self, field)
             if value:
-                model += f":{word}" if value is True else f":{word}={value:g}"
+                text = f"{value:g}" if isinstance(value, float) else str(value)
+                model += f":{word}" if value is True else f":{word}={text}"
         return model
 
     def check_taken(self, model: str, *taken: str) -> None:
@@ -64,12 +92,20 @@ def split_name(name: Any) -> tuple[Any, DraftOptions]:
             break
         if field in given:
             raise OptionError("draft", name, f"give {word} once")
-        given[field] = _probability(name, word, number) if equals else True
+        given[field] = _value(name, word, number) if equals else True
         model = model.removesuffix(f":{text}")
     return model, DraftOptions(**given)
 
 
-def _probability(name: str, word: str, text: str) -> float:
+def _value(name: str, word: str, text: str) -> float | str:
+    if word == _WORDS["window"]:
+        if not (text.isascii() and text.isdigit() and int(text)):
+            raise OptionError("draft", name, "window is a number of tokens")
+        return int(text)
+    if word == _WORDS["vocab"]:
+        if not text:
+            raise OptionError("draft", name, "vocab is a number of tokens, or a file of outputs")
+        return text
     try:
         value = float(text)
     except ValueError:

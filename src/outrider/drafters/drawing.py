@@ -18,14 +18,15 @@ from torch import Tensor
 from outrider.drafters.draft_options import DraftOptions
 from outrider.records import Draft
 from outrider.runtime.lm import LM
+from outrider.runtime.vocabulary import spread
 from outrider.sampling.history import History
 from outrider.sampling.masks import Masked, Masks, mask
 from outrider.sampling.probs import Settings, only_ids, rows_of
 from outrider.sampling.rules import Rule
 
 LogitsAt = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor | None]]
-"""(offset of a token, ids of the token before [B], numbers of drafted tokens so far [B]) -> logits of the token [B, V];
-whether the draft ends before the token [B], None if a source does not tell."""
+"""(offset of a token, ids of the token before [B], numbers of drafted tokens so far [B]) -> logits of the model's
+``token_ids``, or of all tokens [B, D]; whether the draft ends before the token [B], None if a source does not tell."""
 
 Source = Callable[..., LogitsAt]
 """(run, model, k, *static, most tokens to draft [B], *tensors) -> logits. ``run`` is ``LM.run`` or calls a step."""
@@ -64,7 +65,7 @@ def draft_step(
     logits_at = source(partial(_call, lm) if masks is None else lm.run, lm, k, *static, num_wanted, *own)
     if options.is_greedy:
         settings = settings.greedy()
-    ids, num_drafted, allowed = last_ids[:, -1], num_wanted, None
+    ids, num_drafted, allowed, token_ids = last_ids[:, -1], num_wanted, None, lm.token_ids
     drawn: list[tuple[Tensor, ...]] = []
     for i in range(k):
         if drawn:
@@ -72,12 +73,13 @@ def draft_step(
         logits, is_cut = logits_at(i, ids, num_drafted)
         if masks is not None:
             allowed = masks.here()
+            logits, token_ids = spread(logits, token_ids, lm.vocab_size), None
         if options.min_prob > 0:
             is_cut = is_unsure(logits, options.min_prob, allowed)
         if is_cut is not None:
             num_drafted = torch.where(is_cut, num_drafted.clamp_max(i), num_drafted)
         here = history.map(lambda values: values[:, None])
-        rows, is_finite = rows_of(logits[:, None], settings, here, allowed)
+        rows, is_finite = rows_of(logits[:, None], settings, here, allowed, token_ids, lm.vocab_size)
         q: Any = rows[:, 0]
         ids = only_ids(q) if options.is_greedy else rule.draw(q, noise.at(i))
         if masks is not None:
@@ -116,7 +118,7 @@ def is_unsure(logits: Tensor, min_prob: float, allowed: Masked = None) -> Tensor
     reason to end a draft before that token.
 
     Args:
-        logits: [B, V]
+        logits: [B, D]; of all tokens if there are constraints.
         allowed: the effects of constraints. [B, 1, V]
 
     Returns:

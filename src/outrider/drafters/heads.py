@@ -33,7 +33,6 @@ from outrider.errors import OptionError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
-from outrider.runtime.vocabulary import spread
 from outrider.sampling.rules import Rule
 
 _LARGE = 8  # K; executions favour some up to half of it
@@ -120,7 +119,7 @@ def feed_entries(
     """Feed entries.
 
     Returns:
-        logits after the last N = ``num_logits`` columns [B, N, V]; the states to be fed with the drafted tokens
+        logits after the last N = ``num_logits`` columns [B, N, D]; the states to be fed with the drafted tokens
         [B, T, H]
     """
     module: Any = head.model
@@ -137,7 +136,12 @@ def feed_entries(
         with head.lock:
             normed, outputs = module(ids, states, positions.clamp_min(0), mask, cache.argument)
             logits = module.lm_head(normed[:, normed.shape[1] - num_logits :])
-    return spread(logits, module.token_ids, head.vocab_size), outputs
+    return _of_tokens(head, logits), outputs
+
+
+def _of_tokens(head: LM, logits: Tensor) -> Tensor:
+    """Logits of a head's tokens, without padding. [..., D]"""
+    return logits[..., : head.vocab_size] if head.token_ids is None else logits
 
 
 def _one_by_one(
@@ -325,7 +329,7 @@ def feed_shared(
     with head.lock:
         outputs, states = module(ids, states, positions, shared, view_len)
         logits = module.lm_head(outputs)
-    return spread(logits, module.token_ids, head.vocab_size), states
+    return _of_tokens(head, logits), states
 
 
 def _in_place(
@@ -442,7 +446,7 @@ def _at_once(
         here = logits[:, i]
         if module.correction is not None:
             here, state = module.correction(here, outputs[:, i], ids, state)
-        return spread(here, module.token_ids, head.vocab_size), is_cut
+        return here, is_cut
 
     return logits_at
 

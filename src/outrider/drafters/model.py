@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +14,7 @@ from outrider.drafters.base import Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.drawing import LogitsAt, Source, draft_step, draw_draft
 from outrider.drafters.window import WindowSession
-from outrider.errors import UnsupportedModel
+from outrider.errors import OptionError, UnsupportedModel
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM, PREFILL_TOKENS
@@ -22,6 +23,9 @@ from outrider.sampling.rules import Rule
 
 _FAVOURED_K = (7, 15)  # of PARD: a large K costs little; K + 1 tokens are verified, and kernels work in eights
 _NO_GAP, _ROUNDS, _ASSIGNED = range(3)  # the last round was drafted for; rounds were not; neither was the prompt read
+SELF = "self"
+"""Draft with the target itself, which reads a window of the text."""
+_OWN_WINDOW = 512
 _MASK_KEYS = ("pard_token", "ptd_token_id")
 
 
@@ -29,14 +33,16 @@ def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | Non
     """Draft with a language model, under the same sampling options as the target.
 
     Args:
-        options: greedy, and a least probability.
+        options: greedy, a least probability, a window.
         mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see ``_at_once``); None for the
             token that its configuration states. The usual models state none and draft one token after the other.
 
     Raises:
         UnsupportedModel, OptionError
     """
-    options.check_taken(lm.name, "is_greedy", "min_prob")
+    options.check_taken(lm.name, "is_greedy", "min_prob", "window")
+    if options.window:
+        lm = lm.with_context(options.window)
     mask = mask_token_of(lm.name, lm.weights) if mask_id is None else mask_id
 
     def opens(models: Sequence[LM], num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
@@ -52,6 +58,19 @@ def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | Non
         is_one_hot=options.is_greedy,
         favoured_k=() if mask is None else _FAVOURED_K,
     )
+
+
+def self_drafter(target: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
+    """Draft with the target itself, in a cache of its own that holds a window of each sequence. Beside a long sequence
+    its steps are shorter, since attention reads fewer keys and values.
+
+    Raises:
+        OptionError: the window is not shorter than the context.
+    """
+    options = options if options.window else replace(options, window=_OWN_WINDOW)
+    if options.window >= target.context_len:
+        raise OptionError("window", options.window, f"fewer tokens than the context, which has {target.context_len}")
+    return model_drafter(target, options)
 
 
 def mask_token_of(name: str, model: Any) -> int | None:
@@ -72,8 +91,8 @@ def mask_token_of(name: str, model: Any) -> int | None:
 def _feed(
     lm: LM, view_len: int, num_logits: int, cache: SlotCache, ids: Tensor, positions: Tensor, num_committed: Tensor
 ) -> tuple[Tensor]:
-    """Logits after the last columns [B, N, V]. States are kept up to ``num_committed`` tokens [B]."""
-    logits = lm.forward(ids, positions, cache, view_len, num_logits=num_logits, keeps_finite=True)
+    """Logits after the last columns [B, N, D]. States are kept up to ``num_committed`` tokens [B]."""
+    logits = lm.forward(ids, positions, cache, view_len, num_logits=num_logits, keeps_finite=True, spreads=False)
     cache.settle(num_committed)
     return (logits,)
 

@@ -234,17 +234,24 @@ Row make_row(const float* x, int64_t count, Options options, int32_t* ids, float
 extern "C" {
 
 // Rows of logits to rows of tokens, each of which has room for all of them. An option that is null is off in all rows;
-// `places` rows have the same options.
-void outrider_candidates(const float* logits, int64_t num_rows, int64_t stride, int64_t vocab_size, int64_t places,
-                         const float* temperature, const int64_t* top_k, const float* top_p, const float* least_score,
-                         Row* rows, uint8_t* is_finite) {
+// `places` rows have the same options. The logits are those of `token_ids`, ascending; of all tokens if that is null.
+void outrider_candidates(const float* logits, int64_t num_rows, int64_t stride, int64_t num_tokens, int64_t places,
+                         const int32_t* token_ids, const float* temperature, const int64_t* top_k, const float* top_p,
+                         const float* least_score, Row* rows, uint8_t* is_finite) {
   static thread_local Scratch scratch;
   for (int64_t i = 0; i < num_rows; i++) {
     int64_t b = i / places;
-    Options options = {temperature[b], top_k ? top_k[b] : vocab_size, top_p ? top_p[b] : 1.0f,
+    Options options = {temperature[b], top_k ? top_k[b] : num_tokens, top_p ? top_p[b] : 1.0f,
                        least_score ? least_score[b] : -INF};
-    rows[i] = make_row(logits + i * stride, vocab_size, options, const_cast<int32_t*>(rows[i].ids),
-                       const_cast<float*>(rows[i].weights), is_finite[i], scratch);
+    auto ids = const_cast<int32_t*>(rows[i].ids);
+    auto weights = const_cast<float*>(rows[i].weights);
+    rows[i] = make_row(logits + i * stride, num_tokens, options, ids, weights, is_finite[i], scratch);
+    if (!token_ids) continue;
+    if (!rows[i].ids) {
+      rows[i].ids = token_ids;
+      continue;
+    }
+    for (int64_t j = 0; j < rows[i].count; j++) ids[j] = token_ids[ids[j]];
   }
 }
 }

@@ -21,8 +21,9 @@ from torch import Tensor
 from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter
 from outrider.drafters.draft_options import split_name
+from outrider.drafters.few_tokens import with_vocab
 from outrider.drafters.lookups import ngram_drafter
-from outrider.drafters.model import model_drafter
+from outrider.drafters.model import SELF, model_drafter
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.heads.loading import MTP, is_head
 from outrider.models.reading import load_tokenizer
@@ -122,7 +123,7 @@ def load_draft(
     if name == "suffix":
         return load_suffix(_tokenizer_of(header, models_file) if corpus else None, header.vocab_size, corpus)
     model, options = split_name(name)
-    if looks_up(name) or model == MTP or is_head(resolve(model, models_file)):
+    if looks_up(name) or model in (MTP, SELF) or is_head(resolve(model, models_file)):
         raise _target_is_needed("--draft", name, "its q is known in rounds with the target only")
     loaded = load(model, device=device, dtype=dtype, models_file=models_file, allow_pickle=allow_pickle)
     lm = loaded.target
@@ -135,7 +136,7 @@ def load_draft(
         raise TokenizerMismatch(f"{name} knows {lm.vocab_size} tokens, but {header.vocab_size} are needed")
     if lm.vocab_size > header.vocab_size:
         lm = lm.with_vocabulary(header.vocab_size, lm.unknown_ids)
-    return model_drafter(lm, options)
+    return model_drafter(*with_vocab(lm, options, loaded.tokenizer, header.eos_ids))
 
 
 def _tokenizer_of(header: Header, models_file: Path | None) -> Any | None:

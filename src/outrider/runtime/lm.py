@@ -28,7 +28,7 @@ from outrider.runtime.cache_shapes import WINDOW, LayerShape
 from outrider.runtime.execution import EagerExecution, Native, Step
 from outrider.runtime.modules import cache_argument, find_mixers, recorded_states, token_by_token, with_finite_numbers
 from outrider.runtime.stand_in import StandIn
-from outrider.runtime.vocabulary import UNKNOWN
+from outrider.runtime.vocabulary import UNKNOWN, spread
 
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens in one forward, all rows together. Matrix products on the CPU are fastest at this size; more
@@ -43,6 +43,7 @@ class LM:
         name: the name in messages.
         vocab_size: V; logits beyond it (padding of the embedding matrix) are cut off, so they are never sampled.
         unknown_ids: tokens of the vocabulary that the model does not know; their logits are -10,000.
+        token_ids: the tokens that its LM head has rows for, ascending, D numbers; None for all. Others get -10,000.
         own_ids: where the vocabulary is another one than the model's, the model's id of each token, -1 if it has none.
         context_len: maximum sequence length.
         device: the device of the first layer.
@@ -76,6 +77,7 @@ class LM:
         self.vocab_size = vocab_size
         self.unknown_ids = unknown_ids
         self.own_ids: tuple[int, ...] = ()
+        self.token_ids: Tensor | None = None
         self.context_len = context_len
         self.execution = EagerExecution()
         self.lock = threading.RLock()
@@ -113,6 +115,12 @@ class LM:
         """This model under another name."""
         lm = copy.copy(self)
         lm.name = name
+        return lm
+
+    def with_context(self, context_len: int) -> LM:
+        """This model for sequences of at most ``context_len`` tokens."""
+        lm = copy.copy(self)
+        lm.context_len = min(self.context_len, context_len)
         return lm
 
     def with_vocabulary(self, vocab_size: int, unknown_ids: tuple[int, ...]) -> LM:
@@ -220,6 +228,7 @@ class LM:
         *,
         num_logits: int = 0,
         keeps_finite: bool = False,
+        spreads: bool = True,
     ) -> Tensor:
         """Logits after each token. Call without gradients: the cache is written in place.
 
@@ -229,6 +238,7 @@ class LM:
             cache: holds all tokens of lower position; this forward adds its own.
             view_len: above every position.
             num_logits: return the logits of the last ``num_logits`` columns only; 0 for all.
+            spreads: else logits of ``token_ids`` only, if there are any.
             keeps_finite: for tokens that may be rejected. Keys, values and inputs of states are zeroed where they are
                 not finite, so that they spoil neither earlier tokens nor those that replace them; the logits after such
                 a token, and after all later ones, are NaN.
@@ -240,7 +250,10 @@ class LM:
             [B, T, V]
         """
         given = ids, positions, cache, view_len, ()
-        return self.forward_with_features(*given, num_logits=num_logits, keeps_finite=keeps_finite)[0]
+        logits, _ = self.forward_with_features(
+            *given, num_logits=num_logits, keeps_finite=keeps_finite, spreads=spreads
+        )
+        return logits
 
     def forward_with_features(
         self,
@@ -252,6 +265,7 @@ class LM:
         *,
         num_logits: int = 0,
         keeps_finite: bool = False,
+        spreads: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
         """Logits as of ``forward``, with hidden states of the model.
 
@@ -274,6 +288,8 @@ class LM:
         if columns is not None:
             states = {i: _take(state, columns) for i, state in states.items()}
         found = torch.cat([states[i].to(device) for i in features], dim=-1) if features else None
+        if spreads and self.token_ids is not None:
+            logits = spread(logits, self.token_ids, self.vocab_size)
         return logits.to(device), found
 
     def _feed(
@@ -345,17 +361,18 @@ class LM:
         return self._finished(output.logits, cache.find_broken(), wanted), states
 
     def _finished(self, logits: Tensor, broken: Tensor | None, wanted: Tensor | None) -> Tensor:
-        """Logits of the tokens of ``vocab_size``, NaN from a broken token on. [B, N, V]
+        """Logits of the tokens of ``vocab_size``, or of ``token_ids``, NaN from a broken token on. [B, N, V]
 
         Args:
             broken: tokens with a number that is not finite; None if there are none, or if nobody looked. [B, T]
             wanted: their columns whose logits these are; None for the last ones. [B, N]
         """
-        if self.own_ids:
+        if self.own_ids and self.token_ids is None:
             own = self._own.to(logits.device)
             logits = logits.index_select(-1, own.clamp_min(0)).masked_fill(own < 0, UNKNOWN)
-        logits = logits[..., : self.vocab_size]
-        if self.unknown_ids:
+        if self.token_ids is None:
+            logits = logits[..., : self.vocab_size]
+        if self.unknown_ids and self.token_ids is None:
             logits = functional.pad(logits, (0, self.vocab_size - logits.shape[-1]))
             logits = logits.index_fill(-1, self._unknown.to(logits.device), UNKNOWN)
         if broken is not None:

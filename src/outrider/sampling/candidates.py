@@ -35,7 +35,7 @@ def _library() -> ctypes.CDLL | None:
     kernels = library()
     if kernels is not None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
-        kernels.outrider_candidates.argtypes = [pointer, *[number] * 4, *[pointer] * 6]
+        kernels.outrider_candidates.argtypes = [pointer, *[number] * 4, *[pointer] * 7]
         kernels.outrider_probabilities.argtypes = [pointer, number, pointer, pointer]
         kernels.outrider_draw.argtypes = [pointer, number, pointer, pointer]
         kernels.outrider_draw_with_noise.argtypes = [pointer, number, *[pointer] * 3]
@@ -49,13 +49,13 @@ class _Room:
 
     __slots__ = ("_free", "memory")
 
-    def __init__(self, vocab_size: int) -> None:
-        self._free = _FREE.setdefault(vocab_size, [])
+    def __init__(self, num_tokens: int) -> None:
+        self._free = _FREE.setdefault(num_tokens, [])
         try:
             self.memory = self._free.pop()
         except IndexError:
             # Pages that are never written cost nothing.
-            self.memory = torch.empty(vocab_size, dtype=torch.int32), torch.empty(vocab_size)
+            self.memory = torch.empty(num_tokens, dtype=torch.int32), torch.empty(num_tokens)
 
     def __del__(self) -> None:
         self._free.append(self.memory)
@@ -83,33 +83,44 @@ class Candidates:
 
     @classmethod
     def of_logits(
-        cls, logits: Tensor, temperature: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tensor | None
+        cls,
+        logits: Tensor,
+        temperature: Tensor,
+        top_k: Tensor | None,
+        top_p: Tensor | None,
+        min_p: Tensor | None,
+        token_ids: Tensor | None = None,
+        vocab_size: int = 0,
     ) -> tuple[Candidates, Tensor]:
         """Candidates of logits under these options, whose meaning is that of probs.py.
 
         Args:
-            logits: float32 [B, T, V]
+            logits: float32 [B, T, V], or of D tokens [B, T, D]
             temperature, top_k, top_p, min_p: [B]
+            token_ids: these tokens, ascending; None for all. D numbers
+            vocab_size: V, if they are given.
 
         Returns:
             [B, T] rows, and whether each row of logits is finite. [B, T]
         """
-        num_rows, num_places, vocab_size = logits.shape
-        flat = logits.reshape(-1, vocab_size)
+        num_rows, num_places, num_tokens = logits.shape
+        flat = logits.reshape(-1, num_tokens)
         if flat.stride(1) != 1:
             flat = flat.contiguous()
-        rooms = tuple(_Room(vocab_size) for _ in range(len(flat)))
+        ids = None if token_ids is None else token_ids.to(torch.int32)
+        rooms = tuple(_Room(num_tokens) for _ in range(len(flat)))
         places = [[*map(Tensor.data_ptr, room.memory), 0, 0] for room in rooms]
         table = torch.tensor(places, dtype=torch.long).view(num_rows, num_places, 4)
         is_finite = torch.empty(num_rows, num_places, dtype=torch.bool)
         options = temperature, top_k, top_p, None if min_p is None else min_p.log()
         _call(
             "outrider_candidates",
-            *(flat, len(flat), flat.stride(0), vocab_size, num_places),
+            *(flat, len(flat), flat.stride(0), num_tokens, num_places, ids),
             *(None if one is None else one.contiguous() for one in options),
             *(table, is_finite),
         )
-        return cls(table, vocab_size, rooms), is_finite
+        owners = rooms if ids is None else (*rooms, ids)
+        return cls(table, num_tokens if ids is None else vocab_size, owners), is_finite
 
     @classmethod
     def one_hot(cls, ids: Tensor, vocab_size: int) -> Candidates:

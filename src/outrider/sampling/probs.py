@@ -24,6 +24,7 @@ from torch import Tensor
 
 from outrider.options import Sampling
 from outrider.runtime.shape_buckets import power_of_two
+from outrider.runtime.vocabulary import spread
 from outrider.sampling.candidates import Candidates, are_here
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.masks import Masked, mask
@@ -125,6 +126,12 @@ class Settings:
             has_greedy=True,
             has_sampled=False,
         )
+
+    @property
+    def names_tokens(self) -> bool:
+        """Whether an option changes the logits of single tokens."""
+        options = self.logit_bias, self.repetition_penalty, self.min_tokens
+        return self.has_counts or any(one is not None for one in options)
 
     def first(self, num_rows: int) -> Settings:
         """A view of the first rows."""
@@ -252,15 +259,38 @@ def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY, 
 
 
 def rows_of(
-    logits: Tensor, settings: Settings, history: History = NO_HISTORY, allowed: Masked = None
+    logits: Tensor,
+    settings: Settings,
+    history: History = NO_HISTORY,
+    allowed: Masked = None,
+    token_ids: Tensor | None = None,
+    vocab_size: int = 0,
 ) -> tuple[Probs, Tensor]:
     """Rows of probabilities for the loop, and whether the logits are finite. The arguments are those of ``to_probs``,
-    which says what the rows are. [B, T, V], [B, T]"""
+    which says what the rows are. [B, T, V], [B, T]
+
+    Args:
+        token_ids: the tokens of the logits, ascending, if those of others are unknown; None for all. D numbers
+        vocab_size: V, then.
+    """
+    if token_ids is not None:
+        assert logits.shape[-1] == len(token_ids)
+        is_plain = allowed is None and not settings.names_tokens
+        if is_plain and settings.takes_candidates and logits.dtype != torch.float64:
+            return _candidates(logits.to(torch.float32), settings, token_ids, vocab_size)
+        logits = spread(logits, token_ids, vocab_size)
     if logits.dtype == torch.float64 or not settings.takes_candidates:
         return to_probs(logits, settings, history, allowed), is_finite(logits)
     x = change(logits, settings, history, allowed)
-    rows, finite = Candidates.of_logits(x, settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+    rows, finite = _candidates(x, settings)
     return rows, finite if x is logits else is_finite(logits)
+
+
+def _candidates(
+    x: Tensor, settings: Settings, token_ids: Tensor | None = None, vocab_size: int = 0
+) -> tuple[Candidates, Tensor]:
+    options = settings.temperature, settings.top_k, settings.top_p, settings.min_p
+    return Candidates.of_logits(x, *options, token_ids, vocab_size)
 
 
 def full(probs: Probs) -> Tensor:

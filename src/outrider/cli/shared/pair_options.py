@@ -54,12 +54,13 @@ class PairOptions:
         list[str] | None,
         _model_option(
             metavar="NAME",
-            help="Model, head, mtp, ngram, suffix, auto or none. A model or a head for the target is a known name, "
-            "folder or hub id; mtp is the target's own MTP layer; ngram and suffix look up the text so far; auto is "
-            "the first that there is of mtp, a known draft on this machine, and suffix. NAME:greedy drafts the most "
-            "probable tokens, NAME:min-prob=P ends drafts before unlikely tokens, suffix+NAME looks tokens up where "
-            "that promises more. Repeatable where drafts are compared. Default: fable-draft for fable, else ngram "
-            "(compare asks for one).",
+            help="Model, head, mtp, self, ngram, suffix, auto or none. A model or a head for the target is a known "
+            "name, folder or hub id; mtp is the target's own MTP layer; self is the target, which reads the last "
+            "tokens; ngram and suffix look up the text so far; auto is the first that there is of mtp, a known draft "
+            "on this machine, and suffix. NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts "
+            "before unlikely tokens, NAME:vocab=N drafts the N most frequent tokens (vocab=FILE: a log's), "
+            "NAME:window=W reads the last tokens, suffix+NAME looks tokens up where that promises more. Repeatable "
+            "where drafts are compared. Default: fable-draft for fable, else ngram (compare asks for one).",
         ),
     ] = None
     acceptance: Annotated[str, _model_option(help="Rule: block, rejection or gumbel.")] = DEFAULT_ACCEPTANCE

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.native.families import plan_of
 from outrider.native.plan import MatrixPlan, Plan, rename
+from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 
@@ -37,6 +38,8 @@ class Head(nn.Module, ABC):
     Attributes:
         config: of its own decoder layers.
         features: the hidden states of the target that it reads: index i is the input of decoder layer i.
+        window: the tokens that a token sees in its layers, itself included: its own context, if that of the target
+            is longer; None for all.
         shared_layers: layers of the target whose keys and values it reads, in place of its own.
         state_size: H, numbers that it keeps of each token of the target, besides keys and values; may be 0.
         block_size: slots that it fills in one forward; 0 for a head that continues a sequence of entries.
@@ -45,12 +48,13 @@ class Head(nn.Module, ABC):
         layers: its decoder layers.
         cache_name: the argument of these that takes the cache.
         embed_tokens, lm_head: its own, or those of the target.
-        token_ids: the target's ids of its tokens, D numbers; None if it has the target's tokens. Their logits are those
-            of a smaller vocabulary.
+        token_ids: the target's ids of its tokens, ascending, D numbers; None if it has the target's tokens. Logits are
+            those of a smaller vocabulary.
     """
 
     config: Any
     features: tuple[int, ...]
+    window: int | None = None
     shared_layers: tuple[int, ...] = ()
     state_size: int
     block_size: int = 0
@@ -61,6 +65,11 @@ class Head(nn.Module, ABC):
     embed_tokens: Any
     lm_head: Any
     token_ids: Tensor | None
+
+    @property
+    def token_weights(self) -> list[str]:
+        """Names of its parameters with a row for each of its tokens."""
+        return [f"lm_head.{name}" for name, _ in self.lm_head.named_parameters()]
 
     @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
@@ -98,8 +107,18 @@ def head_lm(head: Head, name: str, target: LM) -> LM:
         context_len=target.context_len,
         layer_shapes=(*head.layer_shapes(target), *states),
     )
+    lm.token_ids = head.token_ids
+    if head.window is not None and not head.block_size:
+        lm.visibility = Visibility(("sliding_attention",), head.window, None)
     lm.lock = target.lock  # they share modules, and the target's have hooks while it runs
     return lm
+
+
+def window_of(stated: Mapping[str, Any], target: LM) -> int | None:
+    """The context that the configuration of a head's layers states, where that of the target is longer: a head that was
+    trained on short texts drafts badly beyond it. Else None."""
+    own: int | None = stated.get("max_position_embeddings")
+    return own if own is not None and own < target.context_len else None
 
 
 def plan_of_layers(config: Any) -> Plan:
@@ -232,9 +251,11 @@ def complete(
         is_known = is_token & (ids < target.vocab_size)  # others are padding of the target's embedding
         if not bool(is_token.all()) or not bool(is_known.any()) or len(ids.unique()) < len(ids):
             raise ModelCorrupt(f"{name} is for another target: its d2t does not name tokens of {target.name}")
-        for module in outputs if not is_known.all() else ():
-            module.weight = nn.Parameter(module.weight[is_known.to(module.weight.device)], requires_grad=False)
-        ids = ids[is_known].to(target.device)
+        rows = is_known.nonzero()[:, 0]
+        rows = rows[ids[rows].argsort()]  # ascending
+        for module in outputs if not torch.equal(rows, torch.arange(len(ids))) else ():
+            module.weight = nn.Parameter(module.weight[rows.to(module.weight.device)], requires_grad=False)
+        ids = ids[rows].to(target.device)
     head.register_buffer("token_ids", ids, persistent=False)
 
 

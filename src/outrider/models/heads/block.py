@@ -33,6 +33,7 @@ from outrider.models.heads.base import (
     plan_of_layers,
     rotation,
     set_vocabulary,
+    window_of,
 )
 from outrider.models.heads.block_parts import (
     CandidateSelector,
@@ -115,7 +116,7 @@ class BlockHead(Head):
         super().__init__()
         model: Any = target.model
         self.features = _features(stated, config, target)
-        self.reaches = _reaches(stated, config)
+        self.reaches = _reaches(stated, config, window_of(stated.get("transformer_layer_config") or stated, target))
         self.config = layer_config(config, config.num_hidden_layers, model)
         self.state_size = 0
         self.block_size = int(_value(stated, "block_size", 16))
@@ -156,6 +157,12 @@ class BlockHead(Head):
     @property
     def correction(self) -> MarkovHead | CandidateSelector | None:
         return self.markov_head or self.candidate_selector
+
+    @property
+    def token_weights(self) -> list[str]:
+        names = super().token_weights
+        names += ["markov_head.markov_w2.weight"] if self.markov_head is not None else []
+        return names + (["candidate_selector.successor_codebook"] if self.candidate_selector is not None else [])
 
     def fuse(self, features: Tensor) -> Tensor:
         fused: Tensor = self.hidden_norm(self.fc(features))
@@ -279,8 +286,17 @@ def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, 
     return tuple(i + 1 for i in ids)
 
 
-def _reaches(stated: Mapping[str, Any], config: Any) -> list[Reach]:
-    """Reach of the slots, by layer."""
+def _reaches(stated: Mapping[str, Any], config: Any, context_len: int | None) -> list[Reach]:
+    """Reach of the slots, by layer.
+
+    Args:
+        context_len: the most tokens of the context that slots see; None for all.
+    """
+    reaches = _stated_reaches(stated, config)
+    return [one if one.window or one.before_anchor else replace(one, before_anchor=context_len) for one in reaches]
+
+
+def _stated_reaches(stated: Mapping[str, Any], config: Any) -> list[Reach]:
     windows = _windows(config)
     if "speculators_model_type" in stated:
         is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")

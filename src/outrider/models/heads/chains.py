@@ -27,9 +27,10 @@ from outrider.models.heads.base import (
     plan_of_layers,
     rotation,
     set_vocabulary,
+    window_of,
 )
 from outrider.native.families import plan_of
-from outrider.native.plan import JointPlan, MatrixPlan, NotPlanned, Plan, rename
+from outrider.native.plan import AttentionPlan, JointPlan, MatrixPlan, NotPlanned, Plan, rename
 from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
@@ -141,7 +142,12 @@ class Eagle3Head(Head):
             raise NotPlanned(f"a first layer of {self.config.model_type} is none of EAGLE-3's")
         joint = JointPlan(norm, replace(norm, weight="layers.0.hidden_norm.weight"), None, self.norm_before_residual)
         layers = (replace(first, mixer_norm=None), *others)
-        return replace(plan_of_head(plan, self), layers=layers, joint=joint)
+        windowed = []
+        for layer in layers:
+            if not isinstance(layer.mixer, AttentionPlan):
+                raise NotPlanned("its layers are no attention")
+            windowed.append(replace(layer, mixer=replace(layer.mixer, window=self.window)))
+        return replace(plan_of_head(plan, self), layers=tuple(windowed), joint=joint)
 
 
 def stated_features(stated: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -174,6 +180,7 @@ def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: s
     kind = inner.get("model_type", "llama")
     config = layer_config(CONFIG_MAPPING[kind].from_dict(inner), len(layers), target.model)
     head = Eagle3Head(config, stated, tensors, target)
+    head.window = window_of(inner, target)
     complete(head, tensors, offsets, [head.lm_head], name, target)
     mask_id = next((int(stated[key]) for key in _MASK_IDS if stated.get(key) is not None), None)
     if (mask_id is None) != ("mask_hidden" not in tensors):
