@@ -32,7 +32,7 @@ _OTHERS = set(
 )
 # Of families: what only experts, training and other code read.
 _UNREAD = {
-    "granitemoehybrid": "num_experts_per_tok output_router_logits router_aux_loss_coef",
+    "granitemoehybrid": "output_router_logits router_aux_loss_coef",
     "nemotron_h": (
         "attention_bias num_logits_to_keep use_mamba_kernels expand time_step_max time_step_limit time_step_floor "
         "chunk_size mamba_proj_bias mamba_ssm_cache_dtype mamba_hidden_act n_routed_experts output_router_logits "

@@ -137,9 +137,7 @@ def _mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> R
 
 
 def _granite_hybrid(config: Any) -> Plan:
-    """Granite 4 without experts: Mamba-2 in most layers."""
-    if config.num_local_experts:
-        raise NotPlanned("its plan does not know experts")
+    """Granite 4: Mamba-2 in most layers."""
     least, most = config.time_step_limit or (0.0, _INFINITE)
     if most != _INFINITE:
         raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")
@@ -163,7 +161,10 @@ def _granite_hybrid(config: Any) -> Plan:
 
     def layer(at: str, i: int) -> LayerPlan:
         ups, down = halves_of(f"{at}.shared_mlp.input_linear"), linear(f"{at}.shared_mlp.output_linear")
-        return layer_of(config, at, mixer(at, i), mlp=mlp_of(config, at, ups=ups, down=down))
+        block, experts = f"{at}.block_sparse_moe", None
+        if config.num_local_experts:
+            experts = experts_of(config, block, router=linear(f"{block}.router"))
+        return layer_of(config, at, mixer(at, i), mlp=mlp_of(config, at, ups=ups, down=down), experts=experts)
 
     return decoder_of(
         config,
