@@ -12,9 +12,12 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from ggml_blocks import block_bytes
 
 VOCAB = 48
 CONTEXT = 160
@@ -401,6 +404,67 @@ def write_case(
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+# Widths are whole blocks of all forms.
+_WIDE = {
+    "vocab_size": 97,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 128,
+    "eos_token_id": 96,
+}
+
+
+_MANY = {
+    "token_embd": "IQ4_XS",
+    "attn_q": "IQ4_NL",
+    "attn_k": "BF16",
+    "attn_v": "IQ4_XS",
+    "attn_output": "MXFP4",
+    "ffn_gate": "Q2_K",
+    "ffn_up": "Q3_K",
+    "ffn_down": "IQ4_NL",
+    "output": "F16",
+}
+IN_MANY_FORMS = "llama in many forms"
+"""Name of a file beside CASES."""
+
+
+def many_forms(name: str) -> str:
+    """Type of a matrix of a Llama, by its name."""
+    return _MANY[name.split(".")[-2]]
+
+
+def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None]) -> Path:
+    """Write the GGUF file of a random model whose matrices are in blocks.
+
+    Args:
+        kind: of the model in Transformers, for Gemma 3 that of the file.
+        form_of: the type of a tensor by its name; None for float32.
+    """
+    keys = {"attention.key_length": 128, "attention.value_length": 128}
+    add = gguf.GGUFWriter.add_tensor
+
+    def add_in_blocks(writer: gguf.GGUFWriter, name: str, numbers: Any) -> None:
+        form = form_of(name) if numbers.ndim == 2 else None
+        if form is None:
+            add(writer, name, numbers)
+            return
+        of_form = gguf.GGMLQuantizationType[form]
+        try:
+            stored = gguf.quants.quantize(numbers, of_form)
+        except NotImplementedError:  # the numbers' spread, with any bytes
+            seed = sum(name.encode())
+            usual = gguf.dequantize(block_bytes(numbers.shape, form, seed), of_form).std()
+            stored = block_bytes(numbers.shape, form, seed, float(numbers.std() / usual))
+        add(writer, name, stored, raw_dtype=of_form)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gguf.GGUFWriter, "add_tensor", add_in_blocks)
+        return write_case(file, Case("gemma3_text" if kind == "gemma3" else kind, kind, _WIDE, keys))
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

@@ -20,47 +20,61 @@ bool outrider_separate_rows(const void* matrix, int64_t form, int64_t num_channe
 
 namespace {
 
-// Numbers as they are stored in so many bits, with what they mean.
+// A number of 16 bits.
+double half_at(const void* place) {
+  uint16_t bits;
+  std::memcpy(&bits, place, sizeof bits);
+  int exponent = bits >> 10 & 31, fraction = bits & 1023;
+  double size = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
+  return bits & 0x8000 ? -size : size;
+}
+
+// Numbers as they are stored in a form that has no blocks, with what they mean.
 struct Stored {
   std::vector<char> data;
   std::vector<double> wide;
 };
 
-Stored stored(int64_t number, int64_t bits) {
-  Stored made{std::vector<char>(number * bits / 8), std::vector<double>(number)};
+Stored stored(int64_t number, int64_t form) {
+  const int64_t size = form == 24 ? 1 : form == 0 ? 4 : 2;
+  Stored made{std::vector<char>(number * size), std::vector<double>(number)};
   std::vector<float> from = numbers(number);
   for (int64_t i = 0; i < number; i++) {
-    char* to = made.data.data() + i * bits / 8;
-    if (bits == 8) {
+    char* to = made.data.data() + i * size;
+    if (form == 24) {
       int8_t whole = static_cast<int8_t>(i == 0 ? -128 : std::lrint(std::fmin(std::fmax(40 * from[i], -128), 127)));
       std::memcpy(to, &whole, 1);
       made.wide[i] = whole;
+    } else if (form == 1) {
+      uint16_t half = static_cast<uint16_t>(generator()) & (i % 5 ? 0xbfff : 0x83ff);  // finite; some below the normal ones
+      std::memcpy(to, &half, 2);
+      made.wide[i] = half_at(to);
     } else {
       uint32_t word;
       std::memcpy(&word, &from[i], 4);
-      if (bits == 16) word &= 0xffff0000;
+      if (form == 30) word &= 0xffff0000;
       float kept;
       std::memcpy(&kept, &word, 4);
-      uint16_t half = word >> 16;
-      bits == 16 ? std::memcpy(to, &half, 2) : std::memcpy(to, &word, 4);
+      uint16_t upper = word >> 16;
+      form == 30 ? std::memcpy(to, &upper, 2) : std::memcpy(to, &word, 4);
       made.wide[i] = kept;
     }
   }
   return made;
 }
 
-void products(int64_t num_rows, int64_t width, std::vector<int64_t> nums_channels, int64_t bits) {
+void products(int64_t num_rows, int64_t width, std::vector<int64_t> nums_channels, int64_t form) {
   std::vector<float> x = numbers(num_rows * width);
   std::vector<Stored> matrices;
   std::vector<const void*> data;
   int64_t all = 0;
   for (int64_t number : nums_channels) {
-    matrices.push_back(stored(number * width, bits));
+    matrices.push_back(stored(number * width, form));
     all += number;
   }
   for (const Stored& matrix : matrices) data.push_back(matrix.data.data());
   std::vector<float> y(num_rows * all, NAN), again(num_rows * all, NAN), alone(all);
-  const int64_t number = nums_channels.size(), form = bits == 8 ? 24 : bits == 16 ? 30 : 0;
+  const int64_t number = nums_channels.size();
   outrider_few_row_matmul(x.data(), num_rows, width, data.data(), nums_channels.data(), number, form, 0, y.data(), 2);
   outrider_few_row_matmul(x.data(), num_rows, width, data.data(), nums_channels.data(), number, form, 0, again.data(), 3);
   for (int64_t t = 0; t < num_rows; t++) {
@@ -83,15 +97,12 @@ void products(int64_t num_rows, int64_t width, std::vector<int64_t> nums_channel
   }
 }
 
+constexpr int OF_IQ4[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+constexpr int OF_FP4[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+
 // Number i of a block of this form: in ggml, as its sources define it; or in a group.
 double number_of(int64_t form, const uint8_t* block, int64_t i) {
-  auto half = [&](int64_t place) {
-    uint16_t bits;
-    std::memcpy(&bits, block + place, sizeof bits);
-    int exponent = bits >> 10 & 31, fraction = bits & 1023;
-    double size = exponent == 0 ? std::ldexp(fraction, -24) : std::ldexp(1024 + fraction, exponent - 25);
-    return bits & 0x8000 ? -size : size;
-  };
+  auto half = [&](int64_t place) { return half_at(block + place); };
   auto four = [&](int64_t place, int64_t length) {  // low bits of the first numbers, high ones of the others
     return i % (2 * length) < length ? block[place + i % length] & 15 : block[place + i % length] >> 4;
   };
@@ -112,7 +123,21 @@ double number_of(int64_t form, const uint8_t* block, int64_t i) {
     int64_t low = p < 2 ? byte & 15 : byte >> 4, upper = block[128 + 32 * h + l] >> 2 * p & 3;
     return half(208) * static_cast<int8_t>(block[192 + i / 16]) * ((low | upper << 4) - 32);
   }
-  const int64_t j = i / 32;
+  if (form == 20 || form == 39) {  // IQ4_NL, MXFP4
+    return form == 20 ? half(0) * OF_IQ4[four(2, 16)] : std::ldexp(OF_FP4[four(1, 16)], block[0] - 128);
+  }
+  const int64_t j = i / 32, sixteenth = i / 16;
+  if (form == 23) {  // IQ4_XS
+    const int64_t lower = block[4 + j / 2] >> j % 2 * 4 & 15, upper = block[2 + j / 4] >> j % 4 * 2 & 3;
+    return half(0) * ((lower | upper << 4) - 32) * OF_IQ4[four(8 + j * 16, 16)];
+  }
+  auto two = [&](int64_t place) { return block[place + i / 128 * 32 + i % 32] >> i % 128 / 32 * 2 & 3; };
+  if (form == 10) return half(80) * (block[sixteenth] & 15) * two(16) - half(82) * (block[sixteenth] >> 4);
+  if (form == 11) {  // Q3_K
+    const int64_t lower = block[96 + sixteenth % 8] >> sixteenth / 8 * 4 & 15;
+    const int64_t upper = block[104 + sixteenth % 4] >> sixteenth / 4 * 2 & 3;
+    return half(108) * ((lower | upper << 4) - 32) * ((two(32) | (block[i % 32] >> j & 1) << 2) - 4);
+  }
   const uint8_t* packed = block + 4;
   int64_t scale = j < 4 ? packed[j] & 63 : (packed[j + 4] & 15) | packed[j - 4] >> 6 << 4;
   int64_t offset = j < 4 ? packed[j + 4] & 63 : packed[j + 4] >> 4 | packed[j] >> 6 << 4;
@@ -161,11 +186,18 @@ void blocks(int64_t form, int64_t length, int64_t size, int64_t num_rows, int64_
   const int64_t width = num_blocks * length, all = num_channels * num_blocks;
   std::vector<uint8_t> data(all * size);
   for (uint8_t& one : data) one = static_cast<uint8_t>(generator());
-  const int64_t last = form == 14 ? 208 : form >= 192 && form % 2 == 0 ? 1 : 0;
+  // The first byte of a block's scale; an offset follows, if blocks have any.
+  const bool has_zero = form >= 192 && form % 2 == 0;
+  const int64_t scale = form == 14 ? 208 : form == 10 ? 80 : form == 11 ? 108 : has_zero ? 1 : 0;
   for (int64_t b = 0; b < all; b++) {
-    data[b * size + last + 1] &= 0xbf;  // scales are below 2, and finite
-    if (last == 1) data[b * size] &= 15;  // a zero
-    if (last == 0) data[b * size + 3] &= 0xbf;
+    uint8_t* block = &data[b * size];
+    if (form == 39) {
+      block[0] = b % 7 == 0 ? b % 2 : 110 + block[0] % 16;
+      continue;
+    }
+    block[scale + 1] &= 0xbf;  // below 2, and finite
+    if (scale + 3 < size) block[scale + 3] &= 0xbf;
+    if (has_zero) block[0] &= 15;
   }
   std::vector<float> wide(num_channels * width), y(num_rows * num_channels), alone(num_channels);
   std::vector<float> x(num_rows * width);
@@ -206,17 +238,17 @@ int main(int, char** arguments) {
   const int64_t every = std::atoll(arguments[1]);
   int64_t number = 0;
   auto is_tried = [&] { return number++ % every == 0; };
-  for (int64_t bits : {8, 16, 32}) {
+  for (int64_t form : {24, 30, 1, 0}) {
     for (int64_t num_rows = 1; num_rows <= 51; num_rows++) {
-      if (is_tried()) products(num_rows, 16 + num_rows, {7, 1, 9}, bits);
+      if (is_tried()) products(num_rows, 16 + num_rows, {7, 1, 9}, form);
     }
     for (int64_t width = 1; width <= 70; width++) {
-      if (is_tried()) products(1 + width % 7, width, {5, 12}, bits);
+      if (is_tried()) products(1 + width % 7, width, {5, 12}, form);
     }
   }
-  const int64_t forms[][3] = {{2, 32, 18},   {3, 32, 20},   {6, 32, 22},   {7, 32, 24},
-                              {8, 32, 34},   {12, 256, 144}, {13, 256, 176}, {14, 256, 210}, {192, 32, 19},
-                              {193, 64, 34}, {194, 64, 35},  {195, 128, 66}, {196, 128, 67}};
+  const int64_t forms[][3] = {{2, 32, 18},   {3, 32, 20},    {6, 32, 22},    {7, 32, 24},    {8, 32, 34},   {10, 256, 84},
+                              {11, 256, 110}, {12, 256, 144}, {13, 256, 176}, {14, 256, 210}, {20, 32, 18},  {23, 256, 136},
+                              {39, 32, 17},   {192, 32, 19},  {193, 64, 34},  {194, 64, 35},  {195, 128, 66}, {196, 128, 67}};
   for (auto [form, length, size] : forms) {
     for (int64_t num_rows : {1, 2, 5, 6, 9, 35}) {
       if (is_tried()) blocks(form, length, size, num_rows, 1 + (num_rows + form) % 3, 4 + num_rows % 7 * 5);

@@ -2,7 +2,8 @@
 
     pip install llama-cpp-python==0.3.36 && python tests/golden/make_gguf_logits.py
 
-Weights, keys and values are float32, without flash attention.
+Keys and values are float32, without flash attention; weights, too, but for the last file, where llama.cpp rounds rows
+to 8 bits (16 for matrices of such numbers).
 """
 
 import json
@@ -14,7 +15,7 @@ import llama_cpp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gguf_models import CASES, IDS, PLACES, write_case
+from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, many_forms, write_case, write_in_blocks
 
 _FILE = Path(__file__).with_name("gguf_logits.json")
 
@@ -42,6 +43,7 @@ def main() -> None:
         for name, case in CASES.items():
             if case.has_oracle:
                 found[name] = logits_of(write_case(Path(folder) / "case.gguf", case))
+        found[IN_MANY_FORMS] = logits_of(write_in_blocks(Path(folder) / "many.gguf", "llama", many_forms))
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(rows)}" for name, rows in found.items())
     _FILE.write_text(f"{{\n{lines}\n}}\n")
 

@@ -102,7 +102,7 @@ def test_memory_is_predicted_as_it_is_kept(tmp_path: Path) -> None:
     assert weights_bytes(bare) == num_bytes(model) < plain
 
 
-@pytest.mark.parametrize(("stated", "kept"), [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+@pytest.mark.parametrize(("stated", "kept"), [(one, one) for one in (torch.bfloat16, torch.float16, torch.float32)])
 def test_a_prediction_fetches_nothing(stated: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The configuration suffices for a model on the hub."""
     monkeypatch.setattr(cpu_weights, "files_of", lambda spec: pytest.fail("fetches"))

@@ -1,5 +1,6 @@
 """GGUF files whose matrices stay in blocks: the model is that of the widened weights. (Here, all are large.)"""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,59 +9,22 @@ import pytest
 import torch
 
 import outrider
-from ggml_blocks import block_bytes
-from gguf_models import Case, write_case
+from gguf_models import IDS, IN_MANY_FORMS, PLACES, many_forms, write_in_blocks
 from launch import said_by_loading
-from outrider.errors import OptionError
+from outrider.errors import OptionError, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
 from outrider.models.weights import num_bytes
+from outrider.runtime.stand_in import StandIn
 from rounded_rows import rounded
 
-_FIELDS = {
-    "vocab_size": 97,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 128,
-    "eos_token_id": 96,
-}
+_GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_logits.json").read_text())
 
 
 @pytest.fixture(autouse=True)
 def _no_matrix_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
     monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
-
-
-def _write(file: Path, kind: str, form_of: Any) -> Path:
-    """A GGUF file of a random model, its matrices in blocks."""
-    keys = {"attention.key_length": 128, "attention.value_length": 128}
-    add = gguf.GGUFWriter.add_tensor
-
-    def add_in_blocks(writer: gguf.GGUFWriter, name: str, numbers: Any) -> None:
-        form = form_of(name) if numbers.ndim > 1 and "gate_inp" not in name else None
-        if form is None:
-            add(writer, name, numbers)
-            return
-        of_form = gguf.GGMLQuantizationType[form]
-        if form in ("Q4_0", "Q8_0"):
-            blocks = gguf.quants.quantize(numbers, of_form)
-        else:
-            rows = block_bytes((numbers[..., 0].size, numbers.shape[-1]), form, sum(name.encode()))
-            blocks = rows.reshape(*numbers.shape[:-1], -1)
-        add(writer, name, blocks, raw_dtype=of_form)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gguf.GGUFWriter, "add_tensor", add_in_blocks)
-        fields = _FIELDS
-        if kind == "qwen3moe":
-            fields = fields | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-            keys["expert_feed_forward_length"] = 256
-        return write_case(
-            file, Case({"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}.get(kind, kind), kind, fields, keys)
-        )
 
 
 def _of_k_quants(name: str) -> str:
@@ -70,13 +34,14 @@ def _of_k_quants(name: str) -> str:
     return "Q5_K" if "ffn_down" in name else "Q4_K"
 
 
-_FILES = {"Q8_0": lambda _: "Q8_0", "Q4_0": lambda _: "Q4_0", "Q4_K_M": _of_k_quants}
+_FILES = {"Q8_0": lambda _: "Q8_0", "Q4_0": lambda _: "Q4_0", "Q4_K_M": _of_k_quants, "many": many_forms}
 
 
 @pytest.mark.parametrize(
     ("kind", "form"),
     [
         ("llama", "Q4_K_M"),
+        ("llama", "many"),
         ("qwen2", "Q4_K_M"),
         ("qwen3", "Q4_0"),
         ("qwen3moe", "Q4_K_M"),
@@ -87,7 +52,7 @@ _FILES = {"Q8_0": lambda _: "Q8_0", "Q4_0": lambda _: "Q4_0", "Q4_K_M": _of_k_qu
 def test_it_is_the_widened_model(kind: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every number, to the bit: rows that the file has in another order, and shifted norms, are undone alike. Memory is
     that of the blocks, predicted before loading."""
-    file = _write(tmp_path / "tiny.gguf", kind, _FILES[form])
+    file = write_in_blocks(tmp_path / "tiny.gguf", kind, _FILES[form])
     predicted: list[int] = []
     monkeypatch.setattr("outrider.models.loading.check_fits", lambda name, needed, *_: predicted.append(needed))
     kept, plain = outrider.load(f"{file}:a32"), outrider.load(file, store="plain")
@@ -97,10 +62,13 @@ def test_it_is_the_widened_model(kind: str, form: str, tmp_path: Path, monkeypat
     forms = set()
     for key, tensor in (dict(kept.target.model.named_buffers()) | kept.target.model.state_dict()).items():
         if isinstance(tensor, NarrowWeight):
-            assert tensor.blocks is not None, key
-            forms.add(tensor.blocks.name)
+            forms.add(str(tensor.stored.dtype) if tensor.blocks is None else tensor.blocks.name)
         assert torch.equal(tensor.wide() if isinstance(tensor, NarrowWeight) else tensor, wide[key]), key
-    assert forms == ({"Q4_K", "Q5_K", "Q6_K"} if form == "Q4_K_M" else {form})
+    several = {
+        "Q4_K_M": {"Q4_K", "Q5_K", "Q6_K"},
+        "many": {"IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "torch.float16", "torch.bfloat16"},
+    }
+    assert forms == several.get(form, {form})
     ids = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(0))
     many = torch.randint(97, (4, 40), generator=torch.Generator().manual_seed(1))  # beyond the kernel
     with torch.inference_mode():
@@ -108,8 +76,43 @@ def test_it_is_the_widened_model(kind: str, form: str, tmp_path: Path, monkeypat
             logits, want = kept.target.model(one).logits, plain.target.model(one).logits
             torch.testing.assert_close(logits, want, rtol=0.0, atol=1e-4 * float(want.abs().amax()))
     options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
-    texts = [one.generate([[5, 6, 7]], **options)[0].token_ids for one in (kept, plain)]
-    assert texts[0] == texts[1]
+    again = outrider.load(f"{file}:a32")  # by notes
+    assert isinstance(again.target.weights, StandIn)
+    texts = {one.generate([[5, 6, 7]], **options)[0].token_ids for one in (kept, plain, again)}
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize(("ending", "most"), [(":a32", 0.02), ("", 0.02)])
+def test_the_same_numbers_as_in_llama(ending: str, most: float, tmp_path: Path) -> None:
+    """Its logits, up to the rounding of rows, which differs: ggml-cpu.c in llama.cpp (``type_traits_cpu``) rounds them
+    to 8 bits in blocks of 32 numbers for IQ4_NL and MXFP4, of 256 for others here, and to 16 bits for F16 and BF16."""
+    file = write_in_blocks(tmp_path / "tiny.gguf", "llama", many_forms)
+    with torch.inference_mode():
+        logits = outrider.load(f"{file}{ending}").target.model(torch.tensor([IDS])).logits[0, list(PLACES)]
+    golden = torch.tensor(_GOLDEN[IN_MANY_FORMS])
+    print((logits - golden).square().mean().sqrt() / golden.std())
+    assert (logits - golden).square().mean().sqrt() <= most * golden.std()
+
+
+def test_other_forms_are_widened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With a line that says so."""
+    forms = {"ffn_down": "IQ2_XS", "ffn_up": "IQ3_S", "ffn_gate": "TQ2_0", "attn_q": "NVFP4"}
+    kept = write_in_blocks(tmp_path / "tiny.gguf", "llama", lambda name: forms.get(name.split(".")[-2], "Q8_0"))
+    plain = outrider.load(kept, store="plain").target.model.state_dict()
+    assert not caplog.messages
+    found = outrider.load(kept).target.model
+    assert all(torch.equal(one, plain[name]) for name, one in found.state_dict().items())
+    (line,) = (one for one in caplog.messages if "widened" in one)
+    for told in ("2 of IQ2_XS (blk.0.ffn_down.weight, ...)", "2 of NVFP4", "2 of TQ2_0", "2 of IQ3_S", "0.0 GB more"):
+        assert told in line
+    assert "Q8_0" not in line
+
+
+@pytest.mark.parametrize("form", ["Q8_1", "Q8_K", "Q1_0"])
+def test_forms_that_the_package_cannot_read_are_refused(form: str, tmp_path: Path) -> None:
+    file = write_in_blocks(tmp_path / "tiny.gguf", "llama", lambda name: form if "attn_k" in name else "Q8_0")
+    with pytest.raises(UnsupportedModel, match=rf"blk.0.attn_k.weight is of the type {form}, which the package"):
+        outrider.load(file)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +120,7 @@ def test_it_is_the_widened_model(kind: str, form: str, tmp_path: Path, monkeypat
 )
 def test_activations_of_integers(kind: str, ending: str, num_digits: int, tmp_path: Path) -> None:
     """The widened model, with the inputs of its linear layers rounded; for few rows and for many."""
-    file = _write(tmp_path / "tiny.gguf", kind, _FILES["Q4_K_M" if kind == "llama" else "Q8_0"])
+    file = write_in_blocks(tmp_path / "tiny.gguf", kind, _FILES["Q4_K_M" if kind == "llama" else "Q8_0"])
     decoder, plain = outrider.load(f"{file}{ending}"), outrider.load(file, store="plain").target.model
     assert decoder.target.name == f"{file}{ending}"
     for layer in plain.modules():
@@ -139,8 +142,14 @@ def test_activations_of_integers(kind: str, ending: str, num_digits: int, tmp_pa
 
 
 def test_activations_of_8_bits_need_blocks(tmp_path: Path) -> None:
-    file = _write(tmp_path / "tiny.gguf", "llama", _FILES["Q8_0"])
-    for name, options in (("fable:a8", {}), (f"{file}:a8", {"store": "plain"}), (f"{file}:a8", {"dtype": "float64"})):
+    file = write_in_blocks(tmp_path / "tiny.gguf", "llama", _FILES["Q8_0"])
+    halves = write_in_blocks(tmp_path / "halves.gguf", "llama", lambda _: "F16")
+    for name, options in (
+        ("fable:a8", {}),
+        (f"{halves}:a8", {}),
+        (f"{file}:a8", {"store": "plain"}),
+        (f"{file}:a8", {"dtype": "float64"}),
+    ):
         with pytest.raises(OptionError, match="a8"):
             outrider.load(name, **options)
     with pytest.raises(OptionError, match="quantized with gguf already"):
@@ -149,7 +158,7 @@ def test_activations_of_8_bits_need_blocks(tmp_path: Path) -> None:
 
 def test_a_matrix_in_no_blocks_is_widened(tmp_path: Path) -> None:
     """Beside others that are in blocks; small ones are plain."""
-    file = _write(tmp_path / "tiny.gguf", "llama", lambda name: None if "embd" in name else "Q8_0")
+    file = write_in_blocks(tmp_path / "tiny.gguf", "llama", lambda name: None if "embd" in name else "Q8_0")
     kept, plain = outrider.load(file).target.model, outrider.load(file, store="plain").target.model
     embedding = kept.get_input_embeddings().weight
     assert embedding.blocks is None and embedding.stored.dtype == torch.float32
@@ -158,4 +167,4 @@ def test_a_matrix_in_no_blocks_is_widened(tmp_path: Path) -> None:
 
 @pytest.mark.slow  # as other kinds of files, in test_loading.py
 def test_loading_prints_nothing(tmp_path: Path) -> None:
-    assert said_by_loading(str(_write(tmp_path / "tiny.gguf", "llama", _FILES["Q4_0"])), "ngram") == ""
+    assert said_by_loading(str(write_in_blocks(tmp_path / "tiny.gguf", "llama", _FILES["Q4_0"])), "ngram") == ""

@@ -73,7 +73,7 @@ def test_notes_hold_what_the_engine_needs(family: str, name: str) -> None:
     assert torch.equal(_logits(NativeForward(stand_in)), _logits(NativeForward(model)))
 
 
-@pytest.mark.parametrize(("dtype", "is_large"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.parametrize(("dtype", "is_large"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)])
 def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_large: bool) -> None:
     if is_large:  # so that matrices stay in their type
         monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)

@@ -18,10 +18,10 @@ void add_chunk(const Rows& x, int64_t i, int64_t row, const uint8_t* blocks, int
   typedef typename Rows::Block Block;
   typename Rows::template Tile<ROWS> tile(x, i, row);
   take_apart(static_cast<const Block*>(nullptr), blocks, number,
-             [&](int g, const Words* wholes, const Floats* scales, const Floats& offset) __attribute__((always_inline)) {
+             [&](int g, const Words* wholes, const Floats* scales, const Floats* offsets) __attribute__((always_inline)) {
     constexpr int64_t EACH = sizeof(Block) * LANES * GROUP / Block::NUMBERS;
     UNROLLED for (int64_t b = 0; b < EACH; b += 64) __builtin_prefetch(blocks + BLOCKS_AHEAD + g * EACH + b, 0, 2);
-    tile.add(g, wholes, scales, offset);
+    tile.add(g, wholes, scales, offsets);
   });
   tile.add_to(sums);
 }

@@ -1,5 +1,5 @@
-"""Forms of quantized weights: blocks of integers with scales (blocks.h has their layouts), as in GGUF files, and groups
-of 4 bits, which other files store in parts."""
+"""Forms of quantized weights: blocks of integers with scales (weight_chunks.h has their layouts), as in GGUF files, and
+groups of 4 bits, which other files store in parts."""
 
 from __future__ import annotations
 
@@ -41,9 +41,14 @@ BLOCK_FORMS = {
         BlockForm("Q5_0", 6, 32, 22),
         BlockForm("Q5_1", 7, 32, 24),
         BlockForm("Q8_0", 8, 32, 34),
+        BlockForm("Q2_K", 10, 256, 84),
+        BlockForm("Q3_K", 11, 256, 110),
         BlockForm("Q4_K", 12, 256, 144),
         BlockForm("Q5_K", 13, 256, 176),
         BlockForm("Q6_K", 14, 256, 210),
+        BlockForm("IQ4_NL", 20, 32, 18),
+        BlockForm("IQ4_XS", 23, 256, 136),
+        BlockForm("MXFP4", 39, 32, 17),
     )
 }
 

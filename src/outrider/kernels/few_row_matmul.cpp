@@ -1,7 +1,7 @@
 // Products of few rows with weight matrices, which are read once.
 //
-// y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, bfloat16 or int8, sums in
-// float32; weights in blocks have loops of their own (block_matmul.h). Few rows are bound by reading the weights, so a
+// y[t, o] = sum over i of x[t, i] * weight[o, i]: T rows of float32, weights of float32, float16, bfloat16 or int8, sums
+// in float32; weights in blocks have loops of their own (block_matmul.h). Few rows are bound by reading the weights, so a
 // loop takes CHANNELS rows of the weights and up to MOST_ROWS rows of x at once: each weight is loaded (and widened)
 // once for all rows, each number of x once for all channels, and the sums stay in registers. The rows of the weights
 // come from CHANNELS distant parts of the matrix, since memory bandwidth is higher for several streams than for one,
@@ -125,6 +125,7 @@ void products(const Rows& x, const Matrix& matrix, Share share, float* y, int64_
   };
   switch (matrix.form) {
     case Form::F32: return run(static_cast<const float*>(matrix.data));
+    case Form::F16: return run(static_cast<const Float16*>(matrix.data));
     case Form::BF16: return run(static_cast<const BFloat16*>(matrix.data));
     case Form::I8: {
       auto weights = static_cast<const int8_t*>(matrix.data);

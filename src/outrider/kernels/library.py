@@ -34,7 +34,8 @@ from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 2**24  # on disk
-FORMS = {torch.float32: 0, torch.int8: 24, torch.bfloat16: 30}  # numbers in ggml, as those of blocks (blocks.py)
+# By the type: numbers in ggml, as those of blocks (blocks.py).
+FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
 
 
 def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_digits: int = 0) -> Tensor:

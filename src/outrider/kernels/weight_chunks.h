@@ -10,62 +10,7 @@ constexpr int64_t NUM_GROUPS = CHUNK / GROUP;
 constexpr int WORDS = GROUP / 4;  // of four integers each
 constexpr uint32_t EACH_BYTE = 0x01010101;
 
-// How blocks are multiplied: their largest integer, whether it has a sign, the integer that means 0 in all of them,
-// whether they have offsets besides, and the number of scales of 32 numbers.
-template <typename Block>
-constexpr int MOST_WHOLE = 15;
-template <>
-constexpr int MOST_WHOLE<Q5_0> = 31;
-template <>
-constexpr int MOST_WHOLE<Q5_1> = 31;
-template <>
-constexpr int MOST_WHOLE<Q5_K> = 31;
-template <>
-constexpr int MOST_WHOLE<Q6_K> = 63;
-template <>
-constexpr int MOST_WHOLE<Q8_0> = 128;
-#ifdef HAS_BYTE_PRODUCTS
-constexpr int ADDED = 128;  // to integers of 8 bits: products take bytes without a sign
-#else
-constexpr int ADDED = 0;
-#endif
-template <typename Block>
-constexpr bool HAS_SIGN = std::is_same_v<Block, Q8_0> && ADDED == 0;
-template <typename Block>
-constexpr int ZERO = 0;
-template <>
-constexpr int ZERO<Q4_0> = 8;
-template <>
-constexpr int ZERO<Q5_0> = 16;
-template <>
-constexpr int ZERO<Q6_K> = 32;
-template <>
-constexpr int ZERO<Q8_0> = ADDED;
-template <int WIDTH>
-constexpr int ZERO<Group<WIDTH, false>> = Group<WIDTH, false>::zero;
-template <typename Block>
-constexpr bool HAS_OFFSET = ZERO<Block> == 0 && !std::is_same_v<Block, Q8_0>;
-template <typename Block>
-constexpr int NUM_SCALES = std::is_same_v<Block, Q6_K> ? 2 : 1;
-
-// Numbers of 16 bits, exactly.
-INLINE Floats widened_halves(const void* from) {
-#if VECTOR_BYTES == 64
-  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
-#elif VECTOR_BYTES == 32 && defined(__F16C__)
-  return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
-#elif defined(__aarch64__)
-  return (Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(static_cast<const uint16_t*>(from))));
-#else
-  uint16_t halves[LANES];
-  memcpy(halves, from, sizeof halves);
-  Floats wide;
-  UNROLLED for (int l = 0; l < LANES; l++) wide[l] = widened_half(halves[l]);
-  return wide;
-#endif
-}
-
-// The same, in the lower halves of the lanes.
+// Numbers of 16 bits, exactly: the lower halves of the lanes.
 INLINE Floats widened_halves(Words words) {
 #if VECTOR_BYTES == 64
   return (Floats)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)words));
@@ -79,10 +24,13 @@ INLINE Floats widened_halves(Words words) {
 #endif
 }
 
+// Byte `i` of each lane.
+INLINE Floats byte_of(Words words, int i) { return as_floats(words >> 8 * i & 255); }
+
 // A block of LANES rows.
 template <typename Block>
 struct BlockOfLanes {
-  static constexpr int64_t NUM_WORDS = Interleaved<Block>::NUM_WORDS;
+  static constexpr int64_t NUM_WORDS = Interleaved<Block>::NUM_WORDS, EXTRA = Interleaved<Block>::EXTRA;
   const uint8_t* from;
 
   Words word(int64_t place) const {
@@ -90,49 +38,76 @@ struct BlockOfLanes {
     memcpy(&words, from + place * VECTOR_BYTES, sizeof words);
     return words;
   }
-  Floats half() const { return widened_halves(from + NUM_WORDS * VECTOR_BYTES); }
-  Words byte() const { return load_words(from + NUM_WORDS * VECTOR_BYTES + 2 * LANES); }
+  Floats half() const { return load(reinterpret_cast<const Float16*>(from + NUM_WORDS * VECTOR_BYTES)); }
+  Words byte() const { return load_words(from + NUM_WORDS * VECTOR_BYTES + (EXTRA - 1) * LANES); }
 };
 
-// A chunk of LANES rows of the weights is taken apart in groups: `take(g, wholes, scales, offset)` is called for each,
-// in ascending order, with WORDS vectors of integers, NUM_SCALES scales and an offset. `number` is that of the blocks,
-// which lie one after the other.
+// A chunk of LANES rows of the weights is taken apart in groups: `take(g, wholes, scales, offsets)` is called for each,
+// in ascending order, with WORDS vectors of integers, the SCALES scales of its numbers and as many offsets. `number` is
+// that of the blocks, which lie one after the other.
+
+// What four bits in each byte mean, without a sign if ZERO is added to integers with one.
+template <typename Block>
+INLINE Words meant(Words places) {
+  if constexpr (Block::VALUES == nullptr) {
+    return places;
+  } else {
+    struct Table {
+      alignas(16) uint8_t bytes[16];
+      constexpr Table() : bytes() {
+        for (int i = 0; i < 16; i++) bytes[i] = static_cast<uint8_t>(Block::VALUES[i] + Block::ZERO);
+      }
+    };
+    static constexpr Table table;
+    return looked_up(table.bytes, places);
+  }
+}
 
 // The low four bits of the bytes of some words, and the others.
 template <int NUMBER, typename Block>
 INLINE void split(BlockOfLanes<Block> block, int64_t first, Words* low, Words* high) {
   UNROLLED for (int j = 0; j < NUMBER; j++) {
     const Words both = block.word(first + j);
-    low[j] = both & 15 * EACH_BYTE;
-    high[j] = both >> 4 & 15 * EACH_BYTE;
+    low[j] = meant<Block>(both & 15 * EACH_BYTE);
+    high[j] = meant<Block>(both >> 4 & 15 * EACH_BYTE);
   }
 }
 
-// Blocks of 32 numbers: bytes have those of i and i + 16, and another word perhaps a fifth bit for each.
+// Half of the powers of two with these exponents, whose bias is 127.
+INLINE Floats half_powers(Words exponents) {
+  const Words is_tiny = (Words)((Ints)exponents < 2);
+  return (Floats)((is_tiny & (exponents + 1) << 21) | (~is_tiny & (exponents - 1) << 23));
+}
+
+// Blocks of 32 numbers: a scale (in MXFP4 a power of two, else of 16 bits) and perhaps an offset; perhaps a word with a
+// fifth bit for each number; then bytes with four bits of numbers i and i + 16.
 template <typename Block, typename Take>
 INLINE void take_apart(const Block*, const uint8_t* from, int64_t number, Take take) {
   constexpr int64_t SIZE = sizeof(Block) * LANES;
-  constexpr bool HAS_FIFTH = MOST_WHOLE<Block> > 15;
+  constexpr bool HAS_FIFTH = Block::LARGEST == 31;
   for (int g = 0; g < number; g++) {
     const BlockOfLanes<Block> block{from + g * SIZE};
     Words wholes[WORDS];
-    split<4>(block, HAS_OFFSET<Block> + HAS_FIFTH, wholes, wholes + 4);
+    split<4>(block, Block::HAS_OFFSET + HAS_FIFTH, wholes, wholes + 4);
     if constexpr (HAS_FIFTH) {
-      const Words bits = block.word(HAS_OFFSET<Block>);
+      const Words bits = block.word(Block::HAS_OFFSET);
       // Copies of four bits, seven apart: bit b of copy b lies at 8 b.
       UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] |= ((bits >> (4 * j) & 15) * 0x204081 & EACH_BYTE) << 4;
     }
     Floats scale, offset = {};
-    if constexpr (HAS_OFFSET<Block>) {
+    if constexpr (Block::HAS_OFFSET) {
       scale = widened_halves(block.word(0) & 0xffff);
       offset = widened_halves(block.word(0) >> 16);
+    } else if constexpr (std::is_same_v<Block, MXFP4>) {
+      scale = half_powers(block.byte());
     } else {
       scale = block.half();
     }
-    take(g, wholes, &scale, offset);
+    take(g, wholes, &scale, &offset);
   }
 }
 
+// A scale, then bytes with a sign.
 template <typename Take>
 INLINE void take_apart(const Q8_0*, const uint8_t* from, int64_t number, Take take) {
   constexpr int64_t SIZE = sizeof(Q8_0) * LANES;
@@ -141,10 +116,11 @@ INLINE void take_apart(const Q8_0*, const uint8_t* from, int64_t number, Take ta
     Words wholes[WORDS];
     UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] = block.word(j) ^ ADDED * EACH_BYTE;
     const Floats scale = block.half(), offset = {};
-    take(g, wholes, &scale, offset);
+    take(g, wholes, &scale, &offset);
   }
 }
 
+// Perhaps a byte, the zero; a scale; then bytes with four bits of numbers i and i + 32 of each 64; or of i and i + 16.
 template <int WIDTH, bool HAS_ZERO, typename Take>
 INLINE void take_apart(const Group<WIDTH, HAS_ZERO>*, const uint8_t* from, int64_t number, Take take) {
   constexpr int64_t SIZE = sizeof(Group<WIDTH, HAS_ZERO>) * LANES;
@@ -158,78 +134,129 @@ INLINE void take_apart(const Group<WIDTH, HAS_ZERO>*, const uint8_t* from, int64
       Words wholes[2 * HALF];
       split<HALF>(block, HALF * p, wholes, wholes + HALF);
       UNROLLED for (int h = 0; h < 2 * HALF / WORDS; h++) {
-        take(b * (WIDTH / GROUP) + 2 * p + h, wholes + h * WORDS, &scale, offset);
+        take(b * (WIDTH / GROUP) + 2 * p + h, wholes + h * WORDS, &scale, &offset);
       }
     }
   }
 }
 
-// The scales and offsets of eight times 32 numbers, of 6 bits each in units of the block's: `unpacked` in blocks.h.
-struct EightOfEach {
-  Floats scales[8], offsets[8];
+// Scales and offsets of 256 numbers.
+template <int NUMBER>
+struct ScalesOfBlock {
+  Floats scales[NUMBER], offsets[NUMBER];
 };
 
+// Q4_K and Q5_K: two units, then 12 bytes with eight scales and eight offsets of 6 bits.
 template <typename Block>
-INLINE EightOfEach eight_of(BlockOfLanes<Block> block) {
+INLINE ScalesOfBlock<8> eight_of(BlockOfLanes<Block> block) {
   constexpr uint32_t SIX = 63 * EACH_BYTE, FOUR = 15 * EACH_BYTE, UPPER = 48 * EACH_BYTE;
   const Words units = block.word(0), words[3] = {block.word(1), block.word(2), block.word(3)};
   const Floats scale = widened_halves(units & 0xffff), offset = -widened_halves(units >> 16);
   const Words scales[2] = {words[0] & SIX, (words[2] & FOUR) | (words[0] >> 2 & UPPER)};
   const Words offsets[2] = {words[1] & SIX, (words[2] >> 4 & FOUR) | (words[1] >> 2 & UPPER)};
-  EightOfEach of;
+  ScalesOfBlock<8> of;
   UNROLLED for (int g = 0; g < 8; g++) {
-    of.scales[g] = as_floats(scales[g / 4] >> (g % 4 * 8) & 63) * scale;
-    of.offsets[g] = as_floats(offsets[g / 4] >> (g % 4 * 8) & 63) * offset;
+    of.scales[g] = byte_of(scales[g / 4], g % 4) * scale;
+    of.offsets[g] = byte_of(offsets[g / 4], g % 4) * offset;
   }
   return of;
 }
 
-template <typename Take>
-INLINE void take_apart(const Q4_K*, const uint8_t* from, int64_t, Take take) {
-  const BlockOfLanes<Q4_K> block{from};
-  const EightOfEach of = eight_of(block);
-  for (int p = 0; p < 4; p++) {
-    Words wholes[2 * WORDS];
-    split<WORDS>(block, 4 + WORDS * p, wholes, wholes + WORDS);
-    UNROLLED for (int g = 2 * p; g < 2 * p + 2; g++) {
-      take(g, wholes + (g - 2 * p) * WORDS, of.scales + g, of.offsets[g]);
-    }
+// A unit, two upper bits of eight scales, and four lower ones; 32 is 0.
+INLINE ScalesOfBlock<8> eight_of(BlockOfLanes<IQ4_XS> block) {
+  const Words upper = block.word(0) >> 16, lower = block.word(1);
+  const Floats unit = widened_halves(block.word(0) & 0xffff);
+  ScalesOfBlock<8> of;
+  UNROLLED for (int g = 0; g < 8; g++) {
+    of.scales[g] = (as_floats((lower >> 4 * g & 15) | (upper >> 2 * g & 3) << 4) - 32.0f) * unit;
   }
+  return of;
 }
 
-template <typename Take>
-INLINE void take_apart(const Q5_K*, const uint8_t* from, int64_t, Take take) {
-  const BlockOfLanes<Q5_K> block{from};
-  const EightOfEach of = eight_of(block);
+// Blocks of 256 numbers with eight scales: these; perhaps 32 bytes, bit g of byte i is the fifth of number i of the g-th
+// 32; then bytes with four bits of numbers i and i + 32 of each 64, in IQ4_XS of i and i + 16 of each 32.
+template <typename Block, typename Take>
+  requires(Block::NUMBERS == 256 && Block::SCALES == 1)
+INLINE void take_apart(const Block*, const uint8_t* from, int64_t, Take take) {
+  constexpr int64_t FIRST = Interleaved<Block>::NUM_WORDS - 4 * WORDS, FIFTH = FIRST - WORDS;
+  constexpr int APART = std::is_same_v<Block, IQ4_XS> ? WORDS / 2 : WORDS;
+  const BlockOfLanes<Block> block{from};
+  const ScalesOfBlock<8> of = eight_of(block);
   for (int p = 0; p < 4; p++) {
     Words wholes[2 * WORDS];
-    split<WORDS>(block, 4 + WORDS + WORDS * p, wholes, wholes + WORDS);
+    UNROLLED for (int i = 0; i < WORDS; i += APART) {
+      split<APART>(block, FIRST + WORDS * p + i, wholes + 2 * i, wholes + 2 * i + APART);
+    }
     UNROLLED for (int g = 2 * p; g < 2 * p + 2; g++) {
       Words* these = wholes + (g - 2 * p) * WORDS;
-      UNROLLED for (int j = 0; j < WORDS; j++) these[j] |= (block.word(4 + j) >> g & EACH_BYTE) << 4;
-      take(g, these, of.scales + g, of.offsets[g]);
+      if constexpr (Block::LARGEST == 31) {
+        UNROLLED for (int j = 0; j < WORDS; j++) these[j] |= (block.word(FIFTH + j) >> g & EACH_BYTE) << 4;
+      }
+      take(g, these, of.scales + g, of.offsets + g);
     }
   }
 }
 
-template <typename Take>
-INLINE void take_apart(const Q6_K*, const uint8_t* from, int64_t, Take take) {
-  constexpr int64_t UPPER = 4 * WORDS, SCALES = UPPER + 2 * WORDS;  // places of words
-  const BlockOfLanes<Q6_K> block{from};
-  const Floats unit = block.half();
-  Floats scales[16];
+// Q2_K: 16 bytes with four bits of a scale and four of an offset; 64 with two of numbers i, i + 32, i + 64 and i + 96 of
+// each 128; two units.
+INLINE ScalesOfBlock<16> sixteen_of(BlockOfLanes<Q2_K> block) {
+  const Words units = block.word(20);
+  const Floats scale = widened_halves(units & 0xffff), offset = -widened_halves(units >> 16);
+  ScalesOfBlock<16> of;
   UNROLLED for (int i = 0; i < 16; i++) {
-    const Ints shifted = (Ints)(block.word(SCALES + i / 4) << (24 - i % 4 * 8));
-    scales[i] = __builtin_convertvector(shifted >> 24, Floats) * unit;
+    const Words both = block.word(i / 4) >> (i % 4 * 8);
+    of.scales[i] = as_floats(both & 15) * scale;
+    of.offsets[i] = as_floats(both >> 4 & 15) * offset;
   }
+  return of;
+}
+INLINE Words whole_of(BlockOfLanes<Q2_K> block, int h, int g, int j) {
+  return block.word(4 + WORDS * h + j) >> 2 * g & 3 * EACH_BYTE;
+}
+
+// Q3_K: 32 bytes with the third bit of numbers i, i + 32 and so on; two lower ones as in Q2_K; 12 bytes with 16 scales of
+// 6 bits, 32 is 0; their unit.
+INLINE ScalesOfBlock<16> sixteen_of(BlockOfLanes<Q3_K> block) {
+  const Words upper = block.word(26);
+  const Floats unit = block.half();
+  ScalesOfBlock<16> of;
+  UNROLLED for (int w = 0; w < 4; w++) {
+    const Words four = (block.word(24 + w % 2) >> w / 2 * 4 & 15 * EACH_BYTE) | (upper >> 2 * w & 3 * EACH_BYTE) << 4;
+    UNROLLED for (int i = 0; i < 4; i++) of.scales[4 * w + i] = (byte_of(four, i) - 32.0f) * unit;
+  }
+  return of;
+}
+INLINE Words whole_of(BlockOfLanes<Q3_K> block, int h, int g, int j) {
+  return (block.word(8 + WORDS * h + j) >> 2 * g & 3 * EACH_BYTE) | (block.word(j) >> (4 * h + g) & EACH_BYTE) << 2;
+}
+
+// Q6_K: 128 bytes with four lower bits of numbers i and i + 64 of each 128; 64 with two upper ones of i, i + 32, i + 64
+// and i + 96; 16 scales, bytes with a sign; their unit.
+INLINE ScalesOfBlock<16> sixteen_of(BlockOfLanes<Q6_K> block) {
+  const Floats unit = block.half();
+  ScalesOfBlock<16> of;
+  UNROLLED for (int i = 0; i < 16; i++) {
+    const Ints shifted = (Ints)(block.word(6 * WORDS + i / 4) << (24 - i % 4 * 8));
+    of.scales[i] = __builtin_convertvector(shifted >> 24, Floats) * unit;
+  }
+  return of;
+}
+INLINE Words whole_of(BlockOfLanes<Q6_K> block, int h, int g, int j) {
+  const Words lower = block.word(WORDS * (2 * h + g % 2) + j) >> (g / 2 * 4) & 15 * EACH_BYTE;
+  return lower | (block.word(WORDS * (4 + h) + j) >> 2 * g & 3 * EACH_BYTE) << 4;
+}
+
+// Blocks of 256 numbers with 16 scales.
+template <typename Block, typename Take>
+  requires(Block::SCALES == 2)
+INLINE void take_apart(const Block*, const uint8_t* from, int64_t, Take take) {
+  const BlockOfLanes<Block> block{from};
+  const ScalesOfBlock<16> of = sixteen_of(block);
   for (int h = 0; h < 2; h++) {
-    UNROLLED for (int g = 0; g < 4; g++) {  // bytes have numbers i and i + 64; i, i + 32, i + 64 and i + 96
+    UNROLLED for (int g = 0; g < 4; g++) {
       Words wholes[WORDS];
-      UNROLLED for (int j = 0; j < WORDS; j++) {
-        const Words lower = block.word(WORDS * (2 * h + g % 2) + j) >> (g / 2 * 4) & 15 * EACH_BYTE;
-        wholes[j] = lower | (block.word(UPPER + WORDS * h + j) >> 2 * g & 3 * EACH_BYTE) << 4;
-      }
-      take(4 * h + g, wholes, scales + 8 * h + 2 * g, Floats{});
+      UNROLLED for (int j = 0; j < WORDS; j++) wholes[j] = whole_of(block, h, g, j);
+      take(4 * h + g, wholes, of.scales + 8 * h + 2 * g, of.offsets + 8 * h + 2 * g);
     }
   }
 }
@@ -250,21 +277,22 @@ INLINE void each_chunk(const Interleaved<Block>& matrix, int64_t panel, Run run)
 template <typename Block>
 INLINE Floats whole_floats(Words words, int k) {
 #if VECTOR_BYTES == 64
-  if constexpr (MOST_WHOLE<Block> == 15) {
+  if constexpr (Block::LARGEST <= 15) {
     Floats all;
-    UNROLLED for (int l = 0; l < LANES; l++) all[l] = l - ZERO<Block>;
+    UNROLLED for (int l = 0; l < LANES; l++) all[l] = l - Block::ZERO;
     return (Floats)_mm512_permutexvar_ps((__m512i)(words >> 8 * k), (__m512)all);  // the lowest four bits choose
   }
 #endif
-  if constexpr (HAS_SIGN<Block>) return __builtin_convertvector((Ints)(words << (24 - 8 * k)) >> 24, Floats);
-  return as_floats(words >> 8 * k & 255) - ZERO<Block>;
+  if constexpr (Block::HAS_SIGN) return __builtin_convertvector((Ints)(words << (24 - 8 * k)) >> 24, Floats);
+  return byte_of(words, k) - Block::ZERO;
 }
 
-// What byte `k` of each lane means: the product and the sum are rounded once.
+// What byte `k` of each lane of word `j` of a group means: the product and the sum are rounded once.
 template <typename Block>
-INLINE Floats numbers_of(Words wholes, int k, Floats scale, Floats offset) {
-  const Floats integers = whole_floats<Block>(wholes, k);
-  return HAS_OFFSET<Block> ? multiply_add(integers, scale, offset) : integers * scale;
+INLINE Floats numbers_of(const Words* wholes, int j, int k, const Floats* scales, const Floats* offsets) {
+  const Floats integers = whole_floats<Block>(wholes[j], k);
+  const int s = j * Block::SCALES / WORDS;
+  return Block::HAS_OFFSET ? multiply_add(integers, scales[s], offsets[s]) : integers * scales[s];
 }
 
 }  // namespace

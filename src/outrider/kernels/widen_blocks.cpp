@@ -11,11 +11,10 @@ void widen_panel(const Interleaved<Block>& matrix, const int64_t* rows, int64_t 
   const int64_t width = matrix.length * Block::NUMBERS;
   each_chunk(matrix, rows[0] / LANES, [&](int64_t b, int64_t number, const uint8_t* blocks) {
     take_apart(static_cast<const Block*>(nullptr), blocks, number,
-               [&](int g, const Words* wholes, const Floats* scales, const Floats& offset) {
+               [&](int g, const Words* wholes, const Floats* scales, const Floats* offsets) {
       for (int j = 0; j < WORDS; j++) {
         UNROLLED for (int k = 0; k < 4; k++) {
-          const Floats scale = scales[j * NUM_SCALES<Block> / WORDS];
-          store(wide[g * GROUP + 4 * j + k], numbers_of<Block>(wholes[j], k, scale, offset));
+          store(wide[g * GROUP + 4 * j + k], numbers_of<Block>(wholes, j, k, scales, offsets));
         }
       }
     });
@@ -36,21 +35,20 @@ bool are_all_there(const int64_t* rows, int64_t num_rows, int64_t num_channels) 
 }  // namespace
 
 void widen_row(const Matrix& matrix, int64_t row, float* to) {
-  auto put = [&](auto weights) {
-    for (int64_t i = 0; i < matrix.width; i++) to[i] = weights[row * matrix.width + i];
-    if (matrix.scales != nullptr) for (int64_t i = 0; i < matrix.width; i++) to[i] *= matrix.scales[row];
+  auto put = [&](auto matrix_of) {
+    auto from = matrix_of + row * matrix.width;
+    const float scale = matrix.scales == nullptr ? 1.0f : matrix.scales[row];
+    for (int64_t i = 0; i < matrix.width; i += LANES) {
+      const int64_t left = matrix.width - i, number = left < LANES ? left : LANES;
+      const Floats wide = load_first(from + i, number) * scale;
+      memcpy(to + i, &wide, number * sizeof(float));
+    }
   };
   switch (matrix.form) {
     case Form::F32: return put(static_cast<const float*>(matrix.data));
+    case Form::F16: return put(static_cast<const Float16*>(matrix.data));
     case Form::I8: return put(static_cast<const int8_t*>(matrix.data));
-    case Form::BF16: {
-      auto from = static_cast<const BFloat16*>(matrix.data) + row * matrix.width;
-      for (int64_t i = 0; i < matrix.width; i++) {
-        const uint32_t bits = uint32_t(from[i].bits) << 16;
-        memcpy(to + i, &bits, sizeof bits);
-      }
-      return;
-    }
+    case Form::BF16: return put(static_cast<const BFloat16*>(matrix.data));
   }
   of_blocks(matrix.form, matrix.data, [&](auto blocks) {
     typedef std::remove_const_t<std::remove_pointer_t<decltype(blocks)>> Block;

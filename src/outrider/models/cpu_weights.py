@@ -22,6 +22,9 @@ from outrider.runtime.weight_tensors import Room
 _LEAST_NUMBERS = 2**18  # of a matrix: for smaller ones the call costs as much as the product
 _LEAST_IN_ALL = 2**24  # smaller models do not repay the seconds of compiling the kernel
 
+HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
+"""Types of 16 bits in which matrices stay, as safetensors and GGUF files name them."""
+
 
 def kept_type(
     spec: ModelSpec, placed: Placement, device: torch.device, bare: Any, stated: torch.dtype | None = None
@@ -39,8 +42,8 @@ def kept_type(
     if spec.gguf is not None or placed.quantization not in ("none", "int4"):
         return torch.float32
     if stated is not None and spec.path is None:
-        return torch.bfloat16 if stated == torch.bfloat16 else torch.float32
-    return torch.bfloat16 if only_type(files_of(spec)) == "BF16" else torch.float32  # both are lossless
+        return stated if stated in HALVES.values() else torch.float32
+    return HALVES.get(only_type(files_of(spec)) or "", torch.float32)  # all are lossless
 
 
 def has_kernel(placed: Placement) -> bool:
@@ -132,7 +135,7 @@ def _of_int8(weight: Any) -> tuple[Tensor, Tensor] | None:
 
 
 def widen_weights(narrow: Any, config: Any) -> Any:
-    """Convert a bfloat16 model to float32, except its large matrices, which keep their tensors.
+    """Convert a model of 16 bits to float32, except its large matrices, which keep their tensors.
 
     The module tree is rebuilt: buffers, and constants in its code, take the type in which it is built.
     """
@@ -164,15 +167,17 @@ class StoredWeights:
     """Weights of a checkpoint by their names in the model; large matrices stay as they are stored.
 
     Attributes:
-        kept: bytes of the matrices that stay in blocks, or are no wider than bfloat16.
+        kept: bytes of the matrices that stay in blocks, or are of 16 bits.
         others: names of the other weights.
         read: reads a weight, in float32 unless it stays. Blocks are interleaved to the tensor that the second argument
             makes.
+        has_blocks: whether a matrix stays in blocks.
     """
 
     kept: Mapping[str, int]
     others: frozenset[str]
     read: Callable[[str, Callable[[Tensor], Tensor]], Tensor]
+    has_blocks: bool = True
 
     def num_bytes_saved(self, bare: nn.Module) -> int:
         """Bytes by which the weights are smaller than those of the skeleton."""

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from outrider.kernels.blocks import GROUP_FORMS, GROUP_SIZES, BlockForm, in_groups, is_symmetric
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.cpu_weights import StoredWeights, files_of, large_weights
+from outrider.models.cpu_weights import HALVES, StoredWeights, files_of, large_weights
 from outrider.models.registry import ModelSpec
 
 _LOG = logging.getLogger(__name__)
@@ -205,7 +205,7 @@ def group_weights(
         _LOG.info("%s: its weights are not those of the model, by name", spec.name)
         return None
     large = {name for name, layout in large_weights(bare).items() if layout is None} if keeps else set()
-    kept = {name: tensors[name].nbytes for name in plain & large if tensors[name].dtype == torch.bfloat16}
+    kept = {name: tensors[name].nbytes for name in plain & large if tensors[name].dtype in HALVES.values()}
     forms: dict[str, BlockForm] = {}
     for layer in sorted(quantized):
         if (name := f"{layer}.weight") not in large:
@@ -228,4 +228,4 @@ def group_weights(
         groups = reader(tensors, name.removesuffix(".weight"))
         return groups.weight(forms[name], empty_like) if name in forms else groups.numbers()
 
-    return StoredWeights(kept, frozenset(found - kept.keys()), read)
+    return StoredWeights(kept, frozenset(found - kept.keys()), read, bool(forms))

@@ -217,7 +217,7 @@ def _loader(job: _Job, config: Any) -> _Loader:
             kept = kept_type(spec, placed, job.device, bare, config.dtype or torch.float32)
         if job.is_float32_on_cpu and job.quantization == "none":
             weights = _stored_weights(spec, placed, config, bare, keeps=kept is not None)
-    if placed.quantization in ARITHMETICS and (weights is None or kept is None):
+    if placed.quantization in ARITHMETICS and (weights is None or kept is None or not weights.has_blocks):
         raise OptionError(
             "quantization", placed.quantization, f"{name} is not multiplied in its blocks here: leave it out"
         )

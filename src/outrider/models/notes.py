@@ -193,7 +193,7 @@ def _weights(spec: ModelSpec, placed: Placement, notes: Notes, model: StandIn) -
         from outrider.models.gguf.checkpoint import gguf_weights
 
         num_digits = num_digits_of(spec, placed.quantization)
-        large = {name: notes.experts.get(name) for name in notes.in_blocks}
+        large = {name: notes.experts.get(name) for name in (*notes.in_blocks, *notes.narrow)}
         tensors = gguf_weights(spec, model, large, num_digits, model.config).read_all()
     else:
         assert spec.path is not None
@@ -204,13 +204,14 @@ def _weights(spec: ModelSpec, placed: Placement, notes: Notes, model: StandIn) -
             return None
     weights = {name: tensors[name] for name in notes.in_blocks}
     for name in notes.shapes.keys() - weights.keys():
-        dtype = notes.narrow.get(name)
+        tensor, dtype = tensors[name], notes.narrow.get(name)
         if dtype is None:
-            weights[name] = tensors[name].float()
-        else:
+            tensor = tensor.float()
+        elif not isinstance(tensor, NarrowWeight):
             layout = notes.experts.get(name)
-            rows = tensors[name] if layout is None else layout.rows(tensors[name])
-            weights[name] = NarrowWeight(rows.to(dtype), torch.float32, experts=layout)
+            rows = tensor if layout is None else layout.rows(tensor)
+            tensor = NarrowWeight(rows.to(dtype), torch.float32, experts=layout)
+        weights[name] = tensor
     return weights
 
 

@@ -1,8 +1,10 @@
 """Checkpoints in GGUF files: configuration, tokenizer and weights, large matrices in the file's own blocks
-(kernels/blocks.py) where they may stay there. Each tensor is used, and each parameter found, or the file is refused."""
+(kernels/blocks.py) or numbers of 16 bits where they may stay so. Each tensor is used, and each parameter found, or the
+file is refused."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -15,16 +17,19 @@ from torch import Tensor, nn
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
+from outrider.kernels.library import FORMS
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
-from outrider.models.cpu_weights import StoredWeights
+from outrider.models.cpu_weights import HALVES, StoredWeights
 from outrider.models.gguf.families import StatedModel, stated_model
 from outrider.models.gguf.family import Family
-from outrider.models.gguf.file import GgufFile, StoredTensor, shards_of
+from outrider.models.gguf.file import GgufFile, StoredTensor, is_readable, shards_of, type_name
 from outrider.models.memory import skeleton
 from outrider.models.quantize import require_packages
 from outrider.models.registry import ModelSpec
 
+_LOG = logging.getLogger(__name__)
 _OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
+_HALVES = {FORMS[dtype]: dtype for dtype in HALVES.values()}
 
 
 def gguf_file(spec: ModelSpec) -> GgufFile:
@@ -63,26 +68,45 @@ def gguf_weights(
     num_digits: int = 0,
     config: Any | None = None,
 ) -> StoredWeights:
-    """Find the matrices of a GGUF file that can stay in its blocks. They remain in the file until they are loaded.
+    """Find the matrices of a GGUF file that can stay as they are. They remain in the file until they are loaded.
 
     Args:
         bare: the skeleton.
-        large: names of matrices that may stay in blocks, and layouts of those of experts.
+        large: names of matrices that may stay, and layouts of those of experts.
         num_digits: of the integers to which rows are rounded before products (``BlockForm``).
         config: that of this file, if it was made before.
     """
     file = gguf_file(spec)
     found = _sources(file, stated_model(file, spec.name, config), bare, spec.name)
     large = {name: layout for name, layout in sorted(large.items()) if name in found}
-    kept = {name: found[name].num_bytes for name, layout in large.items() if found[name].is_in_blocks(layout)}
+    kept = {name: found[name].num_bytes for name, layout in large.items() if found[name].stays(layout)}
+    if large:  # a large model
+        others = {name: one for name, one in found.items() if name in large or len(one.tensors[0].shape) > 2}
+        _tell_widened(spec.name, [one for name, one in others.items() if name not in kept])
 
     def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
         source = found[name]
         if name not in kept:
             return source.numbers()
-        return source.blocks(num_digits, empty_like, large[name])
+        return source.stored(num_digits, empty_like, large[name])
 
-    return StoredWeights(kept, frozenset(found.keys() - kept.keys()), read)
+    has_blocks = any(found[name].tensors[0].kind in BLOCK_FORMS for name in kept)
+    return StoredWeights(kept, frozenset(found.keys() - kept.keys()), read, has_blocks)
+
+
+def _tell_widened(name: str, sources: Iterable[Source]) -> None:
+    """Log which matrices take more memory than in the file."""
+    tensors = [one for source in sources for one in source.tensors if one.num_bytes < 4 * math.prod(one.shape)]
+    if not tensors:
+        return
+    more = sum(4 * math.prod(one.shape) - one.num_bytes for one in tensors)
+    by_type: dict[str, list[str]] = {}
+    for one in tensors:
+        by_type.setdefault(type_name(one.kind), []).append(one.name)
+    parts = (f"{len(names)} of {kind} ({names[0]}{', ...' if names[1:] else ''})" for kind, names in by_type.items())
+    _LOG.warning(
+        "%s: tensors are widened to float32: %s; %.1f GB more than in the file", name, ", ".join(parts), more / 1e9
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,16 +136,16 @@ class Source:
             first = (*first[:-2], sum(one.shape[-2] for one in self.tensors), first[-1])
         return first if self.change is None else tuple(self.change(torch.zeros(()).expand(first)).shape)
 
-    def is_in_blocks(self, layout: ExpertLayout | None = None) -> bool:
-        """Whether it is in blocks of one form, whose rows are whole. A layout of transposed matrices does what else
-        ``change`` does."""
+    def stays(self, layout: ExpertLayout | None = None) -> bool:
+        """Whether products read it as it is stored: in one form, whose rows are whole. A layout of transposed matrices
+        does what else ``change`` does."""
         kinds, is_changed = {one.kind for one in self.tensors}, self.change is not None
         is_laid_out = layout is not None and layout.num_parts is not None
-        return is_changed == is_laid_out and len(kinds) == 1 and kinds <= BLOCK_FORMS.keys()
+        return is_changed == is_laid_out and len(kinds) == 1 and kinds <= BLOCK_FORMS.keys() | _HALVES.keys()
 
     @property
     def num_bytes(self) -> int:
-        return sum(math.prod(one.stored_shape) for one in self.tensors)
+        return sum(one.num_bytes for one in self.tensors)
 
     def numbers(self) -> Tensor:
         """The parameter, float32."""
@@ -131,17 +155,21 @@ class Source:
         ordered = ordered if self.columns is None else ordered[..., self.columns]
         return ordered if self.change is None else self.change(ordered).contiguous()
 
-    def blocks(
+    def stored(
         self,
         num_digits: int,
         empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
         layout: ExpertLayout | None = None,
     ) -> NarrowWeight:
-        """The parameter, in its blocks; see ``NarrowWeight.of_blocks``."""
-        parts = [torch.from_numpy(one.raw()) for one in self.tensors]
+        """The parameter as it is stored, if it stays; the arguments are those of ``NarrowWeight.of_blocks``."""
+        kind, parts = self.tensors[0].kind, [torch.from_numpy(one.raw()) for one in self.tensors]
         rows = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-2)).flatten(0, -2)
         rows = rows if self.order is None else rows[self.order]
-        form = replace(BLOCK_FORMS[self.tensors[0].kind], num_digits=num_digits)
+        if kind in _HALVES:
+            numbers = rows.view(_HALVES[kind])
+            numbers = numbers if self.columns is None else numbers[:, self.columns]
+            return NarrowWeight(numbers, torch.float32, experts=layout)
+        form = replace(BLOCK_FORMS[kind], num_digits=num_digits)
         # Columns stay in the file's order, since a block has many of them.
         columns = None if self.columns is None else self.columns.argsort().int()
         return NarrowWeight.of_blocks(rows, form, columns, empty_like, layout)
@@ -168,6 +196,12 @@ def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> 
         leaf, expected = place_of(tensors[0])[1], tuple(parameters[parameter].shape)
         # A gate comes first: "ffn_gate_exps" before "ffn_up_exps".
         stored = tuple(file.tensors[one] for one in sorted(tensors))
+        for one in stored:
+            if not is_readable(one.kind):
+                raise UnsupportedModel(
+                    f"{name}: the tensor {one.name} is of the type {type_name(one.kind)}, which the package gguf "
+                    "cannot read: choose a file of another type"
+                )
         source = Source(stored, None, None, model.family.changes.get(leaf))
         if source.shape != expected:  # before an order is made, which may be as long as the metadata state
             raise ModelCorrupt(

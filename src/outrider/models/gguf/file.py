@@ -57,6 +57,10 @@ class StoredTensor:
         block, block_bytes = _block_sizes()[self.kind]
         return (*self.shape[:-1], self.shape[-1] // block * block_bytes)
 
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.stored_shape)
+
     def raw(self) -> Any:
         """The bytes, uint8, mapped. PyTorch takes writable memory only: a page that is written to becomes a private
         copy, which does not happen."""
@@ -64,12 +68,7 @@ class StoredTensor:
 
     def numbers(self) -> Tensor:
         """The numbers, float32."""
-        from gguf import GGMLQuantizationType, dequantize
-
-        kind, stored = GGMLQuantizationType(self.kind), self.raw()
-        own = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8, "I16": np.int16, "I32": np.int32}
-        wide = stored.view(own[kind.name]) if kind.name in own else dequantize(stored, kind)
-        return torch.from_numpy(np.array(wide, np.float32).reshape(self.shape))
+        return torch.from_numpy(np.array(_numbers(self.raw(), self.kind), np.float32).reshape(self.shape))
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -157,8 +156,9 @@ class _Header:
         if len(self.metadata) < num_values:
             raise self._damage("a key twice")
         alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
+        if not isinstance(alignment, int) or alignment < 8 or alignment % 8:
             raise self._damage(f"general.alignment = {alignment!r:.40}")
+        self._alignment = alignment
         places = [self._place() for _ in range(self._count(num_tensors, 24))]
         begin = -(-self._at // alignment) * alignment
         self.tensors = [self._tensor(*place, begin) for place in places]
@@ -201,11 +201,15 @@ class _Header:
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, offset: int, begin: int) -> StoredTensor:
         if kind not in _block_sizes():
-            raise ModelCorrupt(f"{self.path}: {name:.60} is of ggml's type {kind}, which is not known")
+            raise ModelCorrupt(
+                f"{self.path}: {name:.60} is of ggml's type {kind}, which the package gguf here does not know"
+            )
         tensor = StoredTensor(self.path, name, shape, kind, begin + offset)
         if min(shape) < 1 or shape[-1] % _block_sizes()[kind][0]:
             raise self._damage(f"{name:.60} of the shape {list(shape)}")
-        if tensor.begin + math.prod(tensor.stored_shape) > self._size:
+        if offset % self._alignment:
+            raise self._damage(f"{name:.60} at {offset}")
+        if tensor.begin + tensor.num_bytes > self._size:
             raise ModelCorrupt(f"{self.path} is cut: {name:.60} lies beyond its end: download it again")
         return tensor
 
@@ -242,6 +246,31 @@ def _text(path: Path, text: bytes) -> str:
         return text.decode("utf-8")
     except UnicodeDecodeError:
         raise ModelCorrupt(f"{path} is damaged: a text in its header is not UTF-8: download it again") from None
+
+
+def _numbers(stored: Any, kind: int) -> Any:
+    """Numbers of the bytes of a tensor. Raises NotImplementedError: the package gguf cannot read the type."""
+    from gguf import GGMLQuantizationType, dequantize
+
+    own = {0: "f4", 1: "f2", 24: "i1", 25: "i2", 26: "i4", 27: "i8", 28: "f8"}
+    return stored.view(own[kind]) if kind in own else dequantize(stored, GGMLQuantizationType(kind))
+
+
+@lru_cache
+def is_readable(kind: int) -> bool:
+    """Whether the numbers of a type can be read; a file may have it all the same."""
+    try:
+        _numbers(np.zeros((1, _block_sizes()[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def type_name(kind: int) -> str:
+    """ggml's name of a type."""
+    from gguf import GGMLQuantizationType
+
+    return GGMLQuantizationType(kind).name
 
 
 @lru_cache(maxsize=1)

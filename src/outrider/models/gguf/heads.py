@@ -134,11 +134,11 @@ def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Te
     kept = {
         name: source.num_bytes
         for name, source in sources.items()
-        if num_digits is not None and source.is_in_blocks() and is_large(source.shape)
+        if num_digits is not None and source.stays() and is_large(source.shape)
     }
 
     def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
-        return sources[name].blocks(num_digits or 0, empty_like) if name in kept else sources[name].numbers()
+        return sources[name].stored(num_digits or 0, empty_like) if name in kept else sources[name].numbers()
 
     return StoredWeights(kept, frozenset(sources.keys() - kept.keys()), read).read_all()
 
