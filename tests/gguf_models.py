@@ -449,7 +449,7 @@ def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None])
     add = gguf.GGUFWriter.add_tensor
 
     def add_in_blocks(writer: gguf.GGUFWriter, name: str, numbers: Any) -> None:
-        form = form_of(name) if numbers.ndim == 2 else None
+        form = form_of(name) if numbers.ndim > 1 and "gate_inp" not in name else None
         if form is None:
             add(writer, name, numbers)
             return
@@ -462,9 +462,14 @@ def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None])
             stored = block_bytes(numbers.shape, form, seed, float(numbers.std() / usual))
         add(writer, name, stored, raw_dtype=of_form)
 
+    fields = _WIDE
+    if kind == "qwen3moe":
+        fields = fields | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
+        keys["expert_feed_forward_length"] = 256
+    model_type = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}.get(kind, kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_tensor", add_in_blocks)
-        return write_case(file, Case("gemma3_text" if kind == "gemma3" else kind, kind, _WIDE, keys))
+        return write_case(file, Case(model_type, kind, fields, keys))
 
 
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:

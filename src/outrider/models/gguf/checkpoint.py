@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def gguf_weights(
     return StoredWeights(kept, frozenset(found.keys() - kept.keys()), read, has_blocks)
 
 
-def _tell_widened(name: str, sources: Iterable[Source]) -> None:
+def _tell_widened(name: str, sources: Sequence[Source]) -> None:
     """Log which matrices take more memory than in the file."""
     tensors = [one for source in sources for one in source.tensors if one.num_bytes < 4 * math.prod(one.shape)]
     if not tensors:
