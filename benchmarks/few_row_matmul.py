@@ -34,8 +34,9 @@ from outrider.system.provenance import provenance
 _VOCABULARY = 4096
 _ROWS = (1, 5, 8, 12, 16, 32, 48)
 _NUM_RUNS = 9
-# Places of the scales (and offsets) in a block, numbers of 16 bits.
-_HALVES = {BLOCK_FORMS[8]: (0,), BLOCK_FORMS[2]: (0,), BLOCK_FORMS[12]: (0, 2)}
+# Places of the scales (and offsets) in a block, numbers of 16 bits (in MXFP4, 39, an exponent).
+_PLACES = {8: (0,), 2: (0,), 10: (80, 82), 11: (108,), 12: (0, 2), 20: (0,), 23: (0,), 39: ()}
+_HALVES = {BLOCK_FORMS[number]: places for number, places in _PLACES.items()}
 _HALVES |= {form: (int(has_zero),) for (size, has_zero), form in GROUP_FORMS.items() if size > 32 or has_zero}
 
 
@@ -55,11 +56,12 @@ def main() -> None:
     forms = {
         "float32": weights,
         "bfloat16": [weight.bfloat16() for weight in weights],
+        "float16": [weight.half() for weight in weights],
         "int8": [(30 * weight).clamp(-127, 127).to(torch.int8) for weight in weights],
     }
     form_of: dict[str, BlockForm] = {}
     if arguments.blocks:
-        del forms["bfloat16"], forms["int8"]
+        forms = {"float32": weights}
         for form in _HALVES:
             for num_digits, ending in enumerate(("", ", a8", ", a15")):
                 name = form.name + ending
@@ -110,6 +112,8 @@ def _in_blocks(form: BlockForm, number: int, width: int) -> Tensor:
     blocks = torch.randint(0, 256, (number, width // form.num_numbers, form.num_bytes), dtype=torch.uint8)
     for place in _HALVES[replace(form, num_digits=0)]:
         blocks[..., place : place + 2] = torch.tensor([0.01], dtype=torch.float16).view(torch.uint8)
+    if form.name == "MXFP4":
+        blocks[..., 0] = 121
     return NarrowWeight.of_blocks(blocks.flatten(1), form).stored
 
 
