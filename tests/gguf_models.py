@@ -6,6 +6,7 @@ used. Each case sets its fields to unusual values.
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -456,10 +457,12 @@ def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None])
         of_form = gguf.GGMLQuantizationType[form]
         try:
             stored = gguf.quants.quantize(numbers, of_form)
-        except NotImplementedError:  # the numbers' spread, with any bytes
+        except NotImplementedError:  # any bytes, with the spread of the numbers if the package can tell what they mean
             seed = sum(name.encode())
-            usual = gguf.dequantize(block_bytes(numbers.shape, form, seed), of_form).std()
-            stored = block_bytes(numbers.shape, form, seed, float(numbers.std() / usual))
+            stored = block_bytes(numbers.shape, form, seed)
+            with suppress(NotImplementedError):
+                factor = float(numbers.std() / gguf.dequantize(stored, of_form).std())
+                stored = block_bytes(numbers.shape, form, seed, factor)
         add(writer, name, stored, raw_dtype=of_form)
 
     fields = _WIDE
