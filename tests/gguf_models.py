@@ -458,11 +458,11 @@ def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None])
         try:
             stored = gguf.quants.quantize(numbers, of_form)
         except NotImplementedError:  # any bytes, with the spread of the numbers if the package can tell what they mean
-            seed = sum(name.encode())
-            stored = block_bytes(numbers.shape, form, seed)
+            shape, seed = (numbers[..., 0].size, numbers.shape[-1]), sum(name.encode())
+            stored = block_bytes(shape, form, seed)
             with suppress(NotImplementedError):
-                factor = float(numbers.std() / gguf.dequantize(stored, of_form).std())
-                stored = block_bytes(numbers.shape, form, seed, factor)
+                stored = block_bytes(shape, form, seed, float(numbers.std() / gguf.dequantize(stored, of_form).std()))
+            stored = stored.reshape(*numbers.shape[:-1], -1)
         add(writer, name, stored, raw_dtype=of_form)
 
     fields = _WIDE
