@@ -210,7 +210,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "wide": _MAMBA2
         | {"mamba_expand": 3, "mamba_n_heads": 3, "mamba_d_head": 40, "shared_intermediate_size": 80}
         | {"time_step_limit": (0.9, float("inf"))},
-        "experts": _MAMBA2 | {"num_local_experts": 4, "num_experts_per_tok": 3},
+        "experts": _MAMBA2 | {"num_local_experts": 5, "num_experts_per_tok": 3},
     },
     "nemotron_h": {
         "plain": _NEMOTRON,
