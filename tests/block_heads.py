@@ -35,16 +35,18 @@ def write_block(
     is_second: bool = False,
     markov: str | None = None,
     has_confidence: bool = False,
+    num_candidates: int = 0,
     layers: dict[str, Any] | None = None,
     **flags: Any,
 ) -> None:
-    """Write a block head: DFlash, DFlash 2 or DSpark.
+    """Write a block head: DFlash, DFlash 2, DSpark or LiLiCorr.
 
     Args:
         layout: "zlab", "speculators" or "deepspec".
         token_ids: the target's ids of its tokens; None for all of them.
         has_own_tokens: write an embedding and an LM head, too: those of the target.
         is_second: with the convolutions and the candidate selector of DFlash 2.
+        num_candidates: of LiLiCorr's part, in the layout of z-lab; 0 for none.
         markov: kind of its Markov head, if it has one: "vanilla", "gated" or "rnn".
         layers: settings of its layers.
         flags: other settings.
@@ -94,6 +96,14 @@ def write_block(
         }
     if has_confidence:
         shapes |= {"confidence_head.proj.weight": (1, size + rank), "confidence_head.proj.bias": (1,)}
+    lattice = {}
+    if num_candidates:
+        shapes |= {f"lilicorr.{part}": sizes for part, sizes in _of_lattice(size, block_size, num_candidates).items()}
+        lattice = {
+            "lilicorr_candidate_topk": num_candidates,
+            "lilicorr_vector_eps": 1e-4,
+            "lilicorr_logit_scale": 3.0,
+        }
     spark = {"markov_rank": rank, "enable_confidence_head": has_confidence}
     if markov:
         spark |= {"markov_head_type": markov, "confidence_head_with_markov": True}
@@ -147,13 +157,14 @@ def write_block(
         }
     else:
         stated = {
-            "architectures": [f"{'DFlash2' if is_second else 'DFlash'}DraftModel"],
+            "architectures": [f"{'LiLiCorr' if lattice else 'DFlash2' if is_second else 'DFlash'}DraftModel"],
             "block_size": block_size,
             "num_target_layers": config.num_hidden_layers,
             "dflash_config": {
                 "mask_token_id": mask_id,
                 "target_layer_ids": [i - 1 for i in LAYERS],
                 **(second if is_second else {}),
+                **lattice,
             },
             **own,
             **flags,
@@ -161,6 +172,38 @@ def write_block(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def _of_lattice(size: int, block_size: int, num_candidates: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of LiLiCorr's weights, narrower than the head, in two layers of two heads."""
+    width, rank = 12, 6
+    shapes: dict[str, tuple[int, ...]] = {
+        "slot_embedding": (1, 1, block_size - 1, 1, width),
+        "rank_embedding": (1, 1, 1, num_candidates, width),
+        "relative_slot_bias": (2, 2 * block_size - 1),
+        "same_slot_bias": (2,),
+        "feature_mlp.0.weight": (5,),
+        "feature_mlp.0.bias": (5,),
+        "output_norm.weight": (width,),
+        "anchor_norm.weight": (width,),
+    }
+    linear = {
+        "token_proj": (width, size),
+        "pass_hidden_proj": (width, size),
+        "context_proj": (width, size),
+        "feature_mlp.1": (width, 5),
+        "feature_mlp.3": (width, width),
+        "factor_input_proj": (width, 3 * width),
+        **dict.fromkeys(("out_head", "in_head", "anchor_out_head"), (rank, width)),
+    }
+    for i in range(2):
+        layer = f"layers.{i}."
+        shapes |= {f"{layer}attn_norm.weight": (width,), f"{layer}mlp_norm.weight": (width,)}
+        shapes |= {f"{layer}attn.in_proj_weight": (3 * width, width), f"{layer}attn.in_proj_bias": (3 * width,)}
+        linear |= {f"{layer}attn.out_proj": (width, width), f"{layer}mlp.0": (20, width), f"{layer}mlp.2": (width, 20)}
+    for part, shape in linear.items():
+        shapes |= {f"{part}.weight": shape, f"{part}.bias": shape[:1]}
+    return shapes
 
 
 def tiny_block_drafter(target: LM, **options: Any) -> Drafter:

@@ -149,6 +149,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "hybrid with a head": lambda: _hybrid(_eagle3(), CORPUS),
     "dflash": _block,
     "dflash2": lambda: _block(is_second=True, selector_top_k=3),
+    "lilicorr": lambda: _block(num_candidates=2),
     "dspark": _dspark,
     "self": _self,
     "eagle3, short context": lambda: _eagle3(context_len=6),

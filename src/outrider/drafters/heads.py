@@ -403,7 +403,7 @@ def feed_blocks(
         num_wanted: rows with 0 are not fed. [B]
 
     Returns:
-        logits of the drafts [B, K, D]; outputs of their slots [B, K, H]; the state of the head's correction [B, R]
+        logits of the drafts [B, K, D]; outputs of their slots [B, K, H]; the state of the head's correction
     """
     module: Any = head.model
     size, first = module.block_size, module.num_before
@@ -419,6 +419,11 @@ def feed_blocks(
         else:
             cache.at(positions, view_len, is_single=False, keeps_finite=True)
             outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache.argument)
+        if module.lilicorr is not None:
+            slots = outputs[:, first:]
+            logits, anchors = module.logits(slots), stored_states(cache, lengths[:, None] - 2)[:, 0]
+            state = module.lilicorr.start(logits, slots, module.embed_tokens, anchors, lengths > 1)
+            return logits[:, :k], slots[:, :k], *state
         logits = module.logits(outputs[:, first : first + k])
     correction = module.correction
     state = outputs[:, 0, :0] if correction is None else correction.start(outputs[:, :first], last[:, 0])
@@ -438,14 +443,14 @@ def _at_once(
 ) -> LogitsAt:
     """A forward for all tokens, whose logits may be corrected by the token before each one."""
     module: Any = head.model
-    logits, outputs, state = run(feed_blocks, (view_len, k), cache, last_ids, lengths, num_wanted)
+    logits, outputs, *state = run(feed_blocks, (view_len, k), cache, last_ids, lengths, num_wanted)
 
     def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor | None]:
         nonlocal state
         is_cut = module.confidence(outputs[:, i], ids) < min_confidence if min_confidence > 0 else None
         here = logits[:, i]
         if module.correction is not None:
-            here, state = module.correction(here, outputs[:, i], ids, state)
+            here, *state = module.correction(here, outputs[:, i], ids, *state)
         return here, is_cut
 
     return logits_at

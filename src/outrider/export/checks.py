@@ -21,6 +21,7 @@ _BEYOND_DFLASH = {
     "markov_head.": "a DSpark head",
     "confidence_head.": "a DSpark head",
     "candidate_selector.": "a DFlash 2 head",
+    "lilicorr.": "a LiLiCorr head",
 }
 
 

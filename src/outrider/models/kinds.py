@@ -22,6 +22,7 @@ _LAYER_TYPES = _ATTENDING | {"linear_attention", "conv", "hybrid", "mlp", "moe"}
 _APART = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 # Words in the names of a head's architectures and type, and fields that only its configuration has.
 _HEADS = {
+    "lilicorr": "a LiLiCorr draft",
     "eagle3": "an EAGLE-3 head",
     "dflash": "a DFlash draft",
     "dspark": "a DSpark draft",

@@ -5,11 +5,11 @@ a function of a token's place alone. A block follows, the last token and mask to
 attend to the context and to each other. The output of a slot predicts the token at its own place, or the next one if
 the head samples from its anchor, the last token.
 
-DFlash draws these tokens independently of each other. DSpark and DFlash 2 correct the logits of each by the token
-before it; DFlash 2 has convolutions along the block, too.
+DFlash draws these tokens independently of each other. DSpark, DFlash 2 and LiLiCorr correct the logits of each by the
+token before it; DFlash 2 has convolutions along the block, too.
 
-Sources: DFlash (2602.06036), DSpark (2607.05147), DFlash 2 (inco.ai/blog/dflash2). Layouts of checkpoints: z-lab,
-speculators, DeepSpec.
+Sources: DFlash (2602.06036), DSpark (2607.05147), DFlash 2 (inco.ai/blog/dflash2), LiLiCorr (2608.20530). Layouts of
+checkpoints: z-lab, speculators, DeepSpec, Model-Optimizer.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from outrider.models.heads.block_parts import (
     MarkovHead,
     part_of,
 )
+from outrider.models.heads.lattice import Lattice
 from outrider.native.plan import MOST_TOKENS, AttentionPlan, NotPlanned, Plan
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
@@ -53,7 +54,9 @@ _PROMISES = {
     "enable_confidence_head": "confidence_head.",
     "selector_rank": "candidate_selector.",
     "conv_kernel_size": "layers.0.attention_conv.",
+    "lilicorr_candidate_topk": "lilicorr.",
 }
+_OF_LATTICE = ("lilicorr_candidate_topk", "lilicorr_vector_eps", "lilicorr_logit_scale")  # others follow from weights
 _CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 
@@ -101,6 +104,7 @@ class BlockHead(Head):
         mask_id: the token in all slots but the first.
         num_tokens: D, its tokens; others are padding of its LM head.
         correction: corrects the logits of a draft by the token before it; None if drafts are independent.
+        lilicorr: the correction of LiLiCorr, which reads the states of the target's tokens; None if there is none.
         confidence_head: None if there is none.
     """
 
@@ -145,6 +149,12 @@ class BlockHead(Head):
             self.markov_head = MarkovHead(markov, size) if markov else None
             self.candidate_selector = CandidateSelector(selector, size, num_candidates) if selector else None
             self.confidence_head = ConfidenceHead(confidence) if confidence else None
+            self.lilicorr = None
+            if lattice := part_of(tensors, "lilicorr."):
+                num_candidates, vector_eps, scale = (_value(stated, key) for key in _OF_LATTICE)
+                given = {"eps": eps, "vector_eps": float(vector_eps), "logit_scale": float(scale)}
+                self.lilicorr = Lattice(lattice, size, int(num_candidates), **given)
+                self.state_size = size
         self.cache_name = cache_argument(self.layers[0])
         set_vocabulary(self, tensors, target)
         self.rotary_emb = type(decoder.rotary_emb)(self.config).to(target.device)
@@ -155,8 +165,8 @@ class BlockHead(Head):
         return self.block_size - self.num_before
 
     @property
-    def correction(self) -> MarkovHead | CandidateSelector | None:
-        return self.markov_head or self.candidate_selector
+    def correction(self) -> MarkovHead | CandidateSelector | Lattice | None:
+        return self.markov_head or self.candidate_selector or self.lilicorr
 
     @property
     def token_weights(self) -> list[str]:
@@ -178,7 +188,9 @@ class BlockHead(Head):
         """
         cos, sin = rotation(self.rotary_emb, states, positions.clamp_min(0))
         modules: Any = self.layers
-        for layer, store in zip(modules, cache.layers, strict=True):
+        if self.state_size:
+            cache.layers[-1].update(states[:, None], states[:, None, :, :0])
+        for layer, store in zip(modules, cache.layers, strict=False):
             attention = layer.self_attn
             shape = (*states.shape[:2], -1, attention.head_dim)
             keys = attention.k_norm(attention.k_proj(states).view(shape)).transpose(1, 2)
@@ -332,8 +344,13 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
         raise UnsupportedModel(f"{name} is a head of the kind {kind}, which is not known here")
     tensors, offsets = own_tensors(stored, target)
     tensors = {key.replace("_codebook.weight", "_codebook"): value for key, value in tensors.items()}
-    if offsets is not None and part_of(tensors, "candidate_selector."):
-        raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 heads do not have")
+    lattice = part_of(tensors, "lilicorr.")
+    if offsets is not None and (lattice or part_of(tensors, "candidate_selector.")):
+        raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 and LiLiCorr heads do not have")
+    if lattice and not _value(stated, "lilicorr_enabled", True):
+        raise UnsupportedModel(f"{name} has weights lilicorr.*, and its configuration says that they are not used")
+    if lacking := [key for key in _OF_LATTICE if lattice and not _value(stated, key)]:
+        raise ModelCorrupt(f"{name} has weights lilicorr.*, and its configuration states no {lacking[0]}")
     for setting, beginning in _PROMISES.items():
         if _value(stated, setting) and not part_of(tensors, beginning):
             raise ModelCorrupt(f"{name} has no weights {beginning}*, although its configuration states {setting}")
@@ -355,8 +372,15 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
     complete(head, tensors, offsets, outputs, name, target)
     if head.token_ids is not None:
         head.num_tokens = len(head.token_ids)
-    if head.correction is not None and head.correction.num_known < target.vocab_size:
-        raise ModelCorrupt(f"{name} knows {head.correction.num_known} tokens; {target.name} has {target.vocab_size}")
+    correction = head.markov_head or head.candidate_selector
+    if correction is not None and correction.num_known < target.vocab_size:
+        raise ModelCorrupt(f"{name} knows {correction.num_known} tokens; {target.name} has {target.vocab_size}")
+    if head.lilicorr is not None:
+        num_slots, num_candidates = head.lilicorr.num_slots, head.lilicorr.num_candidates
+        if head.num_before != 1 or num_slots != head.most_drafted:
+            raise ModelCorrupt(f"{name} drafts {head.most_drafted} tokens, and its lilicorr.* is for {num_slots}")
+        if not 0 < num_candidates <= min(head.lilicorr.rank_embedding.shape[3], head.num_tokens):
+            raise ModelCorrupt(f"{name} chooses among {num_candidates} candidates (lilicorr_candidate_topk)")
     if head.mask_id is None or not 0 <= head.mask_id < len(head.embed_tokens.weight):
         raise ModelCorrupt(f"{name} states no mask token that it has an embedding for: {head.mask_id}")
     return head
