@@ -71,6 +71,8 @@ def test_recorded_answers(outrider: Outrider, tmp_path: Path) -> None:
     assert ended.code == 0 and f"--draft {out}:vocab={out / 'tokens.jsonl'}" in ended.out.replace("\n", "")
     assert len(json.loads((out / "tokens.jsonl").read_text())["token_ids"]) == 50
     assert list((out / "training" / "states").iterdir()) and not list((out / "training").glob("written-*"))
+    draft = f"{out}:vocab={out / 'tokens.jsonl'}"
+    assert outrider("generate", "The king", "-n", 4, "--draft", draft, "-k", 2).code == 0
     # A log that has grown is another run.
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:-1]))

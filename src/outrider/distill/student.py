@@ -24,6 +24,7 @@ from outrider.distill.teacher import Teacher
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
+from outrider.models.few_tokens import with_few_tokens
 from outrider.models.kinds import auto_class
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.weights import widened_weights
@@ -139,10 +140,8 @@ class ModelStudent(Student):
         model = copy.deepcopy(self._model)
         for parameter in model.parameters():  # not buffers, which are not stored
             parameter.data = parameter.to(dtype).to(torch.float32)
-        size = self.target.vocab_size
-        drafted = range(size) if self._token_ids is None else self._token_ids.tolist()
-        others = tuple(sorted({*range(size)}.difference(drafted)))
-        return model_drafter(build_lm(Checkpoint(name, model, self._tokenizer), size, others))
+        lm = build_lm(Checkpoint(name, model, self._tokenizer), self.target.vocab_size)
+        return model_drafter(lm if self._token_ids is None else with_few_tokens(lm, self._token_ids))
 
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
         return (measure_alpha(self.target, drafter, texts, [Sampling()])[0].alpha,)
