@@ -5,6 +5,7 @@ used. Each case sets its fields to unusual values.
 """
 
 import copy
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,14 +16,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ggml_blocks import block_bytes
+from gguf_tensors import model_tensors
 
 VOCAB = 48
 CONTEXT = 160
 IDS = [int(i) for i in np.random.RandomState(3).randint(0, VOCAB, 150)]
+_MXFP4 = gguf.GGMLQuantizationType.MXFP4
 PLACES = (7, 40, 149)  # whose logits are golden
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
@@ -73,6 +75,7 @@ class Case:
         keys: of the architecture, beside those that ``_keys`` derives.
         tensors: added to the file.
         has_oracle: llama.cpp computes the same model.
+        has_mxfp4: experts are of this type.
     """
 
     model_type: str
@@ -81,6 +84,7 @@ class Case:
     keys: dict[str, Any] = field(default_factory=dict)
     tensors: dict[str, Any] = field(default_factory=dict)
     has_oracle: bool = True
+    has_mxfp4: bool = False
 
 
 def _rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
@@ -164,6 +168,61 @@ _MTP_SHAPES = dict.fromkeys(_NORMS, (32,)) | {
 }
 _MTP = {f"blk.4.{name}.weight": np.full(shape, 0.1, np.float32) for name, shape in _MTP_SHAPES.items()}
 _GEMMA3_KEYS = {"attention.sliding_window": 9, "rope.freq_base_swa": 77.0}
+_LFM2 = {
+    "rope_parameters": _ROPE,
+    "norm_eps": 3e-3,
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "conv_L_cache": 4,
+}
+_LFM2_KEYS = {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 4}
+_GPT_OSS = _RMS | {
+    "head_dim": 16,
+    "intermediate_size": 32,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "sliding_window": 9,
+}
+_GPT_OSS_KEYS = {"attention.sliding_window": 9, "expert_count": 4, "expert_used_count": 2} | {
+    "expert_feed_forward_length": 32
+}
+_GRANITE = _RMS | {
+    "rope_parameters": _ROPE,
+    "attention_multiplier": 0.2,
+    "embedding_multiplier": 3.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 2.0,
+}
+_GRANITE_KEYS = {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0}
+_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 3, "mamba_n_groups": 1}
+_MAMBA_KEYS = {
+    "ssm.conv_kernel": 3,
+    "ssm.state_size": 8,
+    "ssm.group_count": 1,
+    "ssm.inner_size": 64,
+    "ssm.time_step_rank": 4,
+}
+_NEMOTRON = _HEAD_DIM | {
+    "layer_norm_epsilon": 3e-3,
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 8,
+    "n_groups": 2,
+    "conv_kernel": 3,
+    "num_hidden_layers": 4,
+}
+
+
+def _nemotron_keys(width: int) -> dict[str, Any]:
+    return _MAMBA_KEYS | {
+        "ssm.group_count": 2,
+        "attention.head_count_kv": [0, 2, 0, 0],
+        "feed_forward_length": [0, 0, width, 0],
+        "rope.dimension_count": 8,
+        "rope.scaling.finetuned": False,
+    }
+
+
 _LLAMA = _HEAD_DIM | _RMS | {"rope_parameters": _ROPE, "tie_word_embeddings": False}
 CASES = {
     "llama": Case("llama", "llama", _LLAMA),
@@ -329,18 +388,187 @@ CASES = {
         _QWEN35 | _MOE | {"linear_num_value_heads": 4, "shared_expert_intermediate_size": 40},
         _qwen35_keys(4) | _MOE_KEYS | {"expert_shared_feed_forward_length": 40},
     ),
-    "lfm2": Case(
-        "lfm2",
-        "lfm2",
-        {
-            "rope_parameters": _ROPE,
-            "norm_eps": 3e-3,
-            "num_hidden_layers": 3,
-            "layer_types": ["conv", "full_attention", "conv"],
-            "conv_L_cache": 4,
-            "block_auto_adjust_ff_dim": False,
+    "lfm2": Case("lfm2", "lfm2", _LFM2 | {"block_auto_adjust_ff_dim": False}, _LFM2_KEYS),
+    "lfm2moe": Case(
+        "lfm2_moe",
+        "lfm2moe",
+        _LFM2 | _MOE | {"num_dense_layers": 1},
+        _LFM2_KEYS | _MOE_KEYS | {"expert_gating_func": 2, "leading_dense_block_count": 1},
+    ),
+    "gpt-oss": Case(
+        "gpt_oss",
+        "gpt-oss",
+        _GPT_OSS | {"rope_parameters": _ROPE, "layer_types": ["sliding_attention", "full_attention"]},
+        _GPT_OSS_KEYS,
+        has_mxfp4=True,
+    ),
+    "gpt-oss, yarn": Case(
+        "gpt_oss",
+        "gpt-oss",
+        # Of a base so small that bounds are those of the head, whether they are rounded or not.
+        _GPT_OSS | {"rope_parameters": _YARN | {"rope_theta": 2.0, "truncate": False}},
+        _GPT_OSS_KEYS | _rope_keys(_YARN),
+    ),
+    "granite": Case("granite", "granite", _GRANITE, _GRANITE_KEYS),
+    "granitemoe": Case(
+        "granitemoeshared",
+        "granitemoe",
+        _GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
+        _GRANITE_KEYS | {"expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 24},
+    ),
+    "granitehybrid": Case(
+        "granitemoehybrid",
+        "granitehybrid",
+        _GRANITE
+        | _MAMBA
+        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 56}
+        | {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
+        _GRANITE_KEYS
+        | _MAMBA_KEYS
+        | {"attention.head_count_kv": [0, 2, 0], "rope.scaling.finetuned": False, "context_length": 2**20}
+        | {"expert_count": 0, "expert_used_count": 0, "expert_shared_feed_forward_length": 56},
+    ),
+    "granitehybrid, experts": Case(
+        "granitemoehybrid",
+        "granitehybrid",
+        _GRANITE
+        | _MAMBA
+        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24}
+        | {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
+        _GRANITE_KEYS
+        | _MAMBA_KEYS
+        | {"attention.head_count_kv": [0, 2], "rope.scaling.finetuned": True}
+        | {"expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 24},
+    ),
+    "gemma3n": Case(
+        "gemma3n_text",
+        "gemma3n",
+        _gemma3(
+            4,
+            _ROPE,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            hidden_size_per_layer_input=8,
+            vocab_size_per_layer_input=VOCAB,
+            laurel_rank=6,
+            activation_sparsity_pattern=[0.75, 0.0, 0.0, 0.0],
+            altup_active_idx=1,
+            final_logit_softcapping=30.0,
+        ),
+        _GEMMA3_KEYS
+        | {
+            "altup.active_idx": 1,
+            "altup.num_inputs": 4,
+            "attention.shared_kv_layers": 2,
+            "attention.sliding_window_pattern": [True, False] * 2,
+            "activation_sparsity_scale": [0.6744897, *[float("-inf")] * 3],
+            "embedding_length_per_layer_input": 8,
+            "final_logit_softcapping": 30.0,
+            "feed_forward_length": [56] * 4,
         },
-        {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 4},
+        has_oracle=False,  # llama.cpp has the sizes of the published models, whatever a file states
+    ),
+    "mistral3": Case("mistral", "mistral3", _LLAMA | {"sliding_window": None}),
+    "ministral3": Case(
+        "ministral3",
+        "mistral3",
+        _LLAMA
+        | {
+            "rope_parameters": _YARN
+            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "max_position_embeddings": CONTEXT}
+        },
+        _rope_keys(_YARN) | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
+    ),
+    "smollm3": Case("smollm3", "smollm3", _RMS | {"rope_parameters": _ROPE, "num_hidden_layers": 5}),
+    "olmo2": Case("olmo2", "olmo2", _RMS | {"rope_parameters": _ROPE}),
+    "olmo3": Case(
+        "olmo3",
+        "olmo2",
+        _RMS
+        | {
+            "rope_parameters": {
+                "full_attention": _YARN,
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+            "layer_types": ["sliding_attention", "full_attention"],
+            "sliding_window": 9,
+        },
+        _rope_keys(_YARN) | {"attention.sliding_window": 9, "attention.sliding_window_pattern": [True, False]},
+    ),
+    "glm4": Case("glm4", "glm4", _HEAD_DIM | _RMS | {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}),
+    "glm4moe": Case(
+        "glm4_moe",
+        "glm4moe",
+        _HEAD_DIM
+        | _RMS
+        | {
+            "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
+            "num_hidden_layers": 3,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        },
+        _MOE_KEYS
+        | {
+            "expert_gating_func": 2,
+            "expert_shared_count": 2,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+            "leading_dense_block_count": 1,
+        },
+    ),
+    "falcon-h1": Case(
+        "falcon_h1",
+        "falcon-h1",
+        _HEAD_DIM
+        | _RMS
+        | _MAMBA
+        | {
+            "rope_parameters": _ROPE,
+            "mamba_d_ssm": 64,
+            "mamba_n_groups": 2,
+            "mamba_rms_norm": True,
+            "mamba_norm_before_gate": False,
+            "attention_in_multiplier": 0.9,
+            "attention_out_multiplier": 1.1,
+            "key_multiplier": 0.8,
+            "ssm_in_multiplier": 1.2,
+            "ssm_out_multiplier": 0.7,
+            "mlp_multipliers": [1.3, 0.6],
+            "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 0.875],
+            "lm_head_multiplier": 0.5,
+            "embedding_multiplier": 2.0,
+        },
+        _MAMBA_KEYS | {"ssm.group_count": 2},
+    ),
+    "nemotron_h": Case("nemotron_h", "nemotron_h", _NEMOTRON | {"hybrid_override_pattern": "M*-M"}, _nemotron_keys(56)),
+    "nemotron_h_moe": Case(
+        "nemotron_h",
+        "nemotron_h_moe",
+        _NEMOTRON
+        | {
+            "hybrid_override_pattern": "M*EM",
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
+        _nemotron_keys(24)
+        | _MOE_KEYS
+        | {
+            "expert_group_count": 1,
+            "expert_group_used_count": 1,
+            "expert_shared_count": 1,
+            "expert_shared_feed_forward_length": 40,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 1.5,
+        },
     ),
 }
 for _name in ("attention.key_length", "attention.value_length"):  # converters write both where configurations do
@@ -368,6 +596,10 @@ def random_case(case: Case) -> PreTrainedModel:
             parameter.add_(torch.from_numpy(0.2 * drawn))  # norms around what they begin with
         else:
             parameter.copy_(torch.from_numpy(drawn / np.sqrt(parameter.shape[-1]) * 1.3))
+            if case.has_mxfp4 and parameter.ndim == 3:
+                rows = parameter.transpose(1, 2).contiguous().numpy()
+                rounded = gguf.dequantize(gguf.quantize(rows, _MXFP4), _MXFP4)
+                parameter.copy_(torch.from_numpy(rounded).transpose(1, 2))
     return model
 
 
@@ -396,7 +628,11 @@ def write_case(
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     for name, tensor in model_tensors(model, architecture).items():
-        writer.add_tensor(name, np.ascontiguousarray(tensor.float().numpy()))
+        numbers = np.ascontiguousarray(tensor.float().numpy())
+        if case.has_mxfp4 and name.endswith("exps.weight"):
+            writer.add_tensor(name, gguf.quantize(numbers, _MXFP4), raw_dtype=_MXFP4)
+        else:
+            writer.add_tensor(name, numbers)
     factors = _factors(config)
     for name, numbers in (case.tensors | ({} if factors is None else {"rope_freqs.weight": factors})).items():
         writer.add_tensor(name, numbers)
@@ -430,6 +666,24 @@ _MANY = {
     "ffn_down": "IQ4_NL",
     "output": "F16",
 }
+_WIDE_DELTA_NET = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
+}
+_WIDE_DELTA_NET_KEYS = {
+    "attention.recurrent_layers": [True, False],
+    "rope.dimension_sections": [8, 4, 4, 0],
+    "ssm.conv_kernel": 4,
+    "ssm.state_size": 64,
+    "ssm.group_count": 2,
+    "ssm.time_step_rank": 4,
+    "ssm.inner_size": 256,
+}
 IN_MANY_FORMS = "llama in many forms"
 """Name of a file beside CASES."""
 
@@ -450,7 +704,7 @@ def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None])
     add = gguf.GGUFWriter.add_tensor
 
     def add_in_blocks(writer: gguf.GGUFWriter, name: str, numbers: Any) -> None:
-        form = form_of(name) if numbers.ndim > 1 and "gate_inp" not in name else None
+        form = form_of(name) if numbers.ndim > 1 and not re.search("gate_inp|conv1d", name) else None
         if form is None:
             add(writer, name, numbers)
             return
@@ -469,7 +723,9 @@ def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None])
     if kind == "qwen3moe":
         fields = fields | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
         keys["expert_feed_forward_length"] = 256
-    model_type = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe"}.get(kind, kind)
+    if kind == "qwen35":
+        keys, fields = keys | _WIDE_DELTA_NET_KEYS, fields | _WIDE_DELTA_NET
+    model_type = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "qwen35": "qwen3_5_text"}.get(kind, kind)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_tensor", add_in_blocks)
         return write_case(file, Case(model_type, kind, fields, keys))
@@ -496,8 +752,9 @@ def _keys(config: Any) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads,
-        "feed_forward_length": config.intermediate_size,
     }
+    if config.model_type != "qwen3_5_moe_text":  # of experts alone
+        keys["feed_forward_length"] = config.intermediate_size
     if config.model_type == "gpt2":
         keys |= {"attention.head_count_kv": config.n_head, "feed_forward_length": config.n_inner}
     eps = {
@@ -514,7 +771,7 @@ def _keys(config: Any) -> dict[str, Any]:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         keys["rope.freq_base"] = float(rope["rope_theta"])
         keys["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    if getattr(config, "num_experts_per_tok", None):
+    if getattr(config, "num_experts_per_tok", None) and getattr(config, "num_experts", None):
         keys |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
     return keys
 
@@ -539,78 +796,3 @@ def _factors(config: Any) -> Any | None:
             smooth = (original / length - low) / (high - low)
             factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
     return np.array(factors, np.float32)
-
-
-def model_tensors(model: PreTrainedModel, architecture: str) -> dict[str, Tensor]:
-    """All weights under their names in the file, in the file's form."""
-    config = model.config
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
-    found: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        if name.endswith("experts.gate_up_proj") and architecture != "gemma4":  # which is not split
-            block = name.split(".")[2]
-            gate, up = tensor.chunk(2, dim=1)
-            found |= {f"blk.{block}.ffn_gate_exps.weight": gate, f"blk.{block}.ffn_up_exps.weight": up}
-            continue
-        for end, other in _RENAMED.items():
-            if name.endswith(end):
-                name = name.removesuffix(end) + other
-        new = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
-        assert new is not None, name
-        found[new] = _as_stored(new, tensor, config)
-    return found
-
-
-# Ends of names that converters change before they look names up.
-_RENAMED = {
-    "experts.gate_up_proj": "experts.gate_up_proj.weight",
-    "experts.down_proj": "experts.down_proj.weight",
-    "router.scale": "router.proj.scale",
-    "router.per_expert_scale": "experts.down_proj.scale",
-    "layer_scalar": "layer_scalar.weight",
-    "linear_attn.dt_bias": "linear_attn.dt_proj.bias",
-}
-
-
-def _as_stored(name: str, tensor: Tensor, config: Any) -> Tensor:
-    leaf, kind = name.split(".")[-2:], config.model_type
-    if kind in ("llama", "mistral") and leaf[0] in ("attn_q", "attn_k"):
-        num_heads = config.num_attention_heads if leaf[0] == "attn_q" else config.num_key_value_heads
-        halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
-        return halves.swapaxes(1, 2).reshape(tensor.shape)
-    if (
-        kind in ("gemma", "gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text")
-        and name.endswith("norm.weight")
-        and leaf[0] != "ssm_norm"
-    ):
-        return tensor + 1
-    if kind in ("qwen3_5_text", "qwen3_5_moe_text"):
-        return _delta_net_as_stored(leaf, tensor, config)
-    if kind == "gpt2" and leaf[0] in ("attn_qkv", "attn_output", "ffn_up", "ffn_down") and leaf[1] == "weight":
-        return tensor.t()
-    if leaf[0] == "conv" and tensor.ndim == 3:
-        return tensor.squeeze(1)
-    return tensor
-
-
-def _delta_net_as_stored(leaf: list[str], tensor: Tensor, config: Any) -> Tensor:
-    """Heads of values: the first of all heads of keys, then the second of all (``_LinearAttentionVReorderBase``)."""
-    num_keys = config.linear_num_key_heads
-
-    def reorder(numbers: Tensor, dim: int) -> Tensor:
-        heads = numbers.unflatten(dim, (num_keys, config.linear_num_value_heads // num_keys, -1))
-        return heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
-
-    if leaf[1] == "ssm_a":
-        return reorder(-tensor.exp(), 0)
-    if leaf[0] in ("ssm_alpha", "ssm_beta", "ssm_dt", "attn_gate"):
-        return reorder(tensor, 0)
-    if leaf[0] == "ssm_out":
-        return reorder(tensor, 1)
-    if leaf[0] in ("attn_qkv", "ssm_conv1d"):
-        num_others = 2 * num_keys * config.linear_key_head_dim
-        return torch.cat((tensor[:num_others], reorder(tensor[num_others:], 0))).squeeze(1)
-    return tensor

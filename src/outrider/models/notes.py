@@ -134,7 +134,7 @@ def notes_name(spec: ModelSpec, placed: Placement) -> str | None:
     """
     if spec.path is None or not spec.path.is_dir():
         return None
-    files = sorted(file for file in spec.path.iterdir() if file.suffix in _KINDS)
+    files = sorted(file for file in spec.path.iterdir() if file.suffix in _KINDS or file.name == spec.gguf)
     facts = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     how = spec.gguf, placed.quantization, placed.dtype, placed.store
     return hashlib.sha256(repr((facts, how, _software())).encode()).hexdigest()

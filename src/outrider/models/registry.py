@@ -231,10 +231,18 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
 
 
 def _at(spec: ModelSpec, path: Path) -> ModelSpec:
-    """Spec of a folder or GGUF file."""
-    if path.suffix == ".gguf":
+    """Spec of a folder or GGUF file, whatever the file's name."""
+    if path.suffix == ".gguf" or (path.is_file() and _begins_with_gguf(path)):
         return replace(spec, path=path.parent, gguf=path.name)
     return replace(spec, path=path)
+
+
+def _begins_with_gguf(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError as error:
+        raise ModelNotFound(f"{path} cannot be read ({error.strerror})") from None
 
 
 def resolve(name: str, extra: Path | None = None) -> ModelSpec:

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,13 @@ from outrider.kernels.library import FORMS
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.models.cpu_weights import HALVES, StoredWeights
 from outrider.models.gguf.families import StatedModel, stated_model
-from outrider.models.gguf.family import Family
+from outrider.models.gguf.family import Family, place_of
 from outrider.models.gguf.file import GgufFile, StoredTensor, is_readable, shards_of, type_name
 from outrider.models.memory import skeleton
 from outrider.models.quantize import require_packages
 from outrider.models.registry import ModelSpec
 
 _LOG = logging.getLogger(__name__)
-_OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 _HALVES = {FORMS[dtype]: dtype for dtype in HALVES.values()}
 
 
@@ -145,7 +144,8 @@ class Source:
 
     @property
     def num_bytes(self) -> int:
-        return sum(one.num_bytes for one in self.tensors)
+        has_places = self.columns is not None and self.tensors[0].kind in BLOCK_FORMS  # of columns
+        return 4 * self.shape[-1] * has_places + sum(one.num_bytes for one in self.tensors)
 
     def numbers(self) -> Tensor:
         """The parameter, float32."""
@@ -188,12 +188,16 @@ def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> 
     """
     parameters = bare.state_dict(keep_vars=True)
     parts: dict[str, list[str]] = {}
+    changes: dict[str, Callable[[Tensor], Tensor]] = {}
     for tensor in file.tensors:
-        if tensor not in model.others:
+        stack = model.family.stacks.get(tensor)
+        for i in range(file.tensors[tensor].shape[0] if stack else 0):
+            parameter = str(stack).format(i)
+            parts[parameter], changes[parameter] = [tensor], itemgetter(i)
+        if stack is None and tensor not in model.others:
             parts.setdefault(_parameter(tensor, model.family, parameters, name), []).append(tensor)
     found = {}
     for parameter, tensors in parts.items():
-        leaf, expected = place_of(tensors[0])[1], tuple(parameters[parameter].shape)
         # A gate comes first: "ffn_gate_exps" before "ffn_up_exps".
         stored = tuple(file.tensors[one] for one in sorted(tensors))
         for one in stored:
@@ -202,7 +206,9 @@ def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> 
                     f"{name}: the tensor {one.name} is of the type {type_name(one.kind)}, which the package gguf "
                     "cannot read: choose a file of another type"
                 )
-        source = Source(stored, None, None, model.family.changes.get(leaf))
+        leaf = place_of(stored[0].name)[1]
+        expected = tuple(parameters[parameter].shape) if parameter in parameters else ()  # too many in a stack
+        source = Source(stored, None, None, changes.get(parameter, model.family.changes.get(leaf)))
         if source.shape != expected:  # before an order is made, which may be as long as the metadata state
             raise ModelCorrupt(
                 f"{name}: the tensor {tensors[0]} has the shape {list(stored[0].shape)}, which does not fit "
@@ -217,17 +223,11 @@ def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> 
     return found
 
 
-def place_of(tensor: str) -> tuple[str | None, str]:
-    """Layer of a tensor, None outside of layers, and its name there."""
-    found = _OF_LAYER.fullmatch(tensor)
-    return (None, tensor) if found is None else (found[1], found[2])
-
-
 def _parameter(tensor: str, family: Family, parameters: dict[str, Any], name: str) -> str:
     """Name of the parameter that a tensor belongs to. Raises UnsupportedModel."""
     layer, leaf = place_of(tensor)
     names, prefix = (family.ends, "") if layer is None else (family.tensors, f"{family.layers}.{layer}.")
-    module, _, kind = leaf.rpartition(".")
+    module, _, kind = leaf.rpartition(".") if "." in leaf else (leaf, "", "weight")
     # Some parameters are no part of a layer of their own: a layer's experts.
     for candidate in (
         f"{prefix}{names.get(leaf)}",

@@ -5,20 +5,28 @@ Source: llama.cpp's src/models/*.cpp and conversion/*.py, in the build of llama-
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.models.gguf.family import DECODER, ENDS, EXPERTS, FROM_ONE, NORMS_OF_HEADS, Family
+from outrider.models.gguf.family import (
+    DECODER,
+    EXPERTS,
+    NORMS_OF_HEADS,
+    SHARED_EXPERT,
+    Family,
+    pairs_to_halves,
+)
 from outrider.models.gguf.keys import (
+    SIGMOID,
+    SOFTMAX_OF_CHOSEN,
     Stated,
     decoder_fields,
     expert_fields,
     head_fields,
     layer_types,
-    proportional_rope,
-    query_scale,
     whole_fields,
     window_of_all,
 )
@@ -34,85 +42,76 @@ def _qwen3(stated: Stated) -> dict[str, Any]:
 
 
 def _qwen3moe(stated: Stated) -> dict[str, Any]:
-    return _qwen3(stated) | expert_fields(stated, is_normalized=True)
+    return _qwen3(stated) | expert_fields(stated) | {"norm_topk_prob": True}
 
 
-def _gemma2(stated: Stated) -> dict[str, Any]:
-    fields = decoder_fields(stated)
-    base = fields["rope_parameters"]["rope_theta"]
-    if (local := stated.take("rope.freq_base_swa", base)) != base:
+def _gpt_oss(stated: Stated) -> dict[str, Any]:
+    fields, moe = decoder_fields(stated), expert_fields(stated, is_normalized=False, gate=SOFTMAX_OF_CHOSEN)
+    rope = fields["rope_parameters"]
+    if (local := stated.take("rope.freq_base_swa", rope["rope_theta"])) != rope["rope_theta"]:
         raise stated.refusal("rope.freq_base_swa", local)
+    if rope["rope_type"] == "yarn":
+        # No key says that its bounds are not rounded, as the authors' model has them; llama.cpp rounds them.
+        rope["truncate"] = False
     return {
         **fields,
-        **query_scale(stated, fields, 46),
-        "attn_logit_softcapping": stated.take("attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": stated.take("final_logit_softcapping", 30.0),
-        "sliding_window": stated.take("attention.sliding_window", 4096),
+        "num_local_experts": moe["num_experts"],
+        "num_experts_per_tok": moe["num_experts_per_tok"],
+        "intermediate_size": moe["moe_intermediate_size"],
+        "sliding_window": stated.take("attention.sliding_window"),
         "layer_types": layer_types(stated, 2),
     }
 
 
-def _gemma3(stated: Stated) -> dict[str, Any]:
-    fields = decoder_fields(stated)
-    window, types = stated.take("attention.sliding_window", 0), layer_types(stated, 6)
-    local = {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", 10_000.0)}
+def _glm4(stated: Stated) -> dict[str, Any]:
+    fields = decoder_fields(stated, is_partial=True)
+    fields["rope_parameters"].setdefault("partial_rotary_factor", 1.0)
+    return fields | {"attention_bias": stated.has("blk.0.attn_q.bias")}
+
+
+def _glm4moe(stated: Stated) -> dict[str, Any]:
+    is_normalized = stated.take("expert_weights_norm", False)
+    moe = expert_fields(stated, is_normalized=is_normalized, gate=SIGMOID)
+    return {
+        **_glm4(stated),
+        "n_routed_experts": moe["num_experts"],
+        "num_experts_per_tok": moe["num_experts_per_tok"],
+        "moe_intermediate_size": moe["moe_intermediate_size"],
+        "n_shared_experts": stated.take("expert_shared_count"),
+        "first_k_dense_replace": stated.take("leading_dense_block_count", 0),
+        "norm_topk_prob": is_normalized,
+        "routed_scaling_factor": stated.take("expert_weights_scale", 1.0),
+        "use_qk_norm": stated.has("blk.0.attn_q_norm.weight"),
+    }
+
+
+def _olmo2(stated: Stated) -> dict[str, Any]:
+    fields = whole_fields(stated)
+    window = stated.take("attention.sliding_window", 0)
+    if not window:
+        return fields
+    full = fields["rope_parameters"]
+    local = {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", full["rope_theta"])}
     return {
         **fields,
-        **query_scale(stated, fields, 62),
-        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": local},
-        "final_logit_softcapping": stated.take("final_logit_softcapping", 0.0) or None,
+        "model_type": "olmo3",
         "sliding_window": window,
-        "layer_types": types if window else ["full_attention"] * len(types),
+        "layer_types": layer_types(stated, 4),
+        "rope_parameters": {"full_attention": full, "sliding_attention": local},
     }
 
 
-def _gemma4(stated: Stated) -> dict[str, Any]:
-    num_layers, num_shared = stated.num_layers, stated.take("attention.shared_kv_layers", 0)
-    types = layer_types(stated, 6)
-    if types[-1] != "full_attention":
-        raise stated.refusal("attention.sliding_window_pattern", types)
-    sizes = {name: stated.take(f"attention.{name}") for name in ("key_length", "key_length_swa")}
-    for name, size in sizes.items():
-        if (own := stated.take(f"attention.{name.replace('key', 'value')}", size)) != size:
-            raise stated.refusal(f"attention.{name.replace('key', 'value')}", own)
-    if (rotated := stated.take("rope.dimension_count_swa", sizes["key_length_swa"])) != sizes["key_length_swa"]:
-        raise stated.refusal("rope.dimension_count_swa", rotated)
-    # Layers with a window have a number of heads, and those without have another.
-    heads = dict(zip(types, stated.each("attention.head_count_kv"), strict=True))
-    if [heads[kind] for kind in types] != stated.each("attention.head_count_kv"):
-        raise stated.refusal("attention.head_count_kv", stated.each("attention.head_count_kv"))
-    widths = stated.each("feed_forward_length")
-    is_wider = [width == 2 * widths[0] for width in widths]
-    first_shared = num_layers - num_shared
-    for i in range(first_shared, num_layers):  # not used, though some checkpoints have them
-        stated.read_tensors |= {f"blk.{i}.{name}.weight" for name in ("attn_k", "attn_v", "attn_k_norm")}
-    whole = types.index("full_attention")
-    per_layer = "per_layer_token_embd.weight"
-    fields = {
-        "num_attention_heads": stated.single("attention.head_count"),
-        "num_key_value_heads": heads.get("sliding_attention", heads["full_attention"]),
-        "num_global_key_value_heads": heads["full_attention"],
-        "attention_k_eq_v": not stated.has(f"blk.{whole}.attn_v.weight"),
-        "head_dim": sizes["key_length_swa"],
-        "global_head_dim": sizes["key_length"],
-        "layer_types": types,
-        "sliding_window": stated.take("attention.sliding_window"),
-        "num_kv_shared_layers": num_shared,
-        "intermediate_size": widths[0],
-        "use_double_wide_mlp": any(is_wider),
-        "rope_parameters": {
-            "full_attention": proportional_rope(stated, sizes["key_length"]),
-            "sliding_attention": {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", 10_000.0)},
-        },
-        "hidden_size_per_layer_input": stated.take("embedding_length_per_layer_input"),
-        "final_logit_softcapping": stated.take("final_logit_softcapping", 30.0) or None,
-    }
-    if stated.has(per_layer):
-        fields["vocab_size_per_layer_input"] = stated.file.tensors[per_layer].shape[0]
-    if stated.take("expert_count", 0):
-        moe = expert_fields(stated, is_normalized=True)
-        fields |= {"enable_moe_block": True, "top_k_experts": moe["num_experts_per_tok"]}
-        fields |= {key: moe[key] for key in ("num_experts", "moe_intermediate_size")}
+def _mistral3(stated: Stated) -> dict[str, Any]:
+    fields = decoder_fields(stated)
+    rope, beta = fields["rope_parameters"], stated.take("attention.temperature_scale", 0.0)
+    if mscale := stated.take("rope.scaling.yarn_log_multiplier", 0.0):
+        if rope["rope_type"] != "yarn":
+            raise stated.refusal("rope.scaling.yarn_log_multiplier", mscale)
+        rope["attention_factor"] /= 0.1 * mscale * math.log(rope["factor"]) + 1.0
+    if not beta:
+        return fields | {"model_type": "mistral", "sliding_window": None}
+    original = stated.take("rope.scaling.original_context_length", stated.take("context_length"))
+    rope |= {"llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
     return fields
 
 
@@ -130,53 +129,78 @@ def _gpt2(stated: Stated) -> dict[str, Any]:
     return {"num_attention_heads": heads["num_attention_heads"], "n_inner": stated.single("feed_forward_length")}
 
 
-def _pairs_to_halves(name: str, config: Any) -> Tensor | None:
-    """Llama's order: llama.cpp rotates neighbouring dimensions of a head, Transformers i with i + head_dim / 2."""
-    num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name)
-    if num_heads is None:
-        return None
-    return torch.arange(num_heads * config.head_dim).view(num_heads, -1, 2).transpose(1, 2).flatten()
+def _interleaved(numbers: Tensor) -> Tensor:
+    """Gates and others of all experts in turn: [E, 2I, H] -> [E, H, 2I]."""
+    gates_first: Tensor = numbers.unflatten(1, (2, -1))
+    return gates_first.permute(0, 3, 2, 1).flatten(2)
 
 
-_GEMMA2 = DECODER | {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-_GEMMA4 = {
-    **_GEMMA2,
+def _interleaved_biases(numbers: Tensor) -> Tensor:
+    """The same of biases: [2E, I] -> [E, 2I]."""
+    gates_first: Tensor = numbers.unflatten(0, (2, -1))
+    return gates_first.permute(1, 2, 0).flatten(1)
+
+
+_WITHOUT_FFN_NORM = {name: module for name, module in DECODER.items() if name != "ffn_norm"}
+_OLMO2 = {
+    **{name: module for name, module in DECODER.items() if not name.endswith("norm")},
     **NORMS_OF_HEADS,
-    "layer_output_scale.weight": "layer_scalar",
-    "inp_gate": "per_layer_input_gate",
-    "proj": "per_layer_projection",
-    "post_norm": "post_per_layer_input_norm",
-    "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
-    "post_ffw_norm_1": "post_feedforward_layernorm_1",
-    "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "ffn_gate_inp": "router.proj",
-    "ffn_gate_inp.scale": "router.scale",
-    "ffn_gate_up_exps": "experts.gate_up_proj",
-    "ffn_gate_exps": "experts.gate_up_proj",
-    "ffn_up_exps": "experts.gate_up_proj",
-    "ffn_down_exps": "experts.down_proj",
-    "ffn_down_exps.scale": "router.per_expert_scale",
-}
-_PER_LAYER = {
-    "per_layer_token_embd": "model.embed_tokens_per_layer",
-    "per_layer_model_proj": "model.per_layer_model_projection",
-    "per_layer_proj_norm": "model.per_layer_projection_norm",
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 _LAYER_NORM = "attention.layer_norm_epsilon"
 
 DECODERS = {
-    "llama": Family("llama", _llama, order=_pairs_to_halves),
+    "llama": Family("llama", _llama, order=pairs_to_halves),
     "qwen2": Family("qwen2", decoder_fields),
     "qwen3": Family("qwen3", _qwen3, tensors=DECODER | NORMS_OF_HEADS),
     "qwen3moe": Family("qwen3_moe", _qwen3moe, tensors=DECODER | NORMS_OF_HEADS | EXPERTS),
-    "gemma": Family("gemma", decoder_fields, changes=FROM_ONE),
-    "gemma2": Family("gemma2", _gemma2, tensors=_GEMMA2, changes=FROM_ONE),
-    "gemma3": Family("gemma3_text", _gemma3, tensors=_GEMMA2 | NORMS_OF_HEADS, changes=FROM_ONE),
-    "gemma4": Family("gemma4_text", _gemma4, tensors=_GEMMA4, ends=ENDS | _PER_LAYER),
+    "gpt-oss": Family(
+        "gpt_oss",
+        _gpt_oss,
+        tensors={
+            **{name: module for name, module in DECODER.items() if not name.startswith("ffn")},
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks.weight": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+            "ffn_gate_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_up_exps.weight": "mlp.experts.gate_up_proj",
+            "ffn_down_exps.weight": "mlp.experts.down_proj",
+            "ffn_gate_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_up_exps.bias": "mlp.experts.gate_up_proj_bias",
+            "ffn_down_exps.bias": "mlp.experts.down_proj_bias",
+        },
+        changes={
+            "ffn_gate_exps.weight": _interleaved,
+            "ffn_gate_exps.bias": _interleaved_biases,
+            "ffn_down_exps.weight": lambda numbers: numbers.transpose(1, 2),
+        },
+    ),
+    "mistral3": Family("ministral3", _mistral3, order=pairs_to_halves),
+    "smollm3": Family("smollm3", _llama, order=pairs_to_halves),
+    "olmo2": Family("olmo2", _olmo2, tensors=_OLMO2),
+    "glm4": Family(
+        "glm4",
+        _glm4,
+        tensors={
+            **DECODER,
+            "post_attention_norm": "post_self_attn_layernorm",
+            "post_ffw_norm": "post_mlp_layernorm",
+            "ffn_up": "mlp.gate_up_proj",
+        },
+    ),
+    "glm4moe": Family(
+        "glm4_moe",
+        _glm4moe,
+        tensors={
+            **_WITHOUT_FFN_NORM,
+            **NORMS_OF_HEADS,
+            **EXPERTS,
+            **{name: module.replace("expert.", "experts.") for name, module in SHARED_EXPERT.items()},
+            "post_attention_norm": "post_attention_layernorm",
+            "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+        },
+    ),
     "phi3": Family("phi3", _phi3, tensors=DECODER | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}),
     "starcoder2": Family(
         "starcoder2",

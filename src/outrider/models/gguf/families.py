@@ -5,19 +5,22 @@ One table serves every reader of a file.
 
 from __future__ import annotations
 
-import re
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
 from outrider.models.gguf.decoders import DECODERS
-from outrider.models.gguf.family import Family
+from outrider.models.gguf.family import Family, place_of
 from outrider.models.gguf.file import GgufFile
+from outrider.models.gguf.gemmas import GEMMAS
+from outrider.models.gguf.granite import GRANITES
 from outrider.models.gguf.hybrids import HYBRIDS
 from outrider.models.gguf.keys import Stated
 
-FAMILIES = DECODERS | HYBRIDS
-_OF_LAYER = re.compile(r"blk\.(\d+)\.")
+FAMILIES = DECODERS | GEMMAS | GRANITES | HYBRIDS
+_LOG = logging.getLogger(__name__)
+_OF_IMAGES = ("v.", "a.", "mm.")  # beginnings of tensors that Ollama has in the file of a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,32 +60,28 @@ def stated_model(file: GgufFile, name: str, config: Any | None = None) -> Stated
         raise UnsupportedModel(
             f"{name}: GGUF files of the architecture {stated.architecture!r:.40} are not read: {known} are"
         )
-    if not stated.has("token_embd.weight"):
-        raise ModelCorrupt(f"{name}: the file has no tensor token_embd.weight")
     try:
         values = _values(stated, family)
         if config is None:
             from transformers import AutoConfig
 
-            config = AutoConfig.for_model(family.model_type, **values)
+            config = AutoConfig.for_model(values.pop("model_type", family.model_type), **values)
     except OutriderError:
         raise
     except Exception as error:  # values of another kind, and whatever Transformers' validation raises
         reason = " ".join(str(error).split())[:200]
         raise ModelCorrupt(f"{name}: the file's metadata is no {family.model_type} model ({reason})") from None
-    mtp = frozenset(name for name in file.tensors if _layer(name) >= stated.num_layers)
-    return StatedModel(config, family, mtp, mtp | stated.read_tensors)
-
-
-def _layer(tensor: str) -> int:
-    """Layer of a tensor; -1 of one outside of layers."""
-    found = _OF_LAYER.match(tensor)
-    return -1 if found is None else int(found[1])
+    of_mtp = range(stated.num_layers, stated.take("block_count"))
+    mtp = frozenset(name for name in file.tensors if int(place_of(name)[0] or -1) in of_mtp)
+    images = frozenset(name for name in file.tensors if name.startswith(_OF_IMAGES))
+    if images:
+        _LOG.info("%s reads no images: %d tensors of their encoder are left out", name, len(images))
+    return StatedModel(config, family, mtp, mtp | images | stated.read_tensors)
 
 
 def _values(stated: Stated, family: Family) -> dict[str, Any]:
     """Fields of the configuration."""
-    vocab_size, num_tensors = stated.file.tensors["token_embd.weight"].shape[0], len(stated.file.tensors)
+    vocab_size, num_tensors = stated.rows("token_embd.weight"), len(stated.file.tensors)
     if (num_tokens := len(stated.file.metadata.get("tokenizer.ggml.tokens", ()))) > vocab_size:
         raise ModelCorrupt(f"{stated.name}: the file has {num_tokens} tokens, but embeddings of {vocab_size} alone")
     if not 0 < (num_layers := stated.num_layers) <= num_tensors:  # each layer has some

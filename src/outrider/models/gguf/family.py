@@ -6,14 +6,17 @@ otherwise than Transformers does; the build of llama-cpp-python 0.3.36.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outrider.models.gguf.keys import Stated
 
+_OF_LAYER = re.compile(r"blk\.(\d+)\.(.+)")
 DECODER = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -50,6 +53,21 @@ _NORMS = ("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm", "attn
 FROM_ONE = {f"{name}.weight": _less_one for name in _NORMS}
 
 
+def pairs_to_halves(name: str, config: Any) -> Tensor | None:
+    """Llama's order: llama.cpp rotates neighbouring dimensions of a head, Transformers i with i + head_dim / 2."""
+    num_heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}.get(name)
+    if num_heads is None:
+        return None
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return torch.arange(num_heads * head_dim).view(num_heads, -1, 2).transpose(1, 2).flatten()
+
+
+def place_of(tensor: str) -> tuple[str | None, str]:
+    """Layer of a tensor, None outside of layers, and its name there."""
+    found = _OF_LAYER.fullmatch(tensor)
+    return (None, tensor) if found is None else (found[1], found[2])
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """How a family of models is written in GGUF files.
@@ -65,6 +83,8 @@ class Family:
             parameter, or None where rows are in the same order.
         columns: returns that of each column, likewise.
         changes: name of a tensor -> function from the file's form of the numbers to the model's.
+        stacks: name of a tensor, outside of layers, of which each part is a parameter -> their names, with "{}" for the
+            number.
     """
 
     model_type: str
@@ -76,3 +96,4 @@ class Family:
     order: Callable[[str, Any], Tensor | None] = lambda name, config: None
     columns: Callable[[str, Any], Tensor | None] = lambda name, config: None
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    stacks: Mapping[str, str] = field(default_factory=dict)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.cpu_weights import StoredWeights, is_large
-from outrider.models.gguf.checkpoint import Source, gguf_file, place_of
+from outrider.models.gguf.checkpoint import Source, gguf_file
 from outrider.models.gguf.families import FAMILIES
+from outrider.models.gguf.family import place_of
 from outrider.models.gguf.file import GgufFile
 from outrider.models.gguf.keys import Stated, decoder_fields
 from outrider.models.heads.chains import LAYER_IDS

@@ -11,25 +11,17 @@ import torch
 from torch import Tensor
 
 from outrider.models.gguf.family import DECODER, ENDS, EXPERTS, FROM_ONE, NORMS_OF_HEADS, SHARED_EXPERT, Family
-from outrider.models.gguf.keys import Stated, decoder_fields, expert_fields, head_size, rope_parameters
+from outrider.models.gguf.keys import SIGMOID, Stated, decoder_fields, expert_fields, head_fields, whole_fields
+from outrider.models.gguf.mamba import MAMBA_CHANGES, mamba_sizes, mamba_tensors
 
 
 def _lfm2(stated: Stated) -> dict[str, Any]:
-    num_heads = stated.take("attention.head_count")
-    per_layer = stated.each("attention.head_count_kv")  # none in a layer of convolutions
-    counts = {count for count in per_layer if count}
-    if len(counts) != 1:
-        raise stated.refusal("attention.head_count_kv", per_layer)
-    if (head_dim := head_size(stated, num_heads)) * num_heads != stated.take("embedding_length"):
-        raise stated.refusal("attention.key_length", head_dim)
     return {
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": counts.pop(),
-        "intermediate_size": stated.single("feed_forward_length"),
+        **whole_fields(stated),
         "block_auto_adjust_ff_dim": False,
-        "layer_types": ["full_attention" if count else "conv" for count in per_layer],
+        # Layers of convolutions have no keys.
+        "layer_types": ["full_attention" if count else "conv" for count in stated.each("attention.head_count_kv")],
         "conv_L_cache": stated.take("shortconv.l_cache"),
-        "rope_parameters": rope_parameters(stated, head_dim),
     }
 
 
@@ -55,8 +47,8 @@ def _qwen35(stated: Stated) -> dict[str, Any]:
 
 
 def _qwen35moe(stated: Stated) -> dict[str, Any]:
-    fields = _qwen35(stated) | expert_fields(stated, is_normalized=True)
-    del fields["intermediate_size"], fields["norm_topk_prob"]
+    fields = _qwen35(stated) | expert_fields(stated)
+    del fields["intermediate_size"]
     return fields | {"shared_expert_intermediate_size": stated.take("expert_shared_feed_forward_length")}
 
 
@@ -99,30 +91,144 @@ _DELTA_NET: dict[str, Any] = {
     },
 }
 
+
+def _lfm2moe(stated: Stated) -> dict[str, Any]:
+    fields = _lfm2(stated) | expert_fields(stated, gate=SIGMOID)
+    del fields["block_auto_adjust_ff_dim"]
+    return fields | {"num_dense_layers": stated.take("leading_dense_block_count", 0)}
+
+
+def _falcon_h1(stated: Stated) -> dict[str, Any]:
+    fields, sizes = decoder_fields(stated), mamba_sizes(stated)
+    # The multipliers of its configuration are part of the file's weights.
+    return {
+        **fields,
+        **sizes,
+        "mamba_d_ssm": sizes["mamba_n_heads"] * sizes["mamba_d_head"],
+        "mamba_rms_norm": stated.has("blk.0.ssm_norm.weight"),
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": stated.has("blk.0.ssm_conv1d.bias"),
+        "attention_bias": stated.has("blk.0.attn_q.bias"),
+        "mlp_bias": stated.has("blk.0.ffn_up.bias"),
+    }
+
+
+def _nemotron_h(stated: Stated) -> dict[str, Any]:
+    sizes, widths = mamba_sizes(stated), stated.each("feed_forward_length")
+    if len({*widths} - {0}) > 1:
+        raise stated.refusal("feed_forward_length", widths)
+    for key in ("rope.freq_base", "rope.dimension_count", "rope.scaling.finetuned"):
+        stated.take(key, 0)  # it has no positions
+    has_experts = stated.architecture == "nemotron_h_moe"
+    fields = {
+        **head_fields(stated),
+        "layer_norm_epsilon": stated.take("attention.layer_norm_rms_epsilon", stated.take(_LAYER_NORM)),
+        "intermediate_size": max(widths),
+        "hybrid_override_pattern": "".join(
+            "*" if heads else "M" if not width else "E" if has_experts else "-"
+            for heads, width in zip(stated.each("attention.head_count_kv"), widths, strict=True)
+        ),
+        "conv_kernel": sizes["mamba_d_conv"],
+        "ssm_state_size": sizes["mamba_d_state"],
+        "n_groups": sizes["mamba_n_groups"],
+        "mamba_num_heads": sizes["mamba_n_heads"],
+        "mamba_head_dim": sizes["mamba_d_head"],
+        "use_conv_bias": any(name.endswith("ssm_conv1d.bias") for name in stated.file.tensors),
+        "attention_bias": any(name.endswith("attn_q.bias") for name in stated.file.tensors),
+        "mlp_bias": any(name.endswith("ffn_up.bias") for name in stated.file.tensors),
+    }
+    return fields | (_nemotron_experts(stated) if has_experts else {})
+
+
+def _nemotron_experts(stated: Stated) -> dict[str, Any]:
+    is_normalized = stated.take("expert_weights_norm")
+    moe = expert_fields(stated, is_normalized=is_normalized, gate=SIGMOID)
+    return {
+        "n_routed_experts": moe["num_experts"],
+        "num_experts_per_tok": moe["num_experts_per_tok"],
+        "moe_intermediate_size": moe["moe_intermediate_size"],
+        "moe_shared_expert_intermediate_size": stated.take("expert_shared_feed_forward_length"),
+        "n_shared_experts": stated.take("expert_shared_count"),
+        "norm_topk_prob": is_normalized,
+        "routed_scaling_factor": stated.take("expert_weights_scale", 1.0),
+        "moe_latent_size": stated.take("moe_latent_size", 0) or None,
+    }
+
+
+_LAYER_NORM = "attention.layer_norm_epsilon"
+_NEMOTRON = Family(
+    "nemotron_h",
+    _nemotron_h,
+    ("layer_norm_epsilon", _LAYER_NORM),
+    tensors={
+        **{name: module.replace("self_attn", "mixer") for name, module in DECODER.items() if name.startswith("attn")},
+        **mamba_tensors("mixer"),
+        "attn_norm": "norm",
+        "ffn_up": "mixer.up_proj",
+        "ffn_down": "mixer.down_proj",
+        "ffn_gate_inp": "mixer.gate",
+        "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+        "ffn_up_exps": "mixer.experts.up_proj",
+        "ffn_down_exps": "mixer.experts.down_proj",
+        "ffn_up_shexp": "mixer.shared_experts.up_proj",
+        "ffn_down_shexp": "mixer.shared_experts.down_proj",
+        "ffn_latent_down": "mixer.fc1_latent_proj",
+        "ffn_latent_up": "mixer.fc2_latent_proj",
+    },
+    ends={"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
+    changes=MAMBA_CHANGES,
+)
+
+_LFM2: dict[str, str] = {
+    "attn_norm": "operator_norm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.out_proj",
+    "attn_q_norm": "self_attn.q_layernorm",
+    "attn_k_norm": "self_attn.k_layernorm",
+    "ffn_norm": "ffn_norm",
+    "ffn_gate": "feed_forward.w1",
+    "ffn_up": "feed_forward.w3",
+    "ffn_down": "feed_forward.w2",
+    "shortconv.in_proj": "conv.in_proj",
+    "shortconv.out_proj": "conv.out_proj",
+    "shortconv.conv": "conv.conv",
+}
+_CONVOLUTION: dict[str, Any] = {
+    "eps": ("norm_eps", "attention.layer_norm_rms_epsilon"),
+    "ends": ENDS | {"token_embd_norm": "model.embedding_norm"},
+    "changes": {"shortconv.conv.weight": lambda numbers: numbers.unsqueeze(1)},
+}
+
 HYBRIDS = {
     "qwen35": Family("qwen3_5_text", _qwen35, tensors=_QWEN35, **_DELTA_NET),
     "qwen35moe": Family("qwen3_5_moe_text", _qwen35moe, tensors=_QWEN35 | EXPERTS | SHARED_EXPERT, **_DELTA_NET),
-    "lfm2": Family(
-        "lfm2",
-        _lfm2,
-        ("norm_eps", "attention.layer_norm_rms_epsilon"),
+    "lfm2": Family("lfm2", _lfm2, tensors=_LFM2, **_CONVOLUTION),
+    "lfm2moe": Family(
+        "lfm2_moe",
+        _lfm2moe,
         tensors={
-            "attn_norm": "operator_norm",
-            "attn_q": "self_attn.q_proj",
-            "attn_k": "self_attn.k_proj",
-            "attn_v": "self_attn.v_proj",
-            "attn_output": "self_attn.out_proj",
-            "attn_q_norm": "self_attn.q_layernorm",
-            "attn_k_norm": "self_attn.k_layernorm",
-            "ffn_norm": "ffn_norm",
-            "ffn_gate": "feed_forward.w1",
-            "ffn_up": "feed_forward.w3",
-            "ffn_down": "feed_forward.w2",
-            "shortconv.in_proj": "conv.in_proj",
-            "shortconv.out_proj": "conv.out_proj",
-            "shortconv.conv": "conv.conv",
+            **_LFM2,
+            "ffn_gate_inp": "feed_forward.gate",
+            "exp_probs_b.bias": "feed_forward.expert_bias",
+            "ffn_gate_exps": "feed_forward.experts.gate_up_proj",
+            "ffn_up_exps": "feed_forward.experts.gate_up_proj",
+            "ffn_down_exps": "feed_forward.experts.down_proj",
         },
-        ends=ENDS | {"token_embd_norm": "model.embedding_norm"},
-        changes={"shortconv.conv.weight": lambda numbers: numbers.unsqueeze(1)},
+        **_CONVOLUTION,
     ),
+    "falcon-h1": Family(
+        "falcon_h1",
+        _falcon_h1,
+        tensors={
+            **{name: module.replace("mlp", "feed_forward") for name, module in DECODER.items()},
+            **mamba_tensors("mamba"),
+            "ffn_norm": "pre_ff_layernorm",
+        },
+        ends=ENDS | {"output_norm": "model.final_layernorm"},
+        changes=MAMBA_CHANGES,
+    ),
+    "nemotron_h": _NEMOTRON,
+    "nemotron_h_moe": _NEMOTRON,
 }

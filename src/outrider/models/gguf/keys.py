@@ -24,6 +24,7 @@ _WITHOUT_EFFECT = {
     "attention.layer_norm_rms_epsilon",
     "rope.scaling.finetuned",
     "pooling_type",  # of embeddings
+    *("mrope_sections", "rope.mrope_section", "rope.mrope_interleaved"),  # of Ollama, which are stated elsewhere
     "tensor_data_layout",
 }
 # Keys without effect if they have this value.
@@ -35,9 +36,13 @@ _NEUTRAL: dict[str, Any] = {
     "expert_used_count": 0,
     "expert_shared_count": 0,
     "expert_weights_scale": 1.0,
+    "norm_top_k_prob": True,  # of Ollama, as the next
+    "ssm.v_head_reordered": True,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
+# Keys of encoders of images and sounds, which Ollama writes to the file of the model.
+_OF_IMAGES = ("vision.", "audio.", "mm.")
 
 
 class Stated:
@@ -91,6 +96,12 @@ class Stated:
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
 
+    def rows(self, tensor: str) -> int:
+        """First size of a tensor. Raises ModelCorrupt: there is none."""
+        if not self.has(tensor):
+            raise ModelCorrupt(f"{self.name}: the file has no tensor {tensor}")
+        return self.file.tensors[tensor].shape[0]
+
     def numbers(self, tensor: str, count: int) -> list[float]:
         """Numbers of a tensor. Raises ModelCorrupt: they are not ``count``, or there is none."""
         if not self.has(tensor) or self.file.tensors[tensor].shape != (count,):
@@ -107,6 +118,8 @@ class Stated:
     def check_all_read(self) -> None:
         """Raises UnsupportedModel: a key has an effect that is not known here."""
         for key in sorted(self._unread - _WITHOUT_EFFECT):
+            if key.startswith(_OF_IMAGES):
+                continue
             if key not in _NEUTRAL or self._values[key] != _NEUTRAL[key]:
                 raise self.refusal(key, self._values[key])
 
@@ -114,8 +127,11 @@ class Stated:
 def head_fields(stated: Stated) -> dict[str, Any]:
     """Numbers of heads, and their size."""
     num_heads = stated.single("attention.head_count")
-    num_kv_heads, head_dim = stated.single("attention.head_count_kv", num_heads), head_size(stated, num_heads)
-    return {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+    counts = stated.each("attention.head_count_kv", num_heads)
+    if len({*counts} - {0}) != 1:  # 0 in layers without attention
+        raise stated.refusal("attention.head_count_kv", counts)
+    head_dim = head_size(stated, num_heads)
+    return {"num_attention_heads": num_heads, "num_key_value_heads": max(counts), "head_dim": head_dim}
 
 
 def head_size(stated: Stated, num_heads: int) -> int:
@@ -182,7 +198,7 @@ def _scaling(stated: Stated, num_frequencies: int) -> dict[str, Any]:
 def proportional_rope(stated: Stated, head_dim: int) -> dict[str, Any]:
     """Rotary positions of a part of each head, by the frequencies that the whole head would have. The file has
     divisors: 1, and one beyond all bounds for what is not rotated."""
-    divisors, base = stated.numbers(_ALL, head_dim // 2), stated.take("rope.freq_base")
+    divisors, base = stated.numbers(_ALL, head_dim // 2), stated.take("rope.freq_base", 10_000.0)
     num_rotated = divisors.count(1.0)
     if divisors[:num_rotated] != [1.0] * num_rotated or any(one < _NO_ROTATION for one in divisors[num_rotated:]):
         raise UnsupportedModel(f"{stated.name}: the file has a tensor {_ALL} of other numbers than 1 and 1e30")
@@ -193,7 +209,7 @@ def proportional_rope(stated: Stated, head_dim: int) -> dict[str, Any]:
 
 
 _NO_ROTATION = 1e20  # divisor of a frequency
-_SOFTMAX = 1  # of llama.cpp's functions that weigh experts
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # functions that weigh experts, by llama.cpp's numbers
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _ALL, _SHORT, _LONG = _DIVISORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
@@ -218,7 +234,8 @@ def decoder_fields(stated: Stated, *, is_partial: bool = False) -> dict[str, Any
     """Heads, rotary positions and the width of the MLP."""
     heads = head_fields(stated)
     rope = rope_parameters(stated, heads["head_dim"], is_partial=is_partial)
-    return heads | {"intermediate_size": stated.single("feed_forward_length"), "rope_parameters": rope}
+    width = stated.single("feed_forward_length", 0)  # 0 in models of experts alone
+    return heads | {"intermediate_size": width, "rope_parameters": rope}
 
 
 def whole_fields(stated: Stated, *, is_partial: bool = False) -> dict[str, Any]:
@@ -230,19 +247,24 @@ def whole_fields(stated: Stated, *, is_partial: bool = False) -> dict[str, Any]:
     return fields
 
 
-def expert_fields(stated: Stated, *, is_normalized: bool) -> dict[str, Any]:
+def expert_fields(stated: Stated, *, is_normalized: bool = True, gate: int = SOFTMAX) -> dict[str, Any]:
     """Numbers of experts, and their width.
 
     Args:
         is_normalized: the architecture divides the weights of the chosen experts by their sum.
+        gate: its function that weighs experts, by llama.cpp's number.
     """
-    for key, value in (("expert_weights_norm", is_normalized), ("expert_gating_func", _SOFTMAX)):
+    for key, value in (("expert_weights_norm", is_normalized), ("expert_gating_func", gate)):
         if (own := stated.take(key, value)) != value:
             raise stated.refusal(key, own)
+    for key in ("expert_group_count", "expert_group_used_count"):
+        if (own := stated.take(key, 1)) > 1:
+            raise stated.refusal(key, own)
     num_used = stated.single("expert_used_count")
-    width = stated.single("expert_feed_forward_length", stated.single("feed_forward_length") // max(num_used, 1))
+    width = stated.single("expert_feed_forward_length", 0)
+    width = width or stated.single("feed_forward_length") // max(num_used, 1)
     sizes = {"num_experts": stated.take("expert_count"), "num_experts_per_tok": num_used}
-    return sizes | {"moe_intermediate_size": width, "norm_topk_prob": is_normalized}
+    return sizes | {"moe_intermediate_size": width}
 
 
 def query_scale(stated: Stated, fields: Mapping[str, Any], num_layers_of_largest: int) -> dict[str, Any]:

@@ -35,6 +35,7 @@ _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # types of tokens; the others need 
 _READ = (
     *("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token", "add_eos_token", "add_space_prefix"),
     *("bos_token_id", "eos_token_id", "unknown_token_id", "padding_token_id"),
+    "eos_token_ids",  # of Ollama
 )
 # Keys that change no token of these kinds: ids of ends and of parts of code, and what llama.cpp reads for vocabularies
 # of other kinds alone, or not at all.
@@ -43,6 +44,7 @@ _HARMLESS = (
     *("fim_pre_token_id", "fim_suf_token_id", "fim_mid_token_id", "fim_pad_token_id", "fim_rep_token_id"),
     *("fim_sep_token_id", "prefix_token_id", "suffix_token_id", "middle_token_id"),
     *("token_type_count", "remove_extra_whitespaces"),
+    *("add_padding_token", "add_unknown_token", "add_mask_token"),
 )
 _KNOWN = {_GGML + key for key in (*_READ, *_HARMLESS)} | {
     *(_TEMPLATE, "tokenizer.chat_templates", "tokenizer.huggingface.json")
@@ -259,6 +261,7 @@ def end_ids(metadata: Mapping[str, Any], eos_id: int | None) -> list[int]:
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     ids = {token: i for i, token in enumerate(tokens)}
     found = [eos_id, *(metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
+    found += metadata.get("tokenizer.ggml.eos_token_ids", ())
     for key, names in _FILL_IN.items():
         stated = metadata.get(f"tokenizer.ggml.{key}_token_id")
         found += [ids[name] for name in names if name in ids][:1] if stated is None else [stated]
