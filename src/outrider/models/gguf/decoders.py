@@ -136,7 +136,7 @@ def _interleaved(numbers: Tensor) -> Tensor:
 
 
 def _interleaved_biases(numbers: Tensor) -> Tensor:
-    """The same of biases: [2E, I] -> [E, 2I]."""
+    """Biases of gates and others in turn: [2E, I] -> [E, 2I]."""
     gates_first: Tensor = numbers.unflatten(0, (2, -1))
     return gates_first.permute(1, 2, 0).flatten(1)
 
