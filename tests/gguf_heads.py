@@ -79,8 +79,8 @@ def write_pair(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
     return target, *write_gguf_head(folder / "head.gguf", folder / "head")
 
 
-def write_mtp_case(name: str, folder: Path) -> Path:
-    """Write a target with an MTP layer of random numbers, as large as its last layer."""
+def write_mtp_case(name: str, folder: Path, dtype: Any = np.float32) -> Path:
+    """Write a target with an MTP layer of random numbers, as large as its last layer, its matrices of a type."""
     case = CASES[MTP[name]]
     model = random_case(case)
     num = model.config.num_hidden_layers
@@ -89,7 +89,8 @@ def write_mtp_case(name: str, folder: Path) -> Path:
     size = model.config.hidden_size
     shapes |= {f"blk.{num}.nextn.{part}.weight": (size,) for part in ("enorm", "hnorm", "shared_head_norm")}
     shapes[f"blk.{num}.nextn.eh_proj.weight"] = (size, 2 * size)
-    numbers = {key: value.float().numpy() for key, value in frozen_tensors(shapes, 3, 0.3).items()}
+    tensors = frozen_tensors(shapes, 3, 0.3)
+    numbers = {key: one.numpy().astype(dtype if one.ndim > 1 else np.float32) for key, one in tensors.items()}
     keys = case.keys | {"block_count": num + 1, "nextn_predict_layers": 1}
     keys = {key: [*value, False] if key == "attention.recurrent_layers" else value for key, value in keys.items()}
     return write_case(folder / "target.gguf", replace(case, keys=keys, tensors=numbers), model)

@@ -77,6 +77,8 @@ def test_recorded_answers(outrider: Outrider, tmp_path: Path) -> None:
     lines = log.read_text().splitlines(keepends=True)
     log.write_text("".join(lines[:-1]))
     assert "its num_logged_tokens differ" in outrider(*few).error
+    log.write_text("".join(lines).replace('"fable"', '"other"'))
+    assert "--written-from" in (error := outrider(*few).error) and "recorded from other" in error
 
 
 def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:

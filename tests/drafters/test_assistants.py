@@ -118,6 +118,8 @@ def test_gemma_4_goes_on_as_in_generate(has_moe: bool) -> None:
         ({"num_key_value_heads": 4}, "in sliding_attention it reads 4 heads of 8"),
         ({"vocab_size": 50}, "has logits for 50 tokens; target has 60"),
         ({"num_groups": 7}, "divides 60 tokens into 7 groups"),
+        ({"num_groups": 12, "num_chosen": 13}, "chooses 13 of 12 groups"),
+        ({"num_groups": 12, "num_chosen": 0}, "chooses 0 of 12 groups"),
     ],
 )
 def test_an_assistant_of_another_target_is_refused(options: Any, message: str) -> None:

@@ -19,6 +19,7 @@ from block_heads import write_block
 from contract import lead
 from outrider.drafters.heads import head_drafter
 from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.models.few_tokens import with_few_tokens
 from outrider.models.heads.lattice import Lattice
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
@@ -146,6 +147,15 @@ def test_others_are_refused(changes: dict[str, Any], error: type, message: str, 
     write_block(tmp_path, model, **{"num_candidates": CANDIDATES} | changes)
     with pytest.raises(error, match=message):
         load_head(resolve(str(tmp_path), None), as_lm(model))
+
+
+def test_few_tokens_are_refused(tmp_path: Path) -> None:
+    """Rows of an LM head of few tokens are not the ids whose embeddings the lattice reads."""
+    model = tiny_llama(num_layers=4)
+    write_block(tmp_path, model, num_candidates=CANDIDATES)
+    head = load_head(resolve(str(tmp_path), None), as_lm(model))
+    with pytest.raises(UnsupportedModel, match="is a LiLiCorr head, .*: leave out vocab="):
+        with_few_tokens(head, torch.arange(9))
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,8 @@ def test_layers_with_a_window(tmp_path: Path) -> None:
         ("qwen3", {"feed_forward_length": 72}, r"tensor blk.0.ffn_\w+.weight has the shape \[.*, which does not fit"),
         ("llama", {"block_count": 3}, "lacks 9 of the model's weights, model.layers.2."),
         ("llama", {"block_count": 2**31}, "states 2147483648 layers, and has 21 tensors"),
+        ("gemma4", {"attention__shared_kv_layers": 2**31}, "that the last 2147483648 of them read keys"),
+        ("gemma3n", {"attention__shared_kv_layers": 2**31}, "that the last 2147483648 of them read keys"),
         ("llama", {"keys": {"tokenizer.ggml.tokens": [*map(str, range(99))]}}, "has 99 tokens, but embeddings of 48"),
     ],
 )

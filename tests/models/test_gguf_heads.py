@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from outrider.drafters.heads import BlockSession, feed_blocks, head_drafter
 from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
+from outrider.models.heads import loading
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
+from outrider.runtime.stand_in import StandIn
 from outrider.runtime.vocabulary import spread
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_heads.json").read_text())
@@ -120,6 +123,33 @@ def test_an_mtp_layer_drafts_what_llama_drafts(name: str, tmp_path: Path) -> Non
         assert torch.equal(alone.models[0].model.state_dict()[key], value), key
 
 
+def test_an_mtp_layer_of_a_model_that_is_loaded_twice(tmp_path: Path) -> None:
+    """The second time it is opened from notes; its file has no suffix."""
+    file = write_mtp_case("MTP", tmp_path).rename(tmp_path / "sha256-0a1b")
+    first, second = (outrider.load(file) for _ in range(2))
+    assert isinstance(second.target.weights, StandIn) and not isinstance(first.target.weights, StandIn)
+    own, others = (load_drafter(one, "mtp").models[0].model.state_dict() for one in (first, second))
+    assert own and own.keys() == others.keys()
+    for key in own:
+        assert torch.equal(own[key], others[key]), key
+
+
+def test_experts_of_an_mtp_layer_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = outrider.load(write_mtp_case("MTP, experts", tmp_path, np.float16))
+    wide = load_drafter(decoder, "mtp").models[0]
+    monkeypatch.setattr(loading, "digits_beside", lambda target: 2)
+    monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
+    head = load_drafter(decoder, "mtp").models[0]
+    own, expected = head.model.state_dict(), wide.model.state_dict()
+    narrow = {key: one for key, one in own.items() if isinstance(one, NarrowWeight)}
+    assert {key for key, one in narrow.items() if one.experts is not None} == {
+        f"layers.0.mlp.experts.{part}_proj" for part in ("gate_up", "down")
+    }
+    for key, one in narrow.items():
+        assert torch.equal(one.wide(), expected[key]), key
+    _assert_close(_drafts(decoder, head), _drafts(decoder, wide), 1e-5)
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", [*HEADS, *MTP])
 def test_llama_drafts_what_is_golden(name: str, tmp_path: Path) -> None:
@@ -167,6 +197,15 @@ def test_a_file_without_mtp_layers_is_refused(tmp_path: Path) -> None:
     target, _, _ = write_pair("DFlash", tmp_path)
     with pytest.raises(UnsupportedModel, match="has no MTP layers: choose another draft"):
         outrider.load(target, "mtp")
+
+
+@pytest.mark.parametrize("name", ["EAGLE-3", "DFlash"])
+def test_a_size_is_compared_before_use(name: str, tmp_path: Path) -> None:
+    target, _, _ = write_pair(name, tmp_path)
+    keys = dict.fromkeys(("attention.key_length", "attention.value_length", "rope.dimension_count"), 2**32 - 2)
+    file, _ = write_gguf_head(tmp_path / "changed.gguf", tmp_path / "head", keys=keys)
+    with pytest.raises(ModelCorrupt, match=r"by the file's keys blk.0.attn_\w.weight has the shape"):
+        load_drafter(outrider.load(target), file)
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:

@@ -32,7 +32,9 @@ def _logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_is_the_model_that_was_written(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_the_model_that_was_written(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Widened; and with matrices in blocks, to the bit."""
     model = random_mlx(name, tmp_path / "small")
     want, decoder = _logits(model), outrider.load(tmp_path / "small")
@@ -42,6 +44,7 @@ def test_it_is_the_model_that_was_written(name: str, tmp_path: Path, monkeypatch
     random_mlx(name, tmp_path / "large")
     large = outrider.load(tmp_path / "large")
     forms = set()
+    assert ("mlp.experts." in caplog.text) == ("moe" in name)  # matrices that are widened
     for key, weight in large.target.model.named_parameters():
         if isinstance(weight, NarrowWeight):
             forms.add(weight.blocks and weight.blocks.name)

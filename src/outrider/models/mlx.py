@@ -223,11 +223,11 @@ def mlx_weights(
     shared = {parameters[name] for name in found}
     if missing := sorted(name for name, one in parameters.items() if one not in shared):
         raise ModelCorrupt(f"{spec.name} lacks {len(missing)} of the model's weights, {missing[0]} among them")
-    large = [name for name, layout in large_weights(bare).items() if layout is None] if keeps else []
+    large = large_weights(bare) if keeps else {}
     forms: dict[str, BlockForm] = {}
     widened = []
-    for name in sorted(found.keys() & set(large)):
-        (part,) = found[name].parts
+    for name in sorted(found.keys() & large.keys()):
+        part = found[name].parts[0]  # of experts there may be two, and no form
         if isinstance(part, MlxMatrix) and (form := part.form()) is not None:
             forms[name] = replace(form, num_digits=num_digits)
         elif isinstance(part, MlxMatrix):

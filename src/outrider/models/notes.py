@@ -25,7 +25,7 @@ from outrider.models.cpu_weights import without_weights
 from outrider.models.groups import tensors_in
 from outrider.models.memory import check_fits, weight_files
 from outrider.models.quantize import num_digits_of, plain_config
-from outrider.models.reading import generation_config_of, read_config, reading
+from outrider.models.reading import generation_config_of, held_file, read_config, reading
 from outrider.models.registry import ModelSpec, Placement
 from outrider.models.weights import num_bytes
 from outrider.native.families import plan_of
@@ -185,6 +185,8 @@ def _without_weights(spec: ModelSpec) -> Any:
     """Transformers' model, without its weights."""
     model = without_weights(plain_config(read_config(spec)))
     model.generation_config = generation_config_of(spec) or model.generation_config
+    if (file := held_file(spec)) is not None:
+        model.config.name_or_path = str(file.path)  # where its MTP layers are
     return model
 
 

@@ -232,12 +232,19 @@ def _spec(name: str, table: Any, file: Path, source: str) -> ModelSpec:
 
 def _at(spec: ModelSpec, path: Path) -> ModelSpec:
     """Spec of a folder or GGUF file, whatever the file's name."""
-    if path.suffix == ".gguf" or (path.is_file() and _begins_with_gguf(path)):
+    if is_gguf(path):
         return replace(spec, path=path.parent, gguf=path.name)
     return replace(spec, path=path)
 
 
-def _begins_with_gguf(path: Path) -> bool:
+def is_gguf(path: Path) -> bool:
+    """Whether a path is that of a GGUF file, by its suffix or by the first bytes of the file.
+
+    Raises:
+        ModelNotFound: the file cannot be read.
+    """
+    if path.suffix == ".gguf" or not path.is_file():
+        return path.suffix == ".gguf"
     try:
         with path.open("rb") as file:
             return file.read(4) == b"GGUF"

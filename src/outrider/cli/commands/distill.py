@@ -243,7 +243,7 @@ def distill(
         )
     best = max(checks, key=lambda check: check.mean_alpha)
     console.print(f"Best: {_line(best)}")
-    few = "" if shape.kind != "model" or shape.draft_vocab is None else f":vocab={output / TOKENS}"
+    few = f":vocab={output / TOKENS}" if (output / TOKENS).is_file() else ""
     print_command(console, f"outrider generate --target {target} --draft {output}{few}")
     if processes.is_main_process:
         options |= {"device": device, "threads": threads, "allow_pickle": allow_pickle}
@@ -344,7 +344,7 @@ def _data(
     text = None if training.data is None else text_tokens(decoder.tokenizer, training.data)
     if text is not None and fraction < 1 and len(text) < 2 * length:
         raise OptionError("--length", length, f"{training.data} has only {len(text)} tokens to train on")
-    logs = [open_log(path, lm.name, decoder.tokenizer) for path in training.written_from or ()]
+    logs = [open_log(path, lm.name, decoder.tokenizer, "--written-from") for path in training.written_from or ()]
     texts = [record.text for log in logs for record in log.records]
     packed = pack(texts, length, training.seed) if logs else None
     processes, folder = PartialState(), output / "training"

@@ -15,11 +15,12 @@ if TYPE_CHECKING:
     from outrider.replay.log import Header, Log, Record
 
 
-def open_log(path: Path, target: str, tokenizer: Any) -> Log:
+def open_log(path: Path, target: str, tokenizer: Any, option: str = "--log") -> Log:
     """Open a log of a target's outputs.
 
     Args:
         tokenizer: the target's; None if it has none.
+        option: that names the log.
 
     Raises:
         OptionError: it is of another target.
@@ -31,7 +32,7 @@ def open_log(path: Path, target: str, tokenizer: Any) -> Log:
     log = Log.open(path)
     is_same = tokenizer is None or log.header.tokenizer in (None, fingerprint(tokenizer))
     if log.header.target != target or not is_same:
-        raise OptionError("--log", str(path), f"it was recorded from {log.header.target}, not from this {target}")
+        raise OptionError(option, str(path), f"it was recorded from {log.header.target}, not from this {target}")
     return log
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+from outrider.errors import ModelCorrupt
 from outrider.models.gguf.family import DECODER, ENDS, FROM_ONE, NORMS_OF_HEADS, Family
 from outrider.models.gguf.keys import (
     Stated,
@@ -48,8 +49,22 @@ def _gemma3(stated: Stated) -> dict[str, Any]:
     }
 
 
+def _num_shared(stated: Stated, default: int | None = None) -> int:
+    """Number of the last layers, which read keys and values of layers before. Some checkpoints have matrices for their
+    own, which are not used. Raises ModelCorrupt: no layer is before them."""
+    number: int = stated.take("attention.shared_kv_layers", default)
+    if not 0 <= number < stated.num_layers:
+        raise ModelCorrupt(
+            f"{stated.name}: the file states {stated.num_layers} layers, and that the last {number} of them read keys "
+            "and values of others (attention.shared_kv_layers)"
+        )
+    for i in range(stated.num_layers - number, stated.num_layers):
+        stated.read_tensors |= {f"blk.{i}.{name}.weight" for name in ("attn_k", "attn_v", "attn_k_norm")}
+    return number
+
+
 def _gemma4(stated: Stated) -> dict[str, Any]:
-    num_layers, num_shared = stated.num_layers, stated.take("attention.shared_kv_layers", 0)
+    num_shared = _num_shared(stated, 0)
     types = layer_types(stated, 6)
     if types[-1] != "full_attention":
         raise stated.refusal("attention.sliding_window_pattern", types)
@@ -65,9 +80,6 @@ def _gemma4(stated: Stated) -> dict[str, Any]:
         raise stated.refusal("attention.head_count_kv", stated.each("attention.head_count_kv"))
     widths = stated.each("feed_forward_length")
     is_wider = [width == 2 * widths[0] for width in widths]
-    first_shared = num_layers - num_shared
-    for i in range(first_shared, num_layers):  # not used, though some checkpoints have them
-        stated.read_tensors |= {f"blk.{i}.{name}.weight" for name in ("attn_k", "attn_v", "attn_k_norm")}
     whole = types.index("full_attention")
     per_layer = "per_layer_token_embd.weight"
     fields = {
@@ -100,10 +112,8 @@ def _gemma4(stated: Stated) -> dict[str, Any]:
 
 def _gemma3n(stated: Stated) -> dict[str, Any]:
     fields = decoder_fields(stated)
-    num_shared = stated.take("attention.shared_kv_layers")
+    num_shared = _num_shared(stated)
     sparsity = stated.each("activation_sparsity_scale")
-    for i in range(stated.num_layers - num_shared, stated.num_layers):  # not used, though checkpoints have them
-        stated.read_tensors |= {f"blk.{i}.{name}.weight" for name in ("attn_k", "attn_v", "attn_k_norm")}
     local = {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", 10_000.0)}
     return {
         **fields,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.kernels.narrow_weight import ExpertLayout
 from outrider.models.cpu_weights import StoredWeights, is_large
 from outrider.models.gguf.checkpoint import Source, gguf_file
 from outrider.models.gguf.families import FAMILIES
@@ -132,14 +133,16 @@ def _name_of_mtp(tensor: str, names: Mapping[str, str], head: str) -> str:
 
 def _read(sources: Mapping[str, Source], num_digits: int | None) -> dict[str, Tensor]:
     """Tensors, large matrices in their blocks unless ``num_digits`` is None."""
+    layouts = {name: ExpertLayout(one.shape[0]) if len(one.shape) == 3 else None for name, one in sources.items()}
     kept = {
         name: source.num_bytes
         for name, source in sources.items()
-        if num_digits is not None and source.stays() and is_large(source.shape)
+        if num_digits is not None and source.stays(layouts[name]) and is_large(source.shape)
     }
 
     def read(name: str, empty_like: Callable[[Tensor], Tensor]) -> Tensor:
-        return sources[name].stored(num_digits or 0, empty_like) if name in kept else sources[name].numbers()
+        source = sources[name]
+        return source.stored(num_digits or 0, empty_like, layouts[name]) if name in kept else source.numbers()
 
     return StoredWeights(kept, frozenset(sources.keys() - kept.keys()), read).read_all()
 
@@ -157,6 +160,10 @@ def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
         "attention_bias": stated.has("blk.0.attn_q.bias"),
         **decoder_fields(stated),
     }
+    rows = {"attn_q": fields["num_attention_heads"], "attn_k": fields["num_key_value_heads"]}
+    for tensor, stored in stated.file.tensors.items():  # before anything is made that is as long as the keys state
+        if (num_heads := rows.get(place_of(tensor)[1].rpartition(".")[0])) is not None:
+            _check(stated, tensor, num_heads * fields["head_dim"], *stored.shape[1:])
     features = list(stated.take("target_layers"))  # counted by the inputs of layers
     width = len(features) * stated.take("target_hidden_size", fields["hidden_size"])
     _check(stated, "fc.weight", fields["hidden_size"], width)

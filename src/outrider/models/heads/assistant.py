@@ -179,6 +179,11 @@ def _check(head: AssistantHead, config: Any, name: str, target: LM) -> None:
         raise ModelCorrupt(f"{name} has logits for {own.vocab_size} tokens; {target.name} has {target.vocab_size}")
     if config.use_ordered_embeddings and own.vocab_size % config.num_centroids:
         raise ModelCorrupt(f"{name} divides {own.vocab_size} tokens into {config.num_centroids} groups")
+    num_chosen = config.centroid_intermediate_top_k
+    if config.use_ordered_embeddings and not 1 <= num_chosen <= config.num_centroids:
+        raise ModelCorrupt(
+            f"{name} chooses {num_chosen} of {config.num_centroids} groups of tokens (centroid_intermediate_top_k)"
+        )
     for kind, layer in zip(own.layer_types, head.layers, strict=True):
         shape = target.layer_shapes[dict(zip(head.shared_types, head.shared_layers, strict=True))[kind]]
         attention = layer.self_attn

@@ -20,7 +20,7 @@ from outrider.models.heads.chains import load_eagle3, load_mtp, mtp_prefix
 from outrider.models.kinds import INDEX, PICKLED, WHOLE, check_no_pickle, head_named
 from outrider.models.mlx import mlx_head
 from outrider.models.reading import held_file, reading
-from outrider.models.registry import ARITHMETICS, ModelSpec
+from outrider.models.registry import ARITHMETICS, ModelSpec, is_gguf
 from outrider.runtime.lm import LM
 
 _MTP_PREFIX = "mtp."
@@ -131,7 +131,7 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
             f"{target.name} is a model in memory that was not loaded from files: it has no MTP layers"
         )
     name, prefix = f"the MTP layer of {target.name}", _MTP_PREFIX
-    if location.endswith(".gguf"):
+    if is_gguf(Path(location)):
         from outrider.models.gguf.file import GgufFile
         from outrider.models.gguf.heads import gguf_mtp
 
