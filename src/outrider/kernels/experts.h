@@ -94,7 +94,7 @@ struct ExpertsLayer : Worker {
     for (int64_t c = 0; c < experts.num_chosen; c++) {
       int64_t best = 0;
       for (int64_t e = 1; e < E; e++) {
-        if (!(left[e] <= left[best])) best = e;
+        if (!std::isnan(left[best]) && !(left[e] <= left[best])) best = e;
       }
       left[best] = -__builtin_inff();
       choices[c] = {best, scores[best]};

@@ -12,7 +12,7 @@ struct Rope {
   const float* frequencies;  // [width / 2]
 };
 
-// Places that a token sees. Its block are the tokens of its sequence in this forward.
+// Places that a token sees. The tokens of its sequence in this forward are its block.
 struct Reach {
   int64_t window;         // places up to its own, itself included; 0 for all
   int64_t before_anchor;  // places before the first of its block; -1 for all
@@ -119,7 +119,7 @@ struct Experts {
   ExpertMatrices ups[2], down;
 };
 
-// A mixer of tokens, then an MLP, experts or both; what a layer has not has no heads, no taps, no ups, and no number.
+// A mixer of tokens, then an MLP, experts or both; a part that is not there has no heads, no taps, no ups, or the number 0.
 struct Layer {
   Norm mixer_norm, mixer_post_norm, mlp_norm, mlp_post_norm, side_post_norm;
   Attention attention;

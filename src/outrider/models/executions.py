@@ -81,6 +81,8 @@ def _native(lm: LM, *, is_known: bool) -> LM:
     forward = NativeForward(lm.weights)
     native = lm.with_execution(EagerExecution("native"))
     native.native, native.layer_shapes = forward, forward.layer_shapes
+    for name in ("has_states", "is_recurrent", "mixers"):  # of other shapes
+        vars(native).pop(name, None)
     if not is_known:
         try:
             probe(native)

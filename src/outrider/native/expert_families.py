@@ -91,6 +91,8 @@ def _glm4_moe(config: Any) -> Plan:
 
 
 def _ernie4_5_moe(config: Any) -> Plan:
+    if config.moe_norm_min > 1e-9:  # the least sum of the weights of a token's experts
+        raise NotPlanned(f"its plan does not know moe_norm_min={config.moe_norm_min}")
     last = config.moe_layer_end_index % config.num_hidden_layers
 
     def layer(at: str, i: int) -> LayerPlan:
@@ -115,6 +117,9 @@ def _olmoe(config: Any) -> Plan:
 
 
 def _gpt_oss(config: Any) -> Plan:
+    if config.num_local_experts == 1:
+        raise NotPlanned("its plan does not know a single expert")
+
     def layer(at: str, i: int) -> LayerPlan:
         def experts(name: str, part: int = 0, num_parts: int = 1) -> MatrixPlan:
             name = f"{at}.mlp.experts.{name}_proj"

@@ -5,6 +5,11 @@ A configuration with a field that its family's plan does not know is refused, un
 
 from __future__ import annotations
 
+import inspect
+import re
+from dataclasses import fields, is_dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from outrider.native import dense_families, expert_families, gemma_families, recurrent_families
@@ -38,6 +43,27 @@ def has_plan(config: Any) -> bool:
     return True
 
 
+def _may_be_read(config: Any, name: str) -> bool:
+    """Whether Transformers' code may read a field. Published configurations also have fields of other programs, which
+    their classes do not declare."""
+    kind = type(config)
+    declared = {one.name for one in fields(kind)} if is_dataclass(kind) else set()
+    if name in declared | inspect.signature(kind).parameters.keys():
+        return True
+    return re.search(rf"config\.{name}\b|[\"']{name}[\"']", _sources(kind.__module__)) is not None
+
+
+@cache
+def _sources(configuration: str) -> str:
+    """Code that may read the fields of a configuration, by the module of its class."""
+    import transformers
+
+    shared = ("modeling_utils", "modeling_rope_utils", "masking_utils", "cache_utils")
+    names = [f"transformers.{name}" for name in shared] + [configuration.replace(".configuration_", ".modeling_")]
+    root = Path(transformers.__file__).parents[1]
+    return "".join((root / f"{name.replace('.', '/')}.py").read_text(encoding="utf-8") for name in names)
+
+
 def plan_of(config: Any) -> Plan:
     """Plan of a configuration.
 
@@ -46,9 +72,9 @@ def plan_of(config: Any) -> Plan:
     """
     if config.model_type not in FAMILIES:
         raise NotPlanned(f"{config.model_type} has no plan")
-    make, fields = FAMILIES[config.model_type]
-    known = _COMMON | {*fields.split()}
+    make, own = FAMILIES[config.model_type]
+    known = _COMMON | {*own.split()}
     for name, value in config.to_dict().items():
-        if name not in known and value not in (None, False):
+        if name not in known and value not in (None, False) and _may_be_read(config, name):
             raise NotPlanned(f"its plan does not know {name}={value!r}")
     return make(config)

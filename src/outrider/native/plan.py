@@ -221,7 +221,7 @@ class ExpertsPlan:
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
     """A decoder layer: a mixer of tokens, then an MLP, experts or the sum of both, each half added to the stream; one
-    half may lack.
+    half may be missing.
 
     Attributes:
         side: a third half, whose gate multiplies the layer's part of the model's sides.

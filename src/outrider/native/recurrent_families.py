@@ -37,6 +37,7 @@ _INFINITE = float("inf")
 
 def _qwen3_5(config: Any) -> Plan:
     """Qwen3.5: the gated delta rule in most layers, and gated attention. Factors of norms are stored less 1."""
+    _check_silu(config)
     key_width, value_width = config.linear_key_head_dim, config.linear_value_head_dim
     num_groups, num_heads = config.linear_num_key_heads, config.linear_num_value_heads
 
@@ -116,6 +117,12 @@ def _lfm2(config: Any) -> Plan:
     return decoder_of(config, layer, last_norm=norm("model.embedding_norm"))
 
 
+def _check_silu(config: Any) -> None:
+    """Raises NotPlanned: the convolutions of recurrences have another activation."""
+    if activation_of(config) != "silu":
+        raise NotPlanned(f"its plan does not know hidden_act={config.hidden_act} of convolutions")
+
+
 def _mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> RecurrencePlan:
     """Mamba-2.
 
@@ -138,6 +145,7 @@ def _mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> R
 
 def _granite_hybrid(config: Any) -> Plan:
     """Granite 4: Mamba-2 in most layers."""
+    _check_silu(config)
     least, most = config.time_step_limit or (0.0, _INFINITE)
     if most != _INFINITE:
         raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")
