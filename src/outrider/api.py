@@ -25,7 +25,7 @@ from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
 from outrider.drafters.model import SELF, mask_token_of, model_drafter, self_drafter
 from outrider.drafters.translated import translated_drafter
-from outrider.errors import ModelNotFound, OptionError, TokenizerMismatch, UnsupportedModel
+from outrider.errors import ModelError, ModelNotFound, OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.models.executions import beside
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
@@ -232,20 +232,17 @@ def _load_auto(decoder: Decoder, placement: Placement, models_file: Path | None)
     machine; or else ``suffix``. Says which."""
     target = decoder.target
     try:
-        drafter = load_drafter(decoder, MTP, placement=placement)
-        _CHOICE.info("draft: mtp, the layers for it in the checkpoint of %s", target.name)
-        return drafter
-    except (UnsupportedModel, ModelNotFound) as error:
-        _LOG.info("%s", error)
-    known = known_models(models_file)
-    try:
-        found = local_drafts_of(resolve(target.name, models_file), known)
+        found = local_drafts_of(resolve(target.name, models_file), known_models(models_file))
     except ModelNotFound:  # a model in memory
         found = []
-    if found:
-        kind = "a head for" if found[0].head_of is not None else "a smaller model of the family of"
-        _CHOICE.info("draft: %s, %s %s on this machine", found[0].name, kind, target.name)
-        return load_drafter(decoder, found[0].name, placement=placement, models_file=models_file)
+    for name in (MTP, *(spec.name for spec in found)):
+        try:
+            drafter = load_drafter(decoder, name, placement=placement, models_file=models_file)
+        except (ModelError, TokenizerMismatch, OptionError) as error:
+            (_LOG if name == MTP and isinstance(error, UnsupportedModel) else _CHOICE).info("not %s: %s", name, error)
+        else:
+            _CHOICE.info("draft: %s, which %s has here", name, target.name)
+            return drafter
     _CHOICE.info("draft: suffix, since no draft of %s is known on this machine", target.name)
     return load_suffix(decoder.tokenizer, target.vocab_size, ())
 

@@ -39,10 +39,9 @@ from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
 from outrider.sampling.rules import RULES
 from outrider.system.ranks import current_ranks
-from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.output_parser import ThoughtSplitter
-from outrider.text.prompts import check_ids, check_padding, is_chat, media_of, prompts_of, without_media
+from outrider.text.prompts import begun_of, check_ids, check_padding, is_chat, media_of, prompts_of, without_media
 from outrider.text.row_text import RowText
 from outrider.text.thinking import Thinking
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
@@ -223,7 +222,7 @@ class Decoder(GenerationCalls):
         shown_ids: Collection[int] = (),
         includes_stop: bool = False,
         thinking: Thinking | None = None,
-        begun: str = "",
+        begun: str | None = None,
         is_repeatable: bool = True,
         reports_drafts: bool = False,
     ) -> RequestState:
@@ -235,7 +234,7 @@ class Decoder(GenerationCalls):
             shown_ids: special tokens that are written in its text.
             includes_stop: so is the token or string that ends it.
             thinking: markers of its thoughts, in which stop strings do not count, and after which constraints begin.
-            begun: text that the output continues; of a chat, its own.
+            begun: of a prompt that was read before; see ``begun_of``.
             is_repeatable, reports_drafts: see ``CallOptions``.
 
         Raises:
@@ -243,7 +242,7 @@ class Decoder(GenerationCalls):
         """
         check_names(options)
         options = {**self.sampling_defaults, **options}
-        begun = prompt.begun if isinstance(prompt, Chat) else begun
+        begun = begun if isinstance(prompt, ReadPrompt) else begun_of(prompt)
         ids, media = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
         vocab_size = self.target.vocab_size
         has_seed = options.get("seed") is not None
@@ -381,7 +380,12 @@ class Decoder(GenerationCalls):
             for row in rows[index * n : (index + 1) * n]:
                 resumed = () if resume_ids is None else resume_ids[len(states)]
                 state = self.request(
-                    read, row, resume_ids=resumed, is_repeatable=is_repeatable, reports_drafts=reports_drafts
+                    read,
+                    row,
+                    resume_ids=resumed,
+                    begun=begun_of(prompt),
+                    is_repeatable=is_repeatable,
+                    reports_drafts=reports_drafts,
                 )
                 states.append(state)
         return states

@@ -142,6 +142,16 @@ def test_a_draft_by_its_name() -> None:
         assert got.token_ids == want.token_ids and got.stats.num_accepted_draft_tokens > 0
 
 
+def test_constraints() -> None:
+    """Masks are of all tokens, at each of the drafted places."""
+    plain = load("fable", None, device="cpu")
+    decoder = replace(plain, drafter=load_drafter(plain, "fable-draft:vocab=200"))
+    options: dict[str, Any] = {"bad_words": [[300], [5]], "max_new_tokens": 12, "num_draft_tokens": 4}
+    for more in ({"temperature": 0.0}, {"seed": 3, "acceptance": "gumbel"}):
+        texts = [one.generate(["Once upon a time"], **options, **more)[0].token_ids for one in (plain, decoder)]
+        assert texts[0] == texts[1] and not {300, 5} & {*texts[0]}
+
+
 def test_a_draft_of_a_log() -> None:
     """Replayed without the target."""
     decoder = embedded()

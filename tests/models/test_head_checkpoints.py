@@ -326,6 +326,8 @@ def test_auto_is_the_first_draft_that_there_is(tmp_path: Path, caplog: pytest.Lo
         assert loaded.drafter.name == "suffix"  # its head is not here
     said = [record.message.split(", ")[0] for record in caplog.records if record.name == "outrider.draft"]
     assert said == ["draft: mtp", "draft: fable-draft", "draft: suffix", "draft: suffix"]
+    int8 = Placement(quantization="int8")
+    assert load("fable", "auto", draft_placement=int8).drafter.name.startswith("fable-draft")
     with pytest.raises(OptionError, match="takes no options"):
         load("fable", "auto:greedy")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
 
 from native_cases import ALL, CASES, CONTEXT, VOCAB, random_model
-from outrider.native import engine
+from outrider.native import engine, families
 from outrider.native.engine import NativeForward
 from outrider.native.families import FAMILIES, plan_of
 from outrider.native.plan import AttentionPlan, NotPlanned, Plan
@@ -207,3 +207,22 @@ def test_a_family_without_a_plan() -> None:
 def test_empty_fields_change_nothing() -> None:
     model = random_model("llama", {"quantization": None, "more_experts": False})
     assert largest_error(model) <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    {
+        "qwen3_5_text": {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1},
+        "lfm2": {"block_dim": 64, "block_use_swiglu": True, "conv_dim": 64, "use_pos_enc": True, "theta": 1e6},
+        "gpt_oss": {"experts_per_token": 4, "initial_context_length": 4096},
+        "granitemoehybrid": {"normalization_function": "rmsnorm", "init_method": "mup"},
+        "nemotron_h": {"attention_head_dim": 128, "time_step_rank": 256},
+    }.items(),
+)
+def test_fields_of_published_configurations_that_no_code_reads(model_type: str, fields: dict[str, Any]) -> None:
+    """Others are refused still."""
+    config = AutoConfig.for_model(model_type)
+    for name, value in fields.items():
+        assert not families._may_be_read(config, name), (name, value)
+    for name in ("attention_bias", "rope_parameters", "sliding_window"):
+        assert families._may_be_read(config, name) or not hasattr(config, name)

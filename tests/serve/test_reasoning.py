@@ -11,6 +11,7 @@ from scripted import TEMPLATES, scripted, talker, tool
 from servers import Running, running
 
 from outrider.errors import OptionError
+from outrider.text.chat import Chat, ChatOptions
 
 ASK: Any = [{"role": "user", "content": "Will it rain?"}]
 MARKERS = {"<think>": False, "</think>": False}
@@ -103,6 +104,29 @@ def test_thoughts_have_a_budget(template: str) -> None:
     assert alone.text == "".join([SCRIPT[1], *SCRIPT[5:]])
 
 
+def test_a_continued_thought_has_the_budget_of_its_output() -> None:
+    """Of a chat, and of a prompt that is none, in the library and at the server."""
+    decoder = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", MARKERS)
+    messages = [*ASK, {"role": "assistant", "content": "<think>Hm,"}]
+    chat = Chat(messages, ChatOptions(continue_final_message=True))
+    (completion,) = decoder.generate([chat], thinking_budget=2)
+    assert completion.text == "".join([*SCRIPT[1:3], *SCRIPT[5:]])
+    with running(decoder) as server, server.http() as http:
+        body = {"prompt": "<think>Hm,", "thinking_token_budget": 2, "max_tokens": 50}
+        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == completion.text
+
+
+def test_a_label_is_no_thought() -> None:
+    """As in Gemma 4; a budget of nothing ends the thought before its label."""
+    script = ["<|channel>", "thought", "\n", "Hm", ".", "<channel|>", "Yes"]
+    markers = {"<|channel>": False, "<channel|>": False}
+    with running(scripted(script, "{{ messages[0].content }}", markers, has_draft=True)) as server:
+        for budget, thoughts in ((0, ""), (1, ""), (3, "Hm"), (50, "Hm.")):
+            for is_stream in (False, True):
+                found = said(server, "chat/completions", is_stream=is_stream, thinking_token_budget=budget)
+                assert found[:2] == (thoughts, "Yes")
+
+
 def test_a_budget_needs_markers() -> None:
     decoder = scripted(SCRIPT, "<think>", MARKERS)
     with running(decoder, reasoning_parser="none") as server, server.http() as http:
@@ -116,6 +140,10 @@ def test_a_budget_needs_markers() -> None:
             assert name in error["message"] and "no known markers of thoughts" in error["message"]
     with pytest.raises(OptionError, match="forbids </think>"):
         decoder.generate("a", thinking_budget=1, logit_bias={6: -math.inf})
+    with pytest.raises(OptionError, match="stop token"):
+        decoder.generate("a", thinking_budget=1, min_tokens=5, stop_token_ids=[6])
+    with pytest.raises(OptionError, match="bad_words"):
+        decoder.generate("a", thinking_budget=1, bad_words=[[6]])
     with pytest.raises(OptionError, match="thinking_budget = -1"):
         decoder.generate("a", thinking_budget=-1)
 

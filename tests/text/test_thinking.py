@@ -25,6 +25,8 @@ def test_the_prompt_tells_where_the_output_begins() -> None:
     assert thinking is not None and thinking_of(tokenizer, "none") is None
     for text, stage in [("<think>\n", "in"), ("<think>\n\n</think>\n\n", "after"), ("a <think> b\n", "before")]:
         assert thinking.stage_of(tokenizer, tokenizer(text).input_ids) == stage
+    for text, stage in [("a <think> b" * 20, "in"), ("<think> a </think> b", "before"), ("a", "before")]:  # no chats
+        assert thinking.stage_of(tokenizer, tokenizer(text).input_ids, None) == stage
 
 
 def test_a_marker_may_have_a_label() -> None:
@@ -32,7 +34,7 @@ def test_a_marker_may_have_a_label() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens([AddedToken("<|channel>", special=False), AddedToken("<channel|>", special=False)])
     thinking = thinking_of(tokenizer, "auto")
-    assert thinking is not None and thinking.begin == "<|channel>thought"
+    assert thinking is not None and (thinking.begin, thinking.label) == ("<|channel>", "thought")
     for text, stage in [
         ("<|channel>thought\n", "in"),
         ("<|channel>thought\n<channel|>", "after"),

@@ -65,12 +65,13 @@ def draft_step(
     logits_at = source(partial(_call, lm) if masks is None else lm.run, lm, k, *static, num_wanted, *own)
     if options.is_greedy:
         settings = settings.greedy()
-    ids, num_drafted, allowed, token_ids = last_ids[:, -1], num_wanted, None, lm.token_ids
+    ids, num_drafted, allowed = last_ids[:, -1], num_wanted, None
     drawn: list[tuple[Tensor, ...]] = []
     for i in range(k):
         if drawn:
             history = history.then(ids)
         logits, is_cut = logits_at(i, ids, num_drafted)
+        token_ids = lm.token_ids
         if masks is not None:
             allowed = masks.here()
             logits, token_ids = spread(logits, token_ids, lm.vocab_size), None

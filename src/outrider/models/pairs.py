@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from outrider.errors import OptionError
+from outrider.models.kinds import INDEX, PICKLED, WHOLE
 from outrider.models.memory import sizes_of
 from outrider.models.registry import ModelSpec
 
@@ -66,7 +67,8 @@ def is_local(spec: ModelSpec) -> bool:
         return importlib.util.find_spec(spec.package) is not None
     from huggingface_hub import try_to_load_from_cache
 
-    return isinstance(try_to_load_from_cache(str(spec.hub), spec.gguf or "config.json"), str)
+    files = (WHOLE, INDEX, PICKLED) if spec.gguf is None else (spec.gguf,)  # a configuration alone may be here, too
+    return any(isinstance(try_to_load_from_cache(str(spec.hub), file), str) for file in files)
 
 
 def as_known(spec: ModelSpec, known: Mapping[str, ModelSpec]) -> ModelSpec:

@@ -31,14 +31,14 @@ def constraint_of(
     eos_ids: frozenset[int],
     prompt_ids: Sequence[int],
     thinking: Thinking | None = None,
-    begun: str = "",
+    begun: str | None = None,
 ) -> Constraint | None:
     """The constraint of a new sequence with these options, if any. Errors: see ``Structure``.
 
     Args:
         thinking: markers of its thoughts, after which a schema, an expression or a grammar begins; None to ask the
             tokenizer if the thoughts have a budget.
-        begun: text that the output continues.
+        begun: text that the output of a chat continues; None if the prompt is no chat.
     """
     structure: Constraint | None = structure_of(sampling, tokenizer, vocab_size, eos_ids)
     budget = sampling.thinking_budget
@@ -48,13 +48,19 @@ def constraint_of(
             raise OptionError("thinking_budget", budget, "this model has no known markers of thoughts: leave it out")
         if (sampling.logit_bias or {}).get(thinking.end_id) == -math.inf:
             raise OptionError("logit_bias", -math.inf, f"it forbids {thinking.end}, which thinking_budget may force")
+        if sampling.min_tokens and thinking.end_id in sampling.stop_token_ids:
+            remedy = f"with {thinking.end} as a stop token it may forbid what thinking_budget forces"
+            raise OptionError("min_tokens", sampling.min_tokens, remedy)
     if thinking is not None and (structure is not None or budget is not None):
         stage = thinking.stage_of(tokenizer, prompt_ids, begun)
         is_blank = partial(_is_blank, tokenizer)
         structure = Thoughts(structure, thinking, stage, vocab_size, eos_ids, budget, is_blank)
     hooks: dict[str, Hook] = {}
     if sampling.bad_words:
-        hooks["bad_words"] = _forbidding(_word_ids(sampling.bad_words, tokenizer, vocab_size), vocab_size)
+        words = _word_ids(sampling.bad_words, tokenizer, vocab_size)
+        if budget is not None and thinking is not None and [thinking.end_id] in words:
+            raise OptionError("bad_words", thinking.end, "thinking_budget may force this token: leave it out")
+        hooks["bad_words"] = _forbidding(words, vocab_size)
     if sampling.processor is not None:
         name = getattr(sampling.processor, "__qualname__", type(sampling.processor).__name__)
         hooks[f"processor {name}"] = sampling.processor

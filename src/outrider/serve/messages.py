@@ -158,7 +158,8 @@ class MessageBody(GenerationBody):
         "thinking_budget": "thinking.budget_tokens",
     }
     NOT_SERVED: ClassVar[frozenset[str]] = frozenset(
-        "n echo stream_options prompt_logprobs return_tokens_as_token_ids thinking_token_budget".split()
+        "n echo stream_options prompt_logprobs return_tokens_as_token_ids thinking_token_budget "
+        "thinking_budget thinking_budget_tokens reasoning_budget_tokens".split()
     )
     WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset(
         "cache_control diagnostics metadata service_tier user_profile_id workspace_id".split()

@@ -20,7 +20,7 @@ from outrider.serve.served_model import ServedModel
 from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.output_parser import CallParser, OutputParser, ThoughtSplitter
-from outrider.text.prompts import is_chat, rows_of, without_media
+from outrider.text.prompts import begun_of, is_chat, rows_of, without_media
 from outrider.text.thinking import Thinking
 from outrider.text.tokenizer import Prompt, encode, special_ids
 from outrider.text.tool_formats import ToolFormat
@@ -259,10 +259,9 @@ class Preparer:
         return text
 
 
-def _begun(ask: ParsedRequest) -> str:
-    """Text that the output continues."""
-    prompt = ask.prompts[0]
-    return prompt.begun if isinstance(prompt, Chat) else ""
+def _begun(ask: ParsedRequest) -> str | None:
+    """See ``begun_of``."""
+    return begun_of(ask.prompts[0])
 
 
 def _num_bytes(prompt: Prompt) -> int:

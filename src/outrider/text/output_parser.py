@@ -85,6 +85,7 @@ class ThoughtSplitter:
     def __init__(self, thinking: Thinking, stage: Stage, *, is_continued: bool = False) -> None:
         self._thinking, self._stage = thinking, stage
         self._text = ""  # not yet split
+        self._label = thinking.label if stage == "before" else ""
         self._is_dropping = stage != "before" and not is_continued  # white space
 
     @property
@@ -106,6 +107,11 @@ class ThoughtSplitter:
             self._text = stripped.removeprefix(begin) if is_thought else self._text
         if self._stage == "in":
             self._drop_space()
+            if self._label and not is_end and self._text != self._label and self._label.startswith(self._text):
+                return "", ""
+            if self._label:
+                self._text, self._label, self._is_dropping = self._text.removeprefix(self._label), "", True
+                self._drop_space()
             before, marker, after = self._text.partition(end)
             if not marker:
                 # White space at the end waits for more thoughts.

@@ -58,6 +58,13 @@ def is_chat(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping) and "role" in prompt[0]
 
 
+def begun_of(prompt: Any) -> str | None:
+    """Text that the output of a chat continues, empty if the output answers; None if the prompt is no chat."""
+    if isinstance(prompt, Chat):
+        return prompt.begun
+    return "" if is_chat(prompt) or isinstance(prompt, Mapping) else None
+
+
 def media_of(prompt: Any) -> dict[str, Any]:
     """Images in a processor's output for one prompt, with all that belongs to them: its entries beside token ids and
     their mask. Empty for prompts of text."""

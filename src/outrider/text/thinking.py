@@ -32,7 +32,7 @@ class Thinking:
     """Markers around thoughts, which are tokens.
 
     Attributes:
-        begin: the first marker, with its label.
+        label: text after the first marker that is no thought; empty for none.
     """
 
     begin: str
@@ -41,13 +41,16 @@ class Thinking:
     end_id: int
     label: str = ""
 
-    def stage_of(self, tokenizer: Any, prompt_ids: Sequence[int], begun: str = "") -> Stage:
+    def stage_of(self, tokenizer: Any, prompt_ids: Sequence[int], begun: str | None = "") -> Stage:
         """Where an output begins: templates may write the first marker, or both.
 
         Args:
-            begun: text that the output continues.
+            begun: text that the output of a chat continues; None if the prompt is no chat. Then a marker anywhere in
+                it counts; in a chat, messages may speak of markers.
         """
-        if begun.strip():
+        if begun is None and next((i for i in reversed(prompt_ids) if i in self.ids), None) == self.begin_id:
+            return "in"
+        if begun is not None and begun.strip():
             return "in" if begun.rfind(self.begin) > begun.rfind(self.end) else "after"
         last = list(prompt_ids[-_MOST_AFTER_MARKER:])
         at = next((i for i in reversed(range(len(last))) if last[i] in self.ids), None)
@@ -82,12 +85,12 @@ def thinking_of(tokenizer: Any, name: str) -> Thinking | None:
     Raises:
         OptionError: there is no such format, or its markers are no tokens.
     """
-    vocabulary = tokenizer.get_vocab()
     if name not in ("auto", "none", *_FORMATS):
         raise OptionError("--reasoning-parser", name, f"choose auto, none, {' or '.join(_FORMATS)}")
     for own, (begin, label, end) in _FORMATS.items():
-        if name in ("auto", own) and begin in vocabulary and end in vocabulary:
-            return Thinking(begin + label, end, vocabulary[begin], vocabulary[end], label)
+        ids = [tokenizer.convert_tokens_to_ids(marker) for marker in (begin, end)]
+        if name in ("auto", own) and None not in ids and tokenizer.convert_ids_to_tokens(ids) == [begin, end]:
+            return Thinking(begin, end, ids[0], ids[1], label)
     if name in _FORMATS:
         begin, _, end = _FORMATS[name]
         raise OptionError("--reasoning-parser", name, f"the tokenizer has no tokens {begin} and {end}")
