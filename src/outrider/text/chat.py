@@ -20,7 +20,6 @@ from typing import Any
 
 from outrider.errors import OptionError, PromptError
 from outrider.options import CallOptions
-from outrider.text.thinking import thinking_of
 
 FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message", "add_generation_prompt")
 """Options that a request, or a row of a file, may have beside its messages."""
@@ -246,6 +245,8 @@ def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
         raise OptionError("chat_template", options.chat_template, "the model has no named templates")
     variables = _variables_of(tokenizer.get_chat_template(options.chat_template, list(options.tools) or None))
     kwargs, own = dict(options.chat_template_kwargs), inspect.signature(tokenizer.apply_chat_template).parameters
+    from outrider.text.thinking import thinking_of  # which imports NumPy
+
     effort = kwargs.get("reasoning_effort")
     if effort == "on" and not {*_THINKING, "reasoning_effort"} & variables and thinking_of(tokenizer, "auto") is None:
         raise OptionError("reasoning_effort", effort, "this model has no thoughts to switch on: leave it out")
