@@ -34,11 +34,11 @@ def test_a_model_from_files_runs_natively(tmp_path: Path, caplog: pytest.LogCapt
     assert outrider.load(folder).target.execution.name == "native"
     assert outrider.load(folder, execution="eager").target.execution.name == "eager"
     config = folder / "config.json"
-    config.write_text(config.read_text().replace('"hidden_act"', '"more_experts": 3, "hidden_act"'))
+    config.write_text(config.read_text().replace('"hidden_act"', '"attention_chunk_size": 3, "hidden_act"'))
     with caplog.at_level("INFO"):
         assert outrider.load(folder).target.execution.name == "eager"
-    assert "runs eagerly: its plan does not know more_experts=3" in caplog.text
-    with pytest.raises(OptionError, match="execution = 'native' is invalid: .* its plan does not know more_experts=3"):
+    assert "runs eagerly: its plan does not know attention_chunk_size=3" in caplog.text
+    with pytest.raises(OptionError, match="execution = 'native' is invalid: .* its plan does not know attention_chunk_size=3"):
         outrider.load(folder, execution="native")
 
 

@@ -154,8 +154,8 @@ def test_a_wrong_plan_is_seen(change: Callable[[Plan], Plan], monkeypatch: pytes
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
     [
-        ("llama", {"num_experts": 4}, "its plan does not know num_experts=4"),
-        ("qwen2", {"attention_bias": True}, "its plan does not know attention_bias=True"),
+        ("llama", {"attention_chunk_size": 4}, "its plan does not know attention_chunk_size=4"),
+        ("qwen2", {"attention_chunk_size": 4}, "its plan does not know attention_chunk_size=4"),
         ("llama", {"hidden_act": "tanh"}, "there is no activation tanh"),
         ("gpt2", {"activation_function": "tanh"}, "there is no activation tanh"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),

@@ -47,6 +47,8 @@ def _may_be_read(config: Any, name: str) -> bool:
     """Whether Transformers' code may read a field. Published configurations also have fields of other programs, which
     their classes do not declare."""
     kind = type(config)
+    if not kind.__module__.startswith("transformers.models."):
+        return True
     declared = {one.name for one in fields(kind)} if is_dataclass(kind) else set()
     if name in declared | inspect.signature(kind).parameters.keys():
         return True

@@ -156,6 +156,7 @@ class MessageBody(GenerationBody):
         "stop": "stop_sequences",
         "chat_template_kwargs": "output_config.effort",
         "thinking_budget": "thinking.budget_tokens",
+        "reasoning_effort": "thinking.budget_tokens",  # which switches thinking on
     }
     NOT_SERVED: ClassVar[frozenset[str]] = frozenset(
         "n echo stream_options prompt_logprobs return_tokens_as_token_ids thinking_token_budget "
