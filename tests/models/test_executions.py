@@ -38,7 +38,9 @@ def test_a_model_from_files_runs_natively(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level("INFO"):
         assert outrider.load(folder).target.execution.name == "eager"
     assert "runs eagerly: its plan does not know attention_chunk_size=3" in caplog.text
-    with pytest.raises(OptionError, match="execution = 'native' is invalid: .* its plan does not know attention_chunk_size=3"):
+    with pytest.raises(
+        OptionError, match="execution = 'native' is invalid: .* its plan does not know attention_chunk_size=3"
+    ):
         outrider.load(folder, execution="native")
 
 
