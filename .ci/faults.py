@@ -29,19 +29,19 @@ FAULTS = [
      "runtime decoding"),
     ("runtime/cache.py", "return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens",
      "return num_tokens", "decoding"),
-    ("native/families.py", "return config.sliding_window  #", "return config.sliding_window + 1  #", "native"),
+    ("native/parts.py", "return config.sliding_window  #", "return config.sliding_window + 1  #", "native"),
     # Scheduler and loop
     ("decoding/scheduler.py", "row.request.prompt_ids[:-1] if", "row.request.prompt_ids if", "decoding"),
     ("decoding/scheduler.py", "() if one.row.is_spoilt else one.held", "one.held", "decoding"),
     ("decoding/verify.py", "is_fed = (offsets <= num_drafted", "is_fed = (offsets < num_drafted", "decoding"),
-    ("drafters/heads.py", "lengths[:, None] - 1 - width", "lengths[:, None] - width", "drafters"),
+    ("drafters/heads.py", "cached, lengths - 1)", "cached, lengths)", "drafters"),
     ("text/row_text.py", "max(0, before - len(string) + 1)", "before", "text decoding"),
     # Verdict
     ("certify/certificate.py", "is_enough and all(one.is_ok for one in self.controls)", "is_enough", "certify"),
     # Adaptive K
     ("decoding/schedule.py", "< _CHANGE * rates[load.usual_k]", "> _CHANGE * rates[load.usual_k]", "decoding"),
     # Files
-    ("models/gguf/families.py", "return numbers - 1\n", "return numbers\n", "models"),
+    ("models/gguf/family.py", "return numbers - 1\n", "return numbers\n", "models"),
     ("models/gguf/vocabulary.py", "(-scores[ids[text]], -len(text))", "-scores[ids[text]]", "models"),
     # Requests of the server
     ("serve/bodies.py", "                if given[other] != given[found[0]]:", "                if False:", "serve"),
