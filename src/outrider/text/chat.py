@@ -245,11 +245,12 @@ def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
         raise OptionError("chat_template", options.chat_template, "the model has no named templates")
     variables = _variables_of(tokenizer.get_chat_template(options.chat_template, list(options.tools) or None))
     kwargs, own = dict(options.chat_template_kwargs), inspect.signature(tokenizer.apply_chat_template).parameters
-    from outrider.text.thinking import thinking_of  # which imports NumPy
-
     effort = kwargs.get("reasoning_effort")
-    if effort == "on" and not {*_THINKING, "reasoning_effort"} & variables and thinking_of(tokenizer, "auto") is None:
-        raise OptionError("reasoning_effort", effort, "this model has no thoughts to switch on: leave it out")
+    if effort == "on" and not {*_THINKING, "reasoning_effort"} & variables:
+        from outrider.text.thinking import thinking_of  # which imports NumPy
+
+        if thinking_of(tokenizer, "auto") is None:
+            raise OptionError("reasoning_effort", effort, "this model has no thoughts to switch on: leave it out")
     if effort == "on" or (effort == "none" and "reasoning_effort" not in variables):
         # Clients send them to all models. Templates have other names for the switch, and most models do not think.
         del kwargs["reasoning_effort"]
