@@ -93,6 +93,24 @@ def draft_step(
     return (found, is_good, num_drafted) if options.is_greedy else (found, is_good, num_drafted, probs)
 
 
+def owed(num_wanted: Tensor, num_fed: int, cached: Tensor, lengths: Tensor) -> Tensor:
+    """Positions of the tokens to feed before the first draft; -1 for those in the cache, but for the last one, and in
+    rows without drafts.
+
+    Args:
+        num_wanted: the most tokens to draft. [B]
+        num_fed: T, the last tokens of each sequence.
+        cached: tokens in the cache. [B]
+        lengths: [B]
+
+    Returns:
+        [B, T]
+    """
+    positions = lengths[:, None] - num_fed + torch.arange(num_fed, device=lengths.device)
+    is_owed = (positions >= torch.minimum(cached, lengths - 1)[:, None]) & (num_wanted > 0)[:, None]
+    return torch.where(is_owed, positions, -1)
+
+
 def _call(lm: LM, step: Callable[..., tuple[Tensor, ...]], static: tuple[Any, ...], *arguments: Any) -> Any:
     return step(lm, *static, *arguments)
 

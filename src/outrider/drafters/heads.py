@@ -20,6 +20,7 @@ appendix A for where a draft may end). Some of these draft greedily or in trees;
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.drawing import LogitsAt, draft_step, draw_draft
+from outrider.drafters.drawing import LogitsAt, draft_step, draw_draft, owed
 from outrider.errors import OptionError
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
@@ -179,10 +180,8 @@ def _one_by_one(
 
 
 def _owed(num_wanted: Tensor, fed: Tensor, cached: Tensor, lengths: Tensor) -> Tensor:
-    """Places of the entries to feed, -1 for others. [B, T]"""
-    width = fed.shape[1]
-    places = lengths[:, None] - 1 - width + torch.arange(width, device=lengths.device)
-    return torch.where((places >= cached[:, None]) & (num_wanted > 0)[:, None], places, -1)
+    """Places of the entries to feed, of which a sequence has one fewer than tokens. See ``owed``."""
+    return owed(num_wanted, fed.shape[1], cached, lengths - 1)
 
 
 def _in_parallel(
@@ -318,6 +317,34 @@ class ChainSession(Session):
         return draft
 
 
+class StatesSession(Session):
+    """A head's cache over the slots of an engine, to which the target's states are written as tokens are committed."""
+
+    def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
+        self._head, self._options = head, options
+        self._draft = partial(head.run, draft_step)
+        self._cache = head.new_cache(num_slots, capacity)
+
+    @abstractmethod
+    def _keep(self, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
+        """Write what the head keeps of tokens: [B, T, F], and their positions, -1 for padding [B, T]."""
+
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        if source is None:
+            self._cache.erase(slot, num_tokens)
+        else:
+            self._cache.copy(source, slot, num_tokens)
+
+    def prefill(self, chunk: Prefill) -> None:
+        if chunk.features is not None:
+            cache = self._cache.rows(chunk.first_slot, chunk.first_slot + len(chunk.ends))
+            self._keep(cache, chunk.features, chunk.feature_positions)
+
+    def observe(self, committed: CommittedTokens) -> None:
+        assert committed.features is not None
+        self._keep(self._cache.first(len(committed.ids)), committed.features, committed.feature_positions)
+
+
 # Token by token, with the target's keys and values
 
 
@@ -353,29 +380,11 @@ def _in_place(
     return logits_at
 
 
-class SharingSession(Session):
+class SharingSession(StatesSession):
     """The states of the target's tokens over the slots of an engine. Keys and values are the target's own."""
 
-    def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
-        self._head, self._options = head, options
-        self._draft = partial(head.run, draft_step)
-        self._cache = head.new_cache(num_slots, capacity)
-
-    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
-        if source is None:
-            self._cache.erase(slot, num_tokens)
-        else:
-            self._cache.copy(source, slot, num_tokens)
-
-    def prefill(self, chunk: Prefill) -> None:
-        if chunk.features is not None:
-            cache = self._cache.rows(chunk.first_slot, chunk.first_slot + len(chunk.ends))
-            keep_states(self._head, cache, chunk.features, chunk.feature_positions)
-
-    def observe(self, committed: CommittedTokens) -> None:
-        assert committed.features is not None
-        cache = self._cache.first(len(committed.ids))
-        keep_states(self._head, cache, committed.features, committed.feature_positions)
+    def _keep(self, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
+        keep_states(self._head, cache, features, positions)
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
         if not any(rows.most_wanted):
@@ -456,32 +465,15 @@ def _at_once(
     return logits_at
 
 
-class BlockSession(Session):
+class BlockSession(StatesSession):
     """The head's cache over the slots of an engine."""
 
     def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
         module: Any = head.model
-        self._head, self._module, self._options = head, module, options
-        self._draft = partial(head.run, draft_step)
-        self._cache = head.new_cache(num_slots, capacity + module.block_size)  # a block goes beyond the sequence
-
-    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
-        if source is None:
-            self._cache.erase(slot, num_tokens)
-        else:
-            self._cache.copy(source, slot, num_tokens)
-
-    def prefill(self, chunk: Prefill) -> None:
-        if chunk.features is not None:
-            cache = self._cache.rows(chunk.first_slot, chunk.first_slot + len(chunk.ends))
-            self._keep(cache, chunk.features, chunk.feature_positions)
-
-    def observe(self, committed: CommittedTokens) -> None:
-        assert committed.features is not None
-        self._keep(self._cache.first(len(committed.ids)), committed.features, committed.feature_positions)
+        super().__init__(head, options, num_slots, capacity + module.block_size)  # a block goes beyond the sequence
+        self._module = module
 
     def _keep(self, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
-        """Write the context of tokens: [B, T, F], and their positions, -1 for padding [B, T]."""
         states = self._module.fuse(features.to(self._head.device, self._head.dtype))
         cache.at(positions, cache.capacity, is_single=False, keeps_finite=True)
         self._module.keep(states, positions, cache.argument)

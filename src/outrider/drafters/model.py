@@ -12,7 +12,7 @@ from torch import Tensor
 
 from outrider.drafters.base import Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.drawing import LogitsAt, Source, draft_step, draw_draft
+from outrider.drafters.drawing import LogitsAt, Source, draft_step, draw_draft, owed
 from outrider.drafters.window import WindowSession
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.records import Draft
@@ -97,14 +97,6 @@ def _feed(
     return (logits,)
 
 
-def _owed(num_wanted: Tensor, fed: Tensor, cached: Tensor, lengths: Tensor) -> Tensor:
-    """Positions of the first tokens to feed; -1 for tokens in the cache, and in rows without drafts. [B, T]"""
-    num_fed = fed.shape[1]
-    positions = lengths[:, None] - num_fed + torch.arange(num_fed, device=lengths.device)
-    is_owed = (positions >= torch.minimum(cached, lengths - 1)[:, None]) & (num_wanted > 0)[:, None]
-    return torch.where(is_owed, positions, -1)
-
-
 def _one_by_one(
     run: Any,
     lm: LM,
@@ -128,7 +120,7 @@ def _one_by_one(
     def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, None]:
         nonlocal states
         if i == 0:
-            tokens, positions = fed, _owed(num_wanted, fed, cached, lengths)
+            tokens, positions = fed, owed(num_wanted, fed.shape[1], cached, lengths)
         else:
             tokens, positions = ids[:, None], torch.where(i < num_drafted, lengths - 1 + i, -1)[:, None]
         if cache.is_recurrent and i > 0:  # the first tokens are committed; drafts leave their states
@@ -162,7 +154,7 @@ def _at_once(
     offsets = torch.arange(1, k, device=lengths.device)
     beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 1 + offsets, -1)
     ids = torch.cat((fed, fed.new_full((len(fed), k - 1), mask_id)), dim=1)
-    positions = torch.cat((_owed(num_wanted, fed, cached, lengths), beyond), dim=1)
+    positions = torch.cat((owed(num_wanted, fed.shape[1], cached, lengths), beyond), dim=1)
     (logits,) = run(_feed, (view_len, k), cache, ids, positions, lengths)
     return lambda i, ids, num_drafted: (logits[:, i], None)
 
