@@ -17,9 +17,10 @@ from outrider.distill.data import Mixture
 from outrider.distill.heads import default_features, most_frequent
 from outrider.distill.teacher import read_target
 from outrider.distill.train import Recipe, distil
-from outrider.drafters import heads as head_module
+from outrider.drafters import chains
 from outrider.drafters.base import NO_DRAFTER, Drafter
-from outrider.drafters.heads import BlockSession, head_drafter
+from outrider.drafters.blocks import BlockSession
+from outrider.drafters.heads import head_drafter
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.records import Stats
@@ -70,7 +71,7 @@ def test_unrolled_is_inference() -> None:
         cache = drafter.models[0].new_cache(1, 20)
         fed, state, positions = ids[:, 1 : first + 2], states[:, : first + 1], torch.arange(first + 1)[None]
         for d in range(min(K, 11 - first)):
-            logits, outputs = head_module.feed_entries(drafter.models[0], 20, 1, cache, fed, state, positions)
+            logits, outputs = chains.feed_entries(drafter.models[0], 20, 1, cache, fed, state, positions)
             torch.testing.assert_close(logits[:, -1], steps[d][:, first], rtol=0, atol=1e-10)
             fed, state, positions = ids[:, first + 2 + d :][:, :1], outputs[:, -1:], positions[:, -1:] + 1
 
@@ -161,7 +162,7 @@ def test_a_head_learns_its_target(
 
     drafters["trained"] = head_drafter(load_head(resolve(str(tmp_path)), target))
     results = {name: generated(drafter, K) for name, drafter in drafters.items()}
-    owner, name = (head_module, "keep_states") if is_chain else (BlockSession, "_keep")
+    owner, name = (chains, "keep_states") if is_chain else (BlockSession, "_keep")
     keep = getattr(owner, name)
 
     def keep_late(holder: Any, cache: Any, features: Tensor, positions: Tensor) -> None:

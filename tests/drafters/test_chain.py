@@ -7,7 +7,7 @@ from contract import check_state
 from heads import eagle3_drafter, mtp_pair
 from hybrids import V, hybrid
 from outrider.drafters.base import NO_DRAFTER
-from outrider.drafters.heads import ChainSession
+from outrider.drafters.chains import ChainSession
 from outrider.sampling.rules import GUMBEL
 from toys import as_lm, request, tiny_llama, tokens
 

@@ -13,8 +13,9 @@ import outrider
 from gguf_heads import HEADS, IDS, MTP, NUM_STEPS, PREFIX, only_mtp, write_gguf_head, write_mtp_case, write_pair
 from outrider.api import load_drafter
 from outrider.decoder import Decoder
-from outrider.drafters import heads as head_module
-from outrider.drafters.heads import BlockSession, feed_blocks, head_drafter
+from outrider.drafters import chains
+from outrider.drafters.blocks import BlockSession, feed_blocks
+from outrider.drafters.heads import head_drafter
 from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
@@ -53,10 +54,10 @@ def _drafts(decoder: Decoder, head: LM) -> list[Tensor]:
             head, *feed_blocks(head, 64, module.most_drafted, session._cache, last, *torch.tensor([[PREFIX], [1]]))
         )
     cache, positions = head.new_cache(1, 64), torch.arange(PREFIX - 1)[None]
-    head_module.keep_states(head, cache, features, positions)
-    tokens, states, found = torch.tensor([IDS[1:PREFIX]]), head_module.stored_states(cache, positions), []
+    chains.keep_states(head, cache, features, positions)
+    tokens, states, found = torch.tensor([IDS[1:PREFIX]]), chains.stored_states(cache, positions), []
     for step in range(NUM_STEPS):
-        logits, states = head_module.feed_entries(head, 64, 1, cache, tokens, states, positions)
+        logits, states = chains.feed_entries(head, 64, 1, cache, tokens, states, positions)
         found.append(spread(logits[0, -1], head.token_ids, head.vocab_size))
         tokens, states, positions = torch.tensor([[IDS[PREFIX + step]]]), states[:, -1:], positions[:, -1:] + 1
     return found

@@ -15,7 +15,7 @@ from heads import LAYERS, mtp_pair, write_eagle3, write_mtp
 from hybrids import hybrid
 from outrider import load
 from outrider.api import load_drafter
-from outrider.drafters import heads as head_module
+from outrider.drafters import chains
 from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import is_head, load_head, load_mtp_of
 from outrider.models.registry import ModelSpec, Placement
@@ -36,10 +36,10 @@ def _logits(head: LM, features: Tensor, ids: Tensor, anchor: int, num_steps: int
     """Logits of drafts along given tokens, from the features of the tokens before ``anchor``. [num_steps, V]"""
     cache = head.new_cache(1, 64)
     positions = torch.arange(anchor)[None]
-    head_module.keep_states(head, cache, features[:, :anchor], positions)
-    found, tokens, states = [], ids[:, 1 : anchor + 1], head_module.stored_states(cache, positions)
+    chains.keep_states(head, cache, features[:, :anchor], positions)
+    found, tokens, states = [], ids[:, 1 : anchor + 1], chains.stored_states(cache, positions)
     for step in range(num_steps):
-        logits, states = head_module.feed_entries(head, 64, 1, cache, tokens, states, positions)
+        logits, states = chains.feed_entries(head, 64, 1, cache, tokens, states, positions)
         found.append(spread(logits[0, -1], head.token_ids, head.vocab_size))
         states, tokens = states[:, -1:], ids[:, anchor + step + 1, None]
         positions = positions[:, -1:] + 1
@@ -72,10 +72,10 @@ def test_peagle_computes_what_speculators_computes(tmp_path: Path) -> None:
     for anchor in (1, 5, 17):
         cache = head.new_cache(1, 64)
         positions = torch.arange(anchor)[None]
-        head_module.keep_states(head, cache, golden["features"][:, :anchor].double(), positions)
+        chains.keep_states(head, cache, golden["features"][:, :anchor].double(), positions)
         fed, lengths = golden["ids"][:, 1 : anchor + 1], torch.tensor([anchor + 1])
         given = head, 4, 64, torch.tensor([4]), cache, fed, torch.tensor([0]), lengths
-        logits_at = head_module._in_parallel(lambda step, static, *rest: step(head, *static, *rest), *given)
+        logits_at = chains._in_parallel(lambda step, static, *rest: step(head, *static, *rest), *given)
         for i in range(4):
             found = spread(logits_at(i, fed[:, -1], lengths)[0][0], head.token_ids, head.vocab_size)[1::2]
             expected = golden["peagle.logits"][i, anchor - 1]

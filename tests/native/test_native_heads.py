@@ -10,8 +10,9 @@ from torch import Tensor
 from block_heads import write_block
 from heads import write_eagle3, write_mtp
 from native_cases import VOCAB, random_model
-from outrider.drafters import heads as head_module
-from outrider.drafters.heads import BlockSession, feed_blocks, head_drafter
+from outrider.drafters import chains
+from outrider.drafters.blocks import BlockSession, feed_blocks
+from outrider.drafters.heads import head_drafter
 from outrider.models.executions import beside
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm
@@ -53,11 +54,11 @@ def _results(head: LM, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
     """Logits and states of drafts along given tokens. [B, _STEPS, V], [B, _STEPS, H]"""
     cache = head.new_cache(len(ids), 64)
     positions = torch.arange(_NUM).repeat(len(ids), 1)
-    head_module.keep_states(head, cache, features, positions)
-    found, tokens, states = [], ids[:, 1 : _NUM + 1], head_module.stored_states(cache, positions)
+    chains.keep_states(head, cache, features, positions)
+    found, tokens, states = [], ids[:, 1 : _NUM + 1], chains.stored_states(cache, positions)
     positions[0, :2] = -1  # a shorter sequence
     for step in range(_STEPS):
-        logits, states = head_module.feed_entries(head, 64, 1, cache, tokens, states, positions)
+        logits, states = chains.feed_entries(head, 64, 1, cache, tokens, states, positions)
         states, tokens, positions = states[:, -1:], ids[:, _NUM + step + 1, None], positions[:, -1:] + 1
         found.append((logits, states))
     logits, states = (torch.cat(parts, dim=1) for parts in zip(*found, strict=True))
@@ -98,9 +99,9 @@ def test_peagle(tmp_path: Path) -> None:
     found = []
     for one in (beside(head, target), head):
         cache = one.new_cache(2, 64)
-        head_module.keep_states(one, cache, features, torch.arange(_NUM).repeat(2, 1))
+        chains.keep_states(one, cache, features, torch.arange(_NUM).repeat(2, 1))
         given = one, 4, 64, torch.tensor([4, 2]), cache, ids, torch.tensor([0, 0]), torch.tensor([_NUM + 1, _NUM - 3])
-        logits_at = head_module._in_parallel(lambda step, static, *rest, lm=one: step(lm, *static, *rest), *given)
+        logits_at = chains._in_parallel(lambda step, static, *rest, lm=one: step(lm, *static, *rest), *given)
         logits = torch.stack([logits_at(i, ids[:, -1], ids[:, -1])[0] for i in range(4)], dim=1)
         found.append(torch.cat((logits[0], logits[1, :2])))
     assert (found[0] - found[1]).abs().max() < 1e-4 * found[1].std() and found[1].std() > 0.05

@@ -1,0 +1,222 @@
+"""Sessions of heads that draft entry by entry: EAGLE-3 heads and MTP layers; P-EAGLE in one forward (see heads.py)."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
+from outrider.drafters.draft_options import DraftOptions
+from outrider.drafters.drawing import LogitsAt, draft_step, draw_draft, owed
+from outrider.drafters.head_states import keep_states, of_tokens, stored_states
+from outrider.records import Draft
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.lm import LM, PREFILL_TOKENS
+from outrider.sampling.rules import Rule
+
+
+def feed_entries(
+    head: LM,
+    view_len: int,
+    num_logits: int,
+    cache: SlotCache,
+    ids: Tensor,
+    states: Tensor,
+    positions: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Feed entries.
+
+    Returns:
+        logits after the last N = ``num_logits`` columns [B, N, D]; the states to be fed with the drafted tokens
+        [B, T, H]
+    """
+    module: Any = head.model
+    if head.native is not None:
+        fed_back = len(module.layers) + module.norm_output
+        with head.lock:
+            given = ids, positions, cache, view_len
+            results = head.native(*given, num_logits=num_logits, features=(fed_back,), keeps_finite=True, states=states)
+        assert results.features is not None
+        logits, outputs = results.logits, results.features
+    else:
+        cache.at(positions, view_len, is_single=False, keeps_finite=True)
+        mask = head.visibility.masks(positions, view_len, head.dtype)
+        with head.lock:
+            normed, outputs = module(ids, states, positions.clamp_min(0), mask, cache.argument)
+            logits = module.lm_head(normed[:, normed.shape[1] - num_logits :])
+    return of_tokens(head, logits), outputs
+
+
+def _one_by_one(
+    run: Any,
+    head: LM,
+    k: int,
+    view_len: int,
+    num_wanted: Tensor,
+    cache: SlotCache,
+    fed: Tensor,
+    cached: Tensor,
+    lengths: Tensor,
+) -> LogitsAt:
+    """A forward for each token.
+
+    Args:
+        fed: the last tokens of the sequences. [B, T]
+        cached: entries in the cache, which are not fed again. [B]
+        lengths: [B]
+    """
+    states = torch.empty(0)
+
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, None]:
+        nonlocal states
+        if i == 0:
+            tokens, positions = fed, _owed(num_wanted, fed, cached, lengths)
+            states = stored_states(cache, positions)
+        else:
+            tokens, positions = ids[:, None], torch.where(i < num_drafted, lengths - 2 + i, -1)[:, None]
+        logits, outputs = run(feed_entries, (view_len, 1), cache, tokens, states, positions)
+        states = outputs[:, -1:]
+        return logits[:, -1], None
+
+    return logits_at
+
+
+def _owed(num_wanted: Tensor, fed: Tensor, cached: Tensor, lengths: Tensor) -> Tensor:
+    """Places of the entries to feed, of which a sequence has one fewer than tokens. See ``owed``."""
+    return owed(num_wanted, fed.shape[1], cached, lengths - 1)
+
+
+def _in_parallel(
+    run: Any,
+    head: LM,
+    k: int,
+    view_len: int,
+    num_wanted: Tensor,
+    cache: SlotCache,
+    fed: Tensor,
+    cached: Tensor,
+    lengths: Tensor,
+) -> LogitsAt:
+    """P-EAGLE: one forward. Entries of mask tokens follow those of the sequence, and are replaced later. So
+    the logits at an offset depend neither on the tokens drafted before it nor on K. Arguments: see ``_one_by_one``."""
+    module: Any = head.model
+    owed = _owed(num_wanted, fed, cached, lengths)
+    offsets = torch.arange(1, k, device=lengths.device)
+    beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 2 + offsets, -1)
+    ids = torch.cat((fed, fed.new_full(beyond.shape, module.mask_id)), dim=1)
+    masked = module.mask_state.expand(*beyond.shape, -1)
+    states = torch.cat((stored_states(cache, owed), masked), dim=1)
+    logits, _ = run(feed_entries, (view_len, k), cache, ids, states, torch.cat((owed, beyond), dim=1))
+    return lambda i, ids, num_drafted: (logits[:, i], None)
+
+
+class ChainSession(Session):
+    """The head's cache over the slots of an engine.
+
+    ``_cached`` counts the entries of each row that hold the target's states; they stay valid. ``_num_late`` is the
+    host's bound of those that are missing.
+    """
+
+    def __init__(
+        self, head: LM, options: DraftOptions, num_slots: int, capacity: int, device: torch.device, max_k: int
+    ) -> None:
+        self._head, self._options = head, options
+        self._draft = partial(head.run, draft_step)
+        self._cache = head.new_cache(num_slots, capacity)
+        self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
+        self._num_late = [0] * num_slots
+        self._width = max_k + 1  # entries that are fed with the drafts
+        self._most_fed = max(1, PREFILL_TOKENS // num_slots)  # entries of a row in one forward
+
+    def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
+        # The last shared token has a state, and its entry another token.
+        num_entries = max(num_tokens - 1, 0)
+        if source is None:
+            self._cache.erase(slot, num_tokens)
+            self._cached[slot].clamp_(max=num_entries)
+            return
+        self._cache.copy(source, slot, num_tokens)
+        # Here alone the host waits for the device: a prompt joins, or a row moves.
+        known = min(int(self._cached[source]), num_entries)
+        self._cached[slot] = known
+        self._num_late[slot] = num_tokens - known
+
+    def prefill(self, chunk: Prefill) -> None:
+        """Keep the states of a chunk of prompts, and feed its entries, except each prompt's last."""
+        begin, end = chunk.first_slot, chunk.first_slot + len(chunk.ends)
+        cache, device = self._cache.rows(begin, end), chunk.ids.device
+        if chunk.features is not None:
+            keep_states(self._head, cache, chunk.features, chunk.feature_positions)
+        ends = [min(to, length - 2) for to, length in zip(chunk.ends, chunk.lengths, strict=True)]
+        late = [
+            self._num_late[slot] + to - at
+            for slot, at, to in zip(range(begin, end), chunk.starts, chunk.ends, strict=True)
+        ]
+        cached = self._cached[begin:end]
+        self._feed_late(cache, chunk.ids, cached, torch.tensor(ends, device=device), max(late), max(chunk.ends))
+        self._num_late[begin:end] = [1] * len(chunk.ends)
+
+    def observe(self, committed: CommittedTokens) -> None:
+        assert committed.features is not None
+        num_rows, width, _ = committed.features.shape
+        keep_states(self._head, self._cache.first(num_rows), committed.features, committed.feature_positions)
+        self._num_late[:num_rows] = [num + width for num in self._num_late[:num_rows]]
+
+    def catch_up(self, rows: Rows) -> bool:
+        """Feed the entries beyond those that are fed with the drafts."""
+        num_rows = len(rows)
+        late = [n if wanted else 0 for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)]
+        if max(late) <= self._width:
+            return False
+        cached = self._cached[:num_rows]
+        ends = torch.where(rows.num_wanted > 0, rows.lengths - 2, cached)
+        self._feed_late(self._cache.first(num_rows), rows.ids, cached, ends, max(late), rows.longest)
+        self._num_late[:num_rows] = [
+            min(n, 1) if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)
+        ]
+        return False
+
+    def _feed_late(self, cache: SlotCache, ids: Tensor, cached: Tensor, ends: Tensor, width: int, longest: int) -> None:
+        """Feed the entries cached <= i < ends, and count them.
+
+        Args:
+            ids: column j holds the token at position j. [B, N]
+            cached: changed in place. [B]
+            ends: [B]
+            width: at least their largest number in a row.
+            longest: above every entry.
+        """
+        for begin in range(0, width, self._most_fed):
+            num_columns = min(width - begin, self._most_fed)
+            positions = cached[:, None] + begin + torch.arange(num_columns, device=ids.device)
+            positions = torch.where(positions < ends[:, None], positions, -1)
+            tokens = ids.gather(1, (positions + 1).clamp(0, ids.shape[1] - 1))
+            view_len = self._head.view_len(longest + 1, cache)
+            feed_entries(self._head, view_len, 0, cache, tokens, stored_states(cache, positions), positions)
+        cached.copy_(torch.maximum(cached, ends))
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        if not any(rows.most_wanted):
+            return empty_draft(rows)
+        head, num_rows = self._head, len(rows)
+        cache, cached = self._cache.first(num_rows), self._cached[:num_rows]
+        num_wanted = torch.where(rows.lengths > 1, rows.num_wanted, 0)  # a single token has no entry
+        # Few shapes where they must be prepared, few columns elsewhere.
+        late = [n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False) if wanted]
+        width = self._width if head.execution.is_prepared else max(1, *late)
+        columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
+        fed = rows.ids.gather(1, columns.clamp_min(0))
+        module: Any = head.model
+        source = _one_by_one if module.mask_id is None else _in_parallel
+        static = source, (head.view_len(rows.longest + k, cache),), rule, self._options, k, False
+        own = cache, fed, cached, rows.lengths
+        call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
+        draft = draw_draft(self._draft, head, rows.masks, call, noise)
+        cached.copy_(torch.where(num_wanted > 0, rows.lengths - 1, cached))
+        self._num_late[:num_rows] = [
+            0 if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)
+        ]
+        return draft
