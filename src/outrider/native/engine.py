@@ -9,7 +9,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from ctypes import byref, c_int64, c_void_p
+from ctypes import addressof, byref, c_double, c_int64, c_void_p
+from dataclasses import fields
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from outrider.kernels.library import FORMS, library
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
-from outrider.native import structures as native
 from outrider.native.families import plan_of
 from outrider.native.plan import (
     AttentionPlan,
@@ -33,6 +33,7 @@ from outrider.native.plan import (
     Plan,
     RecurrencePlan,
 )
+from outrider.native.structures import native
 from outrider.native.team import Team
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cache_shapes import WINDOW, LayerShape, StateShape
@@ -40,6 +41,7 @@ from outrider.runtime.execution import NativeResults
 from outrider.runtime.stand_in import StandIn
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # functions.h
+_NUMBERS = (c_double, c_int64)
 _NORMS = {"rms": 1, "layer": 2}
 _FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
 _RECURRENCES = ("", "convolution", "delta", "mamba2")  # model.h
@@ -107,12 +109,13 @@ class NativeForward:
         logits = torch.empty(num_rows, num_wanted, self.vocab_size)
         found = torch.empty(num_rows, num_columns, len(features) * self.width) if features else None
         broken = torch.empty(num_rows, num_columns, dtype=torch.bool) if keeps_finite else None
-        batch = native.Batch(
+        layers = (c_int64 * len(features))(*features)
+        batch = native().Batch(
             *(num_rows, num_columns, ids.data_ptr(), places.data_ptr()),
             *(None if one is None else one.data_ptr() for one in (states, offsets)),
-            *(stores, None if anchors is None else anchors.data_ptr(), cache.is_ahead, not keeps_finite),
+            *(addressof(stores), None if anchors is None else anchors.data_ptr(), cache.is_ahead, not keeps_finite),
             *(bits, row_places),
-            *(num_wanted, logits.data_ptr(), len(features), (c_int64 * len(features))(*features)),
+            *(num_wanted, logits.data_ptr(), len(features), addressof(layers)),
             *(None if found is None else found.data_ptr(), None if broken is None else broken.data_ptr()),
         )
         num_threads = torch.get_num_threads()
@@ -158,11 +161,10 @@ class _Weights:
         self._copies: dict[str, Tensor] = {}
         self.num_digits: set[int] = set()
 
-    def matrix(self, plan: MatrixPlan) -> native.Matrix:
-        first: native.Matrix = self.matrices(plan, 1).first
-        return first
+    def matrix(self, plan: MatrixPlan) -> Any:
+        return self.matrices(plan, 1).first
 
-    def matrices(self, plan: MatrixPlan, number: int) -> native.ExpertMatrices:
+    def matrices(self, plan: MatrixPlan, number: int) -> Any:
         """Matrices of so many experts, or one of a layer."""
         weight = self._named(plan.weight)
         stored: Tensor = weight
@@ -194,8 +196,8 @@ class _Weights:
             raise NotPlanned(f"{plan.weight} has parts of {num_channels} rows, no multiple of {_WHOLE_VECTOR}")
         scales_at = None if scales is None else scales.data_ptr() + first * scales.itemsize
         bias = None if plan.bias is None else self._bias(plan, number, rows_apart).data_ptr() + first * 4
-        matrix = native.Matrix(stored.data_ptr() + first * row_bytes, form, num_channels, width, scales_at, bias)
-        return native.ExpertMatrices(matrix, rows_apart, rows_apart * row_bytes)
+        matrix = native().Matrix(stored.data_ptr() + first * row_bytes, form, num_channels, width, scales_at, bias)
+        return native().ExpertMatrices(matrix, rows_apart, rows_apart * row_bytes)
 
     def _bias(self, plan: MatrixPlan, number: int, length: int) -> Tensor:
         assert plan.bias is not None
@@ -218,14 +220,14 @@ class _Weights:
             raise NotPlanned(f"{name} is {type(weight).__name__} {tuple(weight.shape)} of {weight.dtype}")
         return self._keep(weight.detach().contiguous())
 
-    def norm(self, plan: NormPlan | None, length: int) -> native.Norm:
+    def norm(self, plan: NormPlan | None, length: int) -> Any:
         if plan is None:
-            return native.Norm(0, 0.0, None, None)
+            return native().Norm(0, 0.0, None, None)
         weight = self._keep(torch.ones(length)) if plan.weight is None else self.vector(plan.weight, length)
         if plan.added or plan.factor != 1:
             weight = self._keep((weight + plan.added) * plan.factor)
         bias = None if plan.bias is None else self.vector(plan.bias, length).data_ptr()
-        return native.Norm(_NORMS[plan.kind], plan.epsilon, weight.data_ptr(), bias)
+        return native().Norm(_NORMS[plan.kind], plan.epsilon, weight.data_ptr(), bias)
 
     def check(self, beginning: str) -> None:
         """Raises NotPlanned: there are parameters of such names that the plan does not use."""
@@ -280,11 +282,11 @@ def _states(mixer: RecurrencePlan) -> tuple[StateShape, ...]:
     return (ring, StateShape("replayed", 0, size, torch.float32)) if mixer.num_heads else (ring,)
 
 
-def _structure(plan: Plan, weights: _Weights) -> native.Model:
+def _structure(plan: Plan, weights: _Weights) -> Any:
     embedding, head = weights.matrix(MatrixPlan(plan.embedding)), weights.matrix(plan.head)
     hidden = embedding.width
     _check("head", head.width, hidden)
-    layers, ropes = (native.Layer * len(plan.layers))(), (native.Rope * len(plan.ropes))()
+    layers, ropes = (native().Layer * len(plan.layers))(), (native().Rope * len(plan.ropes))()
     for rope, stated in zip(ropes, plan.ropes, strict=True):
         frequencies = weights._keep(torch.tensor(stated.frequencies))
         rope.width, rope.is_interleaved = 2 * len(stated.frequencies), stated.is_interleaved
@@ -298,15 +300,13 @@ def _structure(plan: Plan, weights: _Weights) -> native.Model:
     _set_stores(layers, plan.layers)
     if len(weights.num_digits) > 1:
         raise NotPlanned("its matrices have several arithmetics")
-    model = native.Model(
+    model = _filled(
+        native().Model,
+        plan,
         num_layers=len(layers),
         hidden=hidden,
         num_ropes=len(ropes),
         num_digits=max(weights.num_digits, default=0),
-        embedding_scale=plan.embedding_scale,
-        residual_scale=plan.residual_scale,
-        logit_scale=plan.logit_scale,
-        logit_cap=plan.logit_cap or 0.0,
         embedding=embedding,
         head=head,
         last_norm=weights.norm(plan.last_norm, hidden),
@@ -317,42 +317,56 @@ def _structure(plan: Plan, weights: _Weights) -> native.Model:
     )
     if plan.place_embedding is not None:
         places = weights.vector(plan.place_embedding, plan.num_places, hidden)
-        model.place_embedding, model.num_places = places.data_ptr(), len(places)
+        model.place_embedding = places.data_ptr()
     return model
 
 
-def _joint(plan: JointPlan | None, hidden: int, weights: _Weights) -> native.Joint:
+def _filled(structure: Any, plan: Any, **others: Any) -> Any:
+    """Structure with the numbers in a plan's fields of the same names, 0 for None, and with other fields."""
+    stated = {one.name for one in fields(plan)}
+    numbers = {
+        name: getattr(plan, name) or 0 for name, kind in structure._fields_ if kind in _NUMBERS and name in stated
+    }
+    return structure(**(numbers | others))
+
+
+def _gating(plan: MlpPlan | ExpertsPlan) -> Any:
+    return _filled(native().Gating, plan, activation=_ACTIVATIONS.index(plan.activation))
+
+
+def _joint(plan: JointPlan | None, hidden: int, weights: _Weights) -> Any:
     if plan is None:
-        return native.Joint()
+        return native().Joint()
     norms = (weights.norm(norm, hidden) for norm in (plan.embedding_norm, plan.state_norm))
-    matrix = native.Matrix()
+    matrix = native().Matrix()
     if plan.matrix is not None:
         matrix = weights.matrix(plan.matrix)
         _check(plan.matrix.weight, matrix.width, 2 * hidden)
         _check(plan.matrix.weight, matrix.num_channels, hidden)
-    return native.Joint(True, *norms, matrix, plan.adds_normed)
+    return native().Joint(True, *norms, matrix, plan.adds_normed)
 
 
-def _sides(plan: Plan, hidden: int, weights: _Weights) -> native.Sides:
+def _sides(plan: Plan, hidden: int, weights: _Weights) -> Any:
     sides = plan.sides
     if sides is None:
-        return native.Sides()
+        return native().Sides()
     embedding, projection = weights.matrix(MatrixPlan(sides.embedding)), weights.matrix(sides.projection)
     width = embedding.width // len(plan.layers)
     _check(sides.embedding, embedding.width, width * len(plan.layers))
     _check(sides.projection.weight, projection.num_channels, embedding.width)
     _check(sides.projection.weight, projection.width, hidden)
-    scales = sides.embedding_scale, sides.projection_scale, sides.scale
-    return native.Sides(width, embedding, projection, *scales, weights.norm(sides.norm, width))
+    norm = weights.norm(sides.norm, width)
+    return _filled(native().Sides, sides, width=width, embedding=embedding, projection=projection, norm=norm)
 
 
-def _fill(layer: native.Layer, plan: LayerPlan, hidden: int, width: int, weights: _Weights) -> None:
+def _fill(layer: Any, plan: LayerPlan, hidden: int, width: int, weights: _Weights) -> None:
     """
     Args:
         width: the width of the mixer's input.
     """
-    for name in native.NORMS:
-        setattr(layer, name, weights.norm(getattr(plan, name), hidden))
+    for name, kind in layer._fields_:
+        if kind is native().Norm:
+            setattr(layer, name, weights.norm(getattr(plan, name), hidden))
     if isinstance(plan.mixer, RecurrencePlan):
         layer.recurrence = _recurrence(plan.mixer, hidden, weights)
     elif plan.mixer is not None:
@@ -367,27 +381,19 @@ def _fill(layer: native.Layer, plan: LayerPlan, hidden: int, width: int, weights
     layer.scale = 1.0 if plan.scale is None else float(weights.vector(plan.scale, 1)[0])
 
 
-def _attention(plan: AttentionPlan, hidden: int, width: int, weights: _Weights) -> native.Attention:
+def _attention(plan: AttentionPlan, hidden: int, width: int, weights: _Weights) -> Any:
     _check("heads", plan.num_heads % plan.num_groups, 0)
     q_width, kv_width = plan.num_heads * plan.head_width, plan.num_groups * plan.head_width
-    found = native.Attention(
-        num_heads=plan.num_heads,
-        num_groups=plan.num_groups,
-        head_width=plan.head_width,
+    found = _filled(
+        native().Attention,
+        plan,
         rope=-1 if plan.rope is None else plan.rope,
         is_shared=plan.source is not None,
-        values_are_keys=plan.values_are_keys,
-        norms_whole_rows=plan.norms_whole_rows,
-        reach=native.Reach(plan.window or 0, -1 if plan.before_anchor is None else plan.before_anchor, plan.sees_block),
-        scale=plan.scale,
-        cap=plan.cap or 0.0,
-        growth=plan.growth,
-        growth_span=plan.growth_span,
+        reach=_filled(native().Reach, plan, before_anchor=-1 if plan.before_anchor is None else plan.before_anchor),
         query_norm=weights.norm(plan.query_norm, q_width if plan.norms_whole_rows else plan.head_width),
         key_norm=weights.norm(plan.key_norm, kv_width if plan.norms_whole_rows else plan.head_width),
         value_norm=weights.norm(plan.value_norm, plan.head_width),
         sinks=None if plan.sinks is None else weights.vector(plan.sinks, plan.num_heads).data_ptr(),
-        is_gated=plan.is_gated,
     )
     _link(found, plan, width, hidden, weights)
     num_others = 0 if plan.source is not None else 1 if plan.values_are_keys else 2
@@ -397,19 +403,17 @@ def _attention(plan: AttentionPlan, hidden: int, width: int, weights: _Weights) 
     return found
 
 
-def _recurrence(plan: RecurrencePlan, hidden: int, weights: _Weights) -> native.Recurrence:
+def _recurrence(plan: RecurrencePlan, hidden: int, weights: _Weights) -> Any:
     C, H, out_width = plan.conv_width, plan.num_heads, plan.num_heads * plan.value_width or plan.conv_width
     taps = weights.vector(plan.taps, C, 1, plan.num_taps)[:, 0].t().contiguous()
     vectors = {"rates": plan.rates, "step_bias": plan.step_bias, "skips": plan.skips}
-    found = native.Recurrence(
-        **{name: getattr(plan, name) for name in ("num_heads", "num_groups", "key_width", "value_width")},
+    found = _filled(
+        native().Recurrence,
+        plan,
         kind=_RECURRENCES.index(plan.kind),
-        num_taps=plan.num_taps,
-        conv_width=C,
         taps=weights._keep(taps).data_ptr(),
         conv_bias=None if plan.taps_bias is None else weights.vector(plan.taps_bias, C).data_ptr(),
         **{name: weights.vector(one, H).data_ptr() for name, one in vectors.items() if one},
-        least_step=plan.least_step,
         out_norm=weights.norm(plan.out_norm, out_width if plan.kind == "mamba2" else plan.value_width),
     )
     _check("taps", min(plan.num_taps, _MOST_TAPS), plan.num_taps)
@@ -434,9 +438,9 @@ def _link(found: Any, plan: Mixer, width: int, hidden: int, weights: _Weights) -
     _check(plan.out.weight, found.out.num_channels, hidden)
 
 
-def _mlp(plan: MlpPlan, hidden: int, weights: _Weights) -> native.Mlp:
-    down, gating = weights.matrix(plan.down), native.Gating(_ACTIVATIONS.index(plan.activation))
-    found = native.Mlp(len(plan.ups), gating, down=down, post_norm=weights.norm(plan.post_norm, hidden))
+def _mlp(plan: MlpPlan, hidden: int, weights: _Weights) -> Any:
+    down = weights.matrix(plan.down)
+    found = native().Mlp(len(plan.ups), _gating(plan), down=down, post_norm=weights.norm(plan.post_norm, hidden))
     for i, one in enumerate(plan.ups):
         found.ups[i] = weights.matrix(one)
         _check(one.weight, found.ups[i].width, hidden)
@@ -449,24 +453,18 @@ def _mlp(plan: MlpPlan, hidden: int, weights: _Weights) -> native.Mlp:
     return found
 
 
-def _experts(plan: ExpertsPlan, hidden: int, weights: _Weights) -> native.Experts:
+def _experts(plan: ExpertsPlan, hidden: int, weights: _Weights) -> Any:
     _check("experts of a token", min(plan.num_chosen, plan.number), plan.num_chosen)
-    found = native.Experts(
-        number=plan.number,
-        num_chosen=plan.num_chosen,
-        is_sigmoid=plan.is_sigmoid,
-        is_normalized=plan.is_normalized,
-        added=plan.added,
-        scale=plan.scale,
+    vectors = {"correction": plan.correction, "scales": plan.scales}
+    found = _filled(
+        native().Experts,
+        plan,
         router=weights.matrix(plan.router),
         num_ups=len(plan.ups),
-        gating=native.Gating(_ACTIVATIONS.index(plan.activation), plan.slope, plan.limit or 0.0),
+        gating=_gating(plan),
         down=weights.matrices(plan.down, plan.number),
         **{name: weights.norm(getattr(plan, name), hidden) for name in ("router_norm", "norm", "post_norm")},
-        **{
-            field: None if name is None else weights.vector(name, plan.number).data_ptr()
-            for field, name in (("correction", plan.correction), ("scales", plan.scales))
-        },
+        **{name: weights.vector(one, plan.number).data_ptr() for name, one in vectors.items() if one},
     )
     down = found.down.first
     for i, one in enumerate(plan.ups):
