@@ -12,12 +12,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from outrider.native import dense_families, expert_families, gemma_families, recurrent_families
+from outrider.native import decoder_families, gemma_families, recurrent_families
 from outrider.native.plan import Families, NotPlanned, Plan
 
 FAMILIES: Families = {
-    **dense_families.FAMILIES,
-    **expert_families.FAMILIES,
+    **decoder_families.FAMILIES,
     **gemma_families.FAMILIES,
     **recurrent_families.FAMILIES,
 }

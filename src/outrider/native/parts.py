@@ -21,6 +21,9 @@ from outrider.native.plan import (
     RopePlan,
 )
 
+Fields = dict[str, Any]
+"""Fields of a plan by name."""
+
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
@@ -98,9 +101,8 @@ def decoder_of(
     layer: Callable[[str, int], LayerPlan],
     *,
     at: str = "model.layers",
-    last_norm: NormPlan | None = None,
-    ropes: tuple[RopePlan, ...] | None = None,
     embedding: str = "model.embed_tokens.weight",
+    ropes: tuple[RopePlan, ...] | None = None,
     **others: Any,
 ) -> Plan:
     """Plan with Llama's parts, unless they are stated.
@@ -110,14 +112,49 @@ def decoder_of(
         at: the beginning of the names of all layers' parameters.
         others: fields of the plan.
     """
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "embedding": embedding,
         "head": MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
         "layers": tuple(layer(f"{at}.{i}", i) for i in range(config.num_hidden_layers)),
-        "last_norm": last_norm or rms(config, "model.norm"),
         "ropes": (rope_of(config),) if ropes is None else ropes,
     }
+    if "last_norm" not in others:
+        fields["last_norm"] = rms(config, "model.norm")
     return Plan(**(fields | others))
+
+
+def _none(*_: Any) -> Fields:
+    return {}
+
+
+def like_llama(
+    attention: Callable[[Any, str, int], Fields] = _none,
+    layer: Callable[[Any, str, int], Fields] = _none,
+    whole: Callable[[Any], Fields] = _none,
+) -> Callable[[Any], Plan]:
+    """Function that makes plans with Llama's parts, but for the fields that are stated.
+
+    Args:
+        attention, layer: fields of a layer's attention and of the layer, by the configuration, the beginning of its
+            parameters' names and its number.
+        whole: the plan's, by the configuration.
+    """
+
+    def plan(config: Any) -> Plan:
+        def one(at: str, i: int) -> LayerPlan:
+            return layer_of(config, at, attention_of(config, at, **attention(config, at, i)), **layer(config, at, i))
+
+        return decoder_of(config, one, **whole(config))
+
+    return plan
+
+
+def scales_of_granite(config: Any) -> Fields:
+    return {
+        "embedding_scale": config.embedding_multiplier,
+        "residual_scale": config.residual_multiplier,
+        "logit_scale": 1 / config.logits_scaling,
+    }
 
 
 def has_bias(config: Any, field: str) -> bool:
@@ -127,7 +164,7 @@ def has_bias(config: Any, field: str) -> bool:
 def attention_of(config: Any, at: str, **others: Any) -> AttentionPlan:
     """Attention of Llama, but for other fields that are stated."""
     bias, width = has_bias(config, "attention_bias"), head_width_of(config)
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "num_heads": config.num_attention_heads,
         "num_groups": getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
         "head_width": width,
@@ -145,7 +182,7 @@ def mlp_of(config: Any, at: str, **others: Any) -> MlpPlan:
         at: the beginning of its parameters' names.
     """
     bias = has_bias(config, "mlp_bias")
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "ups": tuple(linear(f"{at}.{name}_proj", bias) for name in ("gate", "up")),
         "down": linear(f"{at}.down_proj", bias),
     }
@@ -160,7 +197,7 @@ def experts_of(config: Any, at: str, **others: Any) -> ExpertsPlan:
     Args:
         at: the beginning of their parameters' names.
     """
-    fields: dict[str, Any] = {
+    fields: Fields = {
         "number": getattr(config, "num_local_experts", None) or config.num_experts,
         "num_chosen": getattr(config, "num_experts_per_tok", 0),
         "router": linear(f"{at}.gate"),
@@ -177,7 +214,7 @@ def layer_of(config: Any, at: str, mixer: Mixer | None = None, **others: Any) ->
     """Layer of Llama, but for other parts that are stated."""
     names = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
     norms = {field: rms(config, f"{at}.{name}") for field, name in names.items() if field not in others}
-    fields: dict[str, Any] = {"mlp": mlp_of(config, f"{at}.mlp"), **norms}
+    fields: Fields = {"mlp": mlp_of(config, f"{at}.mlp"), **norms}
     return LayerPlan(mixer or attention_of(config, at), **(fields | others))
 
 
@@ -190,6 +227,6 @@ def halves_of(name: str) -> tuple[MatrixPlan, ...]:
     return tuple(linear(name, part=part, num_parts=2) for part in range(2))
 
 
-def head_norms(config: Any, at: str, added: float = 0.0) -> dict[str, NormPlan]:
+def head_norms(config: Any, at: str, added: float = 0.0) -> Fields:
     names = {"query_norm": "q_norm", "key_norm": "k_norm"}
     return {field: rms(config, f"{at}.self_attn.{name}", added) for field, name in names.items()}

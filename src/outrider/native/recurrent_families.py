@@ -16,6 +16,7 @@ from outrider.native.parts import (
     mlp_of,
     rms,
     rope_of,
+    scales_of_granite,
     window_of,
 )
 from outrider.native.plan import (
@@ -178,9 +179,7 @@ def _granite_hybrid(config: Any) -> Plan:
         config,
         layer,
         ropes=(rope_of(config),) if has_ropes else (),
-        embedding_scale=config.embedding_multiplier,
-        residual_scale=config.residual_multiplier,
-        logit_scale=1 / config.logits_scaling,
+        **scales_of_granite(config),
     )
 
 
