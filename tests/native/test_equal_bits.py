@@ -1,7 +1,23 @@
-"""The result of a token depends on the tokens before it alone, to the bit: not on how many tokens a forward has, on
-other rows, on threads, on the pieces of a prompt, or on the size of the cache. So a greedy text is the same with and
-without a draft."""
+"""The result of a token depends on the tokens before it alone, to the bit. So a text is the same bytes with and without
+a draft, alone and among others.
 
+| may differ between two runs | test |
+|---|---|
+| tokens in a forward: K, and K that changes in a text | test_tokens_at_once, test_any_forwards |
+| pieces of a prompt; tokens that go through the layers together | test_prompts_in_pieces, test_any_forwards |
+| parts of the softmax (256 places), sliding windows | all, with 300 tokens |
+| other rows: number, lengths, texts, padding; tokens with the same expert | test_other_rows, test_any_forwards |
+| the slot, and the size of the cache | test_some_slots_of_a_cache, test_a_bigger_cache |
+| a prefix from another slot, and a row that moves | test_any_forwards |
+| rejected tokens; anchors of states | test_any_forwards |
+| threads | test_threads, test_any_forwards |
+| form and arithmetic of weights, type of the cache | all |
+| joins, leaves, cancellations, drafts, rules, options | tests/decoding/test_joining.py |
+| a published file, and a server | benchmarks/same_bytes.py, benchmarks/soak.py |
+| rows of a product, and the order of its sums | tests/cpu_kernels |
+"""
+
+import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +31,7 @@ import outrider
 from native_cases import CASES, VOCAB, random_model
 from native_weights import model_in
 from outrider.native.engine import NativeForward
-from outrider.runtime.cache import SlotCache
+from outrider.runtime.cache import STRIDE, SlotCache
 from pairs import embedded
 from real_files import FILES, NAMES, PROMPTS
 
@@ -51,6 +67,16 @@ _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama, blocks and 8 bits": lambda: model_in(_MIXED, 1),
     "llama, blocks and 15 bits": lambda: model_in(_MIXED, 2),
 }
+_TYPES = (torch.float32, torch.bfloat16)  # of caches
+# Each model with one of them; and each case of each family, all but the first slow.
+_RUNS = [(name, _TYPES[i % 2]) for i, name in enumerate(("llama, float32", *_MODELS))]
+_CASES = [
+    pytest.param(_of(family, name), _TYPES[i % 2], id=f"{family}, {name}", marks=[pytest.mark.slow] if j else [])
+    for i, (family, cases) in enumerate(CASES.items())
+    for j, name in enumerate(cases)
+] + [pytest.param(_MODELS[name], dtype, id=name) for name, dtype in _RUNS if "float32" not in name]
+_SHARED = 40  # first tokens of all texts
+_LENGTHS = (300, 90, 60, 120)
 
 
 @dataclass(frozen=True)
@@ -76,7 +102,7 @@ class _Run:
 
 @pytest.fixture(
     scope="module",
-    params=[(name, dtype) for name in _MODELS for dtype in (torch.float32, torch.bfloat16)],
+    params=_RUNS,
     ids=lambda one: f"{one[0]}, {one[1]}",
 )
 def run(request: pytest.FixtureRequest) -> _Run:
@@ -153,6 +179,53 @@ def test_threads(num_threads: int, run: _Run, alone: tuple[Tensor, SlotCache], t
     threads(num_threads)
     got = run.feed(cache, 0, _PROMPT, *range(_PROMPT + 1, _PROMPT + 4), _PROMPT + 9, _PROMPT + _MORE)
     assert torch.equal(got, want) and _same(cache, of_singles)
+
+
+@pytest.mark.parametrize(("make", "dtype"), _CASES)
+def test_any_forwards(make: Callable[[], PreTrainedModel], dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+    """Texts in slots of a cache, which move, with forwards of any width and pieces of prompts; a prefix from another
+    slot; tokens that are rejected behind those that stay. Anchors of states follow."""
+    native, rng, generator = NativeForward(make()), random.Random(0), torch.Generator().manual_seed(0)
+    texts = [torch.randint(1, VOCAB, (length,), generator=generator) for length in _LENGTHS]
+    for ids in texts[1:]:
+        ids[:_SHARED] = texts[0][:_SHARED]
+    runs = [_Run(native, ids, dtype) for ids in texts]
+    wants = [run.feed(run.cache(), *range(len(run.ids) + 1)) for run in runs]
+    cache = runs[0].cache(len(texts) + 2)
+    slots, done = [0, 3, 1, 5], [_SHARED, _SHARED, 0, 0]
+    runs[0].feed(cache.first(1), 0, _SHARED)
+    assert cache.take_over(0, _SHARED) == _SHARED
+    cache.copy(0, slots[1], _SHARED)
+    num_forwards = 0
+    while any(number < length for number, length in zip(done, _LENGTHS, strict=True)):
+        num_forwards += 1
+        if rng.random() < 0.1:
+            moved = rng.randrange(len(texts))
+            slot = rng.choice([one for one in range(len(texts) + 2) if one not in slots])
+            cache.copy(slots[moved], slot, done[moved])
+            slots[moved] = slot
+        is_prompt, width = rng.random() < 0.2, rng.choice((1, 2, 5, 8, 44))
+        fed, places = torch.zeros(2, len(texts) + 2, width, dtype=torch.long)
+        places -= 1
+        kept = []
+        for ids, slot, begin in zip(texts, slots, done, strict=True):
+            piece = ids[begin : begin + rng.randint(0, width)]
+            kept.append(len(piece) if is_prompt else rng.randint(0, len(piece)))
+            fed[slot, : len(piece)] = piece
+            fed[slot, kept[-1] : len(piece)] %= VOCAB - 1
+            fed[slot, kept[-1] : len(piece)] += 1
+            places[slot, : len(piece)] = torch.arange(begin, begin + len(piece))
+        threads(rng.randint(1, 3))
+        got = native(fed, places, cache, cache.capacity, keeps_finite=not is_prompt).logits
+        for want, slot, begin, number in zip(wants, slots, done, kept, strict=True):
+            assert torch.equal(got[slot, :number], want[begin : begin + number]), (num_forwards, slot)
+        begins, is_fed = torch.tensor(done), (places >= 0).any(1)[slots]
+        done = [begin + number for begin, number in zip(done, kept, strict=True)]
+        if cache.has_anchors:
+            anchors, has_states = cache.anchors[slots], cache.is_recurrent
+            assert bool((anchors <= torch.tensor(done)).all())
+            assert not has_states or bool(((begins - anchors < STRIDE) | ~is_fed).all())
+    assert num_forwards > 30
 
 
 # Texts

@@ -7,7 +7,7 @@ Source of the delta rule: ``torch_recurrent_gated_delta_rule`` of Transformers (
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,12 +52,6 @@ def lm_of(model: PreTrainedModel, name: str = "target") -> LM:
 
 def drawn(*shape: int) -> Tensor:
     return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(0))
-
-
-def places_of(begins: Tensor, ends: Tensor, width: int) -> Tensor:
-    """Padded at the end. [B, width]"""
-    places = begins[:, None] + torch.arange(width)
-    return torch.where(places < ends[:, None], places, -1)
 
 
 # The twin
@@ -109,42 +103,6 @@ def steps(native: Any, ids: Tensor) -> Tensor:
     cache = SlotCache.empty(native.layer_shapes, 1, CONTEXT)
     fed = ((ids[t].view(1, 1), torch.tensor([[t]])) for t in range(len(ids)))
     return torch.cat([native(one, place, cache, CONTEXT).logits[0] for one, place in fed])
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.inference_mode()
-def test_rounds_with_rejected_tokens(family: str, threads: Callable[[int], None]) -> None:
-    """Rows of their own lengths, some of which rest; each round has tokens of the text, then some that are rejected.
-    The bits are those of single steps. Anchors follow."""
-    native, ids = NativeForward(model_of(family)), drawn(3, LENGTH)
-    want = torch.stack([steps(native, row) for row in ids])
-    cache, generator = SlotCache.empty(native.layer_shapes, 3, CONTEXT), torch.Generator().manual_seed(1)
-    done, begins = torch.tensor([150, 0, 9]), torch.zeros(3, dtype=torch.long)
-    native(ids[:, :150], places_of(begins, done, 150), cache, CONTEXT)
-    num_rounds = 0
-    while bool((done < LENGTH).any()):
-        num_kept, num_wrong = torch.randint(0, 7, (2, 3), generator=generator)
-        num_fed = torch.minimum(num_kept + num_wrong, LENGTH - done)
-        num_kept, width = torch.minimum(num_kept, num_fed), int(num_fed.max())
-        places = places_of(done, done + num_fed, width)
-        fed, is_kept = ids.gather(1, places.clamp_min(0)), torch.arange(width) < num_kept[:, None]
-        threads(1 + num_rounds % 3)
-        given = torch.where(is_kept, fed, fed % (VOCAB - 1) + 1), places, cache, CONTEXT
-        got = native(*given, keeps_finite=True).logits
-        for row, (begin, number) in enumerate(zip(done.tolist(), num_kept.tolist(), strict=True)):
-            assert torch.equal(got[row, :number], want[row, begin : begin + number])
-        assert bool((cache.anchors <= done).all())
-        if family != "lfm2":
-            assert bool(((done - cache.anchors < STRIDE) | (num_fed == 0)).all())
-        done, num_rounds = done + num_kept, num_rounds + 1
-    assert num_rounds > 30
 
 
 @torch.inference_mode()

@@ -30,6 +30,7 @@ constexpr int COLS = NUM_REGISTERS == 32 && LANES < 16 ? 4 : 2;  // vectors of a
 struct Span {
   int64_t row, token, number;  // token: of the block, its first
   int64_t first;               // place of that token
+  int64_t begin;               // of the sequence's first token in the forward, before which all are committed
   int64_t anchor, next;        // next: where the anchor is after the block
   int64_t mixed;               // the first of its rows, from the anchor on
 
@@ -44,7 +45,7 @@ INLINE bool is_reached(int64_t anchor, int64_t place, int64_t num_taps) {
 // Where the anchor of a span goes. Inputs that are overwritten must lie before it.
 INLINE int64_t next_anchor(const Span& span, int64_t num_taps, bool has_states, bool is_final, bool is_ahead) {
   int64_t next = span.anchor;
-  if (has_states && !is_ahead && span.first - span.anchor >= STRIDE) next = span.first;
+  if (has_states && !is_ahead && span.begin - span.anchor >= STRIDE) next = span.begin;
   if (has_states && is_final) next = span.end();
   return std::max(next, span.end() - (RING - num_taps + 1));
 }

@@ -138,7 +138,7 @@ struct Block {
       const Token& token = tokens[begin];
       while (end < number && tokens[end].row == token.row) end++;
       const int64_t anchor = token.place ? batch.anchors[token.row] : 0, mixed = span_of.size();
-      Span span{token.row, begin, end - begin, token.place, anchor, 0, mixed};
+      Span span{token.row, begin, end - begin, token.place, token.first, anchor, 0, mixed};
       span.next = next_anchor(span, num_taps, has_states, batch.is_final, batch.is_ahead);
       if (has_states) span_of.insert(span_of.end(), span.end() - anchor, spans.size());
       spans.push_back(span);
