@@ -29,16 +29,13 @@ def with_vocab(
     quantization: str | None = None,
 ) -> tuple[LM, DraftOptions]:
     """A draft with the tokens that ``options.vocab`` states, and the other options. Its name states them, too, a file
-    by the digest of its tokens.
+    by the digest of its tokens. Raises OptionError, FileError, UnsupportedModel.
 
     Args:
         lm: a model with the target's vocabulary, or a head whose execution is not chosen yet.
         tokenizer: the target's; None if it has none.
         end_ids: tokens that are always among them.
         quantization: of the model's weights.
-
-    Raises:
-        OptionError, FileError, UnsupportedModel
     """
     if not options.vocab:
         return lm, options

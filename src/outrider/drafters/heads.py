@@ -34,14 +34,11 @@ _LARGE = 8  # K; executions favour some up to half of it
 
 
 def head_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
-    """Draft with a head.
+    """Draft with a head. Raises OptionError.
 
     Args:
         head: its module is a ``Head``.
         options: greedy, and a least probability; or for blocks a least confidence, if the head predicts acceptance.
-
-    Raises:
-        OptionError
     """
     module: Any = head.model
     name = options.full_name(head.name)

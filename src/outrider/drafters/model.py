@@ -30,15 +30,12 @@ _MASK_KEYS = ("pard_token", "ptd_token_id")
 
 
 def model_drafter(lm: LM, options: DraftOptions = NO_OPTIONS, mask_id: int | None = None) -> Drafter:
-    """Draft with a language model, under the same sampling options as the target.
+    """Draft with a language model, under the same sampling options as the target. Raises UnsupportedModel, OptionError.
 
     Args:
         options: greedy, a least probability, a window.
         mask_id: the mask token of a model that drafts all tokens in one forward (PARD, see ``_at_once``); None for the
             token that its configuration states. The usual models state none and draft one token after the other.
-
-    Raises:
-        UnsupportedModel, OptionError
     """
     options.check_taken(lm.name, "is_greedy", "min_prob", "window")
     if options.window:

@@ -31,14 +31,11 @@ _LOST = 2**40  # length of a sequence that is too long for the draft, now and la
 
 
 def translated_drafter(lm: LM, spelling: Spelling, options: DraftOptions = NO_OPTIONS) -> Drafter:
-    """Draft with a language model of other tokens.
+    """Draft with a language model of other tokens. Raises OptionError.
 
     Args:
         lm: with its own tokens.
         options: greedy, and a least probability.
-
-    Raises:
-        OptionError
     """
     options.check_taken(lm.name, "is_greedy", "min_prob")
     return Drafter(

@@ -162,11 +162,7 @@ def cached_name(command: Sequence[str], level: Level, predefined: str) -> str:
 
 
 def install() -> Path:
-    """Compile the library for this processor into the package, in place of earlier ones.
-
-    Raises:
-        CompilerError, OSError
-    """
+    """Compile the library for this processor into the package, in place of earlier ones. Raises CompilerError, OSError."""
     command = compiler()
     level, _ = best_level(command)
     path = installed_path(level)
@@ -183,11 +179,7 @@ def install() -> Path:
 
 
 def build(command: Sequence[str], level: Level, path: Path) -> None:
-    """Compile and link the library, to ``path``; files in between lie beside it.
-
-    Raises:
-        CompilerError
-    """
+    """Compile and link the library, to ``path``; files in between lie beside it. Raises CompilerError."""
     most, begin_s = len(SOURCES), time.monotonic()
     # A warning, which is shown by default: minutes of silence look like a fault.
     _LOG.warning(

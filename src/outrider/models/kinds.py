@@ -43,13 +43,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 
 def check_adapter(name: str, file: Path | None) -> None:
-    """Refuse an adapter: Transformers would ignore it, or load it together with its base.
+    """Refuse an adapter: Transformers would ignore it, or load it together with its base. Raises UnsupportedModel.
 
     Args:
         file: its adapter_config.json, if there is one.
-
-    Raises:
-        UnsupportedModel
     """
     if file is None:
         return
@@ -61,13 +58,10 @@ def check_adapter(name: str, file: Path | None) -> None:
 
 
 def check_head(name: str, stated: Mapping[str, Any]) -> None:
-    """Refuse a head by name: it is not a model by itself.
+    """Refuse a head by name: it is not a model by itself. Raises UnsupportedModel.
 
     Args:
         stated: its config.json.
-
-    Raises:
-        UnsupportedModel
     """
     thing = head_named(stated)
     if thing is not None:

@@ -105,14 +105,12 @@ def load_checkpoint(
     is_target: bool = False,
     may_stand_in: bool = False,
 ) -> Checkpoint:
-    """Load a model and its tokenizer.
+    """Load a model and its tokenizer. Raises ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError,
+    MissingExtra, FileError.
 
     Args:
         is_target: all processes of the job share it, unless the placement states otherwise.
         may_stand_in: load a ``StandIn`` if there are notes about the model (notes.py).
-
-    Raises:
-        ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError, MissingExtra, FileError
     """
     job = _Job.of(spec, placement, is_target=is_target)
     placed, name = job.placed, job.name

@@ -83,11 +83,8 @@ class Notes:
 
 
 def notes_about(model: Any, tokenizer: Any | None) -> Notes | None:
-    """Notes about a model of Transformers and its tokenizer; None if its parameters are stored in other ways.
-
-    Raises:
-        NotPlanned
-    """
+    """Notes about a model of Transformers and its tokenizer; None if its parameters are stored in other ways. Raises
+    NotPlanned."""
     config = model.config
     if config.get_text_config(decoder=True) is not config:
         return None
@@ -164,11 +161,8 @@ def write_notes(name: str, model: Any, tokenizer: Any | None) -> None:
 
 
 def reopen(spec: ModelSpec, placed: Placement, notes: Notes) -> StandIn | None:
-    """Stand-in for a model on the CPU; None if its weights have other names.
-
-    Raises:
-        ModelCorrupt, UnsupportedModel, DeviceError
-    """
+    """Stand-in for a model on the CPU; None if its weights have other names. Raises ModelCorrupt, UnsupportedModel,
+    DeviceError."""
     check_fits(spec.name, notes.num_bytes, torch.device("cpu"))
     model = notes.stand_in(lambda: _without_weights(spec))
     with reading(spec, "model on cpu"):

@@ -112,11 +112,7 @@ def fitting_pairs(
 
 
 def memory_of(text: str) -> int:
-    """Bytes of a size like "24GiB", "24G" or "800MB".
-
-    Raises:
-        OptionError
-    """
+    """Bytes of a size like "24GiB", "24G" or "800MB". Raises OptionError."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT])(I?B)?\s*", text.upper())
     if found is None or not (num_bytes := int(float(found[1]) * _UNITS[found[2]][found[3] == "B"])):
         raise OptionError("--memory", text, "a size like 24GiB or 800MB")

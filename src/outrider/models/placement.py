@@ -74,11 +74,7 @@ def device_map_of(placement: Placement) -> str | dict[str, Any] | None:
 
 
 def max_memory_of(text: str | None) -> dict[int | str, str] | None:
-    """Parse "0=20GiB,cpu=60GiB" for Accelerate.
-
-    Raises:
-        OptionError
-    """
+    """Parse "0=20GiB,cpu=60GiB" for Accelerate. Raises OptionError."""
     if text is None:
         return None
     from accelerate.utils import convert_file_size_to_int

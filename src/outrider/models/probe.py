@@ -48,10 +48,7 @@ _MOST_WORK_OF_THREAD, _MOST_WORK_OF_CUDA = 2e10, 2e13
 def probe(lm: LM) -> None:
     """Probe a model with a few tokens; and, if it has a sliding window, with a sequence longer than the window, if that
     takes at most a second or two. Activations are not rounded meanwhile, so that a small difference shows a fault.
-
-    Raises:
-        UnsupportedModel
-    """
+    Raises UnsupportedModel."""
     config: Any = lm.model.config
     with rounding_off(lm):
         _probe(lm, config.model_type)

@@ -132,13 +132,11 @@ def own_quantization(config: Any) -> Any:
 
 
 def require_quantizer(name: str, quantization: str, method: str | None) -> None:
-    """Check that the packages that quantize a model, or read a quantized checkpoint, are installed.
+    """Check that the packages that quantize a model, or read a quantized checkpoint, are installed. Raises
+    MissingExtra.
 
     Args:
         method: see ``check_quantization``.
-
-    Raises:
-        MissingExtra
     """
     needed_by = f"quantization {quantization}" if method is None else f"{name}, quantized with {method},"
     if method is None and quantization not in ("none", "int4"):

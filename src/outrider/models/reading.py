@@ -51,11 +51,8 @@ _NOTICES = {
 
 
 def read_config(spec: ModelSpec) -> Any:
-    """Read the configuration of a model, and nothing else; refuse kinds that do not work.
-
-    Raises:
-        ModelNotFound, ModelCorrupt, UnsupportedModel, MissingExtra
-    """
+    """Read the configuration of a model, and nothing else; refuse kinds that do not work. Raises ModelNotFound,
+    ModelCorrupt, UnsupportedModel, MissingExtra."""
     import transformers
 
     with reading(spec, "adapter"):
@@ -97,13 +94,10 @@ def stored_dtype(spec: ModelSpec) -> torch.dtype:
 
 
 def load_tokenizer(spec: ModelSpec, kind: str | None = None) -> Any:
-    """Load the tokenizer alone, as its files state it.
+    """Load the tokenizer alone, as its files state it. Raises ModelNotFound, ModelCorrupt.
 
     Args:
         kind: name of its class; None to find it by the configuration of the model.
-
-    Raises:
-        ModelNotFound, ModelCorrupt
     """
     import transformers
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name

@@ -66,11 +66,7 @@ def _sources(configuration: str) -> str:
 
 
 def plan_of(config: Any) -> Plan:
-    """Plan of a configuration.
-
-    Raises:
-        NotPlanned
-    """
+    """Plan of a configuration. Raises NotPlanned."""
     if config.model_type not in FAMILIES:
         raise NotPlanned(f"{config.model_type} has no plan")
     make, own = FAMILIES[config.model_type]

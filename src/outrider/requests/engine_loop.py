@@ -81,15 +81,12 @@ class EngineLoop:
         client: str = "",
         priority: int = 0,
     ) -> None:
-        """Queue requests.
+        """Queue requests. Raises SessionError.
 
         Args:
             receive: takes the items of these requests, with the number of each, while the engine is stepped.
             first_number: the number of the first request; the others follow.
             client, priority: see ``FairQueue``.
-
-        Raises:
-            SessionError
         """
         with self._turn():
             self.check_open()

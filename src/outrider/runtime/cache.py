@@ -156,11 +156,7 @@ class SlotCache:
 
     @classmethod
     def allocate(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        """Allocate an empty cache if there is enough memory.
-
-        Raises:
-            DeviceError
-        """
+        """Allocate an empty cache if there is enough memory. Raises DeviceError."""
         _check_room(shapes, num_rows, capacity)
         return cls.empty(shapes, num_rows, capacity)
 

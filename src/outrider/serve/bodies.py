@@ -414,13 +414,10 @@ class GenerationBody(Body):
             raise body.refusal_of(error) from None
 
     def chat_prompt(self, messages: list[dict[str, Any]], options: ChatOptions, *others: str) -> Prompt:
-        """A chat; or with images its messages, which have no options.
+        """A chat; or with images its messages, which have no options. Raises Refusal, PromptError, OptionError.
 
         Args:
             others: further fields that cannot be given beside images.
-
-        Raises:
-            Refusal, PromptError, OptionError
         """
         if not has_images(messages):
             return Chat(messages, options)

@@ -189,14 +189,11 @@ class ScoredToken:
 
 
 def check_scores(scores: Mapping[str, int], num_tokens: int) -> None:
-    """Check that a response with log-probabilities of prompts is not too long.
+    """Check that a response with log-probabilities of prompts is not too long. Raises Refusal.
 
     Args:
         scores: fields that request them, with the number of alternatives.
         num_tokens: of all prompts, for each of their choices.
-
-    Raises:
-        Refusal
     """
     for name, num_top in scores.items():
         if (num := num_tokens * (num_top + 1)) > _MOST_SCORES:
@@ -207,15 +204,13 @@ def check_scores(scores: Mapping[str, int], num_tokens: int) -> None:
 @torch.inference_mode()
 def prompt_logprobs(target: LM, token_ids: Sequence[int], num_top: int) -> Generator[list[ScoredToken]]:
     """Score all tokens but the first, with the ``num_top`` most probable ones at each position, from the raw logits.
+    Raises NumericsError.
 
     Args:
         token_ids: at least two.
 
     Yields:
         Log-probabilities of a few hundred tokens at most, so that other work can run in between.
-
-    Raises:
-        NumericsError
     """
     for forced in force(target, [Text(token_ids)]):
         logprobs = wide(forced.logits).log_softmax(dim=-1)  # [M, V]

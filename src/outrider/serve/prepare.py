@@ -132,13 +132,10 @@ class Preparer:
         )
 
     def token_ids(self, prompt: Prompt, has_special: bool | None = None) -> list[int]:
-        """Token ids of a prompt that fits; with images it is the processor's output.
+        """Token ids of a prompt that fits; with images it is the processor's output. Raises PromptError, OptionError.
 
         Args:
             has_special: see ``encode``.
-
-        Raises:
-            PromptError, OptionError
         """
         if isinstance(prompt, Mapping):
             ids = rows_of(without_media(prompt))[0]

@@ -170,11 +170,7 @@ def room_for_connections(most: int) -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. Port 0 takes a free one.
-
-    Raises:
-        OptionError
-    """
+    """Open a listening socket. Port 0 takes a free one. Raises OptionError."""
     try:
         if not 0 <= port < 2**16:
             raise OSError("ports are numbers below 65536")

@@ -157,14 +157,11 @@ class ToolUse:
     def constraint(
         self, form: ToolFormat, marker_ids: Mapping[str, int], answer: Mapping[str, Any], answer_by: str | None
     ) -> dict[str, Any] | None:
-        """Constraint of the output, in the form of ``Sampling``; None if nothing is demanded of calls.
+        """Constraint of the output, in the form of ``Sampling``; None if nothing is demanded of calls. Raises Refusal.
 
         Args:
             marker_ids: of the format's markers that are tokens.
             answer: the constraint of the text, if any, which the field ``answer_by`` sets.
-
-        Raises:
-            Refusal
         """
         if not (answer or self.demands_form):
             return None

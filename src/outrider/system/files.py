@@ -38,13 +38,10 @@ def read_bytes(path: Path) -> bytes:
 
 
 def parse_row(where: str, line: str | bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object.
+    """Parse a line as a JSON object. Raises FileError.
 
     Args:
         where: file and line, for messages.
-
-    Raises:
-        FileError
     """
     row = parse_json(where, line)
     if not isinstance(row, dict):
@@ -66,11 +63,7 @@ def parse_json(where: str, text: str | bytes) -> Any:
 
 
 def check_writable(path: Path) -> None:
-    """Check before the work that a file can be written.
-
-    Raises:
-        FileError
-    """
+    """Check before the work that a file can be written. Raises FileError."""
     if _is_stream(path):  # opening and closing a pipe would end it for its reader
         if not os.access(path, os.W_OK):
             raise FileError(f"cannot write {path}: {os.strerror(errno.EACCES)}")

@@ -117,12 +117,9 @@ def _lists(value: Any) -> list[list[int]]:
 
 
 def check_padding(tokenizer: Any | None, prompts: Sequence[Any]) -> None:
-    """Detect padding in arrays of ids, which have no mask. (In a list of ids every token counts.)
+    """Detect padding in arrays of ids, which have no mask. (In a list of ids every token counts.) Raises PromptError.
 
     If the padding token also begins or ends sequences, this is a warning.
-
-    Raises:
-        PromptError
     """
     rows = [(i, row.tolist()) for i, row in enumerate(prompts) if isinstance(row, _ARRAYS) and row.ndim == 1]
     if tokenizer is None or tokenizer.pad_token_id is None or not rows:
@@ -159,14 +156,11 @@ def without_second_bos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
 
 def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any, has_images: bool = False) -> None:
     """Check that all ids are tokens, and none a placeholder of an image that is not there, or of a video or a sound,
-    which are not supported.
+    which are not supported. Raises PromptError.
 
     Args:
         owners: have names of such tokens: the model's configuration, the tokenizer.
         has_images: images are there, and do not end the prompt.
-
-    Raises:
-        PromptError
     """
     if max(ids) >= vocab_size or min(ids) < 0:
         raise PromptError(f"the prompt has a token id outside 0..{vocab_size - 1}")

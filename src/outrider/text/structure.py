@@ -132,11 +132,8 @@ class Structure:
 
 
 def check_structure(sampling: Sampling) -> None:
-    """Check that llguidance accepts the constraint, before there is a tokenizer.
-
-    Raises:
-        OptionError, MissingExtra, ConstraintNotRead
-    """
+    """Check that llguidance accepts the constraint, before there is a tokenizer. Raises OptionError, MissingExtra,
+    ConstraintNotRead."""
     name, value = _given(sampling)
     is_error, messages = _llguidance().LLMatcher.validate_grammar_with_warnings(_grammar(name, value))
     if is_error:

@@ -66,11 +66,7 @@ def alpha(
 
 
 def _numbers(name: str, text: str) -> list[float]:
-    """Parse comma-separated numbers, unique and sorted; the options check their ranges.
-
-    Raises:
-        OptionError
-    """
+    """Parse comma-separated numbers, unique and sorted; the options check their ranges. Raises OptionError."""
     try:
         return sorted({float(part) for part in text.split(",")})
     except ValueError:

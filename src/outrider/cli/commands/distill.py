@@ -283,11 +283,7 @@ def _student(
 def _new_model(
     decoder: Decoder, shape: ShapeOptions, training: TrainingOptions, models: Path | None, allow_pickle: bool
 ) -> Any:
-    """Draft model to train, in float32.
-
-    Raises:
-        OptionError, ModelError, TokenizerMismatch
-    """
+    """Draft model to train, in float32. Raises OptionError, ModelError, TokenizerMismatch."""
     from outrider.distill.student import Shape, copy_slices, default_shape, new_draft
     from outrider.models.loading import context_len, load_checkpoint
     from outrider.models.registry import Placement, resolve

@@ -210,11 +210,7 @@ def _predictions(ks: Sequence[int], known: Mapping[str, float]) -> dict[str, Any
 
 
 def _numbers_of(text: str) -> dict[str, float]:
-    """Parse ``alpha=0.8,c=0.05``.
-
-    Raises:
-        OptionError
-    """
+    """Parse ``alpha=0.8,c=0.05``. Raises OptionError."""
     known: dict[str, float] = {}
     for part in text.split(","):
         name, _, value = (piece.strip() for piece in part.partition("="))

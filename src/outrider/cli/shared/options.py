@@ -105,13 +105,10 @@ class SamplingOptions:
     min_tokens: Annotated[int, _sampling_option(help="Minimum tokens; stop strings are ignored until then.")] = 0
 
     def to_options(self, *, seed: int | None, num_seeds: int, **more: Any) -> dict[str, Any]:
-        """Keyword arguments for a decoder, including ``more``, checked before anything is loaded.
+        """Keyword arguments for a decoder, including ``more``, checked before anything is loaded. Raises OptionError.
 
         Args:
             num_seeds: number of consecutive seeds to be used.
-
-        Raises:
-            OptionError
         """
         options = {field.name: getattr(self, field.name) for field in fields(self)} | more
         options["logit_bias"] = _parse_biases(self.logit_bias)
@@ -243,13 +240,11 @@ GenerationConfigOption = Annotated[
 def over_checkpoint(
     sampling: SamplingOptions, context: typer.Context, choice: str, target: str, models: Path | None
 ) -> SamplingOptions:
-    """The options of a command line, over those that the target's checkpoint states. Says which it takes.
+    """The options of a command line, over those that the target's checkpoint states. Says which it takes. Raises
+    OptionError, ModelNotFound, FileError.
 
     Args:
         context: knows which options were given.
-
-    Raises:
-        OptionError, ModelNotFound, FileError
     """
     from outrider.models.reading import defaults_text, sampling_defaults
     from outrider.models.registry import resolve
@@ -302,11 +297,7 @@ def parse_numbers(option: str, text: str, remedy: str, *, most: int | None = Non
 
 
 def parse_k(text: str) -> list[NumDraftTokens]:
-    """Parse "4", "1-8", "1,2,4" or "1-4,8,auto": each K once, "auto" last.
-
-    Raises:
-        OptionError
-    """
+    """Parse "4", "1-8", "1,2,4" or "1-4,8,auto": each K once, "auto" last. Raises OptionError."""
     ks: list[int] = []
     parts = [part.strip() for part in text.split(",")]
     for part in parts:

@@ -147,13 +147,11 @@ def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[
 
 
 def check_files(values: Mapping[str, Any]) -> None:
-    """Check before the work that outputs can be written, and that none overwrites an input or another output.
+    """Check before the work that outputs can be written, and that none overwrites an input or another output. Raises
+    OptionError, FileError, MissingExtra.
 
     Args:
         values: the command's parameters. Paths that are no outputs are inputs.
-
-    Raises:
-        OptionError, FileError, MissingExtra
     """
     taken: set[Path] = set()
     for name, value in values.items():

@@ -278,11 +278,7 @@ AllowPickleOption = Annotated[bool, _of_pair("allow_pickle")]
 
 def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, seed: int | None) -> NumDraftTokens:
     """K of a command that takes one. The default is "auto"; with a seed it is a number, since most rules repeat an
-    output only with constant K.
-
-    Raises:
-        OptionError
-    """
+    output only with constant K. Raises OptionError."""
     if text is None:
         is_free = seed is None or sampling.temperature == 0 or pair.acceptance == "gumbel"
         return "auto" if is_free else DEFAULT_NUM_DRAFT_TOKENS

@@ -78,11 +78,8 @@ class TemplateOptions:
         return Chat(given, self.options) if self.is_chat else given  # type: ignore[arg-type]
 
     def read(self, path: Path | None) -> list[PromptLine]:
-        """The prompts of a file, which have no sampling options of their own; None: the built-in texts.
-
-        Raises:
-            FileError, OptionError
-        """
+        """The prompts of a file, which have no sampling options of their own; None: the built-in texts. Raises
+        FileError, OptionError."""
         from outrider.text.example_prompts import PROMPTS
 
         texts = [PromptLine(f"prompt {index}", text) for index, text in enumerate(PROMPTS)]

@@ -90,14 +90,12 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
 
 def gguf_mtp(file: GgufFile, name: str, config: Any, num_digits: int | None) -> dict[str, Tensor]:
     """The first MTP layer in the file of a model, or in a file of its own, under Qwen's names; nothing without one.
+    Raises UnsupportedModel, ModelCorrupt.
 
     Args:
         name: for errors.
         config: of the target.
         num_digits: see ``gguf_head``.
-
-    Raises:
-        UnsupportedModel, ModelCorrupt
     """
     stated = Stated(file, name)
     first, family = stated.num_layers, FAMILIES.get(stated.architecture)

@@ -211,15 +211,12 @@ def complete(
     head: Any, tensors: Mapping[str, Tensor], offsets: Tensor | None, outputs: Sequence[Any], name: str, target: LM
 ) -> None:
     """Give a head its weights and its tokens, and check that it is for this target. Logits of tokens that the target
-    does not have are dropped.
+    does not have are dropped. Raises ModelCorrupt.
 
     Args:
         head: reads hidden states through ``fc``.
         tensors, offsets: from ``own_tensors``.
         outputs: modules whose weights have a row for each of its tokens; the first is its LM head.
-
-    Raises:
-        ModelCorrupt
     """
     model: Any = target.model
     num_layers, width = len(model.get_decoder().layers), len(head.features) * embedding_of(target).shape[1]

@@ -37,10 +37,7 @@ _LOADERS: dict[str, Callable[..., Head]] = {
 
 def is_head(spec: ModelSpec) -> bool:
     """Whether a checkpoint is a head rather than a model, by its configuration, or by the tensors of a GGUF file.
-
-    Raises:
-        ModelNotFound, ModelCorrupt
-    """
+    Raises ModelNotFound, ModelCorrupt."""
     if (file := held_file(spec)) is not None:
         is_mtp = any(".nextn." in name for name in file.tensors) and "blk.0.attn_norm.weight" not in file.tensors
         return is_mtp or "fc.weight" in file.tensors
@@ -189,11 +186,7 @@ def check_target(target: LM) -> None:
 
 
 def read_config(location: str) -> dict[str, Any]:
-    """The config.json of a folder or hub repository, as it is written.
-
-    Raises:
-        ModelNotFound, ModelCorrupt
-    """
+    """The config.json of a folder or hub repository, as it is written. Raises ModelNotFound, ModelCorrupt."""
     path = _file(location, "config.json")
     if path is None:
         raise ModelNotFound(f"{location} has no config.json, or it cannot be fetched: check its name and the network")
@@ -228,13 +221,10 @@ def find_tensors(location: str, *, allow_pickle: bool = False) -> dict[str, str]
 
 
 def read_tensors(location: str, files: Mapping[str, str], prefix: str = "") -> dict[str, Tensor]:
-    """Read the tensors whose names begin with ``prefix``, from their files alone.
+    """Read the tensors whose names begin with ``prefix``, from their files alone. Raises ModelCorrupt.
 
     Args:
         files: from ``find_tensors``.
-
-    Raises:
-        ModelCorrupt
     """
     from safetensors import safe_open
 
