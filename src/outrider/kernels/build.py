@@ -162,7 +162,7 @@ def cached_name(command: Sequence[str], level: Level, predefined: str) -> str:
 
 
 def install() -> Path:
-    """Compile the library for this processor into the package, in place of earlier ones. Raises CompilerError, OSError."""
+    """Compile the library for this processor into the package, in place of others. Raises CompilerError, OSError."""
     command = compiler()
     level, _ = best_level(command)
     path = installed_path(level)
