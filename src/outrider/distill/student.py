@@ -176,11 +176,8 @@ def default_shape(target_config: Any) -> Shape:
 
 
 def draft_config(target_config: Any, shape: Shape) -> Any:
-    """Configuration of a draft: the target's with other numbers of layers and heads, and other widths.
-
-    Raises:
-        OptionError: the width does not divide into heads.
-    """
+    """Configuration of a draft: the target's with other numbers of layers and heads, and other widths. Raises
+    OptionError: the width does not divide into heads."""
     source = target_config.get_text_config(decoder=True)
     config = copy.deepcopy(source)
     if getattr(config, "quantization_config", None) is not None:

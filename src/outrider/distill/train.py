@@ -335,11 +335,8 @@ def _rate(spent: float) -> float:
 
 
 def check_same_run(output: Path, settings: dict[str, Any]) -> None:
-    """Store the settings of a run in its folder, or compare them with the stored ones.
-
-    Raises:
-        FileError: the folder belongs to another run.
-    """
+    """Store the settings of a run in its folder, or compare them with the stored ones. Raises FileError: the folder
+    belongs to another run."""
     path = output / "training" / "settings.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

@@ -72,10 +72,7 @@ def self_drafter(target: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
 
 def mask_token_of(name: str, model: Any) -> int | None:
     """The mask token of a model that drafts all tokens in one forward, by its configuration; None for other models.
-
-    Raises:
-        UnsupportedModel: it has no embedding for that token.
-    """
+    Raises UnsupportedModel: it has no embedding for that token."""
     key = next((key for key in _MASK_KEYS if getattr(model.config, key, None) is not None), None)
     if key is None:
         return None

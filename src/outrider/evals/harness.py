@@ -147,11 +147,8 @@ class OutriderLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> Any:
-        """Token that precedes a sequence without a context.
-
-        Raises:
-            PromptError: the tokenizer has neither a BOS nor an EOS token.
-        """
+        """Token that precedes a sequence without a context. Raises PromptError: the tokenizer has neither a BOS nor an
+        EOS token."""
         bos = self.tokenizer.bos_token_id
         prefix = self.eot_token_id if bos is None else bos
         if prefix is None:
@@ -164,11 +161,7 @@ class OutriderLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Format a chat as text.
-
-        Raises:
-            PromptError: there is no chat template, or it does not accept these messages.
-        """
+        """Format a chat as text. Raises PromptError: there is no chat template, or it does not accept these messages."""
         options = ChatOptions(continue_final_message=not add_generation_prompt)
         return chat_text(self.tokenizer, Chat(chat_history, options))
 

@@ -64,11 +64,8 @@ class DescribedModel:
 
 
 def describe(spec: ModelSpec) -> DescribedModel:
-    """Read configuration and tokenizer of a model.
-
-    Raises:
-        ModelError: the model cannot be found, or is not a causal language model.
-    """
+    """Read configuration and tokenizer of a model. Raises ModelError: the model cannot be found, or is not a causal
+    language model."""
     config = read_config(spec)
     architectures = config.architectures or ()
     if not architectures:

@@ -89,11 +89,7 @@ def check_missing(name: str, missing: Iterable[str]) -> None:
 
 def auto_class(name: str, config: Any) -> Any:
     """Auto class of Transformers that loads a model of this kind: of the text model alone where there is one, else of
-    all of a multimodal model, which continues text too.
-
-    Raises:
-        UnsupportedModel: there is none.
-    """
+    all of a multimodal model, which continues text too. Raises UnsupportedModel: there is none."""
     import transformers
 
     classes = (

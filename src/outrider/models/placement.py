@@ -27,11 +27,7 @@ _SPLIT = ("colwise", "packed_colwise")  # styles where each process computes par
 
 
 def pick_device(name: str) -> torch.device:
-    """Device by name; ``auto`` takes CUDA, then MPS, then the CPU.
-
-    Raises:
-        DeviceError: it does not exist here.
-    """
+    """Device by name; ``auto`` takes CUDA, then MPS, then the CPU. Raises DeviceError: it does not exist here."""
     if name == "auto":
         has_mps = torch.backends.mps.is_available()
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
@@ -46,11 +42,8 @@ def pick_device(name: str) -> torch.device:
 
 
 def device_map_of(placement: Placement) -> str | dict[str, Any] | None:
-    """The ``device_map`` of ``from_pretrained``.
-
-    Raises:
-        FileError, DeviceError: the file cannot be read, or names a device that is not there.
-    """
+    """The ``device_map`` of ``from_pretrained``. Raises FileError, DeviceError: the file cannot be read, or names a
+    device that is not there."""
     word = placement.device_map
     if word in (None, "none"):
         return None

@@ -125,11 +125,8 @@ class Log:
 
     @classmethod
     def open(cls, path: Path) -> Log:
-        """Read a log. An incomplete last line is ignored.
-
-        Raises:
-            FileError: there is no log, its lines are damaged, differ in their settings, or were constrained.
-        """
+        """Read a log. An incomplete last line is ignored. Raises FileError: there is no log, its lines are damaged,
+        differ in their settings, or were constrained."""
         header: Header | None = None
         records: dict[int, Record] = {}
         num_failed = 0

@@ -140,11 +140,7 @@ def load_draft(
 
 
 def _tokenizer_of(header: Header, models_file: Path | None) -> Any | None:
-    """The tokenizer of a log's target; None if it is not here.
-
-    Raises:
-        TokenizerMismatch: the target's has changed.
-    """
+    """The tokenizer of a log's target; None if it is not here. Raises TokenizerMismatch: the target's has changed."""
     try:
         tokenizer = load_tokenizer(resolve(header.target, models_file))
     except ModelError:

@@ -258,11 +258,8 @@ def round_lines(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[s
 
 
 def read_tensors(path: Path) -> list[tuple[int, ...]]:
-    """Read sequences of token ids, one for each row of each printed tensor.
-
-    Raises:
-        FileError: with the line number; ids are elided (``...``), or the file has other content.
-    """
+    """Read sequences of token ids, one for each row of each printed tensor. Raises FileError: with the line number; ids
+    are elided (``...``), or the file has other content."""
     text = read_text(path).rstrip()
     texts: list[tuple[int, ...]] = []
     at = 0

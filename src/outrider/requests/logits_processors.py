@@ -45,11 +45,7 @@ _REFUSED = tuple(
 
 
 def processors_of_row(processors: Sequence[Processor], row: int) -> list[Processor]:
-    """The processors as they act on one row of the batch.
-
-    Raises:
-        OptionError: one has a state, or reads other rows.
-    """
+    """The processors as they act on one row of the batch. Raises OptionError: one has a state, or reads other rows."""
     return [_of_row(one, row) for one in processors]
 
 

@@ -63,11 +63,8 @@ class EagerExecution:
         return nullcontext()
 
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-        """Run ``step(lm, *static, *arguments)``. The results are valid until the next run.
-
-        Raises:
-            ExecutionError: this model or machine does not allow it.
-        """
+        """Run ``step(lm, *static, *arguments)``. The results are valid until the next run. Raises ExecutionError: this
+        model or machine does not allow it."""
         return step(lm, *static, *arguments)
 
 

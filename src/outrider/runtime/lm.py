@@ -203,11 +203,8 @@ class LM:
             raise OptionError("num_draft_tokens", k, remedy)
 
     def new_cache(self, num_rows: int, capacity: int) -> SlotCache:
-        """Cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up).
-
-        Raises:
-            DeviceError: there is not enough memory.
-        """
+        """Cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up). Raises DeviceError: there is
+        not enough memory."""
         return self.execution.new_cache(self.layer_shapes, num_rows, self.execution.round_length(capacity))
 
     def view_len(self, length: int, cache: SlotCache) -> int:

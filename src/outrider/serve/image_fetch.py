@@ -58,11 +58,7 @@ class ImageFetcher:
         return [url for prompt in prompts if has_images(prompt) for url in image_urls(prompt)] if self._hosts else []
 
     async def fetch(self, urls: Sequence[str]) -> dict[str, bytes]:
-        """The files at addresses.
-
-        Raises:
-            Refusal: it names the host, and the reason.
-        """
+        """The files at addresses. Raises Refusal: it names the host, and the reason."""
         if len(urls) > MOST_IMAGES:
             raise _refusal(f"the prompt has more than {MOST_IMAGES} images: give fewer")
         parsed = {url: self._checked(url) for url in urls}

@@ -145,11 +145,7 @@ class ServedModel:
         return self.admission.reserve(client, self._retry_after_s())
 
     def submit(self, jobs: Sequence[RequestState], client: str, priority: int) -> Ticket:
-        """Queue rows. The caller must ``close`` the ticket.
-
-        Raises:
-            Refusal: not ready, or the queue is full.
-        """
+        """Queue rows. The caller must ``close`` the ticket. Raises Refusal: not ready, or the queue is full."""
         self.admission.check(len(jobs), client, self._retry_after_s())
         now_s = time.perf_counter()
         ticket = Ticket([TicketRow(job, which, now_s) for which, job in enumerate(jobs)], client, priority, now_s)

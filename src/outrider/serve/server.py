@@ -105,11 +105,8 @@ class Server:
         self._uvicorn = uvicorn.Server(config)
 
     def run(self) -> None:
-        """Serve until SIGTERM, SIGINT or ``stop``.
-
-        Raises:
-            OutriderError, Exception: loading the model or the engine failed.
-        """
+        """Serve until SIGTERM, SIGINT or ``stop``. Raises OutriderError, Exception: loading the model or the engine
+        failed."""
         try:
             asyncio.run(self._run())
         finally:

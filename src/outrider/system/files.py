@@ -16,11 +16,7 @@ from outrider.system.ranks import current_ranks
 
 
 def read_text(path: Path) -> str:
-    """Read a UTF-8 file, without its byte order mark.
-
-    Raises:
-        FileError: it cannot be read, or is not UTF-8.
-    """
+    """Read a UTF-8 file, without its byte order mark. Raises FileError: it cannot be read, or is not UTF-8."""
     data = read_bytes(path)
     try:
         return data.decode("utf-8-sig")
@@ -104,11 +100,8 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically. A link is followed. A device or a pipe is appended to.
-
-    Raises:
-        FileError: it cannot be written.
-    """
+    """Write a file atomically. A link is followed. A device or a pipe is appended to. Raises FileError: it cannot be
+    written."""
     try:
         if _is_stream(path):
             if current_ranks().is_first:

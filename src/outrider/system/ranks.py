@@ -61,11 +61,8 @@ class Ranks:
         return values[0]
 
     def of_first(self, make: Callable[[], _Value]) -> _Value:
-        """Call ``make`` in the first process and broadcast its result. Every process must call this.
-
-        Raises:
-            OutriderError: raised by ``make``, in all processes.
-        """
+        """Call ``make`` in the first process and broadcast its result. Every process must call this. Raises
+        OutriderError: raised by ``make``, in all processes."""
         if self.size == 1:
             return make()
         value: Any = None
@@ -127,11 +124,8 @@ def is_one_of_several() -> bool:
 
 
 def join() -> Ranks:
-    """Join the job if torchrun has started one. Each process takes the CUDA device of its local rank.
-
-    Raises:
-        DeviceError: there are fewer CUDA devices than processes.
-    """
+    """Join the job if torchrun has started one. Each process takes the CUDA device of its local rank. Raises
+    DeviceError: there are fewer CUDA devices than processes."""
     global _ranks
     if _ranks.size > 1 or not is_one_of_several():
         return _ranks

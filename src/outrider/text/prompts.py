@@ -27,10 +27,7 @@ _MEDIA = {"image": "an image", "video": "a video", "audio": "a sound"}
 
 def prompts_of(given: Any) -> Iterable[Any]:
     """Prompts of a call, each in a form that ``encode`` takes. A single text, chat or tokenizer's output is one prompt.
-
-    Raises:
-        PromptError: there are none in it.
-    """
+    Raises PromptError: there are none in it."""
     if isinstance(given, str) or is_chat(given):
         return [given]
     if isinstance(given, Mapping):
@@ -42,11 +39,7 @@ def prompts_of(given: Any) -> Iterable[Any]:
 
 def one_prompt(prompt: Any) -> list[Any]:
     """A list of one prompt, in which a tokenizer's output is token ids. (In a list, a single message of a chat would be
-    taken for the chat.)
-
-    Raises:
-        PromptError: a tokenizer's output has several prompts; or see ``rows_of``.
-    """
+    taken for the chat.) Raises PromptError: a tokenizer's output has several prompts; or see ``rows_of``."""
     is_encoded = isinstance(prompt, Mapping) and not media_of(prompt)
     return [only_row(prompt)] if is_encoded else [prompt]
 
@@ -79,11 +72,8 @@ def without_media(prompt: Any) -> Any:
 
 
 def rows_of(encoded: Mapping[str, Any]) -> list[list[int]]:
-    """Token ids of a tokenizer's output, one prompt or several, without masked ones.
-
-    Raises:
-        PromptError: it is another mapping, or has unsupported entries.
-    """
+    """Token ids of a tokenizer's output, one prompt or several, without masked ones. Raises PromptError: it is another
+    mapping, or has unsupported entries."""
     if _IDS not in encoded:
         keys = ", ".join(map(repr, encoded))
         raise PromptError(f"a prompt is {FORMS}, or what a tokenizer returns, not a mapping with the keys {keys}")

@@ -168,11 +168,8 @@ def _grammar(name: str, value: str | Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=64)
 def _can_be_read(grammar: str) -> bool:
-    """Whether llguidance can validate a grammar, in its own format, within the limits of a process.
-
-    Raises:
-        ConstraintNotRead: the machine is too busy. (This is not remembered.)
-    """
+    """Whether llguidance can validate a grammar, in its own format, within the limits of a process. Raises
+    ConstraintNotRead: the machine is too busy. (This is not remembered.)"""
     command = [sys.executable, "-P", "-c", _PROGRAM, str(_MOST_CPU_S), str(_MOST_MEMORY)]
     try:
         done = subprocess.run(

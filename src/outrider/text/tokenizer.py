@@ -68,10 +68,7 @@ def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool | None = 
 
 def tokenizer_of(given: Any | None) -> Any | None:
     """Transformers tokenizer of a user's argument: itself, one in a processor, or a wrapped ``tokenizers.Tokenizer``.
-
-    Raises:
-        OptionError: it is something else.
-    """
+    Raises OptionError: it is something else."""
     import tokenizers
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, ProcessorMixin
 
@@ -216,11 +213,8 @@ def fingerprint(tokenizer: Any) -> str:
 
 
 def check_same_tokens(target: Any, draft: Any, target_name: str, draft_name: str) -> None:
-    """Compare two tokenizers by the tokens of their ids.
-
-    Raises:
-        TokenizerMismatch: an id has different tokens; the message shows some.
-    """
+    """Compare two tokenizers by the tokens of their ids. Raises TokenizerMismatch: an id has different tokens; the
+    message shows some."""
     if differing := differing_tokens(target, draft):
         raise TokenizerMismatch(
             f"{target_name} and {draft_name} have different tokenizers: {len(differing)} of "

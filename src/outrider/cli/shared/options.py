@@ -258,11 +258,8 @@ def over_checkpoint(
 
 
 def check_alone(context: typer.Context, kept: Collection[str], remedy: str) -> None:
-    """Check that no option was given but those kept.
-
-    Raises:
-        OptionError: another option was given; the message ends with the remedy.
-    """
+    """Check that no option was given but those kept. Raises OptionError: another option was given; the message ends
+    with the remedy."""
     for param in context.command.params:
         source = context.get_parameter_source(param.name or "")
         if source is not None and source.name == "COMMANDLINE" and param.name not in kept:
@@ -282,11 +279,7 @@ def _parse_biases(texts: list[str] | None) -> dict[int, float] | None:
 
 
 def parse_numbers(option: str, text: str, remedy: str, *, most: int | None = None) -> list[int]:
-    """Parse "1,4": unique whole numbers from 1 to ``most``.
-
-    Raises:
-        OptionError: with the remedy.
-    """
+    """Parse "1,4": unique whole numbers from 1 to ``most``. Raises OptionError: with the remedy."""
     try:
         numbers = sorted({int(part) for part in text.split(",")})
     except ValueError:

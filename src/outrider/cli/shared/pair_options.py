@@ -133,11 +133,7 @@ class PairOptions:
 
     @property
     def draft_names(self) -> list[str]:
-        """Unique names of the drafts.
-
-        Raises:
-            OptionError: a corpus was given, and no draft reads it.
-        """
+        """Unique names of the drafts. Raises OptionError: a corpus was given, and no draft reads it."""
         names = list(dict.fromkeys(self.draft or ["fable-draft" if self.target == "fable" else "ngram"]))
         if self.corpus and not any(map(reads_corpus, names)):
             raise OptionError("--corpus", str(self.corpus[0]), "only the draft 'suffix' reads one: add --draft suffix")
@@ -145,22 +141,14 @@ class PairOptions:
 
     @property
     def single_draft(self) -> str:
-        """Draft of a command that takes one.
-
-        Raises:
-            OptionError: several were given.
-        """
+        """Draft of a command that takes one. Raises OptionError: several were given."""
         if len(self.draft_names) > 1:
             raise OptionError("--draft", ", ".join(self.draft_names), "this command takes one draft")
         return self.draft_names[0]
 
     @property
     def compared_draft(self) -> str:
-        """Draft of a command that compares it with plain decoding.
-
-        Raises:
-            OptionError: several drafts, or 'none'.
-        """
+        """Draft of a command that compares it with plain decoding. Raises OptionError: several drafts, or 'none'."""
         if self.single_draft == "none":
             raise OptionError("--draft", "none", "there is nothing to compare: choose a model, ngram or suffix")
         return self.single_draft

@@ -152,11 +152,8 @@ def layer_config(config: Any, num_layers: int, like: Any) -> Any:
 
 
 def decoder_of(config: Any, name: str) -> Any:
-    """Transformers' decoder of a configuration, without weights: for its layers and norms.
-
-    Raises:
-        UnsupportedModel: its parts have other names.
-    """
+    """Transformers' decoder of a configuration, without weights: for its layers and norms. Raises UnsupportedModel: its
+    parts have other names."""
     from transformers import AutoModel
     from transformers.initialization import no_init_weights
 
