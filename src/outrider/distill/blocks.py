@@ -48,8 +48,7 @@ def mask_token(target: LM, counts: Tensor) -> int:
     Args:
         counts: of the tokens in the training data. [V]
     """
-    model: Any = target.model
-    embed = model.get_input_embeddings()
+    embed = target.model.get_input_embeddings()
     by_count = torch.sort(counts, stable=True).indices.to(target.device)
     return next(int(token_id) for token_id in by_count if bool(embed(token_id).any()))
 

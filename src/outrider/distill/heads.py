@@ -38,8 +38,7 @@ def new_config(kind: Any, target: LM, num_layers: int) -> Any:
     Args:
         kind: class of the configuration.
     """
-    model: Any = target.model
-    source = model.config.get_text_config(decoder=True)
+    source = target.model.config.get_text_config(decoder=True)
     size, num_heads = source.hidden_size, source.num_attention_heads
     rope_theta = (getattr(source, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
     return kind(
@@ -60,8 +59,7 @@ def new_config(kind: Any, target: LM, num_layers: int) -> Any:
 def num_layers_of(target: LM) -> int:
     """Number of decoder layers. Raises UnsupportedModel: no head can read them."""
     check_target(target)
-    model: Any = target.model
-    return len(model.get_decoder().layers)
+    return len(target.model.get_decoder().layers)
 
 
 def default_features(num_layers: int) -> tuple[int, int, int]:
@@ -80,7 +78,7 @@ def most_frequent(counts: Tensor, num_tokens: int) -> Tensor:
 def from_target(target: LM, num_features: int, token_ids: Tensor | None) -> dict[str, Tensor]:
     """Initial weights that a head takes from its target: it passes on the deepest state, which the target's norm and LM
     head turn into logits."""
-    model: Any = target.model
+    model = target.model
     output = widened_weights(nn.ModuleDict({"head": model.get_output_embeddings()}))["head.weight"]
     size = embedding_of(target).shape[1]
     # The weight of an RMS norm, however its kind stores it.
@@ -174,7 +172,7 @@ class HeadStudent(Student, Generic[AnyHead]):
         return [(target_logits, logits[..., : target_logits.shape[-1]]) for target_logits, logits in outputs]
 
     def as_stored(self, name: str, dtype: torch.dtype) -> Drafter:
-        model: Any = self.target.model
+        model = self.target.model
         targets = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
         head = copy.deepcopy(self.head, {id(vars(self.head)[part]): targets[part] for part in self._borrowed})
         for parameter in head.parameters():  # not buffers, which are not stored
@@ -187,7 +185,7 @@ class HeadStudent(Student, Generic[AnyHead]):
 
     @torch.inference_mode()
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
-        head: Any = drafter.models[0].model
+        head = drafter.models[0].model
         sums: list[Tensor] = []  # of alpha over the tokens of each text, and their number [K, 2, B]
         for begin in range(0, len(texts), _BATCH):
             batch = texts[begin : begin + _BATCH]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -32,7 +31,7 @@ def read_target(target: LM, features: Sequence[int], ids: Tensor) -> tuple[Tenso
     Args:
         features: hidden state i is the input of decoder layer i.
     """
-    model: Any = target.model
+    model = target.model
     inputs: list[Tensor] = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, given: inputs.append(given[0]))
     with torch.no_grad(), recorded_states(model, features) as found:
@@ -91,8 +90,7 @@ class Teacher:
 
     def _logits(self, last: Tensor) -> Tensor:
         if self._head is None:
-            model: Any = self.target.model
-            weight = widened_weights(nn.ModuleDict({"head": model.get_output_embeddings()}))["head.weight"]
+            weight = widened_weights(nn.ModuleDict({"head": self.target.model.get_output_embeddings()}))["head.weight"]
             weight = weight[: self.target.vocab_size] if self.token_ids is None else weight[self.token_ids]
             self._head = weight.to(last.device, last.dtype)
         return functional.linear(last, self._head)

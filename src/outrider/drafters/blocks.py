@@ -30,7 +30,7 @@ def feed_blocks(
     Returns:
         logits of the drafts [B, K, D]; outputs of their slots [B, K, H]; the state of the head's correction
     """
-    module: Any = head.model
+    module = head.model
     size, first = module.block_size, module.num_before
     last = last_ids[:, 1:]
     ids = torch.cat((last, last.new_full((1, 1), module.mask_id).expand(len(last), size - 1)), dim=1)
@@ -67,7 +67,7 @@ def _at_once(
     lengths: Tensor,
 ) -> LogitsAt:
     """A forward for all tokens, whose logits may be corrected by the token before each one."""
-    module: Any = head.model
+    module = head.model
     logits, outputs, *state = run(feed_blocks, (view_len, k), cache, last_ids, lengths, num_wanted)
 
     def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -85,7 +85,7 @@ class BlockSession(StatesSession):
     """The head's cache over the slots of an engine."""
 
     def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
-        module: Any = head.model
+        module = head.model
         super().__init__(head, options, num_slots, capacity + module.block_size)  # a block goes beyond the sequence
         self._module = module
 

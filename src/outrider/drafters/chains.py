@@ -33,7 +33,7 @@ def feed_entries(
         logits after the last N = ``num_logits`` columns [B, N, D]; the states to be fed with the drafted tokens
         [B, T, H]
     """
-    module: Any = head.model
+    module = head.model
     if head.native is not None:
         fed_back = len(module.layers) + module.norm_output
         with head.lock:
@@ -102,7 +102,7 @@ def _in_parallel(
 ) -> LogitsAt:
     """P-EAGLE: one forward. Entries of mask tokens follow those of the sequence, and are replaced later. So
     the logits at an offset depend neither on the tokens drafted before it nor on K. Arguments: see ``_one_by_one``."""
-    module: Any = head.model
+    module = head.model
     owed = _owed(num_wanted, fed, cached, lengths)
     offsets = torch.arange(1, k, device=lengths.device)
     beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 2 + offsets, -1)
@@ -209,8 +209,7 @@ class ChainSession(Session):
         width = self._width if head.execution.is_prepared else max(1, *late)
         columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
         fed = rows.ids.gather(1, columns.clamp_min(0))
-        module: Any = head.model
-        source = _one_by_one if module.mask_id is None else _in_parallel
+        source = _one_by_one if head.model.mask_id is None else _in_parallel
         static = source, (head.view_len(rows.longest + k, cache),), rule, self._options, k, False
         own = cache, fed, cached, rows.lengths
         call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own

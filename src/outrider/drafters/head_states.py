@@ -22,8 +22,7 @@ def keep_states(head: LM, cache: SlotCache, features: Tensor, positions: Tensor)
         features: [B, T, F]
         positions: -1 for padding. [B, T]
     """
-    module: Any = head.model
-    states = module.fuse(features.to(head.device, head.dtype))[:, None]  # [B, 1, T, H]
+    states = head.model.fuse(features.to(head.device, head.dtype))[:, None]  # [B, 1, T, H]
     cache.at(positions, cache.capacity, is_single=False, keeps_finite=True)
     cache.argument.layers[-1].update(states, states[..., :0])
 

@@ -20,8 +20,6 @@ appendix A for where a draft may end). Some of these draft greedily or in trees;
 
 from __future__ import annotations
 
-from typing import Any
-
 from outrider.drafters.base import Drafter
 from outrider.drafters.blocks import BlockSession
 from outrider.drafters.chains import ChainSession
@@ -40,7 +38,7 @@ def head_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
         head: its module is a ``Head``.
         options: greedy, and a least probability; or for blocks a least confidence, if the head predicts acceptance.
     """
-    module: Any = head.model
+    module = head.model
     name = options.full_name(head.name)
     if module.shared_layers:
         options.check_taken(head.name, "is_greedy", "min_prob")

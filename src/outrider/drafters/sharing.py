@@ -20,7 +20,7 @@ def feed_shared(
     head: LM, view_len: int, shared: SlotCache, ids: Tensor, states: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Feed single tokens. Results are those of ``feed_entries``."""
-    module: Any = head.model
+    module = head.model
     with head.lock:
         outputs, states = module(ids, states, positions, shared, view_len)
         logits = module.lm_head(outputs)

@@ -161,7 +161,7 @@ class OutriderLM(TemplateLM):
         return str(self.tokenizer.name_or_path).replace("/", "__")
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Format a chat as text. Raises PromptError: there is no chat template, or it does not accept these messages."""
+        """Format a chat as text. Raises PromptError: there is no chat template, or it does not accept the messages."""
         options = ChatOptions(continue_final_message=not add_generation_prompt)
         return chat_text(self.tokenizer, Chat(chat_history, options))
 

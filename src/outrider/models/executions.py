@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import torch
 
@@ -63,7 +62,7 @@ def beside(head: LM, target: LM) -> LM:
         return capture(head)
     if target.native is None:
         return head
-    module: Any = head.model
+    module = head.model
     try:
         forward = NativeForward(module, module.plan())
     except NotPlanned as reason:

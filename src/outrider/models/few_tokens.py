@@ -36,7 +36,6 @@ def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) 
     Raises:
         UnsupportedModel: rows of its LM head cannot be taken, or it knows none of these tokens.
     """
-    weights: Any = lm.weights
     rows = _rows_in_model(lm, token_ids) if lm.token_ids is None else _rows_among(lm.token_ids, token_ids)
     is_known = rows >= 0
     token_ids, rows = token_ids[is_known].to(lm.device), rows[is_known]
@@ -44,7 +43,7 @@ def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) 
         raise UnsupportedModel(f"{lm.name} knows none of the tokens that it is to draft")
     few = copy.copy(lm)
     names = _token_weights(lm)
-    few.weights = changed = _with_rows(weights, names, rows, lm.name)
+    few.weights = changed = _with_rows(lm.weights, names, rows, lm.name)
     if quantization in ("int8", "int4"):
         _round(changed, names[0])
     few.token_ids = token_ids
@@ -72,7 +71,7 @@ def _rows_in_model(lm: LM, token_ids: Tensor) -> Tensor:
 
 def _token_weights(lm: LM) -> list[str]:
     """Names of the parameters with a row for each token: first the matrix of the LM head."""
-    weights: Any = lm.weights
+    weights = lm.weights
     if isinstance(weights, StandIn):
         head = weights.plan.head
         matrix = weights.get_parameter(head.weight)  # under the name of the embedding, too, if they are tied

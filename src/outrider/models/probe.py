@@ -111,7 +111,7 @@ def num_tokens_across(window: int) -> int:
 def _is_affordable(lm: LM, num_tokens: int) -> bool:
     is_cuda = lm.device.type == "cuda"
     most_work = _MOST_WORK_OF_CUDA if is_cuda else torch.get_num_threads() * _MOST_WORK_OF_THREAD
-    return num_tokens * sum(parameter.numel() for parameter in lm.model.parameters()) <= most_work
+    return num_tokens * sum(int(parameter.numel()) for parameter in lm.model.parameters()) <= most_work
 
 
 def _compare_with_states(lm: LM, kind: str) -> None:

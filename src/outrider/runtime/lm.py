@@ -72,7 +72,7 @@ class LM:
             layer_shapes: cache shapes of each layer; None to find them by running the model. A head, which is no model
                 by itself, states them.
         """
-        self.weights = model
+        self.weights: Any = model
         self.name = name
         self.vocab_size = vocab_size
         self.unknown_ids = unknown_ids
@@ -92,7 +92,7 @@ class LM:
         self.native: Native | None = None
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The model in its own code, built when first asked for if there is a stand-in."""
         return self.weights.original if isinstance(self.weights, StandIn) else self.weights
 
@@ -161,8 +161,7 @@ class LM:
     @cached_property
     def _fed(self) -> Tensor:
         """The model's ids of the tokens that it is fed with (``with_tokens``). [V + its own]"""
-        model: Any = self.weights
-        num_own = len(model.get_input_embeddings().weight)
+        num_own = len(self.weights.get_input_embeddings().weight)
         return torch.cat((self._own.clamp_min(0), torch.arange(num_own, device=self.device)))
 
     @cached_property
@@ -310,8 +309,7 @@ class LM:
             logits [B, T, V]; and hidden states of all columns, by the index of the feature
         """
         if self.unknown_ids:
-            weights: Any = self.weights
-            ids = ids.clamp_max(len(weights.get_input_embeddings().weight) - 1)
+            ids = ids.clamp_max(len(self.weights.get_input_embeddings().weight) - 1)
         if self.own_ids:
             ids = self._fed[ids]
         if self.native is not None:
@@ -323,7 +321,7 @@ class LM:
             cache.note_broken(results.broken if has_broken else None)
             logits = self._finished(results.logits, results.broken if has_broken else None, None)
             return logits, dict(zip(features, parts, strict=True))
-        model: Any = self.model
+        model = self.model
         wanted = None if columns is None else columns[:, -num_logits:]
         is_single = self.is_stepped or positions.shape[1] == 1
         cache.at(positions, view_len, is_single=is_single, keeps_finite=keeps_finite)

@@ -49,7 +49,7 @@ def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPr
         PromptError: the model has no images, or the inputs do not fit; or it continues from images in a way that the
             rounds do not know.
     """
-    model: Any = lm.model
+    model = lm.model
     if not takes_images(model):
         raise PromptError(f"{lm.name} ({model.config.model_type}) takes no images: give text")
     if any(shape.states for shape in lm.layer_shapes):
@@ -133,7 +133,7 @@ def prefill_media(lm: LM, media: MediaPrompt, cache: SlotCache, features: Sequen
     for layer_type, visible in media.visible.items():
         mask = masks[layer_type] if isinstance(masks, dict) else masks  # [1, 1, P, view_len]
         mask.fill_(torch.finfo(mask.dtype).min)[..., : media.num_tokens].masked_fill_(visible, 0)
-    model: Any = lm.model
+    model = lm.model
     decoder = model.get_decoder()
     with lm.lock, recorded_states(model, features) as states:
         decoder(

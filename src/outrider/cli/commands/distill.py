@@ -290,7 +290,7 @@ def _new_model(
     from outrider.text.tokenizer import check_same_tokens
 
     lm, init = decoder.target, shape.init
-    target: Any = lm.model
+    target = lm.model
     if init in ("target", "scratch"):
         default = default_shape(target.config)
         num_layers = default.num_layers if shape.layers is None else shape.layers

@@ -69,7 +69,7 @@ class AssistantHead(Head):
             shared: the target's layer whose keys and values are read, by the type of a layer.
         """
         super().__init__()
-        model: Any = target.model
+        model = target.model
         decoder_of_target = model.get_decoder()
         size, width = of_layers.hidden_size, config.backbone_hidden_size
         self.config = of_layers
@@ -139,7 +139,7 @@ def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name
 
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(dict(stated))
     own = config.get_text_config(decoder=True)
-    own._attn_implementation = target.model.config._attn_implementation  # type: ignore[union-attr]
+    own._attn_implementation = target.model.config._attn_implementation
     head = AssistantHead(config, own, _shared_layers(own.layer_types, name, target), target)
     _check(head, config, name, target)
     tensors = dict(stored)
@@ -155,8 +155,7 @@ def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name
 
 def _shared_layers(types: Sequence[str], name: str, target: LM) -> dict[str, int]:
     """The last layer of a target with keys and values, for each type of an assistant's layers."""
-    model: Any = target.model
-    config = model.config.get_text_config(decoder=True)
+    config = target.model.config.get_text_config(decoder=True)
     own = list(getattr(config, "layer_types", None) or ())
     own = own[: len(own) - (getattr(config, "num_kv_shared_layers", None) or 0)]
     found = {kind: max((i for i, one in enumerate(own) if one == kind), default=-1) for kind in types}

@@ -174,8 +174,7 @@ def rotation(rotary: Any, states: Tensor, positions: Tensor) -> tuple[Tensor, Te
 
 def embedding_of(target: LM) -> Any:
     """Weight of the target's embedding. [V, H]"""
-    model: Any = target.model
-    return model.get_input_embeddings().weight
+    return target.model.get_input_embeddings().weight
 
 
 def own_tensors(stored: Mapping[str, Tensor], target: LM) -> tuple[dict[str, Tensor], Tensor | None]:
@@ -195,7 +194,7 @@ def own_tensors(stored: Mapping[str, Tensor], target: LM) -> tuple[dict[str, Ten
 
 def set_vocabulary(head: Head, tensors: Mapping[str, Tensor], target: LM) -> None:
     """Give a head the embedding and the LM head that its checkpoint has, else those of the target."""
-    model: Any = target.model
+    model = target.model
     head.embed_tokens, head.lm_head = model.get_input_embeddings(), model.get_output_embeddings()
     with torch.device("meta"):
         if (weight := tensors.get("embed_tokens.weight")) is not None:
@@ -215,8 +214,7 @@ def complete(
         tensors, offsets: from ``own_tensors``.
         outputs: modules whose weights have a row for each of its tokens; the first is its LM head.
     """
-    model: Any = target.model
-    num_layers, width = len(model.get_decoder().layers), len(head.features) * embedding_of(target).shape[1]
+    num_layers, width = len(target.model.get_decoder().layers), len(head.features) * embedding_of(target).shape[1]
     if head.fc.in_features != width:
         raise ModelCorrupt(
             f"{name} is for another target: it reads {head.fc.in_features} numbers of each token, and "

@@ -118,10 +118,9 @@ class BlockHead(Head):
             tensors: its weights; they decide what there is.
         """
         super().__init__()
-        model: Any = target.model
         self.features = _features(stated, config, target)
         self.reaches = _reaches(stated, config, window_of(stated.get("transformer_layer_config") or stated, target))
-        self.config = layer_config(config, config.num_hidden_layers, model)
+        self.config = layer_config(config, config.num_hidden_layers, target.model)
         self.state_size = 0
         self.block_size = int(_value(stated, "block_size", 16))
         names = [*(stated.get("architectures") or []), stated.get("speculators_model_type", "")]
@@ -292,8 +291,7 @@ def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, 
         return tuple(ids)
     ids = _value(stated, "target_layer_ids")
     if ids is None:  # in the first checkpoints: spread evenly
-        model: Any = target.model
-        last, num = len(model.get_decoder().layers) - 3, config.num_hidden_layers
+        last, num = len(target.model.get_decoder().layers) - 3, config.num_hidden_layers
         ids = [round(1 + i * (last - 1) / (num - 1)) for i in range(num)] if num > 1 else [(last + 3) // 2]
     return tuple(i + 1 for i in ids)
 

@@ -66,10 +66,9 @@ class Eagle3Head(Head):
 
     def __init__(self, config: Any, stated: Mapping[str, Any], tensors: Mapping[str, Tensor], target: LM) -> None:
         super().__init__()
-        model: Any = target.model
         self.config = config
         decoder = decoder_of(config, target.name)
-        size, num_target_layers = config.hidden_size, len(model.get_decoder().layers)
+        size, num_target_layers = config.hidden_size, len(target.model.get_decoder().layers)
         inner = stated.get("eagle_config") or {}
         self.features = stated_features(stated, num_target_layers)
         self.state_size = size
@@ -208,7 +207,7 @@ class MtpHead(Head):
 
     def __init__(self, target: LM) -> None:
         super().__init__()
-        model: Any = target.model
+        model = target.model
         decoder = model.get_decoder()
         config = model.config.get_text_config(decoder=True)
         types = list(getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers)
@@ -273,8 +272,7 @@ class MtpHead(Head):
 
 def mtp_prefix(found: Iterable[str], target: LM) -> str:
     """The beginning of the names of MTP weights in a target's checkpoint. Raises UnsupportedModel: there are none."""
-    model: Any = target.model
-    config = model.config.get_text_config(decoder=True)
+    config = target.model.config.get_text_config(decoder=True)
     pattern = rf"(model\.)?mtp\.|(model\.(language_model\.)?)?layers\.{config.num_hidden_layers}\."
     prefixes = [match.group() for name in found if (match := re.match(pattern, name))]
     if not prefixes:

@@ -121,7 +121,7 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
         ModelCorrupt, ModelNotFound
     """
     check_target(target)
-    model: Any = target.model
+    model = target.model
     location = str(getattr(model.config, "_name_or_path", "") or "")
     if not location:
         raise UnsupportedModel(
@@ -172,7 +172,7 @@ def kind_of_head(found: Set[str]) -> str | None:
 
 def check_target(target: LM) -> None:
     """Check that heads can read the states of a target. Raises UnsupportedModel."""
-    model: Any = target.model
+    model = target.model
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
     if len(set((getattr(model, "hf_device_map", None) or {}).values())) > 1:
         raise UnsupportedModel(f"{target.name} is spread over several devices: heads need it on one")

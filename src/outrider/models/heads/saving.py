@@ -36,7 +36,6 @@ def save_speculators(
     own = head.config.to_dict()
     for key in ("_name_or_path", "architectures", "dtype", "transformers_version"):
         own.pop(key, None)
-    model: Any = target.model
     stated = {
         "speculators_version": "0.9.0",
         "speculators_config": {
@@ -50,7 +49,7 @@ def save_speculators(
                     "accept_tolerance": 0.0,
                 }
             ],
-            "verifier": {"name_or_path": target.name, "architectures": model.config.architectures or []},
+            "verifier": {"name_or_path": target.name, "architectures": target.model.config.architectures or []},
         },
         # Older readers look for the base beside the parameters.
         "transformer_layer_config": own | {"rope_theta": own["rope_parameters"]["rope_theta"]},
