@@ -20,13 +20,13 @@ from outrider.models.gguf.family import (
     pairs_to_halves,
 )
 from outrider.models.gguf.keys import (
-    SIGMOID,
     SOFTMAX_OF_CHOSEN,
     Stated,
     decoder_fields,
     expert_fields,
     head_fields,
     layer_types,
+    routed_fields,
     whole_fields,
     window_of_all,
 )
@@ -46,18 +46,17 @@ def _qwen3moe(stated: Stated) -> dict[str, Any]:
 
 
 def _gpt_oss(stated: Stated) -> dict[str, Any]:
-    fields, moe = decoder_fields(stated), expert_fields(stated, is_normalized=False, gate=SOFTMAX_OF_CHOSEN)
+    fields, number = decoder_fields(stated), "num_local_experts"
+    moe = expert_fields(stated, number=number, is_normalized=False, gate=SOFTMAX_OF_CHOSEN)
     rope = fields["rope_parameters"]
-    if (local := stated.take("rope.freq_base_swa", rope["rope_theta"])) != rope["rope_theta"]:
-        raise stated.refusal("rope.freq_base_swa", local)
+    stated.check("rope.freq_base_swa", rope["rope_theta"])
     if rope["rope_type"] == "yarn":
         # No key says that its bounds are not rounded, as the authors' model has them; llama.cpp rounds them.
         rope["truncate"] = False
     return {
         **fields,
-        "num_local_experts": moe["num_experts"],
-        "num_experts_per_tok": moe["num_experts_per_tok"],
-        "intermediate_size": moe["moe_intermediate_size"],
+        "intermediate_size": moe.pop("moe_intermediate_size"),
+        **moe,
         "sliding_window": stated.take("attention.sliding_window"),
         "layer_types": layer_types(stated, 2),
     }
@@ -70,17 +69,10 @@ def _glm4(stated: Stated) -> dict[str, Any]:
 
 
 def _glm4moe(stated: Stated) -> dict[str, Any]:
-    is_normalized = stated.take("expert_weights_norm", False)
-    moe = expert_fields(stated, is_normalized=is_normalized, gate=SIGMOID)
     return {
         **_glm4(stated),
-        "n_routed_experts": moe["num_experts"],
-        "num_experts_per_tok": moe["num_experts_per_tok"],
-        "moe_intermediate_size": moe["moe_intermediate_size"],
-        "n_shared_experts": stated.take("expert_shared_count"),
+        **routed_fields(stated, False),
         "first_k_dense_replace": stated.take("leading_dense_block_count", 0),
-        "norm_topk_prob": is_normalized,
-        "routed_scaling_factor": stated.take("expert_weights_scale", 1.0),
         "use_qk_norm": stated.has("blk.0.attn_q_norm.weight"),
     }
 

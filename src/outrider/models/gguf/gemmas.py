@@ -22,9 +22,7 @@ from outrider.models.gguf.keys import (
 
 def _gemma2(stated: Stated) -> dict[str, Any]:
     fields = decoder_fields(stated)
-    base = fields["rope_parameters"]["rope_theta"]
-    if (local := stated.take("rope.freq_base_swa", base)) != base:
-        raise stated.refusal("rope.freq_base_swa", local)
+    stated.check("rope.freq_base_swa", fields["rope_parameters"]["rope_theta"])
     return {
         **fields,
         **query_scale(stated, fields, 46),
@@ -70,10 +68,8 @@ def _gemma4(stated: Stated) -> dict[str, Any]:
         raise stated.refusal("attention.sliding_window_pattern", types)
     sizes = {name: stated.take(f"attention.{name}") for name in ("key_length", "key_length_swa")}
     for name, size in sizes.items():
-        if (own := stated.take(f"attention.{name.replace('key', 'value')}", size)) != size:
-            raise stated.refusal(f"attention.{name.replace('key', 'value')}", own)
-    if (rotated := stated.take("rope.dimension_count_swa", sizes["key_length_swa"])) != sizes["key_length_swa"]:
-        raise stated.refusal("rope.dimension_count_swa", rotated)
+        stated.check(f"attention.{name.replace('key', 'value')}", size)
+    stated.check("rope.dimension_count_swa", sizes["key_length_swa"])
     # Layers with a window have a number of heads, and those without have another.
     heads = dict(zip(types, stated.each("attention.head_count_kv"), strict=True))
     if [heads[kind] for kind in types] != stated.each("attention.head_count_kv"):
@@ -105,8 +101,7 @@ def _gemma4(stated: Stated) -> dict[str, Any]:
         fields["vocab_size_per_layer_input"] = stated.rows(per_layer)
     if stated.take("expert_count", 0):
         moe = expert_fields(stated)
-        fields |= {"enable_moe_block": True, "top_k_experts": moe["num_experts_per_tok"]}
-        fields |= {key: moe[key] for key in ("num_experts", "moe_intermediate_size")}
+        fields |= {"enable_moe_block": True, "top_k_experts": moe.pop("num_experts_per_tok"), **moe}
     return fields
 
 

@@ -28,13 +28,9 @@ def _granite(stated: Stated) -> dict[str, Any]:
 
 
 def _granitemoe(stated: Stated) -> dict[str, Any]:
-    moe = expert_fields(stated)
-    return {
-        **_granite(stated),
-        "num_local_experts": moe["num_experts"],
-        "num_experts_per_tok": moe["num_experts_per_tok"],
-        "shared_intermediate_size": stated.take("expert_shared_feed_forward_length", 0),
-    }
+    moe = expert_fields(stated, number="num_local_experts")
+    del moe["moe_intermediate_size"]
+    return _granite(stated) | moe | {"shared_intermediate_size": stated.take("expert_shared_feed_forward_length", 0)}
 
 
 def _granitehybrid(stated: Stated) -> dict[str, Any]:

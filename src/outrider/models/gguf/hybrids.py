@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from outrider.models.gguf.family import DECODER, ENDS, EXPERTS, FROM_ONE, NORMS_OF_HEADS, SHARED_EXPERT, Family
-from outrider.models.gguf.keys import SIGMOID, Stated, decoder_fields, expert_fields, head_fields, whole_fields
+from outrider.models.gguf.keys import (
+    SIGMOID,
+    Stated,
+    decoder_fields,
+    expert_fields,
+    head_fields,
+    routed_fields,
+    whole_fields,
+)
 from outrider.models.gguf.mamba import MAMBA_CHANGES, mamba_sizes, mamba_tensors
 
 
@@ -137,20 +145,12 @@ def _nemotron_h(stated: Stated) -> dict[str, Any]:
         "attention_bias": any(name.endswith("attn_q.bias") for name in stated.file.tensors),
         "mlp_bias": any(name.endswith("ffn_up.bias") for name in stated.file.tensors),
     }
-    return fields | (_nemotron_experts(stated) if has_experts else {})
-
-
-def _nemotron_experts(stated: Stated) -> dict[str, Any]:
-    is_normalized = stated.take("expert_weights_norm")
-    moe = expert_fields(stated, is_normalized=is_normalized, gate=SIGMOID)
+    if not has_experts:
+        return fields
     return {
-        "n_routed_experts": moe["num_experts"],
-        "num_experts_per_tok": moe["num_experts_per_tok"],
-        "moe_intermediate_size": moe["moe_intermediate_size"],
+        **fields,
+        **routed_fields(stated),
         "moe_shared_expert_intermediate_size": stated.take("expert_shared_feed_forward_length"),
-        "n_shared_experts": stated.take("expert_shared_count"),
-        "norm_topk_prob": is_normalized,
-        "routed_scaling_factor": stated.take("expert_weights_scale", 1.0),
         "moe_latent_size": stated.take("moe_latent_size", 0) or None,
     }
 

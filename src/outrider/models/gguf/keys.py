@@ -93,6 +93,11 @@ class Stated:
             raise self.refusal(key, values)
         return values[0]
 
+    def check(self, key: str, value: Any) -> None:
+        """Raises UnsupportedModel: the file states another value of a key than this one."""
+        if (own := self.take(key, value)) != value:
+            raise self.refusal(key, own)
+
     def has(self, tensor: str) -> bool:
         return tensor in self.file.tensors
 
@@ -137,8 +142,7 @@ def head_fields(stated: Stated) -> dict[str, Any]:
 def head_size(stated: Stated, num_heads: int) -> int:
     """Size of keys and values."""
     size: int = stated.take("attention.key_length", stated.take("embedding_length") // num_heads)
-    if (value_length := stated.take("attention.value_length", size)) != size:
-        raise stated.refusal("attention.value_length", value_length)
+    stated.check("attention.value_length", size)
     return size
 
 
@@ -202,10 +206,8 @@ def proportional_rope(stated: Stated, head_dim: int) -> dict[str, Any]:
     num_rotated = divisors.count(1.0)
     if divisors[:num_rotated] != [1.0] * num_rotated or any(one < _NO_ROTATION for one in divisors[num_rotated:]):
         raise UnsupportedModel(f"{stated.name}: the file has a tensor {_ALL} of other numbers than 1 and 1e30")
-    if (stated_size := stated.take("rope.dimension_count", head_dim)) != head_dim:
-        raise stated.refusal("rope.dimension_count", stated_size)
-    rotated = {"partial_rotary_factor": 2 * num_rotated / head_dim}
-    return {"rope_type": "proportional", "rope_theta": base, **rotated}
+    stated.check("rope.dimension_count", head_dim)
+    return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": 2 * num_rotated / head_dim}
 
 
 _NO_ROTATION = 1e20  # divisor of a frequency
@@ -247,24 +249,40 @@ def whole_fields(stated: Stated, *, is_partial: bool = False) -> dict[str, Any]:
     return fields
 
 
-def expert_fields(stated: Stated, *, is_normalized: bool = True, gate: int = SOFTMAX) -> dict[str, Any]:
+def expert_fields(
+    stated: Stated, *, number: str = "num_experts", is_normalized: bool = True, gate: int = SOFTMAX
+) -> dict[str, Any]:
     """Numbers of experts, and their width.
 
     Args:
+        number: the field of their number.
         is_normalized: the architecture divides the weights of the chosen experts by their sum.
         gate: its function that weighs experts, by llama.cpp's number.
     """
-    for key, value in (("expert_weights_norm", is_normalized), ("expert_gating_func", gate)):
-        if (own := stated.take(key, value)) != value:
-            raise stated.refusal(key, own)
+    stated.check("expert_weights_norm", is_normalized)
+    stated.check("expert_gating_func", gate)
     for key in ("expert_group_count", "expert_group_used_count"):
         if (own := stated.take(key, 1)) > 1:
             raise stated.refusal(key, own)
     num_used = stated.single("expert_used_count")
     width = stated.single("expert_feed_forward_length", 0)
     width = width or stated.single("feed_forward_length") // max(num_used, 1)
-    sizes = {"num_experts": stated.take("expert_count"), "num_experts_per_tok": num_used}
-    return sizes | {"moe_intermediate_size": width}
+    return {number: stated.take("expert_count"), "num_experts_per_tok": num_used, "moe_intermediate_size": width}
+
+
+def routed_fields(stated: Stated, is_normalized: bool | None = None) -> dict[str, Any]:
+    """Experts whose scores are logistic, some shared by all tokens, in a model whose file says how weights are scaled.
+
+    Args:
+        is_normalized: whether they are divided by their sum, if the file does not say; None: it must.
+    """
+    is_normalized = stated.take("expert_weights_norm", is_normalized)
+    return {
+        **expert_fields(stated, number="n_routed_experts", is_normalized=bool(is_normalized), gate=SIGMOID),
+        "n_shared_experts": stated.take("expert_shared_count"),
+        "norm_topk_prob": is_normalized,
+        "routed_scaling_factor": stated.take("expert_weights_scale", 1.0),
+    }
 
 
 def query_scale(stated: Stated, fields: Mapping[str, Any], num_layers_of_largest: int) -> dict[str, Any]:
