@@ -12,13 +12,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import toys
+from heads import LAYERS, few_tokens, layer_shapes, stated_layers
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads import head_drafter
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
-
-LAYERS = (1, 2, 3)  # of the target, whose inputs the head reads
 
 
 def write_block(
@@ -52,28 +51,13 @@ def write_block(
         flags: other settings.
     """
     config = target.config
-    size, inner, num = config.hidden_size, config.intermediate_size, config.vocab_size
-    head_dim = size // config.num_attention_heads
-    width, narrow = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    size, num = config.hidden_size, config.vocab_size
     shapes: dict[str, tuple[int, ...]] = {
         "fc.weight": (size, len(LAYERS) * size),
         "hidden_norm.weight": (size,),
         "norm.weight": (size,),
     }
-    for i in range(num_layers):
-        shapes |= {
-            f"layers.{i}.input_layernorm.weight": (size,),
-            f"layers.{i}.post_attention_layernorm.weight": (size,),
-            f"layers.{i}.self_attn.q_proj.weight": (width, size),
-            f"layers.{i}.self_attn.k_proj.weight": (narrow, size),
-            f"layers.{i}.self_attn.v_proj.weight": (narrow, size),
-            f"layers.{i}.self_attn.o_proj.weight": (size, width),
-            f"layers.{i}.self_attn.q_norm.weight": (head_dim,),
-            f"layers.{i}.self_attn.k_norm.weight": (head_dim,),
-            f"layers.{i}.mlp.gate_proj.weight": (inner, size),
-            f"layers.{i}.mlp.up_proj.weight": (inner, size),
-            f"layers.{i}.mlp.down_proj.weight": (size, inner),
-        }
+    shapes |= layer_shapes(config, num_layers, has_head_norms=True)
     if token_ids is not None:
         shapes["lm_head.weight"] = (len(token_ids), size)
     second = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 5}
@@ -109,26 +93,12 @@ def write_block(
         spark |= {"markov_head_type": markov, "confidence_head_with_markov": True}
     tensors = frozen_tensors(shapes, seed, scale)
     if token_ids is not None:
-        tensors["d2t"] = torch.tensor(token_ids) - torch.arange(len(token_ids))
-        tensors["t2d"] = torch.zeros(num, dtype=torch.bool).index_fill(0, torch.tensor(token_ids), True)
+        tensors |= few_tokens(token_ids, num)
     if has_own_tokens:
         tensors["embed_tokens.weight"] = target.get_input_embeddings().weight.clone()
         tensors["lm_head.weight"] = target.get_output_embeddings().weight.clone()
-    own = {
-        "model_type": "qwen3",
-        "vocab_size": num,
-        "hidden_size": size,
-        "intermediate_size": inner,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-        "tie_word_embeddings": False,
-        **(layers or {}),
-    }
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    own = stated_layers("qwen3", config, num_layers, rope_parameters=rope, tie_word_embeddings=False, **(layers or {}))
     mask_id = num - 1
     stated: dict[str, Any]
     if layout == "speculators":

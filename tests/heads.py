@@ -46,9 +46,7 @@ def write_eagle3(
         flags: norm_before_residual, norm_output, norm_before_fc, fc_norm.
     """
     config = target.config
-    size, inner, num = config.hidden_size, config.intermediate_size, config.vocab_size
-    head_dim = size // config.num_attention_heads
-    width, narrow = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+    size, num = config.hidden_size, config.vocab_size
     ids = list(range(num)) if token_ids is None else token_ids
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, len(LAYERS) * size), "norm.weight": (size,)}
     if has_embedding:
@@ -57,42 +55,18 @@ def write_eagle3(
         shapes["input_norm.weight"] = (len(LAYERS) * size,)
     if flags.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(LAYERS))}
-    for i in range(num_layers):
-        of_attention = 2 * size if i == 0 else size
-        shapes |= {
-            f"layers.{i}.input_layernorm.weight": (size,),
-            f"layers.{i}.post_attention_layernorm.weight": (size,),
-            f"layers.{i}.self_attn.q_proj.weight": (width, of_attention),
-            f"layers.{i}.self_attn.k_proj.weight": (narrow, of_attention),
-            f"layers.{i}.self_attn.v_proj.weight": (narrow, of_attention),
-            f"layers.{i}.self_attn.o_proj.weight": (size, width),
-            f"layers.{i}.mlp.gate_proj.weight": (inner, size),
-            f"layers.{i}.mlp.up_proj.weight": (inner, size),
-            f"layers.{i}.mlp.down_proj.weight": (size, inner),
-        }
+    shapes |= layer_shapes(config, num_layers, num_read=2)
     shapes["layers.0.hidden_norm.weight"] = (size,)
     shapes["lm_head.weight"] = (len(ids), size)
     if mask_id is not None:
         shapes["mask_hidden"] = (1, 1, len(LAYERS) * size)
     tensors = random_tensors(shapes, seed, scale)
     if token_ids is not None:
-        tensors["d2t"] = torch.tensor(ids) - torch.arange(len(ids))
-        tensors["t2d"] = torch.zeros(num, dtype=torch.bool).index_fill(0, torch.tensor(ids), True)
+        tensors |= few_tokens(ids, num)
     if layout != "speculators":
         tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
-    own = {
-        "model_type": "llama",
-        "vocab_size": num,
-        "hidden_size": size,
-        "intermediate_size": inner,
-        "num_hidden_layers": num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": context_len or config.max_position_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": 10000.0,
-    }
+    own = stated_layers("llama", config, num_layers, rope_theta=10000.0)
+    own["max_position_embeddings"] = context_len or config.max_position_embeddings
     stated: dict[str, Any]
     if layout == "speculators":
         stated = {
@@ -121,6 +95,52 @@ def write_eagle3(
         torch.save(tensors, folder / "pytorch_model.bin")
     else:
         save_file(tensors, folder / "model.safetensors")
+
+
+def layer_shapes(
+    config: Any, num_layers: int, *, num_read: int = 1, has_head_norms: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of decoder layers like a target's.
+
+    Args:
+        num_read: states that the first one reads, side by side.
+    """
+    size, inner, head_dim = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.hidden_size // config.num_attention_heads,
+    )
+    narrow = config.num_key_value_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    for i in range(num_layers):
+        read = num_read * size if i == 0 else size
+        of_layer = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (size,)) | {
+            "self_attn.q_proj": (size, read),
+            "self_attn.k_proj": (narrow, read),
+            "self_attn.v_proj": (narrow, read),
+            "self_attn.o_proj": (size, size),
+            "mlp.gate_proj": (inner, size),
+            "mlp.up_proj": (inner, size),
+            "mlp.down_proj": (size, inner),
+        }
+        if has_head_norms:
+            of_layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (head_dim,))
+        shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in of_layer.items()}
+    return shapes
+
+
+def stated_layers(model_type: str, config: Any, num_layers: int, **more: Any) -> dict[str, Any]:
+    """Configuration of such layers."""
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    same += ("max_position_embeddings", "rms_norm_eps")
+    own = {"model_type": model_type, "num_hidden_layers": num_layers, **{name: getattr(config, name) for name in same}}
+    return own | {"head_dim": config.hidden_size // config.num_attention_heads} | more
+
+
+def few_tokens(ids: list[int], num: int) -> dict[str, Tensor]:
+    """Tensors that name the tokens of a head, of ``num`` of its target."""
+    is_known = torch.zeros(num, dtype=torch.bool).index_fill(0, torch.tensor(ids), True)
+    return {"d2t": torch.tensor(ids) - torch.arange(len(ids)), "t2d": is_known}
 
 
 def write_mtp(folder: Path, target: PreTrainedModel, *, layout: str, seed: int = 0, scale: float = 0.3) -> None:

@@ -27,8 +27,6 @@ from outrider.distill.heads import (
     num_layers_of,
 )
 from outrider.distill.student import Pair
-from outrider.drafters.base import Drafter
-from outrider.drafters.heads import head_drafter
 from outrider.models.heads.block import BlockHead, Reach
 from outrider.runtime.lm import LM
 
@@ -156,9 +154,6 @@ class BlockStudent(HeadStudent[BlockHead]):
         places = torch.randperm(length - self.depth + 1, generator=generator)
         anchors = places[: max(1, length // _TOKENS_PER_ANCHOR)].sort().values.to(ids.device)
         return anchors + 1, drafted_blocks(head, ids, target_logits, features, anchors)
-
-    def drafter(self, head: LM) -> Drafter:
-        return head_drafter(head)
 
     def settings(self) -> dict[str, Any]:
         return {

@@ -26,8 +26,6 @@ from outrider.distill.heads import (
     num_layers_of,
 )
 from outrider.distill.student import Pair
-from outrider.drafters.base import Drafter
-from outrider.drafters.heads import head_drafter
 from outrider.models.heads.base import Head, layer_config
 from outrider.models.heads.chains import LAYER_IDS, Eagle3Head
 from outrider.runtime.lm import LM
@@ -92,9 +90,6 @@ class ChainStudent(HeadStudent[Eagle3Head]):
         """Rounds from all places."""
         places = torch.arange(2, ids.shape[1] + 1, device=ids.device)
         return places, unroll(head, ids, target_logits, features, self.depth)
-
-    def drafter(self, head: LM) -> Drafter:
-        return head_drafter(head)
 
     def settings(self) -> dict[str, Any]:
         return {

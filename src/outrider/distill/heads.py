@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from outrider.distill.student import Pair, Student, head_size
 from outrider.distill.teacher import Teacher, read_target
 from outrider.drafters.base import Drafter
+from outrider.drafters.heads import head_drafter
 from outrider.errors import NumericsError
 from outrider.models.heads.base import Head, embedding_of, head_lm
 from outrider.models.heads.loading import check_target
@@ -160,10 +161,6 @@ class HeadStudent(Student, Generic[AnyHead]):
         """
 
     @abstractmethod
-    def drafter(self, head: LM) -> Drafter:
-        """Its drafter."""
-
-    @abstractmethod
     def settings(self) -> dict[str, Any]:
         """Its own part of a config.json in the speculators layout."""
 
@@ -177,7 +174,7 @@ class HeadStudent(Student, Generic[AnyHead]):
         head = copy.deepcopy(self.head, {id(vars(self.head)[part]): targets[part] for part in self._borrowed})
         for parameter in head.parameters():  # not buffers, which are not stored
             parameter.data = parameter.to(dtype).to(self.target.dtype)
-        return self.drafter(head_lm(head, name, self.target))
+        return head_drafter(head_lm(head, name, self.target))
 
     @property
     def _borrowed(self) -> set[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
+from outrider.requests.row_options import fields_of
 from outrider.scoring.teacher_forcing import Text, force
 from outrider.text.chat import Chat, ChatOptions, chat_text
 
@@ -233,7 +234,7 @@ class OutriderLM(TemplateLM):
         prompts = []
         for i in order:
             ids, sampling = rows[i]
-            prompts.append((ids[sampling.max_new_tokens - most :], _fields(sampling)))
+            prompts.append((ids[sampling.max_new_tokens - most :], fields_of(sampling)))
         texts = [""] * len(rows)
         with tqdm(total=len(rows), desc="texts generated") as bar:
             for number, completion in self.decoder.complete(prompts, num_slots=self.batch_size):
@@ -258,10 +259,6 @@ class OutriderLM(TemplateLM):
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         ends = sorted({special[string] for string in sampling.stop if string in special})
         return self.tok_encode(prompt) or [self.prefix_token_id], replace(sampling, seed=seed, stop_token_ids=ends)
-
-
-def _fields(sampling: Sampling) -> dict[str, Any]:
-    return {field.name: getattr(sampling, field.name) for field in fields(Sampling)}
 
 
 def main() -> None:

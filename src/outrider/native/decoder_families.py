@@ -7,14 +7,11 @@ from typing import Any
 
 from outrider.native.parts import (
     Fields,
-    attention_of,
-    decoder_of,
     experts_of,
     halves_of,
     head_norms,
     inputs_of,
     layer_norm,
-    layer_of,
     like_llama,
     linear,
     mlp_of,
@@ -23,7 +20,7 @@ from outrider.native.parts import (
     scales_of_granite,
     window_of,
 )
-from outrider.native.plan import Families, LayerPlan, MatrixPlan, NotPlanned, Plan
+from outrider.native.plan import Families, MatrixPlan, NotPlanned
 
 
 def _window(config: Any, at: str, i: int) -> Fields:
@@ -126,36 +123,32 @@ def _starcoder2_layer(config: Any, at: str, i: int) -> Fields:
     return found | {"mlp": mlp_of(config, at, ups=(up,), down=down)}
 
 
-def _gpt2(config: Any) -> Plan:
+def _conv(name: str) -> MatrixPlan:
+    return MatrixPlan(f"{name}.weight", f"{name}.bias", is_transposed=True)
+
+
+def _gpt2_attention(config: Any, at: str, i: int) -> Fields:
     if config.scale_attn_by_inverse_layer_idx or config.add_cross_attention:
         raise NotPlanned("its plan does not know this attention")
-    epsilon = config.layer_norm_epsilon
+    scale = {} if config.scale_attn_weights else {"scale": 1.0}
+    return {"inputs": (_conv(f"{at}.attn.c_attn"),), "out": _conv(f"{at}.attn.c_proj"), "rope": None, **scale}
 
-    def conv(name: str) -> MatrixPlan:
-        return MatrixPlan(f"{name}.weight", f"{name}.bias", is_transposed=True)
 
-    def layer(at: str, i: int) -> LayerPlan:
-        scale = {} if config.scale_attn_weights else {"scale": 1.0}
-        inputs, out = (conv(f"{at}.attn.c_attn"),), conv(f"{at}.attn.c_proj")
-        return layer_of(
-            config,
-            at,
-            attention_of(config, at, inputs=inputs, out=out, rope=None, **scale),
-            mlp=mlp_of(config, at, ups=(conv(f"{at}.mlp.c_fc"),), down=conv(f"{at}.mlp.c_proj")),
-            mixer_norm=layer_norm(f"{at}.ln_1", epsilon),
-            mlp_norm=layer_norm(f"{at}.ln_2", epsilon),
-        )
+def _gpt2_layer(config: Any, at: str, i: int) -> Fields:
+    norm, mlp_norm = (layer_norm(f"{at}.ln_{i}", config.layer_norm_epsilon) for i in (1, 2))
+    mlp = mlp_of(config, at, ups=(_conv(f"{at}.mlp.c_fc"),), down=_conv(f"{at}.mlp.c_proj"))
+    return {"mlp": mlp, "mixer_norm": norm, "mlp_norm": mlp_norm}
 
-    return decoder_of(
-        config,
-        layer,
-        at="transformer.h",
-        last_norm=layer_norm("transformer.ln_f", epsilon),
-        ropes=(),
-        embedding="transformer.wte.weight",
-        place_embedding="transformer.wpe.weight",
-        num_places=config.n_positions,
-    )
+
+def _gpt2_whole(config: Any) -> Fields:
+    return {
+        "at": "transformer.h",
+        "last_norm": layer_norm("transformer.ln_f", config.layer_norm_epsilon),
+        "ropes": (),
+        "embedding": "transformer.wte.weight",
+        "place_embedding": "transformer.wpe.weight",
+        "num_places": config.n_positions,
+    }
 
 
 # Experts
@@ -267,7 +260,7 @@ FAMILIES: Families = {
         "use_bias norm_epsilon norm_type mlp_type",
     ),
     "gpt2": (
-        _gpt2,
+        like_llama(_gpt2_attention, _gpt2_layer, _gpt2_whole),
         "activation_function attn_pdrop layer_norm_epsilon n_embd n_head n_inner n_layer n_positions n_ctx "
         "scale_attn_weights summary_activation summary_first_dropout summary_proj_to_labels summary_type "
         "summary_use_proj reorder_and_upcast_attn task_specific_params",
