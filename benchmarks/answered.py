@@ -13,7 +13,8 @@ class Wrong(Exception):
     """An answer that should have been another."""
 
 
-def text(response: httpx.Response, num_tokens: int) -> int:
+def text(response: httpx.Response, num_tokens: int) -> list[dict[str, Any]]:
+    """The choices of an answer."""
     if response.status_code != 200:
         raise Wrong(f"{response.status_code}: {response.text}")
     answer = response.json()
@@ -21,15 +22,14 @@ def text(response: httpx.Response, num_tokens: int) -> int:
         raise Wrong(f"{num_tokens} tokens were asked for: {response.text}")
     if any(choice["finish_reason"] != "length" for choice in answer["choices"]):
         raise Wrong(f"no end: {response.text}")
-    return 200
+    choices: list[dict[str, Any]] = answer["choices"]
+    return choices
 
 
-async def streamed(http: httpx.AsyncClient, body: dict[str, Any], num_tokens: int | None) -> int:
-    """None: an error is expected, with a status, since nothing was sent before."""
+async def streamed(http: httpx.AsyncClient, body: dict[str, Any], num_tokens: int) -> list[dict[str, Any]]:
+    """The choice of a streamed answer, as if it were whole."""
     async with http.stream("POST", "/v1/completions", json=body) as response:
         await response.aread()
-    if num_tokens is None:
-        return refused(response, 500)
     blocks = [block for block in response.text.split("\n\n") if block and not block.startswith(":")]
     if response.status_code != 200 or blocks.pop() != "data: [DONE]":
         raise Wrong(f"no end of the stream: {response.text}")
@@ -37,7 +37,8 @@ async def streamed(http: httpx.AsyncClient, body: dict[str, Any], num_tokens: in
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
     if reasons != [None] * (len(reasons) - 1) + ["length"] or last["usage"]["completion_tokens"] != num_tokens:
         raise Wrong(response.text)
-    return 200
+    choices = [chunk["choices"][0] for chunk in chunks]
+    return [choices[-1] | {"text": "".join(choice["text"] for choice in choices)}]
 
 
 def refused(response: httpx.Response, status: int, param: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""A server under mixed load and faults: does it answer everything, once, and keep its memory?
+"""A server under mixed load and faults: does it answer everything, once, with the right text, and keep its memory?
 
     python benchmarks/soak.py [--requests 20000] [--malformed 1000] [--clients 16] [--log /dev/full]
     python benchmarks/soak.py --hostile [--attacks NAME ...] [--windows 3] [--window-requests 60]
@@ -9,8 +9,9 @@ the answer, in the middle of it, in the middle of their own request), prompts th
 that gives NaN, requests with wrong fields, and bodies that are no requests, each another.
 
 Each answer is checked: a text has its tokens and one end; an error has a status and OpenAI's form, and names the field
-where one is wrong; nobody gets both. Memory is that of the server's process (resident), after a tenth of the requests
-and at the end.
+where one is wrong; nobody gets both. Half of the texts are greedy, half are sampled under `gumbel`; each is the same
+bytes as that of plain decoding, alone, with the seed that the answer states. Memory is that of the server's process
+(resident), after a tenth of the requests and at the end.
 
 With ``--hostile`` the embedded pair is served to ordinary clients, in quiet windows and beside attacks (hostile.py).
 It passes if no ordinary request is lost, their 99th percentile stays within twice its quiet value, memory within 200
@@ -40,11 +41,13 @@ import psutil
 from answered import Wrong, refused, streamed, text
 from hostile import ATTACKS, NUM_CLIENTS, hostile, print_hostile
 
+import outrider
 from outrider.system.provenance import provenance
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from pairs import broken_model, word_tokenizer
 
+_Answer = tuple[str, dict[str, Any], str]  # a prompt, its options, and the text that came
 _CONTEXT = 64
 _LIMIT_S = 60.0
 _KINDS = {  # kind: its share
@@ -91,14 +94,21 @@ def main() -> None:
 
 
 def _faults(arguments: argparse.Namespace) -> dict[str, Any]:
+    answers: list[_Answer] = []
     with tempfile.TemporaryDirectory() as folder:
         options = ["--target", str(_model(Path(folder))), "--draft", "ngram", "-k", "4", "--slots", "8"]
-        with _server([*options, "--context", str(_CONTEXT)], Path(arguments.log)) as (url, process):
-            result = asyncio.run(_soak(url, process, arguments))
+        options += ["--context", str(_CONTEXT), "--acceptance", "gumbel"]
+        with _server(options, Path(arguments.log)) as (url, process):
+            result = asyncio.run(_soak(url, process, arguments, answers))
             process.send_signal(signal.SIGTERM)
             result["exit_code"] = process.wait(_LIMIT_S)
+        different = _different(Path(folder), answers)
+    result |= {"num_compared": len(answers), "num_different": len(different), "different": different[:20]}
     result["is_passed"] = (
-        not result["wrong"] and result["exit_code"] == -signal.SIGTERM and result["memory_growth"] < 1.03
+        not result["wrong"]
+        and not different
+        and result["exit_code"] == -signal.SIGTERM
+        and result["memory_growth"] < 1.03
     )
     _print(result)
     return result
@@ -173,7 +183,21 @@ def _wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
         time.sleep(0.1)
 
 
-async def _soak(url: str, process: subprocess.Popen[bytes], arguments: argparse.Namespace) -> dict[str, Any]:
+def _different(model: Path, answers: list[_Answer]) -> list[str]:
+    """Answers whose text is not that of plain decoding, alone."""
+    plain = outrider.load(model)
+    assert plain.target.execution.name == "native"
+    found = []
+    for prompt, options, answer in answers:
+        (twin,) = plain.generate([prompt], acceptance="gumbel", ignore_eos=True, logit_bias={7: -100}, **options)
+        if twin.text != answer:
+            found.append(f"{prompt!r} {options}: {answer!r} in place of {twin.text!r}")
+    return found
+
+
+async def _soak(
+    url: str, process: subprocess.Popen[bytes], arguments: argparse.Namespace, answers: list[_Answer]
+) -> dict[str, Any]:
     rng = random.Random(0)
     kinds = rng.choices(list(_KINDS), _KINDS.values(), k=arguments.requests - arguments.malformed)
     work = [(kind, rng.getrandbits(32)) for kind in kinds]
@@ -193,7 +217,7 @@ async def _soak(url: str, process: subprocess.Popen[bytes], arguments: argparse.
         while work:
             kind, what = work.pop()
             try:
-                statuses[await _send(http, kind, what)] += 1
+                statuses[await _send(http, kind, what, answers)] += 1
             except Exception as error:  # whatever it is, it is a fault to report
                 wrong.append(f"{kind}: {type(error).__name__}: {error}"[:300])
             counts[kind] += 1
@@ -255,8 +279,16 @@ def malformed_bodies(rng: random.Random, count: int) -> list[bytes]:
     return sorted(bodies)
 
 
-async def _send(http: httpx.AsyncClient, kind: str, what: Any) -> int:
+async def _send(http: httpx.AsyncClient, kind: str, what: Any, answers: list[_Answer]) -> int:
     """The status of one request. Raises Wrong."""
+
+    def note(choices: list[dict[str, Any]]) -> int:
+        for choice in choices:
+            words = choice["message"]["content"] if "message" in choice else choice["text"]
+            options = {"max_new_tokens": num_tokens, "temperature": body["temperature"], "seed": choice["seed"]}
+            answers.append((prompt, options, words))
+        return 200
+
     if kind == "malformed":
         response = await http.post("/v1/completions", content=what, headers={"content-type": "application/json"})
         return refused(response, 400)
@@ -265,34 +297,40 @@ async def _send(http: httpx.AsyncClient, kind: str, what: Any) -> int:
     num_tokens = rng.randint(1, 24)
     # The model itself must not generate the word that gives NaN.
     body: dict[str, Any] = {"prompt": prompt, "max_tokens": num_tokens, "ignore_eos": True, "logit_bias": {"7": -100}}
+    body["temperature"] = rng.choice([0, 1])
     if rng.random() < 0.5:
         body["seed"] = rng.randint(0, 9)
     if kind == "whole":
-        return text(await http.post("/v1/completions", json=body | {"logprobs": rng.choice([None, 2])}), num_tokens)
+        response = await http.post("/v1/completions", json=body | {"logprobs": rng.choice([None, 2])})
+        return note(text(response, num_tokens))
     if kind == "streamed":
-        return await streamed(http, body | {"stream": True, "stream_options": {"include_usage": True}}, num_tokens)
+        asked = body | {"stream": True, "stream_options": {"include_usage": True}}
+        return note(await streamed(http, asked, num_tokens))
     if kind == "chat":
         del body["prompt"]
         chat = body | {"messages": [{"role": "user", "content": prompt}]}
-        return text(await http.post("/v1/chat/completions", json=chat), num_tokens)
+        return note(text(await http.post("/v1/chat/completions", json=chat), num_tokens))
     if kind == "scored":
         echo = body | {"prompt": prompt + " w1", "echo": True, "logprobs": 1}
         response = await http.post("/v1/completions", json=echo)
         (choice,) = response.json()["choices"]
         if len(choice["logprobs"]["token_logprobs"]) != len(prompt.split()) + 1 + num_tokens:
             raise Wrong("a token is not scored")
-        return text(response, num_tokens)
+        text(response, num_tokens)
+        choice["text"] = choice["text"].removeprefix(prompt + " w1")
+        prompt += " w1"
+        return note([choice])
     if kind == "choices":
-        return text(await http.post("/v1/completions", json=body | {"n": 3}), 3 * num_tokens)
+        return note(text(await http.post("/v1/completions", json=body | {"n": 3}), 3 * num_tokens))
     if kind == "too long":
         return refused(await http.post("/v1/completions", json=body | {"prompt": "w1 " * 80}), 400, "prompt")
     if kind == "wrong field":
         name, value = rng.choice(_WRONG)
         return refused(await http.post("/v1/completions", json=body | {name: value}), 400, name)
     if kind == "NaN":
-        if rng.random() < 0.5:
-            return await streamed(http, body | {"prompt": "w3 w7 w8", "stream": True}, None)
-        return refused(await http.post("/v1/completions", json=body | {"prompt": "w3 w7 w8"}), 500)
+        # With a status when streamed, too, since nothing was sent before.
+        asked = body | {"prompt": "w3 w7 w8", "stream": rng.random() < 0.5}
+        return refused(await http.post("/v1/completions", json=asked), 500)
     return await _leave(http, kind, body, rng)
 
 
@@ -328,7 +366,8 @@ def _print(result: dict[str, Any]) -> None:
     mib = ", ".join(f"{one / 2**20:.1f}" for one in result["memory_bytes"])
     print(f"memory after a tenth, after half, at the end: {mib} MiB ({result['memory_growth']:.3f} times)")
     print(f"threads {result['num_threads']}, open files {result['num_files']}, exit code {result['exit_code']}")
-    for one in result["wrong"]:
+    print(f"{result['num_compared']} texts beside plain decoding alone: {result['num_different']} differ")
+    for one in (*result["wrong"], *result["different"]):
         print("WRONG", one)
 
 

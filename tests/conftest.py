@@ -41,6 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--executions", default="eager", help="of eager,captured")
+    parser.addoption("--schedules", type=int, default=1, help="of each model, in tests/decoding/test_joining.py")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

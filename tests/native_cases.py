@@ -9,6 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from outrider.models.executions import choose_execution
+from outrider.runtime.lm import LM
+
 VOCAB = 99
 CONTEXT = 640
 _SIZES: dict[str, Any] = {
@@ -380,3 +383,9 @@ def random_model(family: str, fields: dict[str, Any], seed: int = 0, **sizes: An
         if family == "gemma4_text" and name.endswith("q_norm.weight"):
             parameter.mul_(0.1)  # scores are not scaled: with large ones, a last bit of a number counts
     return model
+
+
+def native_lm(model: PreTrainedModel, name: str = "target") -> LM:
+    lm = choose_execution(LM(model, name=name, vocab_size=VOCAB, context_len=CONTEXT), "native")
+    assert lm.native is not None and not lm.has_states
+    return lm

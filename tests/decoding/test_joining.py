@@ -1,5 +1,6 @@
 """Rows join and leave between rounds: each is written as if it were alone."""
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,15 +10,20 @@ import pytest
 import torch
 
 from hybrids import hybrid, hybrid_lm
+from native_cases import CASES, VOCAB, native_lm, random_model
+from native_weights import model_in
 from outrider.decoding import scheduler
 from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.draft_options import DraftOptions
+from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
-from outrider.drafters.model import model_drafter
+from outrider.drafters.model import model_drafter, self_drafter
+from outrider.models.few_tokens import with_few_tokens
 from outrider.records import Request, Round, RowRound
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
 from toys import InTurn, MadeUpTimes, StopAt, llama_pair, perturbed, request, tokens
 
 K = 3
@@ -150,6 +156,76 @@ def test_each_request_is_written_as_if_it_were_alone(
         assert max(load.num_filling for load in played.loads) > 0
         assert played.loads[-1] == Load(0, 0, 0, 4)
     assert num_cached >= 16 and num_cut > 0
+
+
+_DRAFTS: tuple[Callable[[LM, LM], Drafter], ...] = (  # of a target and a model that is much like it
+    lambda target, draft: model_drafter(draft),
+    lambda target, draft: hybrid_drafter(suffix_drafter(), model_drafter(draft), VOCAB, 0.4),
+    lambda target, draft: self_drafter(target, DraftOptions(window=24)),
+    lambda target, draft: suffix_drafter(),
+    lambda target, draft: model_drafter(draft, DraftOptions(min_prob=0.3)),
+    lambda target, draft: model_drafter(
+        with_few_tokens(draft, torch.arange(0, VOCAB, 2)), DraftOptions(is_greedy=True)
+    ),
+    lambda target, draft: ngram_drafter(),
+    lambda target, draft: NO_DRAFTER,
+)
+_OFTEN = (
+    "llama",
+    "gemma3_text",
+    "qwen3_5_text",
+    "nemotron_h",
+    "lfm2",
+    "gpt_oss",
+    "qwen2_moe",
+    "gemma4_text",
+    "in blocks",
+)
+_MODELS = [pytest.param(one, marks=[] if one in _OFTEN else [pytest.mark.slow]) for one in (*CASES, "in blocks")]
+_MOST_K = 5
+
+
+@pytest.mark.parametrize("family", _MODELS)
+def test_any_schedule_on_the_native_engine(family: str, pytestconfig: pytest.Config) -> None:
+    """Texts are those of plain decoding, each alone: greedy under any rule, sampled under ``gumbel``. At random are
+    arrivals and cancellations, prompts and prefixes that they share, the number of slots and the size of chunks, K from
+    round to round and of a row, options, threads, and, schedule by schedule in turn, the draft."""
+    if family == "in blocks":
+        model = model_in({"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}, 1)
+    else:
+        model = random_model(family, next(iter(CASES[family].values())))
+    target, draft = native_lm(model), native_lm(perturbed(model, 0.05) if family != "in blocks" else model, "draft")
+    texts: list[tuple[int, ...]] = []
+    num_accepted, num_schedules, first = 0, pytestconfig.getoption("schedules"), [*CASES, "in blocks"].index(family)
+    num_threads = torch.get_num_threads()
+    for seed in range(num_schedules):
+        rng = random.Random(seed)
+        drafter = _DRAFTS[(first + seed) % len(_DRAFTS)](target, draft)
+        rule = rng.choice([GUMBEL, *RULES.values()])
+        requests = []
+        for one in _requests(rng, 12):
+            sampling = one.sampling if rule is GUMBEL else replace(one.sampling, temperature=0.0)
+            longer = [rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 0, 60, 260)))]
+            k = rng.choice((None, rng.randint(0, _MOST_K)))
+            requests.append(replace(one, prompt_ids=[*one.prompt_ids, *longer], sampling=sampling, num_draft_tokens=k))
+        arrivals = sorted(rng.randint(0, 30) for _ in requests)
+        cancels = {rng.randrange(len(requests)): rng.randint(1, 40) for _ in range(2)}
+        ks = [rng.randint(0, _MOST_K) for _ in range(rng.randint(1, 9))]
+        sizes: dict[str, Any] = {"num_slots": rng.randint(1, 6), "prefill_chunk": rng.choice((7, 30, 512, None))}
+        engine = Engine(target, drafter, rule, capacity=400, schedule=InTurn(*ks, _MOST_K), **sizes)
+        torch.set_num_threads(rng.randint(1, 3))
+        played = play(engine, requests, arrivals, cancels)
+        torch.set_num_threads(num_threads)
+        for index, one in enumerate(requests):
+            stop = None if one.stop is None else StopAt(one.stop.token_id)  # type: ignore[attr-defined]
+            (want,) = tokens(target, NO_DRAFTER, [Request(one.prompt_ids, one.sampling, stop)], rule, 0)
+            got = played.token_ids(index)
+            assert got == (want[: len(got)] if index in cancels else want), (seed, drafter.name, rule.name, index)
+            texts.append(got)
+            num_accepted += sum(row.num_accepted for row in played.outputs.get(index, []))
+    assert num_accepted or num_schedules < len(_DRAFTS)
+    digest = hashlib.sha256(repr(texts).encode()).hexdigest()
+    print(f"{family}: {num_schedules} schedules, {len(texts)} texts, {num_accepted} drafted tokens accepted, {digest}")
 
 
 def test_rows_with_a_constant_k_do_not_depend_on_the_load() -> None:

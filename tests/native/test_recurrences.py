@@ -20,14 +20,13 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 import gguf_models
 import outrider
-from native_cases import CASES, CONTEXT, VOCAB, random_model
+from native_cases import CASES, CONTEXT, VOCAB, native_lm, random_model
 from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
-from outrider.models.executions import choose_execution
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW
@@ -42,12 +41,6 @@ LENGTH = 230  # some rounds of the ring
 
 def model_of(family: str) -> PreTrainedModel:
     return random_model(family, CASES[family]["plain"])
-
-
-def lm_of(model: PreTrainedModel, name: str = "target") -> LM:
-    lm = choose_execution(LM(model, name=name, vocab_size=VOCAB, context_len=CONTEXT), "native")
-    assert lm.native is not None and not lm.has_states
-    return lm
 
 
 def drawn(*shape: int) -> Tensor:
@@ -128,7 +121,7 @@ def test_a_long_text_that_may_be_rejected() -> None:
 @torch.inference_mode()
 def test_slots() -> None:
     """Copied, begun anew over what was there, and erased where their states are not finite."""
-    lm, ids = lm_of(model_of("qwen3_5_text")), drawn(3, 60)
+    lm, ids = native_lm(model_of("qwen3_5_text")), drawn(3, 60)
     want = torch.stack([steps(lm.native, row) for row in ids])
     cache = lm.new_cache(3, 100)
     ends, positions = torch.tensor([41, 0, 30]), torch.arange(60).expand(3, -1)
@@ -153,9 +146,9 @@ def test_slots() -> None:
 @pytest.mark.parametrize(("family", "most"), [("qwen3_5_text", WINDOW - 3 - STRIDE), ("lfm2", WINDOW - 2)])
 def test_how_many_tokens_may_be_drafted(family: str, most: int) -> None:
     """The inputs of all of them must be there together with those that the state lacks."""
-    lm = lm_of(model_of(family))
+    lm = native_lm(model_of(family))
     requests = [request((5, 9) * 40, temperature=0.0, max_new_tokens=130)]
-    draft = model_drafter(lm_of(perturbed(lm.model, 0.001), "draft"))
+    draft = model_drafter(native_lm(perturbed(lm.model, 0.001), "draft"))
     outputs = run(lm, draft, requests, BLOCK, most)
     assert [one.token_ids for one in outputs] == tokens(lm, NO_DRAFTER, requests, BLOCK, 0)
     assert max(row.num_drafted for one in outputs for row in one.rounds) == most
@@ -173,8 +166,8 @@ def test_texts(family: str) -> None:
     """Greedy, they are those of plain decoding and of the model's own code, in one batch and as rows leave and join;
     sampled under ``gumbel``, those of plain decoding. The draft has states, too."""
     model = model_of(family)
-    target, eager = lm_of(model), LM(model, name="eager", vocab_size=VOCAB, context_len=CONTEXT)
-    draft = model_drafter(lm_of(perturbed(model, 0.05), "draft"))
+    target, eager = native_lm(model), LM(model, name="eager", vocab_size=VOCAB, context_len=CONTEXT)
+    draft = model_drafter(native_lm(perturbed(model, 0.05), "draft"))
     greedy = [request(prompt, temperature=0.0, max_new_tokens=24 + 9 * i) for i, prompt in enumerate(PROMPTS)]
     sampled = [replace(one, sampling=request((), seed=i).sampling) for i, one in enumerate(greedy)]
     plain = tokens(target, NO_DRAFTER, greedy, BLOCK, 0)
@@ -199,8 +192,8 @@ def _texts(engine: Engine, requests: Sequence[Any]) -> list[tuple[int, ...]]:
 
 def test_a_text_that_goes_on_reuses_the_states() -> None:
     """As a conversation does, and as rows do that share a prompt."""
-    target = lm_of(model_of("qwen3_5_text"))
-    draft = model_drafter(lm_of(perturbed(target.model, 0.05), "draft"))
+    target = native_lm(model_of("qwen3_5_text"))
+    draft = model_drafter(native_lm(perturbed(target.model, 0.05), "draft"))
     engine = Engine(target, draft, BLOCK, num_slots=3, capacity=300, schedule=ConstantSchedule(3))
     text, cached = list(PROMPTS[2]), []
     for _ in range(3):
