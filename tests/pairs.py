@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.models.registry import resolve
+from outrider.native.engine import NativeForward
 from outrider.options import DEFAULT_ACCEPTANCE
 from toys import tiny_llama
 
@@ -38,6 +40,19 @@ def embedded(dtype: str = "float32", acceptance: str = DEFAULT_ACCEPTANCE) -> De
 
 
 @cache
+def depend_on_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the native engine's results depend on the number of columns, as they must not: a verify forward prefers a
+    token."""
+    right = NativeForward.__call__
+
+    def wrong(self: NativeForward, ids: torch.Tensor, *rest: Any, **more: Any) -> Any:
+        results = right(self, ids, *rest, **more)
+        results.logits[..., 40] += 50.0 * (ids.shape[1] > 1)
+        return results
+
+    monkeypatch.setattr(NativeForward, "__call__", wrong)
+
+
 def embedded_tokenizer() -> Any:
     return embedded().tokenizer
 

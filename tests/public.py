@@ -12,6 +12,8 @@ NOT_PUBLIC = {
     "Decoder.request",
     "Decoder.read",
     "Decoder.pair_state",
+    "Decoder.constant_k",
+    "Decoder.depends_on_draft",
 }  # for other layers
 
 

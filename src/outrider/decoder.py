@@ -37,7 +37,7 @@ from outrider.requests.session import AsyncSession, Session
 from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
-from outrider.sampling.rules import RULES
+from outrider.sampling.rules import GUMBEL, RULES
 from outrider.system.ranks import current_ranks
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.output_parser import ThoughtSplitter
@@ -99,6 +99,17 @@ class Decoder(GenerationCalls):
         """A decoder with this target and no draft: the baseline of every comparison."""
         return replace(self, drafter=NO_DRAFTER)
 
+    def depends_on_draft(self, temperature: float) -> bool:
+        """Whether the text for a seed depends on the draft and K, as every sampled one does except under gumbel."""
+        return temperature > 0 and self.acceptance != GUMBEL.name and self.drafter.most_drafted != 0
+
+    def same_bytes(self, temperature: float) -> str:
+        """Whether a text is promised to be the bytes of plain decoding: "promised", or "not promised" with the name of
+        the rule or the execution that prevents it."""
+        if self.depends_on_draft(temperature):
+            return f"not promised ({self.acceptance})"
+        return self.target.execution.same_bytes
+
     def complete(
         self,
         prompts: Iterable[Prompt | tuple[Prompt, Mapping[str, Any]]],
@@ -155,7 +166,7 @@ class Decoder(GenerationCalls):
             if not is_number or not 2 <= capacity <= most:
                 remedy = f"a whole number of tokens from 2 to {most}, the context of {self.target.name}"
                 raise OptionError("capacity", capacity, remedy)
-            least = most = min(capacity + own._constant_k, most)
+            least = most = min(capacity + own.constant_k, most)
         loop = EngineLoop(partial(own.engine, slots), least_capacity=least, most_capacity=most)
         return Session(own._requests, loop, self.target, capacity)
 
@@ -196,7 +207,7 @@ class Decoder(GenerationCalls):
             capacity=capacity,
             schedule=AdaptiveSchedule(self.pair_state.estimates(rule))
             if is_adaptive
-            else ConstantSchedule(self._constant_k),
+            else ConstantSchedule(self.constant_k),
             prefill_chunk=prefill_chunk,
             queue=queue,
         )
@@ -283,19 +294,19 @@ class Decoder(GenerationCalls):
         # constant. With a constant K it must not depend on its own end, since a drawn seed is reported and may be
         # given.
         is_fixed, is_auto = has_seed and is_repeatable, self.num_draft_tokens == "auto"
-        depends_on_k = self.drafter.most_drafted != 0 and self.acceptance != "gumbel" and sampling.temperature > 0
+        depends_on_k = self.depends_on_draft(sampling.temperature)
         request = Request(
             [*ids, *resume_ids],
             sampling.with_ends(ends),
             text,
-            num_draft_tokens=self._constant_k if is_auto and is_fixed and depends_on_k else None,
+            num_draft_tokens=self.constant_k if is_auto and is_fixed and depends_on_k else None,
             reports_drafts=reports_drafts,
             drafts_beyond_end=depends_on_k and (is_fixed or not is_auto),
             num_resumed=len(resume_ids),
             constraint=constraint,
             media=media,
         )
-        room = final_room(self.target, request, self._constant_k)
+        room = final_room(self.target, request, self.constant_k)
         return RequestState(request, text, len(ids), len(resume_ids), room)
 
     def ends_of(self, prompt_ids: Sequence[int]) -> frozenset[int]:
@@ -327,7 +338,7 @@ class Decoder(GenerationCalls):
         return ids
 
     @property
-    def _constant_k(self) -> int:
+    def constant_k(self) -> int:
         """K of rows whose K is constant."""
         k = DEFAULT_NUM_DRAFT_TOKENS if self.num_draft_tokens == "auto" else self.num_draft_tokens
         most = self.drafter.most_drafted

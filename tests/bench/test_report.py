@@ -19,7 +19,7 @@ def measurement(arm: Arm, index: int, prefill_s: float, decode_s: float, num_tok
     accepted = (0, 0, 5) if arm.draft else (10,)
     drafted = (0, 0, 0, 5) if arm.draft else (10,)
     counts = Stats(num_generated_tokens=num_tokens, acceptance_histogram=accepted, drafted_histogram=drafted)
-    return Measurement(arm, Case(index, "prompt", index), counts, timing, "text")
+    return Measurement(arm, Case(index, "prompt", index), counts, timing, "text", (7,) * num_tokens)
 
 
 @cache

@@ -1,5 +1,6 @@
 """``outrider certify``."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,8 @@ def test_a_certificate_and_once_more(
     ended = outrider("certify", "--prompts", prompts, *options, "--json", file, "--html", page)
     assert ended.code == 0, ended
     assert "CERTIFIED (a correct system fails 1 run in 1,000)" in ended.out
+    for texts in ("greedy", "sampled, with the same seeds"):
+        assert re.search(rf"\n {texts} +2 +24 +0 +ok ", ended.out)
     assert "300 tokens in" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
     first = only_document(file.read_text(), "certify")
     text = page.read_text(encoding="utf-8")
@@ -62,7 +65,7 @@ def test_what_is_wrong_is_not_certified(outrider: Outrider, prompts: Path, monke
     ended = outrider("certify", "--prompts", prompts, *options)
     assert ended.code == 1 and "NOT CERTIFIED" in ended.err
     failed = [line for line in ended.err.splitlines() if "FAILED" in line]
-    assert any("statistical" in line for line in failed) and any("greedy" in line for line in failed)
+    assert any("statistical" in line for line in failed) and any(line.startswith(" greedy ") for line in failed)
     assert "differs from token" in ended.err and ": bug" in ended.err
     document = only_document(ended.out, "certify")
     assert document["statistical"]["wanted"] == 0.2 and 200 <= document["options"]["num_tokens"] < 1000
@@ -75,7 +78,8 @@ def test_temperature_zero(outrider: Outrider, prompts: Path) -> None:
     assert document["statistical"] is None and document["verdict"] == "passed"
     (greedy,) = document["greedy"]
     assert (greedy["num_texts"], greedy["num_tokens"], greedy["differences"]) == (2, 48, [])
-    assert "no randomness" in ended.err and "2 of 2 outputs the same" in ended.err
+    assert "no randomness" in ended.err and "Same bytes as plain decoding: promised" in ended.err
+    assert re.search(r"\n greedy +2 +48 +0 +ok ", ended.err)
 
 
 def test_bad_options(outrider: Outrider, prompts: Path) -> None:

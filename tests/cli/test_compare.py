@@ -1,5 +1,6 @@
 """``outrider compare``: the race, the verdict, and the check of a model against itself."""
 
+import hashlib
 import io
 import json
 import math
@@ -15,7 +16,7 @@ from commands import Outrider, only_document
 from outrider.bench.run import Arm, Case, Measurement
 from outrider.cli.commands import compare as command
 from outrider.records import Chunk, Stats, Timing
-from pairs import embedded
+from pairs import depend_on_columns, embedded
 
 QUICK = ("-n", "8", "--num-runs", "2", "--seed", "3")
 PROMPT = "Once upon a time there was a miller"
@@ -34,16 +35,17 @@ def test_the_race_and_the_verdict(outrider: Outrider) -> None:
         for name, arm in (("plain", decoder.plain()), ("fable-draft, K = 4", decoder))
     )
     assert ended.out.startswith(f"{PROMPT}\n{race}")
-    (line,) = [line for line in ended.out.splitlines() if "times as fast as plain" in line]
+    (line,) = [line for line in ended.out.splitlines() if "times as fast" in line]
     number = r"\d+\.\d\d"
-    assert re.fullmatch(rf"fable-draft, K = 4: {number} \[{number}, {number}\] times as fast as plain", line)
+    speed_up = rf"{number} \[{number}, {number}\] times as fast"
+    assert re.fullmatch(rf"{speed_up}; sampled, so certify tests the distribution", line)
     for arm in ("plain +–", "fable-draft +4"):
         assert re.search(rf"{arm} +{number} ±{number} +\d+ ", ended.out)  # mean and standard deviation of each arm
     for part in ("prefill", "draft", "verify", "rest"):
         assert part in ended.out
     assert max(len(line.rstrip()) for line in ended.out.splitlines()[-12:]) <= 120
     words = "--target fable --draft fable-draft --dtype float64 --execution eager"
-    assert f"  outrider plan {words}\n  outrider certify {words}\n" in ended.out
+    assert ended.out.endswith(f"{line}\n  outrider certify {words}\n")
 
 
 def test_the_document_and_the_page(outrider: Outrider, tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_the_document_and_the_page(outrider: Outrider, tmp_path: Path) -> None:
     for arm in arms[1:]:
         interval = arm["speed_up"]
         assert interval["low"] < interval["value"] < interval["high"]
-        line = f"{arm['name']}: {interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}] times as fast"
+        line = f"{arm['name']}: {interval['value']:.2f} [{interval['low']:.2f}, {interval['high']:.2f}] times as fast;"
         assert line in ended.err
     assert "--- plain" in ended.err  # what people read is on standard error then
     options = document["options"]
@@ -81,6 +83,32 @@ def test_the_document_and_the_page(outrider: Outrider, tmp_path: Path) -> None:
     assert end["measured"] == arms
 
 
+@pytest.mark.parametrize(("options", "num_texts"), [(("-t", 0), "1 text"), (("--acceptance", "gumbel"), "2 texts")])
+def test_the_same_bytes(options: tuple[str, ...], num_texts: str, outrider: Outrider) -> None:
+    """The last line says so, of the texts that differ from each other; the document has their SHA-256."""
+    ended = outrider("compare", PROMPT, *QUICK, *options, "--json", "-")
+    assert ended.err.endswith(f" times as fast, same bytes ({num_texts}, sha256 equal)\n")
+    document = only_document(ended.out, "compare")
+    (same,) = document["same_bytes"]
+    assert same["promise"] == document["provenance"]["same_bytes"] == "promised" and same["differences"] == []
+    given = {"temperature": 0.0} if "-t" in options else {"acceptance": "gumbel"}
+    texts = [embedded().generate(PROMPT, seed=seed, max_new_tokens=8, **given)[0].token_ids for seed in (3, 4)]
+    checksum = hashlib.sha256(json.dumps([list(ids) for ids in texts]).encode()).hexdigest()
+    assert [arm["texts_sha256"] for arm in document["arms"]] == [checksum] * 2
+
+
+def test_other_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a forward whose rows depend on their number: how many texts differ, and where, and why."""
+    monkeypatch.setattr("outrider.bench.run.warm_up", lambda *_: depend_on_columns(monkeypatch))
+    ended = outrider("compare", PROMPT, *QUICK, "-k", "1,3", "-t", 0, "--json", "-")
+    assert ended.code == 0
+    for arm in ("fable-draft, K = 1", "fable-draft, K = 3"):
+        assert re.search(rf"\n{arm}: .* times as fast, but 1 of 1 text differs \(same bytes: promised\)\n", ended.err)
+    assert len(re.findall(r"\ntext 0 differs from token \d+ on \(.* in plain decoding, .*: bug", ended.err)) == 2
+    arms = only_document(ended.out, "compare")["arms"]
+    assert arms[0]["texts_sha256"] not in [arm["texts_sha256"] for arm in arms[1:]]
+
+
 def test_runs_differ_in_their_seeds_and_arms_do_not(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run i of every arm has seed + i: what is paired is the same task."""
     cases: list[tuple[str, int]] = []
@@ -89,7 +117,7 @@ def test_runs_differ_in_their_seeds_and_arms_do_not(outrider: Outrider, monkeypa
     def record(arm: Arm, case: Case, options: dict[str, Any], on_chunk: Any = None) -> Measurement:
         cases.append((arm.name, case.seed))
         stats = Stats(num_generated_tokens=4, acceptance_histogram=(2,))
-        return Measurement(arm, case, stats, Timing(0.1, 0.1, 0.1, 1.0), "")
+        return Measurement(arm, case, stats, Timing(0.1, 0.1, 0.1, 1.0), "", ())
 
     monkeypatch.setattr("outrider.bench.run.measure", record)
     monkeypatch.setattr("outrider.bench.run.warm_up", lambda *_: None)
@@ -103,7 +131,7 @@ def test_the_embedded_pair_runs_once_on_a_built_in_prompt(outrider: Outrider, tm
     options = json.loads((tmp_path / "a.json").read_text())["options"]
     assert (options["target"], options["draft"], options["num_draft_tokens"]) == ("fable", ["fable-draft"], [4])
     assert options["prompt"].strip() and "One run has no interval" in ended.out
-    (line,) = [line for line in ended.out.splitlines() if "times as fast as plain" in line]
+    (line,) = [line for line in ended.out.splitlines() if "times as fast" in line]
     assert "[" not in line and "standard deviation" not in line
 
 
@@ -153,7 +181,7 @@ def test_on_a_terminal_the_arms_race_side_by_side(
         assert len(text) > 3 * 62  # more than the panel has room for
         words, shown_words = text.split(), " ".join(panel.replace("│", " ").split())
         assert shown_words.endswith(words[-1]) and " ".join(words[:6]) not in shown_words
-    assert "times as fast as plain" in frames[-1]
+    assert "times as fast" in frames[-1]
 
 
 def test_ctrl_c_in_the_race_leaves_the_terminal_as_it_was(

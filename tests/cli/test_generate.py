@@ -13,13 +13,13 @@ from rich.console import Console
 from commands import Outrider, only_document
 from outrider.cli.commands import generate as command
 from outrider.cli.shared.output import json_text
-from pairs import embedded, stating
+from pairs import depend_on_columns, embedded, stating
 
 PROMPT = "Once upon a time there was a miller"
 SHORT = ("-n", "10", "--seed", "1")
 SUMMARY = re.compile(
     r"(\d+) tokens, ([\d.]+) tokens/s, mean acceptance length (\d\.\d\d) "
-    r"\((\S+) with (\S+), K = (\d+), (\w+)\)(, interrupted)?\n"
+    r"\((\S+) with (\S+), K = (\d+), (\w+), same bytes: not promised \(block\)\)(, interrupted)?\n"
 )
 
 
@@ -199,3 +199,32 @@ def test_sampling_options_of_the_checkpoint(outrider: Outrider, tmp_path: Path) 
         options = only_document(ended.out, "generate")["options"]
         assert (options["temperature"], options["top_k"]) == (1.0, 0) and "sampling as" not in ended.err
     assert "generation_config = 'x' is invalid" in outrider(*arguments, "--generation-config", "x").error
+
+
+@pytest.mark.parametrize("options", [("-t", 0), ("--acceptance", "gumbel", "--seed", 3)])
+def test_verified_bytes(options: tuple[object, ...], outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text is generated without the draft, too; exit code 1 if a forward's results depend on the draft."""
+    words = "generate", PROMPT, "-n", 12, *options, "--verify-bytes", "--json", "-"
+    ended = outrider(*words)
+    assert ended.code == 0 and ended.err.endswith("same bytes: promised)\nsame bytes as plain decoding (12 tokens)\n")
+    same = only_document(ended.out, "generate")["same_bytes"]
+    assert (same["num_tokens"], same["differences"], same["promise"]) == (12, [], "promised")
+    monkeypatch.setattr(command, "hint_at_chat", lambda *_: depend_on_columns(monkeypatch))
+    ended = outrider(*words)
+    assert ended.code == 1 and re.search(r"\ntext 0 differs from token \d+ on .*: bug\n$", ended.err)
+    assert len(only_document(ended.out, "generate")["same_bytes"]["differences"]) == 1
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((PROMPT, "-t", 0, "--draft", "none"), "there is no draft"),
+        ((PROMPT, "--seed", 1), "is that of plain decoding under --acceptance gumbel with a --seed"),
+        ((PROMPT, "--acceptance", "gumbel"), "under --acceptance gumbel with a --seed"),
+        (("--prompts", "a file", "-t", 0), "it takes one PROMPT"),
+    ],
+)
+def test_bytes_that_nothing_promises(options: tuple[object, ...], reason: str, outrider: Outrider) -> None:
+    ended = outrider("generate", *options, "--verify-bytes")
+    assert ended.error.startswith("--verify-bytes = True is invalid: ") and reason in ended.error

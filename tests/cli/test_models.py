@@ -77,7 +77,10 @@ def test_the_drafts_of_a_model(outrider: Outrider) -> None:
         ["llama-3.1-8b-eagle3", "head", "safetensors", "no"],
         ["llama-3.2-1b-instruct", "model", "safetensors", "no"],
     ]
-    (draft,) = only_document(outrider("models", "--target", "fable", "--json", "-").out, "models")["drafts"]
+    ended = outrider("models", "--target", "fable", "--json", "-")
+    document = only_document(ended.out, "models")
+    assert document["execution"] == "native" and "\nfable here: native, same bytes: promised\n" in ended.err
+    (draft,) = document["drafts"]
     assert (draft["name"], draft["is_here"], draft["kind"]) == ("fable-draft", True, "model")
 
 

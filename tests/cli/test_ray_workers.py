@@ -85,7 +85,7 @@ def test_two_workers_write_what_one_process_writes(prompts: Path, tmp_path: Path
     with started(prompts, output, "--json", document) as process:
         _, message = process.communicate()
     assert process.returncode == 0, message
-    assert message.count("\n") == 1 and "(fable with fable-draft, K = 4, block)" in message
+    assert message.count("\n") == 1 and "(fable with fable-draft, K = 4, block, same" in message
     assert lines_of(output) == whole
     summary = only_document(document.read_text(), "generate")
     num_tokens = sum(len(json.loads(line)["token_ids"]) for line in whole)

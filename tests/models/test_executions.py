@@ -1,6 +1,7 @@
 """Which execution runs a model, and how it is chosen: in Python, on the command line, in a file of names."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,13 @@ def model() -> PreTrainedModel:
 @pytest.mark.parametrize(("name", "want"), [("auto", "eager"), ("eager", "eager"), ("native", "native")])
 def test_a_model_in_memory(name: str, want: str, model: PreTrainedModel) -> None:
     """It may be changed later, so it runs in its own code unless asked for."""
-    lm = outrider.load(model.float(), execution=name).target
+    decoder = outrider.load(model.float(), "ngram", execution=name)
+    lm = decoder.target
     assert lm.execution.name == want and (lm.native is None) == (want == "eager")
+    promise = {"native": "promised", "eager": "not promised (eager)"}[want]
+    sampled = replace(decoder, acceptance="gumbel")
+    assert lm.execution.same_bytes == decoder.same_bytes(0.0) == sampled.same_bytes(1.0) == promise
+    assert decoder.same_bytes(1.0) == "not promised (block)" and decoder.plain().same_bytes(1.0) == promise
 
 
 def test_a_model_from_files_runs_natively(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

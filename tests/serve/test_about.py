@@ -18,7 +18,8 @@ def test_memory_of_a_slot() -> None:
     )
     assert "3 slots of 448 tokens" in first
     assert f"{bytes_ / 2**20:.1f} MiB each" in first
-    assert "K = 4" in second and "texts end with 0" in ends and not others
+    assert "K = 4" in second and second.endswith("float64, eager, same bytes: not promised (eager)")
+    assert "texts end with 0" in ends and not others
 
 
 def test_the_fingerprint_changes_with_a_weight() -> None:

@@ -335,6 +335,7 @@ def test_models(client: OpenAI, server: Running) -> None:
     assert [card.id for card in cards] == ["fable", "another-name"]
     assert all(card.max_model_len == server.model.capacity == 512 for card in cards)
     assert client.models.retrieve("another-name").root == "fable"
+    assert {card.same_bytes for card in cards} == {server.model.decoder.target.execution.same_bytes}
     answer = client.completions.create(model="another-name", prompt="A", max_tokens=1)
     assert answer.model == "another-name"
 

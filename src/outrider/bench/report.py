@@ -9,6 +9,7 @@ from typing import Any
 from outrider.bench.run import Arm, Measurement
 from outrider.records import Stats, Timing
 from outrider.stats.intervals import Interval, mean_std, paired_ratio
+from outrider.system.provenance import sha256_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class ArmSummary:
         prefill_ms: of one prompt.
         speed_up: of decoding, over the baseline arm on the same cases; None for the baseline itself.
         total_speed_up: including the prefill.
+        texts: token ids of the output of each case.
     """
 
     arm: Arm
@@ -33,6 +35,7 @@ class ArmSummary:
     total_speed_up: Interval | None
     stats: Stats
     timing: Timing
+    texts: Sequence[tuple[int, ...]]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -48,6 +51,7 @@ class ArmSummary:
             "total_speed_up": self.total_speed_up.to_json() if self.total_speed_up else None,
             "stats": self.stats.to_json(),
             "time_s": self.timing.to_json(),
+            "texts_sha256": sha256_of(self.texts),
         }
 
 
@@ -83,6 +87,7 @@ def _summary(group: Sequence[Measurement], base: Sequence[Measurement], *, is_ba
         total_speed_up=ratio([m.total_s_per_token for m in group], [m.total_s_per_token for m in base]),
         stats=stats,
         timing=timing,
+        texts=[m.token_ids for m in group],
     )
 
 

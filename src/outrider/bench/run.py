@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class Arm:
 
 def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[NumDraftTokens]) -> list[Arm]:
     """Arms of one decoder and draft, one for each K."""
-    return [Arm(f"{draft}, K = {k}", decoder, draft, k) for k in ks]
+    return [Arm(f"{draft}, K = {k}", replace(decoder, num_draft_tokens=k), draft, k) for k in ks]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,7 @@ class Measurement:
     stats: Stats
     timing: Timing
     text: str
+    token_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, arm: Arm, case: Case, chunks: Sequence[Chunk]) -> Measurement:
@@ -80,6 +81,7 @@ class Measurement:
             stats=sum((chunk.stats for chunk in chunks), Stats()),
             timing=sum((chunk.timing for chunk in chunks), Timing()),
             text="".join(chunk.text for chunk in chunks),
+            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
         )
 
     @property

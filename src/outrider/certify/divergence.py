@@ -11,29 +11,33 @@ is within a few times that change, the verdict is "numerics"; otherwise it is "b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from outrider.decoder import Decoder
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError
 from outrider.options import Sampling
 from outrider.records import Constraint, Request
+from outrider.runtime.execution import PROMISED
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import Settings, is_finite, to_probs, wide
 from outrider.sampling.rules import Rule
 from outrider.scoring.teacher_forcing import allowed_tokens
+from outrider.text.tokenizer import Prompt
 
 # Logits this close may change their order by rounding (observed values: docs/internals/numerics.md).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 _LEAST_TOP_P = 1e-9
+_OF_OTHERS = "not promised (another system)"
 _SLACK = 8.0  # only a few block shapes are tried; others may differ more
 
 
@@ -66,16 +70,21 @@ class GreedyReport:
     Attributes:
         differences: first difference of each pair of sequences that differ.
         has_noise: both were sampled, by ``gumbel`` with the same seeds.
+        promise: whether the same bytes are promised, in a word (``EagerExecution.same_bytes``).
     """
 
     num_texts: int
     num_tokens: int
     differences: Sequence[Divergence]
     has_noise: bool
+    promise: str
 
     @property
     def is_ok(self) -> bool:
-        return all(one.verdict == "numerics" for one in self.differences)
+        """Whether the texts are the same, or rounding explains each difference where it may make one."""
+        return not self.differences or (
+            self.promise != PROMISED and all(one.verdict == "numerics" for one in self.differences)
+        )
 
 
 def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
@@ -100,6 +109,23 @@ def plain_texts(target: LM, rule: Rule, requests: Sequence[Request], num_slots: 
     return texts
 
 
+def compare_texts(
+    decoder: Decoder,
+    given: Sequence[tuple[Prompt, Mapping[str, Any]]],
+    plain: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+) -> GreedyReport:
+    """Compare outputs of a decoder with those of its target alone.
+
+    Args:
+        given: prompts, each with its options; see ``Decoder.request``.
+        plain, texts: see ``against_plain``.
+    """
+    requests = [decoder.request(prompt, options).request for prompt, options in given]
+    target, k = decoder.target, decoder.constant_k
+    return against_plain(target, requests, plain, texts, num_draft_tokens=k, promise=target.execution.same_bytes)
+
+
 def against_plain(
     target: LM,
     requests: Sequence[Request],
@@ -107,7 +133,7 @@ def against_plain(
     texts: Sequence[Sequence[int]],
     *,
     num_draft_tokens: int,
-    has_noise: bool = False,
+    promise: str = _OF_OTHERS,
     on_text: Callable[[int], None] = lambda done: None,
 ) -> GreedyReport:
     """Compare outputs with those of plain decoding, and explain differences.
@@ -117,7 +143,7 @@ def against_plain(
         plain: output of plain decoding.
         texts: outputs to compare, one for each request.
         num_draft_tokens: K of ``texts``.
-        has_noise: see ``GreedyReport``.
+        promise: see ``GreedyReport``.
         on_text: called with 1 for each sequence compared.
     """
     differences = []
@@ -127,7 +153,8 @@ def against_plain(
         if found is not None:
             differences.append(found)
         on_text(1)
-    return GreedyReport(len(texts), sum(map(len, plain)), differences, has_noise)
+    has_noise = any(one.sampling.temperature > 0 for one in requests)
+    return GreedyReport(len(texts), sum(map(len, plain)), differences, has_noise, promise)
 
 
 @torch.inference_mode()

@@ -223,7 +223,7 @@ def check_greedily(job: CertifyTask, plain: Sequence[Sequence[int]], control: Co
         plain,
         [one.token_ids for one in generate_texts(job, indices, control)],
         num_draft_tokens=job.num_draft_tokens,
-        has_noise=job.sampling.temperature > 0,
+        promise=job.decoder.target.execution.same_bytes,
     )
 
 

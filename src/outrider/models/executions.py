@@ -9,6 +9,7 @@ import torch
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.models.probe import probe
 from outrider.native.engine import NativeForward
+from outrider.native.families import has_plan
 from outrider.native.plan import NotPlanned
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.execution import EagerExecution
@@ -44,6 +45,13 @@ def choose_execution(lm: LM, name: str = "auto", *, is_known: bool = False) -> L
     if name == "captured" or name == "auto" and is_on_cuda and is_alone:
         return capture(lm, is_required=name == "captured")
     return lm
+
+
+def predicted_execution(config: Any, device: torch.device) -> EagerExecution:
+    """The execution that "auto" gives a model alone on a device, as far as its configuration tells."""
+    if device.type == "cuda":
+        return CapturedExecution(is_required=False)
+    return EagerExecution("native" if device.type == "cpu" and has_plan(config) else "eager")
 
 
 def capture(lm: LM, *, is_required: bool = False) -> LM:

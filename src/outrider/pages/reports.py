@@ -20,6 +20,7 @@ _Points = dict[str, list[tuple[float, "Interval"]]]
 _PARTS = "draft", "verify", "rest"  # of the time of a token
 _TIMED = "round", "draft", "verify"
 _ACROSS = "K, drafted tokens per round"
+_WHICH_K = "Which K, on your prompts, or none: outrider plan, with the same options."
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,18 +207,32 @@ def _compare(document: _Document) -> Report:
     arms, target = document["arms"], document["options"]["target"]
     num_runs = arms[0]["num_cases"]
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
-    facts = [Fact(arm["name"], _interval(arm["speed_up"]), "times as fast as plain") for arm in arms[1:]]
     rows = [
         (_label(arm), str(arm["k"] or "–"), *(f"{value:.2f}" for value in _parts(arm, "prefill").values()))
         for arm in arms
     ]
     tables = [
         _arms_table(f"{target}, {runs} of each arm, in turn", arms),
-        Table("Parts of a token's time, ms", ("arm", "K", "prefill", *_PARTS), rows),
+        Table("Parts of a token's time, ms", ("arm", "K", "prefill", *_PARTS), rows, _WHICH_K),
     ]
     notes = ["One run has no interval: use --num-runs 5 or more."] * (num_runs == 1)
+    same = {one["arm"]: one for one in document["same_bytes"]}
+    for arm in arms[1:]:
+        name = f"{arm['name']}: " if len(arms) > 2 else ""
+        notes.append(f"{name}{_interval(arm['speed_up'])} times as fast{_bytes(same.get(arm['name']))}")
     lead = f"{runs} of each arm after the race, in turn."
-    return Report("compare", "Measured", lead, facts, tables=tables, notes=notes)
+    return Report("compare", "Measured", lead, tables=tables, notes=notes)
+
+
+def _bytes(same: _Document | None) -> str:
+    """Whether texts are those of plain decoding; None if they are sampled and may differ."""
+    if same is None:
+        return "; sampled, so certify tests the distribution"
+    num_texts, num_different = same["num_texts"], len(same["differences"])
+    texts = "1 text" if num_texts == 1 else f"{num_texts} texts"
+    if not num_different:
+        return f", same bytes ({texts}, sha256 equal)"
+    return f", but {num_different} of {texts} differ{'s' * (num_different == 1)} (same bytes: {same['promise']})"
 
 
 def _alpha(document: _Document) -> Report:

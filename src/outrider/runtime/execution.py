@@ -23,6 +23,7 @@ from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.shape_buckets import eager_length
 
 Step = Callable[..., tuple[Tensor, ...]]
+PROMISED = "promised"
 
 
 class EagerExecution:
@@ -41,6 +42,12 @@ class EagerExecution:
 
     def __init__(self, name: str = "eager") -> None:
         self.name = name
+
+    @property
+    def same_bytes(self) -> str:
+        """Whether a row's result depends on the row alone, so that its text is the same bytes in any batch, with and
+        without a draft (docs/how-it-works/same-bytes.md): PROMISED, or the reason why not."""
+        return PROMISED if self.name == "native" else f"not promised ({self.name})"
 
     def round_length(self, length: int) -> int:
         """Length of a view or cache for ``length`` tokens."""

@@ -65,7 +65,8 @@ def startup_lines(decoder: Decoder, schedule: Schedule, num_slots: int, capacity
         f"{num_slots} slots of {capacity} tokens: {size_text(bytes_)} each, {size_text(num_slots * bytes_)} in all, "
         f"for {' and '.join(lm.name for lm in lms)}",
         f"drafts by {decoder.drafter.name}, K = {decoder.num_draft_tokens} (at most {schedule.max_k}), acceptance "
-        f"{decoder.acceptance}, {dtype}",
+        f"{decoder.acceptance}, {dtype}, {decoder.target.execution.name}, same bytes: "
+        f"{decoder.target.execution.same_bytes}",
     ]
     lines.append(ends_text(decoder.target.name, decoder.tokenizer, decoder.eos_ids, decoder.turn_ids))
     if decoder.sampling_defaults:

@@ -189,6 +189,7 @@ class App:
             "root": self._model.decoder.target.name,
             "parent": None,
             "max_model_len": self._model.capacity,
+            "same_bytes": self._model.decoder.target.execution.same_bytes,
         }
 
     async def _race_choices(self, request: Request) -> Response:

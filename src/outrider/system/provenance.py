@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import hashlib
+import json
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,11 @@ def provenance(device: str) -> dict[str, Any]:
         "argv": sys.argv[1:],
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def sha256_of(texts: Sequence[Sequence[int]]) -> str:
+    """SHA-256 of the token ids of texts."""
+    return hashlib.sha256(json.dumps([list(ids) for ids in texts]).encode()).hexdigest()
 
 
 def _git_commit() -> str | None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Sequence
 from contextlib import contextmanager
@@ -38,6 +36,7 @@ from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
+from outrider.system.provenance import sha256_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -121,7 +120,7 @@ def certify(
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
     decoder, job = _job_of(pair, options, k, lines, prompts, significance, batch_size, seed)
-    checksums = {"weights": _weights(decoder), "prompts_sha256": _checksum(job.prompts)}
+    checksums = {"weights": _weights(decoder), "prompts_sha256": sha256_of(job.prompts)}
     pilot = run_pilot(job)
     if num_tokens is None:
         num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
@@ -198,11 +197,6 @@ def _weights(decoder: Decoder) -> dict[str, str | None]:
 
     drafts = [weights_checksum(lm.weights) for lm in decoder.drafter.models]
     return {"target": weights_checksum(decoder.target.weights), "draft": " ".join(drafts) or None}
-
-
-def _checksum(prompts: Sequence[Sequence[int]]) -> str:
-    """SHA-256 of token ids."""
-    return hashlib.sha256(json.dumps([list(ids) for ids in prompts]).encode()).hexdigest()
 
 
 def _num_tokens(job: CertifyTask, pilot: Pilot, detect_tv: float | None, budget_s: float) -> int:

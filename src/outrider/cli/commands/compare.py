@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.findings import difference_lines
 from outrider.cli.shared.options import (
     EndOptions,
     GenerationConfigOption,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 
     from outrider.bench.report import ArmSummary
     from outrider.bench.run import Arm, Case, Measurement, OnChunk
+    from outrider.certify.divergence import GreedyReport
     from outrider.decoder import Decoder
     from outrider.options import NumDraftTokens
     from outrider.records import Chunk
@@ -102,9 +104,11 @@ def compare(
     summaries = summarise(measurements, arms)
     if not summaries:
         raise typer.Exit(130)
+    same = _same_bytes(summaries, cases, options)
     body: dict[str, Any] = {
         "arms": [summary.to_json() for summary in summaries],
         "baseline": arms[0].name,
+        "same_bytes": [{"arm": name, **asdict(report)} for name, report in same.items()],
         "texts": {m.arm.name: m.text for m in shown},
         "is_interrupted": is_interrupted,
     }
@@ -116,7 +120,13 @@ def compare(
         return recorded_page([teller.start(), *rounds, teller.end(summaries)], document)
 
     report.finish("compare", settings, body, decoder, render)
-    _print_next(console, pair, template, summaries)
+    for one in same.values():
+        for line in difference_lines(one, "text", decoder.tokenizer):
+            console.print(line, markup=False)
+    if not same:
+        best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
+        words = [*pair.to_words(str(best.arm.draft)), *template.to_words()]
+        print_command(console, f"outrider certify {shlex.join(words)}")
     if is_interrupted:
         raise typer.Exit(130)
 
@@ -145,6 +155,23 @@ def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> 
             with_draft = replace(decoder, drafter=pair.load_draft(decoder, name))
             arms += arms_by_k(with_draft, name, ks)
     return arms
+
+
+def _same_bytes(
+    summaries: Sequence[ArmSummary], cases: Sequence[Case], options: dict[str, Any]
+) -> dict[str, GreedyReport]:
+    """Comparison of the texts of each arm with those of the first. Empty if they are sampled and may differ."""
+    from outrider.certify.divergence import compare_texts
+
+    plain, *others = summaries
+    found = {}
+    for one in others:
+        if not one.arm.decoder.depends_on_draft(options["temperature"]):
+            # At temperature 0 all runs write one text.
+            texts = {(a, b): case for a, b, case in zip(plain.texts, one.texts, cases, strict=False)}
+            given = [(case.prompt, {**options, "seed": case.seed}) for case in texts.values()]
+            found[one.arm.name] = compare_texts(one.arm.decoder, given, *zip(*texts, strict=True))
+    return found
 
 
 def _show_race(
@@ -215,14 +242,3 @@ class _Panel:
         title = f"{name}: {figures}"
         style = "cyan" if self.is_running else "dim"
         yield Panel(Text("\n").join(lines), title=title, title_align="left", border_style=style)
-
-
-def _print_next(
-    console: Console, pair: PairOptions, template: TemplateOptions, summaries: Sequence[ArmSummary]
-) -> None:
-    """Name the commands that come after a race."""
-    best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
-    options = shlex.join([*pair.to_words(str(best.arm.draft)), *template.to_words()])
-    console.print("Next: which K, on your prompts? Is it exact?", style="dim")
-    print_command(console, f"outrider plan {options}")
-    print_command(console, f"outrider certify {options}")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.findings import difference_lines
 from outrider.cli.shared.options import (
     EndOptions,
     GenerationConfigOption,
@@ -44,6 +46,7 @@ from outrider.system.ranks import current_ranks
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from outrider.certify.divergence import GreedyReport
     from outrider.decoder import Decoder
 
 ORIGIN_STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
@@ -83,6 +86,10 @@ def generate(
     show_origin: Annotated[
         bool, typer.Option("--show-origin", help="Colour tokens by origin. Accepted, correction or bonus.")
     ] = False,
+    verify_bytes: Annotated[
+        bool,
+        typer.Option("--verify-bytes", help="Generate without the draft, too. Differences are explained; exit code 1."),
+    ] = False,
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
@@ -103,6 +110,8 @@ def generate(
                 raise OptionError(option, value, "this option needs a file of prompts: add --prompts FILE")
     elif prompt is not None or show_origin:
         raise OptionError("--prompts", str(prompts), "leave out the PROMPT and --show-origin")
+    if verify_bytes:
+        _check_verified(pair, sampling.temperature, seed, prompts)
     part = Shard() if shard is None else Shard.parse(shard)
     cluster.check(pair)
     with ExitStack() as files:
@@ -118,7 +127,7 @@ def generate(
         if lines is None:
             workers = worker = LocalWorker(setup, 1)
             console = console_for(json_target, has_colours=show_origin or None)
-            _show(setup, worker.decoder, text, console, show_origin, totals)
+            row = _show(setup, worker.decoder, text, console, show_origin, totals)
         else:
             stream = sys.stderr if json_target == "-" else sys.stdout
             workers = run_job(
@@ -134,13 +143,42 @@ def generate(
             )
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
     say(summary)
+    same = _verify(setup, worker.decoder, row) if verify_bytes and not totals.is_interrupted else None
     if json_target is not None:
         settings = setup.settings() | {"shard": shard}
-        write_document(json_target, make_document("generate", settings, totals.to_json(), origin=origin))
+        body = totals.to_json() | {"same_bytes": None if same is None else asdict(same)}
+        write_document(json_target, make_document("generate", settings, body, origin=origin))
     if totals.is_interrupted:
         raise typer.Exit(130)
-    if totals.num_failed:
+    if totals.num_failed or same is not None and same.differences:
         raise typer.Exit(1)
+
+
+def _check_verified(pair: PairOptions, temperature: float, seed: int | None, prompts: Path | None) -> None:
+    """Raises OptionError: there is nothing that ``--verify-bytes`` can compare."""
+    if prompts is not None:
+        remedy = "it takes one PROMPT; certify --prompts FILE compares many"
+    elif pair.single_draft == "none":
+        remedy = "there is no draft: leave out --draft none"
+    elif temperature > 0 and (pair.acceptance != "gumbel" or seed is None):
+        remedy = "a sampled text is that of plain decoding under --acceptance gumbel with a --seed; -t 0 needs neither"
+    else:
+        return
+    raise OptionError("--verify-bytes", True, remedy)
+
+
+def _verify(setup: Setup, decoder: Decoder, row: dict[str, Any]) -> GreedyReport:
+    """Generate an output by plain decoding, and say whether it is the same."""
+    from outrider.certify.divergence import compare_texts
+
+    ids = row["prompt_ids"]
+    (plain,) = decoder.plain().generate([ids], **setup.options)
+    found = compare_texts(decoder, [(ids, setup.options)], [plain.token_ids], [row["token_ids"]])
+    for line in difference_lines(found, "text", decoder.tokenizer):
+        say(line)
+    if not found.differences:
+        say(f"same bytes as plain decoding ({found.num_tokens} tokens)")
+    return found
 
 
 def _read_prompt(argument: str | None) -> str:
@@ -158,8 +196,10 @@ def _read_prompt(argument: str | None) -> str:
     return text
 
 
-def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals) -> None:
-    """Print the text of a prompt as it is generated."""
+def _show(
+    setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals
+) -> dict[str, Any]:
+    """Print the text of a prompt as it is generated. Returns its row."""
     hint_at_chat(decoder, [setup.template.prompt(prompt)])
     ids = setup.encode(decoder, prompt)
     report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
@@ -188,11 +228,12 @@ def _show(setup: Setup, decoder: Decoder, prompt: str, console: Console, has_col
     done = Completion.of(chunks, len(ids)) if chunks else None
     row = row_of(0, PromptLine("line 1", prompt), ids, setup.options["seed"], done)
     if setup.options["seed"] is None and setup.options["temperature"] > 0:
-        depends_on_k = setup.k == "auto" and setup.pair.acceptance != "gumbel" and decoder.drafter.most_drafted != 0
+        depends_on_k = setup.k == "auto" and decoder.depends_on_draft(setup.options["temperature"])
         totals.seed = f"seed {row['seed']}" + (
             " (K adapted to the load: to repeat an output, give -k 4 with the seed)" if depends_on_k else ""
         )
     totals.add(row, stats_of(done))
+    return row
 
 
 def _open_workers(cluster: RayOptions, setup: Setup, num_slots: int, files: ExitStack, num_prompts: int) -> Workers:

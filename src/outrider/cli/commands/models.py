@@ -91,8 +91,10 @@ def models(
         console.print("Pairs that fit into a memory: outrider models --memory 24GiB", style="dim")
         console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
     else:
+        from outrider.models.executions import predicted_execution
         from outrider.models.heads.loading import MTP, is_head
         from outrider.models.loading import context_len
+        from outrider.models.placement import pick_device
         from outrider.models.reading import read_config
         from outrider.models.registry import resolve
 
@@ -111,6 +113,9 @@ def models(
             show_table(console, _predicted(spec.name, forms, context, batch_size))
             rows += forms
         console.print("Fits here: alone, in nine tenths of the memory.", style="dim")
+        execution = predicted_execution(read_config(specs[0]), pick_device("auto"))
+        found |= {"execution": execution.name, "same_bytes": execution.same_bytes}
+        console.print(f"{specs[0].name} here: {execution.name}, same bytes: {execution.same_bytes}")
         options |= {"target": target, "draft": draft, "devices": sizes}
     write_json(json_target, "models", options | {"context": context}, found | {"models": rows})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,18 +56,13 @@ def show_findings(
         table.add_row("statistical: forbidden tokens", str(forbidden), _verdict(forbidden == 0))
     elif exact is not None:
         table.add_row("statistical", "no randomness", "-")
-    for one in certificate.greedy:
-        same = one.num_texts - len(one.differences)
-        name = "same seed, same text" if one.has_noise else "greedy text"
-        table.add_row(name, f"{same} of {one.num_texts} outputs the same", _verdict(one.is_ok))
     for control in certificate.controls:
         found = "-" if control.excuse else "caught" if control.is_caught else "MISSED"
         table.add_row(f"control: {control.about}", _control_text(control), found)
     print_table(console, table)
-    for one in certificate.greedy:
-        _print_differences(console, one, unit, tokenizer)
     if statistical is not None:
         _print_deviation(console, statistical, towards)
+    _print_bytes(console, certificate.greedy, unit, tokenizer)
     if certificate.is_idle:
         console.print("No drafted token was accepted, or no control has an effect: these options cannot be certified.")
     elif any(not control.is_ok for control in certificate.controls):
@@ -149,15 +144,32 @@ def _print_deviation(console: Console, report: StatisticalReport, towards: str) 
         )
 
 
-def _print_differences(console: Console, report: GreedyReport, unit: str, tokenizer: Any | None) -> None:
-    """Print where outputs differ from plain decoding, and why."""
+def _print_bytes(console: Console, reports: Sequence[GreedyReport], unit: str, tokenizer: Any | None) -> None:
+    """Print whether texts are the bytes of plain decoding, with the number of texts and tokens."""
+    from outrider.bench.tables import new_table
+
+    if not reports:
+        return
+    title = f"Same bytes as plain decoding: {reports[0].promise}"
+    table = new_table(title, "texts", "number", "tokens", "differ", "verdict")
+    for one in reports:
+        name = "sampled, with the same seeds" if one.has_noise else "greedy"
+        numbers = one.num_texts, one.num_tokens, len(one.differences)
+        table.add_row(name, *(f"{number:,}" for number in numbers), _verdict(one.is_ok))
+    print_table(console, table)
+    for one in reports:
+        for line in difference_lines(one, unit, tokenizer):
+            console.print(line, markup=False)
+
+
+def difference_lines(report: GreedyReport, unit: str, tokenizer: Any | None) -> Iterator[str]:
+    """Yield where each text differs from plain decoding, and why."""
     for one in report.differences:
         margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
         plain, other = (_token(tokenizer, token_id) for token_id in (one.plain_id, one.other_id))
-        console.print(
+        yield (
             f"{unit} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, {other} here): "
-            f"margin {margin}, rounding {gap}: {one.verdict}",
-            markup=False,
+            f"margin {margin}, rounding {gap}: {one.verdict}"
         )
 
 

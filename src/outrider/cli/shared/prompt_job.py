@@ -168,10 +168,9 @@ class LocalWorker:
 
     def pair(self) -> str:
         decoder = self.decoder
-        target, draft = decoder.target.name, decoder.drafter.name
-        if draft == "none":
-            return f"{target}, plain"
-        return f"{target} with {draft}, K = {decoder.num_draft_tokens}, {decoder.acceptance}"
+        draft, same = decoder.drafter.name, decoder.same_bytes(self._setup.options["temperature"])
+        how = ", plain" if draft == "none" else f" with {draft}, K = {decoder.num_draft_tokens}, {decoder.acceptance}"
+        return f"{decoder.target.name}{how}, same bytes: {same}"
 
     def origin(self) -> dict[str, Any]:
         return origin_of(self.decoder)
