@@ -156,7 +156,6 @@ class RowRound:
         is_truncated: the row ended inside the round; tokens after the end were dropped.
         finish_reason: set in a row's last round, as in ``Completion``.
         logprobs: one for each token, if asked for.
-        rejected_ratio: p/q at the first rejected token, None if none was rejected.
         num_cached_tokens: in a row's first round, the prompt tokens found in the cache.
         queued_s: in a row's first round, the seconds that the row waited for a slot.
         error: the reason, where ``finish_reason`` is "error"; no token of this round is committed then.
@@ -174,7 +173,6 @@ class RowRound:
     is_truncated: bool
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] | None
-    rejected_ratio: float | None
     num_cached_tokens: int = 0
     error: str | None = None
     drafted: tuple[DraftedToken, ...] | None = None

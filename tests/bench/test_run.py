@@ -87,7 +87,7 @@ class Steady:
 
     def stream(self, *_: Any, **__: Any) -> Iterator[Chunk]:
         self.is_open = True
-        row = RowRound(0, (5,), ("bonus",), 0, 0, False, None, None, None)
+        row = RowRound(0, (5,), ("bonus",), 0, 0, False, None, None)
         try:
             for _round in range(self.num_rounds):
                 self.turns.append(self.name)

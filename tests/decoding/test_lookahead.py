@@ -55,11 +55,10 @@ def _requests() -> list[Request]:
 
 def _comparable(row: RowRound) -> RowRound:
     """Rounded, since last bits depend on which rows are still in the batch."""
-    ratio = None if row.rejected_ratio is None else float(f"{row.rejected_ratio:.6g}")
     logprobs = row.logprobs and tuple(
         TokenLogprob(round(one.logprob, 8), tuple((i, round(value, 8)) for i, value in one.top)) for one in row.logprobs
     )
-    return dataclasses.replace(row, rejected_ratio=ratio, logprobs=logprobs)
+    return dataclasses.replace(row, logprobs=logprobs)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ and applies stop conditions. The loop may have started the next round by then (s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -101,7 +100,6 @@ def _logprobs_of(num_top: int, logits: Tensor, committed: Tensor) -> Logprobs:
 
 def read(started: StartedRound, target_name: str) -> list[RowRound]:
     """Read a finished round and apply stop conditions token by token. Rows that ended before are skipped."""
-    probs = started.drafted_probs.tolist()
     row_rounds = []
     for b, (row, numbers) in enumerate(zip(started.rows, started.report.tolist(), strict=True)):
         if row is None or row.is_done:
@@ -109,7 +107,6 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
         *tokens, n, num_drafted, is_bad, is_bad_draft = numbers
         is_first = row.length == row.prompt_length
         num_cached, queued_s = (row.num_cached, row.queued_s) if is_first else (0, 0.0)
-        is_rejected = n < num_drafted
         token_ids, reason = _until_stop(row, tokens[:n] if is_bad else tokens[: n + 1])
         error = _advance_constraint(row, token_ids)
         if is_bad and reason is None:
@@ -122,14 +119,15 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
         row.token_ids += token_ids
         row.is_done = reason is not None
         origins: list[Origin] = ["accepted"] * n
-        origins.append("correction" if is_rejected else "bonus")
+        origins.append("correction" if n < num_drafted else "bonus")
         num_top = row.request.sampling.logprobs
         logprobs = None
         if started.logprobs is not None and num_top is not None:
             logprobs = started.logprobs.of(b, len(token_ids), num_top)
         drafted = None
         if started.drafted_ids is not None and row.request.reports_drafts:
-            pairs = zip(started.drafted_ids[b, :num_drafted].tolist(), probs[b], strict=False)
+            probs = started.drafted_probs[b].tolist()
+            pairs = zip(started.drafted_ids[b, :num_drafted].tolist(), probs, strict=False)
             drafted = tuple(DraftedToken(token_id, *p_and_q) for token_id, p_and_q in pairs)
         row_rounds.append(
             RowRound(
@@ -141,7 +139,6 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
                 is_truncated=len(token_ids) < n + 1,
                 finish_reason=reason,
                 logprobs=logprobs,
-                rejected_ratio=_ratio(*probs[b][n]) if is_rejected and len(token_ids) > n else None,
                 num_cached_tokens=num_cached,
                 queued_s=queued_s,
                 drafted=drafted,
@@ -153,10 +150,6 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
             )
         )
     return row_rounds
-
-
-def _ratio(p: float, q: float) -> float:
-    return p / q if q > 0 else math.inf
 
 
 def _advance_constraint(row: Row, token_ids: Sequence[int]) -> str | None:
@@ -171,7 +164,7 @@ def _advance_constraint(row: Row, token_ids: Sequence[int]) -> str | None:
 
 
 def _failed(row: Row, error: str, num_cached: int) -> RowRound:
-    return RowRound(row.index, (), (), 0, 0, False, "error", None, None, num_cached, error)
+    return RowRound(row.index, (), (), 0, 0, False, "error", None, num_cached, error)
 
 
 def _until_stop(row: Row, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
