@@ -114,7 +114,7 @@ def test_runs_differ_in_their_seeds_and_arms_do_not(outrider: Outrider, monkeypa
     cases: list[tuple[str, int]] = []
     monkeypatch.setattr(command, "_show_race", lambda *_: [])
 
-    def record(arm: Arm, case: Case, options: dict[str, Any], on_chunk: Any = None) -> Measurement:
+    def record(arm: Arm, case: Case, options: dict[str, Any]) -> Measurement:
         cases.append((arm.name, case.seed))
         stats = Stats(num_generated_tokens=4, acceptance_histogram=(2,))
         return Measurement(arm, case, stats, Timing(0.1, 0.1, 0.1, 1.0), "", ())

@@ -100,9 +100,9 @@ class Measurement:
 OnChunk = Callable[[Arm, Case, Chunk], None]
 
 
-def measure(arm: Arm, case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None) -> Measurement:
-    """Generate once. The time of ``on_chunk`` (such as printing) is not counted."""
-    [measurement] = race([arm], case, options, on_chunk)
+def measure(arm: Arm, case: Case, options: dict[str, Any]) -> Measurement:
+    """Generate once."""
+    [measurement] = race([arm], case, options)
     return measurement
 
 
@@ -177,13 +177,11 @@ def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any])
             measure(arm, cases[i], {**options, "ignore_eos": True, "stop": ()})
 
 
-def interleave(
-    arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any], on_chunk: OnChunk | None = None
-) -> Iterator[Measurement]:
+def interleave(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> Iterator[Measurement]:
     """Every arm on every case. The arm that goes first changes with the case."""
     for place, case in enumerate(cases):
         for turn in range(len(arms)):
-            yield measure(arms[(place + turn) % len(arms)], case, options, on_chunk)
+            yield measure(arms[(place + turn) % len(arms)], case, options)
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
