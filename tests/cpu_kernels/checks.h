@@ -44,3 +44,6 @@ inline std::vector<float> numbers(int64_t number) {
 // Checks a forward (forward_driver.cpp) of a model whose matrices have this form. `bits` are those of a number of its
 // cache.
 void check_forward(int64_t form, int64_t bits, int64_t length);
+
+// Checks functions of numbers (functions_driver.cpp).
+void check_functions();

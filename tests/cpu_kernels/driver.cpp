@@ -254,6 +254,7 @@ int main(int, char** arguments) {
       if (is_tried()) blocks(form, length, size, num_rows, 1 + (num_rows + form) % 3, 4 + num_rows % 7 * 5);
     }
   }
+  check_functions();
   for (int64_t bits : {16, 32}) {
     for (int64_t form : {0, 2, 14}) {
       for (int64_t length : {1, 9}) check_forward(form, bits, length);

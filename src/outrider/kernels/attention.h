@@ -14,11 +14,7 @@
 
 namespace {
 
-#if NUM_REGISTERS == 32
-constexpr int KEYS = 4, COLUMNS = 4;  // key rows, and vectors of a value row, in one loop
-#else
-constexpr int KEYS = 2, COLUMNS = 2;
-#endif
+constexpr int COLUMNS = NUM_REGISTERS / 8;  // vectors of a value row in one loop
 constexpr int64_t MOST_QUERIES = 6;
 constexpr int64_t PLACES = 256;
 constexpr int64_t PLACES_AHEAD = 8;  // to prefetch
@@ -31,19 +27,24 @@ INLINE void prefetch(const void* from, int64_t num_bytes) {
 template <int ROWS, int NUMBER, typename Number>
 INLINE void some_scores(const float* queries, int64_t padded, const Number* keys, int64_t stride, int64_t width,
                         float* scores) {
-  Floats sums[ROWS][NUMBER] = {};
-  auto add = [&](int64_t i, auto load_keys) __attribute__((always_inline)) {
+  Sum sums[ROWS][NUMBER];
+  auto add = [&](int64_t i, int p, auto load_keys) __attribute__((always_inline)) {
     Floats column[NUMBER];
-    UNROLLED for (int c = 0; c < NUMBER; c++) column[c] = load_keys(keys + c * stride + i);
+    UNROLLED for (int c = 0; c < NUMBER; c++) column[c] = load_keys(keys + c * stride, i);
     UNROLLED for (int r = 0; r < ROWS; r++) {
       Floats row = load(queries + r * padded + i);
-      UNROLLED for (int c = 0; c < NUMBER; c++) sums[r][c] = multiply_add(row, column[c], sums[r][c]);
+      UNROLLED for (int c = 0; c < NUMBER; c++) sums[r][c].parts[p] = multiply_add(row, column[c], sums[r][c].parts[p]);
     }
   };
   int64_t i = 0;
-  for (; i + LANES <= width; i += LANES) add(i, [](auto from) __attribute__((always_inline)) { return load(from); });
-  if (i < width) {
-    add(i, [=](auto from) __attribute__((always_inline)) { return load_first(from, width - i); });
+  for (; i + STRIPE <= width; i += STRIPE) {
+    UNROLLED for (int p = 0; p < PARTS; p++) {
+      add(i + p * LANES, p, [](auto row, int64_t i) __attribute__((always_inline)) { return load(row + i); });
+    }
+  }
+  UNROLLED for (int p = 0; p < PARTS; p++) {
+    if (i + p * LANES >= width) break;
+    add(i + p * LANES, p, [=](auto row, int64_t i) __attribute__((always_inline)) { return load_to(row, i, width); });
   }
   UNROLLED for (int r = 0; r < ROWS; r++) {
     Four totals = across<NUMBER>(sums[r]);
@@ -89,6 +90,7 @@ struct Part {
   template <int ROWS>
   INLINE_MEMBER void attend() const {
     alignas(64) float scores[ROWS * PLACES];
+    constexpr int KEYS = sums_beside(ROWS);  // in one loop
     const int64_t first = *std::min_element(begins, begins + ROWS) / KEYS * KEYS;
     const int64_t end = *std::max_element(ends, ends + ROWS);
     int64_t j = first;
@@ -114,10 +116,11 @@ struct Part {
   // Turns scores of the places from `first` to `end` into weights.
   INLINE_MEMBER void weigh(float* row, int64_t seen, int64_t seen_end, int64_t first, int64_t end, float* result) const {
     constexpr float HIDDEN = -__builtin_inff();
-    const int64_t lowest = first / LANES * LANES, highest = (end + LANES - 1) / LANES * LANES;
+    const int64_t lowest = first / STRIPE * STRIPE, highest = (end + STRIPE - 1) / STRIPE * STRIPE;
     std::fill(row + lowest, row + first, 0.0f);
     std::fill(row + end, row + highest, 0.0f);
-    Floats largest = Floats{} + HIDDEN, total = {};
+    Floats largest = Floats{} + HIDDEN;
+    Sum total;
     for (int64_t i = lowest; i < highest; i += LANES) {
       Floats values = load(row + i) * scale;
       if (cap != 0.0f) values = cap * tangent(values / cap);
@@ -130,10 +133,12 @@ struct Part {
     float most = HIDDEN;
     UNROLLED for (int l = 0; l < LANES; l++) most = largest[l] > most ? largest[l] : most;
     const float base = most == HIDDEN ? 0.0f : most;
-    for (int64_t i = lowest; i < highest; i += LANES) {
-      const Floats weights = exponential(load(row + i) - base);
-      store(row + i, weights);
-      total += weights;
+    for (int64_t i = lowest; i < highest; i += STRIPE) {
+      UNROLLED for (int p = 0; p < PARTS; p++) {
+        const Floats weights = exponential(load(row + i + p * LANES) - base);
+        store(row + i + p * LANES, weights);
+        total.parts[p] += weights;
+      }
     }
     result[width] = most;
     result[width + 1] = across<1>(&total)[0];

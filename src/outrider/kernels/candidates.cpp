@@ -8,27 +8,12 @@
 #include <limits>
 #include <vector>
 
+#include "functions.h"
 #include "token_rows.h"
 
 namespace {
 
 constexpr float INF = std::numeric_limits<float>::infinity();
-
-// e^x for x <= 0, within two units in the last place; 0 below -87. The polynomial is Cephes' (expf).
-INLINE Floats exponential(Floats x) {
-  Ints is_tiny = x < all_lanes(-87.0f);
-  x = is_tiny ? all_lanes(-87.0f) : x;
-  const Floats magic = all_lanes(0x1.8p23f);  // added, it rounds to an integer
-  Floats shifted = multiply_add(x, all_lanes(1.44269504f), magic), whole = shifted - magic;
-  Floats rest = multiply_add(whole, all_lanes(-0.693359375f), x);
-  rest = multiply_add(whole, all_lanes(2.12194440e-4f), rest);
-  Floats sum = all_lanes(1.9875691500e-4f);
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
-    sum = multiply_add(sum, rest, all_lanes(c));
-  sum = multiply_add(sum, rest * rest, rest) + 1.0f;
-  Ints exponent = ((Ints)shifted - (Ints)magic + 127) << 23;
-  return is_tiny ? Floats{} : sum * (Floats)exponent;
-}
 
 // Scores and weights of logits: (x - largest) / temperature, and e to this power.
 INLINE void weigh(const float* x, int64_t count, float largest, float temperature, float* scores, float* weights) {

@@ -18,20 +18,12 @@
 
 namespace {
 
-#if NUM_REGISTERS == 32
-// Channels per loop for a number of rows of x.
-constexpr int channels_for(int64_t num_rows) { return num_rows <= 6 ? 4 : 3; }
-constexpr int64_t MOST_ROWS = 8;  // in one loop
-#else
-constexpr int channels_for(int64_t num_rows) { return num_rows <= 2 ? 4 : 2; }
-constexpr int64_t MOST_ROWS = 6;
-#endif
-constexpr int64_t TILE_ROWS = 6;  // if there are more than MOST_ROWS
-constexpr int MANY_CHANNELS = channels_for(1), FEW_CHANNELS = channels_for(MOST_ROWS);  // the only two values
+constexpr int MOST_ROWS = PARTS == 1 ? 8 : 6;  // in one loop
+constexpr int TILE_ROWS = PARTS == 1 ? 6 : 3;  // if there are more: each weight loaded is used for two sums at least
 // Maximum rows of x in a loop over a number of channels.
 constexpr int rows_for(int channels) {
   int most = MOST_ROWS;
-  while (channels_for(most) != channels) most--;
+  while (most > 1 && sums_beside(most) < channels) most--;
   return most;
 }
 // Per stream, by measurement: with 2 KB one thread sometimes reads narrow weights at half its speed.
@@ -42,28 +34,30 @@ constexpr int LINE_BYTES = 64;
 // Products of ROWS rows of x with CHANNELS rows of the weights, spaced `apart` rows.
 template <int ROWS, int CHANNELS, typename Weight>
 INLINE void tile(const float* x, const Weight* weights, int64_t width, int64_t apart, float* y, int64_t num_channels) {
-  Floats sums[ROWS][CHANNELS] = {};
-  auto add = [&](auto load_x, auto load_weights) __attribute__((always_inline)) {
+  Sum sums[ROWS][CHANNELS];
+  auto add = [&](int p, auto load_from) __attribute__((always_inline)) {
     Floats column[CHANNELS];
-    UNROLLED for (int c = 0; c < CHANNELS; c++) column[c] = load_weights(weights + c * apart * width);
+    UNROLLED for (int c = 0; c < CHANNELS; c++) column[c] = load_from(weights + c * apart * width);
     UNROLLED for (int r = 0; r < ROWS; r++) {
-      Floats row = load_x(x + r * width);
-      UNROLLED for (int c = 0; c < CHANNELS; c++) sums[r][c] = multiply_add(row, column[c], sums[r][c]);
+      Floats row = load_from(x + r * width);
+      UNROLLED for (int c = 0; c < CHANNELS; c++) sums[r][c].parts[p] = multiply_add(row, column[c], sums[r][c].parts[p]);
     }
   };
   int64_t i = 0;
-  for (; i + LANES <= width; i += LANES) {
+  for (; i + STRIPE <= width; i += STRIPE) {
     if (i * sizeof(Weight) % LINE_BYTES == 0) {
       UNROLLED for (int c = 0; c < CHANNELS; c++) {
         __builtin_prefetch(reinterpret_cast<const char*>(weights + c * apart * width + i) + ahead_bytes<Weight>());
       }
     }
-    auto load_whole = [i](auto from) __attribute__((always_inline)) { return load(from + i); };
-    add(load_whole, load_whole);
+    UNROLLED for (int p = 0; p < PARTS; p++) {
+      add(p, [=](auto from) __attribute__((always_inline)) { return load(from + i + p * LANES); });
+    }
   }
-  if (i < width) {
-    auto load_rest = [i, width](auto from) __attribute__((always_inline)) { return load_first(from + i, width - i); };
-    add(load_rest, load_rest);
+  UNROLLED for (int p = 0; p < PARTS; p++) {
+    const int64_t at = i + p * LANES;
+    if (at >= width) break;
+    add(p, [=](auto from) __attribute__((always_inline)) { return load_to(from, at, width); });
   }
   UNROLLED for (int r = 0; r < ROWS; r++) {
     Four totals = across<CHANNELS>(sums[r]);
@@ -111,10 +105,11 @@ void share(int64_t num_rows, int64_t most, const float* x, const Weight* weights
 template <typename Weight>
 void product(int64_t num_rows, const float* x, const Weight* weights, int64_t width, int64_t begin, int64_t end, float* y,
              int64_t stride) {
+  if (num_rows == 0) return;
   int64_t num_tiles = num_rows <= MOST_ROWS ? 1 : (num_rows + TILE_ROWS - 1) / TILE_ROWS;
   int64_t most = (num_rows + num_tiles - 1) / num_tiles;
-  auto run = channels_for(most) == MANY_CHANNELS ? share<MANY_CHANNELS, Weight> : share<FEW_CHANNELS, Weight>;
-  run(num_rows, most, x, weights, width, begin, end, y, stride);
+  constexpr decltype(&share<1, Weight>) shares[] = {share<1, Weight>, share<2, Weight>, share<3, Weight>, share<4, Weight>};
+  shares[sums_beside(most) - 1](num_rows, most, x, weights, width, begin, end, y, stride);
 }
 
 }  // namespace

@@ -67,8 +67,9 @@ struct Forward : Worker {
       const float scale = rope.scale;
       for (int64_t i = 0; i < rope.width / 2; i++) {
         const float angle = static_cast<float>(position) * rope.frequencies[i];
-        turns[i] = std::cos(angle) * scale;
-        turns[rope.width / 2 + i] = std::sin(angle) * scale;
+        const Turn turn(angle);
+        turns[i] = static_cast<float>(turn.cosine) * scale;
+        turns[rope.width / 2 + i] = static_cast<float>(turn.sine) * scale;
       }
     }
   }

@@ -88,10 +88,9 @@ INLINE void mix(const Recurrence& r, const Inputs& inputs, int64_t place, int64_
     }
     const float* steps = r.kind == Recurrence::DELTA ? given + H : given;
     for (int64_t h = 0; h < H; h++) {
-      const float x = steps[h] + r.step_bias[h], softplus = x > 20.0f ? x : std::log1p(std::exp(x));
-      const float step = std::max(softplus, static_cast<float>(r.least_step));
-      a[h] = std::exp(-std::exp(r.rates[h]) * step);
-      b[h] = r.kind == Recurrence::DELTA ? 1.0f / (1.0f + std::exp(-given[h])) : step;
+      const float step = std::max(softplus(steps[h] + r.step_bias[h]), static_cast<float>(r.least_step));
+      a[h] = exponential(-step * exponential(all_lanes(r.rates[h])))[0];
+      b[h] = r.kind == Recurrence::DELTA ? logistic(all_lanes(given[h]))[0] : step;
     }
     return;
   }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <vector>
 
+#include "functions.h"
 #include "token_rows.h"
 
 namespace {
@@ -132,14 +133,14 @@ struct Race {
     for (; i < end; i++) heaviest = std::max(heaviest, row.weights[i]);
     double uniform = noise.uniform(0, place);
     if (double(heaviest) * BLOCK <= best * (1.0 - uniform)) return;  // 1 - u is at most -log u
-    double least = -std::log(uniform) / BLOCK;
+    double least = -logarithm(uniform) / BLOCK;
     int64_t holder = row.id(begin) / BLOCK * BLOCK + noise.words[2][place] % BLOCK;
     for (i = begin; i < end; i++) {
       if (row.weights[i] <= best * least) continue;
       int64_t id = row.id(i);
       double exponential = least;
       if (id != holder)
-        exponential += -std::log(Philox<1>(seed, position, id / 2, USE_GUMBEL).uniform(id % 2, 0));
+        exponential += -logarithm(Philox<1>(seed, position, id / 2, USE_GUMBEL).uniform(id % 2, 0));
       if (row.weights[i] > best * exponential) {
         best = row.weights[i] / exponential;
         winner = id;
