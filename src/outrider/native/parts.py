@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from outrider.native.plan import (
     Activation,
@@ -73,6 +75,16 @@ def window_of(config: Any, layer: int) -> int | None:
     return None
 
 
+class _PowersInDouble(TorchFunctionMode):
+    """Powers of float32 are computed in float64: the last bit of PyTorch's own depends on the processor's vectors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__rpow__:
+            exponents, base = args
+            return torch.pow(base, exponents.double()).float()
+        return func(*args, **(kwargs or {}))
+
+
 def rope_of(config: Any, kind: str | None = None, *, is_interleaved: bool = False) -> RopePlan:
     """
     Args:
@@ -84,7 +96,8 @@ def rope_of(config: Any, kind: str | None = None, *, is_interleaved: bool = Fals
         if config.model_type in _PARTLY_TURNED:
             width = int(width * (stated.get("partial_rotary_factor") or 1.0))
         powers = torch.arange(0, width, 2, dtype=torch.float) / width
-        return RopePlan(tuple((1.0 / stated["rope_theta"] ** powers).tolist()), 1.0, is_interleaved)
+        with _PowersInDouble():
+            return RopePlan(tuple((1.0 / stated["rope_theta"] ** powers).tolist()), 1.0, is_interleaved)
     if stated["rope_type"] == "dynamic":
         raise NotPlanned("its rope depends on the length of the text")
     if stated["rope_type"] == "longrope" and stated["short_factor"] != stated["long_factor"]:
@@ -92,7 +105,8 @@ def rope_of(config: Any, kind: str | None = None, *, is_interleaved: bool = Fals
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     of_kind = {} if kind is None else {"layer_type": kind}
-    frequencies, scale = ROPE_INIT_FUNCTIONS[stated["rope_type"]](config, torch.device("cpu"), **of_kind)
+    with _PowersInDouble():
+        frequencies, scale = ROPE_INIT_FUNCTIONS[stated["rope_type"]](config, torch.device("cpu"), **of_kind)
     return RopePlan(tuple(frequencies.tolist()), scale, is_interleaved)
 
 

@@ -112,7 +112,7 @@ class Candidates:
         places = [[*map(Tensor.data_ptr, room.memory), 0, 0] for room in rooms]
         table = torch.tensor(places, dtype=torch.long).view(num_rows, num_places, 4)
         is_finite = torch.empty(num_rows, num_places, dtype=torch.bool)
-        options = temperature, top_k, top_p, None if min_p is None else min_p.log()
+        options = temperature, top_k, top_p, None if min_p is None else min_p.double().log().float()
         _call(
             "outrider_candidates",
             *(flat, len(flat), flat.stride(0), num_tokens, num_places, ids),

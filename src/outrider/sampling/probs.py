@@ -251,7 +251,7 @@ def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY, 
     if settings.top_p is not None:
         scores = _keep_top_p(scores, settings.top_p)
     if settings.min_p is not None:  # the largest score is 0
-        scores = scores.masked_fill(scores < settings.min_p.log()[:, None, None], -torch.inf)
+        scores = scores.masked_fill(scores < wide(settings.min_p).log().float()[:, None, None], -torch.inf)
     probs = scores.softmax(dim=-1)
     if settings.has_greedy:
         probs = torch.where(temperature > 0, probs, one_hot(x.argmax(dim=-1), x))
