@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from native_cases import ALL, CASES, CONTEXT, VOCAB, random_model
 from outrider.native import engine, families
 from outrider.native.engine import NativeForward
 from outrider.native.families import FAMILIES, plan_of
+from outrider.native.parts import rope_of
 from outrider.native.plan import AttentionPlan, NotPlanned, Plan
 from outrider.runtime.cache import SlotCache
 
@@ -202,6 +203,17 @@ def test_a_configuration_without_a_plan(family: str, fields: dict[str, Any], rea
 def test_a_family_without_a_plan() -> None:
     with pytest.raises(NotPlanned, match="gpt_neox has no plan"):
         plan_of(AutoConfig.for_model("gpt_neox"))
+
+
+@pytest.mark.parametrize("rope_type", ["default", "linear"])
+def test_frequencies_of_ropes_are_rounded_once(rope_type: str) -> None:
+    """They are equal on all processors, unlike powers of PyTorch in float32, of which some differ."""
+    stated = {"rope_type": rope_type, "rope_theta": 500000.0} | ({"factor": 4.0} if rope_type == "linear" else {})
+    found = rope_of(LlamaConfig(head_dim=96, rope_parameters=stated)).frequencies
+    powers = [500000.0 ** float(torch.tensor(i / 96)) for i in range(0, 96, 2)]
+    want = 1 / torch.tensor(powers) / stated.get("factor", 1)
+    assert found == tuple(want.tolist())
+    assert any(want != 1 / 500000.0 ** (torch.arange(0, 96, 2) / 96) / stated.get("factor", 1))
 
 
 def test_empty_fields_change_nothing() -> None:
