@@ -127,7 +127,7 @@ def _hybrid_pair() -> tuple[LM, Drafter]:
         (GUMBEL, llama_pair, None, 2),
         (REJECTION, llama_pair, ngram_drafter(), 1),
         (BLOCK, llama_pair, suffix_drafter(), 0),
-        (GUMBEL, _hybrid_pair, None, 0),
+        pytest.param(GUMBEL, _hybrid_pair, None, 0, marks=pytest.mark.slow),
     ],
     ids=["model", "model, ahead", "ngram, ahead", "suffix", "hybrid"],
 )

@@ -8,7 +8,6 @@ Source of the delta rule: ``torch_recurrent_gated_delta_rule`` of Transformers (
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from outrider.native.engine import NativeForward
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import BLOCK, GUMBEL
+from outrider.sampling.rules import BLOCK
 from toys import perturbed, request, run, tokens
 
 FAMILIES = ["qwen3_5_text", "granitemoehybrid", "lfm2"]
@@ -163,22 +162,16 @@ PROMPTS = [(5, 9, 11, 3, 44), (1,), (7, 8) * 40, tuple(range(20, 41))]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_texts(family: str) -> None:
-    """Greedy, they are those of plain decoding and of the model's own code, in one batch and as rows leave and join;
-    sampled under ``gumbel``, those of plain decoding. The draft has states, too."""
+    """Greedy, they are those of the model's own code. The draft has states, too. (Other schedules, and sampled
+    texts: tests/decoding/test_joining.py.)"""
     model = model_of(family)
     target, eager = native_lm(model), LM(model, name="eager", vocab_size=VOCAB, context_len=CONTEXT)
     draft = model_drafter(native_lm(perturbed(model, 0.05), "draft"))
     greedy = [request(prompt, temperature=0.0, max_new_tokens=24 + 9 * i) for i, prompt in enumerate(PROMPTS)]
-    sampled = [replace(one, sampling=request((), seed=i).sampling) for i, one in enumerate(greedy)]
-    plain = tokens(target, NO_DRAFTER, greedy, BLOCK, 0)
-    assert plain == tokens(eager, NO_DRAFTER, greedy, BLOCK, 0)
-    for drafter in (draft, ngram_drafter()):
-        assert tokens(target, drafter, greedy, BLOCK, 4) == plain
-        assert tokens(target, drafter, sampled, GUMBEL, 5) == tokens(target, NO_DRAFTER, sampled, GUMBEL, 0)
-    stats = [one.stats for one in run(target, draft, greedy, BLOCK, 4)]
+    outputs = run(target, draft, greedy, BLOCK, 4)
+    assert [one.token_ids for one in outputs] == tokens(eager, NO_DRAFTER, greedy, BLOCK, 0)
+    stats = [one.stats for one in outputs]
     assert 0 < sum(one.num_accepted_draft_tokens for one in stats) < sum(one.num_draft_tokens for one in stats)
-    engine = Engine(target, draft, BLOCK, num_slots=2, capacity=200, schedule=ConstantSchedule(3), prefill_chunk=30)
-    assert _texts(engine, greedy) == plain
 
 
 def _texts(engine: Engine, requests: Sequence[Any]) -> list[tuple[int, ...]]:
