@@ -69,13 +69,15 @@ def _rows(model: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]
     references: dict[str, list[str]] = {}
     for arm in (_ALONE, *arguments.drafts):
         name, _, k = arm.partition(" ")
-        decoder = plain if arm == _ALONE else outrider.load(file, name.replace("FILE", str(file)))
+        decoder = plain if arm == _ALONE else None
         for rule, options in _OPTIONS.items():
             key = [model, rule, arm, arguments.tokens]
             done = _done(arguments.state, key)
             own = options | {"acceptance": "block" if rule == "greedy" else rule, "num_draft_tokens": k or 4}
             own |= {"max_new_tokens": arguments.tokens, "ignore_eos": True}
             missing = [i for i in range(len(prompts)) if i not in done]
+            if missing and decoder is None:
+                decoder = outrider.load(file, name.replace("FILE", str(file)))
             for i, found in _completions(decoder, prompts, missing, own, 1 if arm == _ALONE else arguments.slots):
                 digest = hashlib.sha256(json.dumps([found.token_ids, found.text]).encode()).hexdigest()
                 done[i] = [digest, len(found.token_ids), found.stats.num_rounds, found.stats.num_accepted_draft_tokens]
@@ -98,8 +100,10 @@ def _rows(model: str, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]
 
 
 def _completions(
-    decoder: Decoder, prompts: list[list[int]], numbers: list[int], options: dict[str, Any], num_slots: int
+    decoder: Decoder | None, prompts: list[list[int]], numbers: list[int], options: dict[str, Any], num_slots: int
 ) -> Iterator[tuple[int, Completion]]:
+    if decoder is None:  # all are done
+        return
     if num_slots == 1:  # each alone, with a cache of its own
         for i in numbers:
             yield i, decoder.generate([prompts[i]], seed=i, **options)[0]
