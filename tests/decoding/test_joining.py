@@ -4,11 +4,13 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from heads import write_eagle3
 from hybrids import hybrid, hybrid_lm
 from native_cases import CASES, VOCAB, native_lm, random_model
 from native_weights import model_in
@@ -17,10 +19,14 @@ from outrider.decoding.engine import Engine, Load
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.draft_options import DraftOptions
+from outrider.drafters.heads import head_drafter
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
 from outrider.drafters.model import model_drafter, self_drafter
+from outrider.models.executions import beside
 from outrider.models.few_tokens import with_few_tokens
+from outrider.models.heads.loading import load_head
+from outrider.models.registry import ModelSpec
 from outrider.records import Request, Round, RowRound
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
@@ -170,40 +176,44 @@ _DRAFTS: tuple[Callable[[LM, LM], Drafter], ...] = (  # of a target and a model 
     lambda target, draft: ngram_drafter(),
     lambda target, draft: NO_DRAFTER,
 )
-_OFTEN = (
-    "llama",
-    "gemma3_text",
-    "qwen3_5_text",
-    "nemotron_h",
-    "lfm2",
-    "gpt_oss",
-    "qwen2_moe",
-    "gemma4_text",
-    "in blocks",
-)
-_MODELS = [pytest.param(one, marks=[] if one in _OFTEN else [pytest.mark.slow]) for one in (*CASES, "in blocks")]
+_OFTEN = "llama", "gemma3_text", "qwen3_5_text", "nemotron_h", "lfm2", "gpt_oss", "gemma4_text"
+_OTHERS = "in blocks", "with a head"
+_MODELS = [
+    pytest.param(one, marks=[] if one in (*_OFTEN, *_OTHERS) else [pytest.mark.slow]) for one in (*CASES, *_OTHERS)
+]
 _MOST_K = 5
 
 
+def _native_pairs(family: str, folder: Path) -> tuple[LM, list[Drafter]]:
+    if family == "with a head":
+        target = native_lm(random_model("qwen3", {"num_hidden_layers": 4, "head_dim": 14}))
+        write_eagle3(folder, target.model)
+        head = load_head(ModelSpec(name="head", path=folder), target)
+        return target, [head_drafter(beside(head, target))]
+    if family == "in blocks":
+        forms = {"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}
+        target, other = (native_lm(model_in(forms, 1), name) for name in ("target", "draft"))
+    else:
+        model = random_model(family, next(iter(CASES[family].values())))
+        target, other = native_lm(model), native_lm(perturbed(model, 0.05), "draft")
+    return target, [make(target, other) for make in _DRAFTS]
+
+
 @pytest.mark.parametrize("family", _MODELS)
-def test_any_schedule_on_the_native_engine(family: str, pytestconfig: pytest.Config) -> None:
+def test_any_schedule_on_the_native_engine(family: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
     """Texts are those of plain decoding, each alone: greedy under any rule, sampled under ``gumbel``. At random are
     arrivals and cancellations, prompts and prefixes that they share, the number of slots and the size of chunks, K from
     round to round and of a row, options, threads, and, schedule by schedule in turn, the draft."""
-    if family == "in blocks":
-        model = model_in({"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}, 1)
-    else:
-        model = random_model(family, next(iter(CASES[family].values())))
-    target, draft = native_lm(model), native_lm(perturbed(model, 0.05) if family != "in blocks" else model, "draft")
+    target, drafters = _native_pairs(family, tmp_path)
     texts: list[tuple[int, ...]] = []
-    num_accepted, num_schedules, first = 0, pytestconfig.getoption("schedules"), [*CASES, "in blocks"].index(family)
+    num_accepted, num_schedules, first = 0, pytestconfig.getoption("schedules"), [*CASES, *_OTHERS].index(family)
     num_threads = torch.get_num_threads()
     for seed in range(num_schedules):
         rng = random.Random(seed)
-        drafter = _DRAFTS[(first + seed) % len(_DRAFTS)](target, draft)
+        drafter = drafters[(first + seed) % len(drafters)]
         rule = rng.choice([GUMBEL, *RULES.values()])
         requests = []
-        for one in _requests(rng, 12):
+        for one in _requests(rng, 10):
             sampling = one.sampling if rule is GUMBEL else replace(one.sampling, temperature=0.0)
             longer = [rng.randrange(VOCAB) for _ in range(rng.choice((0, 0, 0, 60, 260)))]
             k = rng.choice((None, rng.randint(0, _MOST_K)))
