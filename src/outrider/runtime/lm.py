@@ -105,38 +105,35 @@ class LM:
     def _cache_name(self) -> str:
         return cache_argument(self.model)
 
-    def with_execution(self, execution: EagerExecution) -> LM:
-        """This model with another execution. Weights and what was learned about it are shared."""
+    def _with(self, **changes: Any) -> LM:
+        """This model with other values of attributes. Weights and what was learned about it are shared."""
         lm = copy.copy(self)
-        lm.execution = execution
+        vars(lm).update(changes)
         return lm
+
+    def with_execution(self, execution: EagerExecution) -> LM:
+        """This model with another execution."""
+        return self._with(execution=execution)
 
     def with_name(self, name: str) -> LM:
         """This model under another name."""
-        lm = copy.copy(self)
-        lm.name = name
-        return lm
+        return self._with(name=name)
 
     def with_context(self, context_len: int) -> LM:
         """This model for sequences of at most ``context_len`` tokens."""
-        lm = copy.copy(self)
-        lm.context_len = min(self.context_len, context_len)
-        return lm
+        return self._with(context_len=min(self.context_len, context_len))
 
     def with_vocabulary(self, vocab_size: int, unknown_ids: tuple[int, ...]) -> LM:
         """This model as the draft of a target with slightly different tokens. Ids that it does not know are fed as
         whatever it has there, the last one beyond its embedding: they change its q, and no output."""
-        lm = copy.copy(self)
-        lm.vocab_size, lm.unknown_ids = vocab_size, unknown_ids
+        lm = self._with(vocab_size=vocab_size, unknown_ids=unknown_ids)
         vars(lm).pop("_unknown", None)
         return lm
 
     def with_tokens(self, own_ids: tuple[int, ...]) -> LM:
         """This model as the draft of a target with other tokens. Logits are those of the target's tokens; the ones that
         it lacks get -10,000. It is fed with these tokens, too, or with its own: V + i is its token i."""
-        lm = copy.copy(self)
-        lm.vocab_size, lm.own_ids = len(own_ids), own_ids
-        return lm
+        return self._with(vocab_size=len(own_ids), own_ids=own_ids)
 
     def uncaptured(self) -> LM:
         """This model without CUDA graphs."""
