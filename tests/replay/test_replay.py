@@ -34,18 +34,7 @@ from outrider.scoring.teacher_forcing import Text
 from outrider.stats.counts import stats_of, total
 from reference import draft_paths
 from round_drafters import head, in_rounds, parallel, two_tables
-from toys import (
-    StopAt,
-    as_lm,
-    llama_pair,
-    perturbed,
-    random_table,
-    request,
-    run,
-    table_lm,
-    table_pair,
-    tiny_llama,
-)
+from toys import StopAt, as_lm, llama_pair, perturbed, random_table, request, run, table_lm, table_pair, tiny_llama
 
 KS = [1, 3, 8]
 PROMPTS = [[1, 2, 3], [4, 6], [2] * 7, [3, 1, 2, 3, 1, 2, 3], list(range(6, 30))]

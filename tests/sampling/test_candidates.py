@@ -18,17 +18,7 @@ from outrider.records import Draft
 from outrider.runtime.vocabulary import spread
 from outrider.sampling.candidates import Candidates
 from outrider.sampling.noise import RoundUniforms, gumbels
-from outrider.sampling.probs import (
-    Probs,
-    Settings,
-    certain_rows,
-    draw,
-    draw_gumbel,
-    full,
-    normalise,
-    rows_of,
-    to_probs,
-)
+from outrider.sampling.probs import Probs, Settings, certain_rows, draw, draw_gumbel, full, normalise, rows_of, to_probs
 from outrider.sampling.rules import RULES, Rule
 from toys import random_table, request, table_lm, tokens
 

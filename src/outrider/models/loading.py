@@ -14,13 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from outrider.errors import (
-    DeviceError,
-    ModelCorrupt,
-    OptionError,
-    TokenizerMismatch,
-    UnsupportedModel,
-)
+from outrider.errors import DeviceError, ModelCorrupt, OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.cpu_weights import (
     StoredWeights,

@@ -8,12 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption, flat
-from outrider.cli.shared.output import (
-    console_for,
-    print_table,
-    progress_bar,
-    write_json,
-)
+from outrider.cli.shared.output import console_for, print_table, progress_bar, write_json
 from outrider.cli.shared.pair_options import PairOptions, options_json, single_k
 
 if TYPE_CHECKING:

@@ -10,12 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from outrider.cli.shared.options import (
-    MACHINE_PANEL,
-    MODELS_PANEL,
-    SamplingOptions,
-    parse_k,
-)
+from outrider.cli.shared.options import MACHINE_PANEL, MODELS_PANEL, SamplingOptions, parse_k
 from outrider.cli.shared.output import as_read, log_to_stderr
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus

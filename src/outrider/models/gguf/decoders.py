@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.models.gguf.family import (
-    DECODER,
-    EXPERTS,
-    NORMS_OF_HEADS,
-    SHARED_EXPERT,
-    Family,
-    pairs_to_halves,
-)
+from outrider.models.gguf.family import DECODER, EXPERTS, NORMS_OF_HEADS, SHARED_EXPERT, Family, pairs_to_halves
 from outrider.models.gguf.keys import (
     SOFTMAX_OF_CHOSEN,
     Stated,

@@ -10,14 +10,7 @@ from typing import Any
 
 from outrider.errors import ModelCorrupt
 from outrider.models.gguf.family import DECODER, ENDS, FROM_ONE, NORMS_OF_HEADS, Family
-from outrider.models.gguf.keys import (
-    Stated,
-    decoder_fields,
-    expert_fields,
-    layer_types,
-    proportional_rope,
-    query_scale,
-)
+from outrider.models.gguf.keys import Stated, decoder_fields, expert_fields, layer_types, proportional_rope, query_scale
 
 
 def _gemma2(stated: Stated) -> dict[str, Any]:

@@ -35,13 +35,7 @@ from outrider.models.heads.base import (
     set_vocabulary,
     window_of,
 )
-from outrider.models.heads.block_parts import (
-    CandidateSelector,
-    ConfidenceHead,
-    DynamicConvolution,
-    MarkovHead,
-    part_of,
-)
+from outrider.models.heads.block_parts import CandidateSelector, ConfidenceHead, DynamicConvolution, MarkovHead, part_of
 from outrider.models.heads.lattice import Lattice
 from outrider.native.plan import MOST_TOKENS, AttentionPlan, NotPlanned, Plan
 from outrider.runtime.lm import LM
