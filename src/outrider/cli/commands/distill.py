@@ -153,10 +153,7 @@ class TrainingOptions:
 
 @flat
 def distill(
-    target: Annotated[
-        str,
-        typer.Argument(help="Known name, folder or hub id. 'outrider models' lists the names."),
-    ],
+    target: Annotated[str, typer.Argument(help="Known name, folder or hub id. 'outrider models' lists the names.")],
     output: Annotated[Path, typer.Option(help="Folder for the draft. An interrupted run resumes.")],
     shape: ShapeOptions,
     training: TrainingOptions,

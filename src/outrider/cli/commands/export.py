@@ -28,12 +28,11 @@ def export(
     draft: Annotated[
         str | None,
         typer.Option(
-            help="Model, or EAGLE-3 or DFlash head. Known name, folder or hub id. Default: fable-draft for fable.",
+            help="Model, or EAGLE-3 or DFlash head. Known name, folder or hub id. Default: fable-draft for fable."
         ),
     ] = None,
     num_draft_tokens: Annotated[
-        str,
-        typer.Option("-k", "--num-draft-tokens", help="Tokens drafted per round. auto: that of a head, else 4."),
+        str, typer.Option("-k", "--num-draft-tokens", help="Tokens drafted per round. auto: that of a head, else 4.")
     ] = "auto",
     context: Annotated[
         int | None, typer.Option(help="Maximum tokens of a sequence. Default: the target's context.")

@@ -25,18 +25,14 @@ _USED = 0.9  # of the memory, as for pairs: the rest is for activations
 def models(
     models: Annotated[Path | None, typer.Option("--models", help="TOML file with more model names.")] = None,
     target: Annotated[
-        str | None,
-        typer.Option(
-            help="Predict the memory of this model. In all forms; known name, folder or hub id.",
-        ),
+        str | None, typer.Option(help="Predict the memory of this model. In all forms; known name, folder or hub id.")
     ] = None,
     draft: Annotated[str | None, typer.Option(help="With --target: include this draft.")] = None,
     context: Annotated[
         int | None, typer.Option(help="Cache length in tokens. Default: 2048, at most the model's context.")
     ] = None,
     memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="List the pairs that fit into this, like 24GiB."),
+        str | None, typer.Option(metavar="SIZE", help="List the pairs that fit into this, like 24GiB.")
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences in the cache.")] = 1,
     devices: Annotated[str, typer.Option(help="With --target: tensor-parallel sizes, like 1,2,4,8.")] = "1",

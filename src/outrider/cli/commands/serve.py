@@ -76,12 +76,7 @@ def serve(
         ),
     ] = None,
     max_connections: Annotated[
-        int,
-        _option(
-            min=2,
-            metavar="N",
-            help="Maximum connections; requests on further ones get 503.",
-        ),
+        int, _option(min=2, metavar="N", help="Maximum connections; requests on further ones get 503.")
     ] = 1024,
     priority_across_clients: Annotated[
         bool,
@@ -92,8 +87,7 @@ def serve(
         ),
     ] = False,
     queue_timeout: Annotated[
-        float,
-        _option(min=1e-3, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503."),
+        float, _option(min=1e-3, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503.")
     ] = 600.0,
     tool_parser: Annotated[
         str,

@@ -37,10 +37,7 @@ def open_log(path: Path, target: str, tokenizer: Any, option: str = "--log") -> 
 
 
 def own_text(
-    decoder: Decoder,
-    lines: Sequence[PromptLine],
-    prompts: Sequence[Sequence[int]],
-    options: dict[str, Any],
+    decoder: Decoder, lines: Sequence[PromptLine], prompts: Sequence[Sequence[int]], options: dict[str, Any]
 ) -> tuple[list[Record], Header]:
     """Generate the target's outputs for prompts, as records of a log.
 

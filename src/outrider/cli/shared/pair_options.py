@@ -90,8 +90,7 @@ class PairOptions:
         ),
     ] = None
     max_memory: Annotated[
-        str | None,
-        _machine_option(metavar="SIZES", help="Memory limits for --device-map: 0=20GiB,1=20GiB,cpu=60GiB."),
+        str | None, _machine_option(metavar="SIZES", help="Memory limits for --device-map: 0=20GiB,1=20GiB,cpu=60GiB.")
     ] = None
     store: Annotated[
         str | None,

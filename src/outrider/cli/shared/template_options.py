@@ -27,8 +27,7 @@ class TemplateOptions:
     """Options of the chat template, for all prompts of a command."""
 
     chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Apply the model's chat template. A text is a message of the user."),
+        bool, typer.Option("--chat", help="Apply the model's chat template. A text is a message of the user.")
     ] = False
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message. Implies --chat.", rich_help_panel=_PANEL)
