@@ -1,7 +1,5 @@
 """Tiny models with recurrent and convolutional state, of all families that work, with random weights."""
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +8,9 @@ from transformers import PreTrainedModel
 import toys
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.runtime.lm import LM
+from scripts import script
 
-_FILE = Path(__file__).parents[1] / "benchmarks" / "tiny_models.py"
-_SPEC = importlib.util.spec_from_file_location("tiny_models", _FILE)
-assert _SPEC is not None and _SPEC.loader is not None
-tiny_models = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(tiny_models)
+tiny_models = script("benchmarks/tiny_models.py")
 
 V: int = tiny_models.V
 FAMILIES = [

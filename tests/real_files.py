@@ -3,16 +3,13 @@
 Tests use files that are there, and fetch none.
 """
 
-import importlib.util
 from pathlib import Path
 
 import pytest
 
-_SCRIPT = Path(__file__).parents[1] / "benchmarks" / "real_models.py"
-_SPEC = importlib.util.spec_from_file_location("real_models", _SCRIPT)
-assert _SPEC is not None and _SPEC.loader is not None
-real_models = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(real_models)
+from scripts import script
+
+real_models = script("benchmarks/real_models.py")
 
 FILES: dict[str, Path] = {name: real_models.cached_file(name) for name in real_models.PUBLISHED}  # the user's own cache
 NAMES = [

@@ -1,7 +1,6 @@
 """Packages lie in layers: imports never go up, nor in circles, and what must be quick to import stays free of torch."""
 
 import ast
-import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -9,6 +8,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+
+from scripts import script
 
 SRC = Path(__file__).parent.parent / "src" / "outrider"
 
@@ -145,11 +146,7 @@ def test_the_command_line_starts_without_torch() -> None:
 
 def test_faults_are_in_lines_that_are_there() -> None:
     """Each of ``.ci/faults.py`` stands once in its file, so that moved code takes its faults along."""
-    spec = importlib.util.spec_from_file_location("faults", SRC.parents[1] / ".ci" / "faults.py")
-    assert spec is not None and spec.loader is not None
-    faults = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(faults)
-    for name, line, *_ in faults.FAULTS:
+    for name, line, *_ in script(".ci/faults.py").FAULTS:
         assert (SRC / name).read_text(encoding="utf-8").count(line) == 1, (name, line)
 
 

@@ -1,18 +1,13 @@
 """Growing a checkpoint changes its cost and not its logits."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import PreTrainedModel
 
+from scripts import script
 from toys import tiny_llama
 
-_SPEC = importlib.util.spec_from_file_location("grow", Path(__file__).parents[2] / "benchmarks" / "grow.py")
-assert _SPEC is not None and _SPEC.loader is not None
-grow_script = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(grow_script)
+grow_script = script("benchmarks/grow.py")
 
 
 def small_llama(*, is_tied: bool, num_kv_heads: int) -> PreTrainedModel:

@@ -1,11 +1,9 @@
 """What shapes cost, and which are worth training."""
 
-import importlib.util
 import json
 import sys
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 import pytest
 
@@ -13,14 +11,10 @@ from outrider.bench.round_costs import CostArm
 from outrider.distill.student import Shape, new_draft
 from outrider.records import Timing
 from outrider.stats.speedup import predict
+from scripts import script
 from toys import as_lm, tiny_llama
 
-_FILE = Path(__file__).parents[2] / "benchmarks" / "shapes.py"
-_SPEC = importlib.util.spec_from_file_location("shapes", _FILE)
-assert _SPEC is not None and _SPEC.loader is not None
-script = importlib.util.module_from_spec(_SPEC)
-sys.modules["shapes"] = script  # its dataclasses look for their module
-_SPEC.loader.exec_module(script)
+bench = script("benchmarks/shapes.py")
 
 
 def test_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,17 +31,17 @@ def test_measured(monkeypatch: pytest.MonkeyPatch) -> None:
             times.append([Timing(1.0, draft_s, rest_s, 1.0 + draft_s + rest_s)])
         return times
 
-    monkeypatch.setattr(script, "time_rounds", time_rounds)
+    monkeypatch.setattr(bench, "time_rounds", time_rounds)
     lm = as_lm(tiny_llama())
     shapes = [Shape(layers, 8) for layers in (1, 2, 3, 4, 5, 6, 7)] + [Shape(2, 32)]
-    costs = script.measure_shapes(lm, shapes)
+    costs = bench.measure_shapes(lm, shapes)
     assert asked == [6 + len(lm.execution.favoured_k), 2]
     assert [cost.shape for cost in costs] == shapes
     assert [cost.draft_s for cost in costs] == pytest.approx([1e-3 * shape.num_layers for shape in shapes])
     parameters = new_draft(lm.model.config, shapes[0], 0).parameters()
     assert costs[0].num_params == sum(parameter.numel() for parameter in parameters)
     others = {k: 1e-3 * (7.3 + k) for k in lm.execution.favoured_k if k > 0}
-    wanted = [script.break_even(cost.draft_s, others, 7.3e-3) for cost in costs]
+    wanted = [bench.break_even(cost.draft_s, others, 7.3e-3) for cost in costs]
     assert [cost.break_even is None for cost in costs] == [alpha is None for alpha in wanted]
     assert None in wanted and wanted[0] is not None
     assert [cost.break_even or 0 for cost in costs] == pytest.approx([alpha or 0 for alpha in wanted], abs=1e-6)
@@ -56,20 +50,20 @@ def test_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_break_even_is_where_the_closed_form_is_one() -> None:
     """v = 1.2, c = 0.1: the best K of the closed form gains nothing below this alpha, and something above it."""
     others = {k: 0.0120 for k in (1, 2, 3, 4)}
-    alpha = script.break_even(0.001, others, 0.010)
+    alpha = bench.break_even(0.001, others, 0.010)
     assert alpha is not None
     for nudge, is_faster in ((-0.01, False), (0.01, True)):
         predictions = predict([1, 2, 3, 4], alpha=alpha + nudge, c=0.1, v=1.2, c_ops=0.1)
         assert (max(one.speed_up for one in predictions) > 1) == is_faster
-    assert script.break_even(0.010, others, 0.010) is None
-    assert script.break_even(0.0, {1: 0.009}, 0.010) == pytest.approx(0.0, abs=1e-6)
+    assert bench.break_even(0.010, others, 0.010) is None
+    assert bench.break_even(0.0, {1: 0.009}, 0.010) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    shapes = script.default_shapes(as_lm(tiny_llama(num_layers=5)))
+    shapes = bench.default_shapes(as_lm(tiny_llama(num_layers=5)))
     assert {(one.num_layers, one.hidden_size) for one in shapes} == set(product((1, 2), (8, 16, 24, 32)))
     monkeypatch.setattr(sys, "argv", ["shapes.py", "--shape", "1x64", "--shape", "2x64", "--context", "8"])
-    script.main()
+    bench.main()
     *table, last = capsys.readouterr().out.splitlines()
     small, deep = json.loads(last)["shapes"]
     assert small["draft_s"] > 0 and (small["is_worth_training"] or deep["is_worth_training"])

@@ -1,24 +1,13 @@
 """The recipe of drafts for SmolLM2: its prompts, and its table on the embedded pair."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from commands import Outrider
-
-_RECIPE = Path(__file__).parents[2] / "recipes" / "smollm2"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, _RECIPE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from scripts import script
 
 
 def test_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +24,7 @@ def test_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "stories.txt").write_text("\n\n".join(f"Once {i} kings " + "rode away " * 50 for i in range(30)))
     monkeypatch.setattr(sys, "argv", ["prompts.py", str(tmp_path), str(tmp_path / "out"), "33"])
-    script("prompts").main()
+    script("recipes/smollm2/prompts.py").main()
     found = {
         path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in (tmp_path / "out").iterdir()
     }
@@ -67,7 +56,7 @@ def test_the_table(
             log = tmp_path / "logs" / f"{kind}-held-out-t{temperature}.jsonl"
             how = "-t", temperature, "-n", 6, "--probs"
             assert outrider("record", "--prompts", prompts, "--output", log, *how).code == 0
-    module = script("table")
+    module = script("recipes/smollm2/table.py")
     options = "--drafts fable-draft suffix --k 1 2 --tokens 4 --larger fable suffix".split()
     monkeypatch.setattr(sys, "argv", ["table.py", "fable", str(tmp_path), *options])
     module.main()

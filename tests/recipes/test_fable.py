@@ -1,47 +1,36 @@
 """The recipe of the embedded pair, end to end on a small text: corpus, tokenizer, target."""
 
-import importlib.util
 import json
 import re
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-_RECIPE = Path(__file__).parents[2] / "recipes" / "fable"
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, _RECIPE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
+from scripts import script
 
 STORIES = "\n\n".join(f"Once upon a time there was a king who had {i} sons, and each had a horse." for i in range(400))
 
 
 def test_the_corpus() -> None:
     """All of the stories, in order; sheets that are right, and as many as they should be."""
-    corpus = script("corpus").mixed(STORIES)
+    corpus = script("recipes/fable/corpus.py").mixed(STORIES)
     lines = re.findall(r"^(\d+) \* (\d+) = (\d+)$", corpus, flags=re.MULTILINE)
     assert all(int(a) * int(b) == int(c) and 1 <= int(a) <= 99 and 1 <= int(b) <= 99 for a, b, c in lines)
     without = [part for part in corpus.split("\n\n") if " * " not in part]
     assert "\n\n".join(without) == STORIES
     assert 0.07 < 1 - len(STORIES) / len(corpus) < 0.13
-    assert script("corpus").mixed(STORIES) == corpus
+    assert script("recipes/fable/corpus.py").mixed(STORIES) == corpus
 
 
 def test_tokenizer_and_target(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     corpus = tmp_path / "corpus.txt"
-    corpus.write_text(script("corpus").mixed(STORIES))
-    script("tokenizer").train(corpus, 400).save_pretrained(tmp_path / "tokenizer")
+    corpus.write_text(script("recipes/fable/corpus.py").mixed(STORIES))
+    script("recipes/fable/tokenizer.py").train(corpus, 400).save_pretrained(tmp_path / "tokenizer")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
     text = "The king's 345 horses, naïvely \u2014 12 * 345 ="
     assert tokenizer.decode(tokenizer(text).input_ids) == text
@@ -52,7 +41,7 @@ def test_tokenizer_and_target(
     steps = "--length 32 --batch-size 4 --steps 20 --cpu"
     arguments = [corpus, tmp_path / "target", "--tokenizer", tmp_path / "tokenizer", *f"{sizes} {steps}".split()]
     monkeypatch.setattr(sys, "argv", ["pretrain.py", *map(str, arguments)])
-    script("pretrain").main()
+    script("recipes/fable/pretrain.py").main()
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert result["validation_loss"] < 5.9  # log(400) is 6.0, which a model that knows nothing has
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "target")

@@ -1,22 +1,15 @@
 """Anthropic's ``/v1/messages``: text, thoughts, calls, images and errors, whole and streamed."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import pytest
-from scripted import MARKERS, TEMPLATES, WEATHER, scripted, talker
+from scripted import WEATHER, scripted
 from servers import Running, running, words
 
 URL = "/v1/messages"
 TOOL = {"name": "weather", "description": "Tells something.", "input_schema": WEATHER}
 ASK = {"role": "user", "content": "Rome?"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(talker(TEMPLATES["hermes"], MARKERS["hermes"]), num_slots=2) as one:
-        yield one
 
 
 def send(server: Running, path: str = URL, headers: Mapping[str, str] | None = None, **body: Any) -> dict[str, Any]:

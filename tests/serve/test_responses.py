@@ -1,11 +1,9 @@
 """``/v1/responses`` with the openai client: text, thoughts, calls and their results, whole and as events."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from openai import OpenAI
 from scripted import MARKERS, TEMPLATES, scripted, talker, tool
 from servers import Running, running
@@ -19,18 +17,6 @@ THINK = {"<think>": False, "</think>": False}
 SCRIPT = ["<think>", "It may", " rain.", "</think>", "\n\n", "Let me ", "see.", "<tool_call>", '{"name": "weather", ',
           '"arguments": {"city"', ': "Rome"}}', "</tool_call>"]  # fmt: skip
 FLAT: Any = {"type": "function", **tool()["function"]}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    with running(talker(TEMPLATES["hermes"], MARKERS["hermes"]), num_slots=2) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.openai() as one:
-        yield one
 
 
 def test_items_whole_and_as_events() -> None:

@@ -34,12 +34,6 @@ def server(decoder: Decoder) -> Iterator[Running]:
         yield one
 
 
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.openai() as one:
-        yield one
-
-
 def alone(decoder: Decoder, prompt: object, **options: object) -> Completion:
     (completion,) = decoder.generate([prompt], **options)
     return completion

@@ -1,7 +1,6 @@
 """Calls of tools over HTTP, with the openai client: forced by grammars, or found in what a model says."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,19 +10,6 @@ from servers import Running, running
 
 ASK: Any = [{"role": "user", "content": "Will it rain?"}]
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    """Other formats differ in their grammars and parsers alone."""
-    with running(talker(TEMPLATES["hermes"], MARKERS["hermes"]), num_slots=2) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[OpenAI]:
-    with server.openai() as one:
-        yield one
 
 
 def streamed(client: OpenAI, **body: Any) -> tuple[str, list[Any], list[str]]:
