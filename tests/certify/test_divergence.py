@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.certify.divergence import explain
+from outrider.certify.divergence import Divergence, GreedyReport, explain
 from outrider.drafters.base import NO_DRAFTER
 from outrider.options import Sampling
 from outrider.sampling.rules import GUMBEL
@@ -93,3 +93,17 @@ def test_at_the_edge_of_a_filter_rounding_decides(distance: float, verdict: str)
     sampling = Sampling(temperature=1.0, top_k=2, seed=3)
     found = explain(as_lm(model), 0, PROMPT, [first], [third], sampling, 4)
     assert found is not None and found.verdict == verdict, found
+
+
+@pytest.mark.parametrize(
+    ("promise", "verdicts", "is_ok"),
+    [
+        ("promised", [], True),
+        ("promised", ["numerics"], False),
+        ("not promised (eager)", ["numerics"], True),
+        ("not promised (eager)", ["numerics", "bug"], False),
+    ],
+)
+def test_rounding_excuses_no_broken_promise(promise: str, verdicts: list[Any], is_ok: bool) -> None:
+    differences = [Divergence(0, 3, 7, 8, 1e-7, 1e-6, verdict) for verdict in verdicts]
+    assert GreedyReport(2, 40, differences, False, promise).is_ok == is_ok

@@ -167,6 +167,17 @@ def test_full_rows_of_a_draft_are_taken(rule: Rule) -> None:
     torch.testing.assert_close(one.drafted_probs, other.drafted_probs)
 
 
+def test_the_kind_of_q_decides_no_bit_of_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under gumbel the target's rows are drawn from as in plain decoding, never made full for a q that is."""
+    rule, settings = RULES["gumbel"], _settings([Sampling()] * 2, 200)
+    p, q = _rows(_logits(200, 2), settings), full(_rows(_logits(200, 2, seed=1), settings))[:, :1]
+    noise = rule.make_noise(torch.tensor([1, 2]), torch.tensor([4, 9]), 1, 200)
+    plain = rule.draw(p[:, 0], noise)
+    monkeypatch.setattr("outrider.sampling.rules.draw_gumbel", lambda rows, noise: torch.zeros(len(rows)).long())
+    verdict = rule.verify(p, Draft(plain[:, None], q, torch.tensor([1, 1])), noise)
+    assert verdict.num_accepted.tolist() == [1, 1] and torch.equal(verdict.next_ids, rule.draw(p[:, 1], noise.at(1)))
+
+
 @pytest.mark.parametrize("lists_all", [False, True])
 @pytest.mark.parametrize("rule", [RULES["rejection"], RULES["block"]], ids=lambda rule: rule.name)
 def test_a_token_that_neither_can_draw_is_rejected(rule: Rule, lists_all: bool) -> None:

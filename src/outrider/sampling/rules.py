@@ -162,18 +162,19 @@ def _rest(p: Tensor, p_scales: Tensor, q: Tensor, q_scales: Tensor) -> Tensor:
     return (wide(p) * p_scales[..., None] - wide(q) * q_scales[..., None]).clamp_min_(0.0)
 
 
-def gumbel(target_probs: Tensor, draft: Draft, noise: GumbelNoise) -> Verdict:
+def gumbel(target_probs: Probs, draft: Draft, noise: GumbelNoise) -> Verdict:
     """Commit the tokens that the target draws with this noise; drafted tokens are accepted as long as they agree.
 
     Args:
-        target_probs: p, at the K drafted positions and the one after. [B, K+1, V]
+        target_probs: p, at the K drafted positions and the one after, in its own kind whatever that of q: it decides
+            the last bits of a draw, which must be those of plain decoding. [B, K+1, V]
         noise: the drafts were drawn with it, too.
     """
-    rows = [draw_gumbel(target_probs[:, i], noise.at(i).values()) for i in range(target_probs.shape[1])]
+    rows = [_draw_gumbel(target_probs[:, i], noise.at(i)) for i in range(target_probs.shape[1])]
     target_ids = torch.stack(rows, dim=1)  # [B, K+1]
     num_accepted = _prefix_length((draft.ids == target_ids[:, :-1]) & _is_drafted(draft))
-    p_x = _normalised_at(target_probs[:, :-1], draft.ids)
-    q_x = _normalised_at(_draft_probs(target_probs, draft), draft.ids)
+    p_x = prob_at(target_probs[:, :-1], draft.ids)
+    q_x = torch.ones_like(p_x) if draft.probs is None else prob_at(draft.probs, draft.ids)
     return Verdict(num_accepted, _row_at(target_ids, num_accepted), torch.stack((p_x, q_x), dim=-1))
 
 
@@ -185,16 +186,13 @@ def prob_at(probs: Probs, ids: Tensor) -> Tensor:
 def _verify(
     definition: Callable[[Any, Draft, Any], Verdict], number: int, target_probs: Probs, draft: Draft, noise: Any
 ) -> Verdict:
-    """The verdict of a rule: its definition on full rows, and its number in C++ on candidates."""
-    p, draft = _of_one_kind(target_probs, draft)
-    return p.verify(number, draft, noise.arguments) if isinstance(p, Candidates) else definition(p, draft, noise)
-
-
-def _of_one_kind(target_probs: Probs, draft: Draft) -> tuple[Probs, Draft]:
-    """p and a draft whose q is of the same kind: full rows if either is."""
-    if draft.probs is None or isinstance(target_probs, Candidates) == isinstance(draft.probs, Candidates):
-        return target_probs, draft
-    return full(target_probs), replace(draft, probs=full(draft.probs))
+    """The verdict of a rule: its number in C++ on candidates, and else its definition, on full rows but for gumbel."""
+    q = target_probs if draft.probs is None else draft.probs
+    if isinstance(target_probs, Candidates) and isinstance(q, Candidates):
+        return target_probs.verify(number, draft, noise.arguments)
+    if definition is not gumbel and isinstance(target_probs, Candidates) != isinstance(q, Candidates):
+        target_probs, draft = full(target_probs), replace(draft, probs=full(q))
+    return definition(target_probs, draft, noise)
 
 
 def _make_uniforms(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> RoundUniforms:
