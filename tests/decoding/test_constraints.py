@@ -46,7 +46,7 @@ def _tokenizer() -> object:
     return letters_tokenizer(PIECES)
 
 
-THINKING, BUDGET = Thinking("<a>", "<b>", 1, 2), 5  # tokens 1 and 2 are its markers
+THINKING, BUDGET = Thinking("<a>", "<b>", (1,), 2), 5  # tokens 1 and 2 are its markers
 
 
 def _constrained(one: Request, vocab_size: int, has_thoughts: bool = False) -> Request:

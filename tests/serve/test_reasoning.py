@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from openai import BadRequestError
 from scripted import TEMPLATES, scripted, talker, tool
 from servers import Running, running
 
@@ -125,6 +126,42 @@ def test_a_label_is_no_thought() -> None:
             for is_stream in (False, True):
                 found = said(server, "chat/completions", is_stream=is_stream, thinking_token_budget=budget)
                 assert found[:2] == (thoughts, "Yes")
+
+
+CHANNELS = dict.fromkeys(("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"), True)
+WORDS = dict.fromkeys(("assistant", "analysis", "final", "commentary"), False)
+
+
+def test_channels_are_told_apart() -> None:
+    """As in gpt-oss: no header is content, a budget leads to the answer, constraints begin after its header."""
+    header, script = (
+        "<|channel|>analysis<|message|>\n",
+        ["\n", "It may", " rain", ".", "<|end|>", "<|start|>", "assistant"],
+    )
+    script += ["<|channel|>", "final", "<|message|>", "Yes", "."]
+    markers = {**CHANNELS, **WORDS, "\n": False}
+    with running(scripted(script, header, markers, has_draft=True)) as server:
+        for is_stream, k in ((False, 0), (True, 8)):
+            for budget, thoughts in ((0, ""), (2, "It may rain"), (-1, "It may rain.")):
+                extra = {"thinking_token_budget": budget, "num_draft_tokens": k}
+                found = said(server, "chat/completions", is_stream=is_stream, **extra)
+                assert found[:2] == (thoughts, "Yes.")
+    template = TEMPLATES["hermes"].replace("<tool_call>", "<|channel|>commentary") + "<|start|>assistant"
+    with running(talker(template, CHANNELS | WORDS)) as server, server.openai() as client:
+        analysis = server.model.decoder.tokenizer.convert_tokens_to_ids("analysis")
+        tools: Any = [tool("time", {"type": "object", "additionalProperties": False}, strict=True)]
+        for bias, budget in (({str(analysis): 50}, 2), ({}, 0)):
+            body: Any = {"model": "toy", "messages": ASK, "logit_bias": bias, "max_tokens": 100}
+            extra = {"thinking_token_budget": budget}
+            form = {"structured_outputs": {"regex": "(yes|no)"}} | extra
+            message = client.chat.completions.create(**body, extra_body=form).choices[0].message
+            assert message.content in ("yes", "no") and hasattr(message, "reasoning_content") == bool(budget)
+            asked = {"tools": tools, "tool_choice": "required", "extra_body": extra}
+            message = client.chat.completions.create(**body, **asked).choices[0].message
+            assert message.tool_calls is not None and message.tool_calls[0].function.name == "time"
+            assert not message.content
+        with pytest.raises(BadRequestError, match="make tool_choice required"):
+            client.chat.completions.create(**body, tools=tools)
 
 
 def test_a_budget_needs_markers() -> None:

@@ -99,6 +99,9 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("mistral", "[TOOL_CALLS]time[ARGS]", "", [("time", "{}")]),
     ("mistral", "[TOOL_CALLS]is a marker {of calls}.", "[TOOL_CALLS]is a marker {of calls}.", []),
     ("mistral", "[TOOL_CALLS][1]", "[TOOL_CALLS][1]", []),
+    ("openai", f" to=functions.weather <|constrain|>json<|message|>{ROME}", "", [("weather", ROME)]),
+    ("openai", f" to=functions.weather<|channel|>commentary json<|message|>{ROME}", "", [("weather", ROME)]),
+    ("openai", "Write to=functions.other {}", "Write to=functions.other {}", []),
 ]
 
 
@@ -138,7 +141,7 @@ def test_arguments_are_passed_on_while_they_are_written() -> None:
                 assert arguments == ROME[:8] + begun[2]
 
 
-MARKERS = Thinking("<think>", "</think>", 90, 91)
+MARKERS = Thinking("<think>", "</think>", (90,), 91)
 CALL = '<tool_call>\n{"name": "time"}\n</tool_call>'
 
 
@@ -170,3 +173,56 @@ def test_thoughts_and_what_follows(stage: Stage, text: str, expected: tuple[str,
         kinds = ("reasoning", "content", "call")
         found = tuple("".join(piece.text for piece in pieces if piece.kind == kind) for kind in kinds)
         assert found[0] == expected[0] and found[2] == expected[2] and found[1].strip() == expected[1].strip()
+
+
+HARMONY = Thinking(
+    "<|channel|>analysis<|message|>", "<|end|>", (5, 6, 8), 7, "", "<|start|>assistant", "<|channel|>final"
+)
+THOUGHT, TURN = "<|channel|>analysis<|message|>Hm, 1 < 2.<|end|>", "<|start|>assistant"
+ARGUMENTS = '{"city": "Rome"}'
+CALLED = ("weather", ARGUMENTS)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (f"{THOUGHT}{TURN}<|channel|>final<|message|>Yes.\n", ("Hm, 1 < 2.", "Yes.\n", ())),
+        ("<|channel|>final<|message|>A <b>.", ("", "A <b>.", ())),
+        ("<|channel|>analysis<|message|>Hm", ("Hm", "", ())),
+        (f"{THOUGHT}{TURN}<|chan", ("Hm, 1 < 2.", "<|chan", ())),
+        (
+            f"{THOUGHT}{TURN}<|channel|>commentary<|message|>Let me see.<|end|>{TURN}{THOUGHT}{TURN}<|channel|>final"
+            "<|message|>Yes.",
+            ("Hm, 1 < 2.\nHm, 1 < 2.", "Let me see.Yes.", ()),
+        ),
+        *(
+            (f"{THOUGHT}{TURN}{header}{ARGUMENTS}", ("Hm, 1 < 2.", "", CALLED))
+            for header in (
+                "<|channel|>commentary to=functions.weather <|constrain|>json<|message|>",
+                "<|channel|>commentary to=functions.weather<|message|>",
+                "<|channel|>analysis to=functions.weather<|constrain|>json<|message|>",
+                " to=functions.weather<|channel|>commentary json<|message|>",
+            )
+        ),
+        (
+            f"<|channel|>commentary<|message|>I look.<|end|>{TURN} to=functions.weather<|channel|>commentary"
+            f"<|message|>{ARGUMENTS}",
+            ("", "I look.", CALLED),
+        ),
+        ("<|channel|>commentary to=python code<|message|>print(1)", ("", " to=python codeprint(1)", ())),
+    ],
+)
+def test_channels_are_thoughts_content_and_calls(text: str, expected: tuple[str, str, tuple[str, ...]]) -> None:
+    """The layouts of openai/harmony's ``docs/format.md`` and of llama.cpp's ``tests/test-chat.cpp`` (GPT-OSS)."""
+    for chunks in ([text], list(text), [text[:9], text[9:31], text[31:]]):
+        parser = OutputParser(ThoughtSplitter(HARMONY, "before"), CallParser(TOOL_FORMATS["openai"], NAMES))
+        pieces, fed = [], ""
+        for i, chunk in enumerate([*chunks, ""]):
+            fed += chunk
+            pieces += (new := parser.feed(chunk, is_end=i == len(chunks)))
+            for piece in new:
+                end = len(fed) - piece.num_after
+                assert piece.kind != "content" or i == len(chunks) or fed[end - len(piece.text) : end] == piece.text
+        content, calls = parts(pieces)
+        thoughts = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
+        assert (thoughts, content, *calls[:1]) == (*expected[:2], *filter(None, expected[2:]))

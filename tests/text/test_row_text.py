@@ -143,7 +143,7 @@ def test_every_row_ends_as_a_search_of_its_text_says(pieces: list[str], stop: li
     assert (shown.reason, shown.num_tokens, shown.text) == (None, len(pieces), "".join(pieces))
 
 
-MARKERS = Thinking("[a", "b]", 90, 91)
+MARKERS = Thinking("[a", "b]", (90,), 91)
 THOUGHTS = st.lists(st.sampled_from(["[a", "b]", "[", "a", "b", "]", " ", "ab", "b] a", "a "]), max_size=12)
 
 
@@ -155,7 +155,7 @@ def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: lis
 
     def split(text: str) -> tuple[ThoughtSplitter, str]:
         splitter = ThoughtSplitter(MARKERS, stage, is_continued=is_continued)
-        return splitter, splitter.feed(text)[1]
+        return splitter, "".join(piece.text for piece in splitter.feed(text) if piece.kind == "content")
 
     row = RowText(Pieces(pieces), (), stop, thoughts=split("")[0])  # type: ignore[arg-type]
     shown = ""

@@ -1,5 +1,6 @@
 """Where thoughts begin and end; their budget, and constraints after them, under any drafts."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from outrider.errors import OptionError
 from outrider.text.thinking import Stage, Thinking, Thoughts, thinking_of
 from pairs import byte_level_tokenizer
 
-MARKERS = Thinking("<think>", "</think>", 90, 91)
+MARKERS = Thinking("<think>", "</think>", (90,), 91)
 
 
 def test_the_prompt_tells_where_the_output_begins() -> None:
@@ -18,7 +19,7 @@ def test_the_prompt_tells_where_the_output_begins() -> None:
     assert thinking_of(tokenizer, "auto") is None
     with pytest.raises(OptionError, match="the tokenizer has no tokens <think> and </think>"):
         thinking_of(tokenizer, "think")
-    with pytest.raises(OptionError, match="choose auto, none, think or mistral or gemma4"):
+    with pytest.raises(OptionError, match="choose auto, none, think or mistral or gemma4 or harmony"):
         thinking_of(tokenizer, "deepseek")
     tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
     thinking = thinking_of(tokenizer, "auto")
@@ -49,11 +50,12 @@ class Once:
 
     error = None
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 100) -> None:
         self.past: list[int] = []
+        self._size = size
 
     def effect(self) -> Any:
-        return np.arange(100) == len(self.past) + 1
+        return np.arange(self._size) == len(self.past) + 1
 
     def push(self, token_id: int) -> bool:
         is_next = token_id == len(self.past) + 1
@@ -112,3 +114,71 @@ def test_thoughts_end_at_their_budget(stage: Stage, budget: int, has_inner: bool
             assert constraint.push(token_id)
         if not has_inner:  # later thoughts are text
             assert all(map(constraint.push, [90, 7, 7, 7, 7])) and constraint.effect() is None
+
+
+HARMONY = {"<|channel|>": True, "<|message|>": True, "<|end|>": True, "<|start|>": True, "assistant": False}
+
+
+def harmony() -> tuple[Any, Thinking]:
+    tokenizer = byte_level_tokenizer()
+    tokens = HARMONY | dict.fromkeys(("analysis", "final"), False)
+    tokenizer.add_tokens([AddedToken(token, special=special) for token, special in tokens.items()])
+    thinking = thinking_of(tokenizer, "auto")
+    assert thinking is not None
+    return tokenizer, thinking
+
+
+def test_channels_may_be_thoughts() -> None:
+    """As in gpt-oss: the same marker begins the answer."""
+    tokenizer, thinking = harmony()
+    turn, thought = "<|start|>assistant", "<|channel|>analysis<|message|>"
+    for text, stage in [
+        (f"<|start|>user<|message|>Hi<|end|>{turn}", "before"),
+        (f"<|end|>{turn}{thought}", "in"),
+        (f"<|end|>{turn}<|channel|>final<|message|>", "after"),
+        (f"{thought}Hm", "before"),
+    ]:
+        assert thinking.stage_of(tokenizer, tokenizer(text).input_ids) == stage
+    for text, stage in [(f"{thought}Hm", "in"), (f"{thought}Hm<|end|>{turn}<|channel|>final<|message|>", "after")]:
+        assert thinking.stage_of(tokenizer, tokenizer(text).input_ids, None) == stage
+    text = f"{thought}Hm<|end|>{turn}<|channel|>final<|message|>Yes<|end|>{turn}{thought}Hm, no"
+    ids = tokenizer(text).input_ids
+    expected = len(tokenizer("HmHm, no").input_ids)
+    assert thinking.num_thoughts(tokenizer, "before", ids) == expected
+    assert thinking.num_thoughts(tokenizer, "after", ids) == 0
+
+
+@pytest.mark.parametrize("has_inner", [False, True])
+def test_channels_have_one_budget(has_inner: bool) -> None:
+    """Of all messages with thoughts; when it is spent none can begin. A constraint begins after the answer's header."""
+    tokenizer, thinking = harmony()
+    begin, turn, answer, size = thinking.begin_ids, thinking.turn_ids, thinking.answer_ids, len(tokenizer)
+    constraint = Thoughts(Once(size) if has_inner else None, thinking, "before", size, frozenset([2]), 4)
+    end, text = (
+        thinking.end_id,
+        [*begin, 7, 8, thinking.end_id, *turn, *begin, 9, 10, thinking.end_id, *turn, *answer, 1],
+    )
+    for num_back in range(1, 9):
+        for at, token_id in enumerate(text):
+            num_ahead = sum(map(constraint.push, text[at : at + num_back]))
+            assert num_ahead == len(text[at : at + num_back])
+            constraint.pop(num_ahead)
+            mask = constraint.effect()
+            assert mask is None or (isinstance(mask, np.ndarray) and mask[token_id])
+            if text[at:] == [end, *turn, *answer, 1]:  # spent
+                assert np.flatnonzero(mask).tolist() == [end]
+            if text[at:] == [*answer[1:], 1]:
+                assert not constraint.push(begin[1])
+                assert isinstance(mask, np.ndarray) and not mask[begin[1]]
+            if has_inner and text[at:] in ([*turn, *answer, 1], [*answer, 1], [*answer[1:], 1]):
+                assert np.flatnonzero(mask).tolist() == [token_id]
+            assert constraint.push(token_id)
+        assert not (has_inner and constraint.push(5))
+        constraint.pop(len(text))
+    if has_inner:  # at the beginning
+        assert np.flatnonzero(constraint.effect()).tolist() == [begin[0]]
+        assert constraint.push(begin[0]) and np.flatnonzero(constraint.effect()).tolist() == sorted(
+            [begin[1], answer[1]]
+        )
+    calls = Thoughts(Once(size), replace(thinking, answer_ids=()), "before", size, frozenset([2]), 0)  # calls of tools
+    assert np.flatnonzero(calls.effect()).tolist() == [1] and not calls.push(begin[0]) and calls.push(1)

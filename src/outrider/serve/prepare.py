@@ -103,6 +103,8 @@ class Preparer:
         if budget is not None and self._thinking is None:
             raise OptionError("thinking_budget", budget, "this model has no known markers of thoughts: leave it out")
         thinking = self._thinking if ask.body.separate_reasoning else None
+        if thinking is not None and ask.tools is not None and ask.tools.is_forced:
+            thinking = replace(thinking, answer_ids=())  # the grammar of calls has their headers
         jobs: list[RequestState] = []
         if ask.max_tokens != 0:
             for prompt, ids in zip(prompts, all_ids, strict=True):

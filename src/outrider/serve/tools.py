@@ -165,6 +165,11 @@ class ToolUse:
         """
         if not (answer or self.demands_form):
             return None
+        if form.is_message and not self.is_forced:
+            if not answer and not any(tool.strict for tool in self.callable):
+                return None  # calls are never parallel
+            message = "with this model calls are constrained only where they are forced: make tool_choice required"
+            raise Refusal(message, param=answer_by or "tools")
         # A forced call leaves no text, which a schema would be for; other constraints are of the whole output.
         if answer and (answer.keys() != {"json_schema"} or not (form.has_marker or self.is_forced)):
             kinds = "by a JSON schema alone" if form.has_marker else "not be constrained, with this model"

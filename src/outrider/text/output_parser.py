@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from outrider.text.thinking import Stage, Thinking
@@ -64,14 +64,15 @@ class OutputParser:
         Args:
             is_end: there is no more.
         """
-        thoughts = ""
-        if self._thoughts is not None:
-            thoughts, text = self._thoughts.feed(text, is_end=is_end)
-        pieces = [Piece("reasoning", thoughts)] if thoughts else []
-        if self._calls is not None:
-            found = self._calls.feed(text, is_end=is_end)
-            return pieces + [piece for piece in found if self._has_content or piece.kind != "content"]
-        return [*pieces, Piece("content", text)] if text else pieces
+        parts = [Piece("content", text)] if self._thoughts is None else self._thoughts.feed(text, is_end=is_end)
+        if self._calls is None:
+            return [part for part in parts if part.text]
+        pieces = []
+        for part in parts:
+            found = [part] if part.kind == "reasoning" else self._calls.feed(part.text)
+            pieces += [replace(piece, num_after=piece.num_after + part.num_after) for piece in found]
+        pieces += self._calls.feed("", is_end=True) if is_end else []
+        return [piece for piece in pieces if self._has_content or piece.kind != "content"]
 
 
 class ThoughtSplitter:
@@ -87,43 +88,62 @@ class ThoughtSplitter:
         self._text = ""  # not yet split
         self._label = thinking.label if stage == "before" else ""
         self._is_dropping = stage != "before" and not is_continued  # white space
+        self._markers = (thinking.begin, *thinking.headers) if thinking.turn else ()  # in the rest
+        self._marker = re.compile("|".join(map(re.escape, self._markers)))
 
     @property
     def num_waiting(self) -> int:
         """Characters at the end that are neither thoughts nor the rest for certain."""
         return len(self._text)
 
-    def feed(self, text: str, *, is_end: bool = False) -> tuple[str, str]:
-        """Add text; return the thoughts and the rest that are certain."""
+    def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
+        """Add text; return the thoughts and the content that are certain."""
         self._text += text
-        begin, end = self._thinking.begin, self._thinking.end
-        thoughts = ""
+        begin = self._thinking.begin
         if self._stage == "before":
             stripped = self._text.lstrip()
             if not is_end and begin.startswith(stripped) and stripped != begin:
-                return "", ""
+                return []
             is_thought = stripped.startswith(begin)
             self._stage, self._is_dropping = ("in" if is_thought else "after"), is_thought
             self._text = stripped.removeprefix(begin) if is_thought else self._text
-        if self._stage == "in":
-            self._drop_space()
-            if self._label and not is_end and self._text != self._label and self._label.startswith(self._text):
-                return "", ""
-            if self._label:
-                self._text, self._label, self._is_dropping = self._text.removeprefix(self._label), "", True
-                self._drop_space()
-            before, marker, after = self._text.partition(end)
-            if not marker:
-                # White space at the end waits for more thoughts.
-                held = 0 if is_end else num_undecided(self._text, (end,))
-                thoughts = self._text[: len(self._text) - held].rstrip()
-                self._text = self._text[len(thoughts) :]
-                return thoughts, ""
-            thoughts, self._text = before.rstrip(), after
-            self._stage, self._is_dropping = "after", True
+        pieces: list[Piece] = []
+        while self._stage != "in" or self._think(pieces, is_end=is_end):
+            if not self._pass_on(pieces, is_end=is_end):
+                break
+        return pieces
+
+    def _think(self, pieces: list[Piece], *, is_end: bool) -> bool:
+        """Read thoughts, and return whether they have ended."""
         self._drop_space()
-        rest, self._text = self._text, ""
-        return thoughts, rest
+        if self._label and not is_end and self._text != self._label and self._label.startswith(self._text):
+            return False
+        if self._label:
+            self._text, self._label, self._is_dropping = self._text.removeprefix(self._label), "", True
+            self._drop_space()
+        before, marker, after = self._text.partition(self._thinking.end)
+        # White space at the end waits for more thoughts.
+        held = 0 if marker or is_end else num_undecided(self._text, (self._thinking.end,))
+        thoughts = before[: len(before) - held].rstrip()
+        pieces += [Piece("reasoning", thoughts)] if thoughts else []
+        self._text = after if marker else self._text[len(thoughts) :]
+        if marker:
+            self._stage, self._is_dropping = "after", not self._markers
+        return bool(marker)
+
+    def _pass_on(self, pieces: list[Piece], *, is_end: bool) -> bool:
+        """Read content up to a header, and return whether there was one."""
+        self._drop_space()
+        held = 0 if is_end else num_undecided(self._text, self._markers)
+        end = len(self._text) - held
+        found = self._marker.search(self._text, 0, end) if self._markers else None
+        content, self._text = self._text[: found.start() if found else end], self._text[found.end() if found else end :]
+        num_after = len(self._text) + (len(found[0]) if found else 0)
+        pieces += [Piece("content", content, num_after=num_after)] if content else []
+        if found and found[0] == self._thinking.begin:
+            self._stage, self._is_dropping = "in", True
+            pieces.append(Piece("reasoning", "\n"))  # between two messages
+        return found is not None
 
     def _drop_space(self) -> None:
         if self._is_dropping:
@@ -207,11 +227,10 @@ class CallParser:
             return self._begin()
         if self._text.startswith("{"):
             return self._begin()
-        ends = [(at, mark) for mark in ("[ARGS]", "{") if (at := self._text.find(mark)) >= 0]
-        if not ends:
+        at = min((at for mark in ("[ARGS]", "{") if (at := self._text.find(mark)) >= 0), default=None)
+        if at is None:
             return False
-        at, mark = min(ends)
-        name = self._text[:at].partition("[CALL_ID]")[0].strip()
+        name, *_ = re.split(r"[\s\[<{]", self._text, maxsplit=1)
         if name not in self._names:
             self._text, num_said = self._opening + self._text, len(self._opening) + at
             self._opening = ""

@@ -75,18 +75,20 @@ class RowText:
             self._held.clear()
             return None
         before, num_held = len(self._content), sum(len(piece) for _, piece in self._held)
-        text = self._content + (piece if self._thoughts is None else self._thoughts.feed(piece)[1])
+        parts = [] if self._thoughts is None else self._thoughts.feed(piece)
+        said = piece if self._thoughts is None else "".join(one.text for one in parts if one.kind == "content")
+        text = self._content + said
         # A stop string that was complete before this token came too early; it is held as the prefix of a longer one.
         found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self._stop]
         ends = [(at, string) for at, string in found if at >= 0]
+        num_waiting = 0 if self._thoughts is None else self._thoughts.num_waiting
         if ends and len(self.pieces) > self._min_tokens:
             at, self.stop_reason = min(ends, key=itemgetter(0))
             end = at + len(self.stop_reason) if self._includes_stop else at
-            self._release(num_held - len(text) + end)
+            self._release(num_held - num_waiting - len(text) + end)
             self._held.clear()
             self._detokenizer = None  # any remainder lies beyond the end
             return "stop"
-        num_waiting = 0 if self._thoughts is None else self._thoughts.num_waiting
         self._content = text[len(text) - num_undecided(text, self._stop) :]
         self._release(num_held - num_waiting - len(self._content))
         return None

@@ -1,10 +1,12 @@
 """Thoughts of models that think before they answer: their markers, their budget, and constraints that begin after them.
 
-Sources: the chat templates of DeepSeek-R1, Qwen3, Magistral and Gemma 4.
+Sources: the chat templates of DeepSeek-R1, Qwen3, Magistral, Gemma 4 and gpt-oss, and OpenAI's description of the
+latter's format (openai/harmony, ``docs/format.md``).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,12 +17,16 @@ from numpy.typing import NDArray
 from outrider.errors import OptionError
 from outrider.records import Constraint, Effect
 
-# Names -> the marker token that begins thoughts, a label after it, and the marker token that ends them.
+# Names -> the markers that begin thoughts, a label after them, and the marker that ends them; in formats of channels
+# also the beginning of a later message, and the header of the answer.
 _FORMATS = {
-    "think": ("<think>", "", "</think>"),
-    "mistral": ("[THINK]", "", "[/THINK]"),
-    "gemma4": ("<|channel>", "thought", "<channel|>"),
+    "think": ("<think>", "", "</think>", "", ""),
+    "mistral": ("[THINK]", "", "[/THINK]", "", ""),
+    "gemma4": ("<|channel>", "thought", "<channel|>", "", ""),
+    "harmony": ("<|channel|>analysis<|message|>", "", "<|end|>", "<|start|>assistant", "<|channel|>final<|message|>"),
 }
+_CHANNELS = ("<|channel|>analysis", "<|channel|>commentary", "<|channel|>final", "<|message|>", "<|constrain|>json")
+_MARKER = r"<[^<>]+>|\[[^\[\]]+\]"
 _MOST_AFTER_MARKER = 16  # tokens of a prompt: a label, and white space
 
 Stage = Literal["before", "in", "after"]
@@ -33,13 +39,19 @@ class Thinking:
 
     Attributes:
         label: text after the first marker that is no thought; empty for none.
+        turn, answer: in a format of channels, the beginning of a message after a thought, and the header of the answer
+            in it; then later messages may be thoughts too, and headers are no content. Else empty.
     """
 
     begin: str
     end: str
-    begin_id: int
+    begin_ids: tuple[int, ...]
     end_id: int
     label: str = ""
+    turn: str = ""
+    answer: str = ""
+    turn_ids: tuple[int, ...] = ()
+    answer_ids: tuple[int, ...] = ()
 
     def stage_of(self, tokenizer: Any, prompt_ids: Sequence[int], begun: str | None = "") -> Stage:
         """Where an output begins: templates may write the first marker, or both.
@@ -48,32 +60,52 @@ class Thinking:
             begun: text that the output of a chat continues; None if the prompt is no chat. Then a marker anywhere in
                 it counts; in a chat, messages may speak of markers.
         """
-        if begun is None and next((i for i in reversed(prompt_ids) if i in self.ids), None) == self.begin_id:
+        if begun is None and self._last_marker(prompt_ids)[1]:
             return "in"
         if begun is not None and begun.strip():
             return "in" if begun.rfind(self.begin) > begun.rfind(self.end) else "after"
         last = list(prompt_ids[-_MOST_AFTER_MARKER:])
-        at = next((i for i in reversed(range(len(last))) if last[i] in self.ids), None)
-        if at is None:
+        after, is_begin = self._last_marker(last)
+        if after == 0:
             return "before"
-        is_begin = last[at] == self.begin_id
-        rest = tokenizer.decode(last[at + 1 :]).strip()
-        return "before" if rest != (self.label if is_begin else "") else "in" if is_begin else "after"
+        rest = tokenizer.decode(last[after:]).strip()
+        return (
+            "before" if rest != (self.label if is_begin else self.turn + self.answer) else "in" if is_begin else "after"
+        )
 
     def num_thoughts(self, tokenizer: Any, stage: Stage, token_ids: Sequence[int]) -> int:
         """Number of tokens of an output between the markers; without the second one, to the end."""
-        ids = list(token_ids)
-        if stage == "before" and self.begin_id in ids:
-            begin = ids.index(self.begin_id)
-            if not tokenizer.decode(ids[:begin]).strip():
-                stage, ids = "in", ids[begin + 1 :]
-        if stage != "in":
-            return 0
-        return ids.index(self.end_id) if self.end_id in ids else len(ids)
+        ids, num = list(token_ids), 0
+        while stage != "after" and ids:
+            if stage == "before":
+                begin = next((i for i in range(len(ids)) if self._begins(ids, i)), None)
+                if begin is None or not (self.turn or not tokenizer.decode(ids[:begin]).strip()):
+                    break
+                ids = ids[begin + len(self.begin_ids) :]
+            end = ids.index(self.end_id) if self.end_id in ids else len(ids)
+            num += end
+            ids, stage = ids[end + 1 :], "before" if self.turn else "after"
+        return num
+
+    def _begins(self, ids: Sequence[int], place: int) -> bool:
+        return tuple(ids[place : place + len(self.begin_ids)]) == self.begin_ids
+
+    def _last_marker(self, ids: Sequence[int]) -> tuple[int, bool]:
+        """The place after the last marker, 0 without any, and whether it begins thoughts."""
+        for place in reversed(range(len(ids))):
+            if ids[place] == self.end_id or self._begins(ids, place):
+                is_begin = self._begins(ids, place)
+                return place + (len(self.begin_ids) if is_begin else 1), is_begin
+        return 0, False
 
     @property
-    def ids(self) -> tuple[int, int]:
-        return self.begin_id, self.end_id
+    def ids(self) -> tuple[int, ...]:
+        return *self.begin_ids, self.end_id, *self.turn_ids, *self.answer_ids
+
+    @property
+    def headers(self) -> tuple[str, ...]:
+        """Parts of messages that are no content, in a format of channels; calls have a recipient between them."""
+        return (self.turn, self.end, *_CHANNELS) if self.turn else ()
 
 
 def thinking_of(tokenizer: Any, name: str) -> Thinking | None:
@@ -87,14 +119,29 @@ def thinking_of(tokenizer: Any, name: str) -> Thinking | None:
     """
     if name not in ("auto", "none", *_FORMATS):
         raise OptionError("--reasoning-parser", name, f"choose auto, none, {' or '.join(_FORMATS)}")
-    for own, (begin, label, end) in _FORMATS.items():
-        ids = [tokenizer.convert_tokens_to_ids(marker) for marker in (begin, end)]
-        if name in ("auto", own) and None not in ids and tokenizer.convert_ids_to_tokens(ids) == [begin, end]:
-            return Thinking(begin, end, ids[0], ids[1], label)
+    for own, (begin, label, end, turn, answer) in _FORMATS.items():
+        ids = [_ids_of(tokenizer, text) for text in (begin, end, turn, answer)]
+        if name in ("auto", own) and None not in ids:
+            begin_ids, (end_id,), turn_ids, answer_ids = (one or () for one in ids)
+            return Thinking(begin, end, begin_ids, end_id, label, turn, answer, turn_ids, answer_ids)
     if name in _FORMATS:
-        begin, _, end = _FORMATS[name]
+        begin, _, end, *_ = _FORMATS[name]
         raise OptionError("--reasoning-parser", name, f"the tokenizer has no tokens {begin} and {end}")
     return None
+
+
+def _ids_of(tokenizer: Any, text: str) -> tuple[int, ...] | None:
+    """Tokens of markers and of words between them; None if a marker is no token."""
+    ids: list[int] = []
+    for part in re.findall(rf"{_MARKER}|[^<\[]+", text):
+        if re.fullmatch(_MARKER, part):
+            own = [tokenizer.convert_tokens_to_ids(part)]
+            if own == [None] or tokenizer.convert_ids_to_tokens(own) != [part]:
+                return None
+        else:
+            own = tokenizer.encode(part, add_special_tokens=False)
+        ids += own
+    return tuple(ids)
 
 
 class Thoughts:
@@ -124,13 +171,15 @@ class Thoughts:
     ) -> None:
         self._inner, self._thinking, self._stage = inner, thinking, stage
         self._budget, self._is_blank = budget, is_blank
+        self._head = thinking.turn_ids  # of the message that has begun; the prompt has written the first turn
         self._free: NDArray[np.bool_] | None = None
         if inner is not None:
             self._free = np.ones(vocab_size, np.bool_)
             self._free[[*end_ids]] = False
         self._forced = np.arange(vocab_size) == thinking.end_id
         self._num_thoughts = 0
-        self._past: list[tuple[Stage, bool]] = []  # before each token: the stage, and whether the token is of ``inner``
+        # Before each token: the stage, the header, and whether the token is of ``inner``.
+        self._past: list[tuple[Stage, tuple[int, ...], bool]] = []
 
     @property
     def error(self) -> str | None:
@@ -139,40 +188,74 @@ class Thoughts:
     def effect(self) -> Effect | None:
         if self._stage == "in":
             return self._in_thoughts
-        mask = None if self._inner is None else self._inner.effect()
-        if self._stage == "before" and isinstance(mask, np.ndarray) and mask.dtype == np.bool_:
+        if self._inner is None:
+            forbidden = self._forbidden
+            return None if forbidden is None else np.arange(len(self._forced)) != forbidden
+        is_before = self._stage == "before"
+        mask = self._inner.effect() if not is_before or self._head == self._answer else np.zeros_like(self._forced)
+        if is_before and isinstance(mask, np.ndarray) and mask.dtype == np.bool_:
             mask = mask.copy()
-            mask[self._thinking.begin_id] = True
+            mask[[*self._next_ids]] = True
         return mask
 
     @property
     def _in_thoughts(self) -> NDArray[np.bool_] | None:
         return self._forced if self._num_thoughts == self._budget else self._free
 
+    @property
+    def _answer(self) -> tuple[int, ...]:
+        return self._thinking.turn_ids + self._thinking.answer_ids
+
+    @property
+    def _is_spent(self) -> bool:
+        """Whether no further message can be thoughts."""
+        return bool(self._thinking.turn) and self._num_thoughts == self._budget
+
+    @property
+    def _forbidden(self) -> int | None:
+        """Token that would begin another message of thoughts, where the output is free."""
+        begin = self._thinking.begin_ids
+        return begin[1] if self._is_spent and self._head[-1:] == begin[:1] else None
+
+    @property
+    def _next_ids(self) -> set[int]:
+        """Tokens that continue a header."""
+        num, thoughts = len(self._head), self._thinking.turn_ids + self._thinking.begin_ids
+        headers = (self._answer,) if self._is_spent else (self._answer, thoughts)
+        return {header[num] for header in headers if header[:num] == self._head and len(header) > num}
+
     def push(self, token_id: int) -> bool:
-        stage, is_inner = self._stage, False
+        thinking, past, is_inner = self._thinking, (self._stage, self._head), False
+        stage, head = past
+        extended = (*head, token_id)
         if stage == "in":
             allowed = self._in_thoughts
             if allowed is not None and not allowed[token_id]:
                 return False
-            self._stage = "after" if token_id == self._thinking.end_id else "in"
-            self._num_thoughts += self._stage == "in"
-        elif stage == "before" and token_id == self._thinking.begin_id:
+            self._num_thoughts += token_id != thinking.end_id
+            if token_id == thinking.end_id:
+                self._stage, self._head = "before" if thinking.turn else "after", ()
+        elif stage == "before" and extended[-len(thinking.begin_ids) :] == thinking.begin_ids:
             self._stage = "in"
         elif self._inner is None:
-            self._stage = "before" if stage == "before" and self._is_blank(token_id) else "after"
-        elif self._inner.push(token_id):
+            if token_id == self._forbidden:
+                return False
+            is_before = stage == "before" and (thinking.turn or self._is_blank(token_id))
+            self._stage, self._head = ("before" if is_before else "after"), extended[-len(thinking.begin_ids) :]
+        elif stage == "before" and token_id in self._next_ids:
+            self._head = extended
+        elif (stage == "after" or head == self._answer) and self._inner.push(token_id):
             self._stage, is_inner = "after", True
         else:
             return False
-        self._past.append((stage, is_inner))
+        self._past.append((*past, is_inner))
         return True
 
     def pop(self, num_tokens: int) -> None:
         num_inner = 0
         for _ in range(num_tokens):
             after = self._stage
-            self._stage, is_inner = self._past.pop()
+            self._stage, self._head, is_inner = self._past.pop()
             self._num_thoughts -= self._stage == after == "in"
             num_inner += is_inner
         if self._inner is not None:

@@ -1,8 +1,8 @@
-"""Formats of calls of tools (Hermes and Qwen, Llama 3, Mistral), and grammars that constrain an output to them.
+"""Formats of calls of tools (Hermes, Qwen, Llama 3, Mistral, gpt-oss), and grammars that constrain an output to them.
 
 Sources: the chat templates of NousResearch/Hermes-2-Pro and 3, Qwen2.5 and Qwen3, meta-llama/Llama-3.1 and 3.2,
-mistralai/Mistral-7B-Instruct-v0.3 and Mistral-Small-3.x; the names of the formats are those of vLLM's parsers. The
-grammars are llguidance's Lark.
+mistralai/Mistral-7B-Instruct-v0.3 and Mistral-Small-3.x, and openai/gpt-oss-20b; the names of the formats are those of
+vLLM's parsers. The grammars are llguidance's Lark.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class ToolFormat:
         skipped: characters to skip after a call: models write brackets too many.
         end: the marker after a call; without one, calls may follow each other.
         may_begin_with_name: a call may be its name before its arguments, or in a list.
+        is_message: a call is a message of its own, which ends the output: text cannot be constrained beside it.
         id_length: of the numbers of calls: templates may check it.
     """
 
@@ -46,6 +47,7 @@ class ToolFormat:
     skipped: str = SPACE
     end: str = ""
     may_begin_with_name: bool = False
+    is_message: bool = False
     id_length: int = 24
 
     @property
@@ -94,7 +96,17 @@ _MISTRAL_LIST = replace(
     opening="[TOOL_CALLS][",
     closing="]",
 )
-TOOL_FORMATS = {"hermes": _HERMES, "llama3_json": _LLAMA, "mistral": _MISTRAL}
+# A recipient in the header of a message, before its channel (as in histories) or after it.
+_OPENAI = ToolFormat(
+    (" to=functions.", "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"),
+    before=" to=functions.%s<|channel|>commentary json<|message|>",
+    after="",
+    between="",
+    end="<|call|>",
+    may_begin_with_name=True,
+    is_message=True,
+)
+TOOL_FORMATS = {"hermes": _HERMES, "llama3_json": _LLAMA, "mistral": _MISTRAL, "openai": _OPENAI}
 
 
 def tool_format_of(tokenizer: Any, name: str) -> ToolFormat | None:
@@ -122,6 +134,8 @@ def _name_of(tokenizer: Any, vocabulary: Collection[str]) -> str | None:
     if not tokenizer.chat_template:
         return None
     template = tokenizer.get_chat_template(None, [{}])
+    if "<|channel|>commentary" in template:
+        return "openai"
     if "[TOOL_CALLS]" in template:
         return "mistral"
     # The formats of Qwen3-Coder and GLM 4.5 have the same marker, with XML after it.
@@ -163,7 +177,7 @@ def calls_grammar(
     has_head = not is_forced and answer is None and form.has_marker
     lines = ["%llguidance {}"]
     begin, more = (form.opening + first)[len(trigger) if has_head else 0 :], f"({literal(form.between + first)} call)*"
-    calls = f"{literal(begin)} call {more if is_parallel else ''} {literal(form.closing)}"
+    calls = f"{literal(begin)} call {more if is_parallel and not form.is_message else ''} {literal(form.closing)}"
     if is_forced:
         lines.append(f"start: {calls}")
     elif answer is not None:

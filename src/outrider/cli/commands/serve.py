@@ -94,7 +94,7 @@ def serve(
         _option(
             metavar="NAME",
             help="How the model writes calls of tools: auto (by its chat template), hermes (Qwen too), llama3_json, "
-            "mistral.",
+            "mistral, openai (gpt-oss).",
         ),
     ] = "auto",
     reasoning_parser: Annotated[
@@ -102,7 +102,7 @@ def serve(
         _option(
             metavar="NAME",
             help="How the model marks its thoughts, which become reasoning_content: auto, none, think (<think>), "
-            "mistral ([THINK]). Default: by its tokens.",
+            "mistral ([THINK]), gemma4, harmony (gpt-oss). Default: by its tokens.",
         ),
     ] = "auto",
     allow_image_host: Annotated[
