@@ -34,6 +34,7 @@ def write_eagle3(
     has_embedding: bool = True,
     mask_id: int | None = None,
     context_len: int | None = None,
+    window: int | None = None,
     **flags: bool,
 ) -> None:
     """Write an EAGLE-3 head.
@@ -43,6 +44,7 @@ def write_eagle3(
         token_ids: the target's ids of its tokens; None for all of them.
         mask_id: of a P-EAGLE head.
         context_len: that it states; None for the target's.
+        window: of its layers, which are sliding; None for none.
         flags: norm_before_residual, norm_output, norm_before_fc, fc_norm.
     """
     config = target.config
@@ -67,6 +69,8 @@ def write_eagle3(
         tensors = {name.replace("layers.0.", "midlayer."): value for name, value in tensors.items()}
     own = stated_layers("llama", config, num_layers, rope_theta=10000.0)
     own["max_position_embeddings"] = context_len or config.max_position_embeddings
+    if window is not None:
+        own |= {"layer_types": ["sliding_attention"] * num_layers, "sliding_window": window}
     stated: dict[str, Any]
     if layout == "speculators":
         stated = {

@@ -23,6 +23,7 @@ from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.heads import head_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import ModelCorrupt, ModelNotFound, OptionError, UnsupportedModel
+from outrider.models.heads.block import Reach
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
@@ -199,6 +200,7 @@ def _change(folder: Path, **changes: Any) -> None:
         ({"selector_rank": 8}, {}, ModelCorrupt, r"no weights candidate_selector.\*"),
         ({"markov_rank": 8}, {}, ModelCorrupt, r"no weights markov_head.\*, although .* markov_rank"),
         ({"num_hidden_layers": 3}, {}, ModelCorrupt, "lacks 11 weights"),
+        ({"use_swa": True}, {}, UnsupportedModel, "layers of type sliding_attention with the window None"),
         ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, {}, ModelCorrupt, "no mask token that .*: None"),
         ({"dflash_config": {"target_layer_ids": [1, 2, 4], "mask_token_id": 3}}, {}, ModelCorrupt, "reads layers"),
         ({"dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3}}, {}, ModelCorrupt, "for another target"),
@@ -221,6 +223,16 @@ def test_others_are_refused(
     add_tensors(tmp_path, tensors)
     with pytest.raises(error, match=message):
         _head(tmp_path, as_lm(model))
+
+
+def test_windows_of_both_sides(tmp_path: Path) -> None:
+    """Of all layers, or of those that are named (TensorRT-LLM's ``dspark_layer_window_size``)."""
+    model = tiny_llama(num_layers=4)
+    write_block(tmp_path, model, use_swa=True, swa_window_size=3)
+    assert _head(tmp_path, as_lm(model)).models[0].model.reaches == [Reach(False, 3), Reach(False, 3)]
+    kinds = ["full_attention", "sliding_attention"]
+    write_block(tmp_path, model, use_swa=True, layers={"layer_types": kinds, "sliding_window": 4})
+    assert _head(tmp_path, as_lm(model)).models[0].model.reaches == [Reach(False), Reach(False, 4)]
 
 
 def test_layers_are_spread_where_they_are_not_named(tmp_path: Path) -> None:

@@ -104,10 +104,11 @@ def test_a_mask_token_without_its_state_is_refused(tmp_path: Path) -> None:
         load_head(_spec(tmp_path), target)
 
 
-def test_a_head_sees_as_many_tokens_as_its_context(tmp_path: Path) -> None:
-    """Of a target with a longer one; one layer, so that earlier tokens have no other way."""
+@pytest.mark.parametrize("limits", [{"context_len": 5}, {"window": 5}, {"context_len": 5, "window": 7}])
+def test_a_head_sees_as_many_tokens_as_its_context(limits: dict[str, int], tmp_path: Path) -> None:
+    """Of a target with a longer one, or as its window; one layer, so that earlier tokens have no other way."""
     target = as_lm(tiny_llama(num_layers=4))
-    write_eagle3(tmp_path, target.model, context_len=5)
+    write_eagle3(tmp_path, target.model, **limits)  # type: ignore[arg-type]
     head = load_head(_spec(tmp_path), target)
     features = torch.randn(1, 12, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     ids = torch.arange(12)[None]
@@ -308,6 +309,11 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "is for another target: it reads layers (1, 2, 3) of 2" in _refusal(tmp_path, as_lm(tiny_llama()))
     path.write_bytes(b"nonsense")
     assert "cannot be read" in _refusal(tmp_path, target)
+    write_eagle3(tmp_path, target.model, layout="specforge", num_layers=2, window=4)
+    file = tmp_path / "config.json"
+    file.write_text(file.read_text().replace('"sliding_attention", ', '"full_attention", '))
+    with pytest.raises(UnsupportedModel, match="of the types full_attention, sliding_attention, with the window 4"):
+        load_head(_spec(tmp_path), target)
 
 
 def test_auto_is_the_first_draft_that_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

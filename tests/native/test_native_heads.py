@@ -28,6 +28,7 @@ _EAGLE3: dict[str, dict[str, Any]] = {
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True, "layout": "specforge"},
     "normed features": {"norm_before_fc": True, "layout": "safeailab"},
     "a short context": {"context_len": 4, "num_layers": 2},
+    "a window": {"window": 4, "num_layers": 2},
 }
 
 
@@ -39,6 +40,7 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "windows": {"layers": _WINDOW, "input_embedding_scale": 3.0, "output_multiplier": 0.5},
     "a long window": {"layers": _WINDOW | {"sliding_window": 7}, "block_size": 9, "is_causal": False},
     "causal": {"is_causal": True, "layers": _WINDOW},
+    "windows of both sides": {"layers": _WINDOW, "use_swa": True, "swa_window_size": 3},
     "before the anchor": {"layout": "speculators", "layers": _WINDOW},
     "DSpark": {"layout": "deepspec", "markov": "gated", "has_confidence": True, "final_logit_softcapping": 5.0},
 }

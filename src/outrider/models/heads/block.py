@@ -305,7 +305,8 @@ def _stated_reaches(stated: Mapping[str, Any], config: Any) -> list[Reach]:
     if "speculators_model_type" in stated:
         is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
         return [Reach(is_causal and window is not None, before_anchor=window) for window in windows]
-    is_causal = _value(stated, "is_causal")
+    # DeepSpec's windows (``use_swa``) are of both sides, as TensorRT-LLM's ``dspark_layer_window_size`` has them.
+    is_causal = _value(stated, "is_causal", False if _value(stated, "use_swa") else None)
     return [
         Reach(kind == "sliding_attention" if is_causal is None else bool(is_causal), window)
         for kind, window in zip(config.layer_types, windows, strict=True)
@@ -348,9 +349,15 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
             raise ModelCorrupt(f"{name} has no weights {beginning}*, although its configuration states {setting}")
     own = dict(stated.get("transformer_layer_config") or stated)
     own.pop("model_type", None)  # the layers are Qwen3's, whatever it says
+    if _value(stated, "use_swa"):
+        own |= {
+            "use_sliding_window": True,
+            "sliding_window": _value(stated, "swa_window_size", own.get("sliding_window")),
+        }
+        own.setdefault("layer_types", ["sliding_attention"] * int(own["num_hidden_layers"]))
     config = Qwen3Config.from_dict(own)
     for kind, window in zip(config.layer_types, _windows(config), strict=True):
-        if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and window is None):
+        if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and not window):
             raise UnsupportedModel(f"{name} has layers of type {kind} with the window {window}")
     try:
         head = BlockHead(config, stated, tensors, target)

@@ -179,7 +179,7 @@ def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: s
     kind = inner.get("model_type", "llama")
     config = layer_config(CONFIG_MAPPING[kind].from_dict(inner), len(layers), target.model)
     head = Eagle3Head(config, stated, tensors, target)
-    head.window = window_of(inner, target)
+    head.window = min(filter(None, (window_of(inner, target), _stated_window(inner, len(layers), name))), default=None)
     complete(head, tensors, offsets, [head.lm_head], name, target)
     mask_id = next((int(stated[key]) for key in _MASK_IDS if stated.get(key) is not None), None)
     if (mask_id is None) != ("mask_hidden" not in tensors):
@@ -189,6 +189,18 @@ def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: s
         raise ModelCorrupt(f"{name} has no embedding for its mask token {mask_id}")
     head.mask_id = mask_id
     return head
+
+
+def _stated_window(inner: Mapping[str, Any], num_layers: int, name: str) -> int | None:
+    """Sliding window of an EAGLE-3 head's layers; None for none. As in vLLM's ``LlamaAttention``, only ``layer_types``
+    switches it on. Raises UnsupportedModel."""
+    kinds = list(inner.get("layer_types") or ["full_attention"])[:num_layers]
+    window = inner.get("sliding_window")
+    if set(kinds) == {"full_attention"}:
+        return None
+    if set(kinds) != {"sliding_attention"} or not window:
+        raise UnsupportedModel(f"{name} has layers of the types {', '.join(kinds)}, with the window {window}")
+    return int(window)
 
 
 class MtpHead(Head):
