@@ -24,6 +24,8 @@ from outrider.system.ranks import current_ranks
 
 _LOG = logging.getLogger(__name__)
 _ROW_BEGINS = b'{"index": '  # the prefix of every line
+# Settings that a resumed run may change: no native text depends on them, and eager ones depend on the processor, too.
+_OF_MACHINE = ("threads", "allow_pickle")
 _ZERO = b"\0"  # never in a line; a power loss leaves it in place of written data
 
 
@@ -253,8 +255,9 @@ class OutputFile:
             differing = ["prompt"]
         else:
             line = prompts[index]
-            expected = line.source | line.labels | {"settings": settings_of(line)}
-            differing = [key for key, value in expected.items() if row.get(key) != value]
+            expected = line.source | line.labels | {"settings": _of_text(settings_of(line))}
+            found = row | {"settings": _of_text(row.get("settings"))}
+            differing = [key for key, value in expected.items() if found.get(key) != value]
             if not differing:
                 return index
         raise FileError(
@@ -271,3 +274,10 @@ class OutputFile:
                 "remove the line, and its prompt is generated again"
             )
         self._stream.truncate(num_bytes)
+
+
+def _of_text(settings: Any) -> Any:
+    """Settings on which a text may depend."""
+    if not isinstance(settings, dict):
+        return settings
+    return {name: value for name, value in settings.items() if name not in _OF_MACHINE}
