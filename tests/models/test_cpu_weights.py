@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import FalconConfig, FalconForCausalLM, PreTrainedModel
 
+import native_cases
 import outrider
 from gguf_models import Case, random_case
 from outrider.kernels.narrow_weight import NarrowWeight
@@ -77,6 +78,15 @@ def test_plain_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not _stored(outrider.load(folder, **how).target.model)
     monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 2**24)
     assert not _stored(outrider.load(folder).target.model)
+
+
+def test_experts_by_columns_are_held_once(tmp_path: Path) -> None:
+    """Those of gpt-oss, which the native engine reads by rows, as plain numbers too."""
+    folder = save(tmp_path, native_cases.random_model("gpt_oss", native_cases.CASES["gpt_oss"]["plain"]))
+    kept, plain = (outrider.load(folder, store=how, execution="native").target for how in ("auto", "plain"))
+    assert num_bytes(plain.model) == num_bytes(kept.model)
+    assert plain.native is not None and not [name for name in plain.native._weights._copies if "bias" not in name]
+    assert not _stored(outrider.load(folder, store="plain", execution="eager").target.model)
 
 
 def test_int8_of_torchao(tmp_path: Path) -> None:

@@ -107,13 +107,18 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def narrow_weights(model: nn.Module, stored: torch.dtype) -> None:
+def narrow_weights(model: nn.Module, stored: torch.dtype, *, only_by_columns: bool = False) -> None:
     """Keep the large matrices of a model in the type ``stored``, and those in torchao's int8 as they are; products of
-    few rows then use our kernel."""
+    few rows then use our kernel.
+
+    Args:
+        only_by_columns: only those of experts by columns (gpt-oss), which the native engine would copy.
+    """
     narrow: dict[int, nn.Parameter] = {}
     for name, layout in large_weights(model).items():
         weight = model.get_parameter(name)
-        if isinstance(weight, NarrowWeight):  # in blocks
+        by_columns = layout is not None and layout.num_parts is not None
+        if isinstance(weight, NarrowWeight) or (only_by_columns and not by_columns):  # in blocks; as they are
             continue
         if id(weight) not in narrow:  # shared weights once
             numbers, scale = _of_int8(weight) or (weight.detach().to(stored), None)

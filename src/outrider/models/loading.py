@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -176,6 +176,12 @@ class _Job:
     def is_float32_on_cpu(self) -> bool:
         return self.is_alone and self.device.type == "cpu" and self.dtype == torch.float32
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the native engine may run the model with its own numbers."""
+        is_eager = self.placed.execution == "eager" or self.quantization != "none" or not self.is_float32_on_cpu
+        return not is_eager and has_kernel(replace(self.placed, store=None))
+
 
 class _Loader(NamedTuple):
     """One way to load a model, and the bytes of its weights."""
@@ -290,6 +296,8 @@ def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, ke
     if kept is not None:
         model = model if kept == job.dtype else widen_weights(model, config)
         narrow_weights(model, kept)
+    elif job.is_native and bare is not None:
+        narrow_weights(model, torch.float32, only_by_columns=True)
     if job.quantization == "int4":
         share = round_to_groups(model, keeps=has_kernel(job.placed))
     else:
