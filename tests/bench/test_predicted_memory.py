@@ -8,8 +8,10 @@ import transformers
 
 import outrider
 from hybrids import hybrid, hybrid_lm
+from native_cases import CASES, random_model
 from outrider.bench.predicted_memory import Predictor
 from outrider.errors import OptionError
+from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.weights import num_bytes
 from pairs import zoo
 
@@ -32,6 +34,14 @@ def test_states_are_predicted_too() -> None:
     model = hybrid("qwen3_5_text")
     predicted = Predictor(model.config, 128, 2, torch.float64).memory()
     assert predicted.cache == sum(store.nbytes for store in hybrid_lm(model).new_cache(2, 128).storage)
+
+
+def test_states_of_the_native_engine_have_shapes_of_their_own() -> None:
+    model = random_model("qwen3_5_text", CASES["qwen3_5_text"]["plain"])
+    native = build_lm(Checkpoint("target", model, tokenizer=None, execution="native"), model.config.vocab_size)
+    expected = sum(store.nbytes for store in native.new_cache(2, 128).storage)
+    assert Predictor(model.config, 128, 2, torch.float32, is_native=True).memory().cache == expected
+    assert Predictor(model.config, 128, 2, torch.float32).memory().cache != expected
 
 
 def test_processes_share_what_the_plan_says() -> None:

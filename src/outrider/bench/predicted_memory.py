@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,9 @@ from outrider.errors import OptionError
 from outrider.models.cpu_weights import narrow_weights
 from outrider.models.loading import context_len
 from outrider.models.memory import skeleton, weights_bytes
+from outrider.native.engine import cache_shapes
+from outrider.native.families import plan_of
+from outrider.native.plan import NotPlanned
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.runtime.shape_buckets import eager_length
@@ -40,6 +44,7 @@ class Predictor:
         num_rows: batch size.
         dtype: of the arithmetic.
         kept: storage type of large matrices, if narrower (see ``kept_type``).
+        is_native: the native engine runs the models that it knows; its states have other shapes.
 
     Raises:
         OptionError: the context is longer than the model's.
@@ -52,6 +57,8 @@ class Predictor:
         num_rows: int,
         dtype: torch.dtype,
         kept: torch.dtype | None = None,
+        *,
+        is_native: bool = False,
     ) -> None:
         longest = context_len(config)
         if context > longest:
@@ -63,7 +70,11 @@ class Predictor:
                 narrow_weights(self._kept, kept)
         width = config.get_text_config(decoder=True).vocab_size
         lm = LM(self._kept, name=config.model_type, vocab_size=width, context_len=longest)
-        cache = SlotCache.empty(lm.layer_shapes, num_rows, eager_length(context))
+        shapes = lm.layer_shapes
+        if is_native:
+            with suppress(NotPlanned):
+                shapes = cache_shapes(plan_of(config))
+        cache = SlotCache.empty(shapes, num_rows, eager_length(context))
         self._cache = sum(store.nbytes for store in cache.storage)
 
     def memory(self, quantization: str = "none", parallel: int = 1) -> Memory:

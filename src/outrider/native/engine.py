@@ -80,7 +80,7 @@ class NativeForward:
         weights.check("layers." if is_head else "")  # other parameters of a head run elsewhere
         self.vocab_size = int(self._model.head.num_channels)
         self.width = int(self._model.hidden)
-        self.layer_shapes = tuple(_shape(layer.mixer) for layer in plan.layers)
+        self.layer_shapes = cache_shapes(plan)
         self._team = Team()
         self._stores: WeakKeyDictionary[SlotCache, Any] = WeakKeyDictionary()
 
@@ -247,6 +247,11 @@ class _Weights:
     def _keep(self, tensor: Tensor) -> Tensor:
         self._made.append(tensor)
         return tensor
+
+
+def cache_shapes(plan: Plan) -> tuple[LayerShape, ...]:
+    """Shapes of the layers of a plan's cache."""
+    return tuple(_shape(layer.mixer) for layer in plan.layers)
 
 
 def _shape(mixer: Mixer | None) -> LayerShape:

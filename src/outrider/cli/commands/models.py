@@ -233,7 +233,8 @@ def _forms(spec: ModelSpec, context: int, batch_size: int, dtype: str, sizes: li
         bare = skeleton(config, DTYPES[dtype])
     alone = Placement(quantization="none", device_map="none").over(spec)
     kept = kept_type(spec, alone, device, bare, stated)  # nothing is downloaded
-    predictor = Predictor(config, context, batch_size, DTYPES[dtype], kept)
+    is_native = device.type == "cpu" and dtype == "float32"
+    predictor = Predictor(config, context, batch_size, DTYPES[dtype], kept, is_native=is_native)
     free = available_bytes(device)
     rows = []
     for size in sizes:
@@ -256,7 +257,7 @@ def _of_file(spec: ModelSpec, config: Any, context: int, batch_size: int) -> dic
     from outrider.system.resources import available_bytes
 
     weights = sum(math.prod(tensor.stored_shape) for tensor in gguf_file(spec).tensors.values())
-    cache = Predictor(config, context, batch_size, torch.float32).memory().cache
+    cache = Predictor(config, context, batch_size, torch.float32, is_native=True).memory().cache
     free = available_bytes(torch.device("cpu"))
     row = {"name": spec.name, "dtype": "GGUF", "quantization": "none", "num_devices": 1, "weights_bytes": weights}
     row |= {"cache_bytes": cache, "total_bytes": weights + cache}
