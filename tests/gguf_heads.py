@@ -79,9 +79,17 @@ def write_pair(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
     return target, *write_gguf_head(folder / "head.gguf", folder / "head")
 
 
-def write_mtp_case(name: str, folder: Path, dtype: Any = np.float32) -> Path:
-    """Write a target with an MTP layer of random numbers, as large as its last layer, its matrices of a type."""
-    case = CASES[MTP[name]]
+def write_mtp_case(
+    name: str, folder: Path, dtype: Any = np.float32, *, num_layers: int = 1, is_copy: bool = False
+) -> Path:
+    """Write a target with MTP layers of random numbers, as large as its last layer, its matrices of a type.
+
+    Args:
+        name: of ``MTP``, or of a case.
+        num_layers: that the file states; it has the first.
+        is_copy: the layer has the numbers of the last one.
+    """
+    case = CASES[MTP.get(name, name)]
     model = random_case(case)
     num = model.config.num_hidden_layers
     like = {key: value for key, value in model_tensors(model, case.architecture).items() if f"blk.{num - 1}." in key}
@@ -91,7 +99,9 @@ def write_mtp_case(name: str, folder: Path, dtype: Any = np.float32) -> Path:
     shapes[f"blk.{num}.nextn.eh_proj.weight"] = (size, 2 * size)
     tensors = frozen_tensors(shapes, 3, 0.3)
     numbers = {key: one.numpy().astype(dtype if one.ndim > 1 else np.float32) for key, one in tensors.items()}
-    keys = case.keys | {"block_count": num + 1, "nextn_predict_layers": 1}
+    if is_copy:
+        numbers |= {key.replace(f"blk.{num - 1}.", f"blk.{num}."): np.array(one) for key, one in like.items()}
+    keys = case.keys | {"block_count": num + num_layers, "nextn_predict_layers": num_layers}
     keys = {key: [*value, False] if key == "attention.recurrent_layers" else value for key, value in keys.items()}
     return write_case(folder / "target.gguf", replace(case, keys=keys, tensors=numbers), model)
 

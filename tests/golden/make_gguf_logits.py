@@ -9,9 +9,12 @@ to 8 bits (16 for matrices of such numbers).
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -22,19 +25,25 @@ _FILE = Path(__file__).with_name("gguf_logits.json")
 
 def logits_of(file: Path) -> list[list[float]]:
     """Logits after ``PLACES`` of ``IDS``, rounded to 5 digits."""
+    scores = all_logits(file, IDS)
+    return [[float(f"{number:.5g}") for number in scores[place]] for place in PLACES]
+
+
+def all_logits(file: Path, ids: Sequence[int]) -> NDArray[np.float32]:
+    """Logits after each token. [T, V]"""
     model = llama_cpp.Llama(
         str(file),
-        n_ctx=len(IDS),
-        n_batch=len(IDS),
-        n_ubatch=len(IDS),
+        n_ctx=len(ids),
+        n_batch=len(ids),
+        n_ubatch=len(ids),
         logits_all=True,
         flash_attn=False,
         type_k=llama_cpp.GGML_TYPE_F32,
         type_v=llama_cpp.GGML_TYPE_F32,
         verbose=False,
     )
-    model.eval(IDS)
-    return [[float(f"{number:.5g}") for number in model.scores[place]] for place in PLACES]
+    model.eval(ids)
+    return np.array(model.scores[: len(ids)])
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import outrider
-from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, many_forms, random_case, write_case, write_in_blocks
+from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, Case, many_forms, random_case, write_case, write_in_blocks
 from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel
 from outrider.models.gguf.families import FAMILIES, stated_model
 from outrider.models.gguf.file import GgufFile
@@ -49,9 +49,31 @@ def test_it_is_the_model_that_was_written(name: str, tmp_path: Path) -> None:
     spread = float(want.std())
     torch.testing.assert_close(logits, want, rtol=0.0, atol=5e-5 * spread)
     if name in _GOLDEN:
-        bound = _ROUNDED if case.has_mxfp4 else 1e-2 if case.architecture.startswith(_GELU) else 1e-4
         golden = torch.tensor(_GOLDEN[name])
-        torch.testing.assert_close(logits[list(PLACES)], golden, rtol=0.0, atol=bound * spread)
+        torch.testing.assert_close(logits[list(PLACES)], golden, rtol=0.0, atol=_bound(case) * spread)
+
+
+def _bound(case: Case) -> float:
+    """The most by which logits differ from llama.cpp's, over their spread."""
+    return _ROUNDED if case.has_mxfp4 else 1e-2 if case.architecture.startswith(_GELU) else 1e-4
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.has_oracle])
+def test_greedy_texts_are_those_of_llama(name: str, tmp_path: Path) -> None:
+    """Each token is llama.cpp's choice after the same text, or its logit is as near to the largest as rounding is."""
+    pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
+    from golden.make_gguf_logits import all_logits
+
+    case = CASES[name]
+    file = write_case(tmp_path / "tiny.gguf", case)
+    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+    (text,) = outrider.load(file).generate([IDS[:9]], **options)
+    logits = torch.tensor(all_logits(file, [*IDS[:9], *text.token_ids]))[8:-1]
+    chosen = logits.gather(1, torch.tensor(text.token_ids)[:, None])[:, 0]
+    margins = (logits.amax(dim=1) - chosen) / logits.std()
+    print(f"{name}: {int((margins == 0).sum())} of {len(margins)} alike, largest margin {float(margins.max()):.2g}")
+    assert (margins <= 2 * _bound(case)).all()
 
 
 @pytest.mark.oracle

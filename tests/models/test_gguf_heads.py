@@ -124,6 +124,15 @@ def test_an_mtp_layer_drafts_what_llama_drafts(name: str, tmp_path: Path) -> Non
         assert torch.equal(alone.models[0].model.state_dict()[key], value), key
 
 
+def test_an_mtp_layer_is_read_like_a_layer_of_its_target(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of GLM, whose MTP llama.cpp does not run; of several layers the first, with a line."""
+    decoder = outrider.load(write_mtp_case("glm4moe", tmp_path, num_layers=2, is_copy=True))
+    (head,) = load_drafter(decoder, "mtp").models
+    assert head.native is not None and "of 2 MTP layers the first drafts all tokens" in caplog.text
+    own, expected = head.model.layers[0].state_dict(), decoder.target.model.model.layers[-1].state_dict()
+    assert own.keys() == expected.keys() and all(torch.equal(own[key], expected[key]) for key in own)
+
+
 def test_an_mtp_layer_of_a_model_that_is_loaded_twice(tmp_path: Path) -> None:
     """The second time it is opened from notes; its file has no suffix."""
     file = write_mtp_case("MTP", tmp_path).rename(tmp_path / "sha256-0a1b")

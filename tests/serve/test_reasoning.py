@@ -134,11 +134,9 @@ WORDS = dict.fromkeys(("assistant", "analysis", "final", "commentary"), False)
 
 def test_channels_are_told_apart() -> None:
     """As in gpt-oss: no header is content, a budget leads to the answer, constraints begin after its header."""
-    header, script = (
-        "<|channel|>analysis<|message|>\n",
-        ["\n", "It may", " rain", ".", "<|end|>", "<|start|>", "assistant"],
-    )
-    script += ["<|channel|>", "final", "<|message|>", "Yes", "."]
+    header = "<|channel|>analysis<|message|>{{ '\\n' }}"
+    script = ["\n", "It may", " rain", ".", "<|end|>", "<|start|>", "assistant", "<|channel|>", "final", "<|message|>"]
+    script += ["Yes", "."]
     markers = {**CHANNELS, **WORDS, "\n": False}
     with running(scripted(script, header, markers, has_draft=True)) as server:
         for is_stream, k in ((False, 0), (True, 8)):

@@ -6,7 +6,6 @@ about; the build of llama-cpp-python 0.3.36.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -22,10 +21,9 @@ from outrider.models.gguf.families import FAMILIES
 from outrider.models.gguf.family import place_of
 from outrider.models.gguf.file import GgufFile
 from outrider.models.gguf.keys import Stated, decoder_fields
-from outrider.models.heads.chains import LAYER_IDS
+from outrider.models.heads.chains import LAYER_IDS, tell_of_others
 from outrider.models.registry import ModelSpec
 
-_LOG = logging.getLogger(__name__)
 _LLAMA, _QWEN3 = FAMILIES["llama"], FAMILIES["qwen3"]
 _ENDS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "fc": "fc"}
 _EAGLE3 = {**_LLAMA.tensors, **_ENDS, "attn_norm_2": "hidden_norm", "enc.output_norm": "input_norm"}
@@ -102,8 +100,7 @@ def gguf_mtp(file: GgufFile, name: str, config: Any, num_digits: int | None) -> 
     if family is None:
         raise UnsupportedModel(f"{name}: MTP layers of the architecture {stated.architecture!r:.40} are not read")
     parts: dict[str, list[str]] = {}
-    if stated.take("nextn_predict_layers", 0) > 1:
-        _LOG.info("%s: the first of %d MTP layers drafts", name, stated.take("nextn_predict_layers"))
+    tell_of_others(name, stated.take("nextn_predict_layers", 0))
     for tensor in file.tensors:
         if place_of(tensor)[0] == str(first):
             parts.setdefault(_name_of_mtp(tensor, family.tensors, name), []).append(tensor)

@@ -7,6 +7,7 @@ DeepSeek's and GLM's (a decoder layer beyond the last one).
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -35,6 +36,7 @@ from outrider.runtime.cache_shapes import LayerShape
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
 
+_LOG = logging.getLogger(__name__)
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """Key of the features of an EAGLE-3 head in a config.json."""
 
@@ -314,10 +316,18 @@ def load_mtp(stored: Mapping[str, Tensor], prefix: str, name: str, target: LM) -
             key = f"layers.0.{key}" if part is None else _RENAMED[part] + key.removeprefix(part)
         if not re.match(r"layers\.[1-9]", key):  # further layers predict tokens further on: only the first is used
             tensors[key] = value
+    config: Any = target.model.config
+    tell_of_others(name, max(int(getattr(config.get_text_config(decoder=True), key, None) or 0) for key in _PROMISES))
     head = MtpHead(target)
     shared = ("target_norm.", "rotary_emb.", "embed_tokens.", "lm_head.")
     fill(head, with_stacked_experts(tensors, head.state_dict()), name, target, shared=shared)
     return head
+
+
+def tell_of_others(name: str, num_layers: int) -> None:
+    """Tell of MTP layers that are not used."""
+    if num_layers > 1:
+        _LOG.warning("%s: of %d MTP layers the first drafts all tokens, the others are not used", name, num_layers)
 
 
 def with_stacked_experts(tensors: Mapping[str, Tensor], expected: Mapping[str, Any]) -> dict[str, Tensor]:
