@@ -100,7 +100,9 @@ def write_mtp_case(
     tensors = frozen_tensors(shapes, 3, 0.3)
     numbers = {key: one.numpy().astype(dtype if one.ndim > 1 else np.float32) for key, one in tensors.items()}
     if is_copy:
-        numbers |= {key.replace(f"blk.{num - 1}.", f"blk.{num}."): np.array(one) for key, one in like.items()}
+        numbers |= {
+            key.replace(f"blk.{num - 1}.", f"blk.{num}."): torch.as_tensor(one).numpy() for key, one in like.items()
+        }
     keys = case.keys | {"block_count": num + num_layers, "nextn_predict_layers": num_layers}
     keys = {key: [*value, False] if key == "attention.recurrent_layers" else value for key, value in keys.items()}
     return write_case(folder / "target.gguf", replace(case, keys=keys, tensors=numbers), model)

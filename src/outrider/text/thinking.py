@@ -149,7 +149,8 @@ class Thoughts:
     they have a budget.
 
     Thoughts are free but for their end: the output cannot end in them if there is an ``inner``, whose demands it would
-    lack; and after the last token of the budget only the marker that ends them is allowed. Later thoughts are text.
+    lack; and after the last token of the budget only the marker that ends them is allowed. Later thoughts are text; of
+    channels they share the budget, and none begins after it.
 
     Args:
         inner: constraint of the output from its first token after the thoughts on; None for none.
