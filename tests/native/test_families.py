@@ -29,7 +29,7 @@ _OTHERS = set(
     "n_embd n_head n_layer n_positions "
     "attn_pdrop n_ctx summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
     "task_specific_params cache_implementation _sliding_window_pattern num_mtp_layers num_nextn_predict_layers n_group "
-    "topk_group".split()
+    "topk_group partial_rotary_factor".split()
 )
 # Of families: what only experts, training and other code read.
 _UNREAD = {

@@ -250,7 +250,7 @@ FAMILIES: Families = {
     "ministral3": (like_llama(_ministral3_attention), ""),
     "granite": (like_llama(_granite_attention, whole=scales_of_granite), f"{_BIASES} {_GRANITE}"),
     "phi3": (like_llama(_phi3_attention, _joined_mlp), "full_attn_mod interpolate_factor partial_rotary_factor"),
-    "glm4": (like_llama(_glm4_attention, _glm4_layer, _interleaved_rope), _BIASES),
+    "glm4": (like_llama(_glm4_attention, _glm4_layer, _interleaved_rope), f"{_BIASES} partial_rotary_factor"),
     "starcoder2": (
         like_llama(
             _starcoder2_attention,
@@ -292,6 +292,6 @@ FAMILIES: Families = {
         like_llama(_glm4_moe_attention, _glm4_moe_layer),
         f"{_EXPERTS} attention_bias moe_intermediate_size norm_topk_prob n_shared_experts n_routed_experts "
         "routed_scaling_factor n_group topk_group first_k_dense_replace use_qk_norm num_mtp_layers "
-        "num_nextn_predict_layers",
+        "num_nextn_predict_layers partial_rotary_factor",
     ),
 }
