@@ -11,7 +11,7 @@
     │   │   └── ExecutionError     a model cannot run with the execution that was asked for
     │   ├── TokenizerMismatch      target and draft have different tokens
     │   ├── DeviceError            the device is missing, or has too little memory
-    │   ├── WorkerError            worker processes on other machines ended before the work was done
+    │   ├── WorkerError            worker processes, or a server that was asked, ended before the work was done
     │   ├── ConstraintNotRead      the machine was too busy to compile a constraint
     │   ├── SessionError           a session was closed, or an error in another of its streams has ended it
     │   ├── FileError              a file cannot be read or written, or a row of it is wrong
@@ -116,7 +116,7 @@ class DeviceError(UsageError):
 
 
 class WorkerError(UsageError):
-    """Worker processes on other machines ended before the work was done."""
+    """Worker processes on other machines, or a server that was asked, ended before the work was done."""
 
 
 class ConstraintNotRead(UsageError):

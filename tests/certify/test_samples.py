@@ -6,7 +6,15 @@ import pytest
 from scipy import stats
 
 from outrider.certify.controls import ARGMAX_DRAFTS, REUSED
-from outrider.certify.samples import SampledText, check_samples, judge, judge_greedily, num_repeats
+from outrider.certify.samples import (
+    SampledText,
+    check_samples,
+    end_token,
+    judge,
+    judge_greedily,
+    level_of_kept,
+    num_repeats,
+)
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.errors import PromptError
 from outrider.options import Sampling
@@ -14,7 +22,7 @@ from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, REJECTION, Rule
 from outrider.text.row_text import RowText
-from toys import llama_pair, table_pair, tokens
+from toys import llama_pair, random_table, table_pair, tokens
 
 PROMPTS = [(1, 2), (3,), (4, 4, 4, 1)]
 END = 0
@@ -43,15 +51,17 @@ def _written(
 
 
 def _is_alarm(target: LM, drafter: Drafter, samples: list[SampledText], level: float = 1e-6) -> bool:
-    return judge(target, drafter, samples, level=level, seed=1, batch_size=256).is_alarm
+    return judge(target, drafter, samples, level=level, seed=1, batch_size=256)[0].is_alarm
 
 
 def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
     target, drafter = llama_pair()
     samples = _written(target, drafter, 120, Sampling(max_new_tokens=20, repetition_penalty=1.2))
     told: list[int] = []
-    report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=50, on_texts=told.append)
+    report, controls = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=50, on_texts=told.append)
     assert not report.is_alarm and report.places == [] and sum(told) == 120
+    (control,) = controls
+    assert control.is_caught and control.p is not None and control.p < 1e-7
     assert report.num_texts == 108 and report.num_tokens == sum(len(one.token_ids) for one in samples[12:])
     assert {test.name for test in report.tests} == {
         "score", "likelihood", "rank", "pit-ks", "pit-chi2", "score-by-position", "score-by-prompt", "rank-by-distance",
@@ -73,7 +83,7 @@ def test_numbers_used_twice_alarm() -> None:
     reused = _written(target, drafter, 150, options, rule=dataclasses.replace(BLOCK, make_noise=REUSED.make_noise))
     same = _written(target, drafter, 150, options, has_one_seed=True)
     for samples, name in ((reused, "rank-by-distance"), (same, "rank-by-sequence")):
-        report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
+        report, _ = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
         assert {test.name for test in report.tests if test.is_alarm} >= {name}
 
 
@@ -82,7 +92,7 @@ def test_a_deviation_is_measured() -> None:
     target, drafter = table_pair(6)
     for writer, share in ((drafter.lm, 1.0), (target, 0.0)):
         samples = _written(writer, NO_DRAFTER, 400, Sampling(max_new_tokens=20))
-        report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
+        report, _ = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
         assert report.estimate is not None and report.estimate_std is not None
         wanted = share * (1 - report.alpha)
         assert abs(report.estimate - wanted) < 5 * report.estimate_std < 0.25 * (1 - report.alpha)
@@ -93,7 +103,7 @@ def test_without_a_draft_a_law_too_sharp_is_found_out() -> None:
     target, _ = table_pair(6)
     options = Sampling(temperature=0.8, max_new_tokens=20)
     wrong = _written(target, NO_DRAFTER, 600, options, said=Sampling())
-    report = judge(target, NO_DRAFTER, wrong, level=1e-6, seed=1, batch_size=256)
+    report, _ = judge(target, NO_DRAFTER, wrong, level=1e-6, seed=1, batch_size=256)
     score = report.tests[0]
     assert score.is_alarm and score.statistic > 5 and report.surprise_excess < -0.05
     assert not _is_alarm(target, NO_DRAFTER, _written(target, NO_DRAFTER, 600, options))
@@ -106,7 +116,7 @@ def test_a_forbidden_token_is_seen_in_any_text() -> None:
     right = _written(target, drafter, 60, options)
     wrong = _written(target, drafter, 6, Sampling(max_new_tokens=20), said=options)
     for samples in ([*wrong, *right], [*right, *wrong]):
-        report = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
+        report, _ = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
         assert report.num_forbidden > 0 and report.is_alarm
     assert num_repeats(right) == 60 - len({(one.prompt_ids, one.token_ids) for one in right}) > 0
 
@@ -158,3 +168,36 @@ def test_greedy_texts_are_held_against_plain_decoding() -> None:
 def test_what_cannot_be_judged(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], message: str) -> None:
     with pytest.raises(PromptError, match=message):
         check_samples([SampledText(0, prompt_ids, token_ids, Sampling())], 6, 41)
+
+
+def test_texts_may_be_left_out_for_what_they_say_at_a_price() -> None:
+    """Texts with a token are left out: the others are no sample of the target, and alarm at the level of a whole one.
+    At the level for those kept they cannot; a wrong rule still does, where few are left out."""
+    target, drafter = table_pair(6)
+    options = Sampling(max_new_tokens=20)
+    whole = _written(target, drafter, 600, options)
+    kept = [one for one in whole if 3 not in one.token_ids]
+    assert 0.2 < len(kept) / len(whole) < 0.8 and _is_alarm(target, drafter, kept)
+    assert not _is_alarm(target, drafter, kept, level_of_kept(1e-3, len(kept), len(whole) - len(kept)))
+    wrong = _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=ARGMAX_DRAFTS)
+    kept = [one for i, one in enumerate(wrong) if i % 60]
+    assert _is_alarm(target, drafter, kept, level_of_kept(1e-3, len(kept), len(wrong) - len(kept)))
+
+
+def test_the_level_for_texts_that_are_kept() -> None:
+    """It grows with the number of texts that were left out, and bounds the density: the expected number bounds it."""
+    levels = [level_of_kept(1e-3, 1000, num) for num in (0, 1, 10, 100)]
+    assert levels[0] == 5e-4 and levels == sorted(levels, reverse=True)
+    for num, level in zip((1, 10, 100), levels[1:], strict=True):
+        assert level < 1e-3 * (1 - num / (1000 + num)) ** 1000
+
+
+def test_an_end_token_that_the_system_did_not_return() -> None:
+    """The only one; or one of several, as probable as the target has them."""
+    target, _ = table_pair(6)
+    one = SampledText(0, (1, 2), (3,), Sampling())
+    assert end_token(target, one, [4], 0) == 4
+    probs = random_table(6, 0, 1.5)[3].softmax(dim=-1)
+    drawn = [end_token(target, dataclasses.replace(one, line=line), [4, 5], 0) for line in range(400)]
+    share = float(probs[4] / (probs[4] + probs[5]))
+    assert stats.binomtest(drawn.count(4), 400, share).pvalue > 1e-6 and set(drawn) == {4, 5}

@@ -130,6 +130,7 @@ def observe(
     batch_size: int,
     new_constraint: NewConstraint = lambda prompt_ids: None,
     num_draft_tokens: int = 1,
+    implanted: float = 0.0,
 ) -> ObservedTokens:
     """Compute the statistics of sequences under the target's own distribution with ``sampling``.
 
@@ -138,12 +139,13 @@ def observe(
         seed: for the w of the probability integral transforms.
         new_constraint: creates the constraint that was enforced.
         num_draft_tokens: K of the rounds, for drafters that need forcing.
+        implanted: share of the tokens that a draw from q replaces, after the same text: a known deviation.
     """
     assert written and sampling.temperature > 0, "greedy rows have no randomness"
     columns: list[_Columns] = []
     for begin in range(0, len(written), batch_size):
         group = written[begin : begin + batch_size]
-        parts = list(_score(target, drafter, sampling, group, seed, new_constraint, num_draft_tokens))
+        parts = list(_score(target, drafter, sampling, group, seed, new_constraint, num_draft_tokens, implanted))
         rows = torch.cat([part["rows"] for part in parts])
         order = rows.argsort(stable=True)  # chunks hold a piece of every sequence
         columns.append({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
@@ -261,24 +263,31 @@ def _score(
     seed: int,
     new_constraint: NewConstraint,
     num_draft_tokens: int,
+    implanted: float,
 ) -> Iterator[_Columns]:
     texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in written]
-    # By sequence and token, so that they do not depend on the batch.
-    spread = [np.random.default_rng([seed, one.index]).random(len(one.token_ids)) for one in written]
+    # By sequence and token, so that they do not depend on the batch: w, and two numbers for a token drawn from q.
+    spread = [np.random.default_rng([seed, one.index]).random((3, len(one.token_ids))) for one in written]
     # The place of a token is known before it is drawn, so q may depend on it.
     offsets = [[place if place < num_draft_tokens else 0 for place in one.places] for one in written]
     for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint, offsets, num_draft_tokens):
-        w = [spread[row][i] for row, i in zip(chunk.rows.tolist(), chunk.places.tolist(), strict=True)]
+        numbers = [spread[row][:, i] for row, i in zip(chunk.rows.tolist(), chunk.places.tolist(), strict=True)]
         piece = max(1, _MAX_ELEMENTS // p.shape[1])
         for begin in range(0, len(p), piece):
             part = slice(begin, begin + piece)
-            uniforms = torch.tensor(w[part], dtype=p.dtype, device=p.device)
-            columns = _statistics(p[part], q[part], chunk.ids[part], uniforms)
+            uniforms, chances, places = torch.from_numpy(np.stack(numbers[part])).to(p).unbind(1)
+            ids = chunk.ids[part]
+            if implanted:
+                drawn = torch.searchsorted(q[part].cumsum(1), places[:, None].contiguous())[:, 0].clamp_max(
+                    p.shape[1] - 1
+                )
+                ids = torch.where(chances < implanted, drawn, ids)
+            columns = _statistics(p[part], q[part], ids, uniforms)
             is_edge = torch.zeros_like(columns["is_forbidden"])
             for i in columns["is_forbidden"].nonzero().flatten().tolist():
                 at = begin + i
                 history = chunk.history.map(itemgetter(at))
-                is_edge[i] = is_at_edge(chunk.logits[at], history, int(chunk.ids[at]), sampling)
+                is_edge[i] = is_at_edge(chunk.logits[at], history, int(ids[i]), sampling)
             columns["is_at_edge"] = is_edge
             columns["is_forbidden"] = columns["is_forbidden"] & ~is_edge
             columns["rows"] = chunk.rows[part]

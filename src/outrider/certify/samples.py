@@ -7,15 +7,19 @@ sequences are compared with plain decoding, token by token (outrider.certify.div
 Use a different seed for every sequence: sequences that share a seed, or are copies, are not independent (and raise an
 alarm if adjacent in the file). The number of tokens may depend on the tokens, since end tokens end sequences. The sums
 of the tests by stakes are martingales that end with the last sequence, so their p-values stay exact; those of the PIT
-hold up to the error of a limit theorem (docs/how-it-works/certificates.md).
+hold up to the error of a limit theorem (docs/how-it-works/certificates.md). Sequences may be left out for what they
+say, at a price (``level_of_kept``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from outrider.certify.certificate import StatisticalReport
+import numpy as np
+from scipy import stats
+
+from outrider.certify.certificate import ControlReport, StatisticalReport
 from outrider.certify.design import Design
 from outrider.certify.divergence import GreedyReport, against_plain, plain_texts
 from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
@@ -24,10 +28,13 @@ from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.records import Request
 from outrider.runtime.lm import LM
+from outrider.sampling.probs import Settings
 from outrider.sampling.rules import REJECTION
+from outrider.scoring.teacher_forcing import Text, force
 from outrider.text.row_text import RowText
 
 _PILOT_SHARE = 0.1  # of the sequences
+_IMPLANTED = 2.0  # times the limit of detection: found but for one time in 10^7
 _LARGEST_BLOCK = 8  # tokens per forward assumed of the other system, to distinguish rounding from bugs
 
 
@@ -63,6 +70,39 @@ def check_samples(samples: Sequence[SampledText], vocab_size: int, context_len: 
             raise PromptError(f"{where}: a token id outside 0..{vocab_size - 1}")
 
 
+def end_token(target: LM, one: SampledText, ends: Collection[int], seed: int) -> int:
+    """The end token of a sequence whose system said only that one ended it. Of several, one is drawn from the target's
+    distribution over them at that place: then the sequence follows p if the rest of it does.
+
+    Args:
+        seed: of the tests.
+    """
+    first, *others = sorted(ends)
+    if not others:
+        return first
+    text = (*one.prompt_ids, *one.token_ids)
+    settings = Settings.of([one.sampling], target.vocab_size, target.device)
+    (forced,) = force(target, [Text((*text, first), len(text), len(one.prompt_ids))], [settings])
+    probs = forced.probs(settings)[0, [first, *others]].double().cpu().numpy()
+    if not probs.sum():  # all are forbidden
+        return first
+    return int(np.random.default_rng([seed, one.line]).choice([first, *others], p=probs / probs.sum()))
+
+
+def level_of_kept(level: float, num_kept: int, num_left_out: int) -> float:
+    """The level for tests of the sequences that are kept, if others are left out for what they say.
+
+    If a sequence is left out with probability s under p, one that is kept has the distribution p given that it is kept,
+    whose density to p is at most 1 / (1 - s). So n of them raise a false alarm at most (1 - s)^-n times as often as n
+    sequences of p. s is below the upper limit of Clopper and Pearson, but for a tenth of ``level``. If none is left
+    out, no sequence was chosen; that case has half of ``level``, the others 0.4.
+    """
+    if num_left_out == 0:
+        return level / 2
+    most = float(stats.beta.isf(level / 10, num_left_out + 1, num_kept))
+    return float(0.4 * level * np.exp(num_kept * np.log1p(-most)))
+
+
 def judge(
     target: LM,
     drafter: Drafter,
@@ -73,8 +113,9 @@ def judge(
     batch_size: int,
     wanted: float | None = None,
     on_texts: Callable[[int], None] = lambda done: None,
-) -> StatisticalReport:
-    """Compare samples with the target's distribution.
+) -> tuple[StatisticalReport, list[ControlReport]]:
+    """Compare samples with the target's distribution. Where they pass, a control follows: a share of their tokens is
+    drawn anew from q, twice as large as the share that would be detected; the same tests must detect it.
 
     Args:
         drafter: deviations are tested towards its q.
@@ -83,6 +124,9 @@ def judge(
         seed: of the tests' own randomness.
         wanted: total variation that must be detectable.
         on_texts: called with the number of sequences just scored.
+
+    Returns:
+        The report; and that of the control, if there is one.
     """
     num_pilots = max(1, round(_PILOT_SHARE * len(samples)))
     num_tested = len(samples) - num_pilots
@@ -97,14 +141,16 @@ def judge(
         text = GeneratedText(index, prompts[one.prompt_ids], one.prompt_ids, one.token_ids, (0,) * len(one.token_ids))
         groups[samplings.index(one.sampling)].append(text)
 
-    def observed(indices: range) -> ObservedTokens:
+    def observed(indices: range, share: float = 0.0) -> ObservedTokens:
         parts = []
         for sampling, group in zip(samplings, groups, strict=True):
             texts = [text for text in group if text.index in indices]
             for begin in range(0, len(texts), batch_size):
                 batch = texts[begin : begin + batch_size]
-                parts.append(observe(target, drafter, sampling, batch, seed=seed, batch_size=batch_size))
-                on_texts(len(batch))
+                parts.append(
+                    observe(target, drafter, sampling, batch, seed=seed, batch_size=batch_size, implanted=share)
+                )
+                on_texts(0 if share else len(batch))
         return join(parts)
 
     pilot, tested = observed(range(num_pilots)), observed(range(num_pilots, len(samples)))
@@ -112,11 +158,20 @@ def judge(
     design = Design.of(pilot, num_tokens, level, len(prompts), has_rounds=False)
     report = design.report(tested, level, num_tested, wanted)
     # Forbidden tokens cannot occur by chance, not even in the pilot.
-    return replace(
+    report = replace(
         report,
         num_forbidden=report.num_forbidden + int(pilot.is_forbidden.sum()),
         num_at_edge=report.num_at_edge + int(pilot.is_at_edge.sum()),
     )
+    if report.is_alarm or report.detectable is None:
+        return report, []
+    share = min(1.0, _IMPLANTED * report.detectable / (1 - report.alpha))
+    findings = design.tests(observed(range(num_pilots, len(samples)), share), level)
+    by = min(findings, key=lambda one: one.p)
+    source = "a sharper distribution" if drafter.most_drafted == 0 else "the draft"
+    about = f"{share:.1%} of the tokens drawn from {source}"
+    needed = None if by.is_alarm else 2 * len(tested)
+    return report, [ControlReport("implanted", about, None, by.is_alarm, len(tested), by.name, by.p, needed)]
 
 
 def num_repeats(samples: Sequence[SampledText]) -> int:
@@ -126,13 +181,23 @@ def num_repeats(samples: Sequence[SampledText]) -> int:
 
 
 def judge_greedily(
-    target: LM, samples: Sequence[SampledText], batch_size: int, on_text: Callable[[int], None] = lambda done: None
+    target: LM,
+    samples: Sequence[SampledText],
+    batch_size: int,
+    on_text: Callable[[int], None] = lambda done: None,
+    plain: Sequence[Sequence[int]] | None = None,
 ) -> GreedyReport:
-    """Compare greedy samples with plain decoding. Differences carry the line number in place of the prompt's index."""
+    """Compare greedy samples with plain decoding. Differences carry the line number in place of the prompt's index.
+
+    Args:
+        plain: texts to compare with; None for plain decoding by the target itself.
+    """
     requests = []
     for one in samples:
         sampling = replace(one.sampling, temperature=0.0, max_new_tokens=len(one.token_ids), seed=0)
         requests.append(Request(one.prompt_ids, sampling, RowText(None, (), ())))
-    plain, texts = plain_texts(target, REJECTION, requests, batch_size), [one.token_ids for one in samples]
+    if plain is None:
+        plain = plain_texts(target, REJECTION, requests, batch_size)
+    texts = [one.token_ids for one in samples]
     found = against_plain(target, requests, plain, texts, num_draft_tokens=_LARGEST_BLOCK - 1, on_text=on_text)
     return replace(found, differences=[replace(one, prompt=samples[one.prompt].line) for one in found.differences])

@@ -19,17 +19,22 @@ class SampleLine:
     Attributes:
         prompt, output: string, or token ids.
         options: sampling options, in the names of ``Sampling``; missing ones are unspecified.
+        num_tokens: tokens of the output without the end token, as the system counted them; None if it did not.
+        has_ended: an end token ended the output, whether or not it is among the ids.
     """
 
     number: int
     prompt: str | tuple[int, ...]
     output: str | tuple[int, ...]
     options: dict[str, Any]
+    num_tokens: int | None = None
+    has_ended: bool = False
 
 
 def read_samples(path: Path, known: Sequence[str]) -> list[SampleLine]:
     """Read samples from JSON lines, each with ``prompt_ids`` or ``prompt``, ``token_ids`` or ``text``, and optionally
-    ``options``, or the ``settings`` that ``outrider generate --output`` writes. Skips rows with an error.
+    ``options``, or the ``settings`` that ``outrider generate --output`` writes; ``num_tokens`` and ``has_ended``. Skips
+    rows with an error.
 
     Args:
         known: names of options.
@@ -70,7 +75,13 @@ def _sample_of(path: Path, number: int, row: dict[str, Any], known: Sequence[str
     bias = kept.get("logit_bias")
     if bias is not None and not (isinstance(bias, list) and all(isinstance(item, str) for item in bias)):
         raise FileError(f'{path}, line {number}: logit_bias must be a list of strings, like ["42=-5"]')
-    prompt, output = tokens_or_text("prompt_ids", "prompt"), tokens_or_text("token_ids", "text")
-    if isinstance(output, str) and not isinstance(prompt, str):
-        raise FileError(f"{path}, line {number}: 'text' needs 'prompt', because both are tokenized together")
-    return SampleLine(number, prompt, output, kept)
+    output = tokens_or_text("token_ids", "text")
+    prompt = tokens_or_text("prompt_ids", "prompt")
+    if isinstance(output, str):
+        prompt = row.get("prompt", prompt)
+        if not isinstance(prompt, str):
+            raise FileError(f"{path}, line {number}: 'text' needs 'prompt', because both are tokenized together")
+    count, has_ended = row.get("num_tokens"), row.get("has_ended", False)
+    if not (count is None or type(count) is int) or not isinstance(has_ended, bool):
+        raise FileError(f"{path}, line {number}: 'num_tokens' must be a whole number, and 'has_ended' true or false")
+    return SampleLine(number, prompt, output, kept, count, has_ended)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from io import FileIO
@@ -203,7 +203,10 @@ class OutputFile:
             raise
 
     def read_finished(
-        self, prompts: PromptFile, indices: range, settings_of: Callable[[PromptLine], dict[str, Any]]
+        self,
+        prompts: PromptFile | Sequence[PromptLine],
+        indices: range,
+        settings_of: Callable[[PromptLine], dict[str, Any]],
     ) -> tuple[bytearray, int]:
         """Read the progress of earlier runs. Cuts off an incomplete last line, or one with zeros in it.
 
@@ -244,7 +247,7 @@ class OutputFile:
         self,
         number: int,
         row: dict[str, Any],
-        prompts: PromptFile,
+        prompts: PromptFile | Sequence[PromptLine],
         settings_of: Callable[[PromptLine], dict[str, Any]],
     ) -> int:
         """Index of a row, checked to belong to this run."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,28 +17,36 @@ from outrider.cli.shared.options import (
     JsonOption,
     SamplingOptions,
     SignificanceOption,
+    check_alone,
     flat,
 )
-from outrider.cli.shared.output import (
-    make_document,
-    progress_bar,
-)
+from outrider.cli.shared.output import as_read, make_document, progress_bar
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, options_json
+from outrider.cli.shared.server_samples import ServerSamples
+from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import FileError, OptionError, PromptError
 from outrider.offline.jsonl import SampleLine, read_samples
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.certify.certificate import Certificate
+    from outrider.certify.certificate import Certificate, ControlReport
     from outrider.certify.samples import SampledText
     from outrider.decoder import Decoder
 
 _NAMES = tuple(field.name for field in fields(SamplingOptions))
+_OF_SERVERS = {field.name for group in (ServerSamples, TemplateOptions) for field in fields(group)}
+_COMPARED = {  # verdict on the plain server's texts, where those of the server fail
+    "passed": "The plain server's texts are consistent: the reason is its speculation.",
+    "failed": "The plain server's texts are not consistent either: numerics, quantization or the meaning of an option "
+    "is a reason, whatever speculation adds.",
+    "inconclusive": "There are too few texts of the plain server to tell whether the reason is speculation.",
+}
 
 
 @flat
 def certify_samples(
+    context: typer.Context,
     target: Annotated[
         str,
         typer.Argument(help="Model that generated the samples. Known name, folder or hub id."),
@@ -48,6 +56,8 @@ def certify_samples(
     ],
     machine: MachineOptions,
     sampling: SamplingOptions,
+    servers: ServerSamples,
+    template: TemplateOptions,
     draft: Annotated[
         str,
         typer.Option(help="Draft that the system used; deviations are tested towards it first."),
@@ -58,70 +68,91 @@ def certify_samples(
         typer.Option(min=1e-9, max=1, help="Total variation to detect with 99% probability."),
     ] = None,
     batch_size: BatchSizeOption = 8,
-    seed: Annotated[int, typer.Option(help="Seed of the tests.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the tests, and of a server's first text.")] = 0,
     html: HtmlOption = None,
     json_target: JsonOption = None,
 ) -> None:
     """Test whether samples follow their model's distribution. They may come from any system.
 
-    Exit code 0: consistent; 1: not consistent; 3: inconclusive (too little data).
+    With --server: samples from it first. Exit code 0: consistent; 1: not consistent; 3: inconclusive (too little data).
 
     Sampling options are those of the samples, for lines without options of their own. Each sample must have its own
     seed."""
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
+    if servers.server is None:
+        check_alone(context, context.params.keys() - _OF_SERVERS, "give it with --server, whose texts it concerns")
+    elif servers.same_bytes:
+        sampling = replace(sampling, temperature=0.0)
     options = sampling.to_options(seed=None, num_seeds=1)
-    lines = read_samples(file, _NAMES)
-    is_text = any(isinstance(line.output, str) for line in lines)
-
-    from outrider.certify.samples import check_samples
+    files = [path for _, _, path in servers.files(file)] or [file]
+    lines = [read_samples(path, _NAMES) for path in files] if servers.server is None else []
 
     pair = PairOptions(target=target, draft=[draft], **asdict(machine))
     plain = pair.load()
     decoder = replace(plain, drafter=pair.load_draft(plain, draft))
-    samples = list(_samples(decoder, file, lines, sampling))
-    try:
-        check_samples(samples, decoder.target.vocab_size, decoder.target.context_len)
-    except PromptError as error:
-        raise FileError(f"{file}, {error}") from None
-    certificate = _test(decoder, file, samples, significance, detect_tv, seed, batch_size)
+    if not lines:
+        servers.collect(file, decoder, sampling, template, seed)
+        lines = [read_samples(path, _NAMES) for path in files]
+    read = [_read(decoder, *one, sampling, seed) for one in zip(files, lines, strict=True)]
+    tested: list[tuple[Path, Certificate, list[str]]] = []
+    if servers.same_bytes:
+        tested.append((file, _compare(decoder, read, batch_size), []))
+    else:
+        tested += [(one.file, *_test(decoder, one, significance, detect_tv, seed, batch_size)) for one in read]
+    (_, certificate, remarks), *others = tested
+    body = {**certificate.to_json(), **read[0].to_json(), "shared_options": _shared_options(lines[0], sampling)}
+    body["plain"] = None
+    for _, other, _ in others:
+        body["plain"] = other.to_json()
+        if certificate.verdict == "failed":
+            remarks.append(_COMPARED[other.verdict])
     settings = options_json(
         pair, options, file=file, significance=significance, detect_tv=detect_tv, batch_size=batch_size, seed=seed
     )
-    body = {**certificate.to_json(), "is_text": is_text, "shared_options": _shared_options(lines, sampling)}
+    settings |= as_read(asdict(servers) | template.to_json())
     document = make_document("certify-samples", settings, body, decoder)
-    remarks = []
-    if is_text:
-        remarks.append(
-            "Text was tokenized again, perhaps into other tokens than those sampled: a correct system can fail. Give "
-            "token ids instead."
-        )
-    if certificate.num_repeats:
-        remarks.append(
-            f"Repeated samples: {certificate.num_repeats}. If they share a seed or come from a cache, rather than "
-            "being sampled again, the tests are invalid: leave them out."
-        )
 
     def show(console: Console) -> None:
-        show_findings(
-            console,
-            certificate,
-            f"{file} against {decoder.target.name}",
-            word="CONSISTENT",
-            level=significance,
-            towards="a sharper distribution" if decoder.drafter.most_drafted == 0 else "the draft",
-            unit="line",
-            tokenizer=decoder.tokenizer,
-            remarks=remarks,
-        )
+        for path, one, notes in reversed(tested):
+            show_findings(
+                console,
+                one,
+                f"{path} against {files[-1] if servers.same_bytes and len(files) > 1 else decoder.target.name}",
+                word="THE SAME BYTES" if servers.same_bytes else "CONSISTENT",
+                level=significance,
+                towards="a sharper distribution" if decoder.drafter.most_drafted == 0 else "the draft",
+                unit="line",
+                tokenizer=decoder.tokenizer,
+                remarks=notes,
+            )
 
     report_findings(certificate, document, json_target, html, show)
 
 
-def _samples(
-    decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: SamplingOptions
-) -> Iterator[SampledText]:
+@dataclass(frozen=True)
+class _Samples:
+    """The samples of a file.
+
+    Attributes:
+        num_as_text: samples whose tokens are those of their text.
+        num_left_out: texts whose tokens are not certain.
+    """
+
+    file: Path
+    samples: Sequence[SampledText]
+    num_as_text: int
+    num_left_out: int
+
+    def to_json(self) -> dict[str, Any]:
+        return {"is_text": self.num_as_text > 0, "num_left_out": self.num_left_out}
+
+
+def _read(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: SamplingOptions, seed: int) -> _Samples:
     """Token ids and options of each line.
+
+    A text is left out unless its tokens, by the tokenizer, come after the prompt's own, and are as many as the system
+    counted: then other tokens were sampled.
 
     Args:
         sampling: for lines without options of their own.
@@ -129,32 +160,38 @@ def _samples(
     Raises:
         FileError: an option or a prompt is invalid.
     """
-    from outrider.certify.samples import SampledText
+    from outrider.certify.samples import SampledText, check_samples, end_token
     from outrider.options import Sampling
     from outrider.requests.row_options import check_tokens
 
+    limits = decoder.target.vocab_size, decoder.target.context_len
+    found, num_as_text, num_left_out = [], 0, 0
     for line in lines:
-        where = f"{file}, line {line.number}"
         given = replace(sampling, **line.options)
         try:
             own = Sampling(**given.to_options(seed=None, num_seeds=1))
             prompt_ids = line.prompt if isinstance(line.prompt, tuple) else tuple(decoder.encode(line.prompt))
             ends = decoder.ends_of(prompt_ids)
             check_tokens(own, decoder.target.vocab_size, ends)
-            own = own.with_ends(ends)
-            whole = prompt_ids
-            if isinstance(line.output, str):
+            if isinstance(line.output, tuple):
+                ids = line.output
+            else:
                 assert isinstance(line.prompt, str)
                 whole = tuple(decoder.encode(line.prompt + line.output))
+                ids = whole[len(prompt_ids) :]
+                is_certain = whole[: len(prompt_ids)] == prompt_ids and line.num_tokens in (None, len(ids))
+                num_as_text, num_left_out = num_as_text + is_certain, num_left_out + (not is_certain)
+                if not is_certain:
+                    continue
+            one = SampledText(line.number, prompt_ids, ids, own.with_ends(ends))
+            if line.has_ended and not ends.intersection(ids[-1:]):
+                check_samples([replace(one, token_ids=(*ids, min(ends, default=-1)))], *limits)
+                one = replace(one, token_ids=(*ids, end_token(decoder.target, one, ends, seed)))
+            check_samples([one], *limits)
         except (OptionError, PromptError) as error:
-            raise FileError(f"{where}: {error}") from None
-        if isinstance(line.output, tuple):
-            yield SampledText(line.number, prompt_ids, line.output, own)
-            continue
-        # The last token of the prompt may include the output's first characters: then it is tested too.
-        differing = (i for i, (a, b) in enumerate(zip(prompt_ids, whole, strict=False)) if a != b)
-        num_shared = next(differing, len(prompt_ids))
-        yield SampledText(line.number, whole[:num_shared], whole[num_shared:], own)
+            raise FileError(f"{file}, line {line.number}: {error}") from None
+        found.append(one)
+    return _Samples(file, found, num_as_text, num_left_out)
 
 
 def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> dict[str, Any]:
@@ -163,30 +200,58 @@ def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> d
     return {name: value for name, value in first.items() if all(one[name] == value for one in others)}
 
 
-def _test(
-    decoder: Decoder,
-    file: Path,
-    samples: Sequence[SampledText],
-    level: float,
-    wanted: float | None,
-    seed: int,
-    batch_size: int,
-) -> Certificate:
-    """Test the samples. Raises FileError if there are too few."""
+def _compare(decoder: Decoder, read: Sequence[_Samples], batch_size: int) -> Certificate:
+    """Compare greedy texts with those of the plain server, or of the target; they must be equal. Raises FileError."""
     from outrider.certify.certificate import Certificate
-    from outrider.certify.samples import judge, judge_greedily, num_repeats
+    from outrider.certify.samples import judge_greedily
+    from outrider.runtime.execution import PROMISED
 
-    target = decoder.target
-    greedy = [one for one in samples if one.sampling.temperature == 0]
-    sampled = [one for one in samples if one.sampling.temperature > 0]
-    if len(sampled) == 1 or not samples:
-        raise FileError(f"{file}: the tests need at least two samples, since some determine how others are tested")
+    first, *others = read
+    plain = {one.prompt_ids: one.token_ids for other in others for one in other.samples}
+    missing = [one.line for one in first.samples if others and one.prompt_ids not in plain]
+    if missing or not first.samples:
+        raise FileError(f"{first.file}: texts without certain tokens were left out: the servers must return token ids")
+    right = [plain[one.prompt_ids] for one in first.samples] if others else None
+    with progress_bar("texts", len(first.samples)) as advance:
+        report = judge_greedily(decoder.target, first.samples, batch_size, advance, right)
+    return Certificate(None, None, (), [replace(report, promise=PROMISED)])
+
+
+def _test(
+    decoder: Decoder, read: _Samples, level: float, wanted: float | None, seed: int, batch_size: int
+) -> tuple[Certificate, list[str]]:
+    """Test the samples. Returns the findings, and remarks. Raises FileError if there are too few."""
+    from outrider.certify.certificate import Certificate
+    from outrider.certify.samples import judge, judge_greedily, level_of_kept, num_repeats
+
+    target, remarks = decoder.target, []
+    greedy = [one for one in read.samples if one.sampling.temperature == 0]
+    sampled = [one for one in read.samples if one.sampling.temperature > 0]
+    if len(sampled) == 1 or not read.samples:
+        left_out = f" ({read.num_left_out} texts have no certain tokens: give token ids)" if read.num_left_out else ""
+        raise FileError(
+            f"{read.file}: the tests need at least two samples, since some determine how others are tested{left_out}"
+        )
     statistical, greedy_reports = None, []
-    with progress_bar("texts", len(samples)) as advance:
+    controls: list[ControlReport] = []
+    if read.num_as_text:
+        remarks.append(
+            f"Tokens are those of the text for {read.num_as_text} samples. If others were sampled, as many, a correct "
+            "system can fail: token ids are better."
+        )
+    if sampled and read.num_as_text:
+        whole, level = level, level_of_kept(level, len(sampled), read.num_left_out)
+        if level == 0:
+            raise FileError(f"{read.file}: {read.num_left_out} texts have no certain tokens, too many: give token ids")
+        remarks.append(
+            f"{read.num_left_out} texts without certain tokens were left out. The tests run at a level of {level:.1e}, "
+            f"so that a correct system fails with a probability of {whole:g} all the same."
+        )
+    with progress_bar("texts", len(read.samples)) as advance:
         if greedy:
             greedy_reports.append(judge_greedily(target, greedy, batch_size, advance))
         if sampled:
-            statistical = judge(
+            statistical, controls = judge(
                 target,
                 decoder.drafter,
                 sampled,
@@ -196,4 +261,10 @@ def _test(
                 wanted=wanted,
                 on_texts=advance,
             )
-    return Certificate(None, statistical, (), greedy_reports, num_repeats(sampled))
+    repeats = num_repeats(sampled)
+    if repeats:
+        remarks.append(
+            f"Repeated samples: {repeats}. If they share a seed or come from a cache, rather than being sampled again, "
+            "the tests are invalid: leave them out."
+        )
+    return Certificate(None, statistical, controls, greedy_reports, repeats), remarks

@@ -66,7 +66,8 @@ def show_findings(
     if certificate.is_idle:
         console.print("No drafted token was accepted, or no control has an effect: these options cannot be certified.")
     elif any(not control.is_ok for control in certificate.controls):
-        more = "prompts, or longer samples (-n)" if statistical is None else "tokens (--budget, --num-tokens)"
+        more = "tokens (--budget, --num-tokens)" if exact is not None else "texts"
+        more = "prompts, or longer samples (-n)" if statistical is None else more
         console.print(f"A deliberate error was not detected, so the tests are too weak: use more {more}.")
     for remark in remarks:
         console.print(remark)

@@ -1,0 +1,149 @@
+"""Options for sampling from a server, and the job that does: one JSON line each. It can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outrider.cli.shared.options import PromptsOption, SamplingOptions
+from outrider.cli.shared.output import as_read, json_text, progress_bar
+from outrider.cli.shared.template_options import TemplateOptions, encode_lines
+from outrider.errors import OptionError, WorkerError
+from outrider.offline.output_file import open_output
+from outrider.offline.prompt_row import PromptLine
+from outrider.options import Sampling
+
+if TYPE_CHECKING:
+    from outrider.decoder import Decoder
+    from outrider.offline.endpoints import Endpoint
+
+_PANEL = "Server"
+
+
+@dataclass(frozen=True)
+class ServerSamples:
+    """Sampling from servers."""
+
+    server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            rich_help_panel=_PANEL,
+            help="Sample from this OpenAI-compatible server into FILE first. An interrupted run resumes. The key is in "
+            "OPENAI_API_KEY.",
+        ),
+    ] = None
+    plain_server: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            rich_help_panel=_PANEL,
+            help="The same without speculation, for comparison: into FILE with '-plain' in its name.",
+        ),
+    ] = None
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", rich_help_panel=_PANEL, help="The server's name of the model. Default: its one."),
+    ] = None
+    engine: Annotated[
+        str,
+        typer.Option(
+            rich_help_panel=_PANEL,
+            help="The server's API: outrider, vllm, llama.cpp, llama-cpp-python, transformers, openai. auto asks it.",
+        ),
+    ] = "auto"
+    prompts: PromptsOption = None
+    num_texts: Annotated[
+        int, typer.Option(min=2, rich_help_panel=_PANEL, help="Texts to sample, over all prompts in turn.")
+    ] = 100
+    max_new_tokens: Annotated[
+        int, typer.Option("-n", "--max-new-tokens", min=1, rich_help_panel=_PANEL, help="Maximum tokens per text.")
+    ] = 64
+    concurrency: Annotated[int, typer.Option(min=1, rich_help_panel=_PANEL, help="Requests at a time.")] = 1
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, rich_help_panel=_PANEL, help="Maximum requests per second.")
+    ] = None
+    same_bytes: Annotated[
+        bool,
+        typer.Option(
+            "--same-bytes",
+            rich_help_panel=_PANEL,
+            help="Require greedy texts equal to those of the plain server, or of TARGET. The first difference of each "
+            "is explained.",
+        ),
+    ] = False
+
+    def files(self, file: Path) -> Iterator[tuple[str, str | None, Path]]:
+        """Yield address, model and file of each server; none without one. Raises OptionError."""
+        if self.server is None:
+            return
+        from outrider.offline.endpoints import ENGINES
+
+        if self.engine not in ("auto", *ENGINES):
+            raise OptionError("--engine", self.engine, f"choose one of auto, {', '.join(ENGINES)}")
+        yield self.server, self.model, file
+        if self.plain_server is not None:
+            yield self.plain_server, None, file.with_stem(f"{file.stem}-plain")
+
+    def collect(
+        self, file: Path, decoder: Decoder, sampling: SamplingOptions, template: TemplateOptions, seed: int
+    ) -> None:
+        """Sample from each server what its file lacks.
+
+        Args:
+            decoder: the target's, whose tokenizer counts the prompts' tokens.
+            seed: of the first request.
+
+        Raises:
+            FileError, OptionError, PromptError, WorkerError
+        """
+        from outrider.offline.endpoints import Endpoint
+
+        options = sampling.to_options(seed=seed, num_seeds=self.num_texts, max_new_tokens=self.max_new_tokens)
+        lines = template.read(self.prompts)
+        encoded = encode_lines(decoder, lines, self.prompts)
+        num_texts = self.num_texts if sampling.temperature > 0 else len(lines)  # a greedy text is the same again
+        which = [i % len(lines) for i in range(num_texts)]
+        for url, model, path in self.files(file):
+            endpoint = Endpoint.open(
+                url, model, self.engine, lines[0].prompt, Sampling(**options), tokenizer=decoder.tokenizer
+            )
+            about = {"server": url, "model": endpoint.model, "engine": endpoint.engine, "chat": template.is_chat}
+            settings = as_read({**about, **asdict(sampling), "max_new_tokens": self.max_new_tokens})
+            self._collect(endpoint, path, [lines[i] for i in which], [encoded[i] for i in which], settings, seed)
+
+    def _collect(
+        self,
+        endpoint: Endpoint,
+        path: Path,
+        lines: Sequence[PromptLine],
+        prompts: Sequence[list[int]],
+        settings: dict[str, Any],
+        seed: int,
+    ) -> None:
+        """Write a line for each prompt that has none yet.
+
+        Args:
+            prompts: token ids of each.
+        """
+        from outrider.offline.endpoints import samples
+
+        with open_output(path) as file:
+            is_done, _ = file.read_finished(lines, range(len(lines)), lambda line: settings)
+            missing = [index for index, done in enumerate(is_done) if not done]
+            jobs = ((index, lines[index].prompt, seed + index) for index in missing)
+            with progress_bar("texts", len(lines), len(lines) - len(missing)) as advance:
+                for index, fields in samples(endpoint, jobs, self.concurrency, self.rate):
+                    line, ids, num_read = lines[index], prompts[index], fields["num_prompt_tokens"]
+                    if num_read not in (None, len(ids)):
+                        raise WorkerError(
+                            f"{endpoint.url} reads {line.place} as {num_read} tokens, the target as {len(ids)}: its "
+                            "tokenizer, beginning token or chat template is another one"
+                        )
+                    row = {"index": index, **line.source, **line.labels, "prompt_ids": ids, **fields}
+                    file.write(json_text(row | {"settings": settings}))
+                    advance(1)

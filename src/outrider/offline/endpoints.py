@@ -1,0 +1,292 @@
+"""Samples from the OpenAI-compatible endpoint of any server, one request each.
+
+Servers name the same option differently and have defaults of their own, so every option that changes the distribution
+is sent. They return token ids in different fields, or text only. The owner of the models (``/v1/models``) tells most
+of them apart.
+
+Sources: vLLM, vllm/entrypoints/openai/completion/protocol.py (return_token_ids); llama.cpp, tools/server/
+server-schema.cpp and server-task.cpp (return_tokens, __verbose); llama-cpp-python, llama_cpp/server/types.py and
+llama_cpp/llama.py (the end token is not counted); Transformers, cli/serving/utils.py (generation_config).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from outrider.errors import MissingExtra, OptionError, WorkerError
+from outrider.options import Sampling
+from outrider.text.chat import Chat
+from outrider.text.spelling import token_bytes
+
+try:
+    import httpx
+except ImportError:
+    raise MissingExtra("httpx", "serve", "--server") from None
+
+API_KEY = "OPENAI_API_KEY"
+_WAITS_S = (1.0, 2.0, 4.0, 8.0, 16.0)  # between tries
+_MOST_WAIT_S = 60.0  # that a server can ask for
+_BUSY = (408, 429, 502, 503, 504)
+_MOST_S = 600.0  # for an answer
+_TOKEN_ID = "token_id:"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The API of a kind of server.
+
+    Attributes:
+        fields: field of each sampling option; the server has no other options of the same meaning.
+        always: fields of every request: they ask for token ids, and switch off what a server has on by default.
+        has_logprobs: token ids are in the log-probabilities.
+        nested: field that holds the options as JSON.
+        counts_end: the number of tokens in ``usage`` includes the end token.
+    """
+
+    fields: Mapping[str, str]
+    always: Mapping[str, Any] = field(default_factory=dict)
+    has_logprobs: bool = False
+    nested: str | None = None
+    counts_end: bool = True
+
+
+def _same(names: str) -> dict[str, str]:
+    return {name: name for name in names.split()}
+
+
+_FILTERS = "temperature top_k top_p min_p"
+_ALL = _same(f"{_FILTERS} repetition_penalty presence_penalty frequency_penalty min_tokens")
+_NO_PENALTY = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+_IN_ORDER = {"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}
+ENGINES = {
+    "outrider": Engine(_ALL, {"return_tokens_as_token_ids": True}, has_logprobs=True),
+    "vllm": Engine(_ALL, {"return_token_ids": True}),
+    "llama.cpp": Engine(_same(_FILTERS), _NO_PENALTY | _IN_ORDER | {"return_tokens": True, "verbose": True}),
+    "llama-cpp-python": Engine(_same(_FILTERS), _NO_PENALTY, counts_end=False),
+    "transformers": Engine(_same(f"{_FILTERS} repetition_penalty"), nested="generation_config"),
+    "openai": Engine(_same("temperature top_p presence_penalty frequency_penalty"), has_logprobs=True),
+}
+_OWNERS = {"outrider": "outrider", "vllm": "vllm", "llamacpp": "llama.cpp", "me": "llama-cpp-python"}
+
+
+class _Refused(WorkerError):
+    """The server refuses a request, and would again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """The endpoint of a server for one model, with the sampling options of all requests.
+
+    Attributes:
+        engine: name of its API.
+        ids_of: id of each token by its bytes, for servers that return tokens as text.
+    """
+
+    url: str
+    client: httpx.Client
+    engine: str
+    model: str
+    is_chat: bool
+    body: Mapping[str, Any]
+    ids_of: Mapping[bytes, int]
+    has_seeds: bool = True
+
+    @classmethod
+    def open(
+        cls, url: str, model: str | None, engine: str, prompt: str | Chat, sampling: Sampling, *, tokenizer: Any
+    ) -> Endpoint:
+        """Find a server's API and model, and send one request for one token to see which fields it takes.
+
+        Args:
+            model: None for the only one.
+            engine: a name of ``ENGINES``, or "auto".
+            prompt: of that request; if it is a chat, all are.
+            tokenizer: the target's.
+
+        Raises:
+            OptionError, WorkerError
+        """
+        key = os.environ.get(API_KEY)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        try:
+            base = httpx.URL(f"{url.rstrip('/').removesuffix('/v1')}/v1/")
+            client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(_MOST_S, connect=10.0))
+            listed = _read(client.get("models"))["data"]
+        except (httpx.InvalidURL, httpx.TransportError) as error:
+            raise OptionError("--server", url, f"no server answers there ({error})") from None
+        except (KeyError, TypeError):
+            raise OptionError("--server", url, "no OpenAI-compatible server: /v1/models lists nothing") from None
+        names = [one["id"] for one in listed]
+        if model is None and len(names) != 1:
+            raise OptionError("--model", model, f"the server has several: {', '.join(names)}" if names else "name one")
+        model = model or names[0]
+        if engine == "auto":
+            owners = {one.get("owned_by") for one in listed if len(names) == 1 or one["id"] == model}
+            engine = next((name for owner, name in _OWNERS.items() if owner in owners), "openai")
+        own = ENGINES[engine]
+        body = {"model": model, **own.always, **_options(own, engine, sampling)}
+        ids = _ids_by_bytes(tokenizer) if own.has_logprobs and engine == "openai" else {}
+        is_chat = isinstance(prompt, Chat)
+        logprobs: dict[str, Any] = {"logprobs": True if is_chat else 1} if own.has_logprobs else {}
+        found = cls(url, client, engine, model, is_chat, body | logprobs, ids)
+        fallbacks = [found]
+        if engine != "outrider":  # whose ids are in the log-probabilities
+            fallbacks += [replace(found, body=body)] if logprobs else []
+            fallbacks.append(replace(found, body=body, has_seeds=False))
+        for one in fallbacks:
+            try:
+                one.sample(prompt, seed=0, max_tokens=1)
+                return one
+            except _Refused as error:
+                reason = error
+        raise reason
+
+    def sample(self, prompt: str | Chat, *, seed: int, max_tokens: int | None = None) -> dict[str, Any]:
+        """Fields of a sample (``outrider.offline.jsonl``). Raises WorkerError."""
+        body: dict[str, Any] = {**self.body, "seed": seed} if self.has_seeds else {**self.body}
+        body |= {} if max_tokens is None else {"max_tokens": max_tokens}
+        body |= _chat_fields(prompt) if isinstance(prompt, Chat) else {"prompt": prompt}
+        answer = self._post("chat/completions" if self.is_chat else "completions", body)
+        try:
+            (choice,), usage = answer["choices"], answer.get("usage") or {}
+            text = (choice["message"]["content"] or "") if self.is_chat else choice["text"]
+            ids = _token_ids(answer, choice, self.ids_of)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise WorkerError(f"{self.url}: the answer is no completion: {json.dumps(answer)[:200]}") from None
+        has_ended, num_tokens = choice.get("finish_reason") == "stop", usage.get("completion_tokens")
+        if has_ended and num_tokens is not None:
+            num_tokens -= ENGINES[self.engine].counts_end
+        read = {"num_prompt_tokens": usage.get("prompt_tokens"), "num_tokens": num_tokens}
+        output = {"text": text} if ids is None else {"text": text, "token_ids": ids}
+        return {**output, "has_ended": has_ended, **read, "seed": seed if self.has_seeds else None}
+
+    def _post(self, path: str, body: Mapping[str, Any]) -> Any:
+        """Send a request, again after a while if the server is busy or gone."""
+        for wait_s in (*_WAITS_S, None):
+            try:
+                response = self.client.post(path, json=body)
+                if response.status_code not in _BUSY or wait_s is None:
+                    return _read(response)
+                asked = response.headers.get("Retry-After", "")
+                wait_s = min(max(wait_s, float(asked) if asked.isdigit() else 0.0), _MOST_WAIT_S)
+            except httpx.TransportError as error:
+                if wait_s is None:
+                    raise WorkerError(
+                        f"{self.url} does not answer ({error or type(error).__name__}): the samples so far are kept, "
+                        "and the same command continues after them"
+                    ) from None
+            time.sleep(wait_s)
+        raise AssertionError("the last try returns or raises")
+
+
+def samples(
+    endpoint: Endpoint, jobs: Iterable[tuple[int, str | Chat, int]], concurrency: int, rate: float | None
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the index and the fields of each sample, in any order.
+
+    Args:
+        jobs: index, prompt and seed of each.
+        concurrency: requests that run at a time.
+        rate: most requests per second.
+    """
+    running: dict[Future[dict[str, Any]], int] = {}
+    next_s = time.monotonic()
+    with ThreadPoolExecutor(concurrency) as pool:
+        for index, prompt, seed in jobs:
+            time.sleep(max(0.0, next_s - time.monotonic()))
+            next_s = max(next_s, time.monotonic()) + (1 / rate if rate else 0.0)
+            running[pool.submit(endpoint.sample, prompt, seed=seed)] = index
+            if len(running) == concurrency:
+                yield from _ended(running)
+        while running:
+            yield from _ended(running)
+
+
+def _ended(running: dict[Future[dict[str, Any]], int]) -> Iterator[tuple[int, dict[str, Any]]]:
+    for one in wait(running, return_when=FIRST_COMPLETED).done:
+        yield running.pop(one), one.result()
+
+
+def _options(engine: Engine, name: str, sampling: Sampling) -> dict[str, Any]:
+    """Fields of the sampling options. Raises OptionError: the server's API lacks one that is given."""
+    neutral, given = asdict(Sampling()), asdict(sampling)
+    for option in ("logit_bias", *_ALL):
+        if option not in engine.fields and given[option] != neutral[option]:
+            flag = f"--{option.replace('_', '-')}"
+            raise OptionError(flag, given[option], f"the API of {name} has no field of this meaning: leave it out")
+    options = {field: given[option] for option, field in engine.fields.items()}
+    limit = {"max_tokens": sampling.max_new_tokens}
+    if engine.nested is None:
+        return options | limit
+    if sampling.temperature == 0:
+        options = {}
+    return {engine.nested: json.dumps({"do_sample": sampling.temperature > 0, **options})} | limit
+
+
+def _chat_fields(chat: Chat) -> dict[str, Any]:
+    """Raises OptionError: an option of the chat has no field in common."""
+    options = chat.options.given()
+    system = options.pop("system", None)
+    for name in options.keys() - {"chat_template_kwargs"}:
+        raise OptionError(name, options[name], "servers have no common field for this: leave it out")
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return {"messages": [*first, *chat.messages], **options}
+
+
+def _read(response: httpx.Response) -> Any:
+    """The JSON of a successful response. Raises OptionError, WorkerError."""
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    if response.status_code == 200 and answer is not None:
+        return answer
+    said = answer.get("error") or answer.get("detail") if isinstance(answer, dict) else response.text
+    message = said.get("message", said) if isinstance(said, dict) else said
+    where = f"{response.request.url} answers {response.status_code}: {str(message)[:300]}".replace("\n", " ")
+    if response.status_code in (401, 403):
+        raise WorkerError(f"{where}: set the environment variable {API_KEY}")
+    raise _Refused(where)
+
+
+def _token_ids(answer: Any, choice: Any, ids_of: Mapping[bytes, int]) -> list[int] | None:
+    """Token ids of a response, in any field; None if some are unknown."""
+    logprobs = choice.get("logprobs") or {}
+    listed = logprobs.get("content") or logprobs.get("tokens") or []
+    verbose = answer.get("__verbose") or {}
+    found = choice.get("token_ids") or verbose.get("tokens") or [_token_id(one, ids_of) for one in listed]
+    return found if found and None not in found else None
+
+
+def _token_id(token: Any, ids_of: Mapping[bytes, int]) -> int | None:
+    """Id of a token: a number, a text, or an object with an id, bytes or a text."""
+    if isinstance(token, dict):
+        if "id" in token:
+            return int(token["id"])
+        spelled = token.get("bytes")
+        return _token_id(token["token"], ids_of) if spelled is None else ids_of.get(bytes(spelled))
+    if isinstance(token, int):
+        return token
+    return int(token.removeprefix(_TOKEN_ID)) if token.startswith(_TOKEN_ID) else ids_of.get(token.encode())
+
+
+def _ids_by_bytes(tokenizer: Any) -> dict[bytes, int]:
+    """Id of each token that no other is spelled like; only for tokenizers whose tokens are bytes everywhere. (Others
+    drop the space of a first token.)"""
+    spelled = None if tokenizer is None else token_bytes(tokenizer)
+    if spelled is None or not spelled.has_letters:
+        return {}
+    found: dict[bytes, int] = {}
+    doubles = set()
+    for token_id in range(len(tokenizer)):
+        text = spelled.of(token_id)
+        doubles |= {text} & found.keys()
+        found[text] = token_id
+    doubles.add(b"")
+    return {text: token_id for text, token_id in found.items() if text not in doubles}
