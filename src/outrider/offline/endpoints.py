@@ -116,9 +116,29 @@ class Endpoint:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         try:
             base = httpx.URL(f"{url.rstrip('/').removesuffix('/v1')}/v1/")
-            client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(_MOST_S, connect=10.0))
+        except httpx.InvalidURL as error:
+            raise OptionError("--server", url, str(error)) from None
+        client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(_MOST_S, connect=10.0))
+        try:
+            return cls._found(url, client, model, engine, prompt, sampling, tokenizer)
+        except BaseException:
+            client.close()
+            raise
+
+    @classmethod
+    def _found(
+        cls,
+        url: str,
+        client: httpx.Client,
+        model: str | None,
+        engine: str,
+        prompt: str | Chat,
+        sampling: Sampling,
+        tokenizer: Any,
+    ) -> Endpoint:
+        try:
             listed = _read(client.get("models"))["data"]
-        except (httpx.InvalidURL, httpx.TransportError) as error:
+        except httpx.TransportError as error:
             raise OptionError("--server", url, f"no server answers there ({error})") from None
         except (KeyError, TypeError):
             raise OptionError("--server", url, "no OpenAI-compatible server: /v1/models lists nothing") from None

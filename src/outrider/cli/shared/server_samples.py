@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -109,12 +110,12 @@ class ServerSamples:
         num_texts = self.num_texts if sampling.temperature > 0 else len(lines)  # a greedy text is the same again
         which = [i % len(lines) for i in range(num_texts)]
         for url, model, path in self.files(file):
-            endpoint = Endpoint.open(
-                url, model, self.engine, lines[0].prompt, Sampling(**options), tokenizer=decoder.tokenizer
-            )
-            about = {"server": url, "model": endpoint.model, "engine": endpoint.engine, "chat": template.is_chat}
-            settings = as_read({**about, **asdict(sampling), "max_new_tokens": self.max_new_tokens})
-            self._collect(endpoint, path, [lines[i] for i in which], [encoded[i] for i in which], settings, seed)
+            first = lines[0].prompt
+            endpoint = Endpoint.open(url, model, self.engine, first, Sampling(**options), tokenizer=decoder.tokenizer)
+            with closing(endpoint.client):
+                about = {"server": url, "model": endpoint.model, "engine": endpoint.engine, "chat": template.is_chat}
+                settings = as_read({**about, **asdict(sampling), "max_new_tokens": self.max_new_tokens})
+                self._collect(endpoint, path, [lines[i] for i in which], [encoded[i] for i in which], settings, seed)
 
     def _collect(
         self,
