@@ -233,6 +233,7 @@ class Decoder(GenerationCalls):
         shown_ids: Collection[int] = (),
         includes_stop: bool = False,
         thinking: Thinking | None = None,
+        splits_thoughts: bool = True,
         begun: str | None = None,
         is_repeatable: bool = True,
         reports_drafts: bool = False,
@@ -244,7 +245,8 @@ class Decoder(GenerationCalls):
             resume_ids: see ``stream``.
             shown_ids: special tokens that are written in its text.
             includes_stop: so is the token or string that ends it.
-            thinking: markers of its thoughts, in which stop strings do not count, and after which constraints begin.
+            thinking: markers of its thoughts, after which constraints begin.
+            splits_thoughts: stop strings do not count in its thoughts.
             begun: of a prompt that was read before; see ``begun_of``.
             is_repeatable, reports_drafts: see ``CallOptions``.
 
@@ -267,7 +269,7 @@ class Decoder(GenerationCalls):
             raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
         constraint = constraint_of(sampling, self.tokenizer, vocab_size, ends, ids, thinking, begun)
         thoughts = None
-        if thinking is not None:
+        if thinking is not None and splits_thoughts:
             stage = thinking.stage_of(self.tokenizer, ids, begun)
             thoughts = ThoughtSplitter(thinking, stage, is_continued=bool(begun))
         text = RowText(

@@ -190,6 +190,9 @@ CALLED = ("weather", ARGUMENTS)
         ("<|channel|>final<|message|>A <b>.", ("", "A <b>.", ())),
         ("<|channel|>analysis<|message|>Hm", ("Hm", "", ())),
         (f"{THOUGHT}{TURN}<|chan", ("Hm, 1 < 2.", "<|chan", ())),
+        *((f"{THOUGHT}{cut}", ("Hm, 1 < 2.", "", ())) for cut in ("<|start|>", "<|start|>ass", f"{TURN}<|channel|>")),
+        ("<|channel|>", ("", "", ())),
+        ("<|channel|>final<|message|>Yes.<|end|><|start|>", ("", "Yes.", ())),
         (
             f"{THOUGHT}{TURN}<|channel|>commentary<|message|>Let me see.<|end|>{TURN}{THOUGHT}{TURN}<|channel|>final"
             "<|message|>Yes.",

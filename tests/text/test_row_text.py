@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -173,6 +174,27 @@ def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: lis
         assert (reason, shown) == (None, text[: len(text) - held])
     row.finish()
     assert shown + "".join(piece for _, piece in row.take()) == "".join(pieces)
+
+
+CHANNELS = Thinking(
+    "<|channel|>analysis<|message|>", "<|end|>", (5, 6, 8), 7, "", "<|start|>assistant", "<|channel|>final<|message|>"
+)
+
+
+@pytest.mark.parametrize("thought", ["", f"{CHANNELS.turn}{CHANNELS.begin}Hm{CHANNELS.end}"])
+def test_stop_strings_lie_in_one_message(thought: str) -> None:
+    """However its text comes: neither headers nor thoughts join the content around them."""
+    said = f"<|channel|>commentary<|message|>x a<|end|>{thought}{CHANNELS.turn}{CHANNELS.answer}b z a"
+    for size in (1, 2, 7, 200):
+        for ending, expected in (("", None), ("b c", "stop")):
+            text = said + ending
+            pieces = [text[at : at + size] for at in range(0, len(text), size)]
+            row = RowText(Pieces(pieces), (), ["ab"], thoughts=ThoughtSplitter(CHANNELS, "before"))  # type: ignore[arg-type]
+            reason = next(filter(None, map(row.push, range(len(pieces)))), None)
+            shown = "".join(piece for _, piece in row.take())
+            assert (reason, shown) == (expected, said[:-1])
+    row = RowText(Pieces([f"x ab{CHANNELS.end}y"]), (), ["ab"], thoughts=ThoughtSplitter(CHANNELS, "after"))  # type: ignore[arg-type]
+    assert row.push(0) == "stop" and "".join(piece for _, piece in row.take()) == "x "
 
 
 def test_the_end_of_a_row() -> None:

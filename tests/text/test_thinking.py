@@ -8,6 +8,8 @@ import pytest
 from tokenizers import AddedToken
 
 from outrider.errors import OptionError
+from outrider.options import Sampling
+from outrider.requests.hooks import constraint_of
 from outrider.text.thinking import Stage, Thinking, Thoughts, thinking_of
 from pairs import byte_level_tokenizer
 
@@ -144,8 +146,43 @@ def test_channels_may_be_thoughts() -> None:
     text = f"{thought}Hm<|end|>{turn}<|channel|>final<|message|>Yes<|end|>{turn}{thought}Hm, no"
     ids = tokenizer(text).input_ids
     expected = len(tokenizer("HmHm, no").input_ids)
-    assert thinking.num_thoughts(tokenizer, "before", ids) == expected
-    assert thinking.num_thoughts(tokenizer, "after", ids) == 0
+    assert [thinking.num_thoughts(tokenizer, stage, ids) for stage in ("before", "after")] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "forced"),
+    [
+        ("Once", ""),
+        ("<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>It is", ""),
+        ("<|start|>assistant<|channel|>final<|message|>", ""),
+        ("<|start|>assistant<|channel|>", "final<|message|>"),
+        ("<|start|>assistant", "<|channel|>final<|message|>"),
+        ("<|start|>user<|message|>Hi<|end|>", "<|start|>assistant<|channel|>final<|message|>"),
+    ],
+)
+def test_a_prompt_tells_which_header_is_left(prompt: str, forced: str) -> None:
+    """Before a constraint, where no chat's template has written the prompt; thoughts have no budget left."""
+    tokenizer, _ = harmony()
+    ids, sampling = tokenizer(prompt, add_special_tokens=False).input_ids, Sampling(thinking_budget=0, regex="yes")
+    vocab_size, shown = len(tokenizer), []
+    constraint = constraint_of(sampling, tokenizer, vocab_size, frozenset([0]), ids)
+    assert constraint is not None
+    for token_id in tokenizer(f"{forced}yes", add_special_tokens=False).input_ids:
+        mask = constraint.effect()
+        assert isinstance(mask, np.ndarray)
+        shown.append((np.flatnonzero(mask).tolist(), token_id))
+        assert constraint.push(token_id)
+    num_forced = len(tokenizer(forced, add_special_tokens=False).input_ids)
+    assert all(allowed == [token_id] for allowed, token_id in shown[:num_forced])
+
+
+def test_a_budget_holds_in_a_continued_answer() -> None:
+    """The prompt has written the header of the answer; a later message may be thoughts."""
+    tokenizer, thinking = harmony()
+    constraint = Thoughts(None, thinking, "after", len(tokenizer), frozenset([2]), 2)
+    header = [thinking.end_id, *thinking.turn_ids, *thinking.begin_ids]
+    assert all(map(constraint.push, [5, *header, 7, 8])) and not constraint.push(9)
+    assert constraint.push(thinking.end_id)
 
 
 @pytest.mark.parametrize("has_inner", [False, True])
@@ -153,7 +190,7 @@ def test_channels_have_one_budget(has_inner: bool) -> None:
     """Of all messages with thoughts; when it is spent none can begin. A constraint begins after the answer's header."""
     tokenizer, thinking = harmony()
     begin, turn, answer, size = thinking.begin_ids, thinking.turn_ids, thinking.answer_ids, len(tokenizer)
-    constraint = Thoughts(Once(size) if has_inner else None, thinking, "before", size, frozenset([2]), 4)
+    constraint = Thoughts(Once(size) if has_inner else None, thinking, "before", size, frozenset([2]), 4, head=turn)
     end, text = (
         thinking.end_id,
         [*begin, 7, 8, thinking.end_id, *turn, *begin, 9, 10, thinking.end_id, *turn, *answer, 1],
@@ -180,5 +217,6 @@ def test_channels_have_one_budget(has_inner: bool) -> None:
         assert constraint.push(begin[0]) and np.flatnonzero(constraint.effect()).tolist() == sorted(
             [begin[1], answer[1]]
         )
-    calls = Thoughts(Once(size), replace(thinking, answer_ids=()), "before", size, frozenset([2]), 0)  # calls of tools
+    # Calls of tools have headers of their own.
+    calls = Thoughts(Once(size), replace(thinking, answer_ids=()), "before", size, frozenset([2]), 0, head=turn)
     assert np.flatnonzero(calls.effect()).tolist() == [1] and not calls.push(begin[0]) and calls.push(1)

@@ -54,7 +54,8 @@ def constraint_of(
     if thinking is not None and (structure is not None or budget is not None):
         stage = thinking.stage_of(tokenizer, prompt_ids, begun)
         is_blank = partial(_is_blank, tokenizer)
-        structure = Thoughts(structure, thinking, stage, vocab_size, eos_ids, budget, is_blank)
+        head = thinking.head_of(prompt_ids)
+        structure = Thoughts(structure, thinking, stage, vocab_size, eos_ids, budget, is_blank, head)
     hooks: dict[str, Hook] = {}
     if sampling.bad_words:
         words = _word_ids(sampling.bad_words, tokenizer, vocab_size)

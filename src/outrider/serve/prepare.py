@@ -102,7 +102,8 @@ class Preparer:
         budget = ask.options.get("thinking_budget")
         if budget is not None and self._thinking is None:
             raise OptionError("thinking_budget", budget, "this model has no known markers of thoughts: leave it out")
-        thinking = self._thinking if ask.body.separate_reasoning else None
+        separates = ask.body.separate_reasoning
+        thinking = self._thinking if separates or budget is not None else None
         if thinking is not None and ask.tools is not None and ask.tools.is_forced:
             thinking = replace(thinking, answer_ids=())  # the grammar of calls has their headers
         jobs: list[RequestState] = []
@@ -118,7 +119,7 @@ class Preparer:
             pairs = zip(ask.prompts, all_ids, strict=True)
             texts = [prompt if isinstance(prompt, str) else self._decode(ids) for prompt, ids in pairs]
         num_thoughts = None
-        if thinking is not None:
+        if thinking is not None and separates:
             stage = thinking.stage_of(self._tokenizer, all_ids[0], _begun(ask))
             num_thoughts = partial(thinking.num_thoughts, self._tokenizer, stage)
         return answer(
@@ -193,7 +194,7 @@ class Preparer:
     def _new_splitter(
         self, ask: ParsedRequest, thinking: Thinking | None, ids: Sequence[int]
     ) -> ThoughtSplitter | None:
-        if thinking is None:
+        if thinking is None or not ask.body.separate_reasoning:
             return None
         begun = _begun(ask)
         return ThoughtSplitter(thinking, thinking.stage_of(self._tokenizer, ids, begun), is_continued=bool(begun))
@@ -212,7 +213,9 @@ class Preparer:
     ) -> RequestState:
         seed = ask.options["seed"]
         own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + choice) % 2**63}
-        shown_ids = [*(() if ask.tools is None else self._marker_ids.values()), *(thinking.ids if thinking else ())]
+        separates = ask.body.separate_reasoning
+        shown_ids = [*(() if ask.tools is None else self._marker_ids.values())]
+        shown_ids += thinking.ids if thinking and separates else ()
         if not ask.body.skip_special_tokens:
             shown_ids = [*special_ids(self._tokenizer)]
         options = {**ask.options, **own}
@@ -222,6 +225,7 @@ class Preparer:
             shown_ids=shown_ids,
             includes_stop=ask.body.include_stop_str_in_output,
             thinking=thinking,
+            splits_thoughts=separates,
             begun=_begun(ask),
         )
         if ask.num_draft_tokens is not None:

@@ -65,8 +65,9 @@ class OutputParser:
             is_end: there is no more.
         """
         parts = [Piece("content", text)] if self._thoughts is None else self._thoughts.feed(text, is_end=is_end)
+        parts = [part for part in parts if part.text]
         if self._calls is None:
-            return [part for part in parts if part.text]
+            return parts
         pieces = []
         for part in parts:
             found = [part] if part.kind == "reasoning" else self._calls.feed(part.text)
@@ -97,7 +98,7 @@ class ThoughtSplitter:
         return len(self._text)
 
     def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
-        """Add text; return the thoughts and the content that are certain."""
+        """Add text; return the thoughts and the content that are certain. A header is an empty thought."""
         self._text += text
         begin = self._thinking.begin
         if self._stage == "before":
@@ -134,7 +135,9 @@ class ThoughtSplitter:
     def _pass_on(self, pieces: list[Piece], *, is_end: bool) -> bool:
         """Read content up to a header, and return whether there was one."""
         self._drop_space()
-        held = 0 if is_end else num_undecided(self._text, self._markers)
+        held = num_undecided(self._text, self._markers)
+        if is_end and ">" not in self._text[len(self._text) - held :]:  # no whole marker, so that it is text
+            held = 0
         end = len(self._text) - held
         found = self._marker.search(self._text, 0, end) if self._markers else None
         content, self._text = self._text[: found.start() if found else end], self._text[found.end() if found else end :]
@@ -142,7 +145,8 @@ class ThoughtSplitter:
         pieces += [Piece("content", content, num_after=num_after)] if content else []
         if found and found[0] == self._thinking.begin:
             self._stage, self._is_dropping = "in", True
-            pieces.append(Piece("reasoning", "\n"))  # between two messages
+        if found:  # between two messages
+            pieces.append(Piece("reasoning", "\n" if self._stage == "in" else ""))
         return found is not None
 
     def _drop_space(self) -> None:

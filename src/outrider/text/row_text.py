@@ -2,8 +2,8 @@
 
 End tokens, stop tokens and stop strings are applied token by token, before streaming and counting. Text that could be
 the prefix of a stop string is held back until it is decided. Where thoughts are split off, stop strings count in the
-content alone. Only the token after white space tells whether a thought follows: there, a stop string of white space
-ends the row one token late.
+content alone, of one message in formats of channels. Only the token after white space tells whether a thought follows:
+there, a stop string of white space ends the row one token late.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from operator import itemgetter
 
 from outrider.records import FinishReason
-from outrider.text.output_parser import ThoughtSplitter, num_undecided
+from outrider.text.output_parser import Piece, ThoughtSplitter, num_undecided
 from outrider.text.tokenizer import Detokenizer
 
 
@@ -74,22 +74,24 @@ class RowText:
             self._certain += self._held
             self._held.clear()
             return None
-        before, num_held = len(self._content), sum(len(piece) for _, piece in self._held)
-        parts = [] if self._thoughts is None else self._thoughts.feed(piece)
-        said = piece if self._thoughts is None else "".join(one.text for one in parts if one.kind == "content")
-        text = self._content + said
-        # A stop string that was complete before this token came too early; it is held as the prefix of a longer one.
-        found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self._stop]
-        ends = [(at, string) for at, string in found if at >= 0]
+        num_held = sum(len(piece) for _, piece in self._held)
+        for part in [Piece("content", piece)] if self._thoughts is None else self._thoughts.feed(piece):
+            if part.kind != "content":
+                self._content = ""
+                continue
+            before, text = len(self._content), self._content + part.text
+            # A stop string that was complete before this part came too early; it is held as the prefix of a longer one.
+            found = [(text.find(string, max(0, before - len(string) + 1)), string) for string in self._stop]
+            ends = [(at, string) for at, string in found if at >= 0]
+            if ends and len(self.pieces) > self._min_tokens:
+                at, self.stop_reason = min(ends, key=itemgetter(0))
+                end = at + len(self.stop_reason) if self._includes_stop else at
+                self._release(num_held - part.num_after - len(text) + end)
+                self._held.clear()
+                self._detokenizer = None  # any remainder lies beyond the end
+                return "stop"
+            self._content = text[len(text) - num_undecided(text, self._stop) :]
         num_waiting = 0 if self._thoughts is None else self._thoughts.num_waiting
-        if ends and len(self.pieces) > self._min_tokens:
-            at, self.stop_reason = min(ends, key=itemgetter(0))
-            end = at + len(self.stop_reason) if self._includes_stop else at
-            self._release(num_held - num_waiting - len(text) + end)
-            self._held.clear()
-            self._detokenizer = None  # any remainder lies beyond the end
-            return "stop"
-        self._content = text[len(text) - num_undecided(text, self._stop) :]
         self._release(num_held - num_waiting - len(self._content))
         return None
 

@@ -58,10 +58,15 @@ class Thinking:
 
         Args:
             begun: text that the output of a chat continues; None if the prompt is no chat. Then a marker anywhere in
-                it counts; in a chat, messages may speak of markers.
+                it counts; in a chat, messages may speak of markers. Of channels, text without a header's beginning
+                at its end goes on with no message.
         """
-        if begun is None and self._last_marker(prompt_ids)[1]:
-            return "in"
+        if begun is None:
+            place, is_begin = self._last_marker(prompt_ids)
+            if is_begin:
+                return "in"
+            if self.turn and place != len(prompt_ids) and not self.head_of(prompt_ids):
+                return "after"
         if begun is not None and begun.strip():
             return "in" if begun.rfind(self.begin) > begun.rfind(self.end) else "after"
         last = list(prompt_ids[-_MOST_AFTER_MARKER:])
@@ -76,6 +81,7 @@ class Thinking:
     def num_thoughts(self, tokenizer: Any, stage: Stage, token_ids: Sequence[int]) -> int:
         """Number of tokens of an output between the markers; without the second one, to the end."""
         ids, num = list(token_ids), 0
+        stage = "before" if self.turn and stage == "after" else stage
         while stage != "after" and ids:
             if stage == "before":
                 begin = next((i for i in range(len(ids)) if self._begins(ids, i)), None)
@@ -86,6 +92,12 @@ class Thinking:
             num += end
             ids, stage = ids[end + 1 :], "before" if self.turn else "after"
         return num
+
+    def head_of(self, prompt_ids: Sequence[int]) -> tuple[int, ...]:
+        """Beginning of a message's header at the end of a prompt; empty for none, and without channels."""
+        headers = [self.turn_ids + ids for ids in (self.begin_ids, self.answer_ids) if self.turn]
+        heads = [header[:num] for header in headers for num in range(1, len(header) + 1)]
+        return max((head for head in heads if tuple(prompt_ids[-len(head) :]) == head), key=len, default=())
 
     def _begins(self, ids: Sequence[int], place: int) -> bool:
         return tuple(ids[place : place + len(self.begin_ids)]) == self.begin_ids
@@ -158,6 +170,7 @@ class Thoughts:
         end_ids: tokens that end the sequence.
         budget: the most tokens between the markers; None for any number. Tokens of the prompt do not count.
         is_blank: whether a token is white space, which may come before the first marker.
+        head: beginning of a message's header that the prompt has written (see ``Thinking.head_of``).
     """
 
     def __init__(
@@ -169,10 +182,13 @@ class Thoughts:
         end_ids: frozenset[int],
         budget: int | None = None,
         is_blank: Callable[[int], bool] = lambda token_id: False,
+        head: tuple[int, ...] = (),
     ) -> None:
+        if thinking.turn and inner is None and stage == "after":
+            stage = "before"  # of a later message's thoughts
         self._inner, self._thinking, self._stage = inner, thinking, stage
         self._budget, self._is_blank = budget, is_blank
-        self._head = thinking.turn_ids  # of the message that has begun; the prompt has written the first turn
+        self._head = head
         self._free: NDArray[np.bool_] | None = None
         if inner is not None:
             self._free = np.ones(vocab_size, np.bool_)
