@@ -136,8 +136,9 @@ def test_the_target_as_its_own_draft(rule: Rule) -> None:
     requests = [dataclasses.replace(one, reports_drafts=True) for one in _requests(PROMPTS, 60)]
     for output in run(target, model_drafter(target), requests, rule, 4):
         for row in output.rounds:
-            for rejected in (row.drafted or ())[row.num_accepted :]:
-                assert rejected.p == pytest.approx(rejected.q, abs=1e-9)
+            assert row.drafted is not None and len(row.drafted) == row.num_drafted
+            for one in row.drafted:
+                assert one.p == pytest.approx(one.q, abs=1e-9)
 
 
 @pytest.mark.parametrize(("rule", "drafter_name"), [(REJECTION, "model"), (GUMBEL, "model"), (BLOCK, "ngram")])

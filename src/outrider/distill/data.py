@@ -34,7 +34,7 @@ _MOST_HELD_OUT = 64  # sequences
 
 
 def text_tokens(tokenizer: Any, path: Path) -> Tensor:
-    """Tokenize a text file into one long sequence. [N] Raises FileError: it cannot be read, or is empty."""
+    """Tokenize a text file into one long sequence [N]. Raises FileError: it cannot be read, or is empty."""
     text = read_text(path)
     if not text.strip():
         raise FileError(f"{path} contains no text")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from outrider.errors import OptionError, UnsupportedModel
+from outrider.kernels.library import library
 from outrider.models.probe import probe
 from outrider.native.engine import NativeForward
 from outrider.native.families import has_plan
@@ -52,7 +53,8 @@ def predicted_execution(config: Any, device: torch.device) -> EagerExecution:
     """The execution that "auto" gives a model alone on a device, as far as its configuration tells."""
     if device.type == "cuda":
         return CapturedExecution(is_required=False)
-    return EagerExecution("native" if device.type == "cpu" and has_plan(config) else "eager")
+    is_native = device.type == "cpu" and library() is not None and has_plan(config)
+    return EagerExecution("native" if is_native else "eager")
 
 
 def capture(lm: LM, *, is_required: bool = False) -> LM:

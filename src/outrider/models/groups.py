@@ -167,8 +167,8 @@ def _consecutive(width: int, num_groups: int) -> Tensor:
 
 
 def _eighths(words: Tensor) -> Tensor:
-    """Eight integers of 4 bits in each word, the lowest bits first. int32 [n, m] -> uint8 [n, 8 * m] Raises ValueError:
-    they are not in words of 32 bits."""
+    """Eight integers of 4 bits in each word, the lowest bits first. int32 [n, m] -> uint8 [n, 8 * m].
+    Raises ValueError: they are not in words of 32 bits."""
     if words.dtype != torch.int32:
         raise ValueError(f"integers of 4 bits are packed in {words.dtype}, not in int32")
     in_bytes = words.contiguous().view(torch.uint8)

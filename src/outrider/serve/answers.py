@@ -144,7 +144,7 @@ async def whole_answer(answer: Answer) -> dict[str, Any]:
 
 
 async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
-    """The answer as server-sent events, errors included. Raises Exception: an error before the first event, while the
+    """The answer as server-sent events, errors included. An error before the first event is raised, since the
     status can still report it."""
     arrivals = _arrivals(answer)
     first = [await anext(arrivals)] if answer.jobs else []

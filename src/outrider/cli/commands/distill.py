@@ -298,7 +298,8 @@ def _new_model(
         return draft
     if (shape.layers, shape.hidden_size) != (None, None):
         raise OptionError("--init", init, "an existing draft has its own shape: leave out the sizes")
-    placement = Placement(str(lm.device), "float32", store="plain", allow_pickle=allow_pickle)
+    # Eager: the native engine would keep experts in tensors of its own, which are not trained.
+    placement = Placement(str(lm.device), "float32", store="plain", execution="eager", allow_pickle=allow_pickle)
     checkpoint = load_checkpoint(resolve(init, models), placement)
     if decoder.tokenizer is not None and checkpoint.tokenizer is not None:
         check_same_tokens(decoder.tokenizer, checkpoint.tokenizer, lm.name, checkpoint.name)
