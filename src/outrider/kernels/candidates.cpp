@@ -184,7 +184,7 @@ Row make_row(const float* x, int64_t count, Options options, int32_t* ids, float
   } else if (has_top_p) {
     sum = all_tokens(x, count, largest, options.temperature, weights).sum;
     // All tokens lighter than this together weigh less than 1 - top_p.
-    float least = std::log((1.0f - options.top_p) * float(sum / count) / 2);
+    float least = logarithm((1.0f - options.top_p) * float(sum / count) / 2);
     bound = logit_below(least, largest, options.temperature);
   } else if (options.least_score > -INF) {
     bound = logit_below(options.least_score, largest, options.temperature);

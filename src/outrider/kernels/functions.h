@@ -119,7 +119,8 @@ INLINE Floats activated(int64_t kind, Floats x) {
     case RELU: return chosen(x < 0.0f, Floats{}, x);
     case RELU_SQUARED: return chosen(x < 0.0f, Floats{}, x * x);
   }
-  const Floats half = 0.5f * x * complementary_error(size_of(x) * 0.70710678118654752f);  // GELU
+  const Floats part = complementary_error(size_of(x) * 0.70710678118654752f);  // GELU
+  const Floats half = chosen(part == 0.0f, Floats{}, 0.5f * x * part);          // infinite x have no part
   return chosen(x < 0.0f, half, x - half);
 }
 

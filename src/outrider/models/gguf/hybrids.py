@@ -94,7 +94,7 @@ _DELTA_NET: dict[str, Any] = {
     "changes": {
         **FROM_ONE,
         "ssm_conv1d.weight": lambda numbers: numbers.unsqueeze(1),
-        "ssm_a": lambda numbers: numbers.neg().log(),
+        "ssm_a": lambda numbers: numbers.neg().double().log().float(),
         "ffn_gate_inp_shexp.weight": lambda numbers: numbers.reshape(1, -1),
     },
 }

@@ -43,6 +43,6 @@ def mamba_tensors(module: str) -> dict[str, str]:
 MAMBA_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "ssm_conv1d.weight": lambda numbers: numbers.unsqueeze(1),
     "ssm_norm.weight": torch.flatten,  # a row for each group
-    "ssm_a": lambda numbers: numbers.neg().log().flatten(),
+    "ssm_a": lambda numbers: numbers.neg().double().log().float().flatten(),
     "ssm_d": torch.flatten,
 }
