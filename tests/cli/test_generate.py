@@ -89,9 +89,12 @@ def test_structured_output(outrider: Outrider, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("draft", "summary"),
     [
-        ("none", r"mean acceptance length 1.00 \(fable, plain\)"),
-        ("ngram", r"\(fable with ngram, K = 4, block\)"),
-        ("fable", r"mean acceptance length 5.00 \(fable with fable, K = 4, block\)"),
+        ("none", r"mean acceptance length 1.00 \(fable, plain, same bytes: not promised \(eager\)\)"),
+        ("ngram", r"\(fable with ngram, K = 4, block, same bytes: not promised \(block\)\)"),
+        (
+            "fable",
+            r"mean acceptance length 5.00 \(fable with fable, K = 4, block, same bytes: not promised \(block\)\)",
+        ),
     ],
 )
 def test_drafts_by_name(outrider: Outrider, draft: str, summary: str) -> None:

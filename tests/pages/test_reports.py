@@ -91,6 +91,7 @@ def written(kind: str) -> str:
         arms = [arm(None, None), arm("<small>", 2), arm("<small>", "auto"), arm("ngram", 4)]
         body["options"]["max_new_tokens"] = 64
         body |= {"arms": arms, "num_prompts": 3, "peak_memory_bytes": 2**30, "is_interrupted": True}
+        body |= {"same_bytes": []}
     elif kind == "plan":
         body |= {"settings": [setting(1), setting(4)]}
     elif kind == "replay":

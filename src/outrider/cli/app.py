@@ -85,7 +85,7 @@ EXAMPLES: dict[str, tuple[str, str]] = {  # at the end of each command's help, w
     "certify": ("certify --html certificate.html", f"certify {_PAIR} --budget 5m"),
     "certify-samples": (
         "certify-samples qwen3-8b samples.jsonl --draft qwen3-0.6b",
-        "certify-samples my-target samples.jsonl --server http://127.0.0.1:8000 --draft my-draft",
+        "certify-samples qwen3-8b samples.jsonl --server http://host:8000",
     ),
     "eval multiplication": ("eval multiplication", "eval multiplication --num-prompts 100 --draft ngram"),
 }
