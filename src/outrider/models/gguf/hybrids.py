@@ -20,7 +20,7 @@ from outrider.models.gguf.keys import (
     routed_fields,
     whole_fields,
 )
-from outrider.models.gguf.mamba import MAMBA_CHANGES, mamba_sizes, mamba_tensors
+from outrider.models.gguf.mamba import MAMBA_CHANGES, mamba_sizes, mamba_tensors, rates_of
 
 
 def _lfm2(stated: Stated) -> dict[str, Any]:
@@ -94,7 +94,7 @@ _DELTA_NET: dict[str, Any] = {
     "changes": {
         **FROM_ONE,
         "ssm_conv1d.weight": lambda numbers: numbers.unsqueeze(1),
-        "ssm_a": lambda numbers: numbers.neg().double().log().float(),
+        "ssm_a": rates_of,
         "ffn_gate_inp_shexp.weight": lambda numbers: numbers.reshape(1, -1),
     },
 }

@@ -40,9 +40,14 @@ def mamba_tensors(module: str) -> dict[str, str]:
     return {name: f"{module}.{parameter}" for name, parameter in parameters.items()}
 
 
+def rates_of(numbers: Tensor) -> Tensor:
+    """Logarithms of the rates of decay. In float64, since the last bit of PyTorch's float32 depends on its build."""
+    return numbers.neg().double().log().float()
+
+
 MAMBA_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "ssm_conv1d.weight": lambda numbers: numbers.unsqueeze(1),
     "ssm_norm.weight": torch.flatten,  # a row for each group
-    "ssm_a": lambda numbers: numbers.neg().double().log().float().flatten(),
+    "ssm_a": lambda numbers: rates_of(numbers).flatten(),
     "ssm_d": torch.flatten,
 }
