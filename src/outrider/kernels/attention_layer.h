@@ -45,7 +45,8 @@ struct AttentionLayer : Worker {
       if (!a.norms_whole_rows) (h < H ? a.query_norm : a.key_norm).apply(x, D, x);
       if (a.rope >= 0) turn(x, m.ropes[a.rope], b.turns_of(t, a.rope));
       if (h < H && a.growth != 0.0) {
-        const float factor = 1.0f + static_cast<float>(a.growth) * static_cast<float>(logarithm(1.0 + std::floor(token.position / a.growth_span)));
+        const double spans = std::floor(token.position / a.growth_span);
+        const float factor = 1.0f + static_cast<float>(a.growth) * logarithm(1.0 + spans);
         for (int64_t i = 0; i < D; i++) x[i] *= factor;
       }
       if (h < H) continue;
