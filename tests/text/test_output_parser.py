@@ -27,6 +27,17 @@ def parts(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
     return content, [(name, arguments) for name, arguments in calls]
 
 
+def fed_to(parser: OutputParser, chunks: list[str]) -> list[tuple[Piece, str, bool]]:
+    """Pieces of an output, each with the text at its place, and whether it came with the end."""
+    found, text = [], ""
+    for i, chunk in enumerate([*chunks, ""]):
+        text += chunk
+        for piece in parser.feed(chunk, is_end=i == len(chunks)):
+            end = len(text) - piece.num_after
+            found.append((piece, text[end - len(piece.text) : end], i == len(chunks)))
+    return found
+
+
 def parsed(name: str, chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
     parser = CallParser(TOOL_FORMATS[name], NAMES)
     pieces = [piece for chunk in chunks for piece in parser.feed(chunk)]
@@ -163,13 +174,10 @@ CALL = '<tool_call>\n{"name": "time"}\n</tool_call>'
 def test_thoughts_and_what_follows(stage: Stage, text: str, expected: tuple[str, str, str]) -> None:
     for chunks in ([text], list(text), [text[:9], text[9:]]):
         parser = OutputParser(ThoughtSplitter(MARKERS, stage), CallParser(TOOL_FORMATS["hermes"], ["time"]))
-        pieces, fed = [], ""
-        for i, chunk in enumerate([*chunks, ""]):
-            fed += chunk
-            pieces += (new := parser.feed(chunk, is_end=i == len(chunks)))
-            for piece in new:
-                end = len(fed) - piece.num_after
-                assert piece.kind != "content" or fed[end - len(piece.text) : end] == piece.text
+        found_at = fed_to(parser, chunks)
+        for piece, there, _ in found_at:
+            assert piece.kind != "content" or there == piece.text
+        pieces = [piece for piece, *_ in found_at]
         kinds = ("reasoning", "content", "call")
         found = tuple("".join(piece.text for piece in pieces if piece.kind == kind) for kind in kinds)
         assert found[0] == expected[0] and found[2] == expected[2] and found[1].strip() == expected[1].strip()
@@ -219,13 +227,10 @@ def test_channels_are_thoughts_content_and_calls(text: str, expected: tuple[str,
     """The layouts of openai/harmony's ``docs/format.md`` and of llama.cpp's ``tests/test-chat.cpp`` (GPT-OSS)."""
     for chunks in ([text], list(text), [text[:9], text[9:31], text[31:]]):
         parser = OutputParser(ThoughtSplitter(HARMONY, "before"), CallParser(TOOL_FORMATS["openai"], NAMES))
-        pieces, fed = [], ""
-        for i, chunk in enumerate([*chunks, ""]):
-            fed += chunk
-            pieces += (new := parser.feed(chunk, is_end=i == len(chunks)))
-            for piece in new:
-                end = len(fed) - piece.num_after
-                assert piece.kind != "content" or i == len(chunks) or fed[end - len(piece.text) : end] == piece.text
+        found_at = fed_to(parser, chunks)
+        for piece, there, is_last in found_at:
+            assert piece.kind != "content" or is_last or there == piece.text
+        pieces = [piece for piece, *_ in found_at]
         content, calls = parts(pieces)
         thoughts = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
         assert (thoughts, content, *calls[:1]) == (*expected[:2], *filter(None, expected[2:]))
