@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--larger", nargs=2, metavar=("TARGET", "DRAFT"))
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    decoder, folder, console = load(arguments.target), arguments.folder, Console(width=110)
+    decoder, folder, console = load(arguments.target), arguments.folder, Console(width=150)
     drafters = {draft: load_drafter(decoder, name_of(folder, draft)) for draft in arguments.drafts}
     ks = {draft: [k for k in arguments.k if k <= (one.most_drafted or k)] for draft, one in drafters.items()}
     document: dict[str, Any] = {"promised": {}, "measured": []}

@@ -85,7 +85,7 @@ def _one_by_one(
 
 
 def _owed(num_wanted: Tensor, fed: Tensor, cached: Tensor, lengths: Tensor) -> Tensor:
-    """Places of the entries to feed, of which a sequence has one fewer than tokens. See ``owed``."""
+    """Places of the entries to feed (see ``owed``). A sequence has one entry fewer than tokens."""
     return owed(num_wanted, fed.shape[1], cached, lengths - 1)
 
 
@@ -103,13 +103,13 @@ def _in_parallel(
     """P-EAGLE: one forward. Entries of mask tokens follow those of the sequence, and are replaced later. So
     the logits at an offset depend neither on the tokens drafted before it nor on K. Arguments: see ``_one_by_one``."""
     module = head.model
-    owed = _owed(num_wanted, fed, cached, lengths)
+    positions = _owed(num_wanted, fed, cached, lengths)
     offsets = torch.arange(1, k, device=lengths.device)
     beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 2 + offsets, -1)
     ids = torch.cat((fed, fed.new_full(beyond.shape, module.mask_id)), dim=1)
     masked = module.mask_state.expand(*beyond.shape, -1)
-    states = torch.cat((stored_states(cache, owed), masked), dim=1)
-    logits, _ = run(feed_entries, (view_len, k), cache, ids, states, torch.cat((owed, beyond), dim=1))
+    states = torch.cat((stored_states(cache, positions), masked), dim=1)
+    logits, _ = run(feed_entries, (view_len, k), cache, ids, states, torch.cat((positions, beyond), dim=1))
     return lambda i, ids, num_drafted: (logits[:, i], None)
 
 
