@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Build the site of the documentation into build/site, and check that its links lead somewhere.
 
-Zensical makes the pages. Pages link to scripts, results and sources outside of docs/; these are copied beside them, at
+Zensical makes the pages; the first one shows a recorded race (benchmarks/cast.py). Pages link to scripts, results and sources outside of docs/; these are copied beside them, at
 the same relative places. Links and anchors are then checked in the HTML, as a browser resolves them.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -13,6 +14,8 @@ import tomllib
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from outrider.race.page import recorded_page
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "build" / "site"
@@ -90,6 +93,8 @@ def main() -> int:
     (SITE / "index.html").write_text(REDIRECT, encoding="utf-8")
     (SITE / "llms.txt").write_text(llms_txt(), encoding="utf-8")
     docs = SITE / "docs"
+    recording = json.loads((ROOT / "docs" / "pictures" / "race.json").read_text(encoding="utf-8"))
+    (docs / "race.html").write_text(recorded_page(**recording), encoding="utf-8")
     pages = {path.resolve(): Page(path) for path in docs.rglob("*.html") if path.name != "404.html"}
     copy_linked(pages)
     broken = broken_links(pages)

@@ -1,6 +1,7 @@
-"""An animated picture of a command in a terminal of 80 columns, recorded while it runs.
+"""An animated picture of a command in a terminal of 80 columns, recorded while it runs; or what a race's page replays.
 
     python benchmarks/cast.py docs/pictures/race.svg "outrider compare"
+    python benchmarks/cast.py docs/pictures/race.json "outrider compare"    # for .ci/site.py
 
 The command runs in tmux, whose screen is read ten times a second. Frames have the times at which they were seen, except
 that loading and a progress bar are shown for a second, a frame that does not change for 1.5, and the last for eight.
@@ -9,11 +10,15 @@ The picture is one file that loads nothing; where a reader prefers reduced motio
 
 import argparse
 import html
+import json
 import re
+import shlex
 import subprocess
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 COLUMNS, ROWS = 80, 24
 CHAR_PX, LINE_PX, MARGIN_PX = 8.4, 18, 14
@@ -141,12 +146,25 @@ viewBox="0 0 {width:g} {height:g}" role="img"><title>{html.escape(title)}</title
 """
 
 
+def recorded_race(command: str) -> dict[str, Any]:
+    """Arguments of ``outrider.race.page.recorded_page``: each round with its time, and the measurement after the race."""
+    with tempfile.TemporaryDirectory() as folder:
+        page, document = Path(folder) / "race.html", Path(folder) / "race.json"
+        subprocess.run([*shlex.split(command), "--html", str(page), "--json", str(document)], check=True)
+        found = re.search(r'id="recording">(.*?)</script>', page.read_text(encoding="utf-8"), re.DOTALL)
+        assert found
+        return {"events": json.loads(found[1]), "document": json.loads(document.read_text(encoding="utf-8"))}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("command")
     parser.add_argument("--limit-s", type=float, default=170)
     chosen = parser.parse_args()
+    if chosen.output.suffix == ".json":
+        chosen.output.write_text(json.dumps(recorded_race(chosen.command)), encoding="utf-8")
+        return
     frames = record(chosen.command, chosen.limit_s)
     chosen.output.write_text(picture(frames, chosen.command), encoding="utf-8")
     print(f"{len(frames)} frames, {frames[-1].time_s:.0f} s")
