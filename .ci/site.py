@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Build the site of the documentation into build/site, and check that its links lead somewhere.
 
-Zensical makes the pages; the first one shows a recorded race (benchmarks/cast.py). Pages link to scripts, results and sources outside of docs/; these are copied beside them, at
-the same relative places. Links and anchors are then checked in the HTML, as a browser resolves them.
+Zensical makes the pages, beside the page of a recorded race (benchmarks/cast.py). Pages link to scripts, results and
+sources outside of docs/; these are copied beside them, at the same relative places. Links and anchors are then checked
+in the HTML, as a browser resolves them.
 """
 
 import json

@@ -147,7 +147,7 @@ viewBox="0 0 {width:g} {height:g}" role="img"><title>{html.escape(title)}</title
 
 
 def recorded_race(command: str) -> dict[str, Any]:
-    """Arguments of ``outrider.race.page.recorded_page``: each round with its time, and the measurement after the race."""
+    """Arguments of ``outrider.race.page.recorded_page``: rounds with their times, then the measurement."""
     with tempfile.TemporaryDirectory() as folder:
         page, document = Path(folder) / "race.html", Path(folder) / "race.json"
         subprocess.run([*shlex.split(command), "--html", str(page), "--json", str(document)], check=True)
