@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 from transformers import GraniteConfig, GraniteForCausalLM
 
+from outrider.distill.chains import ChainStudent, new_eagle3
 from outrider.distill.student import ModelStudent, Shape, new_draft
 from outrider.distill.teacher import Teacher
 from outrider.errors import OptionError
+from outrider.scoring.teacher_forcing import Text
 from toys import as_lm, tiny_llama
 
 IDS = torch.randint(60, (3, 10), generator=torch.Generator().manual_seed(0))
@@ -39,6 +41,20 @@ def test_a_target_reads_each_sequence_once(tmp_path: Path, token_ids: Tensor | N
     kept.read(IDS)
     Teacher(target, (2,), token_ids, tmp_path).read(IDS)
     assert read == [1, 3]
+
+
+def test_held_out_sequences_are_read_once(tmp_path: Path) -> None:
+    target = as_lm(tiny_llama(0, num_layers=4).float())
+    texts = [Text(row[: 10 - i], 2) for i, row in enumerate(IDS.tolist())]
+    head = new_eagle3(target, torch.tensor([1, 5, 40]), seed=0)
+    alphas, read = [], []
+    target.model.register_forward_hook(lambda *_: read.append(1))
+    for folder in (None, tmp_path, tmp_path):
+        read.clear()
+        student = ChainStudent(target, head, 2, folder)
+        found = student.alphas(student.as_stored("draft", torch.float32), texts)
+        alphas.append([one.value for one in found])
+    assert not read and alphas[1] == alphas[2] == pytest.approx(alphas[0], abs=0.01)
 
 
 def test_a_target_that_scales_its_logits_is_refused(tmp_path: Path) -> None:

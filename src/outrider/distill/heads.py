@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from outrider.distill.student import Pair, Student, head_size
-from outrider.distill.teacher import Teacher, read_target
+from outrider.distill.teacher import Teacher
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads import head_drafter
 from outrider.errors import NumericsError
@@ -137,6 +137,7 @@ class HeadStudent(Student, Generic[AnyHead]):
     def __init__(self, target: LM, head: AnyHead, depth: int, states: Path | None = None) -> None:
         self.target, self.head, self.depth = target, head, depth
         self.teacher = Teacher(target, head.features, head.token_ids, states)
+        self._judge = Teacher(target, head.features, None, states)
         self.module = _InRounds(self)
 
     @abstractmethod
@@ -190,7 +191,7 @@ class HeadStudent(Student, Generic[AnyHead]):
             ids = pad_sequence(rows, batch_first=True).to(self.target.device)  # nothing reads what comes later
             num_given = torch.tensor([[text.num_given] for text in batch], device=ids.device)
             ends = torch.tensor([[len(row)] for row in rows], device=ids.device)
-            read = read_target(self.target, head.features, ids)[:2]
+            read = self._judge.read(ids)
             first_places, steps = self.rounds(head, ids, *read, torch.Generator().manual_seed(begin))
             found = []
             for d, (target_logits, logits) in enumerate(steps):

@@ -89,9 +89,13 @@ class Teacher:
         return hashlib.sha256(f"{self.target.name} {self.features} {row}".encode()).hexdigest()[:32]
 
     def _logits(self, last: Tensor) -> Tensor:
+        lm_head = self.target.model.get_output_embeddings()
+        if self.token_ids is None:
+            with torch.no_grad():
+                logits: Tensor = lm_head(last)[..., : self.target.vocab_size]
+            return logits
         if self._head is None:
-            weight = widened_weights(nn.ModuleDict({"head": self.target.model.get_output_embeddings()}))["head.weight"]
-            weight = weight[: self.target.vocab_size] if self.token_ids is None else weight[self.token_ids]
+            weight = widened_weights(nn.ModuleDict({"head": lm_head}))["head.weight"][self.token_ids]
             self._head = weight.to(last.device, last.dtype)
         return functional.linear(last, self._head)
 

@@ -114,7 +114,7 @@ class TrainingOptions:
         bool,
         typer.Option(
             "--keep-states",
-            help="Keep the target's hidden states of training sequences in files, so that it reads each once. They "
+            help="Keep the target's hidden states of sequences in files, so that it reads each once. They "
             "take 2 bytes for each number: 1,152 for a token of a target of width 576, four times as many with a head.",
         ),
     ] = False
