@@ -321,3 +321,9 @@ def rename(plan: _Part, old: str, new: str) -> _Part:
     part: Any = plan
     renamed: _Part = replace(part, **{one.name: change(getattr(part, one.name)) for one in fields(part)})
     return renamed
+
+
+def check_size(name: str, size: int, expected: int) -> None:
+    """Raises NotPlanned: a size is not the expected one, so that the C++ code would read beyond it."""
+    if size != expected:
+        raise NotPlanned(f"{name} has the size {size}, not {expected}")

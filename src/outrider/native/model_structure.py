@@ -1,0 +1,227 @@
+"""The structure of a model for the C++ library: a native plan with the addresses of its weights."""
+
+from __future__ import annotations
+
+from ctypes import c_double, c_int64
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from outrider.native.plan import (
+    AttentionPlan,
+    ExpertsPlan,
+    JointPlan,
+    LayerPlan,
+    MatrixPlan,
+    Mixer,
+    MlpPlan,
+    NotPlanned,
+    Plan,
+    RecurrencePlan,
+    check_size,
+)
+from outrider.native.stores import set_stores
+from outrider.native.structures import native
+from outrider.native.weights import Weights
+
+_ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # functions.h
+_NUMBERS = (c_double, c_int64)
+_RECURRENCES = ("", "convolution", "delta", "mamba2")  # model.h
+_MOST_TAPS = 8  # of a convolution (recurrence.h)
+
+
+def model_structure(plan: Plan, weights: Weights) -> Any:
+    """Structure of a model. Raises NotPlanned: a weight is missing, or has another size or form."""
+    embedding, head = weights.matrix(MatrixPlan(plan.embedding)), weights.matrix(plan.head)
+    hidden = embedding.width
+    check_size("head", head.width, hidden)
+    layers, ropes = (native().Layer * len(plan.layers))(), (native().Rope * len(plan.ropes))()
+    for rope, stated in zip(ropes, plan.ropes, strict=True):
+        frequencies = weights.keep(torch.tensor(stated.frequencies))
+        rope.width, rope.is_interleaved = 2 * len(stated.frequencies), stated.is_interleaved
+        rope.scale, rope.frequencies = stated.scale, frequencies.data_ptr()
+    is_joint = plan.joint is not None and plan.joint.matrix is None  # the first layer reads both norms
+    for i, (layer, stated_layer) in enumerate(zip(layers, plan.layers, strict=True)):
+        _fill(layer, stated_layer, hidden, 2 * hidden if is_joint and i == 0 else hidden, weights)
+        if layer.attention.num_heads and layer.attention.rope >= 0:
+            width = layer.attention.head_width
+            check_size("rope", max(ropes[layer.attention.rope].width, width), width)
+    set_stores(layers, plan.layers)
+    if len(weights.num_digits) > 1:
+        raise NotPlanned("its matrices have several arithmetics")
+    model = _filled(
+        native().Model,
+        plan,
+        num_layers=len(layers),
+        hidden=hidden,
+        num_ropes=len(ropes),
+        num_digits=max(weights.num_digits, default=0),
+        embedding=embedding,
+        head=head,
+        last_norm=weights.norm(plan.last_norm, hidden),
+        joint=_joint(plan.joint, hidden, weights),
+        sides=_sides(plan, hidden, weights),
+        ropes=ropes,
+        layers=layers,
+    )
+    if plan.place_embedding is not None:
+        places = weights.vector(plan.place_embedding, plan.num_places, hidden)
+        model.place_embedding = places.data_ptr()
+    return model
+
+
+def _filled(structure: Any, plan: Any, **others: Any) -> Any:
+    """Structure with the numbers in a plan's fields of the same names, 0 for None, and with other fields."""
+    stated = {one.name for one in fields(plan)}
+    numbers = {
+        name: getattr(plan, name) or 0 for name, kind in structure._fields_ if kind in _NUMBERS and name in stated
+    }
+    return structure(**(numbers | others))
+
+
+def _gating(plan: MlpPlan | ExpertsPlan) -> Any:
+    return _filled(native().Gating, plan, activation=_ACTIVATIONS.index(plan.activation))
+
+
+def _joint(plan: JointPlan | None, hidden: int, weights: Weights) -> Any:
+    if plan is None:
+        return native().Joint()
+    norms = (weights.norm(norm, hidden) for norm in (plan.embedding_norm, plan.state_norm))
+    matrix = native().Matrix()
+    if plan.matrix is not None:
+        matrix = weights.matrix(plan.matrix)
+        check_size(plan.matrix.weight, matrix.width, 2 * hidden)
+        check_size(plan.matrix.weight, matrix.num_channels, hidden)
+    return native().Joint(True, *norms, matrix, plan.adds_normed)
+
+
+def _sides(plan: Plan, hidden: int, weights: Weights) -> Any:
+    sides = plan.sides
+    if sides is None:
+        return native().Sides()
+    embedding, projection = weights.matrix(MatrixPlan(sides.embedding)), weights.matrix(sides.projection)
+    width = embedding.width // len(plan.layers)
+    check_size(sides.embedding, embedding.width, width * len(plan.layers))
+    check_size(sides.projection.weight, projection.num_channels, embedding.width)
+    check_size(sides.projection.weight, projection.width, hidden)
+    norm = weights.norm(sides.norm, width)
+    return _filled(native().Sides, sides, width=width, embedding=embedding, projection=projection, norm=norm)
+
+
+def _fill(layer: Any, plan: LayerPlan, hidden: int, width: int, weights: Weights) -> None:
+    """
+    Args:
+        width: the width of the mixer's input.
+    """
+    for name, kind in layer._fields_:
+        if kind is native().Norm:
+            setattr(layer, name, weights.norm(getattr(plan, name), hidden))
+    if isinstance(plan.mixer, RecurrencePlan):
+        layer.recurrence = _recurrence(plan.mixer, hidden, weights)
+    elif plan.mixer is not None:
+        layer.attention = _attention(plan.mixer, hidden, width, weights)
+    if plan.mlp is not None:
+        layer.mlp = _mlp(plan.mlp, hidden, weights)
+    if plan.experts is not None:
+        layer.experts = _experts(plan.experts, hidden, weights)
+    if plan.side is not None:
+        layer.side = _mlp(plan.side, hidden, weights)
+    layer.is_parallel = plan.is_parallel
+    layer.scale = 1.0 if plan.scale is None else float(weights.vector(plan.scale, 1)[0])
+
+
+def _attention(plan: AttentionPlan, hidden: int, width: int, weights: Weights) -> Any:
+    check_size("heads", plan.num_heads % plan.num_groups, 0)
+    q_width, kv_width = plan.num_heads * plan.head_width, plan.num_groups * plan.head_width
+    found = _filled(
+        native().Attention,
+        plan,
+        rope=-1 if plan.rope is None else plan.rope,
+        is_shared=plan.source is not None,
+        reach=_filled(native().Reach, plan, before_anchor=-1 if plan.before_anchor is None else plan.before_anchor),
+        query_norm=weights.norm(plan.query_norm, q_width if plan.norms_whole_rows else plan.head_width),
+        key_norm=weights.norm(plan.key_norm, kv_width if plan.norms_whole_rows else plan.head_width),
+        value_norm=weights.norm(plan.value_norm, plan.head_width),
+        sinks=None if plan.sinks is None else weights.vector(plan.sinks, plan.num_heads).data_ptr(),
+    )
+    _link(found, plan, width, hidden, weights)
+    num_others = 0 if plan.source is not None else 1 if plan.values_are_keys else 2
+    wanted = q_width * (1 + plan.is_gated) + num_others * kv_width
+    check_size("queries, keys and values", sum(one.num_channels for one in found.inputs), wanted)
+    check_size(plan.out.weight, found.out.width, q_width)
+    return found
+
+
+def _recurrence(plan: RecurrencePlan, hidden: int, weights: Weights) -> Any:
+    C, H, out_width = plan.conv_width, plan.num_heads, plan.num_heads * plan.value_width or plan.conv_width
+    taps = weights.vector(plan.taps, C, 1, plan.num_taps)[:, 0].t().contiguous()
+    vectors = {"rates": plan.rates, "step_bias": plan.step_bias, "skips": plan.skips}
+    found = _filled(
+        native().Recurrence,
+        plan,
+        kind=_RECURRENCES.index(plan.kind),
+        taps=weights.keep(taps).data_ptr(),
+        conv_bias=None if plan.taps_bias is None else weights.vector(plan.taps_bias, C).data_ptr(),
+        **{name: weights.vector(one, H).data_ptr() for name, one in vectors.items() if one},
+        out_norm=weights.norm(plan.out_norm, out_width if plan.kind == "mamba2" else plan.value_width),
+    )
+    check_size("taps", min(plan.num_taps, _MOST_TAPS), plan.num_taps)
+    if H:
+        check_size("heads", H % plan.num_groups, 0)
+        check_size(plan.taps, C, 2 * plan.num_groups * plan.key_width + out_width)
+    _link(found, plan, hidden, hidden, weights)
+    sizes = {"convolution": (C, C, C), "delta": (C, H, H, out_width), "mamba2": (out_width + C + H,)}[plan.kind]
+    for stated, matrix, size in zip(plan.inputs, found.inputs, sizes, strict=False):
+        check_size(stated.weight, matrix.num_channels, size)
+    check_size(plan.out.weight, found.out.width, out_width)
+    return found
+
+
+def _link(found: Any, plan: Mixer, width: int, hidden: int, weights: Weights) -> None:
+    """Link the matrices of a mixer."""
+    found.num_inputs = len(plan.inputs)
+    for i, one in enumerate(plan.inputs):
+        found.inputs[i] = weights.matrix(one)
+        check_size(one.weight, found.inputs[i].width, width)
+    found.out = weights.matrix(plan.out)
+    check_size(plan.out.weight, found.out.num_channels, hidden)
+
+
+def _mlp(plan: MlpPlan, hidden: int, weights: Weights) -> Any:
+    down = weights.matrix(plan.down)
+    found = native().Mlp(len(plan.ups), _gating(plan), down=down, post_norm=weights.norm(plan.post_norm, hidden))
+    for i, one in enumerate(plan.ups):
+        found.ups[i] = weights.matrix(one)
+        check_size(one.weight, found.ups[i].width, hidden)
+        check_size(one.weight, found.ups[i].num_channels, down.width)
+    check_size(plan.down.weight, down.num_channels, hidden)
+    if plan.scale is not None:
+        found.scale = weights.matrix(plan.scale)
+        check_size(plan.scale.weight, found.scale.width, hidden)
+        check_size(plan.scale.weight, found.scale.num_channels, 1)
+    return found
+
+
+def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
+    check_size("experts of a token", min(plan.num_chosen, plan.number), plan.num_chosen)
+    vectors = {"correction": plan.correction, "scales": plan.scales}
+    found = _filled(
+        native().Experts,
+        plan,
+        router=weights.matrix(plan.router),
+        num_ups=len(plan.ups),
+        gating=_gating(plan),
+        down=weights.matrices(plan.down, plan.number),
+        **{name: weights.norm(getattr(plan, name), hidden) for name in ("router_norm", "norm", "post_norm")},
+        **{name: weights.vector(one, plan.number).data_ptr() for name, one in vectors.items() if one},
+    )
+    down = found.down.first
+    for i, one in enumerate(plan.ups):
+        found.ups[i] = weights.matrices(one, plan.number)
+        check_size(one.weight, found.ups[i].first.width, hidden)
+        check_size(one.weight, found.ups[i].first.num_channels, down.width)
+    check_size(plan.down.weight, down.num_channels, hidden)
+    check_size(plan.router.weight, found.router.num_channels, plan.number)
+    check_size(plan.router.weight, found.router.width, hidden)
+    return found
