@@ -45,7 +45,7 @@ def _cell(text: str) -> str:
 
 def _names(param: Any) -> str:
     if param.param_type_name == "argument":
-        return param.name.upper()
+        return param.metavar or param.name.upper()
     names = ", ".join(sorted(param.opts, key=len)) + "".join(f" / {name}" for name in param.secondary_opts)
     return names if param.is_flag else f"{names} {param.metavar or param.name.rsplit('_')[-1].upper()}"
 

@@ -25,14 +25,14 @@ from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
 from outrider.drafters.model import SELF, mask_token_of, model_drafter, self_drafter
 from outrider.drafters.translated import translated_drafter
-from outrider.errors import ModelError, ModelNotFound, OptionError, TokenizerMismatch, UnsupportedModel
+from outrider.errors import DeviceError, ModelError, ModelNotFound, OptionError, TokenizerMismatch, UnsupportedModel
 from outrider.models.executions import beside
 from outrider.models.heads.loading import MTP, is_head, load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_tokens_of, width_of
-from outrider.models.pairs import local_drafts_of
+from outrider.models.pairs import drafts_of, is_local
 from outrider.models.placement import DTYPES
-from outrider.models.reading import check_choice, defaults_text, sampling_defaults
 from outrider.models.registry import Placement, known_models, resolve
+from outrider.models.sampling_defaults import check_choice, defaults_text, sampling_defaults
 from outrider.options import (
     AUTO,
     DEFAULT_ACCEPTANCE,
@@ -45,6 +45,7 @@ from outrider.options import (
     reads_corpus,
 )
 from outrider.runtime.lm import LM
+from outrider.system.files import short_name
 from outrider.system.ranks import join
 from outrider.system.resources import gc_paused
 from outrider.text.chat import ends_text, turn_end
@@ -230,20 +231,23 @@ def _with_vocab(
 def _load_auto(decoder: Decoder, placement: Placement, models_file: Path | None) -> Drafter:
     """Load the MTP layers of the target's checkpoint; or else the first known draft of the target that is on this
     machine; or else ``suffix``. Says which."""
-    target = decoder.target
+    target, name_of_target = decoder.target, short_name(decoder.target.name)
     try:
-        found = local_drafts_of(resolve(target.name, models_file), known_models(models_file))
+        found = drafts_of(resolve(target.name, models_file), known_models(models_file))
     except ModelNotFound:  # a model in memory
         found = []
-    for name in (MTP, *(spec.name for spec in found)):
+    here = [spec.name for spec in found if is_local(spec)]
+    for name in (MTP, *here):
         try:
             drafter = load_drafter(decoder, name, placement=placement, models_file=models_file)
-        except (ModelError, TokenizerMismatch, OptionError) as error:
+        except (ModelError, TokenizerMismatch, OptionError, DeviceError) as error:
             (_LOG if name == MTP and isinstance(error, UnsupportedModel) else _CHOICE).info("not %s: %s", name, error)
         else:
-            _CHOICE.info("draft: %s, which %s has here", name, target.name)
+            _CHOICE.info("draft: %s, which %s has here", name, name_of_target)
             return drafter
-    _CHOICE.info("draft: suffix, since no draft of %s is known on this machine", target.name)
+    far = [spec.name for spec in found if spec.name not in here]
+    hint = f" ({', '.join(far)}: by --draft NAME, from the hub)" if far else ""
+    _CHOICE.info("draft: suffix (look-ups): no draft for %s is on this machine%s", name_of_target, hint)
     return load_suffix(decoder.tokenizer, target.vocab_size, ())
 
 

@@ -40,6 +40,8 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(outrider.api, "load_checkpoint", checkpoints)
     monkeypatch.setattr(typer.main, "get_command", parsers)
+    monkeypatch.setattr("outrider.cli.shared.progress.FIRST_S", 1e6)  # what is told of slow work depends on the machine
+    monkeypatch.setattr("outrider.cli.commands.chat._SMALL_CHAT", "qwen3-8b")  # it may be installed, or not
     num_threads = torch.get_num_threads()
     yield
     torch.set_num_threads(num_threads)

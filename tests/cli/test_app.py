@@ -48,7 +48,7 @@ runpy.run_module("outrider", run_name="__main__")
 """
 
 
-@pytest.mark.parametrize("arguments", ["generate --help", "models"])
+@pytest.mark.parametrize("arguments", ["", "generate --help", "models"])
 def test_no_torch_before_there_is_work(arguments: str) -> None:
     """Imports are what takes the time of help, and their number, unlike seconds, is the same on every machine: 366
     modules when this was written, in a quarter of a second; with torch there are 2,000."""
@@ -65,8 +65,17 @@ def without_colours(text: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", text)
 
 
+def test_without_a_command_it_says_what_it_is(outrider: Outrider) -> None:
+    """In lines for 80 columns, with three things to try, which are commands; and nothing heavy is imported."""
+    ended = outrider()
+    assert (ended.code, ended.err) == (0, "") and max(map(len, ended.out.splitlines())) <= WIDTH
+    tries = re.findall(r"^  outrider (\w+) ?(\S+)?", ended.out, re.MULTILINE)
+    assert [command for command, _ in tries] == ["compare", "chat", "compare"]
+    for command, word in tries:
+        assert command_of(command).make_context(command, [word] if word else []).params["first"] in (word, None, "")
+
+
 def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
-    """Without a command, too."""
     out = without_colours(outrider("--help").out)
     panels = {
         title: re.findall(r"^│ ([a-z-]+) ", body, re.MULTILINE)
@@ -80,7 +89,6 @@ def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
         "Hand over": ["export"],
         "Trust and score": ["certify", "certify-samples", "eval"],
     }
-    assert without_colours(outrider().out).strip() == out.strip()
 
 
 @pytest.mark.parametrize("words", ["", "eval", *EXAMPLES])
@@ -98,10 +106,10 @@ def test_help_has_all_options_and_the_examples(outrider: Outrider, monkeypatch: 
         assert re.search(rf"^ outrider {re.escape(example)} *$", shown, re.MULTILINE)
         assert len(f" outrider {example}") < WIDTH and example.startswith(words)
         params = command_of(words).make_context(words, shlex.split(example.removeprefix(words))).params
-        for name in ("target", "draft", "target_name", "draft_name"):
+        for name in ("first", "target", "draft", "draft_name"):
             value = params.get(name) or []
             for model in value if isinstance(value, list) else [value]:
-                assert model in {*known_models(), *LOOKUPS, "none"}
+                assert model.endswith(".gguf") or " " in model or model in {*known_models(), *LOOKUPS, "none"}
 
 
 def test_the_program_is_installed_under_its_name(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,9 +165,8 @@ def test_ctrl_c_ends_with_what_was_generated(tmp_path: Path) -> None:
     assert 4 <= len(completion["token_ids"]) <= 20 and completion["finish_reason"] is None
     assert summary["is_interrupted"] and completion["stats"]["num_generated_tokens"] == len(completion["token_ids"])
     assert ended.stdout.decode() == completion["text"] + "\n"
-    message = ended.stderr.decode()
-    assert message.startswith(f"{len(completion['token_ids'])} tokens, ") and message.endswith(", interrupted\n")
-    assert message.count("\n") == 1
+    message = ended.stderr.decode().splitlines()[-1]  # a slow machine is told of the loading before
+    assert message.startswith(f"{len(completion['token_ids'])} tokens, ") and message.endswith(", interrupted")
 
 
 @pytest.mark.usefixtures("each_is_probed")

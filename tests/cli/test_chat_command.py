@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from rich.console import Console
 from commands import Outrider
 from outrider.cli.commands import chat
 from outrider.cli.commands.chat import ChatConversation, Continuation
+from outrider.cli.shared.terminal import Writer
 from outrider.errors import DeviceError, NumericsError, OptionError, SessionError
 from outrider.records import Chunk
 from outrider.text.chat import Chat, ChatOptions
@@ -44,7 +44,8 @@ def test_lines_are_continued(outrider: Outrider) -> None:
     second = embedded().generate("The king" + first, seed=4, max_new_tokens=6)[0].text
     third = embedded().generate("The king", seed=5, max_new_tokens=6)[0].text
     assert (ended.code, ended.out) == (0, f"{first}\n{second}\n{third}\n")
-    status = re.findall(r"6 tokens, [\d.]+ tokens/s, tau [\d.]+, (\d+) of (\d+) prompt tokens cached, -n 6", ended.err)
+    numbers = r"6 tokens, [\d.]+ tokens/s, tau [\d.]+ tokens/round, (\d+) of (\d+) prompt tokens cached, -n 6"
+    status = re.findall(numbers, ended.err)
     assert len(status) == 3 and len(ended.err.splitlines()) == 3
 
 
@@ -66,7 +67,34 @@ def test_what_is_refused(outrider: Outrider, tmp_path: Path) -> None:
     assert "not both" in outrider("chat", "fable", "ngram", "--draft", "none").error
     assert "no chat template" in outrider("chat", stdin=b"/system Be kind.\n").error
     folder = _instruct(tmp_path / "model")
-    assert "shorten it" in outrider("chat", folder, "none", stdin=b"w1 " * 130).error
+    assert "shorten it" in outrider("chat", folder, "none", "--generation-config", "none", stdin=b"w1 " * 130).error
+
+
+def test_a_model_for_chats_that_states_no_sampling(outrider: Outrider, tmp_path: Path) -> None:
+    """It gets the options of other programs' chats, but those given; a line says which, and how to do without. What a
+    checkpoint states wins; plain text of a base model is sampled as it is."""
+    folder, asked = _instruct(tmp_path / "model"), ("--seed", 1, "-n", 2)
+    said, how = {"stdin": b"w1 w2\n"}, "-t 0.5 and the like change it, --generation-config none does without"
+    ended = outrider("chat", folder, "none", *asked, **said)
+    line = f"sampling: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05, since model states none ({how})"
+    assert ended.code == 0 and ended.err.splitlines()[0] == line
+    ended = outrider("chat", folder, "none", *asked, "-t", 1, "--top-p", 1, **said)
+    assert ended.err.startswith("sampling: top-k 40, min-p 0.05, since")
+    assert "sampling" not in outrider("chat", folder, "none", *asked, "--generation-config", "none", **said).err
+    (folder / "generation_config.json").write_text('{"temperature": 1.0}')
+    assert "sampling" not in outrider("chat", folder, "none", *asked, **said).err
+    assert "sampling" not in outrider("chat", "fable", *asked, **said).err
+
+
+def test_a_chat_begins_with_a_model_that_chats(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If it is here, and no other is named."""
+    targets: list[str] = []
+    monkeypatch.setattr("outrider.models.pairs.is_local", lambda spec: True)
+    monkeypatch.setattr(chat.PairOptions, "load", lambda self: targets.append(self.target) or embedded().plain())
+    monkeypatch.setattr(chat, "over_checkpoint", lambda sampling, *_: sampling)
+    for words in ((), ("fable",), ("--target", "fable"), ("--draft", "none")):
+        outrider("chat", *words)
+    assert targets == [chat._SMALL_CHAT, "fable", "fable", "fable"]
 
 
 class _Screen(io.StringIO):
@@ -116,10 +144,10 @@ def test_tabs_are_written_as_they_are() -> None:
     """As in a Makefile."""
     screen = _Screen()
     console = Console(file=screen, force_terminal=True, color_system="standard", no_color=False)
-    terminal = chat._Terminal(embedded(), Any, Continuation("m"), {}, console)  # type: ignore[arg-type]
-    row = next(embedded().stream("The king", seed=1, max_new_tokens=1))
-    terminal._write(replace(row, pieces=(("all:\n\tcc [bold]", "correction"), ("\tx.c", "accepted"))))
-    assert screen.getvalue() == "all:\n\tcc [bold]\x1b[4m\tx.c\x1b[0m"
+    writer = Writer(console)
+    writer.write("all:\n\tcc [bold]")
+    writer.write("\tx.c", "underline")
+    assert screen.getvalue() == "all:\n\tcc [bold]\x1b[4m\t\x1b[0m\x1b[4mx.c\x1b[0m"
 
 
 def test_conversations() -> None:
@@ -143,9 +171,9 @@ def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPa
     """And keeps what there is of it, with its cache; pressed twice, it does not wait for the round."""
     write, num_written = chat._Terminal._write, 0
 
-    def pressed(terminal: chat._Terminal, chunk: Chunk) -> None:
+    def pressed(terminal: chat._Terminal, writer: Writer, chunk: Chunk) -> None:
         nonlocal num_written
-        write(terminal, chunk)
+        write(terminal, writer, chunk)
         num_written += 1
         for _ in range(num_presses if num_written == 2 else 0):
             signal.raise_signal(signal.SIGINT)
@@ -203,9 +231,8 @@ def test_in_a_terminal() -> None:
     with subprocess.Popen(command, **streams, env=environment, start_new_session=True) as process:
         os.close(slave)
         try:
-            text = until(r"(?s).*a base model, which continues your text \(/help\)")[0]
-            before, _, after = text.rpartition("loading fable with fable-draft ...")
-            assert before and "\x1b[2K" in after
+            text = until(r"(?s).*fable with fable-draft \(/help\).*a base model, which continues your text")[0]
+            assert re.search(r"\r\x1b\[Kloading .*\r\x1b\[K", text)
             until("> ")
             os.write(master, b"Once upon a time\nthere was a miller\n")
             until(r"\x1b\[4m")

@@ -13,12 +13,13 @@ from rich.console import Console
 from commands import Outrider, only_document
 from outrider.cli.commands import generate as command
 from outrider.cli.shared.output import json_text
+from outrider.errors import PromptError
 from pairs import depend_on_columns, embedded, stating
 
 PROMPT = "Once upon a time there was a miller"
 SHORT = ("-n", "10", "--seed", "1")
 SUMMARY = re.compile(
-    r"(\d+) tokens, ([\d.]+) tokens/s, mean acceptance length (\d\.\d\d) "
+    r"(\d+) tokens, ([\d.]+) tokens/s, tau (\d\.\d\d) tokens/round "
     r"\((\S+) with (\S+), K = (\d+), (\w+), same bytes: not promised \(block\)\)(, interrupted)?\n"
 )
 
@@ -89,11 +90,11 @@ def test_structured_output(outrider: Outrider, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("draft", "summary"),
     [
-        ("none", r"mean acceptance length 1.00 \(fable, plain, same bytes: not promised \(eager\)\)"),
+        ("none", r"tau 1.00 tokens/round \(fable, plain, same bytes: not promised \(eager\)\)"),
         ("ngram", r"\(fable with ngram, K = 4, block, same bytes: not promised \(block\)\)"),
         (
             "fable",
-            r"mean acceptance length 5.00 \(fable with fable, K = 4, block, same bytes: not promised \(block\)\)",
+            r"tau 5.00 tokens/round \(fable with fable, K = 4, block, same bytes: not promised \(block\)\)",
         ),
     ],
 )
@@ -110,21 +111,46 @@ def test_a_drawn_seed_repeats_the_text(outrider: Outrider, more: tuple[object, .
     documents = [only_document(ended.out, "generate") for ended in drawn]
     first, row = (document["completions"][0] for document in documents)
     assert first["seed"] != row["seed"] and documents[1]["options"]["seed"] is None
-    assert drawn[1].err.endswith(f", seed {row['seed']}\n")
+    assert drawn[1].err.endswith(f", --seed {row['seed']} repeats this text\n")
     again = outrider(*arguments, "--seed", row["seed"])
     assert again.out == row["text"] + "\n" and "seed" not in again.err
 
 
 def test_a_text_that_a_seed_does_not_repeat(outrider: Outrider) -> None:
     """Under -k auto the text follows the load, too: the summary says so. A greedy text needs no seed."""
-    assert "give -k 4 with the seed" in outrider("generate", "Once", "-n", 2).err
+    assert "so that no seed repeats this text (-k 4 keeps K)" in outrider("generate", "Once", "-n", 2).err
     assert "seed" not in outrider("generate", "Once", "-n", 2, "-t", 0).err
 
 
-@pytest.mark.parametrize("end", [b"", b"\n"])
-def test_the_prompt_may_come_from_standard_input(outrider: Outrider, end: bytes) -> None:
+@pytest.mark.usefixtures("unloaded")
+def test_the_target_may_stand_first(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In place of --target: a known name, a folder, a GGUF file or a hub id. Any other single word is the prompt."""
+    seen: list[str | None] = []
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+
+    def read(text: str | None) -> str:
+        seen.append(text)
+        raise PromptError("enough")
+
+    monkeypatch.setattr(command, "over_checkpoint", lambda *given: seen.append(given[3]) or given[0])
+    monkeypatch.setattr(command, "read_prompt", read)
+    for words in (("fable",), (tmp_path,), (file,), ("org/model",), ("fable:int8",), ("fable", "The king")):
+        outrider("generate", *words)
+        assert seen == [str(words[0]), words[1] if len(words) > 1 else None], seen
+        seen.clear()
+    for word in ("The king", "Hello", "what is org/model?", "-"):
+        outrider("generate", word)
+        assert seen == ["fable", word]
+        seen.clear()
+    error = outrider("generate", "fable:int8", "--target", "gpt2").error
+    assert "give it or the argument 'fable:int8', not both" in error
+
+
+@pytest.mark.parametrize(("words", "end"), [((), b""), (("-",), b"\n")])
+def test_the_prompt_may_come_from_standard_input(outrider: Outrider, words: tuple[str, ...], end: bytes) -> None:
     """Less the newline that echo writes."""
-    ended = outrider("generate", *SHORT, stdin=f"{PROMPT}: für den König".encode() + end)
+    ended = outrider("generate", *words, *SHORT, stdin=f"{PROMPT}: für den König".encode() + end)
     assert (ended.code, ended.out) == (0, said(f"{PROMPT}: für den König") + "\n")
 
 
@@ -192,9 +218,9 @@ def test_sampling_options_of_the_checkpoint(outrider: Outrider, tmp_path: Path) 
     stated = {"temperature": 0.4, "top_k": 9}
     folder = stating(tmp_path / "fable", stated)
     arguments = ("generate", "Once", "--target", folder, "--draft", "none", "-n", 2, "--seed", 1, "--json", "-")
-    line = f"sampling as {folder} states in its generation_config.json: "
+    line = "sampling as fable states: "
     ended = outrider(*arguments)
-    assert f"{line}temperature 0.4, top_k 9 (--generation-config none does without)" in ended.err
+    assert f"{line}temperature 0.4, top-k 9 (--generation-config none does without)" in ended.err
     options = only_document(ended.out, "generate")["options"]
     assert options.items() >= stated.items() and options["max_new_tokens"] == 2
     for more in (("-t", 1.0, "--top-k", 0), ("--generation-config", "none")):  # given, though they are the defaults
@@ -212,7 +238,7 @@ def test_verified_bytes(options: tuple[object, ...], outrider: Outrider, monkeyp
     assert ended.code == 0 and ended.err.endswith("same bytes: promised)\nsame bytes as plain decoding (12 tokens)\n")
     same = only_document(ended.out, "generate")["same_bytes"]
     assert (same["num_tokens"], same["differences"], same["promise"]) == (12, [], "promised")
-    monkeypatch.setattr(command, "hint_at_chat", lambda *_: depend_on_columns(monkeypatch))
+    monkeypatch.setattr(command, "report_context_limit", lambda *_: depend_on_columns(monkeypatch))
     ended = outrider(*words)
     assert ended.code == 1 and re.search(r"\ntext 0 differs from token \d+ on .*: bug\n$", ended.err)
     assert len(only_document(ended.out, "generate")["same_bytes"]["differences"]) == 1

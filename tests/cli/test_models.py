@@ -126,6 +126,8 @@ def test_pairs_that_fit_into_a_memory(outrider: Outrider) -> None:
     assert [pair["draft"] for pair in pairs if pair["target"] == "qwen3-8b"] == ["qwen3-0.6b"]
     ended = outrider("models", "--memory", "10GiB", "--target", "qwen3-8b")
     assert "nf4" in ended.out and "qwen3-0.6b" in ended.out and "fable" not in ended.out
+    assert [pair["draft"] for pair in pairs if pair["target"] == "smollm2"] == ["suffix"]
+    assert not any(pair["target"].endswith("eagle3") for pair in pairs)
     assert "No known pair fits" in outrider("models", "--memory", "1MiB").out
     assert "leave it out" in outrider("models", "--memory", "10GiB", "--target", "fable", "--draft", "fable").error
     assert "leave it out" in outrider("models", "--memory", "10GiB", "--devices", "1,2").error

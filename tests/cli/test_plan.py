@@ -46,7 +46,7 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
     assert "if fable-draft took no time; " in ended.out and "A plain round takes 10.00 ms" in ended.out
     *_, command = ended.out.splitlines()
     assert "Best: " in ended.out and "outrider generate --target fable --draft fable-draft " in command
-    assert "--temperature 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
+    assert "-t 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
     assert "--dtype float64" in command and "--top-p" not in command
 
 
@@ -110,7 +110,7 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
     for _ in range(2):
         ended = outrider("plan", "--log", log, "-k", 2, "--context", 8, "--json", "-")
         documents.append(only_document(ended.out, "plan"))
-        assert documents[-1]["options"]["temperature"] == 0.5 and "--temperature 0.5" in ended.err
+        assert documents[-1]["options"]["temperature"] == 0.5 and "-t 0.5" in ended.err
     tau = [document["settings"][0]["choices"][0]["tau"]["value"] for document in documents]
     assert tau[0] == tau[1] > 1
     assert "accepts 1024" in outrider("plan", "--log", log, "--context", "1000", "-k", 8).error

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 import outrider
+from gguf_models import CASES, write_case
 from outrider.errors import FileError, OptionError
-from outrider.models.reading import sampling_defaults
 from outrider.models.registry import ModelSpec, resolve
+from outrider.models.sampling_defaults import sampling_defaults, stated_sampling
 from outrider.options import Sampling
 from outrider.serve.about import fingerprint_of
 from pairs import embedded, stating
@@ -30,8 +31,17 @@ def test_only_what_the_file_states_counts(tmp_path: Path) -> None:
     assert sampling_defaults(spec_of(tmp_path, STATED)) == TAKEN
     assert sampling_defaults(spec_of(tmp_path, STATED), "none") == {}
     assert sampling_defaults(spec_of(tmp_path, {"temperature": None, "do_sample": True})) == {}
-    assert sampling_defaults(replace(spec_of(tmp_path, STATED), gguf="x.gguf")) == {}
     assert sampling_defaults(resolve("fable")) == embedded().sampling_defaults == {}
+
+
+def test_what_a_gguf_file_states(tmp_path: Path) -> None:
+    """In float32, under llama.cpp's names. A file that is not there states nothing here."""
+    stated = {"temp": 0.7, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.0}
+    keys = {f"general.sampling.{name}": value for name, value in stated.items()}
+    spec = resolve(str(write_case(tmp_path / "model.gguf", CASES["llama"], keys=keys)))
+    assert sampling_defaults(spec) == {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
+    assert stated_sampling(spec).keys() == {"temperature", "top_p", "top_k", "repetition_penalty"}
+    assert sampling_defaults(replace(spec_of(tmp_path, STATED), gguf="x.gguf")) == {}
 
 
 @pytest.mark.parametrize(

@@ -115,9 +115,6 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest
         outrider.load("fable:nf4")
     with pytest.raises(OptionError, match="for float32 on the CPU: choose nf4 or int8 elsewhere"):
         outrider.load("fable:int4", dtype="bfloat16")
-    with pytest.raises(MissingExtra, match="model.gguf needs gguf"):
-        (folder / "model.gguf").touch()
-        outrider.load(folder / "model.gguf")
 
 
 # The mistakes that the probe is there for: rows, and places of a text, that depend on each other.

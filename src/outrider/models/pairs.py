@@ -15,6 +15,7 @@ from outrider.models.registry import ModelSpec
 
 _LARGEST_SHARE = 0.4  # of the target's parameters; a larger draft costs more than it saves
 _USED = 0.9  # of the memory: the rest is for activations and the device's own
+_LOOK_UP = ModelSpec("suffix")
 _UNITS = {letter: (1024**power, 1000**power) for power, letter in enumerate("KMGT", start=1)}
 _BITS = {"int8": 8.1, "nf4": 4.5}  # for each quantized weight, with its scales
 
@@ -54,11 +55,6 @@ def drafts_of(target: ModelSpec, known: Mapping[str, ModelSpec]) -> list[ModelSp
     return heads + [spec for _, spec in sorted(smaller, key=lambda pair: pair[0])]
 
 
-def local_drafts_of(target: ModelSpec, known: Mapping[str, ModelSpec]) -> list[ModelSpec]:
-    """Drafts among the known models whose files are on this machine, in the order of ``drafts_of``."""
-    return [spec for spec in drafts_of(target, known) if is_local(spec)]
-
-
 def is_local(spec: ModelSpec) -> bool:
     """Whether a model's files are on this machine: in a folder, an installed package or the cache of the hub."""
     if spec.path is not None:
@@ -80,7 +76,8 @@ def as_known(spec: ModelSpec, known: Mapping[str, ModelSpec]) -> ModelSpec:
 def fitting_pairs(
     target: ModelSpec, known: Mapping[str, ModelSpec], memory: int, *, dtype: str, context: int, batch_size: int
 ) -> list[Pair]:
-    """Pairs of a target that fit together, in the form with the most bits in which one does.
+    """Pairs of a target that fit together, in the form with the most bits in which one does; or the target with
+    look-ups, which need no memory, if it fits alone.
 
     Args:
         memory: bytes of the device.
@@ -89,7 +86,7 @@ def fitting_pairs(
     """
     drafts = drafts_of(target, known)
     sizes = sizes_of(as_known(target, known))
-    if sizes is None:
+    if sizes is None or target.head_of is not None:
         return []
     length = min(context, sizes.context_len)
     forms = {dtype: sizes.weights_bytes(dtype)}
@@ -108,7 +105,9 @@ def fitting_pairs(
                 pairs.append(Pair(target, draft, form, together, own.num_params / sizes.num_params))
         if pairs:
             return pairs
-    return []
+    cache = sizes.cache_bytes(dtype, length, batch_size)
+    alone = {form: weights + cache for form, weights in forms.items() if weights + cache <= _USED * memory}
+    return [Pair(target, _LOOK_UP, form, num_bytes, 0.0) for form, num_bytes in alone.items()][:1]
 
 
 def memory_of(text: str) -> int:

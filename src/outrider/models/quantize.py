@@ -47,7 +47,6 @@ _EXTRAS = {
     "bitsandbytes": ("quantize", ("bitsandbytes",)),
     "torchao": ("quantize", ("torchao",)),
     "compressed-tensors": ("quantize", ("compressed_tensors",)),
-    "gguf": ("quantize", ("gguf",)),
     "mlx": ("quantize", ()),
     "gptq": ("gptq", ("gptqmodel", "optimum")),
     "awq": ("gptq", ("gptqmodel",)),
@@ -141,13 +140,7 @@ def require_quantizer(name: str, quantization: str, method: str | None) -> None:
     needed_by = f"quantization {quantization}" if method is None else f"{name}, quantized with {method},"
     if method is None and quantization not in ("none", "int4"):
         method = "bitsandbytes" if quantization in ("8bit", "nf4") else "torchao"
-    if method is not None:
-        require_packages(method, needed_by)
-
-
-def require_packages(method: str, needed_by: str) -> None:
-    """Raises MissingExtra: a package is not installed."""
-    extra, packages = _EXTRAS.get(method, ("quantize", ()))
+    extra, packages = _EXTRAS.get(method or "", ("quantize", ()))
     missing = [package.replace("_", "-") for package in packages if find_spec(package) is None]
     if missing:
         raise MissingExtra(" and ".join(missing), extra, needed_by)

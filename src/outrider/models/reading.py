@@ -1,5 +1,5 @@
-"""Reads what a checkpoint states besides its weights: configuration, tokenizer, processor of images, and defaults of
-sampling, taken as vLLM takes them."""
+"""Reads what a checkpoint states besides its weights: configuration, tokenizer and processor of images. (Defaults of
+sampling: sampling_defaults.py.)"""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from outrider.errors import FileError, ModelCorrupt, ModelNotFound, OptionError, OutriderError, UnsupportedModel
+from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
 from outrider.models.kinds import ADAPTER_CONFIG, auto_class, check_adapter, check_head, check_kind
 from outrider.models.registry import ModelSpec
-from outrider.options import Sampling
-from outrider.system.files import read_text
+from outrider.models.sampling_defaults import generation_config_file
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -38,8 +37,6 @@ _SWITCHES = {
     "strip_accents": ("normalizer", "strip_accents"),
     "tokenize_chinese_chars": ("normalizer", "handle_chinese_chars"),
 }
-_GENERATION_CONFIG = "generation_config.json"
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # Notices of libraries while a model is loaded, about which its user can do nothing: logger, and how they begin.
 _NOTICES = {
     "torchao": ("Failed to load ",),  # kernels for other devices
@@ -243,66 +240,12 @@ def held_file(spec: ModelSpec) -> GgufFile | None:
         return gguf_file(spec)
 
 
-def check_choice(choice: str) -> None:
-    """Raises OptionError: ``sampling_defaults`` has no such choice."""
-    if choice not in ("auto", "none"):
-        raise OptionError("generation_config", choice, "auto (the checkpoint's sampling defaults) or none")
-
-
-def sampling_defaults(spec: ModelSpec, choice: str = "auto") -> dict[str, Any]:
-    """Fields of ``Sampling`` that the file ``generation_config.json`` of a checkpoint states, if these are other than
-    ours. (Transformers' ``GenerationConfig`` fills in others, which the authors of the model did not choose.)
-    ``do_sample`` is not read: a temperature of 0 is greedy, any other samples. Nor is ``max_new_tokens``: the length
-    belongs to the request.
-
-    Args:
-        choice: "auto", or "none" for nothing.
-
-    Raises:
-        OptionError: there is no such choice.
-        FileError: the file cannot be read, or states an impossible value.
-    """
-    check_choice(choice)
-    if choice == "none" or (path := _generation_config(spec)) is None:
-        return {}
-    try:
-        document = json.loads(read_text(path))
-        default = Sampling()
-        stated = {name: document[name] for name in _SAMPLING if document.get(name) is not None}
-        found = {name: value for name, value in stated.items() if value != getattr(default, name)}
-        Sampling(**found)
-    except (OptionError, ValueError, AttributeError, TypeError) as error:
-        raise FileError(f"{path}: {error}; --generation-config none does without it") from None
-    return found
-
-
-def defaults_text(name: str, defaults: Mapping[str, Any]) -> str:
-    """The line that says so."""
-    values = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-    return f"sampling as {name} states in its {_GENERATION_CONFIG}: {values} (--generation-config none does without)"
-
-
 def generation_config_of(spec: ModelSpec) -> Any | None:
     """Transformers' ``GenerationConfig`` of a checkpoint, with its end tokens; None if it has none."""
     from transformers import GenerationConfig
 
-    path = _generation_config(spec)
+    path = generation_config_file(spec)
     return None if path is None else GenerationConfig.from_pretrained(path.parent)
-
-
-def _generation_config(spec: ModelSpec) -> Path | None:
-    """The file of a checkpoint, if it has one."""
-    if spec.gguf is not None:
-        return None
-    if spec.path is not None:
-        path = spec.path / _GENERATION_CONFIG
-        return path if path.is_file() else None
-    from huggingface_hub import hf_hub_download
-
-    # It has none; or the hub cannot be reached, and what is missing of the model is reported where it is loaded.
-    with contextlib.suppress(Exception):
-        return Path(hf_hub_download(str(spec.hub), _GENERATION_CONFIG))
-    return None
 
 
 @contextlib.contextmanager

@@ -92,7 +92,7 @@ class Totals:
             pair: description of the models and their use.
         """
         tau = self.stats.mean_acceptance_length
-        speed = f", {self.tokens_per_s:.1f} tokens/s, mean acceptance length {1.0 if tau is None else tau:.2f}"
+        speed = f", {self.tokens_per_s:.1f} tokens/s, tau {1.0 if tau is None else tau:.2f} tokens/round"
         return (
             f"{self.stats.num_generated_tokens} tokens{speed if self.stats.num_generated_tokens else ''} ({pair})"
             + (f", {self.seed}" if self.seed else "")

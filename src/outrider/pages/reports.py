@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.pages.templates import render
+from outrider.system.files import short_name
 
 if TYPE_CHECKING:
     from outrider.stats.intervals import Interval
@@ -20,7 +21,7 @@ _Points = dict[str, list[tuple[float, "Interval"]]]
 _PARTS = "draft", "verify", "rest"  # of the time of a token
 _TIMED = "round", "draft", "verify"
 _ACROSS = "K, drafted tokens per round"
-_WHICH_K = "Which K, on your prompts, or none: outrider plan, with the same options."
+_NAMES = "target", "draft", "name", "arm"  # of models, and of what begins with one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,16 @@ def report_of(document: _Document) -> Report:
     Args:
         document: of alpha, analyze, compare, latency, plan or replay, as read from JSON.
     """
-    return _REPORTS[document["schema"].split("/")[1]](document)
+    return _REPORTS[document["schema"].split("/")[1]](_with_short_names(document))
+
+
+def _with_short_names(value: Any, key: str = "") -> Any:
+    """A document, or a part of it, in which models that are paths have the names of their files."""
+    if isinstance(value, Mapping):
+        return {name: _with_short_names(one, name) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_with_short_names(one, key) for one in value]
+    return short_name(value) if key in _NAMES and isinstance(value, str) else value
 
 
 def render_report(document: _Document) -> str:
@@ -83,7 +93,7 @@ def render_report(document: _Document) -> str:
 
 def render_below(document: _Document) -> str:
     """Tables and provenance of a document of compare, for the page of its race."""
-    return render("report_below.html", document, report=_compare(document))
+    return render("report_below.html", document, report=report_of(document))
 
 
 def _plan(document: _Document) -> Report:
@@ -213,7 +223,7 @@ def _compare(document: _Document) -> Report:
     ]
     tables = [
         _arms_table(f"{target}, {runs} of each arm, in turn", arms),
-        Table("Parts of a token's time, ms", ("arm", "K", "prefill", *_PARTS), rows, _WHICH_K),
+        Table("Parts of a token's time, ms", ("arm", "K", "prefill", *_PARTS), rows),
     ]
     notes = ["One run has no interval: use --num-runs 5 or more."] * (num_runs == 1)
     same = {one["arm"]: one for one in document["same_bytes"]}

@@ -14,6 +14,7 @@ from typing import Any
 from outrider.bench.report import ArmSummary
 from outrider.bench.run import Arm, Case, race_arms
 from outrider.records import Chunk, Stats, Timing
+from outrider.system.files import short_name
 from outrider.text.chat import Chat
 from outrider.text.tokenizer import Detokenizer
 
@@ -41,13 +42,15 @@ class RaceEvents:
         decoder, prompt = self._arms[0].decoder, self._case.prompt
         return {
             "type": "start",
-            "target": decoder.target.name,
+            "target": short_name(decoder.target.name),
             "prompt": prompt.asked if isinstance(prompt, Chat) else prompt,
             "seed": self._case.seed,
             "acceptance": decoder.acceptance,
             "temperature": {**decoder.sampling_defaults, **self._options}.get("temperature", 1.0),
             "max_new_tokens": self._options["max_new_tokens"],
-            "arms": [{"name": arm.name, "draft": arm.draft, "k": arm.num_draft_tokens} for arm in self._arms],
+            "arms": [
+                {"name": short_name(arm.name), "draft": arm.draft, "k": arm.num_draft_tokens} for arm in self._arms
+            ],
         }
 
     def round(self, which: int, chunk: Chunk) -> dict[str, Any]:

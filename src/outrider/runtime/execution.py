@@ -24,6 +24,7 @@ from outrider.runtime.shape_buckets import eager_length
 
 Step = Callable[..., tuple[Tensor, ...]]
 PROMISED = "promised"
+OF_IMAGES = "not promised (images)"  # which the model's own code reads
 
 
 class EagerExecution:
@@ -46,7 +47,7 @@ class EagerExecution:
     @property
     def same_bytes(self) -> str:
         """Whether a row's result depends on the row alone, so that its text is the same bytes in any batch, with and
-        without a draft (docs/how-it-works/same-bytes.md): PROMISED, or the reason why not."""
+        without a draft (docs/how-it-works/same-bytes.md): PROMISED, or the reason why not. For text; see OF_IMAGES."""
         return PROMISED if self.name == "native" else f"not promised ({self.name})"
 
     def round_length(self, length: int) -> int:

@@ -10,13 +10,20 @@ from torch import nn
 
 from outrider.decoder import Decoder
 from outrider.decoding.schedule import Schedule
-from outrider.models.reading import defaults_text
+from outrider.models.sampling_defaults import defaults_text
 from outrider.models.weights import portable_tensors
+from outrider.runtime.execution import PROMISED
 from outrider.system.resources import size_text
 from outrider.text.chat import ends_text
 
 _NUM_SAMPLED = 1024  # numbers of each weight
 _NUM_ROWS = 16  # of a weight in blocks, from which they are taken
+
+
+def same_bytes_of(decoder: Decoder) -> str:
+    """Whether the same bytes are promised, in a word, and for which prompts."""
+    promise = decoder.target.execution.same_bytes
+    return f"{promise}, but for images" if decoder.processor is not None and promise == PROMISED else promise
 
 
 def fingerprint_of(decoder: Decoder) -> str:
@@ -66,7 +73,7 @@ def startup_lines(decoder: Decoder, schedule: Schedule, num_slots: int, capacity
         f"for {' and '.join(lm.name for lm in lms)}",
         f"drafts by {decoder.drafter.name}, K = {decoder.num_draft_tokens} (at most {schedule.max_k}), acceptance "
         f"{decoder.acceptance}, {dtype}, {decoder.target.execution.name}, same bytes: "
-        f"{decoder.target.execution.same_bytes}",
+        f"{same_bytes_of(decoder)}",
     ]
     lines.append(ends_text(decoder.target.name, decoder.tokenizer, decoder.eos_ids, decoder.turn_ids))
     if decoder.sampling_defaults:

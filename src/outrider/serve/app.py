@@ -30,6 +30,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve import messages
+from outrider.serve.about import same_bytes_of
 from outrider.serve.answers import Answer, answer_events, whole_answer
 from outrider.serve.bodies import ChatBody, CompletionBody, GenerationBody, ParsedRequest, RaceBody, parse_json
 from outrider.serve.choices import ChatAnswer, CompletionAnswer
@@ -189,7 +190,7 @@ class App:
             "root": self._model.decoder.target.name,
             "parent": None,
             "max_model_len": self._model.capacity,
-            "same_bytes": self._model.decoder.target.execution.same_bytes,
+            "same_bytes": same_bytes_of(self._model.decoder),
         }
 
     async def _race_choices(self, request: Request) -> Response:

@@ -33,6 +33,12 @@ def read_bytes(path: Path) -> bytes:
         raise FileError(f"cannot read {path}: {error.strerror}") from None
 
 
+def short_name(name: str) -> str:
+    """Name of the file or folder, for a path; other names, and ids of the hub (org/model), as they are."""
+    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or (name.endswith(".gguf") and ":" not in name)
+    return Path(name).name or name if is_path else name
+
+
 def parse_row(where: str, line: str | bytes) -> dict[str, Any]:
     """Parse a line as a JSON object. Raises FileError.
 

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import BatchSizeOption, ReportOptions, flat
-from outrider.cli.shared.output import progress_bar
+from outrider.cli.shared.flat import flat
+from outrider.cli.shared.options import BatchSizeOption, ReportOptions
 from outrider.cli.shared.pair_options import PairOptions, options_json
+from outrider.cli.shared.progress import progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
 
@@ -38,9 +39,10 @@ def alpha(
     generated."""
     grid = _numbers("--temperature", temperatures), _numbers("--top-p", top_ps)
 
-    from outrider.scoring.alpha import measure_alpha, sampling_grid
-    from outrider.scoring.teacher_forcing import Text
-    from outrider.text.tokenizer import encode
+    with progress("loading libraries"):
+        from outrider.scoring.alpha import measure_alpha, sampling_grid
+        from outrider.scoring.teacher_forcing import Text
+        from outrider.text.tokenizer import encode
 
     samplings = list(sampling_grid(*grid))
     lines = template.read(prompts)
@@ -56,7 +58,7 @@ def alpha(
             raise OptionError(
                 "--draft", name, "alpha compares two models (for ngram, suffix and greedy drafts use outrider replay)"
             )
-        with progress_bar(name, len(texts)) as advance:
+        with progress(f"scoring by {name}", len(texts)) as advance:
             results[name] = measure_alpha(
                 decoder.target, drafter, texts, samplings, batch_size=batch_size, on_done=advance
             )

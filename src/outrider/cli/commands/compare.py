@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.findings import difference_lines
+from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     EndOptions,
     GenerationConfigOption,
@@ -19,15 +19,16 @@ from outrider.cli.shared.options import (
     ReportOptions,
     SamplingOptions,
     SeedOption,
-    flat,
     over_checkpoint,
     parse_k,
 )
-from outrider.cli.shared.output import gather, print_command, report_context_limit
+from outrider.cli.shared.output import print_next, report_context_limit, say
 from outrider.cli.shared.pair_options import PairOptions, options_json
-from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
-from outrider.errors import OptionError, PromptError, UsageError
+from outrider.cli.shared.progress import count_items, gather, progress
+from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
+from outrider.errors import OptionError
 from outrider.records import Timing
+from outrider.system.files import short_name
 from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 
 _PANEL_HEIGHT = 5  # lines; a smaller panel shows no text
 _PROMPT = "Once upon a time there was a little girl who lived with her grandmother at the edge of a great forest."
+_QUESTION = """\
+Correct the spelling, and change nothing else: Once upon a time thare was a little girl who lived with her grandmother \
+at the edge of a great forrest. Every morning the little girl went into the forrest to look for berrys, and every \
+evening her grandmother baked a cake with them."""
 
 
 @flat
@@ -52,8 +57,12 @@ def compare(
     end: EndOptions,
     template: TemplateOptions,
     prompt: Annotated[
-        str, typer.Argument(help="Text to continue, or with --chat to answer.", show_default=False)
-    ] = _PROMPT,
+        str | None,
+        typer.Argument(
+            help="Text to continue, or with --chat to answer; - is standard input. Default: one that is built in; of a "
+            "model for chats, a task."
+        ),
+    ] = None,
     num_draft_tokens: NumDraftTokensListOption = "4",
     num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the race.")] = 5,
     seed: SeedOption = 0,
@@ -63,34 +72,40 @@ def compare(
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
 ) -> None:
-    """Race plain against speculative decoding. The speed-up is measured, with its 95% interval."""
+    """Race plain against speculative decoding. The speed-up is measured, with its 95% interval.
+
+    Exit code 1: texts differ that should be the same bytes."""
     sampling = over_checkpoint(sampling, command, generation_config, pair.target, pair.models)
     ks = parse_k(num_draft_tokens)
     if num_runs < 1:
         raise OptionError("--num-runs", num_runs, "a whole number >= 1")
     options = sampling.to_options(seed=seed, num_seeds=num_runs, **end.to_options())
-    if pair.draft is None and pair.target != "fable":
-        raise UsageError(f"a race needs a draft, --draft NAME: {_drafts_for(pair)}")
     if pair.draft_names == ["none"]:
-        raise OptionError("--draft", "none", "there is nothing to compare: choose a model, ngram or suffix")
-    if not prompt.strip():
-        raise PromptError.empty()
+        raise OptionError("--draft", "none", "there is nothing to compare: choose a model or suffix")
+    if prompt is not None:
+        prompt = read_prompt(prompt)
+
+    decoder = pair.load()
+
+    from outrider.bench.report import summarise
+    from outrider.bench.run import Case, interleave, warm_up
+    from outrider.race.events import RaceEvents
+
+    if prompt is None:
+        is_for_chats = bool(decoder.tokenizer is not None and decoder.tokenizer.chat_template)
+        template = replace(template, chat=template.chat or is_for_chats)
+        prompt = _QUESTION if template.is_chat else _PROMPT
     asked = template.prompt(prompt)
-
-    report = ReportOptions(race, json_target)
-    console = report.console()
-    with console.status(f"loading {pair.target}"):  # the imports alone take seconds
-        from outrider.bench.report import summarise
-        from outrider.bench.run import Case, interleave, warm_up
-        from outrider.race.events import RaceEvents
-
-        decoder = pair.load()
-        arms = _arms(pair, decoder, ks)
     hint_at_chat(decoder, [asked])
     prompt_ids = decoder.encode(asked)
     report_context_limit(decoder.target.name, decoder.target.context_len, [prompt_ids], options["max_new_tokens"])
+    arms = _arms(pair, decoder, ks)
     cases = [Case(run, asked, seed + run) for run in range(num_runs)]
-    warm_up(arms, cases, options)
+    with progress("warming up", len(arms)) as advance:
+        for arm in count_items(arms, advance):
+            warm_up([arm], cases, options)
+    report = ReportOptions(race, json_target)
+    console = report.console()
     console.print(prompt, style="dim", markup=False, soft_wrap=not console.is_terminal)
     # The race is not measured: drawing between rounds would slow the arm with the most rounds.
     teller, rounds = RaceEvents(arms, cases[0], options), []
@@ -100,11 +115,12 @@ def compare(
             rounds.append(teller.round(arms.index(arm), chunk))
 
     shown = _show_race(console, arms, cases[0], options | {"reports_drafts": report.html is not None}, record)
-    measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "runs")
+    measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "measuring, runs")
     summaries = summarise(measurements, arms)
     if not summaries:
         raise typer.Exit(130)
-    same = _same_bytes(summaries, cases, options)
+    with progress("comparing the texts"):
+        same = _same_bytes(summaries, cases, options)
     body: dict[str, Any] = {
         "arms": [summary.to_json() for summary in summaries],
         "baseline": arms[0].name,
@@ -123,26 +139,14 @@ def compare(
     for one in same.values():
         for line in difference_lines(one, "text", decoder.tokenizer):
             console.print(line, markup=False)
-    if not same:
-        best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
-        words = [*pair.to_words(str(best.arm.draft)), *template.to_words()]
-        print_command(console, f"outrider certify {shlex.join(words)}")
+    best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
+    words = [*pair.to_words(str(best.arm.draft)), *sampling.to_words(), *template.to_words(), *end.to_words()]
+    commands = [["plan", *words], ["certify", *words]][: 1 if same else 2]
+    print_next(console, "with your own prompts (--prompts FILE)", *commands)
     if is_interrupted:
         raise typer.Exit(130)
-
-
-def _drafts_for(pair: PairOptions) -> str:
-    """Names of drafts for the target. A race with ``ngram`` would teach a newcomer little."""
-    from outrider.models.pairs import drafts_of
-    from outrider.models.registry import known_models, resolve
-
-    names = [draft.name for draft in drafts_of(resolve(pair.target, pair.models), known_models(pair.models))]
-    if names:
-        return f"{', '.join(names)}; or ngram, which needs no model"
-    return (
-        f"a smaller model with the tokenizer of {pair.target}, or a head for it (folder or hub id); mtp, if it has an "
-        "MTP layer; or ngram, which needs no model"
-    )
+    if not all(one.is_ok for one in same.values()):
+        raise typer.Exit(1)
 
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
@@ -150,18 +154,17 @@ def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> 
     from outrider.bench.run import Arm, arms_by_k
 
     arms = [Arm("plain", decoder)]
-    for name in pair.draft_names:
-        if name != "none":
-            with_draft = replace(decoder, drafter=pair.load_draft(decoder, name))
-            arms += arms_by_k(with_draft, name, ks)
+    for name, drafter in pair.load_drafts(decoder).items():
+        arms += arms_by_k(replace(decoder, drafter=drafter), name, ks)
     return arms
 
 
 def _same_bytes(
     summaries: Sequence[ArmSummary], cases: Sequence[Case], options: dict[str, Any]
 ) -> dict[str, GreedyReport]:
-    """Comparison of the texts of each arm with those of the first. Empty if they are sampled and may differ."""
-    from outrider.certify.divergence import compare_texts
+    """Comparison of the texts of each arm with those of the first. Empty if they are sampled and may differ. If a
+    difference cannot be explained, whatever the reason, the measurements are not lost."""
+    from outrider.certify.divergence import compare_texts, unexplained
 
     plain, *others = summaries
     found = {}
@@ -170,7 +173,12 @@ def _same_bytes(
             # At temperature 0 all runs write one text.
             texts = {(a, b): case for a, b, case in zip(plain.texts, one.texts, cases, strict=False)}
             given = [(case.prompt, {**options, "seed": case.seed}) for case in texts.values()]
-            found[one.arm.name] = compare_texts(one.arm.decoder, given, *zip(*texts, strict=True))
+            pairs = [*zip(*texts, strict=True)]
+            try:
+                found[one.arm.name] = compare_texts(one.arm.decoder, given, *pairs)
+            except (Exception, KeyboardInterrupt) as error:
+                say(f"{one.arm.name}: the texts are not explained ({type(error).__name__}: {error})")
+                found[one.arm.name] = unexplained(one.arm.decoder, given, *pairs)
     return found
 
 
@@ -185,7 +193,7 @@ def _show_race(
     measurements = race(arms, case, options, on_chunk)
     for measurement in measurements:
         # Not through the console, which would wrap lines and expand tabs.
-        print(f"--- {measurement.arm.name}\n{measurement.text}", file=console.file)
+        print(f"--- {short_name(measurement.arm.name)}\n{measurement.text}", file=console.file)
     return measurements
 
 
@@ -197,7 +205,7 @@ def _show_panels(
 
     from outrider.bench.run import race
 
-    panels = {arm.name: _Panel(arm.name, max(3, (console.height - 2) // len(arms) - 2)) for arm in arms}
+    panels = {arm.name: _Panel(short_name(arm.name), max(3, (console.height - 2) // len(arms) - 2)) for arm in arms}
     group = Group(*panels.values())
 
     # No refresh thread: it would slow the arm that runs.

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption, flat
-from outrider.cli.shared.output import console_for, print_table, progress_bar, write_json
+from outrider.cli.shared.flat import flat
+from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption
+from outrider.cli.shared.output import console_for, print_table, write_json
 from outrider.cli.shared.pair_options import PairOptions, options_json, single_k
+from outrider.cli.shared.progress import progress
+from outrider.system.files import short_name
 
 if TYPE_CHECKING:
     from outrider.evals.multiplication import SheetScore
@@ -29,23 +32,24 @@ def multiplication(
     k, draft = single_k(num_draft_tokens, pair, sampling, seed), pair.compared_draft
     options = sampling.to_options(seed=seed, num_seeds=num_prompts)
 
-    from outrider.bench.tables import new_table
-    from outrider.evals.multiplication import mcnemar, problems, score
-
     decoder = pair.load()
     arms = {
         "plain": decoder,
         "speculative": replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k),
     }
+
+    from outrider.bench.tables import new_table
+    from outrider.evals.multiplication import mcnemar, problems, score
+
     sheet = problems(num_prompts, seed)
     scores: dict[str, SheetScore] = {}
-    with progress_bar("problems", len(arms) * num_prompts) as advance:
+    with progress("problems", len(arms) * num_prompts) as advance:
         for name, arm in arms.items():
             scores[name] = score(arm, sheet, batch_size=batch_size, on_solved=advance, **options)
     only_plain, only_speculative, p = mcnemar(scores["plain"], scores["speculative"])
 
     console = console_for(json_target)
-    title = f"{decoder.target.name} with {draft}, K = {k}, {decoder.acceptance}"
+    title = f"{short_name(decoder.target.name)} with {short_name(draft)}, K = {k}, {decoder.acceptance}"
     table = new_table(title, "arm", "solved", "rate", "95% Wald", "95% Wilson", "tau")
     for name, result in scores.items():
         table.add_row(

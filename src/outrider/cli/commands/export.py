@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import JsonOption, SamplingOptions, flat, parse_k
+from outrider.cli.shared.flat import flat
+from outrider.cli.shared.options import JsonOption, SamplingOptions, parse_k
 from outrider.cli.shared.output import console_for, print_command, write_json
 from outrider.cli.shared.pair_options import TargetOption
+from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling, looks_up
 from outrider.system.ranks import is_one_of_several
@@ -41,11 +43,12 @@ def export(
     json_target: JsonOption = None,
 ) -> None:
     """Write the files to serve a pair with another engine. Configuration, command, and the engine's rule."""
-    from outrider.export import engines
-    from outrider.export.checks import check_pair, describe, describe_head
-    from outrider.export.folder import is_converted, location, write_folder
-    from outrider.models.heads.loading import is_head
-    from outrider.models.registry import resolve
+    with progress("loading libraries"):
+        from outrider.export import engines
+        from outrider.export.checks import check_pair, describe, describe_head
+        from outrider.export.folder import is_converted, location, write_folder
+        from outrider.models.heads.loading import is_head
+        from outrider.models.registry import resolve
 
     if is_one_of_several():
         raise OptionError("torchrun", "outrider export", "export runs in one process: leave out torchrun")

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.findings import difference_lines
+from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     EndOptions,
     GenerationConfigOption,
@@ -21,7 +22,6 @@ from outrider.cli.shared.options import (
     SamplingOptions,
     StructureOptions,
     check_constraint,
-    flat,
     over_checkpoint,
 )
 from outrider.cli.shared.output import (
@@ -32,16 +32,17 @@ from outrider.cli.shared.output import (
     write_document,
 )
 from outrider.cli.shared.pair_options import PairOptions, single_k
+from outrider.cli.shared.progress import progress, until_first
 from outrider.cli.shared.prompt_job import LocalWorker, Setup, Workers, run_job
 from outrider.cli.shared.ray_workers import RayOptions, open_ray_workers
-from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
-from outrider.errors import FileError, OptionError, PromptError
+from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
+from outrider.cli.shared.terminal import Writer, without_caret
+from outrider.errors import OptionError
 from outrider.offline.output_file import Totals, row_of, stats_of
 from outrider.offline.prompt_file import Shard, open_prompts
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import Sampling
 from outrider.records import Chunk, Completion, Timing
-from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,7 +62,7 @@ def generate(
     structure: StructureOptions,
     template: TemplateOptions,
     cluster: RayOptions,
-    prompt: Annotated[str | None, typer.Argument(help="Prompt. Default: standard input.")] = None,
+    prompt: Annotated[str | None, typer.Argument(help="Prompt. Default, and -: standard input.")] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -116,7 +117,7 @@ def generate(
     cluster.check(pair)
     with ExitStack() as files:
         lines = None if prompts is None else files.enter_context(open_prompts(prompts))
-        text = _read_prompt(prompt) if lines is None else ""
+        text = read_prompt(prompt) if lines is None else ""
         num_seeds = 1 if lines is None else len(lines)
         more = {"logprobs": logprobs, **end.to_options(), **structure.to_options()}
         options = sampling.to_options(seed=seed, num_seeds=num_seeds, **more)
@@ -172,7 +173,8 @@ def _verify(setup: Setup, decoder: Decoder, row: dict[str, Any]) -> GreedyReport
     from outrider.certify.divergence import compare_texts
 
     ids = row["prompt_ids"]
-    (plain,) = decoder.plain().generate([ids], **setup.options)
+    with progress("generating without the draft"):
+        (plain,) = decoder.plain().generate([ids], **setup.options)
     found = compare_texts(decoder, [(ids, setup.options)], [plain.token_ids], [row["token_ids"]])
     for line in difference_lines(found, "text", decoder.tokenizer):
         say(line)
@@ -181,56 +183,42 @@ def _verify(setup: Setup, decoder: Decoder, row: dict[str, Any]) -> GreedyReport
     return found
 
 
-def _read_prompt(argument: str | None) -> str:
-    if argument is not None:
-        text = argument
-    elif sys.stdin.isatty():
-        raise PromptError("no prompt: give one as an argument, pipe it in, or use --prompts FILE")
-    else:
-        try:
-            text = current_ranks().of_first(sys.stdin.buffer.read).decode("utf-8").rstrip("\n")
-        except UnicodeDecodeError as error:
-            raise FileError(f"standard input is not UTF-8 (byte {error.start})") from None
-    if not text.strip():
-        raise PromptError.empty()
-    return text
-
-
 def _show(
     setup: Setup, decoder: Decoder, prompt: str, console: Console, has_colours: bool, totals: Totals
 ) -> dict[str, Any]:
     """Print the text of a prompt as it is generated. Returns its row."""
-    hint_at_chat(decoder, [setup.template.prompt(prompt)])
     ids = setup.encode(decoder, prompt)
     report_context_limit(decoder.target.name, decoder.target.context_len, [ids], setup.options["max_new_tokens"])
     chunks: list[Chunk] = []
-    stream = decoder.stream(ids, **setup.options)
-    try:
-        if console.file.isatty():
-            console.print(prompt, style="dim", end="", markup=False, soft_wrap=True)
-        for chunk in stream:
-            chunks.append(chunk)
-            for text, origin in chunk.pieces:
-                if has_colours:
-                    console.print(text, style=ORIGIN_STYLES[origin], end="", markup=False, soft_wrap=True)
-                else:
-                    console.file.write(text)
+    writer = Writer(console)
+    stream = until_first(decoder.stream(ids, **setup.options), f"reading {len(ids):,} tokens")
+    with without_caret():
+        try:
+            for chunk in stream:
+                if not chunks and console.file.isatty():
+                    writer.write(prompt, "dim")
+                chunks.append(chunk)
+                for text, origin in chunk.pieces:
+                    writer.write(text, ORIGIN_STYLES[origin] if has_colours else "")
+                console.file.flush()
+        except KeyboardInterrupt:
+            totals.is_interrupted = True
+        finally:
+            console.file.write("\n")
             console.file.flush()
-    except KeyboardInterrupt:
-        totals.is_interrupted = True
-    finally:
-        console.file.write("\n")
-        console.file.flush()
     if has_colours:
         legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
         console.print(legend)
+    hint_at_chat(decoder, [setup.template.prompt(prompt)])
     totals.time_s = {**sum((chunk.timing for chunk in chunks), Timing()).to_json()}
     done = Completion.of(chunks, len(ids)) if chunks else None
     row = row_of(0, PromptLine("line 1", prompt), ids, setup.options["seed"], done)
     if setup.options["seed"] is None and setup.options["temperature"] > 0:
         depends_on_k = setup.k == "auto" and decoder.depends_on_draft(setup.options["temperature"])
-        totals.seed = f"seed {row['seed']}" + (
-            " (K adapted to the load: to repeat an output, give -k 4 with the seed)" if depends_on_k else ""
+        totals.seed = (
+            "K followed the load, so that no seed repeats this text (-k 4 keeps K)"
+            if depends_on_k
+            else f"--seed {row['seed']} repeats this text"
         )
     totals.add(row, stats_of(done))
     return row

@@ -8,18 +8,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     GenerationConfigOption,
     NumDraftTokensListOption,
     ReportOptions,
     SamplingOptions,
     SeedOption,
-    flat,
     over_checkpoint,
     parse_k,
 )
-from outrider.cli.shared.output import gather, report_context_limit
+from outrider.cli.shared.output import report_context_limit
 from outrider.cli.shared.pair_options import PairOptions, options_json
+from outrider.cli.shared.progress import count_items, gather, progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 
 if TYPE_CHECKING:
@@ -46,15 +47,18 @@ def latency(
     options = sampling.to_options(seed=seed, num_seeds=len(lines), max_new_tokens=max_new_tokens, ignore_eos=True)
     ks = parse_k(num_draft_tokens)
 
+    decoder = pair.load()
+
     from outrider.bench.report import summarise
     from outrider.bench.run import Case, interleave, peak_memory_bytes, warm_up
 
-    decoder = pair.load()
     prompts = encode_lines(decoder, lines)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompts, max_new_tokens)
     arms = _arms(pair, decoder, ks)
     cases = [Case(index, prompt, seed + index) for index, prompt in enumerate(prompts)]
-    warm_up(arms, cases, options)
+    with progress("warming up", len(arms)) as advance:
+        for arm in count_items(arms, advance):
+            warm_up([arm], cases, options)
     measurements, is_interrupted = gather(interleave(arms, cases, options), len(arms) * len(cases), "measurements")
     summaries = summarise(measurements, arms)
     if not summaries:
@@ -78,11 +82,8 @@ def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> 
 
     alone = [Arm(f"{decoder.target.name} alone", decoder)]
     pairs = []
-    for name in pair.draft_names:
-        drafter = pair.load_draft(decoder, name)
+    for name, drafter in pair.load_drafts(decoder).items():
         if drafter.lm is not None:
             alone.append(Arm(f"{name} alone", replace(decoder, target=drafter.lm), draft=name))
-        if name != "none":
-            with_draft = replace(decoder, drafter=drafter)
-            pairs += arms_by_k(with_draft, name, ks)
+        pairs += arms_by_k(replace(decoder, drafter=drafter), name, ks)
     return alone + pairs

@@ -8,10 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.options import JsonOption, flat, parse_numbers
+from outrider.cli.shared.flat import flat
+from outrider.cli.shared.options import JsonOption, parse_numbers
 from outrider.cli.shared.output import FILE_WIDTH, console_for, show_table, write_json
+from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
 from outrider.options import looks_up
+from outrider.system.files import short_name
 
 if TYPE_CHECKING:
     from outrider.models.registry import ModelSpec
@@ -41,7 +44,7 @@ def models(
 ) -> None:
     """List the known models, with their memory. Add your own names in a TOML file.
 
-    With --memory: list targets with the drafts that fit beside them.
+    With --memory: list the targets that fit, with the drafts that fit beside them.
 
     With --target: predict the memory of a model, or a pair, in every form, from its configuration alone; and list the
     known drafts of the model."""
@@ -72,7 +75,7 @@ def models(
         options |= {"target": target, "memory": memory, "context": context}
         if pairs:
             show_table(console, _pairs(pairs, memory, context, batch_size))
-            console.print("Next: outrider compare --target TARGET --draft DRAFT [--quantize FORM]", style="dim")
+            console.print("Next: outrider compare TARGET --draft DRAFT [--quantize FORM]", style="dim", markup=False)
         else:
             console.print("No known pair fits.", style="yellow")
         write_json(json_target, "models", options, {"pairs": pairs})
@@ -85,14 +88,15 @@ def models(
         from outrider.models.registry import user_file
 
         console.print("Pairs that fit into a memory: outrider models --memory 24GiB", style="dim")
-        console.print(f"Your own names: {user_file()}, or --models FILE (see the README).", style="dim")
+        console.print(f"Your own names: {user_file()}, or --models FILE.", style="dim")
     else:
-        from outrider.models.executions import predicted_execution
-        from outrider.models.heads.loading import MTP, is_head
-        from outrider.models.loading import context_len
-        from outrider.models.placement import pick_device
-        from outrider.models.reading import read_config
-        from outrider.models.registry import resolve
+        with progress("loading libraries"):
+            from outrider.models.executions import predicted_execution
+            from outrider.models.heads.loading import MTP, is_head
+            from outrider.models.loading import context_len
+            from outrider.models.placement import pick_device
+            from outrider.models.reading import read_config
+            from outrider.models.registry import resolve
 
         sizes = parse_numbers("--devices", devices, "whole numbers from 1 to 64, like 1,2,4,8", most=64)
         specs = [resolve(name, models) for name in (target, draft) if name is not None and name != MTP]
@@ -106,12 +110,12 @@ def models(
         rows = []
         for spec in specs:
             forms = _forms(spec, context, batch_size, dtype, sizes)
-            show_table(console, _predicted(spec.name, forms, context, batch_size))
+            show_table(console, _predicted(short_name(spec.name), forms, context, batch_size))
             rows += forms
         console.print("Fits here: alone, in nine tenths of the memory.", style="dim")
         execution = predicted_execution(read_config(specs[0]), pick_device("auto"))
         found |= {"execution": execution.name, "same_bytes": execution.same_bytes}
-        console.print(f"{specs[0].name} here: {execution.name}, same bytes: {execution.same_bytes}")
+        console.print(f"{short_name(specs[0].name)} here: {execution.name}, same bytes: {execution.same_bytes}")
         options |= {"target": target, "draft": draft, "devices": sizes}
     write_json(json_target, "models", options | {"context": context}, found | {"models": rows})
 
@@ -180,7 +184,7 @@ def _pairs(pairs: list[dict[str, Any]], memory: str, context: int, batch_size: i
         names = (row["target"], row["form"]) if is_new else ("", "")
         rows.append((*names, row["draft"], f"{row['size_ratio']:.2f}", _size(row["total_bytes"])))
     columns = "target", "form", "draft", "size", "together"
-    note = "Weights and caches, in nine tenths of the memory; size: draft / target."
+    note = "Weights and caches, in nine tenths of the memory; size: draft / target. suffix looks tokens up."
     return Table(f"Pairs in {memory}, {batch_size} x {context} tokens", columns, rows, note, num_texts=3)
 
 
@@ -301,7 +305,7 @@ def _of_target(target: str, drafts: list[dict[str, Any]]) -> Table:
     ]
     note = "mtp (if the checkpoint has the layers), ngram and suffix need no other model."
     return Table(
-        f"Known drafts of {target}",
+        f"Known drafts of {short_name(target)}",
         ("name", "kind", "format", "here", "parameters", "weights"),
         rows,
         note,

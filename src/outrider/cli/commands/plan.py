@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -11,19 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     GenerationConfigOption,
     ReportOptions,
     SamplingOptions,
     SeedOption,
-    flat,
     over_checkpoint,
     parse_constant_k,
     parse_numbers,
 )
-from outrider.cli.shared.output import count_items, print_command, progress_bar, report_context_limit
+from outrider.cli.shared.output import print_next, report_context_limit
 from outrider.cli.shared.own_text import open_log, own_text
 from outrider.cli.shared.pair_options import PairOptions, options_json
+from outrider.cli.shared.progress import count_items, progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
 
@@ -83,20 +83,20 @@ def plan(
         known = _numbers_of(what_if)
         report.finish("plan", {"what_if": known, "num_draft_tokens": ks}, _predictions(ks, known))
         return
-    names = [name for name in pair.draft_names if name != "none"]
-    if not names:
+    if pair.draft_names == ["none"]:
         raise OptionError("--draft", "none", "give the drafts to choose from; 'none' is always included")
     if log is not None and (prompts is not None or template.is_chat):
         raise OptionError("--log", str(log), "leave out --prompts and --chat: the log has its own prompts")
     lines = template.read(prompts)
+
+    decoder = pair.load()
+    drafters = pair.load_drafts(decoder)
 
     from outrider.bench.round_costs import tokens_needed
     from outrider.decoding.schedule import favoured_ks
     from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
     from outrider.sampling.rules import RULES
 
-    decoder = pair.load()
-    drafters = {name: pair.load_draft(decoder, name) for name in names}
     ks_of = {}
     for name, drafter in drafters.items():
         most = max(ks) if drafter.most_drafted is None else drafter.most_drafted
@@ -116,12 +116,13 @@ def plan(
         recording = open_log(log, decoder.target.name, decoder.tokenizer)
         records, header = list(recording.records), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
+        sampling = SamplingOptions.of(header.sampling)
         options["max_new_tokens"] = header.sampling.max_new_tokens
     counts = _counts(decoder, drafters, records, header, pair.acceptance, ks_of)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
     results: list[tuple[Costs, list[PairChoice]]] = []
     rule = RULES[pair.acceptance]
-    with progress_bar("timing rounds", len(settings) * NUM_STEPS) as advance:
+    with progress("timing rounds", len(settings) * NUM_STEPS) as advance:
         for setting in settings:
             costs = measure_costs(decoder.target, drafters, ks_of, rule, header.sampling, setting, lambda: advance(1))
             results.append((costs, choices(costs, counts)))
@@ -130,9 +131,10 @@ def plan(
     more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
     report.finish("plan", options_json(pair, options, **more, **template.to_json()), body, decoder)
     best = results[0][1][0]
-    words = ["outrider", "generate", *pair.to_words(best.draft if best.speed_up.value > 1 else "none")]
+    words = ["generate", *pair.to_words(best.draft if best.speed_up.value > 1 else "none")]
     words += ["-k", str(best.k)] if best.speed_up.value > 1 else []
-    print_command(report.console(), shlex.join([*words, *_sampling_words(options), *template.to_words()]))
+    words += [*sampling.to_words(), *template.to_words(), *([] if prompts is None else ["--prompts", str(prompts)])]
+    print_next(report.console(), "as recommended", words)
 
 
 def _counts(
@@ -147,25 +149,13 @@ def _counts(
     from outrider.replay.replay import replay, summarise
 
     counts: dict[tuple[str, int], Sequence[Stats]] = {}
-    with progress_bar("replaying the drafts", len(drafters) * len(records)) as advance:
+    with progress("replaying the drafts", len(drafters) * len(records)) as advance:
         for name, drafter in drafters.items():
             ks = ks_of[name]
             replayed = replay(records, header, drafter, acceptance, ks, target=decoder.target)
             expected = summarise(count_items(replayed, advance), ks).expected
             counts |= {(name, k): expected[k].prompts for k in ks}
     return counts
-
-
-def _sampling_words(options: Mapping[str, Any]) -> list[str]:
-    """Words of a command line for the sampling options that are not the defaults."""
-    words = []
-    for field in fields(SamplingOptions):
-        value = options[field.name]
-        if value != field.default and field.name != "logit_bias":
-            words += [f"--{field.name.replace('_', '-')}", f"{value:g}"]
-    for token_id, bias in (options["logit_bias"] or {}).items():
-        words += ["--logit-bias", f"{token_id}={bias:g}"]
-    return words
 
 
 def _setting_json(costs: Costs, found: Sequence[PairChoice]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     BatchSizeOption,
     EndOptions,
@@ -16,7 +17,6 @@ from outrider.cli.shared.options import (
     ProbsOption,
     SamplingOptions,
     SeedOption,
-    flat,
     over_checkpoint,
 )
 from outrider.cli.shared.output import say

@@ -10,18 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     MODELS_PANEL,
     BatchSizeOption,
     ReportOptions,
     check_alone,
-    flat,
     parse_constant_k,
 )
-from outrider.cli.shared.output import count_items, progress_bar, say, show_table
+from outrider.cli.shared.output import say, show_table
 from outrider.cli.shared.own_text import open_log
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
 from outrider.cli.shared.per_prompt import DrawnRounds, analyses_json, has_no_draft, show_file
+from outrider.cli.shared.progress import count_items, progress
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_ACCEPTANCE, Sampling
@@ -125,10 +126,11 @@ def replay(
     if output is not None:
         check_writable(output)
 
-    from outrider.replay.log import Log
-    from outrider.replay.replay import PREDICTED_RULES, load_draft, summarise
-    from outrider.replay.replay import replay as judge
-    from outrider.replay.rounds import RecordedArm, round_lines
+    with progress("loading libraries"):
+        from outrider.replay.log import Log
+        from outrider.replay.replay import PREDICTED_RULES, load_draft, summarise
+        from outrider.replay.replay import replay as judge
+        from outrider.replay.rounds import RecordedArm, round_lines
 
     if drafts.acceptance not in PREDICTED_RULES:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
@@ -163,7 +165,7 @@ def replay(
     ]
     rounds = DrawnRounds(drafts.acceptance, ks, seed)
     summaries: list[Summary] = []
-    with progress_bar("prompts", len(loaded) * len(records)) as advance:
+    with progress("prompts", len(loaded) * len(records)) as advance:
         for name, drafter in loaded:
             lm = None if decoder is None else decoder.target
             replayed = judge(records, header, drafter, drafts.acceptance, ks, target=lm, batch_size=batch_size)

@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outrider.cli.shared.options import GenerationConfigOption, flat, parse_k
+from outrider.cli.shared.flat import flat
+from outrider.cli.shared.options import GenerationConfigOption, parse_k
 from outrider.cli.shared.pair_options import PairOptions
+from outrider.cli.shared.progress import progress
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import DEFAULT_NUM_SLOTS
+from outrider.system.files import short_name
 from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
@@ -61,7 +64,10 @@ def serve(
     ] = None,
     served_model_name: Annotated[
         list[str] | None,
-        _option(metavar="NAME", help="Model name for clients. Repeatable. Default: the target's name."),
+        _option(
+            metavar="NAME",
+            help="Model name for clients. Repeatable. Default: the target's name; of a path, the last part.",
+        ),
     ] = None,
     max_queue: Annotated[
         int, _option(min=0, metavar="N", help="Maximum sequences waiting for a slot; more get 503.")
@@ -125,21 +131,22 @@ def serve(
     (k, *more) = parse_k(num_draft_tokens)
     if more:
         raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "this command takes one number, or auto")
-    from outrider.models.reading import check_choice
+    from outrider.models.sampling_defaults import check_choice
 
     # A key read from a file may end in a newline.
     keys = tuple(key.strip() for key in api_key or () if key.strip())
     if is_one_of_several():
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
-    names, draft = served_model_name or [pair.target], pair.single_draft
+    names, draft = served_model_name or [short_name(pair.target)], pair.single_draft
     check_choice(generation_config)
     try:
-        from outrider.serve.about import startup_lines
-        from outrider.serve.app import is_loopback
-        from outrider.serve.image_fetch import check_hosts
-        from outrider.serve.server import Server, ServerOptions, listen
-        from outrider.text.thinking import thinking_of
-        from outrider.text.tool_formats import tool_format_of
+        with progress("loading libraries"):
+            from outrider.serve.about import startup_lines
+            from outrider.serve.app import is_loopback
+            from outrider.serve.image_fetch import check_hosts
+            from outrider.serve.server import Server, ServerOptions, listen
+            from outrider.text.thinking import thinking_of
+            from outrider.text.tool_formats import tool_format_of
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
     check_hosts(allow_image_host or ())
@@ -159,7 +166,8 @@ def serve(
     def on_ready(model: ServedModel) -> None:
         for line in startup_lines(model.decoder, model.schedule, model.num_slots, model.capacity):
             _LOG.info("%s", line)
-        _LOG.info("ready: %s/v1", url)
+        key = "any API key" if not keys else "with an API key"
+        _LOG.info("ready: %s/v1 (model %s, %s)", url, names[0], key)
         _LOG.info("web page with a race of plain and speculative decoding: %s", url)
 
     options = ServerOptions(

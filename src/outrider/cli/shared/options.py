@@ -1,27 +1,28 @@
-"""Options shared by several commands, each defined once.
-
-A command takes a group as one parameter, ``pair: PairOptions``; ``flat`` expands the groups into the signature that
-Typer reads.
-"""
+"""Options shared by several commands, each defined once, in groups (flat.py)."""
 
 from __future__ import annotations
 
-import functools
-import inspect
 import json
 import re
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.output import check_files, console_for, make_document, print_report, say, write_document
+from outrider.cli.shared.output import (
+    console_for,
+    make_document,
+    print_report,
+    say,
+    write_document,
+)
+from outrider.cli.shared.progress import progress
 from outrider.errors import FileError, OptionError
 from outrider.options import MAX_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
-from outrider.system.files import read_text, write_text
+from outrider.system.files import read_text, short_name, write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -117,6 +118,21 @@ class SamplingOptions:
             Sampling(seed=seed + num_seeds - 1)
         return options | {"seed": seed}
 
+    @classmethod
+    def of(cls, sampling: Sampling) -> SamplingOptions:
+        """The options of a row, as they are given on a command line."""
+        biases = [f"{token_id}={bias:g}" for token_id, bias in (sampling.logit_bias or {}).items()] or None
+        return cls(**{one.name: getattr(sampling, one.name) for one in fields(cls)} | {"logit_bias": biases})
+
+    def to_words(self) -> list[str]:
+        """Words of a command line, for options that are not the defaults."""
+        words = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value != field.default and field.name != "logit_bias":
+                words += ["-t" if field.name == "temperature" else f"--{field.name.replace('_', '-')}", f"{value:g}"]
+        return [*words, *(word for bias in self.logit_bias or () for word in ("--logit-bias", bias))]
+
 
 @dataclass(frozen=True)
 class EndOptions:
@@ -153,6 +169,10 @@ class EndOptions:
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
         }
+
+    def to_words(self) -> list[str]:
+        """Words of a command line for the maximum of tokens, if it was given: all commands that generate have it."""
+        return [] if self.max_new_tokens is None else ["-n", str(self.max_new_tokens)]
 
 
 @dataclass(frozen=True)
@@ -232,7 +252,8 @@ GenerationConfigOption = Annotated[
     str,
     _sampling_option(
         metavar="auto|none",
-        help="auto takes sampling options that are not given from the target's generation_config.json; none does not.",
+        help="auto takes sampling options that are not given from the target's checkpoint, if it states any; none does "
+        "not.",
     ),
 ]
 
@@ -246,15 +267,21 @@ def over_checkpoint(
     Args:
         context: knows which options were given.
     """
-    from outrider.models.reading import defaults_text, sampling_defaults
     from outrider.models.registry import resolve
+    from outrider.models.sampling_defaults import defaults_text, sampling_defaults
 
     spec = resolve(target, models)
-    given = {name for name in context.params if getattr(context.get_parameter_source(name), "name", "") != "DEFAULT"}
-    taken = {name: value for name, value in sampling_defaults(spec, choice).items() if name not in given}
+    with progress(f"reading {short_name(target)}"):
+        taken = not_given(context, sampling_defaults(spec, choice))
     if taken:
-        say(defaults_text(spec.name, taken))
+        say(defaults_text(short_name(spec.name), taken))
     return replace(sampling, **taken)
+
+
+def not_given(context: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of options that the command line does not give."""
+    sources = {name: getattr(context.get_parameter_source(name), "name", "DEFAULT") for name in values}
+    return {name: value for name, value in values.items() if sources[name] == "DEFAULT"}
 
 
 def check_alone(context: typer.Context, kept: Collection[str], remedy: str) -> None:
@@ -316,39 +343,3 @@ def parse_constant_k(text: str) -> list[int]:
     if len(ks) < len(given):
         raise OptionError("-k/--num-draft-tokens", text, "numbers, like 1-8 or 1,2,4")
     return ks
-
-
-def flat(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace each option group in a command's signature by the group's fields, for Typer; and check its files before
-    the command begins."""
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[inspect.Parameter] = []
-    for parameter in inspect.signature(command).parameters.values():
-        if parameter.name not in groups:
-            parameters.append(parameter.replace(annotation=hints[parameter.name], kind=inspect.Parameter.KEYWORD_ONLY))
-            continue
-        group = groups[parameter.name]
-        parameters += [
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=field.default,
-                annotation=get_type_hints(group, include_extras=True)[field.name],
-            )
-            for field in fields(group)
-        ]
-
-    @functools.wraps(command)
-    def flattened(**values: Any) -> None:
-        check_files(values)
-        arguments = {
-            name: group(**{field.name: values.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
-        }
-        command(**arguments, **values)
-
-    flattened.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    flattened.__annotations__ = {p.name: p.annotation for p in parameters}
-    del flattened.__wrapped__  # else inspect finds the command's own signature
-    return flattened

@@ -5,28 +5,30 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import shlex
+import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import textwrap
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from outrider.errors import FileError, MissingExtra, OptionError
-from outrider.system.files import check_writable, write_text
+from outrider.system.files import check_writable, short_name, write_text
 
 if TYPE_CHECKING:
     import rich.table
     from rich.console import Console
 
-    from outrider.bench.run import Measurement
     from outrider.decoder import Decoder
     from outrider.pages.reports import Report, Table
     from outrider.runtime.lm import LM
 
 
-_Item = TypeVar("_Item")
-FILE_WIDTH = 120  # of tables in files and pipes, which have no width
+CLEAR_LINE = "\r\x1b[K"
+FILE_WIDTH = 120  # of tables in files and pipes, unless COLUMNS tells another
 _OUTPUTS = {  # parameters that name files to write ("race": a page without figures), and their options
     "output": "--output",
     "tensors": "--tensors",
@@ -37,8 +39,22 @@ _OUTPUTS = {  # parameters that name files to write ("race": a page without figu
 
 
 def say(message: str) -> None:
-    """Print a message on standard error."""
+    """Print a message on standard error; on a terminal in place of the line of progress, if there is one, and in lines
+    that end between words."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        message = CLEAR_LINE + "\n".join(_folded(line, width) for line in message.splitlines())
     print(message, file=sys.stderr)
+
+
+def clear_line() -> None:
+    """Remove the line of progress from a terminal, to print in its place."""
+    if sys.stderr.isatty():
+        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+
+
+def _folded(line: str, width: int) -> str:
+    return textwrap.fill(line, width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
 
 
 class _OnStderr(logging.Handler):
@@ -66,7 +82,7 @@ def console_for(json_target: str | None, *, has_colours: bool | None = None) -> 
     from rich.console import Console
 
     console = Console(stderr=json_target == "-", highlight=False, emoji=False, force_terminal=has_colours)
-    if not console.file.isatty():
+    if not (console.file.isatty() or os.environ.get("COLUMNS", "").isdigit()):
         console.width = FILE_WIDTH
     return console
 
@@ -89,6 +105,18 @@ def print_command(console: Console, command: str) -> None:
     console.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
 
 
+def print_next(console: Console, about: str, *commands: Sequence[str]) -> None:
+    """Print command lines that a user may want next.
+
+    Args:
+        about: what they do.
+        commands: the words of each, without ``outrider``.
+    """
+    console.print(f"Next, {about}:", style="dim", markup=False)
+    for words in commands:
+        print_command(console, shlex.join(["outrider", *words]))
+
+
 def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Warn on standard error if the target's context ends outputs before ``-n``.
 
@@ -99,51 +127,9 @@ def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequenc
     if longest + max_new_tokens > context_len:
         prompt = "prompt" if len(prompts) == 1 else "longest prompt"
         say(
-            f"-n {max_new_tokens} exceeds the context of {model}, {context_len} tokens: "
+            f"-n {max_new_tokens} exceeds the context of {short_name(model)}, {context_len} tokens: "
             f"with {longest} in the {prompt}, at most {context_len - longest} are generated"
         )
-
-
-@contextmanager
-def progress_bar(what: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Progress bar on standard error, if that is a terminal. Yields a function that takes the number of new steps."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    console = Console(stderr=True)
-    with Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task(what, total=total, completed=done)
-        yield lambda steps: progress.advance(task, steps)
-
-
-def count_items(items: Iterable[_Item], advance: Callable[[int], None]) -> Iterator[_Item]:
-    """Yield items and advance a progress bar after each."""
-    for item in items:
-        yield item
-        advance(1)
-
-
-def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[list[Measurement], bool]:
-    """Collect measurements to the end or Ctrl-C, with a progress bar. Returns them, and whether it was interrupted."""
-    done: list[Measurement] = []
-    with progress_bar(what, total) as advance:
-        try:
-            for measurement in measurements:
-                done.append(measurement)
-                advance(1)
-        except KeyboardInterrupt:
-            return done, True
-    return done, False
 
 
 def check_files(values: Mapping[str, Any]) -> None:
@@ -157,7 +143,7 @@ def check_files(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         given = () if name in _OUTPUTS else value if isinstance(value, list) else [value]
         taken |= {
-            Path(one).resolve() for one in given if isinstance(one, Path) or (isinstance(one, str) and _is_there(one))
+            Path(one).resolve() for one in given if isinstance(one, Path) or (isinstance(one, str) and is_there(one))
         }
     for name, option in _OUTPUTS.items():
         value = values.get(name)
@@ -177,7 +163,7 @@ def check_files(values: Mapping[str, Any]) -> None:
             raise MissingExtra("matplotlib", "plot")
 
 
-def _is_there(name: str) -> bool:
+def is_there(name: str | Path) -> bool:
     """Whether a name, of a model for example, is that of a file or folder."""
     try:
         return Path(name).exists()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.cli.shared.output import progress_bar
+from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def own_text(
     from outrider.replay.log import Header, record_outputs
 
     decoder = decoder.of_one_kind(prompts)
-    with progress_bar("generating with the target", len(lines)) as advance:
+    with progress("generating with the target", len(lines)) as advance:
         categories = [line.category for line in lines]
         records = record_outputs(decoder, prompts, options, categories=categories, on_done=advance)
     return records, Header.of(decoder, options, has_probs=True)

@@ -12,8 +12,10 @@ import typer
 
 from outrider.cli.shared.options import MACHINE_PANEL, MODELS_PANEL, SamplingOptions, parse_k
 from outrider.cli.shared.output import as_read, log_to_stderr
+from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
-from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
+from outrider.options import AUTO, DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, reads_corpus
+from outrider.system.files import short_name
 from outrider.system.resources import useful_threads
 
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class PairOptions:
             "on this machine, and suffix. NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts "
             "before unlikely tokens, NAME:vocab=N drafts the N most frequent tokens (vocab=FILE: a log's), "
             "NAME:window=W reads the last tokens, suffix+NAME looks tokens up where that promises more. Repeatable "
-            "where drafts are compared. Default: fable-draft for fable, else ngram (compare asks for one).",
+            "where drafts are compared. Default: auto; fable-draft for fable.",
         ),
     ] = None
     acceptance: Annotated[str, _model_option(help="Rule: block, rejection or gumbel.")] = DEFAULT_ACCEPTANCE
@@ -128,7 +130,8 @@ class PairOptions:
     @property
     def draft_names(self) -> list[str]:
         """Unique names of the drafts. Raises OptionError: a corpus was given, and no draft reads it."""
-        names = list(dict.fromkeys(self.draft or ["fable-draft" if self.target == "fable" else "ngram"]))
+        default = "suffix" if self.corpus else "fable-draft" if self.target == "fable" else AUTO
+        names = list(dict.fromkeys(self.draft or [default]))
         if self.corpus and not any(map(reads_corpus, names)):
             raise OptionError("--corpus", str(self.corpus[0]), "only the draft 'suffix' reads one: add --draft suffix")
         return names
@@ -144,7 +147,7 @@ class PairOptions:
     def compared_draft(self) -> str:
         """Draft of a command that compares it with plain decoding. Raises OptionError: several drafts, or 'none'."""
         if self.single_draft == "none":
-            raise OptionError("--draft", "none", "there is nothing to compare: choose a model, ngram or suffix")
+            raise OptionError("--draft", "none", "there is nothing to compare: choose a model or suffix")
         return self.single_draft
 
     def to_words(self, draft: str) -> list[str]:
@@ -167,18 +170,20 @@ class PairOptions:
         Args:
             generation_config: see ``outrider.load``. Commands state all sampling options; the server's clients do not.
         """
-        from outrider import load
+        with progress(f"loading libraries, for {short_name(self.target)}"):
+            from outrider import load
 
-        set_threads(self.threads)
+            set_threads(self.threads)
         log_to_stderr("outrider.kernels")
-        log_to_stderr("outrider.decoding")  # measures round costs for adaptive K
-        return load(
-            self.target,
-            **asdict(self.placement),
-            acceptance=self.acceptance,
-            generation_config=generation_config,
-            models_file=self.models,
-        )
+        log_to_stderr("outrider.decoding")
+        with progress(f"loading {short_name(self.target)}"):
+            return load(
+                self.target,
+                **asdict(self.placement),
+                acceptance=self.acceptance,
+                generation_config=generation_config,
+                models_file=self.models,
+            )
 
     @property
     def placement(self) -> Placement:
@@ -208,7 +213,13 @@ class PairOptions:
 
         log_to_stderr("outrider.draft")
         corpus = (self.corpus or ()) if reads_corpus(name) else ()
-        return load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models, corpus=corpus)
+        with progress(f"loading the draft {short_name(name)}"):
+            return load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models, corpus=corpus)
+
+    def load_drafts(self, decoder: Decoder) -> dict[str, Drafter]:
+        """Load all drafts but 'none', by name; that of 'auto' is the name of the draft that it chose."""
+        loaded = [(name, self.load_draft(decoder, name)) for name in self.draft_names if name != "none"]
+        return {drafter.name if name == AUTO else name: drafter for name, drafter in loaded}
 
 
 def _of_pair(name: str) -> Any:
@@ -250,8 +261,9 @@ class DraftOptions:
     allow_pickle: Annotated[bool, _of_pair("allow_pickle")] = False
 
     def names(self, target: str) -> list[str]:
-        """See ``PairOptions.draft_names``."""
-        return PairOptions(target=target, draft=self.draft, corpus=self.corpus).draft_names
+        """See ``PairOptions.draft_names``; by default 'suffix' in place of 'auto', which needs the target."""
+        names = PairOptions(target=target, draft=self.draft, corpus=self.corpus).draft_names
+        return names if self.draft else ["suffix" if name == AUTO else name for name in names]
 
 
 TargetOption = Annotated[str, _of_pair("target")]

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from outrider.cli.shared.options import check_constraint
-from outrider.cli.shared.output import json_text, origin_of, progress_bar, say
+from outrider.cli.shared.output import json_text, origin_of, say
 from outrider.cli.shared.pair_options import PairOptions, options_json
+from outrider.cli.shared.progress import progress
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
 from outrider.offline.output_file import Totals, open_output, row_of, stats_of
@@ -24,6 +25,7 @@ from outrider.offline.prompt_file import PromptFile, Shard, by_length
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
 from outrider.records import Stats, Timing
+from outrider.system.files import short_name
 from outrider.system.ranks import current_ranks
 from outrider.text.chat import Chat
 
@@ -168,9 +170,9 @@ class LocalWorker:
 
     def pair(self) -> str:
         decoder = self.decoder
-        draft, same = decoder.drafter.name, decoder.same_bytes(self._setup.options["temperature"])
+        draft, same = short_name(decoder.drafter.name), decoder.same_bytes(self._setup.options["temperature"])
         how = ", plain" if draft == "none" else f" with {draft}, K = {decoder.num_draft_tokens}, {decoder.acceptance}"
-        return f"{decoder.target.name}{how}, same bytes: {same}"
+        return f"{short_name(decoder.target.name)}{how}, same bytes: {same}"
 
     def origin(self) -> dict[str, Any]:
         return origin_of(self.decoder)
@@ -228,10 +230,10 @@ def run_job(
         raise FileError(f"{lines.path}, {error}") from None
     if num_cut:
         prompts = "1 prompt" if num_cut == 1 else f"{num_cut} prompts"
-        say(f"-n exceeds the context of {setup.pair.target} for {prompts}: generation stops there")
+        say(f"-n exceeds the context of {short_name(setup.pair.target)} for {prompts}: generation stops there")
     start = time.perf_counter()
     try:
-        with progress_bar("prompts", len(indices), len(indices) - len(missing)) as advance:
+        with progress("prompts", len(indices), len(indices) - len(missing)) as advance:
             order = by_length(missing, lengths, num_slots)
             for _, row, stats in workers.rows((index, lines[index]) for index in order):
                 write(json_text(row))

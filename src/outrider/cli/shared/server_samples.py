@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.options import PromptsOption, SamplingOptions
-from outrider.cli.shared.output import as_read, json_text, progress_bar
+from outrider.cli.shared.output import as_read, json_text
+from outrider.cli.shared.progress import progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError, WorkerError
 from outrider.offline.output_file import open_output
@@ -137,7 +138,7 @@ class ServerSamples:
             is_done, _ = file.read_finished(lines, range(len(lines)), lambda line: settings)
             missing = [index for index, done in enumerate(is_done) if not done]
             jobs = ((index, lines[index].prompt, seed + index) for index in missing)
-            with progress_bar("texts", len(lines), len(lines) - len(missing)) as advance:
+            with progress("texts", len(lines), len(lines) - len(missing)) as advance:
                 for index, fields in samples(endpoint, jobs, self.concurrency, self.rate):
                     line, ids, num_read = lines[index], prompts[index], fields["num_prompt_tokens"]
                     if num_read not in (None, len(ids)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.output import say
-from outrider.errors import OptionError, PromptError
+from outrider.errors import FileError, OptionError, PromptError
 from outrider.offline.prompt_file import read_prompts
 from outrider.offline.prompt_row import PromptLine
+from outrider.system.files import short_name
+from outrider.system.ranks import current_ranks
 from outrider.text.chat import Chat, ChatOptions
 
 if TYPE_CHECKING:
@@ -85,6 +88,22 @@ class TemplateOptions:
         return [replace(line, prompt=self.prompt(line.prompt)) for line in (read_prompts(path) if path else texts)]
 
 
+def read_prompt(argument: str | None) -> str:
+    """Text of a prompt: the argument, or standard input (None, and "-"). Raises PromptError, FileError."""
+    if argument not in (None, "-"):
+        text = str(argument)
+    elif sys.stdin.isatty():
+        raise PromptError("no prompt: give one as an argument, pipe it in, or use --prompts FILE")
+    else:
+        try:
+            text = current_ranks().of_first(sys.stdin.buffer.read).decode("utf-8").rstrip("\n")
+        except UnicodeDecodeError as error:
+            raise FileError(f"standard input is not UTF-8 (byte {error.start})") from None
+    if not text.strip():
+        raise PromptError.empty()
+    return text
+
+
 def encode_lines(
     decoder: Decoder,
     lines: Sequence[PromptLine],
@@ -120,4 +139,5 @@ def hint_at_chat(decoder: Decoder, prompts: Sequence[str | Chat]) -> None:
         return
     special = [token for token in tokenizer.all_special_tokens if token]
     if any(isinstance(text, str) and not any(token in text for token in special) for text in prompts):
-        say(f"{decoder.target.name} has a chat template, but continues plain text here: add --chat to ask it as a user")
+        name = short_name(decoder.target.name)
+        say(f"{name} has a chat template, but continues plain text here: add --chat to ask it as a user")

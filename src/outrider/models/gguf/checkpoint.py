@@ -24,7 +24,6 @@ from outrider.models.gguf.families import StatedModel, stated_model
 from outrider.models.gguf.family import Family, place_of
 from outrider.models.gguf.file import GgufFile, StoredTensor, is_readable, shards_of, type_name
 from outrider.models.memory import skeleton
-from outrider.models.quantize import require_packages
 from outrider.models.registry import ModelSpec
 
 _LOG = logging.getLogger(__name__)
@@ -32,9 +31,8 @@ _HALVES = {FORMS[dtype]: dtype for dtype in HALVES.values()}
 
 
 def gguf_file(spec: ModelSpec) -> GgufFile:
-    """The file of a checkpoint, all its shards at hand. Raises ModelNotFound, ModelCorrupt, MissingExtra."""
+    """The file of a checkpoint, all its shards at hand. Raises ModelNotFound, ModelCorrupt."""
     assert spec.gguf is not None
-    require_packages("gguf", spec.gguf)
     if spec.path is not None:
         return GgufFile.open(spec.path / spec.gguf)
     from huggingface_hub import hf_hub_download

@@ -1,0 +1,117 @@
+"""Progress of a command on standard error, in one line for each piece of work: what is done, and what is left.
+
+On a terminal the line changes, and goes when the work ends. Files and pipes get a line after two seconds, then after
+twice the time each, at least one a minute. Work that takes less is not told of there.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+from outrider.cli.shared.output import CLEAR_LINE, say
+
+if TYPE_CHECKING:
+    from outrider.bench.run import Measurement
+
+_Item = TypeVar("_Item")
+FIRST_S = 2.0  # until a file or pipe is told of the work
+_MOST_S = 60.0  # between lines there
+_REFRESH_S, _SHORT_S = 0.25, 0.3  # of a terminal; work that is shorter would make it flicker
+
+
+@contextmanager
+def progress(what: str, total: int | None = None, done: int = 0) -> Iterator[Callable[[int], None]]:
+    """Tell of a piece of work until the block ends; blocks are not nested. Yields a function that takes the number of
+    new steps.
+
+    Args:
+        total: steps; None if they are not counted.
+        done: steps of earlier runs.
+    """
+    num_done, start, is_over = done, time.monotonic(), threading.Event()
+
+    def advance(num_steps: int) -> None:
+        nonlocal num_done
+        num_done += num_steps
+
+    def line() -> str:
+        return line_of(what, time.monotonic() - start, total, num_done, num_done - done)
+
+    tell = _redraw if sys.stderr.isatty() else _write
+    teller = threading.Thread(target=tell, args=(line, is_over), daemon=True)
+    teller.start()
+    try:
+        yield advance
+    finally:
+        is_over.set()
+        teller.join()
+
+
+def count_items(items: Iterable[_Item], advance: Callable[[int], None]) -> Iterator[_Item]:
+    """Yield items, and take one step after each."""
+    for item in items:
+        yield item
+        advance(1)
+
+
+def until_first(items: Iterator[_Item], what: str) -> Iterator[_Item]:
+    """Yield items, and tell of the wait for the first."""
+    with progress(what):
+        first = [item for _, item in zip(range(1), items, strict=False)]
+    yield from first
+    yield from items
+
+
+def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[list[Measurement], bool]:
+    """Collect measurements to the end or Ctrl-C, and tell of them. Returns them, and whether it was interrupted."""
+    done: list[Measurement] = []
+    with progress(what, total) as advance:
+        try:
+            for measurement in measurements:
+                done.append(measurement)
+                advance(1)
+        except KeyboardInterrupt:
+            return done, True
+    return done, False
+
+
+def line_of(what: str, spent_s: float, total: int | None, num_done: int, num_new: int) -> str:
+    """Line that tells how far a piece of work is.
+
+    Args:
+        num_new: steps of this run, by which the time that is left is estimated.
+    """
+    if total is None:
+        return f"{what}: {_time(spent_s)}"
+    left = f", about {_time((total - num_done) * spent_s / num_new)} left" if num_new > 0 else ""
+    return f"{what}: {num_done:,} of {total:,}, {_time(spent_s)}{left}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+def _redraw(line: Callable[[], str], is_over: threading.Event) -> None:
+    """Show the line on a terminal, and remove it at the end."""
+    wait, has_line = _SHORT_S, False
+    while not is_over.wait(wait):
+        width = shutil.get_terminal_size().columns - 1
+        print(CLEAR_LINE + line()[:width], end="", file=sys.stderr, flush=True)
+        wait, has_line = _REFRESH_S, True
+    if has_line:
+        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+
+
+def _write(line: Callable[[], str], is_over: threading.Event) -> None:
+    """Write lines to a file or pipe, after twice the time each."""
+    wait, spent_s = FIRST_S, 0.0
+    while not is_over.wait(wait):
+        spent_s += wait
+        say(line())
+        wait = min(spent_s, _MOST_S)

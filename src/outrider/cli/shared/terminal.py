@@ -1,0 +1,123 @@
+"""Text on a terminal, as it is generated: lines end between words, and Ctrl-C leaves no mark in them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_TAB = 8
+
+
+class Writer:
+    """Writes pieces of text at once. On a terminal, a word that would cross the edge moves to the next line; elsewhere
+    the text is left as it is.
+
+    Args:
+        console: at the beginning of a line.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._is_terminal = console.file.isatty()
+        self._column = self._word_len = 0  # in cells; of the word at the end of the line
+        self._word: list[tuple[str, str]] = []
+
+    def write(self, text: str, style: str = "") -> None:
+        """Write a piece of text.
+
+        Args:
+            style: see ``rich.style``.
+        """
+        from rich.cells import cell_len
+        from rich.control import strip_control_codes
+
+        if not self._is_terminal:
+            self._put(text, style)
+            return
+        width = self._console.width - 1  # so that the cursor never waits behind the last column
+        for run in re.findall(r"\n|[^\S\n]+|\S+", strip_control_codes(text)):
+            if run == "\n":
+                self._begin_line()
+            elif run.isspace():
+                self._word, self._word_len = [], 0
+                before, self._column = self._column, min(width, self._column + cell_len(run))
+                if "\t" in run:
+                    self._column = min(width, (before // _TAB + run.count("\t")) * _TAB)
+                if self._column < width:
+                    self._put(run, style)
+                    continue
+            else:
+                length = cell_len(run)
+                if self._column + length > width:
+                    if self._column > self._word_len:
+                        self._move_word()
+                    if self._column + length > width:  # longer than a line: it is cut
+                        self._cut(run, width, style)
+                        continue
+                self._put(run, style)
+                self._word.append((run, style))
+                self._word_len += length
+                self._column += length
+        self._console.file.flush()
+
+    def _move_word(self) -> None:
+        word, length = self._word, self._word_len
+        if length:
+            self._put(f"\x1b[{length}D\x1b[K")
+        self._begin_line()
+        for text, style in word:
+            self._put(text, style)
+        self._word, self._word_len, self._column = word, length, length
+
+    def _cut(self, word: str, width: int, style: str) -> None:
+        from rich.cells import cell_len
+
+        for char in word:
+            if self._column + cell_len(char) > width:
+                self._begin_line()
+            self._put(char, style)
+            self._column += cell_len(char)
+        self._word, self._word_len = [], 0
+
+    def _begin_line(self) -> None:
+        self._put("\n")
+        self._word, self._word_len, self._column = [], 0, 0
+
+    def _put(self, text: str, style: str = "") -> None:
+        from rich.segment import Segment, Segments
+        from rich.style import Style
+
+        if style and self._console.is_terminal:
+            # A string would have its tabs expanded, as if each piece began a line.
+            self._console.print(Segments([Segment(text, Style.parse(style))]), soft_wrap=True)
+        else:
+            self._console.file.write(text)
+
+
+@contextmanager
+def without_caret() -> Iterator[None]:
+    """Keep the terminal from writing ^C into a text for Ctrl-C."""
+    try:
+        import termios
+
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+        is_ours = os.tcgetpgrp(terminal) == os.getpgrp()  # a job in the background would be stopped
+    except Exception:  # no such system, or no terminal
+        is_ours = False
+    if not is_ours:
+        yield
+        return
+    after = [*before[:3], before[3] & ~termios.ECHOCTL, *before[4:]]
+    try:
+        termios.tcsetattr(terminal, termios.TCSANOW, after)
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
