@@ -119,8 +119,22 @@ def test_threads_that_another_library_numbers(
     (threads,) = (path for path in SOURCES if path.name == "threads.cpp")
     flags = ["-shared", "-fPIC", "-fopenmp", "-Wl,-Bsymbolic", "-o", str(tmp_path / "threads.so")]
     subprocess.run([*compiler(), str(threads), str(tmp_path / "another.cpp"), *flags], check=True)
-    with pytest.raises(OSError, match="another OpenMP than PyTorch: set CXX=g\\+\\+$"):
+    with pytest.raises(OSError, match="another OpenMP than PyTorch's: set CXX=g\\+\\+$"):
         kernel_library._load(tmp_path / "threads.so")
+
+
+def test_functions_of_another_openmp(tmp_path: Path) -> None:
+    """Code by Clang calls LLVM's, which PyTorch for Linux does not have."""
+    (tmp_path / "clang.cpp").write_text('extern "C" int __kmpc_no_such(); int called = __kmpc_no_such();')
+    flags = ["-shared", "-fPIC", "-o", str(tmp_path / "clang.so")]
+    subprocess.run([*compiler(), str(tmp_path / "clang.cpp"), *flags], check=True)
+    with pytest.raises(OSError, match="another OpenMP than PyTorch's: set CXX=g\\+\\+$"):
+        kernel_library._load(tmp_path / "clang.so")
+
+
+def test_no_openmp_is_linked(compiled: bytes) -> None:
+    """A second one beside PyTorch's, or none where PyTorch's has another name, as in wheels."""
+    assert b"omp.so" not in compiled and b"omp.dylib" not in compiled
 
 
 @pytest.mark.parametrize("is_damaged", [True, False])

@@ -1,6 +1,7 @@
 """Compiles the C++ kernels to one library, by whatever C++ compiler is there. It needs no header but the standard's.
 
-This happens when the package is installed from its source (hatch_build.py), so nothing here imports PyTorch.
+This happens when the package is installed from its source, or a wheel built (hatch_build.py), so nothing here imports
+PyTorch.
 
 A library serves one level of vectors: a set of instructions, whatever the processor on which it was compiled.
 """
@@ -31,14 +32,14 @@ HEADERS = sorted(_HERE.glob("*.h"))
 # The sources write fused multiply-adds explicitly (vectors.h), and no others are contracted: no result depends on the
 # compiler. The order of floating-point exceptions need not be kept.
 FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
-# Apple's compiler has no OpenMP of its own: the library uses the one that PyTorch has loaded.
+# No OpenMP is linked: the library calls the one that PyTorch has loaded.
 _IS_APPLE = sys.platform == "darwin"
 _OPENMP = ("-Xclang", "-fopenmp") if _IS_APPLE else ("-fopenmp",)
-_LINKED = ("-shared", "-undefined", "dynamic_lookup") if _IS_APPLE else ("-shared", "-fopenmp")
+_LINKED = ("-shared", "-undefined", "dynamic_lookup") if _IS_APPLE else ("-shared",)
 
 
 INSTALLED = _HERE / "installed"
-"""Folder of the library that was compiled when the package was installed."""
+"""Folder of the libraries that came with the wheel, or of the one that was compiled when the package was installed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,15 @@ def macros(command: Sequence[str], level: Level) -> str:
     return _output([*command, *FLAGS, *level.flags, "-x", "c++", "-dM", "-E", os.devnull])
 
 
+def machine(command: Sequence[str]) -> str:
+    """Machine for which the compiler compiles, one of LEVELS. Raises CompilerError."""
+    predefined = macros(command, BASELINE)
+    for name in LEVELS:
+        if f"#define __{name}__ 1" in predefined:
+            return name
+    raise CompilerError(f"{command[0]} compiles for none of {', '.join(LEVELS)}")
+
+
 def best_level(command: Sequence[str]) -> tuple[Level, str]:
     """The best level that the processor has and the compiler knows, and the compiler's macros for it.
 
@@ -153,7 +163,7 @@ def installed_path(level: Level) -> Path:
 
 def _checksum(level: Level, *others: str) -> str:
     sources = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
-    return hashlib.sha256(repr((*others, FLAGS, level.flags, sources)).encode()).hexdigest()
+    return hashlib.sha256(repr((*others, FLAGS, _LINKED, level.flags, sources)).encode()).hexdigest()
 
 
 def cached_name(command: Sequence[str], level: Level, predefined: str) -> str:

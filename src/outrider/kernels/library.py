@@ -1,7 +1,7 @@
 """The C++ kernels as functions of tensors.
 
-The library was compiled when the package was installed; or it is compiled for this processor when first needed, and
-cached on disk under a hash of its sources, the compiler and the level of vectors (build.py).
+The library came with the wheel, or was compiled when the package was installed; or it is compiled for this processor
+when first needed, and cached on disk under a hash of its sources, the compiler and the level of vectors (build.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from outrider.kernels.build import (
     CompilerError,
@@ -34,6 +33,7 @@ from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 2**24  # on disk
+_OTHER_OPENMP = "it needs another OpenMP than PyTorch's: set CXX=g++"
 # By the type: numbers in ggml, as those of blocks (blocks.py).
 FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
 
@@ -51,8 +51,6 @@ def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_d
         float32, accumulated in float32. [T, O]
     """
     y = x.new_empty(x.shape[0], weight.shape[0])
-    if isinstance(x, FakeTensor):  # memory is predicted: shapes are all there is
-        return y
     x, weight = x.contiguous(), weight.contiguous()  # named, so that copies outlive the call
     kernel = library()
     assert kernel is not None and x.dtype == torch.float32
@@ -80,8 +78,6 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
     Raises:
         IndexError: a row is not there.
     """
-    if isinstance(rows, FakeTensor):
-        return matrix.new_empty(len(rows), width, dtype=torch.float32)
     kernel, stored, places = library(), matrix.cpu().contiguous(), rows.cpu().contiguous()
     assert kernel is not None and stored.dtype == torch.uint8 and places.dtype == torch.int64
     wide = torch.empty(len(places), width)
@@ -190,9 +186,14 @@ def _load(path: Path) -> ctypes.CDLL:
     Raises:
         OSError: it cannot be loaded, or its threads are not numbered (threads.cpp).
     """
-    kernels = ctypes.CDLL(str(path))
+    try:
+        kernels = ctypes.CDLL(str(path))
+    except OSError as error:
+        if "__kmpc_" in str(error):  # undefined: the OpenMP functions that code by Clang calls
+            raise OSError(_OTHER_OPENMP) from None
+        raise
     if not kernels.outrider_threads_are_numbered():
-        raise OSError("it uses another OpenMP than PyTorch: set CXX=g++")
+        raise OSError(_OTHER_OPENMP)
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     matrix: tuple[Any, ...] = (pointer, number, number, number)
     kernels.outrider_few_row_matmul.argtypes = (pointer, number, number, pointer, pointer, *matrix[1:], pointer, number)
