@@ -1,8 +1,8 @@
-"""Check a wheel and an sdist: every file that they should hold, none else, and the version of the tag.
+"""Check wheels and sdists: every file that they should hold, none else, and the version of the tag.
 
 python .ci/check_dist.py FOLDER [TAG]
 
-Run in a clone: the files are those that git tracks.
+Run in a clone: the files are those that git tracks. A wheel for one machine holds the kernels for all its processors.
 """
 
 import subprocess
@@ -12,6 +12,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "src"))
+from outrider.kernels.build import BASELINE, LEVELS, installed_path  # noqa: E402
+
 NOT_IN_SDIST = (".github/", ".pre-commit-config.yaml", ".gitattributes")
 
 
@@ -28,11 +31,17 @@ def differences(found: set[str], expected: set[str]) -> list[str]:
 
 
 def wheel_differences(path: Path, files: set[str]) -> list[str]:
-    """Compare a wheel with the package, its licence and its metadata."""
+    """Compare a wheel with the package, its kernels, its licence and its metadata."""
     found = set(zipfile.ZipFile(path).namelist())
-    about = path.name.removesuffix("-py3-none-any.whl") + ".dist-info/"
-    metadata = {about + name for name in ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")}
-    return differences(found, metadata | {n.removeprefix("src/") for n in files if n.startswith("src/")})
+    name, _, platform = path.stem.partition("-py3-none-")
+    about = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+    expected = {f"{name}.dist-info/{one}" for one in about}
+    expected |= {one.removeprefix("src/") for one in files if one.startswith("src/")}
+    if platform != "any":
+        (levels,) = (LEVELS[one] for one in LEVELS if platform.replace("arm64", "aarch64").endswith(one))
+        paths = map(installed_path, (*levels, BASELINE))
+        expected |= {path.relative_to(ROOT / "src").as_posix() for path in paths}
+    return differences(found, expected)
 
 
 def sdist_differences(path: Path, files: set[str]) -> list[str]:
@@ -45,13 +54,15 @@ def sdist_differences(path: Path, files: set[str]) -> list[str]:
 
 def main() -> None:
     folder = Path(sys.argv[1])
-    (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
-    files = tracked()
-    wrong = [f"{wheel.name}: {line}" for line in wheel_differences(wheel, files)]
-    wrong += [f"{sdist.name}: {line}" for line in sdist_differences(sdist, files)]
-    version = wheel.name.split("-")[1]
-    if sys.argv[2:] and sys.argv[2] != f"v{version}":
-        wrong.append(f"the tag {sys.argv[2]} is not that of version {version}")
+    files, wrong = tracked(), []
+    paths = [*folder.glob("*.whl"), *folder.glob("*.tar.gz")]
+    assert paths, f"nothing is in {folder}"
+    for path in paths:
+        check = wheel_differences if path.suffix == ".whl" else sdist_differences
+        wrong += [f"{path.name}: {line}" for line in check(path, files)]
+        version = path.name.removesuffix(".tar.gz").split("-")[1]
+        if sys.argv[2:] and sys.argv[2] != f"v{version}":
+            wrong.append(f"the tag {sys.argv[2]} is not that of version {version}, {path.name}")
     sys.exit("\n".join(wrong) or None)
 
 

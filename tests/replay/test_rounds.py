@@ -162,12 +162,11 @@ def test_tensors_as_print_writes_them(tmp_path: Path) -> None:
     """Short ones, long ones over several lines, with a device, back to back, of several rows; and as we write them."""
     long = torch.arange(300).view(1, 300)
     path = tmp_path / "log.txt"
-    threshold = torch._tensor_str.PRINT_OPTS.threshold
     torch.set_printoptions(threshold=10_000)
     try:
         printed = str(long)
     finally:
-        torch.set_printoptions(threshold=threshold)
+        torch.set_printoptions(profile="default")
     assert printed.count("\n") > 5
     on_cuda = printed.removesuffix(")") + ",\n       device='cuda:0')"
     two_rows = str(torch.tensor([[1, 22], [333, 4]]))

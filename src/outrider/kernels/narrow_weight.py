@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
 from outrider.kernels.blocks import BlockForm
 from outrider.kernels.library import FORMS, few_row_matmul, interleave, separate, widen_rows
@@ -27,6 +26,7 @@ from outrider.kernels.library import FORMS, few_row_matmul, interleave, separate
 _aten = torch.ops.aten
 _MAX_ROWS, _MAX_ROWS_STORED = 64, 128
 _PANEL_NUMBERS = 2**20  # of a matrix in blocks, widened at a time for more rows: they stay in the processor's cache
+_PLAIN: Any = Tensor.__torch_function__
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
@@ -184,8 +184,7 @@ class NarrowWeight(Tensor):
                 other = cls(other, other.dtype)
             weight.stored, weight.scale, weight.blocks = other.stored, other.scale, other.blocks
             weight.order, weight.experts = other.order, other.experts
-        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
-            return func(*args, **kwargs)
+        return _PLAIN(func, (), args, kwargs)  # of no subclass: results are plain tensors
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -200,8 +199,7 @@ class NarrowWeight(Tensor):
         if func is _aten.embedding.default and args[0].scale is None:
             weight, ids, *_ = args  # the others concern gradients
             return weight._rows(ids.reshape(-1).long().contiguous()).view(*ids.shape, weight.shape[1])
-        args, kwargs = tree_map(lambda one: one.wide() if isinstance(one, cls) else one, (args, kwargs))
-        return func(*args, **kwargs)
+        return func(*map(_widen, args), **{name: _widen(one) for name, one in kwargs.items()})
 
 
 @contextmanager
@@ -216,6 +214,13 @@ def without_rounding(model: nn.Module) -> Iterator[None]:
     finally:
         for weight, form in zip(rounding, forms, strict=True):
             weight.blocks = form
+
+
+def _widen(argument: Any) -> Any:
+    """The argument of an operation with plain tensors, also in lists."""
+    if isinstance(argument, list | tuple):
+        return [_widen(one) for one in argument]
+    return argument.wide() if isinstance(argument, NarrowWeight) else argument
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 _LOG = logging.getLogger(__name__)
 _PAGE_BYTES = 2 * 2**20
@@ -109,8 +108,8 @@ def stored_tensors(tensor: Tensor) -> list[Tensor]:
     """Tensors with the bytes of a parameter, in the order of ``__tensor_flatten__``."""
     if is_shared(tensor):
         return stored_tensors(tensor.to_local())
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
+    if (flatten := getattr(tensor, "__tensor_flatten__", None)) is not None:
+        names, _ = flatten()
         return [inner for name in names for inner in stored_tensors(getattr(tensor, name))]
     scales = [getattr(tensor, "SCB", None)]  # bitsandbytes: 8-bit parameters here, 4-bit ones below
     state = getattr(tensor, "quant_state", None)
