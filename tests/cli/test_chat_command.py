@@ -81,7 +81,8 @@ def test_a_model_for_chats_that_states_no_sampling(outrider: Outrider, tmp_path:
     assert ended.code == 0 and lines[1] == "change it: -t 0.5 and the like; do without: --generation-config none"
     ended = outrider("chat", folder, "none", *asked, "-t", 1, "--top-p", 1, **said)
     assert ended.err.startswith("sampling: top-k 40, min-p 0.05, since")
-    assert "sampling" not in outrider("chat", folder, "none", *asked, "--generation-config", "none", **said).err
+    for more in (("--generation-config", "none"), ("-t", 0)):
+        assert "sampling" not in outrider("chat", folder, "none", *asked, *more, **said).err
     (folder / "generation_config.json").write_text('{"temperature": 1.0}')
     assert "sampling" not in outrider("chat", folder, "none", *asked, **said).err
     assert "sampling" not in outrider("chat", "fable", *asked, **said).err

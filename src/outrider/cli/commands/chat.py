@@ -72,7 +72,8 @@ def chat(
     is_chat = decoder.tokenizer is not None and bool(decoder.tokenizer.chat_template)
     name, notes = short_name(decoder.target.name), []
     if is_chat:
-        if generation_config != "none" and (taken := _for_chats(context, pair)):
+        is_open = generation_config != "none" and sampling.temperature > 0
+        if is_open and (taken := _for_chats(context, pair)):
             from outrider.models.sampling_defaults import values_text
 
             sampling = replace(sampling, **taken)

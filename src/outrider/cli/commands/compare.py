@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 
 _PANEL_HEIGHT = 5  # lines; a smaller panel shows no text
 _PROMPT = "Once upon a time there was a little girl who lived with her grandmother at the edge of a great forest."
-_TASK = """\
-Write a Python class Point with x and y, and the methods add, subtract, multiply and divide, which return a new Point."""
+_TASK = (
+    "Write a Python class Point with x and y, and the methods add, subtract, multiply and divide, which return a new "
+    "Point."
+)
 
 
 @flat
