@@ -71,7 +71,7 @@ def test_texts_of_the_command(outrider: Outrider, written: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("generate", "The fox", "-n", 1), ("compare", "-n", 1, "--num-runs", 1), ("alpha", "-t", 1)]
+    "command", [("generate", "The fox", "-n", 1), ("compare", "The fox", "-n", 1, "--num-runs", 1), ("alpha", "-t", 1)]
 )
 def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str], command: tuple[Any, ...]) -> None:
     """Once, where it is given plain text. Text from a template is none."""

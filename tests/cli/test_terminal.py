@@ -8,6 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
+from outrider.cli.shared.output import FILE_WIDTH, console_for
 from outrider.cli.shared.terminal import Writer, without_caret
 
 
@@ -87,3 +88,10 @@ def test_ctrl_c_leaves_no_mark(monkeypatch: pytest.MonkeyPatch) -> None:
         with without_caret():
             assert has_mark()
     os.close(master)
+
+
+def test_tables_in_pipes_are_as_wide_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "72")
+    assert console_for(None).width == 72
+    monkeypatch.delenv("COLUMNS")
+    assert console_for(None).width == FILE_WIDTH

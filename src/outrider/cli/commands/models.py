@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from outrider.models.registry import ModelSpec
     from outrider.pages.reports import Table
 
+_NEED_NO_MODEL = "suffix, ngram, and mtp (if the checkpoint has the layers) need no other model"
 _USUAL_CONTEXT = 2048
 _USED = 0.9  # of the memory, as for pairs: the rest is for activations
 
@@ -104,6 +105,8 @@ def models(
         found["drafts"] = [] if draft is not None else _drafts(specs[0], models, dtype)
         if found["drafts"]:
             show_table(console, _of_target(target, found["drafts"]))
+        elif draft is None:
+            console.print(f"No draft for {short_name(target)} is known by name: {_NEED_NO_MODEL}.", soft_wrap=True)
         if draft == MTP or is_head(specs[-1]):
             raise OptionError("--draft", draft or target, "a head takes about the size of its file: leave it out")
         context = context or min(_USUAL_CONTEXT, *(context_len(read_config(spec)) for spec in specs))
@@ -303,7 +306,7 @@ def _of_target(target: str, drafts: list[dict[str, Any]]) -> Table:
         )
         for row in drafts
     ]
-    note = "mtp (if the checkpoint has the layers), ngram and suffix need no other model."
+    note = f"{_NEED_NO_MODEL[0].upper()}{_NEED_NO_MODEL[1:]}."
     return Table(
         f"Known drafts of {short_name(target)}",
         ("name", "kind", "format", "here", "parameters", "weights"),

@@ -14,6 +14,7 @@ import typer
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import GenerationConfigOption, parse_k
+from outrider.cli.shared.output import OnStderr
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.progress import progress
 from outrider.errors import MissingExtra, OptionError
@@ -190,7 +191,7 @@ def serve(
 
 @contextmanager
 def _log_on_stderr() -> Iterator[None]:
-    handler = logging.StreamHandler()
+    handler = OnStderr()
     if sys.stderr.isatty():
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
     else:

@@ -57,7 +57,7 @@ def _folded(line: str, width: int) -> str:
     return textwrap.fill(line, width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
 
 
-class _OnStderr(logging.Handler):
+class OnStderr(logging.Handler):
     """Logs to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -68,7 +68,7 @@ def log_to_stderr(name: str = "outrider") -> None:
     """Show a logger's messages on standard error."""
     logger = logging.getLogger(name)
     if not (logger.handlers or logging.getLogger("outrider").handlers):
-        logger.addHandler(_OnStderr())
+        logger.addHandler(OnStderr())
     logger.setLevel(logging.INFO)
 
 

@@ -89,7 +89,7 @@ def line_of(what: str, spent_s: float, total: int | None, num_done: int, num_new
     """
     if total is None:
         return f"{what}: {_time(spent_s)}"
-    left = f", about {_time((total - num_done) * spent_s / num_new)} left" if num_new > 0 else ""
+    left = f", about {_time((total - num_done) * spent_s / num_new)} left" if num_new > 0 and num_done < total else ""
     return f"{what}: {num_done:,} of {total:,}, {_time(spent_s)}{left}"
 
 
