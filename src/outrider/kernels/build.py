@@ -60,6 +60,7 @@ class Level:
 _AVX2 = frozenset("avx2 fma f16c bmi1 bmi2 movbe abm".split())
 _AVX512 = _AVX2 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
 _V3, _V4, _VNNI = "-march=x86-64-v3", "-march=x86-64-v4", "-mavx512vnni"
+_FAST_SUMS = "OUTRIDER_SUMS=fast"  # not a feature, but asked for
 # Levels of each machine, best first.
 LEVELS = {
     "x86_64": (
@@ -68,6 +69,8 @@ LEVELS = {
         Level("avx512", (_V4,), _AVX512),
         Level("avx2-vnni", (_V3, "-mavxvnni"), _AVX2 | {"avx_vnni"}),
         Level("avx2", (_V3,), _AVX2),
+        # The baseline emulates fused multiply-adds; without, float sums are faster, and have other bits than elsewhere.
+        Level("baseline-fast", ("-DROUNDS_TWICE",), frozenset({_FAST_SUMS})),
     ),
     "aarch64": (Level("dotprod", ("-march=armv8.2-a+dotprod",), frozenset({"asimddp"})),),
 }
@@ -78,7 +81,8 @@ _WITHOUT = {"avx2": ("avx512", "amx"), "default": ("avx", "amx", "asimddp")}
 
 
 def levels_here(features: Set[str] | None = None) -> list[Level]:
-    """Levels that this processor has, best first. ``ATEN_CPU_CAPABILITY`` forbids some, as in PyTorch.
+    """Levels that this processor has, best first. ``ATEN_CPU_CAPABILITY`` forbids some, as in PyTorch;
+    ``OUTRIDER_SUMS=fast`` allows faster sums to the baseline.
 
     Args:
         features: of the processor; None to ask the system.
@@ -87,6 +91,8 @@ def levels_here(features: Set[str] | None = None) -> list[Level]:
     without = _WITHOUT.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), ())
     found = {name for name in (_features() if features is None else features) if not name.startswith(without)}
     known = LEVELS.get(_OTHER_NAMES.get(machine, machine), ())
+    if os.environ.get("OUTRIDER_SUMS") == "fast":
+        found.add(_FAST_SUMS)
     return [*(level for level in known if level.features <= found), BASELINE]
 
 

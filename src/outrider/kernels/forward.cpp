@@ -1,7 +1,7 @@
 // A forward of a causal language model in one call: from token ids to logits, with its keys and values in a slot cache.
 //
-// The model is data (model.h; native/engine.py builds it). The tokens are those of any number of sequences; all threads
-// go through the layers together (worker.h).
+// The model is data (model.h; native/model_structure.py builds it). The tokens are those of any number of sequences; all
+// threads go through the layers together (worker.h).
 #include <omp.h>
 
 #include "attention_layer.h"
