@@ -8,6 +8,7 @@ machine's wheel needs no compiler. Packages are those of the environment that ru
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -35,7 +36,10 @@ def make(folder: Path, parts: list[str], compiler: str) -> Path:
     before = set(folder.glob("*.whl"))
     run(sys.executable, "-m", "build", *parts, "-o", folder, OUTRIDER_KERNELS="all", CXX=compiler)
     (wheel,) = set(folder.glob("*.whl")) - before
-    print(run("auditwheel", "show", wheel))
+    shown = run("auditwheel", "show", wheel)
+    print(shown)
+    oldest, tag = (re.search(r"manylinux_2_(\d+)_", text) for text in (shown.partition("platform tag:")[2], wheel.name))
+    assert oldest is not None and tag is not None and int(oldest[1]) <= int(tag[1])
     return wheel
 
 

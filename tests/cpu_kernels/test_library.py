@@ -132,6 +132,24 @@ def test_functions_of_another_openmp(tmp_path: Path) -> None:
         kernel_library._load(tmp_path / "clang.so")
 
 
+def test_a_library_that_another_keeps_to_itself(tmp_path: Path) -> None:
+    """As builds of PyTorch for ARM keep OpenMP: what needs it cannot be loaded before it is shared."""
+    inner, user, needy = (tmp_path / f"lib{name}.so" for name in ("inner", "user", "needy"))
+    for path, code, linked in (
+        (inner, "int outrider_inner() { return 1; }", []),
+        (user, "int outrider_inner(); int outrider_user() { return outrider_inner(); }", [str(inner)]),
+        (needy, "int outrider_inner(); int outrider_needy = outrider_inner();", []),
+    ):
+        (tmp_path / "code.cpp").write_text(f'extern "C" {{ {code} }}')
+        command = [*compiler(), "-shared", "-fPIC", str(tmp_path / "code.cpp"), *linked, "-o", str(path)]
+        subprocess.run(command, check=True)
+    ctypes.CDLL(str(user))
+    with pytest.raises(OSError, match="outrider_inner"):
+        ctypes.CDLL(str(needy))
+    kernel_library._share("outrider_inner", str(user))
+    ctypes.CDLL(str(needy))
+
+
 def test_no_openmp_is_linked(compiled: bytes) -> None:
     """A second one beside PyTorch's, or none where PyTorch's has another name, as in wheels."""
     assert b"omp.so" not in compiled and b"omp.dylib" not in compiled

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from ctypes import byref
 from functools import lru_cache, partial
 from pathlib import Path
@@ -180,12 +182,23 @@ def _compile(command: Sequence[str], level: Level, predefined: str) -> ctypes.CD
         return loaded
 
 
+def _share(function: str, user: str) -> None:
+    """Let libraries that are loaded later find the one whose function this loaded library calls. PyTorch's OpenMP is
+    its own alone in builds for Linux on ARM."""
+    with suppress(OSError, AttributeError):  # not loaded: as on macOS, where all libraries see all others
+        place = getattr(ctypes.CDLL(user, os.RTLD_NOLOAD), function)
+        about = (ctypes.c_char_p * 4)()  # begins with the path
+        if ctypes.CDLL(None).dladdr(place, about) and about[0] is not None:
+            ctypes.CDLL(os.fsdecode(about[0]), ctypes.RTLD_GLOBAL)
+
+
 def _load(path: Path) -> ctypes.CDLL:
     """Load the library.
 
     Raises:
         OSError: it cannot be loaded, or its threads are not numbered (threads.cpp).
     """
+    _share("GOMP_parallel", "libtorch_cpu.so")
     try:
         kernels = ctypes.CDLL(str(path))
     except OSError as error:
