@@ -79,5 +79,5 @@ def test_on_a_terminal_the_line_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [*until_first(items(), "reading " + "many " * 20)] == [1, 2]
     lines = terminal.getvalue().replace("\x1b[K", "").split("\r")
-    assert max(map(len, lines[1].splitlines())) == 39
+    assert max(map(len, lines[1].splitlines())) == 37
     assert "a warning of six words or so, which is\nfolded\n" in lines and lines[-1] == ""

@@ -101,7 +101,7 @@ def _redraw(line: Callable[[], str], is_over: threading.Event) -> None:
     """Show the line on a terminal, and remove it at the end."""
     wait, has_line = _SHORT_S, False
     while not is_over.wait(wait):
-        width = shutil.get_terminal_size().columns - 1
+        width = shutil.get_terminal_size().columns - 3  # with room for the ^C of an interruption
         print(CLEAR_LINE + line()[:width], end="", file=sys.stderr, flush=True)
         wait, has_line = _REFRESH_S, True
     if has_line:
