@@ -36,12 +36,16 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], None]:
     return serve
 
 
-def _handler(owner: str, sent: list[dict[str, Any]], answer: Answer) -> Handler:
-    """A server that lists one model, keeps the bodies of requests, and answers them."""
+def _handler(owner: str, sent: list[dict[str, Any]], answer: Answer, **listed: Any) -> Handler:
+    """A server that lists one model, keeps the bodies of requests, and answers them.
+
+    Args:
+        listed: further fields of the model.
+    """
 
     def handle(request: httpx.Request) -> httpx.Response:
         if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"object": "list", "data": [{"id": "m", "owned_by": owner}]})
+            return httpx.Response(200, json={"object": "list", "data": [{"id": "m", "owned_by": owner} | listed]})
         sent.append(json.loads(request.content) | {"path": request.url.path})
         found = answer(sent[-1])
         return found if isinstance(found, httpx.Response) else httpx.Response(200, json=found)
@@ -102,11 +106,11 @@ def test_each_server_is_asked_in_its_own_words(
 
 def test_transformers_takes_its_options_as_json(serve: Callable[[Handler], None]) -> None:
     sent: list[dict[str, Any]] = []
-    serve(_handler("", sent, lambda body: _completion("stop")))
-    assert "token_ids" not in _open(engine="transformers", model="folder").sample("a", seed=1)
+    serve(_handler("", sent, lambda body: _completion("stop"), created=0, status={"value": "loaded"}))
+    assert "token_ids" not in _open().sample("a", seed=1)
     config = json.loads(sent[1]["generation_config"])
     assert config["do_sample"] is True and config["temperature"] == 0.7 and config["top_k"] == 0
-    _open(engine="transformers", sampling=Sampling(temperature=0.0))
+    _open(sampling=Sampling(temperature=0.0))
     assert json.loads(sent[2]["generation_config"]) == {"do_sample": False} and "logprobs" not in sent[2]
 
 

@@ -1,12 +1,13 @@
 """Samples from the OpenAI-compatible endpoint of any server, one request each.
 
 Servers name the same option differently and have defaults of their own, so every option that changes the distribution
-is sent. They return token ids in different fields, or text only. The owner of the models (``/v1/models``) tells most
-of them apart.
+is sent. They return token ids in different fields, or text only. The list of models (``/v1/models``) tells most of them
+apart, by the models' owner or by a field that others lack.
 
 Sources: vLLM, vllm/entrypoints/openai/completion/protocol.py (return_token_ids); llama.cpp, tools/server/
 server-schema.cpp and server-task.cpp (return_tokens, __verbose); llama-cpp-python, llama_cpp/server/types.py and
-llama_cpp/llama.py (the end token is not counted); Transformers, cli/serving/utils.py (generation_config).
+llama_cpp/llama.py (the end token is not counted); Transformers, cli/serving/utils.py (generation_config) and
+model_manager.py (owner and status of a model).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -147,8 +148,7 @@ class Endpoint:
             raise OptionError("--model", model, f"the server has several: {', '.join(names)}" if names else "name one")
         model = model or names[0]
         if engine == "auto":
-            owners = {one.get("owned_by") for one in listed if len(names) == 1 or one["id"] == model}
-            engine = next((name for owner, name in _OWNERS.items() if owner in owners), "openai")
+            engine = _engine_of([one for one in listed if len(names) == 1 or one["id"] == model])
         own = ENGINES[engine]
         body = {"model": model, **own.always, **_options(own, engine, sampling)}
         ids = _ids_by_bytes(tokenizer) if own.has_logprobs and engine == "openai" else {}
@@ -203,6 +203,16 @@ class Endpoint:
                     ) from None
             time.sleep(wait_s)
         raise AssertionError("the last try returns or raises")
+
+
+def _engine_of(listed: Sequence[Mapping[str, Any]]) -> str:
+    """The API of a server that lists these models. Transformers' models have their makers as owners, and a status."""
+    for one in listed:
+        if one.get("owned_by") in _OWNERS:
+            return _OWNERS[one["owned_by"]]
+        if "status" in one:
+            return "transformers"
+    return "openai"
 
 
 def samples(
