@@ -139,6 +139,7 @@ def test_stop_strings_and_limits_still_end_a_text() -> None:
             {"grammar": "start: T\nT: " + " & ".join(f"/{one}/" for one in _PATTERNS)},
             "more than 5 operators &",
         ),
+        ({"grammar": "start: a\na[max_tokens=3]: /.*/"}, "limit a rule by a regular expression, not by max_tokens"),
         ({"regex": "a" * 300_000}, "it has 300000 bytes, the limit is 262144"),
         ({"json_schema": {"anyOf": [{"pattern": "a"}] * 1001}}, "it has 1001 patterns, the limit is 1000"),
         ({"regex": "\ud800"}, "surrogates not allowed"),

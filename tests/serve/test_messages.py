@@ -115,8 +115,14 @@ def test_fields(server: Running) -> None:
     ]
     found = send(server, system=system, messages=[ASK], max_tokens=20, metadata={"user_id": "me"})
     chat = {"messages": [{"role": "system", "content": "Be brief"}, ASK], "max_tokens": 20}
-    want = send(server, "/v1/chat/completions", **chat)["choices"][0]["message"]["content"]
-    assert found["content"][0]["text"] == want
+    same = send(server, "/v1/chat/completions", **chat)
+    assert found["content"][0]["text"] == same["choices"][0]["message"]["content"]
+    counted = send(server, f"{URL}/count_tokens", system=system, messages=[ASK])
+    assert counted == {"status": 200, "input_tokens": same["usage"]["prompt_tokens"]}
+    long = [{"role": "user", "content": "Rome? " * 1000}]  # more than the context
+    assert send(server, f"{URL}/count_tokens", messages=long)["input_tokens"] > 5000
+    found = send(server, f"{URL}/count_tokens", messages=[])
+    assert (found["status"], found["type"], found["error"]["param"]) == (400, "error", "messages")
     form = {"type": "json_schema", "schema": WEATHER}
     text = send(server, messages=[ASK], output_config={"format": form})["content"][0]["text"]
     assert sorted(json.loads(text)) == ["city", "days"]

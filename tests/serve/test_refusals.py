@@ -121,6 +121,15 @@ def test_a_grammar_that_comes_to_its_limits(http: httpx.Client) -> None:
     assert error["param"] == "guided_grammar" and "Too many items" in error["message"]
 
 
+def test_a_constraint_under_an_older_and_a_newer_name(http: httpx.Client) -> None:
+    """Is one, as guidance sends it."""
+    body = {"prompt": "A", "guided_grammar": 'start: "hen"', "structured_outputs": {"grammar": 'start: "hen"'}}
+    answer = http.post("/v1/completions", json=body | {"guided_decoding_backend": "guidance"}).raise_for_status().json()
+    assert answer["choices"][0]["text"] == "hen"
+    error = refused(http.post("/v1/completions", json=body | {"guided_grammar": 'start: "fox"'}))
+    assert "all constrain the output" in error["message"]
+
+
 def test_thousands_of_choices(http: httpx.Client) -> None:
     labels = [f"label number {i * 7919} of {i}" for i in range(3000)]
     body = {"prompt": "A", "seed": 1, "max_tokens": 100, "guided_choice": labels}
@@ -386,6 +395,8 @@ def test_bodies_that_are_no_object(http: httpx.Client) -> None:
 
 def test_other_refusals(http: httpx.Client) -> None:
     assert refused(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
+    for path in ("/v1/embeddings", "/v1/images/generations"):
+        assert "are not served" in refused(http.post(path, json={"input": "A"}), 404)["message"]
     response = http.get("/v1/completions")
     refused(response, 405)
     assert response.headers["allow"] == "POST"

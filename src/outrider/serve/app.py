@@ -52,6 +52,7 @@ _STREAM_HEADERS = [
     (b"x-accel-buffering", b"no"),
 ]
 Prepare = Callable[..., Any]  # of a preparer, ``ask``
+_OTHER_KINDS = {"embeddings", "images", "moderations"}  # OpenAI's endpoints for other models
 _OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", *PAGE}
 
 
@@ -81,8 +82,11 @@ class App:
         others = [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._card),
-            Route("/tokenize", self._tokenize, methods=["POST"]),
-            Route("/detokenize", self._detokenize, methods=["POST"]),
+            Route("/tokenize", partial(self._json_response, Preparer.tokenize), methods=["POST"]),
+            Route("/detokenize", partial(self._json_response, Preparer.detokenize), methods=["POST"]),
+            Route(
+                f"{messages.PATH}/count_tokens", partial(self._json_response, Preparer.count_tokens), methods=["POST"]
+            ),
             Route("/tokenizer_info", self._tokenizer_info),
             Route("/health", self._health),
             Route("/ping", self._health),
@@ -196,14 +200,8 @@ class App:
     async def _race_choices(self, request: Request) -> Response:
         return JSONResponse(choices(self._preparer_of(request.query_params.get("model"))))
 
-    async def _tokenize(self, request: Request) -> Response:
-        return await self._json_response(Preparer.tokenize, request)
-
     async def _tokenizer_info(self, request: Request) -> Response:
         return JSONResponse(self._preparer_of(request.query_params.get("model")).tokenizer_info())
-
-    async def _detokenize(self, request: Request) -> Response:
-        return await self._json_response(Preparer.detokenize, request)
 
     def _preparer_of(self, name: Any) -> Preparer:
         """Find what prepares a request. May be called from any thread.
@@ -387,7 +385,7 @@ def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
 
 def _response(refusal: Refusal, path: str, headers: Mapping[str, str] | None = None) -> Response:
     when = {} if refusal.retry_after_s is None else {"retry-after": str(refusal.retry_after_s)}
-    body = messages.error_json(refusal) if path == messages.PATH else refusal.to_json()
+    body = messages.error_json(refusal) if path.startswith(messages.PATH) else refusal.to_json()
     return JSONResponse(body, refusal.status, {**(headers or {}), **when})
 
 
@@ -403,6 +401,9 @@ async def _fail(request: Request, error: Exception) -> Response:
 async def _refuse_http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{error.detail}: {request.method} {request.url.path:.100}"
+    kind = request.url.path.removeprefix("/v1/").partition("/")[0]
+    if error.status_code == 404 and kind in _OTHER_KINDS:
+        message = f"{kind} are not served: this server writes text; name another server for {kind} in the client"
     type_ = "NotFoundError" if error.status_code == 404 else "invalid_request_error"
     return _response(Refusal(message, status=error.status_code, type_=type_), request.url.path, error.headers)
 

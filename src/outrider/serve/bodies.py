@@ -481,7 +481,8 @@ class GenerationBody(Body):
         kinds |= {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar"}
         found |= {name: (kind, getattr(self, name)) for name, kind in kinds.items()}
         given = {name: pair for name, pair in found.items() if pair[1] is not None}
-        if len(given) > 1:
+        # The same constraint twice is one: clients send it under older and newer names.
+        if any(pair != next(iter(given.values())) for pair in given.values()):
             raise Refusal(f"{' and '.join(given)} all constrain the output: give one of them", param=list(given)[1])
         for name, (kind, value) in given.items():
             if kind == "choice":
@@ -525,7 +526,7 @@ class OpenAIBody(GenerationBody):
             "user store metadata service_tier prediction safety_identifier prompt_cache_key prompt_cache_retention "
             "prompt_cache_options moderation "
             # vLLM, SGLang
-            "request_id cache_salt stream_reasoning rid "
+            "request_id cache_salt stream_reasoning rid guided_decoding_backend "
             # llama.cpp; the last ones belong to samplers of the list above
             "cache_prompt id_slot n_keep n_discard timings_per_token return_progress use_cache xtc_threshold "
             "dynatemp_exponent mirostat_tau mirostat_eta dry_base dry_allowed_length dry_penalty_last_n "

@@ -16,6 +16,7 @@ from outrider.serve.answers import Answer
 from outrider.serve.bodies import DetokenizeBody, GenerationBody, ParsedRequest, TokenizeBody
 from outrider.serve.http_errors import Refusal
 from outrider.serve.logprobs import TokenTexts, check_scores
+from outrider.serve.messages import MessageBody
 from outrider.serve.served_model import ServedModel
 from outrider.text.chat import Chat
 from outrider.text.chat_images import chat_inputs, has_images
@@ -90,13 +91,7 @@ class Preparer:
         if len(ask.prompts) * ask.body.n > most_rows:  # before they are tokenized
             message = f"the request needs {len(ask.prompts) * ask.body.n} completions: this server allows {most_rows}"
             raise Refusal(message, param="n" if len(ask.prompts) <= most_rows else ask.body.PROMPT)
-        # No file is opened for images.
-        prompts = [
-            chat_inputs(self.decoder.processor, prompt, reads_files=False, fetched=ask.fetched)  # type: ignore[arg-type]
-            if has_images(prompt)
-            else prompt
-            for prompt in ask.prompts
-        ]
+        prompts = [self._with_images(prompt, ask) for prompt in ask.prompts]
         all_ids = [self.token_ids(prompt, ask.body.add_special_tokens) for prompt in prompts]
         check_scores(ask.scores, sum(map(len, all_ids)) * ask.body.n)
         budget = ask.options.get("thinking_budget")
@@ -149,15 +144,21 @@ class Preparer:
         self._check_room(len(ids), self.capacity - 1, "tokens")
         return ids
 
+    def count_tokens(self, sent: Mapping[str, Any]) -> dict[str, Any]:
+        """Count the tokens of messages of any length. Raises Refusal."""
+        ask = self.parse(MessageBody, sent)
+        try:
+            prompt = self._with_images(ask.prompts[0], ask)
+            ids = self.token_ids(prompt) if isinstance(prompt, Mapping) else self._ids_of_any_length(prompt)
+        except UsageError as error:
+            raise ask.refusal_of(error) from None
+        return {"input_tokens": len(ids)}
+
     def tokenize(self, sent: Mapping[str, Any]) -> dict[str, Any]:
         """Tokenize a prompt or messages of any length. Raises Refusal."""
         body = TokenizeBody.read(sent)
         try:
-            prompt = body.text()
-            if (num_bytes := _num_bytes(prompt)) > _MOST_TOKENIZED_BYTES:
-                most = f"at most {_MOST_TOKENIZED_BYTES} are tokenized per request"
-                raise PromptError(f"{num_bytes} bytes are too many: {most}")
-            ids = encode(self._tokenizer, prompt, has_special=body.add_special_tokens) if prompt else []
+            ids = self._ids_of_any_length(body.text(), body.add_special_tokens)
         except UsageError as error:
             raise body.refusal_of(error) from None
         answer = {"count": len(ids), "max_model_len": self.capacity, "tokens": ids}
@@ -183,6 +184,19 @@ class Preparer:
         if not all(0 <= i < vocab_size for i in ids):
             raise Refusal(f"tokens must be a list of token ids below {vocab_size}", param="tokens")
         return {"prompt": self._decode(ids)}
+
+    def _with_images(self, prompt: Prompt, ask: ParsedRequest) -> Prompt:
+        """A prompt whose images are read, without opening files. Raises PromptError."""
+        if not has_images(prompt):
+            return prompt
+        return chat_inputs(self.decoder.processor, prompt, reads_files=False, fetched=ask.fetched)  # type: ignore[arg-type]
+
+    def _ids_of_any_length(self, prompt: Prompt, has_special: bool | None = None) -> list[int]:
+        """Raises PromptError, OptionError."""
+        if (num_bytes := _num_bytes(prompt)) > _MOST_TOKENIZED_BYTES:
+            most = f"at most {_MOST_TOKENIZED_BYTES} are tokenized per request"
+            raise PromptError(f"{num_bytes} bytes are too many: {most}")
+        return encode(self._tokenizer, prompt, has_special=has_special) if prompt else []
 
     def _new_parser(self, ask: ParsedRequest, thinking: Thinking | None, ids: Sequence[int]) -> OutputParser:
         return OutputParser(

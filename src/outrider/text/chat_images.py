@@ -103,7 +103,9 @@ def chat_inputs(
         MissingExtra
     """
     if processor is None or not getattr(processor, "chat_template", None):
-        raise PromptError("there are images in the prompt, but no processor with a chat template that reads them")
+        raise PromptError(
+            "this model reads no images (it has no processor with a chat template): leave them out of the messages"
+        )
     if find_spec("PIL") is None:
         raise MissingExtra("pillow", "images", "an image")
     images: list[Any] = []
