@@ -342,7 +342,7 @@ def instructor(at: At) -> None:
 
 
 def guidance(at: At) -> None:
-    """chat, a choice, a regular expression, JSON"""
+    """chat, a choice, a regular expression, JSON; attributes of a gen refused"""
     from guidance import assistant, gen, select, system, user
     from guidance import json as form
     from guidance.models.experimental import VLLMModel
@@ -355,7 +355,10 @@ def guidance(at: At) -> None:
         with assistant():
             return (model + part)["said"]
 
-    check_paris(asked(at.real, "smollm2", FRANCE, gen("said", regex=".*", temperature=0.0)))
+    assert asked(at.real, "smollm2", FRANCE, gen("said", regex="It is [A-Z][a-z]+")).startswith("It is ")
+    for attribute in ({"max_tokens": 20}, {"temperature": 0.0}):
+        wrong = gen("said", **attribute)
+        check_refused(lambda wrong=wrong: asked(at.real, "smollm2", FRANCE, wrong), *attribute)
     question = [{"role": "user", "content": ASK}]
     for part in (select(["Rome", "Oslo"], name="said"), gen("said", regex="Rome|Oslo")):
         assert asked(at.toy, "toy", question, part) in ("Rome", "Oslo")

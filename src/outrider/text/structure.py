@@ -39,7 +39,8 @@ _MOST_PATTERNS = 1000  # of a schema; if each is for another string, they are re
 _MOST_INTERSECTIONS = 5
 _FORMATS = frozenset(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"])
 _DATA = frozenset(["const", "default", "enum", "examples"])  # keys of a schema whose values are not schemas
-_ONE_WAY = re.compile(r"[\[,]\s*(max_tokens|stop)\s*=")  # attributes of rules that llguidance cannot roll back
+# Attributes of rules: llguidance cannot roll back the first two, and leaves the last one to its caller.
+_ATTRIBUTES = re.compile(r"[\[,]\s*(max_tokens|stop|temperature)\s*=")
 _LITERALS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/(?:\\.|[^/\\])+/', re.DOTALL)  # and comments
 
 _MOST_CPU_S = 2  # ordinary constraints take 0.1, most of it for the start of Python
@@ -164,8 +165,10 @@ def _grammar(name: str, value: str | Mapping[str, Any]) -> str:
         symbols = _LITERALS.sub("", grammar)
         if symbols.count("&") > _MOST_INTERSECTIONS:
             raise OptionError(name, value, f"it has more than {_MOST_INTERSECTIONS} operators &")
-        if _ONE_WAY.search(symbols):
-            remedy = "limit a rule by a regular expression, not by max_tokens or stop: drafts may be taken back"
+        if (found := _ATTRIBUTES.search(symbols)) is not None:
+            remedy = (
+                f"{found[1]} of a rule is not supported: limit rules by regular expressions, and give it beside them"
+            )
             raise OptionError(name, value, remedy)
     if not _can_be_read(grammar):
         raise OptionError(name, value, "it takes too much time or memory to read: make it simpler")
