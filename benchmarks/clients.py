@@ -355,7 +355,7 @@ def guidance(at: At) -> None:
         with assistant():
             return (model + part)["said"]
 
-    assert asked(at.real, "smollm2", FRANCE, gen("said", regex="It is [A-Z][a-z]+")).startswith("It is ")
+    assert asked(at.real, "smollm2", FRANCE, gen("said", regex="It is [A-Z][a-z]{2,9}")).startswith("It is ")
     for attribute in ({"max_tokens": 20}, {"temperature": 0.0}):
         wrong = gen("said", **attribute)
         check_refused(lambda wrong=wrong: asked(at.real, "smollm2", FRANCE, wrong), *attribute)
