@@ -71,7 +71,10 @@ def _compile_all(folder: Path) -> tuple[list[Path], str]:
     if oldest is not None:
         return libraries, f"macosx_{int(oldest[1]) // 10000}_0_{machine.replace('aarch64', 'arm64')}"
     if _newest(libraries, "GLIBCXX_3.4") > _GLIBCXX:
-        raise build.CompilerError(f"{command[0]} is too new: its C++ library has symbols that older systems lack")
+        raise build.CompilerError(
+            f"{command[0]} needs GLIBCXX_3.4.{_newest(libraries, 'GLIBCXX_3.4')}, and a wheel may need 3.4.{_GLIBCXX}: "
+            "set CXX to an older GCC, such as 12"
+        )
     return libraries, f"manylinux_2_{max(_GLIBC, _newest(libraries, 'GLIBC_2'))}_{machine}"
 
 

@@ -225,6 +225,18 @@ def test_levels_of_processors(
     assert [level.name for level in levels_here(set(features.split()))] == want.split()
 
 
+def test_faster_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for, and of the baseline alone."""
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
+    monkeypatch.setenv("OUTRIDER_SUMS", "fast")
+    assert [level.name for level in levels_here({"avx"})] == ["baseline-fast", "baseline"]
+    assert levels_here(set(_ZEN_3.split()))[0].name == "avx2"
+    monkeypatch.setenv("OUTRIDER_SUMS", "Fast")
+    with pytest.raises(kernel_build.CompilerError, match="OUTRIDER_SUMS is 'Fast': set fast"):
+        levels_here()
+
+
 def test_levels_where_the_system_lists_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS and Windows: PyTorch tells."""
     monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)

@@ -75,7 +75,8 @@ class Teacher:
         found = {i: states for i, path in enumerate(paths) if (states := _stored(path)) is not None}
         if missing := [i for i in range(len(paths)) if i not in found]:
             logits, states, last = read_target(self.target, self.features, ids[missing])
-            self._check(self._wanted(logits), last)
+            self._check(self._wanted(logits[:1]), last[:1])
+            del logits
             folder.mkdir(parents=True, exist_ok=True)
             for i, row in zip(missing, torch.cat((states, last), dim=-1).to("cpu", torch.bfloat16), strict=True):
                 write_whole(paths[i], save({"states": row}))

@@ -82,16 +82,22 @@ _WITHOUT = {"avx2": ("avx512", "amx"), "default": ("avx", "amx", "asimddp")}
 
 def levels_here(features: Set[str] | None = None) -> list[Level]:
     """Levels that this processor has, best first. ``ATEN_CPU_CAPABILITY`` forbids some, as in PyTorch;
-    ``OUTRIDER_SUMS=fast`` allows faster sums to the baseline.
+    ``OUTRIDER_SUMS=fast`` allows faster sums to the baseline; other levels need none.
 
     Args:
         features: of the processor; None to ask the system.
+
+    Raises:
+        CompilerError: OUTRIDER_SUMS is something else.
     """
     machine = platform.machine()
     without = _WITHOUT.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), ())
     found = {name for name in (_features() if features is None else features) if not name.startswith(without)}
     known = LEVELS.get(_OTHER_NAMES.get(machine, machine), ())
-    if os.environ.get("OUTRIDER_SUMS") == "fast":
+    sums = os.environ.get("OUTRIDER_SUMS", "")
+    if sums not in ("", "fast"):
+        raise CompilerError(f"OUTRIDER_SUMS is {sums!r}: set fast, or unset it")
+    if sums:
         found.add(_FAST_SUMS)
     return [*(level for level in known if level.features <= found), BASELINE]
 

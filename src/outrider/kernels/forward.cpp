@@ -2,12 +2,15 @@
 //
 // The model is data (model.h; native/model_structure.py builds it). The tokens are those of any number of sequences; all
 // threads go through the layers together (worker.h).
-#include <omp.h>
-
 #include "attention_layer.h"
 #include "experts.h"
 #include "mlp.h"
 #include "recurrence_layer.h"
+
+extern "C" {  // Apple's compiler has no omp.h
+int omp_get_thread_num();
+int omp_get_num_threads();
+}
 
 namespace {
 

@@ -4,10 +4,10 @@
 // the first one answers, so all threads of the other one get the number 0. Kernels that share work by this number would
 // be wrong, and the threads of the two would wait for one another's processors.
 
-#include <omp.h>
-
 #include <cstdint>
 #include <thread>
+
+extern "C" int omp_get_thread_num();  // Apple's compiler has no omp.h
 
 extern "C" int32_t outrider_threads_are_numbered() {
   static const bool are_numbered = [] {

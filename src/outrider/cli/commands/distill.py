@@ -115,8 +115,9 @@ class TrainingOptions:
         bool,
         typer.Option(
             "--keep-states",
-            help="Keep the target's hidden states of sequences in files, so that it reads each once. They "
-            "take 2 bytes for each number: 1,152 for a token of a target of width 576, four times as many with a head.",
+            help="Keep the target's hidden states of sequences in files, so that it reads each once; alpha is then "
+            "that of states in bfloat16. They take 2 bytes for each number: 1,152 for a token of a target of width "
+            "576, four times as many with a head.",
         ),
     ] = False
     written_fraction: Annotated[
