@@ -174,7 +174,7 @@ def load_drafter(
     if draft is None or draft == "none":
         return NO_DRAFTER
     if draft == AUTO:
-        return _load_auto(decoder, placement, models_file)
+        return load_auto(decoder, placement, models_file)[1]
     if draft == "ngram":
         return ngram_drafter()
     if draft == "suffix":
@@ -228,9 +228,13 @@ def _with_vocab(
     return with_vocab(lm, options, decoder.tokenizer, decoder.eos_ids | decoder.turn_ids, quantization)
 
 
-def _load_auto(decoder: Decoder, placement: Placement, models_file: Path | None) -> Drafter:
+def load_auto(decoder: Decoder, placement: Placement, models_file: Path | None) -> tuple[str, Drafter]:
     """Load the MTP layers of the target's checkpoint; or else the first known draft of the target that is on this
-    machine; or else ``suffix``. Says which."""
+    machine; or else ``suffix``. Says which.
+
+    Returns:
+        The name by which ``load_drafter`` loads it, and the drafter.
+    """
     target, name_of_target = decoder.target, short_name(decoder.target.name)
     try:
         found = drafts_of(resolve(target.name, models_file), known_models(models_file))
@@ -244,11 +248,11 @@ def _load_auto(decoder: Decoder, placement: Placement, models_file: Path | None)
             (_LOG if name == MTP and isinstance(error, UnsupportedModel) else _CHOICE).info("not %s: %s", name, error)
         else:
             _CHOICE.info("draft: %s, which %s has here", name, name_of_target)
-            return drafter
+            return name, drafter
     far = [spec.name for spec in found if spec.name not in here]
     hint = f" ({', '.join(far)}: by --draft NAME, from the hub)" if far else ""
     _CHOICE.info("draft: suffix (look-ups): no draft for %s is on this machine%s", name_of_target, hint)
-    return load_suffix(decoder.tokenizer, target.vocab_size, ())
+    return "suffix", load_suffix(decoder.tokenizer, target.vocab_size, ())
 
 
 def _check_placement(placement: Placement, target: LM) -> None:

@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from commands import Outrider, only_document
+from heads import write_mtp
 from outrider.bench.run import Arm, Case, Measurement
 from outrider.cli.commands import compare as command
 from outrider.errors import NumericsError
@@ -45,8 +46,8 @@ def test_the_race_and_the_verdict(outrider: Outrider) -> None:
     for part in ("prefill", "draft", "verify", "rest"):
         assert part in ended.out
     assert max(len(line.rstrip()) for line in ended.out.splitlines()[-12:]) <= 120
-    words = "--target fable --draft fable-draft --dtype float64 --execution eager -n 8"
-    commands = "".join(f"  outrider {command} {words}\n" for command in ("plan", "certify"))
+    words = "--target fable --draft fable-draft --dtype float64 --execution eager -n 8 --seed 3"
+    commands = f"  outrider plan {words}\n  outrider certify {words} -k 4\n"
     assert ended.out.endswith(f"{line}\nNext, with your own prompts (--prompts FILE):\n{commands}")
 
 
@@ -90,8 +91,9 @@ def test_the_same_bytes(options: tuple[str, ...], num_texts: str, outrider: Outr
     """The last line says so, of the texts that differ from each other; the document has their SHA-256."""
     ended = outrider("compare", PROMPT, *QUICK, *options, "--json", "-")
     assert f" times as fast, same bytes ({num_texts}, sha256 equal)\n" in ended.err
-    words = "-t 0" if "-t" in options else "--acceptance gumbel"
-    assert ended.err.endswith(f"(--prompts FILE):\n  outrider plan --target fable --draft fable-draft {words} -n 8\n")
+    words = "-n 8 -t 0" if "-t" in options else "--acceptance gumbel -n 8"
+    plan = f"outrider plan --target fable --draft fable-draft {words} --seed 3"
+    assert ended.err.endswith(f"(--prompts FILE):\n  {plan}\n")
     document = only_document(ended.out, "compare")
     (same,) = document["same_bytes"]
     assert same["promise"] == document["provenance"]["same_bytes"] == "promised" and same["differences"] == []
@@ -113,17 +115,22 @@ def test_other_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> Non
     assert arms[0]["texts_sha256"] not in [arm["texts_sha256"] for arm in arms[1:]]
 
 
-def test_measurements_outlive_an_explanation(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("error", "code"), [(NumericsError("no distribution"), 1), (KeyboardInterrupt(), 130)])
+def test_measurements_outlive_an_explanation(
+    outrider: Outrider, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int
+) -> None:
     """That fails, or is interrupted: the report comes, and says which texts differ."""
 
     def fail(*_: object, **__: object) -> None:
-        raise NumericsError("no distribution")
+        raise error
 
     monkeypatch.setattr("outrider.certify.divergence.explain", fail)
     monkeypatch.setattr("outrider.bench.run.warm_up", lambda *_: depend_on_columns(monkeypatch))
     ended = outrider("compare", PROMPT, *QUICK, "-t", 0, "--json", "-")
-    assert ended.code == 1 and "NumericsError: no distribution" in ended.err
-    (same,) = only_document(ended.out, "compare")["same_bytes"]
+    assert ended.code == code and f"({type(error).__name__}: {error})" in ended.err
+    document = only_document(ended.out, "compare")
+    (same,) = document["same_bytes"]
+    assert document["is_interrupted"] is (code == 130)
     assert [one["verdict"] for one in same["differences"]] == ["unexplained"]
     assert "but 1 of 1 text differs" in ended.err
 
@@ -137,8 +144,20 @@ def test_a_model_for_chats_gets_a_task(outrider: Outrider, monkeypatch: pytest.M
     assert ended.code == 0 and "draft: suffix (look-ups): no draft for model is on this machine\n" in ended.err
     options = json.loads((tmp_path / "a.json").read_text())["options"]
     assert options["chat"] and options["prompt"] == command._TASK and options["target"] == str(folder)
-    assert f"  outrider plan --target {folder} --draft suffix --chat -n 4\n" in ended.out
+    assert f"  outrider plan --target {folder} --draft suffix --chat -n 4\n" in ended.out  # no sampling is stated
     assert "\nmodel, 1 run of each arm" in ended.out and str(folder) not in ended.out.split("Next")[0]
+
+
+def test_the_next_commands_sample_as_this_one(outrider: Outrider, tmp_path: Path) -> None:
+    """The options given win over those that the checkpoint states; MTP layers have a name; what cannot be handed on is
+    named."""
+    folder = save(tmp_path / "model", random_llama(context_len=256), word_tokenizer())
+    write_mtp(folder, random_llama(context_len=256), layout="qwen")
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 3}')
+    ended = outrider("compare", folder, "a", "-n", 4, "--num-runs", 1, "-t", 1, "-k", 2, "--stop", "zzz")
+    words = f"--target {folder} --draft mtp -n 4 --top-k 3 --generation-config none"
+    next_ = f"Next, with your own prompts (--prompts FILE; they have no --stop):\n  outrider plan {words}\n"
+    assert ended.code == 0 and ended.out.endswith(f"{next_}  outrider certify {words} -k 2\n")
 
 
 def test_runs_differ_in_their_seeds_and_arms_do_not(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:

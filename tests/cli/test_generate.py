@@ -124,7 +124,8 @@ def test_a_text_that_a_seed_does_not_repeat(outrider: Outrider) -> None:
 
 @pytest.mark.usefixtures("unloaded")
 def test_the_target_may_stand_first(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """In place of --target: a known name, a folder, a GGUF file or a hub id. Any other single word is the prompt."""
+    """In place of --target: a known name, a folder, a GGUF file, a hub id or a path. Any other single word is the
+    prompt, and so is every word beside --target, also beside that of the default."""
     seen: list[str | None] = []
     file = tmp_path / "model.gguf"
     file.write_bytes(b"GGUF")
@@ -143,8 +144,22 @@ def test_the_target_may_stand_first(outrider: Outrider, monkeypatch: pytest.Monk
         outrider("generate", word)
         assert seen == ["fable", word]
         seen.clear()
-    error = outrider("generate", "fable:int8", "--target", "gpt2").error
+    for missing in ("mdoel.gguf", "mdoel.GGUF:int8", "/nowhere", "./nowhere", "../nowhere", "~/nowhere"):
+        outrider("generate", missing)
+        assert seen[0] == missing
+        seen.clear()
+    for word in ("yes/no", "fable:int8", str(tmp_path)):
+        for target in ("gpt2", "fable"):
+            outrider("generate", word, "--target", target)
+            assert seen == [target, word]
+            seen.clear()
+    error = outrider("generate", "fable:int8", "Hi", "--target", "fable").error
     assert "give it or the argument 'fable:int8', not both" in error
+
+
+@pytest.mark.parametrize("command", ["generate", "compare"])
+def test_a_missing_file_is_no_prompt(outrider: Outrider, command: str) -> None:
+    assert "mdoel.gguf" in outrider(command, "mdoel.gguf", "-n", 2).error
 
 
 @pytest.mark.parametrize(("words", "end"), [((), b""), (("-",), b"\n")])

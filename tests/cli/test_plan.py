@@ -48,6 +48,7 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
     assert "Best: " in ended.out and "outrider generate --target fable --draft fable-draft " in command
     assert "-t 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
     assert "--dtype float64" in command and "--top-p" not in command
+    assert command.endswith(" -n 12") and "--seed" not in command and "--generation-config" not in command
 
 
 def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:

@@ -149,6 +149,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("replay", tmp_path / "nowhere"), "cannot read"),
         (("replay", prompts), "create one with outrider record"),
         (("replay", log, "--draft", "none"), "name a draft to replay"),
+        (("replay", log, "--draft", "auto"), "give the log's target (--target)"),
         (("replay", log, "-k", "auto"), "numbers, like 1-8"),
         (("replay", log, "--format", "xml"), "choose outrider or tensors"),
         (("replay", log, "--format", "tensors"), "tensors need --prompts and --tokenizer-of"),

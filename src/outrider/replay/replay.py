@@ -28,7 +28,7 @@ from outrider.errors import ModelError, OptionError, TokenizerMismatch
 from outrider.models.heads.loading import MTP, is_head
 from outrider.models.reading import load_tokenizer
 from outrider.models.registry import resolve
-from outrider.options import looks_up
+from outrider.options import AUTO, looks_up
 from outrider.records import Stats
 from outrider.replay.log import Header, Record
 from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_offset, log_ratios, survival
@@ -118,6 +118,8 @@ def load_draft(
     """
     if name == "none":
         raise OptionError("--draft", name, _NO_DRAFT)
+    if name == AUTO:
+        raise _target_is_needed("--draft", name, "it depends on the target's files")
     if name == "ngram":
         return ngram_drafter()
     if name == "suffix":

@@ -21,12 +21,13 @@ from outrider.cli.shared.options import (
     SeedOption,
     over_checkpoint,
     parse_k,
+    settled_words,
 )
 from outrider.cli.shared.output import print_next, report_context_limit, say
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.progress import count_items, gather, progress
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
-from outrider.errors import OptionError
+from outrider.errors import OptionError, OutriderError
 from outrider.records import Timing
 from outrider.system.files import short_name
 from outrider.system.ranks import current_ranks
@@ -120,7 +121,8 @@ def compare(
     if not summaries:
         raise typer.Exit(130)
     with progress("comparing the texts"):
-        same = _same_bytes(summaries, cases, options)
+        same, is_stopped = _same_bytes(summaries, cases, options)
+    is_interrupted |= is_stopped
     body: dict[str, Any] = {
         "arms": [summary.to_json() for summary in summaries],
         "baseline": arms[0].name,
@@ -140,9 +142,12 @@ def compare(
         for line in difference_lines(one, "text", decoder.tokenizer):
             console.print(line, markup=False)
     best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
-    words = [*pair.to_words(str(best.arm.draft)), *sampling.to_words(), *template.to_words(), *end.to_words()]
-    commands = [["plan", *words], ["certify", *words]][: 1 if same else 2]
-    print_next(console, "with your own prompts (--prompts FILE)", *commands)
+    words = [*pair.to_words(str(best.arm.draft)), *template.to_words(), *end.to_words()]
+    words += settled_words(sampling, generation_config, pair.target, pair.models)
+    words += ["--seed", str(seed)] if seed else []
+    commands = [["plan", *words], ["certify", *words, "-k", str(best.arm.num_draft_tokens)]][: 1 if same else 2]
+    without = f"; they have no {', '.join(end.others)}" if end.others else ""
+    print_next(console, f"with your own prompts (--prompts FILE{without})", *commands)
     if is_interrupted:
         raise typer.Exit(130)
     if not all(one.is_ok for one in same.values()):
@@ -161,13 +166,13 @@ def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> 
 
 def _same_bytes(
     summaries: Sequence[ArmSummary], cases: Sequence[Case], options: dict[str, Any]
-) -> dict[str, GreedyReport]:
-    """Comparison of the texts of each arm with those of the first. Empty if they are sampled and may differ. If a
-    difference cannot be explained, whatever the reason, the measurements are not lost."""
+) -> tuple[dict[str, GreedyReport], bool]:
+    """Comparison of the texts of each arm with those of the first, and whether it was interrupted. Empty if the texts
+    are sampled and may differ. If a difference cannot be explained, the measurements are not lost."""
     from outrider.certify.divergence import compare_texts, unexplained
 
     plain, *others = summaries
-    found = {}
+    found, is_interrupted = {}, False
     for one in others:
         if not one.arm.decoder.depends_on_draft(options["temperature"]):
             # At temperature 0 all runs write one text.
@@ -176,10 +181,11 @@ def _same_bytes(
             pairs = [*zip(*texts, strict=True)]
             try:
                 found[one.arm.name] = compare_texts(one.arm.decoder, given, *pairs)
-            except (Exception, KeyboardInterrupt) as error:
+            except (OutriderError, RuntimeError, MemoryError, KeyboardInterrupt) as error:
+                is_interrupted |= isinstance(error, KeyboardInterrupt)
                 say(f"{one.arm.name}: the texts are not explained ({type(error).__name__}: {error})")
                 found[one.arm.name] = unexplained(one.arm.decoder, given, *pairs)
-    return found
+    return found, is_interrupted
 
 
 def _show_race(

@@ -16,9 +16,11 @@ from outrider.cli.shared.options import (
     ReportOptions,
     SamplingOptions,
     SeedOption,
+    not_given,
     over_checkpoint,
     parse_constant_k,
     parse_numbers,
+    settled_words,
 )
 from outrider.cli.shared.output import print_next, report_context_limit
 from outrider.cli.shared.own_text import open_log, own_text
@@ -133,7 +135,10 @@ def plan(
     best = results[0][1][0]
     words = ["generate", *pair.to_words(best.draft if best.speed_up.value > 1 else "none")]
     words += ["-k", str(best.k)] if best.speed_up.value > 1 else []
-    words += [*sampling.to_words(), *template.to_words(), *([] if prompts is None else ["--prompts", str(prompts)])]
+    words += settled_words(sampling, generation_config, pair.target, pair.models)
+    words += [*template.to_words(), *([] if prompts is None else ["--prompts", str(prompts)])]
+    words += [] if not_given(command, {"max_new_tokens": None}) else ["-n", str(max_new_tokens)]
+    words += ["--seed", str(seed)] if seed else []
     print_next(report.console(), "as recommended", words)
 
 

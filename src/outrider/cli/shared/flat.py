@@ -17,12 +17,14 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.models import ArgumentInfo
 
+from outrider.cli.shared.options import not_given
 from outrider.cli.shared.output import check_files, is_there
 from outrider.errors import OptionError
 
 _FirstArgument = Annotated[
     str | None, typer.Argument(metavar="TARGET", help="In place of --target.", show_default=False)
 ]
+_CONTEXT = "typer_context"  # of commands that take none
 
 
 def flat(command: Callable[..., None]) -> Callable[..., None]:
@@ -52,11 +54,15 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     if has_first:
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters.insert(0, inspect.Parameter("first", kind, default=None, annotation=_FirstArgument))
+    own_context = next((name for name, hint in hints.items() if hint is typer.Context), None)
+    if own_context is None:
+        parameters.append(inspect.Parameter(_CONTEXT, inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
 
     @functools.wraps(command)
     def flattened(**values: Any) -> None:
+        context = values.pop(_CONTEXT) if own_context is None else values[own_context]
         if has_first:
-            _place_first(values, defaults)
+            _place_first(values, defaults, is_target_given=not not_given(context, {"target": None}))
         check_files(values)
         arguments = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})
@@ -74,9 +80,9 @@ def _is_argument(parameter: inspect.Parameter) -> bool:
     return any(isinstance(one, ArgumentInfo) for one in getattr(parameter.annotation, "__metadata__", ()))
 
 
-def _place_first(values: dict[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Take the first argument as the target; or as the prompt, if it is alone and no model's name. Raises OptionError:
-    there are two targets.
+def _place_first(values: dict[str, Any], defaults: Mapping[str, Any], *, is_target_given: bool) -> None:
+    """Take the first argument as the target; or as the prompt, if it is alone, and no model's name or beside --target.
+    Raises OptionError: there are two targets.
 
     Args:
         values: of the command line, changed.
@@ -85,21 +91,25 @@ def _place_first(values: dict[str, Any], defaults: Mapping[str, Any]) -> None:
     first = values.pop("first")
     if first is None:
         return
-    if "prompt" in defaults and values["prompt"] == defaults["prompt"] and not _is_model(first, values["models"]):
+    is_alone = "prompt" in defaults and values["prompt"] == defaults["prompt"]
+    if is_alone and (is_target_given or not _is_model(first, values["models"])):
         values["prompt"] = first
-    elif values["target"] != defaults["target"]:
+    elif is_target_given:
         raise OptionError("--target", values["target"], f"give it or the argument {first!r}, not both")
     else:
         values["target"] = first
 
 
 def _is_model(word: str, models: Path | None) -> bool:
-    """Whether a word names a model rather than being a prompt: a known name, a folder, a GGUF file, or a hub id."""
+    """Whether a word names a model rather than being a prompt: a known name, a folder, a GGUF file, a hub id; or what
+    is written as a path, for a mistyped one must not become a prompt."""
     from outrider.models.registry import is_gguf, known_models
 
     path = Path(word).expanduser()
     if re.search(r"\s", word) and not is_there(path):
         return False
+    if re.match(r"\.{0,2}/|~", word) or re.search(r"\.gguf(:[\w.-]+)?$", word, re.IGNORECASE):
+        return True
     is_hub_id = re.fullmatch(r"[\w.-]+/[\w.-]+(:[\w.-]+)?", word) is not None
     is_file = is_there(path) and (path.is_dir() or is_gguf(path))
     return is_file or is_hub_id or word.split(":")[0] in known_models(models)

@@ -174,6 +174,13 @@ class EndOptions:
         """Words of a command line for the maximum of tokens, if it was given: all commands that generate have it."""
         return [] if self.max_new_tokens is None else ["-n", str(self.max_new_tokens)]
 
+    @property
+    def others(self) -> list[str]:
+        """The options given that ``to_words`` leaves out."""
+        names = "stop", "stop_token_ids", "ignore_eos"
+        options = "--stop", "--stop-token-id", "--ignore-eos"
+        return [option for option, name in zip(options, names, strict=True) if getattr(self, name)]
+
 
 @dataclass(frozen=True)
 class StructureOptions:
@@ -276,6 +283,15 @@ def over_checkpoint(
     if taken:
         say(defaults_text(short_name(spec.name), taken))
     return replace(sampling, **taken)
+
+
+def settled_words(sampling: SamplingOptions, choice: str, target: str, models: Path | None) -> list[str]:
+    """Words of a command line for the options that ``over_checkpoint`` gave, whatever the checkpoint states."""
+    from outrider.models.registry import resolve
+    from outrider.models.sampling_defaults import sampling_defaults
+
+    is_stated = choice == "none" or sampling_defaults(resolve(target, models))
+    return [*sampling.to_words(), *(["--generation-config", "none"] if is_stated else [])]
 
 
 def not_given(context: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -209,17 +209,23 @@ class PairOptions:
 
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:
         """Load a draft for the target."""
-        from outrider.api import load_drafter
+        return self._load_named(decoder, name)[1]
+
+    def _load_named(self, decoder: Decoder, name: str) -> tuple[str, Drafter]:
+        """A draft for the target, and its name: of 'auto', that of the draft that it chose."""
+        from outrider.api import load_auto, load_drafter
 
         log_to_stderr("outrider.draft")
         corpus = (self.corpus or ()) if reads_corpus(name) else ()
         with progress(f"loading the draft {short_name(name)}"):
-            return load_drafter(decoder, name, placement=self.draft_placement, models_file=self.models, corpus=corpus)
+            if name == AUTO:
+                return load_auto(decoder, self.draft_placement, self.models)
+            options: dict[str, Any] = {"placement": self.draft_placement, "models_file": self.models, "corpus": corpus}
+            return name, load_drafter(decoder, name, **options)
 
     def load_drafts(self, decoder: Decoder) -> dict[str, Drafter]:
         """Load all drafts but 'none', by name; that of 'auto' is the name of the draft that it chose."""
-        loaded = [(name, self.load_draft(decoder, name)) for name in self.draft_names if name != "none"]
-        return {drafter.name if name == AUTO else name: drafter for name, drafter in loaded}
+        return dict(self._load_named(decoder, name) for name in self.draft_names if name != "none")
 
 
 def _of_pair(name: str) -> Any:
