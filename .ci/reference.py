@@ -75,7 +75,11 @@ def _rows(command: Any) -> list[tuple[str, str, str]]:
     for param in params:
         if param.name != "help":
             panel = getattr(param, "rich_help_panel", None) or "Options"
-            name = param.name.upper() if param.param_type_name == "argument" else max(param.opts, key=len)
+            name = (
+                (param.metavar or param.name.upper())
+                if param.param_type_name == "argument"
+                else max(param.opts, key=len)
+            )
             made.append((panel, name, _row(param)))
     return made
 

@@ -37,6 +37,7 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
         monkeypatch.setenv(name, "error")
     monkeypatch.setenv("TQDM_DISABLE", "1")
+    monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist's processes have it
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr(outrider.api, "load_checkpoint", checkpoints)
     monkeypatch.setattr(typer.main, "get_command", parsers)

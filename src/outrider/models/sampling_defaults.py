@@ -104,6 +104,8 @@ def _of_gguf(spec: ModelSpec) -> dict[str, Any]:
             value = metadata.get(f"general.sampling.{key}")
             # Stored in float32: the decimals that were meant. A top-k below 0 is off there.
             found[name] = float(f"{value:.6g}") if isinstance(value, float) else value
+            if name == "temperature" and value is not None:  # below 0 is greedy there
+                found[name] = max(0.0, found[name])
             if name == "top_k" and value is not None:
                 found[name] = max(0, int(value))
     return found

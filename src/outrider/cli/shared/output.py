@@ -61,7 +61,10 @@ class OnStderr(logging.Handler):
     """Logs to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        say(self.format(record))
+        try:
+            say(self.format(record))
+        except Exception:  # as the handlers of the standard library: a log stops nothing
+            self.handleError(record)
 
 
 def log_to_stderr(name: str = "outrider") -> None:
