@@ -43,9 +43,13 @@ def _cell(text: str) -> str:
     return re.sub(r"\s+", " ", text).strip().replace("|", "\\|")
 
 
+def _name(param: Any) -> str:
+    return (param.metavar or param.name.upper()) if param.param_type_name == "argument" else max(param.opts, key=len)
+
+
 def _names(param: Any) -> str:
     if param.param_type_name == "argument":
-        return param.metavar or param.name.upper()
+        return _name(param)
     names = ", ".join(sorted(param.opts, key=len)) + "".join(f" / {name}" for name in param.secondary_opts)
     return names if param.is_flag else f"{names} {param.metavar or param.name.rsplit('_')[-1].upper()}"
 
@@ -75,12 +79,7 @@ def _rows(command: Any) -> list[tuple[str, str, str]]:
     for param in params:
         if param.name != "help":
             panel = getattr(param, "rich_help_panel", None) or "Options"
-            name = (
-                (param.metavar or param.name.upper())
-                if param.param_type_name == "argument"
-                else max(param.opts, key=len)
-            )
-            made.append((panel, name, _row(param)))
+            made.append((panel, _name(param), _row(param)))
     return made
 
 

@@ -115,34 +115,18 @@ def compare_texts(
     given: Sequence[tuple[Prompt, Mapping[str, Any]]],
     plain: Sequence[Sequence[int]],
     texts: Sequence[Sequence[int]],
+    *,
+    explains: bool = True,
 ) -> GreedyReport:
     """Compare outputs of a decoder with those of its target alone.
 
     Args:
         given: prompts, each with its options; see ``Decoder.request``.
-        plain, texts: see ``against_plain``.
+        plain, texts, explains: see ``against_plain``.
     """
     requests = [decoder.request(prompt, options).request for prompt, options in given]
-    target, k = decoder.target, decoder.constant_k
-    return against_plain(target, requests, plain, texts, num_draft_tokens=k, promise=_promise(target, requests))
-
-
-def unexplained(
-    decoder: Decoder,
-    given: Sequence[tuple[Prompt, Mapping[str, Any]]],
-    plain: Sequence[Sequence[int]],
-    texts: Sequence[Sequence[int]],
-) -> GreedyReport:
-    """Compare as ``compare_texts``, without an explanation, which can fail."""
-    requests = [decoder.request(prompt, options).request for prompt, options in given]
-    differences = []
-    for index, (right, text) in enumerate(zip(plain, texts, strict=True)):
-        if (at := first_difference(right, text)) is not None:
-            a, b = (one[at] if at < len(one) else None for one in (right, text))
-            differences.append(Divergence(index, at, a, b, None, None, "unexplained"))
-    has_noise = any(one.sampling.temperature > 0 for one in requests)
-    promise = _promise(decoder.target, requests)
-    return GreedyReport(len(texts), sum(map(len, plain)), differences, has_noise, promise)
+    target, k, promise = decoder.target, decoder.constant_k, _promise(decoder.target, requests)
+    return against_plain(target, requests, plain, texts, num_draft_tokens=k, promise=promise, explains=explains)
 
 
 def _promise(target: LM, requests: Sequence[Request]) -> str:
@@ -158,6 +142,7 @@ def against_plain(
     *,
     num_draft_tokens: int,
     promise: str = _OF_OTHERS,
+    explains: bool = True,
     on_text: Callable[[int], None] = lambda done: None,
 ) -> GreedyReport:
     """Compare outputs with those of plain decoding, and explain differences.
@@ -168,17 +153,26 @@ def against_plain(
         texts: outputs to compare, one for each request.
         num_draft_tokens: K of ``texts``.
         promise: see ``GreedyReport``.
+        explains: else differences are found only, which cannot fail.
         on_text: called with 1 for each sequence compared.
     """
     differences = []
     for index, (one, right, text) in enumerate(zip(requests, plain, texts, strict=True)):
         given = index, one.prompt_ids, right, text, one.sampling, num_draft_tokens
-        found = explain(target, *given, constraint=one.constraint)
+        found = explain(target, *given, constraint=one.constraint) if explains else _unexplained(index, right, text)
         if found is not None:
             differences.append(found)
         on_text(1)
     has_noise = any(one.sampling.temperature > 0 for one in requests)
     return GreedyReport(len(texts), sum(map(len, plain)), differences, has_noise, promise)
+
+
+def _unexplained(prompt: int, plain: Sequence[int], other: Sequence[int]) -> Divergence | None:
+    at = first_difference(plain, other)
+    if at is None:
+        return None
+    a, b = (one[at] if at < len(one) else None for one in (plain, other))
+    return Divergence(prompt, at, a, b, None, None, "unexplained")
 
 
 @torch.inference_mode()
@@ -203,10 +197,10 @@ def explain(
     Raises:
         NumericsError: the target has no distribution there.
     """
-    at = first_difference(plain, other)
-    if at is None:
+    found = _unexplained(prompt, plain, other)
+    if found is None:
         return None
-    a, b = (text[at] if at < len(text) else None for text in (plain, other))
+    at, a, b = found.position, found.plain_id, found.other_id
     if a is None or b is None:
         return Divergence(prompt, at, a, b, None, None, "bug")
     prefix = [*prompt_ids, *plain[:at]]

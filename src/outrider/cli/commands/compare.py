@@ -169,7 +169,7 @@ def _same_bytes(
 ) -> tuple[dict[str, GreedyReport], bool]:
     """Comparison of the texts of each arm with those of the first, and whether it was interrupted. Empty if the texts
     are sampled and may differ. If a difference cannot be explained, the measurements are not lost."""
-    from outrider.certify.divergence import compare_texts, unexplained
+    from outrider.certify.divergence import compare_texts
 
     plain, *others = summaries
     found, is_interrupted = {}, False
@@ -184,7 +184,7 @@ def _same_bytes(
             except (OutriderError, RuntimeError, MemoryError, KeyboardInterrupt) as error:
                 is_interrupted |= isinstance(error, KeyboardInterrupt)
                 say(f"{one.arm.name}: the texts are not explained ({type(error).__name__}: {error})")
-                found[one.arm.name] = unexplained(one.arm.decoder, given, *pairs)
+                found[one.arm.name] = compare_texts(one.arm.decoder, given, *pairs, explains=False)
     return found, is_interrupted
 
 

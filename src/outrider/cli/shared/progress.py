@@ -1,7 +1,7 @@
 """Progress of a command on standard error, in one line for each piece of work: what is done, and what is left.
 
 On a terminal the line changes, and goes when the work ends. Files and pipes get a line after two seconds, then after
-twice the time each, at least one a minute. Work that takes less is not told of there.
+twice the time each, at least one a minute. Work that takes less is not reported there.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-from outrider.cli.shared.output import CLEAR_LINE, say
+from outrider.cli.shared.output import CLEAR_LINE, clear_line, say
 
 if TYPE_CHECKING:
     from outrider.bench.run import Measurement
 
 _Item = TypeVar("_Item")
-FIRST_S = 2.0  # until a file or pipe is told of the work
+FIRST_S = 2.0  # before the first line in a file or pipe
 _MOST_S = 60.0  # between lines there
 _REFRESH_S, _SHORT_S = 0.25, 0.3  # of a terminal; work that is shorter would make it flicker
 
@@ -63,7 +64,7 @@ def count_items(items: Iterable[_Item], advance: Callable[[int], None]) -> Itera
 def until_first(items: Iterator[_Item], what: str) -> Iterator[_Item]:
     """Yield items, and tell of the wait for the first."""
     with progress(what):
-        first = [item for _, item in zip(range(1), items, strict=False)]
+        first = list(islice(items, 1))
     yield from first
     yield from items
 
@@ -105,7 +106,7 @@ def _redraw(line: Callable[[], str], is_over: threading.Event) -> None:
         print(CLEAR_LINE + line()[:width], end="", file=sys.stderr, flush=True)
         wait, has_line = _REFRESH_S, True
     if has_line:
-        print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
+        clear_line()
 
 
 def _write(line: Callable[[], str], is_over: threading.Event) -> None:
