@@ -223,6 +223,14 @@ def _nemotron_keys(width: int) -> dict[str, Any]:
     }
 
 
+_NEMOTRON_MOE_KEYS = {
+    "expert_group_count": 1,
+    "expert_group_used_count": 1,
+    "expert_shared_count": 1,
+    "expert_shared_feed_forward_length": 40,
+    "expert_weights_norm": True,
+    "expert_weights_scale": 1.5,
+}
 _LLAMA = _HEAD_DIM | _RMS | {"rope_parameters": _ROPE, "tie_word_embeddings": False}
 CASES = {
     "llama": Case("llama", "llama", _LLAMA),
@@ -559,16 +567,28 @@ CASES = {
             "moe_shared_expert_intermediate_size": 40,
             "routed_scaling_factor": 1.5,
         },
+        _nemotron_keys(24) | _MOE_KEYS | _NEMOTRON_MOE_KEYS,
+    ),
+    "nemotron_h_moe, latent, groups": Case(
+        "nemotron_h",
+        "nemotron_h_moe",
+        _NEMOTRON
+        | {
+            "hybrid_override_pattern": "M*EM",
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_latent_size": 16,
+            "moe_intermediate_size": 24,
+            "moe_shared_expert_intermediate_size": 40,
+            "routed_scaling_factor": 1.5,
+        },
         _nemotron_keys(24)
         | _MOE_KEYS
-        | {
-            "expert_group_count": 1,
-            "expert_group_used_count": 1,
-            "expert_shared_count": 1,
-            "expert_shared_feed_forward_length": 40,
-            "expert_weights_norm": True,
-            "expert_weights_scale": 1.5,
-        },
+        | _NEMOTRON_MOE_KEYS
+        | {"expert_count": 12, "expert_used_count": 3, "expert_group_count": 4, "expert_group_used_count": 2}
+        | {"moe_latent_size": 16},
     ),
 }
 for _name in ("attention.key_length", "attention.value_length"):  # converters write both where configurations do

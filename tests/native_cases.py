@@ -88,6 +88,14 @@ _NEMOTRON = {
     "n_groups": 1,
     "time_step_min": 0.9,
 }
+_NEMOTRON_MOE = {
+    "layers_block_type": ["mamba", "moe", "attention", "moe"],
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 56,
+}
+_FALCON = {"mamba_n_heads": 4, "mamba_d_head": 20, "mamba_d_ssm": 80, "mamba_d_state": 11}
 _CONVOLUTIONS = {
     "hidden_size": 48,
     "block_auto_adjust_ff_dim": False,
@@ -215,12 +223,35 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         | {"time_step_limit": (0.9, float("inf"))},
         "experts": _MAMBA2 | {"num_local_experts": 5, "num_experts_per_tok": 3},
     },
+    "falcon_h1": {
+        "plain": _FALCON,
+        "biases, groups": _FALCON
+        | {"mamba_n_groups": 2, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_d_conv": 3}
+        | {"mamba_proj_bias": True, "projectors_bias": True, "mamba_conv_bias": False, "head_dim": 14}
+        | _BIASES
+        | _TIED,
+        "multipliers": _FALCON
+        | {"attention_in_multiplier": 0.9, "attention_out_multiplier": 1.1, "key_multiplier": 0.8}
+        | {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 0.9]}
+        | {"mlp_multipliers": [1.3, 0.6], "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5}
+        | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        "by expansion": _FALCON
+        | {"mamba_d_ssm": None, "mamba_expand": 3, "mamba_n_heads": 3, "mamba_d_head": 40, "mamba_chunk_size": 16}
+        | {"time_step_limit": (0.9, float("inf"))},
+    },
     "nemotron_h": {
         "plain": _NEMOTRON,
         "biases, groups": _NEMOTRON
         | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "n_groups": 2, "conv_kernel": 3}
         | {"mlp_hidden_act": "silu", "layer_norm_epsilon": 0.1}
         | _TIED,
+        "experts": _NEMOTRON | _NEMOTRON_MOE,
+        "latent experts, biases": _NEMOTRON
+        | _NEMOTRON_MOE
+        | {"moe_latent_size": 24, "mlp_bias": True, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
+        "wide latent experts in groups": _NEMOTRON
+        | _NEMOTRON_MOE
+        | {"moe_latent_size": 48, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 5},
     },
     "lfm2": {
         "plain": _CONVOLUTIONS,
@@ -304,6 +335,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         | _GLM4
         | {"first_k_dense_replace": 2, "use_qk_norm": True, "attention_bias": True, "n_shared_experts": 2},
         "unnormalized": _EXPERTS | _GLM4 | {"norm_topk_prob": False, "head_dim": 24},
+        "groups": _EXPERTS | _GLM4 | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2},
     },
     "qwen3_5_moe_text": {
         "plain": _RECURRENT | _EXPERTS | _SHARED,

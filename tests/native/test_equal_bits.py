@@ -41,6 +41,8 @@ _WHOLE_BLOCKS = CASES["qwen3_5_text"]["plain"] | {"linear_value_head_dim": 24, "
 _MIXED = {"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}
 
 
+_IN_LATENT = {"latent_proj": "Q8_0", "mixer.experts.up_proj": "Q4_0", "mixer.experts.down_proj": "Q5_1"}
+_LATENT = CASES["nemotron_h"]["wide latent experts in groups"] | {"moe_latent_size": 64, "moe_intermediate_size": 32}
 _EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -63,6 +65,7 @@ _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "llama, bfloat16": lambda: model_in("bfloat16"),
     "llama, int8": lambda: model_in("int8"),
     "qwen3_moe, blocks and 8 bits": lambda: model_in(_MIXED | {"gate_up_proj": "Q4_K"}, 1, "qwen3_moe", **_EXPERTS),
+    "nemotron_h, blocks and 8 bits": lambda: model_in(_IN_LATENT, 1, "nemotron_h", _LATENT),
     "llama, blocks": lambda: model_in(_MIXED, 0),
     "llama, blocks and 8 bits": lambda: model_in(_MIXED, 1),
     "llama, blocks and 15 bits": lambda: model_in(_MIXED, 2),

@@ -20,7 +20,7 @@ from outrider.runtime.cache import SlotCache
 
 TOLERANCE = 1e-5  # of the spread of the numbers
 # Norms of tiny outputs magnify rounding: Transformers' float32 is further from float64 (test_recurrences.py).
-TOLERANCES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), 1e-3)
+TOLERANCES = dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text"), 1e-3) | {"falcon_h1": 3e-5}
 LENGTH = 300  # more than a part of attention (256 places), and than go through the layers together (128 tokens)
 LENGTHS = torch.tensor([LENGTH, LENGTH - 10, 5])  # of the prompts
 NUM_MORE = 6  # tokens of the round that follows
@@ -28,18 +28,18 @@ NUM_MORE = 6  # tokens of the round that follows
 _OTHERS = set(
     "n_embd n_head n_layer n_positions "
     "attn_pdrop n_ctx summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
-    "task_specific_params cache_implementation _sliding_window_pattern num_mtp_layers num_nextn_predict_layers n_group "
-    "topk_group partial_rotary_factor".split()
+    "task_specific_params cache_implementation _sliding_window_pattern num_mtp_layers num_nextn_predict_layers "
+    "partial_rotary_factor".split()
 )
-# Of families: what only experts, training and other code read.
+# Of families: what only training and other code read.
 _UNREAD = {
     "granitemoehybrid": "output_router_logits router_aux_loss_coef",
+    "falcon_h1": "num_logits_to_keep",
     "nemotron_h": (
         "attention_bias num_logits_to_keep use_mamba_kernels expand time_step_max time_step_limit time_step_floor "
-        "chunk_size mamba_proj_bias mamba_ssm_cache_dtype mamba_hidden_act n_routed_experts output_router_logits "
-        "n_shared_experts moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size "
-        "moe_shared_expert_overlap num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob "
-        "num_nextn_predict_layers mtp_layers_block_type residual_in_fp32 hidden_dropout rescale_prenorm_residual"
+        "chunk_size mamba_proj_bias mamba_ssm_cache_dtype mamba_hidden_act output_router_logits n_shared_experts "
+        "moe_shared_expert_overlap num_nextn_predict_layers mtp_layers_block_type residual_in_fp32 hidden_dropout "
+        "rescale_prenorm_residual"
     ),
 }
 
@@ -151,6 +151,8 @@ def test_a_wrong_plan_is_seen(change: Callable[[Plan], Plan], monkeypatch: pytes
 
 # What a plan does not know
 
+_FALCON = CASES["falcon_h1"]["plain"]
+
 
 @pytest.mark.parametrize(
     ("family", "fields", "reason"),
@@ -183,11 +185,9 @@ def test_a_wrong_plan_is_seen(change: Callable[[Plan], Plan], monkeypatch: pytes
             },
             "its rope depends on the length of the text",
         ),
-        (
-            "glm4_moe",
-            {"n_group": 2, "topk_group": 1, "n_routed_experts": 4},
-            "its plan does not know groups of experts",
-        ),
+        ("falcon_h1", _FALCON | {"mamba_rms_norm": True}, "does not know mamba_norm_before_gate=True"),
+        ("falcon_h1", _FALCON | {"key_multiplier": 2.0, "mlp_bias": True}, "does not know multipliers with mlp_bias"),
+        ("falcon_h1", _FALCON | {"time_step_limit": (0.0, 2.0)}, "does not know time_step_limit"),
         (
             "gemma4_text",
             {"use_bidirectional_attention": "all", "vocab_size_per_layer_input": 9, "global_head_dim": 8},

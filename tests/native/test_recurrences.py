@@ -202,7 +202,7 @@ def test_a_text_that_goes_on_reuses_the_states() -> None:
     assert _texts(engine, shared) == tokens(target, draft, shared, BLOCK, 3)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen35", "lfm2", "falcon-h1", "nemotron_h_moe, latent, groups"])
 def test_gguf_files(name: str, tmp_path: Path) -> None:
     """The logits that llama.cpp gives for the same file (tests/golden/make_gguf_logits.py)."""
     case, golden = gguf_models.CASES[name], torch.tensor(_GOLDEN[name])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from native_cases import VOCAB
+from native_cases import CASES, VOCAB
 from native_weights import BLOCKS, PLAIN, model_in
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.native.engine import NativeForward
@@ -123,6 +123,26 @@ def test_experts_that_alternate() -> None:
     """GPT-OSS's gate and up alternate in transposed matrices, of which their rows are kept part by part."""
     fields = {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}
     model = model_in({"gate_up_proj": "Q4_K", "down_proj": "bfloat16"}, family="gpt_oss", **fields)
+    largest, usual = _errors(_logits(NativeForward(model)), _twin(model))
+    assert largest <= 2e-4 and usual <= 3e-6
+
+
+def test_experts_of_another_width() -> None:
+    """Nemotron-H's, whose rows of 64 numbers are narrower than the hidden states."""
+    forms = {"fc1_latent_proj": "Q4_K", "fc2_latent_proj": "Q8_0", "experts.up_proj": "Q5_0", "down_proj": "bfloat16"}
+    fields = CASES["nemotron_h"]["wide latent experts in groups"] | {
+        "moe_latent_size": 64,
+        "moe_intermediate_size": 32,
+    }
+    model = model_in(forms, family="nemotron_h", stated=fields)
+    largest, usual = _errors(_logits(NativeForward(model)), _twin(model))
+    assert largest <= 2e-4 and usual <= 3e-6
+
+
+def test_factors_of_products() -> None:
+    """Falcon-H1's, of matrices with and without scales of their own."""
+    forms = {"in_proj": "Q4_K", "out_proj": "int8", "o_proj": "bfloat16", "gate_proj": "Q8_0", "down_proj": "int8"}
+    model = model_in(forms, family="falcon_h1", stated=CASES["falcon_h1"]["multipliers"])
     largest, usual = _errors(_logits(NativeForward(model)), _twin(model))
     assert largest <= 2e-4 and usual <= 3e-6
 

@@ -35,7 +35,9 @@ struct ExpertsLayer : Worker {
 
   // From `normed` to y; or to what is added there.
   void run(bool adds) const {
-    const int64_t H = m.hidden, width = experts.down.first.width, number = b.number * experts.num_chosen;
+    const int64_t H = m.hidden, R = experts.row_width(), width = experts.down.first.width;
+    const int64_t number = b.number * experts.num_chosen;
+    const bool is_latent = experts.latent_in.data != nullptr;
     if (experts.router_norm.kind) {
       norm_and_round(experts.router_norm);
     } else if (adds) {
@@ -49,15 +51,20 @@ struct ExpertsLayer : Worker {
     } else {
       wait();
     }
+    if (is_latent) {
+      product(of(b.normed, H, b.number), experts.latent_in, b.found.get(), R);
+      wait();
+    }
+    const Buffer& rows = is_latent ? b.found : b.normed;
     const ByExpert by_expert(b.choices.get(), number, experts.number);
     for (int64_t i = me; i < number; i += n) {
-      std::copy_n(&b.normed[by_expert.order[i] / experts.num_chosen * H], H, &b.gathered[i * H]);
-      round_gathered(b.gathered, H, by_expert, i);
+      std::copy_n(&rows[by_expert.order[i] / experts.num_chosen * R], R, &b.gathered[i * R]);
+      round_gathered(b.gathered, R, by_expert, i);
     }
     wait();
     by_expert.each([&](int64_t expert, int64_t begin, int64_t end) {
       for (int64_t i = 0; i < experts.num_ups; i++) {
-        product(rows_of(b.gathered, H, begin, end), experts.ups[i].of(expert), &b.ups[(i * number + begin) * width], width);
+        product(rows_of(b.gathered, R, begin, end), experts.ups[i].of(expert), &b.ups[(i * number + begin) * width], width);
       }
     });
     activate(experts.gating, number, width, experts.num_ups == 2 ? &b.ups[number * width] : nullptr, width);
@@ -65,10 +72,20 @@ struct ExpertsLayer : Worker {
     for (int64_t i = me; m.num_digits && i < number; i += n) round_gathered(b.ups, width, by_expert, i);
     if (m.num_digits) wait();
     by_expert.each([&](int64_t expert, int64_t begin, int64_t end) {
-      product(rows_of(b.ups, width, begin, end), experts.down.of(expert), &b.found[begin * H], H);
+      product(rows_of(b.ups, width, begin, end), experts.down.of(expert), &b.found[begin * R], R);
     });
     wait();
-    for (int64_t t = me; t < b.number; t += n) gather(by_expert, t, adds);
+    for (int64_t t = me; t < b.number; t += n) gather(by_expert, t, R);
+    if (is_latent) {
+      wait();
+      round(b.gathered, R);
+      product(of(b.gathered, R, b.number), experts.latent_out, b.found.get(), H);
+      wait();
+    }
+    const Buffer& sums = is_latent ? b.found : b.gathered;
+    for (int64_t t = me; t < b.number; t += n) {
+      for (int64_t i = t * H; i < (t + 1) * H; i++) b.y[i] = adds ? b.y[i] + sums[i] : sums[i];
+    }
   }
 
   // Rows at the places of an expert, and where they are rounded.
@@ -90,6 +107,7 @@ struct ExpertsLayer : Worker {
     }
     std::vector<float> left(scores, scores + E);
     if (experts.correction != nullptr) for (int64_t e = 0; e < E; e++) left[e] += experts.correction[e];
+    if (experts.num_groups > 1) leave_groups(left);
     float total = experts.added;
     for (int64_t c = 0; c < experts.num_chosen; c++) {
       int64_t best = 0;
@@ -108,20 +126,37 @@ struct ExpertsLayer : Worker {
     }
   }
 
-  // Adds what a token's experts have found.
-  void gather(const ByExpert& by_expert, int64_t t, bool adds) const {
-    const int64_t H = m.hidden;
-    float *y = &b.y[t * H], *sums = &b.gathered[t * H];
+  // Leaves out all groups but those whose two largest scores have the largest sums.
+  void leave_groups(std::vector<float>& scores) const {
+    const int64_t G = experts.num_groups, number = experts.number / G;
+    std::vector<float> sums(G);
+    for (int64_t g = 0; g < G; g++) {
+      float largest = -__builtin_inff(), second = largest;
+      for (int64_t e = g * number; e < (g + 1) * number; e++) {
+        second = std::max(second, std::min(largest, scores[e]));
+        largest = std::max(largest, scores[e]);
+      }
+      sums[g] = largest + second;
+    }
+    for (int64_t left = G; left > experts.num_chosen_groups; left--) {
+      const int64_t least = std::min_element(sums.rbegin(), sums.rend()).base() - sums.begin() - 1;  // the last one
+      std::fill_n(&scores[least * number], number, -__builtin_inff());
+      sums[least] = __builtin_inff();
+    }
+  }
+
+  // Adds what a token's experts have found, with their weights.
+  void gather(const ByExpert& by_expert, int64_t t, int64_t width) const {
+    float* sums = &b.gathered[t * width];
     for (int64_t c = 0; c < experts.num_chosen; c++) {
       const int64_t choice = t * experts.num_chosen + c;
-      const float *found = &b.found[by_expert.places[choice] * H], weight = b.choices[choice].weight;
-      each(sums, H, [=](int64_t i, Floats values) __attribute__((always_inline)) {
-        const Floats more = load_to(found, i, H);
+      const float *found = &b.found[by_expert.places[choice] * width], weight = b.choices[choice].weight;
+      each(sums, width, [=](int64_t i, Floats values) __attribute__((always_inline)) {
+        const Floats more = load_to(found, i, width);
         return c == 0 ? more * weight : multiply_add(more, all_lanes(weight), values);
       });
     }
-    experts.post_norm.apply(sums, H, sums);
-    for (int64_t i = 0; i < H; i++) y[i] = adds ? y[i] + sums[i] : sums[i];
+    experts.post_norm.apply(sums, width, sums);
   }
 };
 

@@ -30,7 +30,11 @@ struct Forward : Worker {
         add(layer.mixer_post_norm);
       }
       if (layer.recurrence.kind) {
-        norm_and_round(layer.mixer_norm);
+        if (layer.attention.num_heads) {  // beside the attention
+          round(b.normed, m.hidden);
+        } else {
+          norm_and_round(layer.mixer_norm);
+        }
         RecurrenceLayer{*this, layer.recurrence}.run();
         add(layer.mixer_post_norm);
       }

@@ -109,14 +109,18 @@ struct ExpertMatrices {
 
 struct Experts {
   int64_t number, num_chosen;            // for each token
+  int64_t num_groups, num_chosen_groups;  // for each token: only experts of these groups are chosen
   int64_t is_sigmoid, is_normalized;     // scores are not of a softmax; weights are divided by their sum
   double added, scale;                   // to this sum; of weights
   Norm router_norm, norm, post_norm;     // of the rows, unless they are the MLP's, and of the output
   Matrix router;
+  Matrix latent_in, latent_out;          // to the width of the experts' rows, and back; no data: that is the hidden one
   const float *correction, *scales;      // of scores, for the choice alone; and of weights [number]; or null
   int64_t num_ups;
   Gating gating;
   ExpertMatrices ups[2], down;
+
+  int64_t row_width() const { return ups[0].first.width; }
 };
 
 // A mixer of tokens, then an MLP, experts or both; a part that is not there has no heads, no taps, no ups, or the number 0.

@@ -66,7 +66,7 @@ struct Block {
   Block(const Model& m, const Batch& batch, const Token* tokens, int64_t number)
       : m(m), batch(batch), tokens(tokens), number(number), normed_width(m.joint.is_there ? 2 * m.hidden : m.hidden) {
     int64_t widest = normed_width, inputs_width = 0, q_width = 0, ups_width = 0, mixed_width = 0;
-    int64_t num_taps = 0, num_experts = 0, num_chosen = 0, num_rounded = 0;
+    int64_t num_taps = 0, num_experts = 0, num_chosen = 0, num_rounded = 0, row_width = m.hidden;
     bool has_states = false;
     size_t num_kept = 0;
     for (int64_t r = 0; r < m.num_ropes; r++) turns_width = std::max(turns_width, m.ropes[r].width);
@@ -79,7 +79,8 @@ struct Block {
       ups_width = std::max(ups_width, layer.side.down.width);
       widest = std::max({widest, layer.side.down.width, layer.mlp.down.width, attention.q_width()});
       num_experts = std::max(num_experts, experts.number), num_chosen = std::max(num_chosen, experts.num_chosen);
-      num_rounded = std::max(num_rounded, experts.num_chosen * num_chunks(std::max(experts.down.first.width, m.hidden)));
+      row_width = std::max(row_width, experts.row_width());
+      num_rounded = std::max(num_rounded, experts.num_chosen * num_chunks(std::max(experts.down.first.width, row_width)));
       if (layer.recurrence.kind) {
         const Recurrence& r = layer.recurrence;
         inputs_width = std::max(inputs_width, r.inputs_width()), q_width = std::max(q_width, r.out.width);
@@ -98,7 +99,7 @@ struct Block {
     if (num_taps) find_spans(num_taps, has_states);
     mixed = buffer(span_of.size() * mixed_width);
     sides = buffer(number * m.num_layers * m.sides.width), scores = buffer(number * num_experts), scales = buffer(number);
-    gathered = buffer(number * num_chosen * m.hidden), found = buffer(number * num_chosen * m.hidden);
+    gathered = buffer(number * num_chosen * row_width), found = buffer(number * num_chosen * row_width);
     choices.reset(new Choice[number * num_chosen]);
     if (m.num_digits) chunks.reset(new RoundedChunk[number * std::max(num_rounded, num_chunks(widest))]);
     for (int64_t t = 0; t < number; t++) {

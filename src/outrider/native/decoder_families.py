@@ -17,6 +17,7 @@ from outrider.native.parts import (
     mlp_of,
     rms,
     rope_of,
+    routed_experts_of,
     scales_of_granite,
     window_of,
 )
@@ -178,16 +179,10 @@ def _glm4_moe_attention(config: Any, at: str, i: int) -> Fields:
 
 
 def _glm4_moe_layer(config: Any, at: str, i: int) -> Fields:
-    if config.n_group != 1:
-        raise NotPlanned("its plan does not know groups of experts")
     if i < config.first_k_dense_replace:
         return {}
-    correction = f"{at}.mlp.gate.e_score_correction_bias"
-    of_router = {"is_sigmoid": True, "added": 1e-20, "scale": config.routed_scaling_factor, "correction": correction}
-    return {
-        "mlp": mlp_of(config, f"{at}.mlp.shared_experts"),
-        "experts": experts_of(config, f"{at}.mlp", **of_router),
-    }
+    shared, experts = mlp_of(config, f"{at}.mlp.shared_experts"), routed_experts_of(config, f"{at}.mlp")
+    return {"mlp": shared, "experts": experts}
 
 
 def _ernie4_5_moe_layer(config: Any, at: str, i: int) -> Fields:

@@ -117,9 +117,9 @@ def _fill(layer: Any, plan: LayerPlan, hidden: int, width: int, weights: Weights
     for name, kind in layer._fields_:
         if kind is native().Norm:
             setattr(layer, name, weights.norm(getattr(plan, name), hidden))
-    if isinstance(plan.mixer, RecurrencePlan):
-        layer.recurrence = _recurrence(plan.mixer, hidden, weights)
-    elif plan.mixer is not None:
+    if plan.recurrence is not None:
+        layer.recurrence = _recurrence(plan.recurrence, hidden, weights)
+    if isinstance(plan.mixer, AttentionPlan):
         layer.attention = _attention(plan.mixer, hidden, width, weights)
     if plan.mlp is not None:
         layer.mlp = _mlp(plan.mlp, hidden, weights)
@@ -204,7 +204,10 @@ def _mlp(plan: MlpPlan, hidden: int, weights: Weights) -> Any:
 
 
 def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
-    check_size("experts of a token", min(plan.num_chosen, plan.number), plan.num_chosen)
+    group_size = plan.number // plan.num_groups
+    check_size("groups of experts", group_size * plan.num_groups, plan.number)
+    check_size("groups of a token", min(plan.num_chosen_groups, plan.num_groups), plan.num_chosen_groups)
+    check_size("experts of a token", min(plan.num_chosen, group_size * plan.num_chosen_groups), plan.num_chosen)
     vectors = {"correction": plan.correction, "scales": plan.scales}
     found = _filled(
         native().Experts,
@@ -216,12 +219,18 @@ def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
         **{name: weights.norm(getattr(plan, name), hidden) for name in ("router_norm", "norm", "post_norm")},
         **{name: weights.vector(one, plan.number).data_ptr() for name, one in vectors.items() if one},
     )
-    down = found.down.first
+    down, width = found.down.first, hidden
+    if plan.latent is not None:
+        found.latent_in, found.latent_out = map(weights.matrix, plan.latent)
+        width = found.latent_in.num_channels
+        check_size(plan.latent[0].weight, found.latent_in.width, hidden)
+        check_size(plan.latent[1].weight, found.latent_out.width, width)
+        check_size(plan.latent[1].weight, found.latent_out.num_channels, hidden)
     for i, one in enumerate(plan.ups):
         found.ups[i] = weights.matrices(one, plan.number)
-        check_size(one.weight, found.ups[i].first.width, hidden)
+        check_size(one.weight, found.ups[i].first.width, width)
         check_size(one.weight, found.ups[i].first.num_channels, down.width)
-    check_size(plan.down.weight, down.num_channels, hidden)
+    check_size(plan.down.weight, down.num_channels, width)
     check_size(plan.router.weight, found.router.num_channels, plan.number)
     check_size(plan.router.weight, found.router.width, hidden)
     return found

@@ -224,6 +224,19 @@ def experts_of(config: Any, at: str, **others: Any) -> ExpertsPlan:
     return ExpertsPlan(**(fields | others))
 
 
+def routed_experts_of(config: Any, at: str, **others: Any) -> ExpertsPlan:
+    """Experts of DeepSeek-V3's router, in groups, but for other fields that are stated."""
+    fields: Fields = {
+        "is_sigmoid": True,
+        "added": 1e-20,
+        "scale": config.routed_scaling_factor,
+        "correction": f"{at}.gate.e_score_correction_bias",
+        "num_groups": config.n_group,
+        "num_chosen_groups": config.topk_group,
+    }
+    return experts_of(config, at, **(fields | others))
+
+
 def layer_of(config: Any, at: str, mixer: Mixer | None = None, **others: Any) -> LayerPlan:
     """Layer of Llama, but for other parts that are stated."""
     names = {"mixer_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

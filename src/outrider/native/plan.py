@@ -51,6 +51,8 @@ class MatrixPlan:
         bias: name, or None.
         part: this one of ``num_parts`` equal parts of its rows.
         is_transposed: it is stored as [I, O]. The parts of experts' matrices alternate then, row by row.
+        factors: of its results, before the bias: a number of rows and their factor, in turn; the last is that of all
+            rows that are left.
     """
 
     weight: str
@@ -58,6 +60,7 @@ class MatrixPlan:
     part: int = 0
     num_parts: int = 1
     is_transposed: bool = False
+    factors: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +136,7 @@ class RecurrencePlan:
             and of the output's gate. Mamba-2: one, of the gate, of what is convolved, and of steps. Convolution: of the
             gate before it, of its input, and of the gate after it.
         rates, step_bias: parameters of the heads: the logarithm of a decay is -exp(rate) softplus(step + bias).
-        out_norm: of each head's output, before its gate; of Mamba-2, of each group's, after its gate.
+        out_norm: of each head's output, before its gate; of Mamba-2, of each group's, after its gate; or None.
         taps_bias: parameter, or None.
         skips: parameter: factors of the values that are added to the output; or None.
         least_step: the least softplus(step + bias).
@@ -188,7 +191,10 @@ class ExpertsPlan:
 
     Attributes:
         num_chosen: experts of a token.
+        num_groups, num_chosen_groups: of the groups of experts, those whose two largest scores have the largest sums
+            are chosen first (DeepSeek-V3).
         ups: of all experts, as an MLP's.
+        latent: matrices before and after all experts, which are of another width; or None.
         limit: (gate, up) mean gate * logistic(slope * gate) * (up + 1), with numbers cut at the limit; None for the
             activation.
         is_sigmoid: scores are logistic functions of the router's numbers, not their softmax.
@@ -205,6 +211,9 @@ class ExpertsPlan:
     ups: tuple[MatrixPlan, ...]
     down: MatrixPlan
     activation: Activation
+    latent: tuple[MatrixPlan, MatrixPlan] | None = None
+    num_groups: int = 1
+    num_chosen_groups: int = 1
     slope: float = 1.0
     limit: float | None = None
     is_sigmoid: bool = False
@@ -224,6 +233,7 @@ class LayerPlan:
     half may be missing.
 
     Attributes:
+        beside: a recurrence that reads what the attention reads, too.
         side: a third half, whose gate multiplies the layer's part of the model's sides.
         scale: name of the factor of the stream after the layer, or None.
         is_parallel: the MLP reads what the mixer reads.
@@ -234,6 +244,7 @@ class LayerPlan:
     mixer: Mixer | None
     mlp: MlpPlan | None
     experts: ExpertsPlan | None = None
+    beside: RecurrencePlan | None = None
     side: MlpPlan | None = None
     scale: str | None = None
     is_parallel: bool = False
@@ -242,6 +253,10 @@ class LayerPlan:
     mlp_norm: NormPlan | None = None
     mlp_post_norm: NormPlan | None = None
     side_post_norm: NormPlan | None = None
+
+    @property
+    def recurrence(self) -> RecurrencePlan | None:
+        return self.mixer if isinstance(self.mixer, RecurrencePlan) else self.beside
 
 
 @dataclass(frozen=True, slots=True)

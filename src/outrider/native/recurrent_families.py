@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from outrider.native.parts import (
+    Fields,
     activation_of,
     attention_of,
     decoder_of,
     experts_of,
     halves_of,
     head_norms,
+    head_width_of,
     layer_of,
     linear,
     mlp_of,
     rms,
     rope_of,
+    routed_experts_of,
     scales_of_granite,
     window_of,
 )
@@ -130,43 +134,50 @@ def _mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> R
     Args:
         others: fields of the plan.
     """
-    others["conv_width"] = 2 * others["num_groups"] * others["key_width"] + others["num_heads"] * others["value_width"]
-    return RecurrencePlan(
-        "mamba2",
-        taps=f"{at}.conv1d.weight",
-        taps_bias=f"{at}.conv1d.bias" if has_taps_bias else None,
-        inputs=(linear(f"{at}.in_proj", has_bias),),
-        out=linear(f"{at}.out_proj", has_bias),
-        rates=f"{at}.A_log",
-        step_bias=f"{at}.dt_bias",
-        skips=f"{at}.D",
-        **others,
-    )
+    fields: Fields = {
+        "conv_width": 2 * others["num_groups"] * others["key_width"] + others["num_heads"] * others["value_width"],
+        "taps": f"{at}.conv1d.weight",
+        "taps_bias": f"{at}.conv1d.bias" if has_taps_bias else None,
+        "inputs": (linear(f"{at}.in_proj", has_bias),),
+        "out": linear(f"{at}.out_proj", has_bias),
+        "rates": f"{at}.A_log",
+        "step_bias": f"{at}.dt_bias",
+        "skips": f"{at}.D",
+    }
+    return RecurrencePlan("mamba2", **(fields | others))
+
+
+def _mamba2_of(config: Any, at: str, **others: Any) -> RecurrencePlan:
+    """Mamba-2 of a configuration with the usual names.
+
+    Args:
+        others: fields of the plan.
+    """
+    least, most = config.time_step_limit or (0.0, _INFINITE)
+    if most != _INFINITE:
+        raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")
+    fields: Fields = {
+        "num_heads": config.mamba_n_heads,
+        "num_groups": config.mamba_n_groups,
+        "key_width": config.mamba_d_state,
+        "value_width": config.mamba_d_head,
+        "num_taps": config.mamba_d_conv,
+        "out_norm": rms(config, f"{at}.norm"),
+        "least_step": least,
+    }
+    biases = {"has_bias": bool(config.mamba_proj_bias), "has_taps_bias": bool(config.mamba_conv_bias)}
+    return _mamba2(at, **biases, **(fields | others))
 
 
 def _granite_hybrid(config: Any) -> Plan:
     """Granite 4: Mamba-2 in most layers."""
     _check_silu(config)
-    least, most = config.time_step_limit or (0.0, _INFINITE)
-    if most != _INFINITE:
-        raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")
     has_ropes = config.position_embedding_type == "rope"
 
     def mixer(at: str, i: int) -> Mixer:
         if config.layer_types[i] not in _RECURRENT:
             return attention_of(config, at, scale=config.attention_multiplier, rope=0 if has_ropes else None)
-        return _mamba2(
-            f"{at}.mamba",
-            has_bias=bool(config.mamba_proj_bias),
-            has_taps_bias=bool(config.mamba_conv_bias),
-            num_heads=config.mamba_n_heads,
-            num_groups=config.mamba_n_groups,
-            key_width=config.mamba_d_state,
-            value_width=config.mamba_d_head,
-            num_taps=config.mamba_d_conv,
-            out_norm=rms(config, f"{at}.mamba.norm"),
-            least_step=least,
-        )
+        return _mamba2_of(config, f"{at}.mamba")
 
     def layer(at: str, i: int) -> LayerPlan:
         ups, down = halves_of(f"{at}.shared_mlp.input_linear"), linear(f"{at}.shared_mlp.output_linear")
@@ -183,17 +194,82 @@ def _granite_hybrid(config: Any) -> Plan:
     )
 
 
+def _falcon_h1(config: Any) -> Plan:
+    """Falcon-H1: attention and Mamba-2 beside it in each layer. Its multipliers are factors of products."""
+    _check_silu(config)
+    if config.mamba_rms_norm and config.mamba_norm_before_gate:
+        raise NotPlanned("its plan does not know mamba_norm_before_gate=True")
+    before, after, of_keys = config.attention_in_multiplier, config.attention_out_multiplier, config.key_multiplier
+    of_gate, of_down = config.mlp_multipliers
+    of_inputs = [config.ssm_in_multiplier * one for one in config.ssm_multipliers]
+    multipliers = {before, after, of_keys, of_gate, of_down, *of_inputs, config.ssm_out_multiplier}
+    if multipliers != {1.0}:
+        for field in ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"):
+            if getattr(config, field):
+                raise NotPlanned(f"its plan does not know multipliers with {field}=True")
+    inner, of_groups = config.mamba_n_heads * config.mamba_d_head, config.mamba_n_groups * config.mamba_d_state
+    sizes = inner, inner, of_groups, of_groups, config.mamba_n_heads
+
+    def times(name: str, field: str, *factors: tuple[int, float]) -> MatrixPlan:
+        return replace(linear(name, getattr(config, field)), factors=factors)
+
+    def layer(at: str, i: int) -> LayerPlan:
+        mamba, mlp = f"{at}.mamba", f"{at}.feed_forward"
+        gate = times(f"{mlp}.gate_proj", "mlp_bias", (0, of_gate))
+        down = times(f"{mlp}.down_proj", "mlp_bias", (0, of_down))
+        attention = attention_of(
+            config,
+            at,
+            scale=head_width_of(config) ** -0.5 * before**2 * of_keys,
+            out=times(f"{at}.self_attn.o_proj", "attention_bias", (0, before * after)),
+        )
+        beside = _mamba2_of(
+            config,
+            mamba,
+            inputs=(times(f"{mamba}.in_proj", "mamba_proj_bias", *zip(sizes, of_inputs, strict=True)),),
+            out=times(f"{mamba}.out_proj", "projectors_bias", (0, config.ssm_out_multiplier)),
+            **({} if config.mamba_rms_norm else {"out_norm": None}),
+        )
+        return layer_of(
+            config,
+            at,
+            attention,
+            beside=beside,
+            mlp=mlp_of(config, mlp, ups=(gate, linear(f"{mlp}.up_proj", config.mlp_bias)), down=down),
+            mlp_norm=rms(config, f"{at}.pre_ff_layernorm"),
+        )
+
+    return decoder_of(
+        config,
+        layer,
+        last_norm=rms(config, "model.final_layernorm"),
+        embedding_scale=config.embedding_multiplier,
+        logit_scale=config.lm_head_multiplier,
+    )
+
+
 def _nemotron_h(config: Any) -> Plan:
-    """Nemotron-H without experts: layers of Mamba-2, of attention without positions, and of an MLP alone."""
+    """Nemotron-H: layers of Mamba-2, of attention without positions, and of an MLP or experts alone."""
 
     def norm(name: str) -> NormPlan:
         return NormPlan("rms", f"{name}.weight", config.layer_norm_epsilon)
 
+    def mlp(at: str) -> MlpPlan:
+        ups, down = (linear(f"{at}.{one}_proj", bool(config.mlp_bias)) for one in ("up", "down"))
+        return MlpPlan((ups,), down, activation_of(config))
+
+    def experts(at: str) -> tuple[MlpPlan, ExpertsPlan]:
+        ups, latent = (MatrixPlan(f"{at}.experts.up_proj"),), None
+        if config.moe_latent_size is not None:
+            latent = tuple(linear(f"{at}.fc{i}_latent_proj", bool(config.mlp_bias)) for i in (1, 2))
+        return mlp(f"{at}.shared_experts"), routed_experts_of(config, at, ups=ups, latent=latent)
+
     def layer(at: str, i: int) -> LayerPlan:
         kind, name, bias = config.layers_block_type[i], f"{at}.mixer", bool(config.use_bias)
         if kind == "mlp":
-            ups, down = (linear(f"{name}.{one}_proj", bool(config.mlp_bias)) for one in ("up", "down"))
-            return LayerPlan(None, MlpPlan((ups,), down, activation_of(config)), mlp_norm=norm(f"{at}.norm"))
+            return LayerPlan(None, mlp(name), mlp_norm=norm(f"{at}.norm"))
+        if kind == "moe":
+            return LayerPlan(None, *experts(name), mlp_norm=norm(f"{at}.norm"))
         mixer: Mixer
         if kind in _RECURRENT:
             if config.mamba_hidden_act != "silu":
@@ -231,6 +307,10 @@ _QWEN = (
     "attention_bias linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads "
     "linear_num_value_heads partial_rotary_factor full_attention_interval"
 )
+_MAMBA = (
+    "mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand mamba_chunk_size "
+    "mamba_conv_bias mamba_proj_bias time_step_limit"
+)
 FAMILIES: Families = {
     "qwen3_5_text": (_qwen3_5, _QWEN),
     "qwen3_5_moe_text": (
@@ -244,21 +324,27 @@ FAMILIES: Families = {
     ),
     "granitemoehybrid": (
         _granite_hybrid,
-        "attention_bias embedding_multiplier attention_multiplier residual_multiplier logits_scaling num_local_experts "
-        "num_experts_per_tok output_router_logits router_aux_loss_coef shared_intermediate_size "
-        "position_embedding_type mamba_n_heads mamba_n_groups mamba_d_state mamba_d_head mamba_d_conv mamba_expand "
-        "mamba_chunk_size mamba_conv_bias mamba_proj_bias time_step_limit",
+        f"attention_bias {_MAMBA} embedding_multiplier attention_multiplier residual_multiplier logits_scaling "
+        "num_local_experts num_experts_per_tok output_router_logits router_aux_loss_coef shared_intermediate_size "
+        "position_embedding_type",
+    ),
+    "falcon_h1": (
+        _falcon_h1,
+        f"attention_bias mlp_bias {_MAMBA} mamba_d_ssm mamba_norm_before_gate mamba_rms_norm projectors_bias "
+        "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers ssm_multipliers "
+        "ssm_in_multiplier ssm_out_multiplier embedding_multiplier lm_head_multiplier num_logits_to_keep",
     ),
     "nemotron_h": (
         _nemotron_h,
         "layers_block_type mlp_hidden_act mlp_bias ssm_state_size mamba_num_heads mamba_head_dim mamba_hidden_act "
         "n_groups conv_kernel time_step_min use_conv_bias use_bias layer_norm_epsilon "
-        # what only experts, training and other code read
+        "n_routed_experts moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size "
+        "num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob "
+        # what only training and other code read
         "attention_bias num_logits_to_keep use_mamba_kernels expand time_step_max time_step_limit time_step_floor "
-        "chunk_size mamba_proj_bias mamba_ssm_cache_dtype n_routed_experts output_router_logits n_shared_experts "
-        "moe_intermediate_size moe_shared_expert_intermediate_size moe_latent_size moe_shared_expert_overlap "
-        "num_experts_per_tok routed_scaling_factor n_group topk_group norm_topk_prob num_nextn_predict_layers "
-        "mtp_layers_block_type residual_in_fp32 hidden_dropout rescale_prenorm_residual",
+        "chunk_size mamba_proj_bias mamba_ssm_cache_dtype output_router_logits n_shared_experts "
+        "moe_shared_expert_overlap num_nextn_predict_layers mtp_layers_block_type residual_in_fp32 hidden_dropout "
+        "rescale_prenorm_residual",
     ),
     "lfm2": (
         _lfm2,

@@ -7,35 +7,35 @@ from typing import Any
 
 import torch
 
-from outrider.native.plan import AttentionPlan, LayerPlan, Mixer, Plan, RecurrencePlan, check_size
+from outrider.native.plan import AttentionPlan, LayerPlan, Plan, RecurrencePlan, check_size
 from outrider.runtime.cache_shapes import WINDOW, LayerShape, StateShape
 
 
 def cache_shapes(plan: Plan) -> tuple[LayerShape, ...]:
     """Shapes of the layers of a plan's cache."""
-    return tuple(_shape(layer.mixer) for layer in plan.layers)
+    return tuple(map(_shape, plan.layers))
 
 
-def _shape(mixer: Mixer | None) -> LayerShape:
+def _shape(layer: LayerPlan) -> LayerShape:
     """Shape of the cache of a layer."""
-    if not isinstance(mixer, AttentionPlan):
-        states = () if mixer is None else _states(mixer)
-        return LayerShape(0, 0, 0, torch.float32, torch.device("cpu"), states)
-    num_groups, width = (mixer.num_groups, mixer.head_width) if mixer.source is None else (0, 0)
-    return LayerShape(num_groups, width, width, torch.float32, torch.device("cpu"))
+    mixer, states = layer.mixer, () if layer.recurrence is None else _states(layer.recurrence)
+    num_groups, width = 0, 0
+    if isinstance(mixer, AttentionPlan) and mixer.source is None:
+        num_groups, width = mixer.num_groups, mixer.head_width
+    return LayerShape(num_groups, width, width, torch.float32, torch.device("cpu"), states)
 
 
 def set_stores(layers: Any, plans: Sequence[LayerPlan]) -> None:
     """Set the numbers of the stores of each layer: keys and values of all layers in turn, then states."""
-    shapes = [_shape(plan.mixer) for plan in plans]
+    shapes = [*map(_shape, plans)]
     num_kept, num_states = 0, 2 * sum(shape.num_heads > 0 for shape in shapes)
     for layer, plan, shape in zip(layers, plans, shapes, strict=True):
-        if isinstance(plan.mixer, RecurrencePlan):
+        if plan.recurrence is not None:
             layer.recurrence.ring, layer.recurrence.states = num_states, num_states + 1
             num_states += len(shape.states)
-        elif plan.mixer is None:
+        if not isinstance(plan.mixer, AttentionPlan):
             continue
-        elif plan.mixer.source is None:
+        if plan.mixer.source is None:
             layer.attention.store, num_kept = num_kept, num_kept + 2
         else:
             source, attention = layers[plan.mixer.source].attention, layer.attention

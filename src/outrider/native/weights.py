@@ -60,6 +60,11 @@ class Weights:
         first = plan.part * num_channels
         if stored.dtype == torch.uint8 and plan.num_parts * number > 1 and num_channels % _WHOLE_VECTOR:
             raise NotPlanned(f"{plan.weight} has parts of {num_channels} rows, no multiple of {_WHOLE_VECTOR}")
+        if plan.factors:
+            counts, values = zip(*plan.factors, strict=True)
+            repeats = torch.tensor((*counts[:-1], len(stored) - sum(counts[:-1])))
+            factors = torch.tensor(values).repeat_interleave(repeats)
+            scales = self.keep(factors if scales is None else factors * scales)
         scales_at = None if scales is None else scales.data_ptr() + first * scales.itemsize
         bias = None if plan.bias is None else self._bias(plan, number, rows_apart).data_ptr() + first * 4
         matrix = native().Matrix(stored.data_ptr() + first * row_bytes, form, num_channels, width, scales_at, bias)

@@ -250,7 +250,12 @@ def whole_fields(stated: Stated, *, is_partial: bool = False) -> dict[str, Any]:
 
 
 def expert_fields(
-    stated: Stated, *, number: str = "num_experts", is_normalized: bool = True, gate: int = SOFTMAX
+    stated: Stated,
+    *,
+    number: str = "num_experts",
+    is_normalized: bool = True,
+    gate: int = SOFTMAX,
+    has_groups: bool = False,
 ) -> dict[str, Any]:
     """Numbers of experts, and their width.
 
@@ -258,11 +263,12 @@ def expert_fields(
         number: the field of their number.
         is_normalized: the architecture divides the weights of the chosen experts by their sum.
         gate: its function that weighs experts, by llama.cpp's number.
+        has_groups: the architecture chooses groups of experts first.
     """
     stated.check("expert_weights_norm", is_normalized)
     stated.check("expert_gating_func", gate)
     for key in ("expert_group_count", "expert_group_used_count"):
-        if (own := stated.take(key, 1)) > 1:
+        if (own := stated.take(key, 1)) > 1 and not has_groups:
             raise stated.refusal(key, own)
     num_used = stated.single("expert_used_count")
     width = stated.single("expert_feed_forward_length", 0)
@@ -277,8 +283,11 @@ def routed_fields(stated: Stated, is_normalized: bool | None = None) -> dict[str
         is_normalized: whether they are divided by their sum, if the file does not say; None: it must.
     """
     is_normalized = stated.take("expert_weights_norm", is_normalized)
+    options: Any = {"is_normalized": bool(is_normalized), "gate": SIGMOID, "has_groups": True}
     return {
-        **expert_fields(stated, number="n_routed_experts", is_normalized=bool(is_normalized), gate=SIGMOID),
+        **expert_fields(stated, number="n_routed_experts", **options),
+        "n_group": max(stated.take("expert_group_count", 1), 1),
+        "topk_group": max(stated.take("expert_group_used_count", 1), 1),
         "n_shared_experts": stated.take("expert_shared_count"),
         "norm_topk_prob": is_normalized,
         "routed_scaling_factor": stated.take("expert_weights_scale", 1.0),
