@@ -8,7 +8,7 @@ import re
 import pytest
 from rich.console import Console
 
-from outrider.cli.shared.output import FILE_WIDTH, console_for
+from outrider.cli.shared.output import FILE_WIDTH, console_for, say, stderr_width
 from outrider.cli.shared.terminal import Writer, without_caret
 
 
@@ -95,3 +95,20 @@ def test_tables_in_pipes_are_as_wide_as_columns(monkeypatch: pytest.MonkeyPatch)
     assert console_for(None).width == 72
     monkeypatch.delenv("COLUMNS")
     assert console_for(None).width == FILE_WIDTH
+
+
+def test_messages_are_as_wide_as_their_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Standard output may be a file, or a terminal of another width."""
+    assert stderr_width() == 80  # of a pipe
+    termios = pytest.importorskip("termios")
+    master, slave = pty.openpty()
+    with open(slave, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        assert stderr_width() == 80  # it does not know
+        termios.tcsetwinsize(slave, (24, 30))
+        assert stderr_width() == 30
+        say("seven words that do not fit there")
+        assert os.read(master, 99).decode() == "\r\x1b[Kseven words that do not fit\r\nthere\r\n"
+        monkeypatch.setenv("COLUMNS", "40")
+        assert stderr_width() == 40
+    os.close(master)

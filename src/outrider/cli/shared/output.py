@@ -7,10 +7,10 @@ import logging
 import math
 import os
 import shlex
-import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,9 +42,19 @@ def say(message: str) -> None:
     """Print a message on standard error; on a terminal in place of the line of progress, if there is one, and in lines
     that end between words."""
     if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
+        width = stderr_width()
         message = CLEAR_LINE + "\n".join(_folded(line, width) for line in message.splitlines())
     print(message, file=sys.stderr)
+
+
+def stderr_width() -> int:
+    """Columns of standard error: ``COLUMNS``, or those of its own terminal. (``shutil`` reads standard output's.)"""
+    with suppress(KeyError, ValueError):
+        if (columns := int(os.environ["COLUMNS"])) > 0:
+            return columns
+    with suppress(OSError, ValueError):  # no terminal
+        return os.get_terminal_size(sys.stderr.fileno()).columns or 80
+    return 80
 
 
 def clear_line() -> None:

@@ -1,12 +1,11 @@
 """Progress of a command on standard error, in one line for each piece of work: what is done, and what is left.
 
 On a terminal the line changes, and goes when the work ends. Files and pipes get a line after two seconds, then after
-twice the time each, at least one a minute. Work that takes less is not reported there.
+twice the time each, at least one a minute. Shorter work is not reported there.
 """
 
 from __future__ import annotations
 
-import shutil
 import sys
 import threading
 import time
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
-from outrider.cli.shared.output import CLEAR_LINE, clear_line, say
+from outrider.cli.shared.output import CLEAR_LINE, clear_line, say, stderr_width
 
 if TYPE_CHECKING:
     from outrider.bench.run import Measurement
@@ -102,7 +101,7 @@ def _redraw(line: Callable[[], str], is_over: threading.Event) -> None:
     """Show the line on a terminal, and remove it at the end."""
     wait, has_line = _SHORT_S, False
     while not is_over.wait(wait):
-        width = shutil.get_terminal_size().columns - 3  # with room for the ^C of an interruption
+        width = stderr_width() - 3  # with room for the ^C of an interruption
         print(CLEAR_LINE + line()[:width], end="", file=sys.stderr, flush=True)
         wait, has_line = _REFRESH_S, True
     if has_line:
