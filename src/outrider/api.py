@@ -32,7 +32,7 @@ from outrider.models.loading import Checkpoint, build_lm, load_checkpoint, num_t
 from outrider.models.pairs import drafts_of, is_local
 from outrider.models.placement import DTYPES
 from outrider.models.registry import Placement, known_models, resolve
-from outrider.models.sampling_defaults import check_choice, defaults_text, sampling_defaults
+from outrider.models.sampling_defaults import StatedSampling, check_choice, stated_sampling
 from outrider.options import (
     AUTO,
     DEFAULT_ACCEPTANCE,
@@ -55,6 +55,7 @@ from outrider.text.tokenizer import differing_tokens, encode, examples_of, proce
 
 _LOG = logging.getLogger(__name__)
 _CHOICE = logging.getLogger("outrider.draft")  # shown by commands
+_SAMPLING = logging.getLogger("outrider.sampling")  # shown by the server
 _ANYWHERE = Placement()
 _MOST_UNKNOWN = 0.05  # share of the target's tokens that a draft of its family need not know
 _LEAST_SHARED = 0.5  # share of the tokens of a text that a draft of another family must have
@@ -99,8 +100,8 @@ def load(
         num_draft_tokens: K; "auto" chooses it each round for the most tokens per second, from costs measured on first
             use for each number of rows (about a second each for small models) and cached.
         generation_config: "auto" takes the sampling defaults of the target's checkpoint (temperature, top_k, top_p,
-            min_p and repetition_penalty, as far as its generation_config.json states them) for calls that give no
-            ``Sampling``; their keywords are changes to these. "none" does not. A model in memory has none.
+            min_p and repetition_penalty, as far as its generation_config.json or GGUF file states them) for calls that
+            give no ``Sampling``; their keywords are changes to these. "none" does not. A model in memory has none.
         models_file: a TOML file with names of models, beside the user's own.
         corpus: files in which the draft "suffix" looks up the text, too: text, or JSON lines with "prompt" and "text"
             (or "prompt_ids" and "token_ids"), as ``outrider generate --output`` writes them.
@@ -122,11 +123,11 @@ def load(
     checkpoint = _checkpoint(target, tokenizer, placement, models_file, is_target=True)
     num_tokens = num_tokens_of(checkpoint)
     check_choice(generation_config)
-    defaults: dict[str, Any] = {}
+    stated = StatedSampling()
     if isinstance(target, (str, Path)):
-        spec = resolve(str(target), models_file)
-        if defaults := sampling_defaults(spec, generation_config):
-            _LOG.info("%s", defaults_text(spec.name, defaults))
+        stated = stated_sampling(resolve(str(target), models_file), generation_config)
+        if line := stated.text(checkpoint.name, stated.defaults):
+            _SAMPLING.info("%s", line)
     end = turn_end(checkpoint.tokenizer)
     turn_ids = frozenset() if end is None or end >= num_tokens else frozenset([end])
     plain = Decoder(
@@ -137,7 +138,7 @@ def load(
         drafter=NO_DRAFTER,
         acceptance=acceptance,
         num_draft_tokens=num_draft_tokens,
-        sampling_defaults=defaults,
+        sampling_defaults=stated.defaults,
         processor=checkpoint.processor,
         turn_ids=turn_ids,
     )

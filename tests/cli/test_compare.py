@@ -155,7 +155,7 @@ def test_the_next_commands_sample_as_this_one(outrider: Outrider, tmp_path: Path
     write_mtp(folder, random_llama(context_len=256), layout="qwen")
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 3}')
     ended = outrider("compare", folder, "a", "-n", 4, "--num-runs", 1, "-t", 1, "-k", 2, "--stop", "zzz")
-    words = f"--target {folder} --draft mtp -n 4 --top-k 3 --generation-config none"
+    words = f"--target {folder} --draft mtp -n 4 -t 1 --top-k 3"
     next_ = f"Next, with your own prompts (--prompts FILE; they have no --stop):\n  outrider plan {words}\n"
     assert ended.code == 0 and ended.out.endswith(f"{next_}  outrider certify {words} -k 2\n")
 

@@ -11,7 +11,7 @@ import outrider
 from gguf_models import CASES, write_case
 from outrider.errors import FileError, OptionError
 from outrider.models.registry import ModelSpec, resolve
-from outrider.models.sampling_defaults import sampling_defaults, stated_sampling
+from outrider.models.sampling_defaults import StatedSampling, stated_sampling
 from outrider.options import Sampling
 from outrider.serve.about import fingerprint_of
 from pairs import embedded, stating
@@ -28,20 +28,30 @@ def spec_of(path: Path, document: Any) -> ModelSpec:
 
 def test_only_what_the_file_states_counts(tmp_path: Path) -> None:
     """And differs from our own defaults. Transformers would add others."""
-    assert sampling_defaults(spec_of(tmp_path, STATED)) == TAKEN
-    assert sampling_defaults(spec_of(tmp_path, STATED), "none") == {}
-    assert sampling_defaults(spec_of(tmp_path, {"temperature": None, "do_sample": True})) == {}
-    assert sampling_defaults(resolve("fable")) == embedded().sampling_defaults == {}
+    assert stated_sampling(spec_of(tmp_path, STATED)).defaults == TAKEN
+    assert stated_sampling(spec_of(tmp_path, STATED), "none") == StatedSampling()
+    assert stated_sampling(spec_of(tmp_path, {"temperature": None, "do_sample": True})) == StatedSampling()
+    assert stated_sampling(resolve("fable")).defaults == embedded().sampling_defaults == {}
 
 
 def test_what_a_gguf_file_states(tmp_path: Path) -> None:
     """In float32, under llama.cpp's names. A file that is not there states nothing here."""
-    stated = {"temp": 0.7, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.0}
-    keys = {f"general.sampling.{name}": value for name, value in stated.items()}
-    spec = resolve(str(write_case(tmp_path / "model.gguf", CASES["llama"], keys=keys)))
-    assert sampling_defaults(spec) == {"temperature": 0.7, "top_p": 0.95, "top_k": 20}
-    assert stated_sampling(spec).keys() == {"temperature", "top_p", "top_k", "repetition_penalty"}
-    assert sampling_defaults(replace(spec_of(tmp_path, STATED), gguf="x.gguf")) == {}
+
+    def stated_in(name: str, **stated: float) -> StatedSampling:
+        keys = {f"general.sampling.{key}": value for key, value in stated.items()}
+        return stated_sampling(resolve(str(write_case(tmp_path / name, CASES["llama"], keys=keys))))
+
+    found = stated_in("model.gguf", temp=0.7, top_p=0.95, top_k=20, penalty_repeat=1.0)
+    assert found.defaults == {"temperature": 0.7, "top_p": 0.95, "top_k": 20} and not found.others
+    assert found.options.keys() == {"temperature", "top_p", "top_k", "repetition_penalty"}
+    assert stated_in("greedy.gguf", temp=-1.0).options == {"temperature": 0.0}
+    others = stated_in("others.gguf", temp=0.7, xtc_probability=0.5, mirostat=2, penalty_last_n=64)
+    assert others.text("others.gguf", others.defaults) == (
+        "sampling as others.gguf states: temperature 0.7 (--generation-config none does without); "
+        "not honoured: mirostat, penalty_last_n, xtc_probability"
+    )
+    assert others.text("others.gguf", {}).startswith("sampling that others.gguf states, not honoured: mirostat, ")
+    assert stated_sampling(replace(spec_of(tmp_path, STATED), gguf="x.gguf")) == StatedSampling()
 
 
 @pytest.mark.parametrize(
@@ -54,13 +64,14 @@ def test_what_a_gguf_file_states(tmp_path: Path) -> None:
 )
 def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, document: Any, message: str) -> None:
     with pytest.raises(FileError, match=message):
-        sampling_defaults(spec_of(tmp_path, document))
+        stated_sampling(spec_of(tmp_path, document))
 
 
-def test_the_library_takes_them_where_nothing_else_is_said(tmp_path: Path) -> None:
+def test_the_library_takes_them_where_nothing_else_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = stating(tmp_path / "fable", STATED)
-    decoder = outrider.load(folder, dtype="float32", device="cpu")
-    assert decoder.sampling_defaults == TAKEN
+    with caplog.at_level("INFO", "outrider.sampling"):  # which the server shows
+        decoder = outrider.load(folder, dtype="float32", device="cpu")
+    assert decoder.sampling_defaults == TAKEN and "states: temperature 0.4, top-k 9 (" in caplog.text
     plain, prompts = embedded().plain(), ["Once upon a time", "The king"]
 
     def said(decoder: Any, *arguments: Any, **options: Any) -> list[tuple[int, ...]]:

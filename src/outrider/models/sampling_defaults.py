@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +20,77 @@ FOR_CHATS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 
 _GENERATION_CONFIG = "generation_config.json"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-_OF_GGUF = dict(zip(_SAMPLING, ("temp", "top_k", "top_p", "min_p", "penalty_repeat"), strict=True))
+_GGUF_NAMES = dict(zip(_SAMPLING, ("temp", "top_k", "top_p", "min_p", "penalty_repeat"), strict=True))
+_OF_GGUF = "general.sampling."
 
 
 def check_choice(choice: str) -> None:
-    """Raises OptionError: ``sampling_defaults`` has no such choice."""
+    """Raises OptionError: ``stated_sampling`` has no such choice."""
     if choice not in ("auto", "none"):
         raise OptionError("generation_config", choice, "auto (the checkpoint's sampling defaults) or none")
 
 
-def sampling_defaults(spec: ModelSpec, choice: str = "auto") -> dict[str, Any]:
-    """Fields of ``Sampling`` that a checkpoint states, if these are other than ours.
+@dataclass(frozen=True, slots=True)
+class StatedSampling:
+    """Sampling options that a checkpoint states.
+
+    Attributes:
+        options: fields of ``Sampling``.
+        others: names, in its file, of options that we do not have.
+    """
+
+    options: Mapping[str, Any] = field(default_factory=dict)
+    others: tuple[str, ...] = ()
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The options that differ from our own defaults."""
+        own = Sampling()
+        return {name: value for name, value in self.options.items() if value != getattr(own, name)}
+
+    def text(self, name: str, taken: Mapping[str, Any]) -> str:
+        """The line for users: which of its options are taken, and which are not honoured. Empty: it states none.
+
+        Args:
+            name: of the checkpoint.
+        """
+        parts = [f"sampling as {name} states: {values_text(taken)} (--generation-config none does without)"] * bool(taken)
+        if self.others:
+            lead = "" if taken else f"sampling that {name} states, "
+            parts.append(f"{lead}not honoured: {', '.join(self.others)}")
+        return "; ".join(parts)
+
+
+def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:
+    """Sampling options that a checkpoint states, in its file ``generation_config.json`` or in its GGUF file (keys
+    ``general.sampling.*``, llama.cpp's pull request 17120). (Transformers' ``GenerationConfig`` fills in others, which
+    the authors of the model did not choose.) ``do_sample`` is not read: a temperature of 0 is greedy, any other
+    samples. Nor is ``max_new_tokens``: the length belongs to the request.
 
     Args:
         choice: "auto", or "none" for nothing.
 
     Raises:
         OptionError: there is no such choice.
-        FileError: see ``stated_sampling``.
-    """
-    check_choice(choice)
-    default = Sampling()
-    stated = {} if choice == "none" else stated_sampling(spec)
-    return {name: value for name, value in stated.items() if value != getattr(default, name)}
-
-
-def stated_sampling(spec: ModelSpec) -> dict[str, Any]:
-    """Fields of ``Sampling`` that a checkpoint states, in its file ``generation_config.json`` or in its GGUF file (keys
-    ``general.sampling.*``, llama.cpp's pull request 17120). (Transformers' ``GenerationConfig`` fills in others, which
-    the authors of the model did not choose.) ``do_sample`` is not read: a temperature of 0 is greedy, any other
-    samples. Nor is ``max_new_tokens``: the length belongs to the request.
-
-    Raises:
         FileError: the file cannot be read, or states an impossible value.
     """
+    check_choice(choice)
     place: Path | str = spec.name
+    others: tuple[str, ...] = ()
     try:
+        if choice == "none":
+            return StatedSampling()
         if spec.gguf is not None:
-            document = _of_gguf(spec)
+            document, others = _of_gguf(spec)
         elif (file := generation_config_file(spec)) is not None:
             place, document = file, json.loads(read_text(file))
         else:
-            return {}
-        stated = {name: document[name] for name in _SAMPLING if document.get(name) is not None}
-        Sampling(**stated)
+            return StatedSampling()
+        options = {name: document[name] for name in _SAMPLING if document.get(name) is not None}
+        Sampling(**options)
     except (OptionError, ValueError, AttributeError, TypeError) as error:
         raise FileError(f"{place}: {error}; --generation-config none does without it") from None
-    return stated
-
-
-def defaults_text(name: str, defaults: Mapping[str, Any]) -> str:
-    """The line that says which defaults a checkpoint states."""
-    return f"sampling as {name} states: {values_text(defaults)} (--generation-config none does without)"
+    return StatedSampling(options, others)
 
 
 def values_text(sampling: Mapping[str, Any]) -> str:
@@ -93,19 +113,18 @@ def generation_config_file(spec: ModelSpec) -> Path | None:
     return None
 
 
-def _of_gguf(spec: ModelSpec) -> dict[str, Any]:
-    """Options that a GGUF file states, under our names; a file that cannot be read is reported where it is loaded."""
+def _of_gguf(spec: ModelSpec) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Options that a GGUF file states, under our names; and the names of others. A file that cannot be read is reported
+    where it is loaded."""
     from outrider.models.gguf.checkpoint import gguf_file
 
-    found: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     with contextlib.suppress(OutriderError, OSError):
-        metadata = gguf_file(spec).metadata
-        for name, key in _OF_GGUF.items():
-            value = metadata.get(f"general.sampling.{key}")
-            # Stored in float32: the decimals that were meant. A top-k below 0 is off there.
-            found[name] = float(f"{value:.6g}") if isinstance(value, float) else value
-            if name == "temperature" and value is not None:  # below 0 is greedy there
-                found[name] = max(0.0, found[name])
-            if name == "top_k" and value is not None:
-                found[name] = max(0, int(value))
-    return found
+        for key, value in gguf_file(spec).metadata.items():
+            if key.startswith(_OF_GGUF):
+                # Stored in float32: the decimals that were meant.
+                stated[key.removeprefix(_OF_GGUF)] = float(f"{value:.6g}") if isinstance(value, float) else value
+    for key in ("temp", "top_k"):  # below 0 is greedy there, and off
+        if key in stated:
+            stated[key] = max(0, stated[key])
+    return {name: stated.pop(key, None) for name, key in _GGUF_NAMES.items()}, tuple(sorted(stated))

@@ -10,7 +10,6 @@ from torch import nn
 
 from outrider.decoder import Decoder
 from outrider.decoding.schedule import Schedule
-from outrider.models.sampling_defaults import defaults_text
 from outrider.models.weights import portable_tensors
 from outrider.runtime.execution import PROMISED
 from outrider.system.resources import size_text
@@ -76,6 +75,4 @@ def startup_lines(decoder: Decoder, schedule: Schedule, num_slots: int, capacity
         f"{same_bytes_of(decoder)}",
     ]
     lines.append(ends_text(decoder.target.name, decoder.tokenizer, decoder.eos_ids, decoder.turn_ids))
-    if decoder.sampling_defaults:
-        lines.append(defaults_text(decoder.target.name, decoder.sampling_defaults))
     return lines

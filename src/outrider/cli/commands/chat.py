@@ -113,7 +113,7 @@ def _for_chats(context: typer.Context, pair: PairOptions) -> dict[str, Any]:
     from outrider.models.registry import resolve
     from outrider.models.sampling_defaults import FOR_CHATS, stated_sampling
 
-    return {} if stated_sampling(resolve(pair.target, pair.models)) else not_given(context, FOR_CHATS)
+    return {} if stated_sampling(resolve(pair.target, pair.models)).options else not_given(context, FOR_CHATS)
 
 
 @dataclass(slots=True)

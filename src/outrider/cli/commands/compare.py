@@ -143,7 +143,7 @@ def compare(
             console.print(line, markup=False)
     best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
     words = [*pair.to_words(str(best.arm.draft)), *template.to_words(), *end.to_words()]
-    words += settled_words(sampling, generation_config, pair.target, pair.models)
+    words += settled_words(sampling, command, generation_config)
     words += ["--seed", str(seed)] if seed else []
     commands = [["plan", *words], ["certify", *words, "-k", str(best.arm.num_draft_tokens)]][: 1 if same else 2]
     without = f"; they have no {', '.join(end.others)}" if end.others else ""

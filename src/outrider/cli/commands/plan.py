@@ -118,7 +118,7 @@ def plan(
         recording = open_log(log, decoder.target.name, decoder.tokenizer)
         records, header = list(recording.records), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
-        sampling = SamplingOptions.of(header.sampling)
+        sampling, generation_config = SamplingOptions.of(header.sampling), "none"
         options["max_new_tokens"] = header.sampling.max_new_tokens
     counts = _counts(decoder, drafters, records, header, pair.acceptance, ks_of)
     settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
@@ -135,7 +135,7 @@ def plan(
     best = results[0][1][0]
     words = ["generate", *pair.to_words(best.draft if best.speed_up.value > 1 else "none")]
     words += ["-k", str(best.k)] if best.speed_up.value > 1 else []
-    words += settled_words(sampling, generation_config, pair.target, pair.models)
+    words += settled_words(sampling, command, generation_config)
     words += [*template.to_words(), *([] if prompts is None else ["--prompts", str(prompts)])]
     words += [] if not_given(command, {"max_new_tokens": None}) else ["-n", str(max_new_tokens)]
     words += ["--seed", str(seed)] if seed else []

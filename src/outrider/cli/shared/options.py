@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -124,12 +124,16 @@ class SamplingOptions:
         biases = [f"{token_id}={bias:g}" for token_id, bias in (sampling.logit_bias or {}).items()] or None
         return cls(**{one.name: getattr(sampling, one.name) for one in fields(cls)} | {"logit_bias": biases})
 
-    def to_words(self) -> list[str]:
-        """Words of a command line, for options that are not the defaults."""
+    def to_words(self, given: Collection[str] = ()) -> list[str]:
+        """Words of a command line, for options that are not the defaults, and for those given.
+
+        Args:
+            given: names of fields.
+        """
         words = []
         for field in fields(self):
             value = getattr(self, field.name)
-            if value != field.default and field.name != "logit_bias":
+            if field.name != "logit_bias" and (value != field.default or field.name in given):
                 words += ["-t" if field.name == "temperature" else f"--{field.name.replace('_', '-')}", f"{value:g}"]
         return [*words, *(word for bias in self.logit_bias or () for word in ("--logit-bias", bias))]
 
@@ -275,23 +279,22 @@ def over_checkpoint(
         context: knows which options were given.
     """
     from outrider.models.registry import resolve
-    from outrider.models.sampling_defaults import defaults_text, sampling_defaults
+    from outrider.models.sampling_defaults import stated_sampling
 
     spec = resolve(target, models)
     with progress(f"reading {short_name(target)}"):
-        taken = not_given(context, sampling_defaults(spec, choice))
-    if taken:
-        say(defaults_text(short_name(spec.name), taken))
+        stated = stated_sampling(spec, choice)
+    taken = not_given(context, stated.defaults)
+    if line := stated.text(short_name(spec.name), taken):
+        say(line)
     return replace(sampling, **taken)
 
 
-def settled_words(sampling: SamplingOptions, choice: str, target: str, models: Path | None) -> list[str]:
-    """Words of a command line for the options that ``over_checkpoint`` gave, whatever the checkpoint states."""
-    from outrider.models.registry import resolve
-    from outrider.models.sampling_defaults import sampling_defaults
-
-    is_stated = choice == "none" or sampling_defaults(resolve(target, models))
-    return [*sampling.to_words(), *(["--generation-config", "none"] if is_stated else [])]
+def settled_words(sampling: SamplingOptions, context: typer.Context, choice: str) -> list[str]:
+    """Words of a command line for the options that ``over_checkpoint`` gave: those given among them stand over the
+    checkpoint's again."""
+    given = {one.name for one in fields(sampling)} - not_given(context, asdict(sampling)).keys()
+    return [*sampling.to_words(given), *(["--generation-config", "none"] if choice == "none" else [])]
 
 
 def not_given(context: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
