@@ -26,6 +26,15 @@ def test_the_document_the_table_and_the_page(outrider: Outrider, tmp_path: Path)
     assert page.read_text(encoding="utf-8").count("<svg") == 1
 
 
+def test_the_draft_that_auto_chose(outrider: Outrider, tmp_path: Path) -> None:
+    """It is named, not the word."""
+    (tmp_path / "texts").write_text("The king had a horse.\n")
+    ended = outrider("alpha", "--draft", "auto", "--prompts", tmp_path / "texts", "-t", 1, "--json", "-")
+    document = only_document(ended.out, "alpha")
+    assert document["options"]["draft"] == [document["alphas"][0]["draft"]] == ["fable-draft"]
+    assert "fable-draft at temperature 1" in ended.err and "auto" not in ended.err.split("draft: fable-draft")[1]
+
+
 def test_bad_options(outrider: Outrider, tmp_path: Path) -> None:
     assert "like 0,0.5,1" in outrider("alpha", "-t", "warm").error
     assert "replay" in outrider("alpha", "--draft", "ngram").error

@@ -36,6 +36,12 @@ def test_the_document_and_the_table(outrider: Outrider) -> None:
     assert "fable with fable-draft, K = 3, block" in ended.err
 
 
+def test_the_draft_that_auto_chose(outrider: Outrider) -> None:
+    ended = outrider("eval", "multiplication", "--num-prompts", 1, "--draft", "auto", "-k", 2, "--json", "-")
+    assert only_document(ended.out, "eval-multiplication")["options"]["draft"] == ["fable-draft"]
+    assert "fable with fable-draft, K = 2, block" in ended.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

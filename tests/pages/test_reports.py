@@ -156,6 +156,20 @@ def test_a_report_says_what_the_document_says(kind: str, said: list[str]) -> Non
     assert "log" not in re.findall(r"<dt>(\w+)</dt>", page_of(kind))  # not given
 
 
+def test_drafts_of_one_file_name_stay_apart() -> None:
+    """In pictures, notes and columns."""
+    drafts = ["/q4/small.gguf", "suffix+/q8/small.gguf"]
+    document = json.loads(written("replay"))
+    document["drafts"] = [
+        {"draft": name, "alpha": interval(value)} for name, value in zip(drafts, (0.4, 0.8), strict=True)
+    ]
+    document["arms"] = [{**document["arms"][0], "draft": name} for name in drafts]
+    (table,) = report_of(document).tables
+    assert [(row[0], row[-1]) for row in table.rows] == [(drafts[0], "0.400"), (drafts[1], "0.800")]
+    document["arms"][1]["draft"] = document["drafts"][1]["draft"] = "suffix+/q8/other.gguf"
+    assert [row[0] for row in report_of(document).tables[0].rows] == ["small.gguf", "suffix+other.gguf"]
+
+
 def test_no_draft_may_be_the_best() -> None:
     document = json.loads(written("plan"))
     for one in document["settings"]:

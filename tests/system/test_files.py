@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from outrider.system.files import alone, check_writable, short_name, write_text, write_whole
+from outrider.system.files import alone, check_writable, short_name, short_names, write_text, write_whole
 
 
 def test_two_that_write_at_once_do_not_spoil_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,5 +125,15 @@ def test_names_of_models_that_are_paths_are_short() -> None:
         ("org/model:file.gguf", "org/model:file.gguf"),
         ("fable", "fable"),
         (".", "."),
+        ("suffix+/m/small.gguf", "suffix+small.gguf"),
+        ("suffix+org/model", "suffix+org/model"),
+        ("/m/c++/small.gguf:int8:greedy", "small.gguf:int8:greedy"),
+        ("org/model:vocab=9@/tmp/out/tokens.jsonl:greedy, K = auto", "org/model:vocab=9@tokens.jsonl:greedy, K = auto"),
+        ("/tmp/out/:vocab=/tmp/out/tokens.jsonl", "out:vocab=tokens.jsonl"),
     ):
         assert short_name(name) == short
+
+
+def test_short_names_differ_where_names_do() -> None:
+    given = ["/q4/small.gguf, K = 4", "suffix+/q8/small.gguf, K = 4", "/m/fable", "fable", "/m/a.gguf", "/m/a.gguf:mtp"]
+    assert short_names(given) == [*given[:4], "a.gguf", "a.gguf:mtp"]

@@ -54,7 +54,9 @@ class StatedSampling:
         Args:
             name: of the checkpoint.
         """
-        parts = [f"sampling as {name} states: {values_text(taken)} (--generation-config none does without)"] * bool(taken)
+        parts = [f"sampling as {name} states: {values_text(taken)} (--generation-config none does without)"] * bool(
+            taken
+        )
         if self.others:
             lead = "" if taken else f"sampling that {name} states, "
             parts.append(f"{lead}not honoured: {', '.join(self.others)}")

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from outrider.pages.templates import render
-from outrider.system.files import short_name
+from outrider.system.files import short_names
 
 if TYPE_CHECKING:
     from outrider.stats.intervals import Interval
@@ -74,16 +74,19 @@ def report_of(document: _Document) -> Report:
     Args:
         document: of alpha, analyze, compare, latency, plan or replay, as read from JSON.
     """
-    return _REPORTS[document["schema"].split("/")[1]](_with_short_names(document))
+    names: dict[str, str] = {}
+    _map_names(document, lambda name: names.setdefault(name, name))
+    short = dict(zip(names, short_names(names), strict=True))
+    return _REPORTS[document["schema"].split("/")[1]](_map_names(document, short.__getitem__))
 
 
-def _with_short_names(value: Any, key: str = "") -> Any:
-    """A document, or a part of it, in which models that are paths have the names of their files."""
+def _map_names(value: Any, change: Callable[[str], str], key: str = "") -> Any:
+    """A document, or a part of it, with other names of models."""
     if isinstance(value, Mapping):
-        return {name: _with_short_names(one, name) for name, one in value.items()}
+        return {name: _map_names(one, change, name) for name, one in value.items()}
     if isinstance(value, list):
-        return [_with_short_names(one, key) for one in value]
-    return short_name(value) if key in _NAMES and isinstance(value, str) else value
+        return [_map_names(one, change, key) for one in value]
+    return change(value) if key in _NAMES and isinstance(value, str) else value
 
 
 def render_report(document: _Document) -> str:

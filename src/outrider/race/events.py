@@ -14,7 +14,7 @@ from typing import Any
 from outrider.bench.report import ArmSummary
 from outrider.bench.run import Arm, Case, race_arms
 from outrider.records import Chunk, Stats, Timing
-from outrider.system.files import short_name
+from outrider.system.files import short_names
 from outrider.text.chat import Chat
 from outrider.text.tokenizer import Detokenizer
 
@@ -40,16 +40,18 @@ class RaceEvents:
 
     def start(self) -> dict[str, Any]:
         decoder, prompt = self._arms[0].decoder, self._case.prompt
+        target, *names = short_names([decoder.target.name, *(arm.name for arm in self._arms)])
         return {
             "type": "start",
-            "target": short_name(decoder.target.name),
+            "target": target,
             "prompt": prompt.asked if isinstance(prompt, Chat) else prompt,
             "seed": self._case.seed,
             "acceptance": decoder.acceptance,
             "temperature": {**decoder.sampling_defaults, **self._options}.get("temperature", 1.0),
             "max_new_tokens": self._options["max_new_tokens"],
             "arms": [
-                {"name": short_name(arm.name), "draft": arm.draft, "k": arm.num_draft_tokens} for arm in self._arms
+                {"name": name, "draft": arm.draft, "k": arm.num_draft_tokens}
+                for name, arm in zip(names, self._arms, strict=True)
             ],
         }
 

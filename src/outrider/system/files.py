@@ -5,14 +5,20 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import secrets
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from outrider.errors import FileError
+from outrider.options import HYBRID
 from outrider.system.ranks import current_ranks
+
+# The model, or the file of a draft's option: "suffix+/a/model.gguf:vocab=9@/a/outputs.jsonl, K = 4".
+_PART_OF_NAME = re.compile(rf"(^(?:{re.escape(HYBRID)})?|:vocab=(?:\d+@)?)([^:]+?)/*(?=:|, K = |$)")
 
 
 def read_text(path: Path) -> str:
@@ -34,9 +40,26 @@ def read_bytes(path: Path) -> bytes:
 
 
 def short_name(name: str) -> str:
-    """Name of the file or folder, for a path; other names, and ids of the hub (org/model), as they are."""
-    is_path = name.startswith(("/", ".", "~")) or name.count("/") > 1 or (name.endswith(".gguf") and ":" not in name)
-    return Path(name).name or name if is_path else name
+    """See ``short_names``."""
+    return short_names([name])[0]
+
+
+def short_names(names: Iterable[str]) -> list[str]:
+    """Names of models, drafts or arms, in which each path is the name of its file or folder; ids of the hub (org/model)
+    stay as they are, and so do paths whose short names are equal."""
+    names = list(names)
+    shorts = Counter(map(_last_part, {found[2] for name in names for found in _PART_OF_NAME.finditer(name)}))
+
+    def shorten(found: re.Match[str]) -> str:
+        short = _last_part(found[2])
+        return found[1] + (short if shorts[short] == 1 else found[2])
+
+    return [_PART_OF_NAME.sub(shorten, name) for name in names]
+
+
+def _last_part(part: str) -> str:
+    is_path = part.startswith(("/", ".", "~")) or part.count("/") > 1 or part.endswith(".gguf")
+    return Path(part).name or part if is_path else part
 
 
 def parse_row(where: str, line: str | bytes) -> dict[str, Any]:

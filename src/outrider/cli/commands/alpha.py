@@ -52,8 +52,8 @@ def alpha(
         for ids in encode_lines(decoder, lines, prompts, partial(encode, decoder.tokenizer))
     ]
     results: dict[str, list[Alpha]] = {}
-    for name in pair.draft_names:
-        drafter = pair.load_draft(decoder, name)
+    for given in pair.draft_names:
+        name, drafter = pair.load_named(decoder, given)
         if drafter.is_one_hot:
             raise OptionError(
                 "--draft", name, "alpha compares two models (for ngram, suffix and greedy drafts use outrider replay)"
@@ -64,7 +64,7 @@ def alpha(
             )
     body: dict[str, Any] = {"alphas": [one.to_json() | {"draft": name} for name, row in results.items() for one in row]}
     options = {"temperatures": grid[0], "top_ps": grid[1], "prompts": prompts, "batch_size": batch_size}
-    report.finish("alpha", options_json(pair, {}, **options, **template.to_json()), body, decoder)
+    report.finish("alpha", options_json(pair, {}, draft=[*results], **options, **template.to_json()), body, decoder)
 
 
 def _numbers(name: str, text: str) -> list[float]:

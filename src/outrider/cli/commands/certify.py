@@ -33,7 +33,7 @@ from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
-from outrider.system.files import short_name
+from outrider.system.files import short_names
 from outrider.system.provenance import sha256_of
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def certify(
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
-    decoder, job = _job_of(pair, options, k, lines, prompts, significance, batch_size, seed)
+    pair, decoder, job = _job_of(pair, options, k, lines, prompts, significance, batch_size, seed)
     with progress("reading checksums of the weights"):
         checksums = {"weights": _weights(decoder), "prompts_sha256": sha256_of(job.prompts)}
     with progress("generating a first sample, which tells how much is needed"):
@@ -141,7 +141,7 @@ def certify(
     )
     document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder)
     title = (
-        f"{short_name(decoder.target.name)} with {short_name(decoder.drafter.name)}, {decoder.acceptance}, "
+        f"{' with '.join(short_names([decoder.target.name, decoder.drafter.name]))}, {decoder.acceptance}, "
         f"K = {decoder.num_draft_tokens}, temperature {job.sampling.temperature:g}"
     )
 
@@ -169,8 +169,9 @@ def _job_of(
     level: float,
     batch_size: int,
     seed: int,
-) -> tuple[Decoder, CertifyTask]:
-    """Task to certify. Warns if a limit exceeds the context.
+) -> tuple[PairOptions, Decoder, CertifyTask]:
+    """The pair with the draft that was loaded ('auto' chose one), and the task to certify. Warns if a limit exceeds the
+    context.
 
     Args:
         lines: prompts.
@@ -184,12 +185,13 @@ def _job_of(
     from outrider.certify.job import CertifyTask
 
     plain = pair.load()
-    decoder = replace(plain, drafter=pair.load_draft(plain, pair.single_draft), num_draft_tokens=k)
+    draft, drafter = pair.load_named(plain, pair.single_draft)
+    decoder = replace(plain, drafter=drafter, num_draft_tokens=k)
     prompts = encode_lines(decoder, lines, path)
     decoder = decoder.of_one_kind(prompts)
     job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompts, options["max_new_tokens"])
-    return decoder, job
+    return replace(pair, draft=[draft]), decoder, job
 
 
 def _weights(decoder: Decoder) -> dict[str, str | None]:

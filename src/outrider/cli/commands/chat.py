@@ -28,7 +28,7 @@ from outrider.cli.shared.template_options import TemplateOptions
 from outrider.cli.shared.terminal import Writer, without_caret
 from outrider.errors import FileError, OptionError, OutriderError
 from outrider.records import Chunk, Completion, Timing
-from outrider.system.files import short_name
+from outrider.system.files import short_name, short_names
 from outrider.text.chat import Chat, ChatOptions
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class _Terminal:
 
     def _greet(self, is_terminal: bool) -> None:
         """Write the header; without a terminal, the sampling options alone."""
-        target, draft = (short_name(model.name) for model in (self.decoder.target, self.decoder.drafter))
+        target, draft = short_names([self.decoder.target.name, self.decoder.drafter.name])
         if is_terminal:
             self._say(f"{target if draft == 'none' else f'{target} with {draft}'} (/help)")
         for note in self.notes if is_terminal or isinstance(self.conversation, ChatConversation) else ():

@@ -29,7 +29,7 @@ from outrider.cli.shared.progress import count_items, gather, progress
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
 from outrider.errors import OptionError, OutriderError
 from outrider.records import Timing
-from outrider.system.files import short_name
+from outrider.system.files import short_names
 from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def compare(
     decoder = pair.load()
 
     from outrider.bench.report import summarise
-    from outrider.bench.run import Case, interleave, warm_up
+    from outrider.bench.run import Case, drafts_of, interleave, warm_up
     from outrider.race.events import RaceEvents
 
     if prompt is None:
@@ -130,7 +130,8 @@ def compare(
         "texts": {m.arm.name: m.text for m in shown},
         "is_interrupted": is_interrupted,
     }
-    settings = options_json(pair, options, prompt=prompt, num_draft_tokens=ks, num_runs=num_runs, **template.to_json())
+    more = {"draft": drafts_of(arms), "prompt": prompt, "num_draft_tokens": ks, "num_runs": num_runs}
+    settings = options_json(pair, options, **more, **template.to_json())
 
     def render(document: dict[str, Any]) -> str:
         from outrider.race.page import recorded_page
@@ -197,9 +198,9 @@ def _show_race(
     if current_ranks().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
         return _show_panels(console, arms, case, options, on_chunk)
     measurements = race(arms, case, options, on_chunk)
-    for measurement in measurements:
+    for measurement, name in zip(measurements, short_names(arm.name for arm in arms), strict=True):
         # Not through the console, which would wrap lines and expand tabs.
-        print(f"--- {short_name(measurement.arm.name)}\n{measurement.text}", file=console.file)
+        print(f"--- {name}\n{measurement.text}", file=console.file)
     return measurements
 
 
@@ -211,7 +212,8 @@ def _show_panels(
 
     from outrider.bench.run import race
 
-    panels = {arm.name: _Panel(short_name(arm.name), max(3, (console.height - 2) // len(arms) - 2)) for arm in arms}
+    names, height = short_names(arm.name for arm in arms), max(3, (console.height - 2) // len(arms) - 2)
+    panels = {arm.name: _Panel(name, height) for arm, name in zip(arms, names, strict=True)}
     group = Group(*panels.values())
 
     # No refresh thread: it would slow the arm that runs.

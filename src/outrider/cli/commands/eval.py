@@ -12,7 +12,7 @@ from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, Sampli
 from outrider.cli.shared.output import console_for, print_table, write_json
 from outrider.cli.shared.pair_options import PairOptions, options_json, single_k
 from outrider.cli.shared.progress import progress
-from outrider.system.files import short_name
+from outrider.system.files import short_names
 
 if TYPE_CHECKING:
     from outrider.evals.multiplication import SheetScore
@@ -33,10 +33,8 @@ def multiplication(
     options = sampling.to_options(seed=seed, num_seeds=num_prompts)
 
     decoder = pair.load()
-    arms = {
-        "plain": decoder,
-        "speculative": replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k),
-    }
+    draft, drafter = pair.load_named(decoder, draft)
+    arms = {"plain": decoder, "speculative": replace(decoder, drafter=drafter, num_draft_tokens=k)}
 
     from outrider.bench.tables import new_table
     from outrider.evals.multiplication import mcnemar, problems, score
@@ -49,7 +47,7 @@ def multiplication(
     only_plain, only_speculative, p = mcnemar(scores["plain"], scores["speculative"])
 
     console = console_for(json_target)
-    title = f"{short_name(decoder.target.name)} with {short_name(draft)}, K = {k}, {decoder.acceptance}"
+    title = f"{' with '.join(short_names([decoder.target.name, draft]))}, K = {k}, {decoder.acceptance}"
     table = new_table(title, "arm", "solved", "rate", "95% Wald", "95% Wilson", "tau")
     for name, result in scores.items():
         table.add_row(
@@ -73,7 +71,8 @@ def multiplication(
             for i, problem in enumerate(sheet)
         ],
     }
-    settings = options_json(pair, options, num_draft_tokens=k, num_prompts=num_prompts, batch_size=batch_size)
+    more = {"draft": [draft], "num_draft_tokens": k, "num_prompts": num_prompts, "batch_size": batch_size}
+    settings = options_json(pair, options, **more)
     write_json(json_target, "eval-multiplication", settings, body, decoder)
 
 

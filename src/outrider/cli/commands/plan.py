@@ -130,7 +130,8 @@ def plan(
             results.append((costs, choices(costs, counts)))
 
     body = {"settings": [_setting_json(costs, found) for costs, found in results]}
-    more = {"prompts": prompts, "log": log, "batch_size": sizes, "context": contexts, "num_draft_tokens": ks}
+    more = {"draft": [*drafters], "prompts": prompts, "log": log, "num_draft_tokens": ks}
+    more |= {"batch_size": sizes, "context": contexts}
     report.finish("plan", options_json(pair, options, **more, **template.to_json()), body, decoder)
     best = results[0][1][0]
     words = ["generate", *pair.to_words(best.draft if best.speed_up.value > 1 else "none")]

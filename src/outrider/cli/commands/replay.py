@@ -161,8 +161,9 @@ def replay(
         allow_pickle=drafts.allow_pickle,
     )
     loaded: list[tuple[str, Drafter]] = [
-        (name, alone(name) if pair is None or decoder is None else pair.load_draft(decoder, name)) for name in names
+        (name, alone(name)) if pair is None or decoder is None else pair.load_named(decoder, name) for name in names
     ]
+    names = [name for name, _ in loaded]
     rounds = DrawnRounds(drafts.acceptance, ks, seed)
     summaries: list[Summary] = []
     with progress("prompts", len(loaded) * len(records)) as advance:

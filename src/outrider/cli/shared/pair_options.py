@@ -209,9 +209,9 @@ class PairOptions:
 
     def load_draft(self, decoder: Decoder, name: str) -> Drafter:
         """Load a draft for the target."""
-        return self._load_named(decoder, name)[1]
+        return self.load_named(decoder, name)[1]
 
-    def _load_named(self, decoder: Decoder, name: str) -> tuple[str, Drafter]:
+    def load_named(self, decoder: Decoder, name: str) -> tuple[str, Drafter]:
         """A draft for the target, and its name: of 'auto', that of the draft that it chose."""
         from outrider.api import load_auto, load_drafter
 
@@ -225,7 +225,7 @@ class PairOptions:
 
     def load_drafts(self, decoder: Decoder) -> dict[str, Drafter]:
         """Load all drafts but 'none', by name; that of 'auto' is the name of the draft that it chose."""
-        return dict(self._load_named(decoder, name) for name in self.draft_names if name != "none")
+        return dict(self.load_named(decoder, name) for name in self.draft_names if name != "none")
 
 
 def _of_pair(name: str) -> Any:

@@ -25,7 +25,7 @@ from outrider.offline.prompt_file import PromptFile, Shard, by_length
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
 from outrider.records import Stats, Timing
-from outrider.system.files import short_name
+from outrider.system.files import short_name, short_names
 from outrider.system.ranks import current_ranks
 from outrider.text.chat import Chat
 
@@ -170,9 +170,10 @@ class LocalWorker:
 
     def pair(self) -> str:
         decoder = self.decoder
-        draft, same = short_name(decoder.drafter.name), decoder.same_bytes(self._setup.options["temperature"])
+        target, draft = short_names([decoder.target.name, decoder.drafter.name])
+        same = decoder.same_bytes(self._setup.options["temperature"])
         how = ", plain" if draft == "none" else f" with {draft}, K = {decoder.num_draft_tokens}, {decoder.acceptance}"
-        return f"{short_name(decoder.target.name)}{how}, same bytes: {same}"
+        return f"{target}{how}, same bytes: {same}"
 
     def origin(self) -> dict[str, Any]:
         return origin_of(self.decoder)
