@@ -54,13 +54,11 @@ class StatedSampling:
         Args:
             name: of the checkpoint.
         """
-        parts = [f"sampling as {name} states: {values_text(taken)} (--generation-config none does without)"] * bool(
-            taken
-        )
-        if self.others:
-            lead = "" if taken else f"sampling that {name} states, "
-            parts.append(f"{lead}not honoured: {', '.join(self.others)}")
-        return "; ".join(parts)
+        honoured = f"sampling as {name} states: {values_text(taken)} (--generation-config none does without)"
+        if not self.others:
+            return honoured if taken else ""
+        others = f"not honoured: {', '.join(self.others)}"
+        return f"{honoured}; {others}" if taken else f"sampling that {name} states, {others}"
 
 
 def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:

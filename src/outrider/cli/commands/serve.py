@@ -197,9 +197,7 @@ def _log_on_stderr() -> Iterator[None]:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     # Not "outrider" as a whole, which tells how models are read (--verbose).
-    names = dict.fromkeys(
-        ("outrider.serve", "outrider.decoding", "outrider.kernels", "outrider.sampling"), logging.INFO
-    )
+    names = {f"outrider.{name}": logging.INFO for name in ("serve", "decoding", "kernels", "sampling")}
     # uvicorn warns of each malformed request: clients could fill the disk.
     names |= {"uvicorn": logging.ERROR, "asyncio": logging.WARNING}
     levels = {logging.getLogger(name): level for name, level in names.items()}
