@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 
@@ -21,8 +22,17 @@ def test_the_table(outrider: Outrider) -> None:
     for name in known_models():
         assert name in lines
     assert "embedded target" in lines["fable"] and "MiB" in lines["fable"]
+    assert lines["smollm2"].split()[-8:-3] == ["GGUF", "134.5", "M", "8192", "93.8"]
     assert "12.6 GiB" in lines["llama-7b"] and "6.7 B" in lines["llama-7b"]
     assert "models.toml, or --models FILE" in " ".join(ended.out.split())  # wrapped where the path ends
+
+
+def test_names_are_whole_in_80_columns(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = outrider("models").out.splitlines() + outrider("models", "--target", "gemma-4-26b-a4b-it").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if line.strip()} >= known_models().keys()
+    assert len([line for line in lines if line.startswith(" gemma-4-26b-a4b-assistant ")]) == 2
 
 
 def test_the_document(outrider: Outrider) -> None:
@@ -126,7 +136,11 @@ def test_pairs_that_fit_into_a_memory(outrider: Outrider) -> None:
     assert [pair["draft"] for pair in pairs if pair["target"] == "qwen3-8b"] == ["qwen3-0.6b"]
     ended = outrider("models", "--memory", "10GiB", "--target", "qwen3-8b")
     assert "nf4" in ended.out and "qwen3-0.6b" in ended.out and "fable" not in ended.out
-    assert [pair["draft"] for pair in pairs if pair["target"] == "smollm2"] == ["suffix"]
+    (alone,) = [pair for pair in pairs if pair["target"] == "smollm2"]
+    assert (alone["form"], alone["draft"], alone["size_ratio"]) == ("GGUF", "suffix", None)
+    assert "fable-draft" not in {pair["target"] for pair in pairs}
+    lines = [line.split() for line in outrider("models", "--memory", "10GiB").out.splitlines()]
+    assert ["smollm2", "GGUF", "suffix", "–", "183.8", "MiB"] in lines
     assert not any(pair["target"].endswith("eagle3") for pair in pairs)
     assert "No known pair fits" in outrider("models", "--memory", "1MiB").out
     assert "leave it out" in outrider("models", "--memory", "10GiB", "--target", "fable", "--draft", "fable").error

@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,7 +31,8 @@ _OF_STATES = ("linear_", "mamba_", "ssm_", "conv_", "layers_block_type")  # pref
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Sizes that determine memory. ``num_params`` counts shared weights once; ``num_embedding_params`` are those of
-    them that quantization leaves as they are, or None if that is unknown."""
+    them that quantization leaves as they are, or None if that is unknown. ``num_bytes`` is the size of a GGUF file,
+    which on the CPU stays as it is, with a cache in float32."""
 
     num_params: int
     num_layers: int
@@ -39,14 +40,15 @@ class Sizes:
     head_dim: int
     context_len: int
     num_embedding_params: int | None = None
+    num_bytes: int | None = None
 
     def weights_bytes(self, dtype: str) -> int:
-        return self.num_params * BYTES_PER_NUMBER[dtype]
+        return self.num_bytes or self.num_params * BYTES_PER_NUMBER[dtype]
 
     def quantized_bytes(self, dtype: str, bits: float) -> int | None:
         """Bytes of the weights if layers take ``bits`` for each number, scales included, and embeddings stay in
-        ``dtype``; None if the share of embeddings is unknown."""
-        if self.num_embedding_params is None:
+        ``dtype``; None if the share of embeddings is unknown, or for a GGUF file."""
+        if self.num_embedding_params is None or self.num_bytes is not None:
             return None
         kept = self.num_embedding_params * BYTES_PER_NUMBER[dtype]
         return kept + int((self.num_params - self.num_embedding_params) * bits / 8)
@@ -57,20 +59,21 @@ class Sizes:
         Args:
             is_prepared: captured, where fewer lengths occur.
         """
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * BYTES_PER_NUMBER[dtype]
+        number = BYTES_PER_NUMBER[dtype if self.num_bytes is None else "float32"]
+        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * number
         capacity = prepared_length(num_tokens) if is_prepared else eager_length(num_tokens)
         return per_token * (capacity + 1) * batch_size  # each row has a place for the writes of padding
 
 
 def sizes_of(spec: ModelSpec) -> Sizes | None:
     """Sizes of a model; None if neither files nor the registry state them."""
-    if spec.path is not None:
+    if spec.path is not None and spec.gguf is None:
         try:
             return _from_files(spec.path)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
     stated = {field.name: getattr(spec, field.name) for field in fields(Sizes)}
-    needed = (value for name, value in stated.items() if name != "num_embedding_params")
+    needed = (stated[field.name] for field in fields(Sizes) if field.default is MISSING)
     return None if None in needed else Sizes(**stated)
 
 

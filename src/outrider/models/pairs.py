@@ -25,16 +25,16 @@ class Pair:
     """A target and a draft.
 
     Attributes:
-        form: the target's: its dtype, or a quantization. The draft is in the dtype.
+        form: the target's: its dtype, a quantization, or GGUF. The draft is in the dtype.
         num_bytes: weights and caches of both.
-        share: the draft's parameters over the target's, which is about the cost of a draft step.
+        share: the draft's parameters over the target's, which is about the cost of a draft step; None for look-ups.
     """
 
     target: ModelSpec
     draft: ModelSpec
     form: str
     num_bytes: int
-    share: float
+    share: float | None
 
 
 def drafts_of(target: ModelSpec, known: Mapping[str, ModelSpec]) -> list[ModelSpec]:
@@ -89,7 +89,7 @@ def fitting_pairs(
     if sizes is None or target.head_of is not None:
         return []
     length = min(context, sizes.context_len)
-    forms = {dtype: sizes.weights_bytes(dtype)}
+    forms = {dtype if sizes.num_bytes is None else "GGUF": sizes.weights_bytes(dtype)}
     for form, bits in _BITS.items():
         if (quantized := sizes.quantized_bytes(dtype, bits)) is not None:
             forms[form] = quantized
@@ -107,7 +107,7 @@ def fitting_pairs(
             return pairs
     cache = sizes.cache_bytes(dtype, length, batch_size)
     alone = {form: weights + cache for form, weights in forms.items() if weights + cache <= _USED * memory}
-    return [Pair(target, _LOOK_UP, form, num_bytes, 0.0) for form, num_bytes in alone.items()][:1]
+    return [Pair(target, _LOOK_UP, form, num_bytes, None) for form, num_bytes in alone.items()][:1]
 
 
 def memory_of(text: str) -> int:

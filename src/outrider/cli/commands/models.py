@@ -133,16 +133,16 @@ def _known(models: Path | None, context: int, batch_size: int, dtype: str) -> li
         sizes = sizes_of(spec)
         row: dict[str, Any] = {"name": spec.name, "location": spec.location, "source": spec.source, "about": spec.about}
         placed = spec.placement
-        row_dtype = dtype if placed.dtype == "auto" else placed.dtype
+        own_dtype = dtype if placed.dtype == "auto" else placed.dtype
         device = None if placed.device == "auto" else placed.device
-        row |= {"dtype": row_dtype, "quantization": placed.quantization, "device": device}
+        row |= {"dtype": "GGUF" if spec.gguf else own_dtype, "quantization": placed.quantization, "device": device}
         if sizes is not None:
             length = min(context, sizes.context_len)
             row |= {
                 "num_params": sizes.num_params,
                 "context_len": sizes.context_len,
-                "weights_bytes": sizes.weights_bytes(row_dtype),
-                "cache_bytes": sizes.cache_bytes(row_dtype, length, batch_size),
+                "weights_bytes": sizes.weights_bytes(own_dtype),
+                "cache_bytes": sizes.cache_bytes(own_dtype, length, batch_size),
                 "cache_tokens": length * batch_size,
             }
         rows.append(row)
@@ -158,7 +158,7 @@ def _fitting(
     from outrider.models.registry import known_models, resolve
 
     known, num_bytes = known_models(models), memory_of(memory)
-    targets = list(known.values()) if target is None else [resolve(target, models)]
+    targets = [resolve(target, models)] if target else [one for one in known.values() if not one.is_draft]
     if target is not None and sizes_of(as_known(targets[0], known)) is None:
         raise OptionError("--target", target, "its sizes are not known: give a known name, or a folder on this disk")
     pairs = [
@@ -185,7 +185,8 @@ def _pairs(pairs: list[dict[str, Any]], memory: str, context: int, batch_size: i
     for before, row in zip([None, *pairs], pairs, strict=False):
         is_new = before is None or before["target"] != row["target"]
         names = (row["target"], row["form"]) if is_new else ("", "")
-        rows.append((*names, row["draft"], f"{row['size_ratio']:.2f}", _size(row["total_bytes"])))
+        ratio = "–" if row["size_ratio"] is None else f"{row['size_ratio']:.2f}"
+        rows.append((*names, row["draft"], ratio, _size(row["total_bytes"])))
     columns = "target", "form", "draft", "size", "together"
     note = "Weights and caches, in nine tenths of the memory; size: draft / target. suffix looks tokens up."
     return Table(f"Pairs in {memory}, {batch_size} x {context} tokens", columns, rows, note, num_texts=3)
@@ -194,7 +195,7 @@ def _pairs(pairs: list[dict[str, Any]], memory: str, context: int, batch_size: i
 def _list(rows: list[dict[str, Any]], context: int, batch_size: int, is_wide: bool) -> Table:
     from outrider.pages.reports import Table
 
-    columns = "name", *["from"] * is_wide, "dtype", "parameters", "context", "weights", "cache"
+    columns = "name", *["from"] * is_wide, "dtype", "params", "context", "weights", "cache"
     cells = [
         (
             row["name"],
@@ -309,7 +310,7 @@ def _of_target(target: str, drafts: list[dict[str, Any]]) -> Table:
     note = f"{_NEED_NO_MODEL[0].upper()}{_NEED_NO_MODEL[1:]}."
     return Table(
         f"Known drafts of {short_name(target)}",
-        ("name", "kind", "format", "here", "parameters", "weights"),
+        ("name", "kind", "format", "here", "params", "weights"),
         rows,
         note,
         num_texts=4,
