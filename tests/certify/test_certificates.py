@@ -18,7 +18,7 @@ from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import plain_texts
 from outrider.certify.job import CertifyTask
 from outrider.certify.observed import ObservedTokens
-from outrider.certify.run import TokenSample, certify, run_pilot
+from outrider.certify.run import TokenSample, certify, run_checks, run_pilot
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.drafters.lookups import ngram_drafter
@@ -60,7 +60,12 @@ def _controls(*names: str) -> list[Control]:
 
 
 def _certificate(job: CertifyTask, num_tokens: int, *controls: str, wanted: float | None = None) -> Certificate:
-    return certify(job, run_pilot(job), num_tokens, wanted=wanted, controls=_controls(*controls))
+    return _certify(job, num_tokens, wanted=wanted, controls=_controls(*controls))
+
+
+def _certify(job: CertifyTask, num_tokens: int, **options: Any) -> Certificate:
+    pilot = run_pilot(job)
+    return certify(job, pilot, run_checks(job, pilot), num_tokens, **options)
 
 
 def test_mistakes_are_made_eagerly() -> None:
@@ -87,7 +92,7 @@ def test_a_real_model_is_certified(controls: tuple[str, ...]) -> None:
         told[what] = told.get(what, 0) + done
         assert told[what] <= total == 2500
 
-    certificate = certify(job, run_pilot(job), 2500, controls=_controls(*controls), on_tokens=on_tokens)
+    certificate = _certify(job, 2500, controls=_controls(*controls), on_tokens=on_tokens)
     assert certificate.verdict == "passed", certificate
     assert all(control.is_caught for control in certificate.controls) and told["sample"] == 2500
     statistical = certificate.statistical
@@ -237,7 +242,7 @@ def test_nothing_is_left_to_chance_at_temperature_zero(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "plain_texts", counting)
     job = _job(llama_pair(), temperature=0.0, batch_size=2)
     pilot = run_pilot(job)
-    certificate = certify(job, pilot, 1000)
+    certificate = certify(job, pilot, run_checks(job, pilot), 1000)
     assert certificate.verdict == "passed" and certificate.statistical is None and pilot.observed is None
     assert {c.name for c in certificate.controls if c.excuse is None} == {
         "keep-all", "accept-all", "replace-last", "rollback"
@@ -269,11 +274,10 @@ def test_what_never_comes_up_is_excused_at_temperature_zero() -> None:
     table = random_table(30, 0)
     pair = table_lm(table), model_drafter(table_lm(-table, name="draft"))
     job = _job(pair, temperature=0.0, max_new_tokens=40, ignore_eos=True, batch_size=24)
-    pilot = run_pilot(job)
     for num_prompts, is_enough in ((12, False), (24, True)):
         prompts = [(i, i + 1) for i in range(num_prompts)]
         job = dataclasses.replace(job, prompts=prompts)
-        certificate = certify(job, pilot, 1000, controls=_controls("accept-all", "replace-last"))
+        certificate = _certify(job, 1000, controls=_controls("accept-all", "replace-last"))
         kept, replaced = certificate.controls
         assert kept.is_caught and not replaced.is_caught
         assert (certificate.verdict == "passed") == is_enough == bool(replaced.excuse)

@@ -1,13 +1,18 @@
 """``outrider certify``."""
 
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from commands import Outrider, only_document
 from outrider.certify import controls
 from outrider.certify import run as certify
+from outrider.cli.commands import certify as command
+from outrider.errors import OptionError
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +60,25 @@ def test_a_certificate_of_structured_output(outrider: Outrider, prompts: Path, t
     first = only_document(file.read_text(), "certify")
     assert first["options"]["grammar"] == grammar.read_text() and first["options"]["regex"] is None
     assert first["statistical"]["num_forbidden"] == 0 and first["statistical"]["num_texts"] > 300 / 32
+
+
+def test_progress_tells_of_the_checks(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which come before the sample is counted."""
+    running: list[str] = []
+
+    @contextmanager
+    def progress(what: str, *_: Any) -> Iterator[Callable[[int], None]]:
+        running.append(what)
+        yield lambda num_steps: None
+        running.pop()
+
+    def check(*_: Any) -> None:
+        raise OptionError("running", running[-1], "stop here")
+
+    monkeypatch.setattr(command, "progress", progress)
+    monkeypatch.setattr(certify, "run_checks", check)
+    error = outrider("certify", "--prompts", prompts, "--num-tokens", 300, "-n", 4).error
+    assert "checking the rule, and greedy texts against plain decoding" in error
 
 
 def test_what_is_wrong_is_not_certified(outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,16 +39,20 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
     """Every option that matters is in the command that is the answer."""
     drafts = "-k", "1,2", "--draft", "fable-draft", "--draft", "ngram"
     options = "-t", 0.5, "--top-k", 20, "--logit-bias", "5=-inf", "--acceptance", "gumbel", "--dtype", "float64"
-    ended = outrider("plan", *QUICK, "--prompts", prompts, *drafts, *options)
+    ended = outrider("plan", *QUICK, "--prompts", prompts, "--batch-size", "2,4", *drafts, *options)
     assert (ended.code, ended.err) == (0, "")
     rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] in (["fable-draft"], ["ngram"])]
-    assert sorted((row[0], row[1]) for row in rows) == [(d, k) for d in ("fable-draft", "ngram") for k in "12"]
+    assert sorted((row[0], row[1]) for row in rows) == [(d, k) for d in ("fable-draft", "ngram") for k in "1122"]
     assert "if fable-draft took no time; " in ended.out and "A plain round takes 10.00 ms" in ended.out
     *_, command = ended.out.splitlines()
     assert "Best: " in ended.out and "outrider generate --target fable --draft fable-draft " in command
     assert "-t 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
     assert "--dtype float64" in command and "--top-p" not in command
-    assert command.endswith(" -n 12") and "--seed" not in command and "--generation-config" not in command
+    assert (
+        command.endswith(f" --prompts {prompts} --batch-size 2 -n 12")
+        and "--seed" not in command
+        and "--generation-config" not in command
+    )
 
 
 def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from outrider.certify.certificate import NEGLIGIBLE_TV, Certificate, ControlRepo
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import GreedyReport, against_plain, first_difference, plain_texts
-from outrider.certify.exact import check_exactly
+from outrider.certify.exact import ExactReport, check_exactly
 from outrider.certify.job import CertifyTask, eager, generate_texts
 from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
 from outrider.errors import OptionError
@@ -141,16 +141,39 @@ def run_pilot(job: CertifyTask) -> Pilot:
     return Pilot(sample.written, observed, current_ranks().shared(time.perf_counter() - began) / num_tokens)
 
 
+@dataclass(frozen=True, slots=True)
+class Checks:
+    """Findings of the layers that sample nothing.
+
+    Attributes:
+        plain: greedy texts of plain decoding, for all prompts.
+    """
+
+    exact: ExactReport
+    greedy: Sequence[GreedyReport]
+    plain: Sequence[Sequence[int]]
+
+
+def run_checks(job: CertifyTask, pilot: Pilot) -> Checks:
+    """Run the layers that sample nothing."""
+    decoder, contexts = job.decoder, list(_contexts(job, pilot.written))
+    rule = RULES[decoder.acceptance]
+    exact = check_exactly(decoder.target, decoder.drafter, job.effective_sampling, rule, contexts, job.new_constraint)
+    checks = [(task, _plain(task)) for task in _deterministic(job)]
+    return Checks(exact, [check_greedily(*check) for check in checks], checks[0][1])
+
+
 def certify(
     job: CertifyTask,
     pilot: Pilot,
+    checks: Checks,
     num_tokens: int,
     *,
     wanted: float | None = None,
     controls: Sequence[Control] | None = None,
     on_tokens: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Certificate:
-    """Run all layers.
+    """Run the layers that are left.
 
     Args:
         num_tokens: to be tested.
@@ -158,19 +181,14 @@ def certify(
         controls: to run; None for all.
         on_tokens: called with the current stage, the number of tokens just generated, and their total.
     """
-    decoder = job.decoder
-    contexts = list(_contexts(job, pilot.written))
-    rule = RULES[decoder.acceptance]
-    exact = check_exactly(decoder.target, decoder.drafter, job.effective_sampling, rule, contexts, job.new_constraint)
-    checks = [(task, _plain(task)) for task in _deterministic(job)]
-    greedy = [check_greedily(task, plain) for task, plain in checks]
     selected = CONTROLS if controls is None else controls
     if pilot.observed is None:
-        task, plain = checks[0]
-        if decoder.target.execution.is_prepared:  # controls run eagerly; rounding must not count as their effect
-            task = replace(task, decoder=eager(decoder))
-            plain = _plain(task)
-        return Certificate(exact, None, [_greedy_control(task, plain, control) for control in selected], greedy)
+        plain = checks.plain
+        if job.decoder.target.execution.is_prepared:  # controls run eagerly; rounding must not count as their effect
+            job = replace(job, decoder=eager(job.decoder))
+            plain = _plain(job)
+        found = [_greedy_control(job, plain, control) for control in selected]
+        return Certificate(checks.exact, None, found, checks.greedy)
     num_distances = 2 * job.num_draft_tokens + 2
     design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts), num_distances=num_distances)
 
@@ -189,7 +207,7 @@ def certify(
             if most < min(NEGLIGIBLE_TV, statistical.detectable):
                 report = replace(report, excuse=f"deviates by less than {most:.2%} here (99% confidence)")
         found.append(report)
-    return Certificate(exact, statistical, found, greedy)
+    return Certificate(checks.exact, statistical, found, checks.greedy)
 
 
 def _contexts(job: CertifyTask, written: Sequence[GeneratedText]) -> Iterator[Text]:

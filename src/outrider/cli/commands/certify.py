@@ -113,7 +113,7 @@ def certify(
     lines = template.read(prompts)
 
     with progress("loading libraries"):
-        from outrider.certify.run import LEAST_NUM_TOKENS, run_pilot
+        from outrider.certify.run import LEAST_NUM_TOKENS, run_checks, run_pilot
         from outrider.certify.run import certify as judge
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
@@ -125,8 +125,10 @@ def certify(
         pilot = run_pilot(job)
     if num_tokens is None:
         num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
+    with progress("checking the rule, and greedy texts against plain decoding"):
+        checks = run_checks(job, pilot)
     with _progress(job, num_tokens) as on_tokens:
-        certificate = judge(job, pilot, num_tokens, wanted=detect_tv, on_tokens=on_tokens)
+        certificate = judge(job, pilot, checks, num_tokens, wanted=detect_tv, on_tokens=on_tokens)
     settings = options_json(
         pair,
         options,
@@ -218,7 +220,7 @@ def _progress(job: CertifyTask, num_tokens: int) -> Iterator[Callable[[str, int,
 
     done: dict[str, int] = {}
     total = None if job.is_greedy else num_tokens * (1 + len(CONTROLS))
-    with progress("generating with the draft, without, and with mistakes", total) as advance:
+    with progress(f"generating {'' if job.is_greedy else 'with the draft, and '}with mistakes", total) as advance:
 
         def on_tokens(what: str, steps: int, total: int) -> None:
             if what not in done:

@@ -137,7 +137,10 @@ def plan(
     words = ["generate", *pair.to_words(best.draft if best.speed_up.value > 1 else "none")]
     words += ["-k", str(best.k)] if best.speed_up.value > 1 else []
     words += settled_words(sampling, command, generation_config)
-    words += [*template.to_words(), *([] if prompts is None else ["--prompts", str(prompts)])]
+    words += template.to_words()
+    if prompts is not None or sizes[0] > 1:  # generate takes several rows with a file of prompts alone
+        words += ["--prompts", str(prompts or "FILE")]
+    words += ["--batch-size", str(sizes[0])] if sizes[0] > 1 else []
     words += [] if not_given(command, {"max_new_tokens": None}) else ["-n", str(max_new_tokens)]
     words += ["--seed", str(seed)] if seed else []
     print_next(report.console(), "as recommended", words)
