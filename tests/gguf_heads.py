@@ -1,8 +1,8 @@
 """Heads in GGUF files, written from their checkpoints in other layouts (heads.py, block_heads.py) as llama.cpp's
 converters write them; nothing of the reader is used.
 
-Layouts: conversion/llama.py (EAGLE-3) and qwen.py (DFlash, DSpark, DFlash 2), gguf-py/gguf/constants.py, in the build
-of llama-cpp-python 0.3.36.
+Layouts: conversion/llama.py (EAGLE-3), qwen.py (DFlash, DSpark, DFlash 2) and gemma.py (``Gemma4AssistantModel``),
+gguf-py/gguf/constants.py, in the build of llama-cpp-python 0.3.36.
 """
 
 import json
@@ -14,9 +14,10 @@ import gguf
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from transformers import Gemma4AssistantConfig, Gemma4AssistantForCausalLM
 
 from block_heads import frozen_tensors, write_block
-from gguf_models import CASES, add_value, model_tensors, random_case, write_case
+from gguf_models import CASES, add_value, config_of, model_tensors, random_case, write_case
 from heads import write_eagle3
 
 IDS = [int(i) for i in np.random.RandomState(5).randint(0, 48, 40)]
@@ -36,6 +37,9 @@ HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "DSpark": (write_block, {"layout": "deepspec", "markov": "vanilla", "has_confidence": True}),
     "DSpark, a slot before": (write_block, {"layout": "deepspec", "markov": "vanilla", "sample_from_anchor": False}),
 }
+ASSISTANT = "assistant"
+# Its last two layers have both kinds of attention: those whose keys llama.cpp's assistants read.
+_OF_ASSISTANT = CASES["gemma4, keys are values"]
 MTP = {"MTP": "qwen35, with a head", "MTP, experts": "qwen35moe"}  # in the files of these cases
 _LAYER = {
     "input_layernorm": "attn_norm",
@@ -77,6 +81,39 @@ def write_pair(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
     target = write_case(folder / "target.gguf", _TARGET, model)
     write(folder / "head", model, **options)
     return target, *write_gguf_head(folder / "head.gguf", folder / "head")
+
+
+def write_assistant_pair(folder: Path, *, window: int = 64, **keys: Any) -> tuple[Path, Path]:
+    """Write a Gemma 4 and an assistant for it, also as a folder beside it.
+
+    Args:
+        keys: keys of the architecture that replace those of the assistant, dots as ``__``.
+    """
+    case, model = _OF_ASSISTANT, random_case(_OF_ASSISTANT)
+    fields = case.fields | {
+        "hidden_size": 40,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 3,
+        "sliding_window": window,
+        "vocab_size_per_layer_input": 0,
+    }
+    layers = config_of(replace(case, fields=fields))
+    config = Gemma4AssistantConfig(text_config=layers, backbone_hidden_size=model.config.hidden_size)
+    assistant = Gemma4AssistantForCausalLM(config)
+    shapes = {name: tuple(one.shape) for name, one in assistant.state_dict().items() if name != "lm_head.weight"}
+    assistant.load_state_dict(frozen_tensors(shapes, 5, 0.3), strict=False)
+    assistant.save_pretrained(folder / "head")
+    stated = {
+        "nextn_predict_layers": 3,
+        "embedding_length_out": model.config.hidden_size,
+        "attention.shared_kv_layers": 3,
+        "attention.sliding_window": window,
+        "attention.sliding_window_pattern": [True, True, False],
+        "attention.head_count_kv": [2, 2, 1],
+    }
+    own = replace(case, architecture="gemma4-assistant", keys=case.keys | stated)
+    target = write_case(folder / "target.gguf", case, model)
+    return target, write_case(folder / "head.gguf", own, assistant, **keys)
 
 
 def write_mtp_case(

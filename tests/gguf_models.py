@@ -597,14 +597,17 @@ for _name in ("attention.key_length", "attention.value_length"):  # converters w
             _case.keys.setdefault(_name, _case.fields["head_dim"])
 
 
-def random_case(case: Case) -> PreTrainedModel:
-    """The model, float32, of numbers that are the same everywhere: the file's logits are compared with golden ones."""
+def config_of(case: Case) -> Any:
     fields = copy.deepcopy(_SIZES | case.fields)  # configurations change the dictionaries that they are given
     if case.model_type == "phi3" and "original_max_position_embeddings" not in fields:
         fields["original_max_position_embeddings"] = CONTEXT
-    config = AutoConfig.for_model(case.model_type, **fields)
+    return AutoConfig.for_model(case.model_type, **fields)
+
+
+def random_case(case: Case) -> PreTrainedModel:
+    """The model, float32, of numbers that are the same everywhere: the file's logits are compared with golden ones."""
     # Eager: some releases of Transformers leave Gemma 2's cap out of "sdpa".
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config_of(case), dtype=torch.float32, attn_implementation="eager")
     model.eval().requires_grad_(False)
     numbers = np.random.RandomState(7)  # whose stream is frozen
     buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in model.state_dict()]
@@ -633,7 +636,7 @@ def write_case(
         more: keys of the architecture that replace or follow those of the case, dots as ``__``.
     """
     model = random_case(case) if model is None else model
-    config, architecture = model.config, case.architecture
+    config, architecture = model.config.get_text_config(), case.architecture
     writer = gguf.GGUFWriter(file, architecture)
     own = _keys(config) | case.keys | {key.replace("__", "."): value for key, value in more.items()}
     for key, value in ({f"{architecture}.{key}": value for key, value in own.items()} | (keys or {})).items():

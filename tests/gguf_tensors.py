@@ -32,8 +32,9 @@ _RENAMED = {
 
 def model_tensors(model: PreTrainedModel, architecture: str) -> dict[str, Tensor]:
     """All weights of a model."""
-    config = model.config
-    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    config = model.config.get_text_config()
+    like = architecture.removesuffix("-assistant")  # which older releases of gguf do not have
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == like)
     names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
     found: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -62,6 +63,8 @@ def _split(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor] | None:
     """Parts of a parameter that a file has apart; None where it has the parameter."""
     if name.startswith("model.altup_"):
         return {}
+    if name in ("pre_projection.weight", "post_projection.weight"):  # of assistants
+        return {f"nextn.{name}": tensor}
     if not name.startswith("model.layers."):
         return None
     layer, kind = f"blk.{name.split('.')[2]}.", config.model_type

@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as lib
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from gguf_heads import HEADS, IDS, MTP, NUM_STEPS, PREFIX, write_mtp_case, write_pair
+from gguf_heads import ASSISTANT, HEADS, IDS, MTP, NUM_STEPS, PREFIX, write_assistant_pair, write_mtp_case, write_pair
 
 _FILE = Path(__file__).with_name("gguf_heads.json")
 _SILENT = llama_cpp.llama_log_callback(lambda *_: None)
@@ -163,9 +163,27 @@ def block_logits(target: _Context, head: _Context, layers: list[int], top_k: int
     return _numbers(_states(head.context), size, head.size)[:, : top_k * (top_k + 1)].tolist()
 
 
+def assistant_logits(target: _Context, head: _Context) -> list[list[float]]:
+    """Logits of drafts along ``IDS``. All are at one place."""
+    for one in (target, head):
+        _keep_states(one.context, True, False)
+    target.run([(token, None, place) for place, token in enumerate(IDS[: PREFIX - 1])])
+    state = _numbers(_states(target.context), PREFIX - 1, target.size)[-1]  # after the last norm
+    found = []
+    for step in range(NUM_STEPS):
+        head.run([(IDS[PREFIX - 1 + step], state, PREFIX - 1)])
+        found.append(head.logits(0))
+        state = _numbers(_state_at(head.context, 0), target.size)
+    return found
+
+
 def drafts_of(name: str, folder: Path) -> list[Any]:
     if name in MTP:
         return _rounded(mtp_logits(write_mtp_case(name, folder)))
+    if name == ASSISTANT:
+        target_file, head_file = write_assistant_pair(folder)
+        target = _Context(target_file)
+        return _rounded(assistant_logits(target, _Context(head_file, target)))
     target_file, head_file, stated = write_pair(name, folder)
     target = _Context(target_file)
     head = _Context(head_file, target)
@@ -185,7 +203,7 @@ def _rounded(found: list[Any]) -> list[Any]:
 def main() -> None:
     llama_cpp.llama_log_set(_SILENT, c_void_p(0))
     found = {}
-    for name in (*HEADS, *MTP):
+    for name in (*HEADS, *MTP, ASSISTANT):
         with tempfile.TemporaryDirectory() as folder:
             found[name] = drafts_of(name, Path(folder))
     lines = ",\n".join(f" {json.dumps(name)}: {json.dumps(rows)}" for name, rows in found.items())

@@ -10,7 +10,20 @@ import torch
 from torch import Tensor
 
 import outrider
-from gguf_heads import HEADS, IDS, MTP, NUM_STEPS, PREFIX, only_mtp, write_gguf_head, write_mtp_case, write_pair
+from contract import lead
+from gguf_heads import (
+    ASSISTANT,
+    HEADS,
+    IDS,
+    MTP,
+    NUM_STEPS,
+    PREFIX,
+    only_mtp,
+    write_assistant_pair,
+    write_gguf_head,
+    write_mtp_case,
+    write_pair,
+)
 from outrider.api import load_drafter
 from outrider.decoder import Decoder
 from outrider.drafters import chains
@@ -160,8 +173,43 @@ def test_experts_of_an_mtp_layer_stay_as_they_are(tmp_path: Path, monkeypatch: p
     _assert_close(_drafts(decoder, head), _drafts(decoder, wide), 1e-5)
 
 
+def test_an_assistant_drafts_what_llama_drafts(tmp_path: Path) -> None:
+    """And the same weights as from the folder. Its window is not reached: llama.cpp's has two tokens fewer than that of
+    Transformers."""
+    target, file = write_assistant_pair(tmp_path)
+    decoder = outrider.load(target)
+    drafter = load_drafter(decoder, file)
+    (head,) = drafter.models
+    folder = load_head(resolve(str(tmp_path / "head")), decoder.target)
+    own, expected = head.model.state_dict(), folder.model.state_dict()
+    assert own.keys() == expected.keys() and all(torch.equal(own[key], expected[key]) for key in own)
+    led = lead(decoder.target, drafter, [(IDS[:PREFIX], IDS[PREFIX : PREFIX + NUM_STEPS])], NUM_STEPS, temperature=1.0)
+    _, _, q = led.drafts[0, PREFIX]
+    golden = torch.tensor(_GOLDEN[ASSISTANT]).softmax(dim=-1)
+    assert q is not None and q.shape == golden.shape and golden.amax() > 0.2
+    torch.testing.assert_close(q.float(), golden, rtol=0.0, atol=2e-3)  # its GELU is a table of float16
+
+
+def test_an_assistant_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    target, file = write_assistant_pair(tmp_path)
+    decoder = outrider.load(target)
+    with pytest.raises(UnsupportedModel, match="is a Gemma 4 assistant, which works only together with its base model"):
+        outrider.load(file)
+    sizes = ("attention__key_length_swa", "attention__value_length_swa", "rope__dimension_count_swa")
+    changes: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"attention__shared_kv_layers": 2}, "attention.shared_kv_layers = 2"),
+        ({"embedding_length_out": 48}, r"nextn.pre_projection.weight has the shape \[40, 96\]"),
+        (dict.fromkeys(sizes, 2**30), "blk.0.attn_q.weight has the shape"),
+        ({"attention__clamp_kqv": 8.0}, "attention.clamp_kqv = 8.0"),
+    )
+    for keys, told in changes:
+        _, changed = write_assistant_pair(tmp_path, **keys)
+        with pytest.raises(ModelError, match=told):
+            load_drafter(decoder, changed)
+
+
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", [*HEADS, *MTP])
+@pytest.mark.parametrize("name", [*HEADS, *MTP, ASSISTANT])
 def test_llama_drafts_what_is_golden(name: str, tmp_path: Path) -> None:
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
     from golden.make_gguf_heads import drafts_of

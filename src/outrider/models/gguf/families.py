@@ -61,7 +61,7 @@ def stated_model(file: GgufFile, name: str, config: Any | None = None) -> Stated
             f"{name}: GGUF files of the architecture {stated.architecture!r:.40} are not read: {known} are"
         )
     try:
-        values = _values(stated, family)
+        values = config_fields(stated, family)
         if config is None:
             from transformers import AutoConfig
 
@@ -79,8 +79,8 @@ def stated_model(file: GgufFile, name: str, config: Any | None = None) -> Stated
     return StatedModel(config, family, mtp, mtp | images | stated.read_tensors)
 
 
-def _values(stated: Stated, family: Family) -> dict[str, Any]:
-    """Fields of the configuration."""
+def config_fields(stated: Stated, family: Family) -> dict[str, Any]:
+    """Fields of the configuration that a file states. Raises UnsupportedModel, ModelCorrupt."""
     vocab_size, num_tensors = stated.rows("token_embd.weight"), len(stated.file.tensors)
     if (num_tokens := len(stated.file.metadata.get("tokenizer.ggml.tokens", ()))) > vocab_size:
         raise ModelCorrupt(f"{stated.name}: the file has {num_tokens} tokens, but embeddings of {vocab_size} alone")

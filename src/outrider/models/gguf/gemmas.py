@@ -55,7 +55,23 @@ def _num_shared(stated: Stated, default: int | None = None) -> int:
 
 
 def _gemma4(stated: Stated) -> dict[str, Any]:
-    num_shared = _num_shared(stated, 0)
+    return _gemma4_fields(stated) | {"num_kv_shared_layers": _num_shared(stated, 0)}
+
+
+def _gemma4_assistant(stated: Stated) -> dict[str, Any]:
+    """An assistant, whose layers read keys and values of its target. Groups of tokens have no effect: the file does not
+    state how many are chosen."""
+    stated.check("attention.shared_kv_layers", stated.num_layers)
+    stated.read_tensors |= {name for name in stated.file.tensors if name.startswith("masked_embd_")}
+    fields = _gemma4_fields(stated) | {"num_kv_shared_layers": stated.num_layers, "vocab_size_per_layer_input": 0}
+    num_heads, width = fields["num_attention_heads"], stated.take("embedding_length")
+    for i, kind in enumerate(fields["layer_types"]):  # before anything is made that is as long as the keys state
+        size = fields["head_dim" if kind == "sliding_attention" else "global_head_dim"]
+        stated.check_shape(f"blk.{i}.attn_q.weight", num_heads * size, width)
+    return fields
+
+
+def _gemma4_fields(stated: Stated) -> dict[str, Any]:
     types = layer_types(stated, 6)
     if types[-1] != "full_attention":
         raise stated.refusal("attention.sliding_window_pattern", types)
@@ -80,7 +96,6 @@ def _gemma4(stated: Stated) -> dict[str, Any]:
         "global_head_dim": sizes["key_length"],
         "layer_types": types,
         "sliding_window": stated.take("attention.sliding_window"),
-        "num_kv_shared_layers": num_shared,
         "intermediate_size": widths[0],
         "use_double_wide_mlp": any(is_wider),
         "rope_parameters": {
@@ -176,3 +191,10 @@ GEMMAS = {
     "gemma3n": Family("gemma3n_text", _gemma3n, tensors=_GEMMA3N, ends=ENDS | _PER_LAYER, stacks=_ALTUP),
     "gemma4": Family("gemma4_text", _gemma4, tensors=_GEMMA4, ends=ENDS | _PER_LAYER),
 }
+ASSISTANT = Family(
+    "gemma4_assistant",
+    _gemma4_assistant,
+    tensors=_GEMMA4,
+    ends=ENDS | {"nextn.pre_projection": "pre_projection", "nextn.post_projection": "post_projection"},
+)
+"""A head, no model: its configuration is that of its layers."""

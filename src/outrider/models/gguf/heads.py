@@ -1,7 +1,7 @@
 """Heads in GGUF files, as checkpoints of the layouts that heads/ reads: keys as a config.json, tensors under its names.
 
-Source: llama.cpp's src/models/eagle3.cpp and dflash.cpp, and conversion/llama.py and qwen.py, which tell how files come
-about; the build of llama-cpp-python 0.3.36.
+Source: llama.cpp's src/models/eagle3.cpp, dflash.cpp and gemma4-assistant.cpp, and conversion/llama.py, qwen.py and
+gemma.py, which tell how files come about; the build of llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.kernels.narrow_weight import ExpertLayout
 from outrider.models.cpu_weights import StoredWeights, is_large
 from outrider.models.gguf.checkpoint import Source, gguf_file
-from outrider.models.gguf.families import FAMILIES
+from outrider.models.gguf.families import FAMILIES, config_fields
 from outrider.models.gguf.family import place_of
 from outrider.models.gguf.file import GgufFile
+from outrider.models.gguf.gemmas import ASSISTANT
 from outrider.models.gguf.keys import Stated, decoder_fields
 from outrider.models.heads.chains import LAYER_IDS, tell_of_others
 from outrider.models.registry import ModelSpec
 
+_OF_ASSISTANT = "nextn.pre_projection.weight"
 _LLAMA, _QWEN3 = FAMILIES["llama"], FAMILIES["qwen3"]
 _ENDS = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head", "fc": "fc"}
 _EAGLE3 = {**_LLAMA.tensors, **_ENDS, "attn_norm_2": "hidden_norm", "enc.output_norm": "input_norm"}
@@ -55,6 +57,11 @@ _NORMS_OF_MTP = ("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "n
 _OF_SECOND = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")  # settings of DFlash 2
 
 
+def is_gguf_head(file: GgufFile) -> bool:
+    """Whether a file holds a head, but for MTP layers."""
+    return "fc.weight" in file.tensors or _OF_ASSISTANT in file.tensors
+
+
 def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The config.json and the tensors of a head in a GGUF file.
 
@@ -68,12 +75,17 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
     """
     file = gguf_file(spec)
     stated, is_eagle3 = Stated(file, spec.name), "blk.0.attn_norm_2.weight" in file.tensors
-    config = _fields(stated, is_eagle3=is_eagle3)
-    stated.check_all_read()
     names, order = (_EAGLE3, _LLAMA.order) if is_eagle3 else (_BLOCK, _QWEN3.order)
+    layers = "layers"
+    if stated.has(_OF_ASSISTANT):
+        names, order, layers = {**ASSISTANT.tensors, **ASSISTANT.ends}, ASSISTANT.order, ASSISTANT.layers
+        config = _assistant_fields(stated)
+    else:
+        config = _fields(stated, is_eagle3=is_eagle3)
+        stated.check_all_read()
     sizes = SimpleNamespace(**config)
     sources = {
-        _name(tensor, names, spec.name): Source(
+        _name(tensor, names, spec.name, layers): Source(
             (stored,), order(place_of(tensor)[1].rpartition(".")[0], sizes), None, None
         )
         for tensor, stored in file.tensors.items()
@@ -158,16 +170,23 @@ def _fields(stated: Stated, *, is_eagle3: bool) -> dict[str, Any]:
     rows = {"attn_q": fields["num_attention_heads"], "attn_k": fields["num_key_value_heads"]}
     for tensor, stored in stated.file.tensors.items():  # before anything is made that is as long as the keys state
         if (num_heads := rows.get(place_of(tensor)[1].rpartition(".")[0])) is not None:
-            _check(stated, tensor, num_heads * fields["head_dim"], *stored.shape[1:])
+            stated.check_shape(tensor, num_heads * fields["head_dim"], *stored.shape[1:])
     features = list(stated.take("target_layers"))  # counted by the inputs of layers
     width = len(features) * stated.take("target_hidden_size", fields["hidden_size"])
-    _check(stated, "fc.weight", fields["hidden_size"], width)
+    stated.check_shape("fc.weight", fields["hidden_size"], width)
     return fields | (_eagle3_fields if is_eagle3 else _block_fields)(stated, fields, features)
+
+
+def _assistant_fields(stated: Stated) -> dict[str, Any]:
+    width = stated.take("embedding_length_out")
+    stated.check_shape(_OF_ASSISTANT, stated.take("embedding_length"), 2 * width)
+    layers = config_fields(stated, ASSISTANT)
+    return {"model_type": ASSISTANT.model_type, "text_config": layers, "backbone_hidden_size": width}
 
 
 def _eagle3_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]) -> dict[str, Any]:
     if stated.take("norm_before_fc", False):
-        _check(stated, "enc.output_norm.weight", stated.file.tensors["fc.weight"].shape[1])
+        stated.check_shape("enc.output_norm.weight", stated.file.tensors["fc.weight"].shape[1])
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         LAYER_IDS: features,
@@ -187,9 +206,9 @@ def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]
     second = {key: stated.take(key, 0) for key in _OF_SECOND}
     if all(second.values()):
         size, num_groups = fields["hidden_size"], fields["hidden_size"] // second["conv_group_size"]
-        _check(stated, "selector_hidden.weight", second["selector_rank"], size)
+        stated.check_shape("selector_hidden.weight", second["selector_rank"], size)
         for part in ("attn", "ffn"):
-            _check(stated, f"blk.0.{part}_conv_proj.weight", 2 * second["conv_kernel_size"] * num_groups, size)
+            stated.check_shape(f"blk.0.{part}_conv_proj.weight", 2 * second["conv_kernel_size"] * num_groups, size)
     return second | {
         "architectures": ["DFlashDraftModel"],
         "aux_hidden_state_layer_ids": features,
@@ -208,20 +227,11 @@ def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]
     }
 
 
-def _check(stated: Stated, tensor: str, *shape: int) -> None:
-    """Raises ModelCorrupt: the file's keys state another shape than a tensor has."""
-    own = stated.file.tensors[tensor].shape if stated.has(tensor) else ()
-    if own != shape:
-        raise ModelCorrupt(
-            f"{stated.name}: by the file's keys {tensor} has the shape {list(shape)}; it has {list(own)}"
-        )
-
-
-def _name(tensor: str, names: Mapping[str, str], head: str) -> str:
+def _name(tensor: str, names: Mapping[str, str], head: str, layers: str = "layers") -> str:
     """Name of a tensor in the other layouts. Raises UnsupportedModel."""
     layer, leaf = place_of(tensor)
     module, _, kind = leaf.rpartition(".")
-    prefix = "" if layer is None else f"layers.{layer}."
+    prefix = "" if layer is None else f"{layers}.{layer}."
     if leaf in names:
         return prefix + names[leaf]
     if module in names and kind in ("weight", "bias"):

@@ -65,9 +65,10 @@ class Stated:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model itself, which come first; a head for later tokens (MTP) has the others."""
-        number: int = self.take("block_count") - self.take("nextn_predict_layers", 0)
-        return number
+        """Layers of the model itself, which come first; a head for later tokens (MTP) has the others. Of a head alone,
+        all layers."""
+        number: int = self.take("block_count")
+        return number - self.take("nextn_predict_layers", 0) or number
 
     def take(self, key: str, default: Any = None) -> Any:
         """Value of a key. Raises ModelCorrupt: the file lacks it, and there is no default."""
@@ -106,6 +107,14 @@ class Stated:
         if not self.has(tensor):
             raise ModelCorrupt(f"{self.name}: the file has no tensor {tensor}")
         return self.file.tensors[tensor].shape[0]
+
+    def check_shape(self, tensor: str, *shape: int) -> None:
+        """Raises ModelCorrupt: the keys state another shape than a tensor has."""
+        own = self.file.tensors[tensor].shape if self.has(tensor) else ()
+        if own != shape:
+            raise ModelCorrupt(
+                f"{self.name}: by the file's keys {tensor} has the shape {list(shape)}; it has {list(own)}"
+            )
 
     def numbers(self, tensor: str, count: int) -> list[float]:
         """Numbers of a tensor. Raises ModelCorrupt: they are not ``count``, or there is none."""

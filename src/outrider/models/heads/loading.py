@@ -39,8 +39,10 @@ def is_head(spec: ModelSpec) -> bool:
     """Whether a checkpoint is a head rather than a model, by its configuration, or by the tensors of a GGUF file.
     Raises ModelNotFound, ModelCorrupt."""
     if (file := held_file(spec)) is not None:
+        from outrider.models.gguf.heads import is_gguf_head
+
         is_mtp = any(".nextn." in name for name in file.tensors) and "blk.0.attn_norm.weight" not in file.tensors
-        return is_mtp or "fc.weight" in file.tensors
+        return is_mtp or is_gguf_head(file)
     if spec.path is not None and not (spec.path / "config.json").is_file():
         return False
     return head_named(read_config(spec.location)) is not None
@@ -69,12 +71,12 @@ def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dic
     """The config.json and the tensors of a head."""
     if spec.gguf is not None:
         from outrider.models.gguf.checkpoint import gguf_file
-        from outrider.models.gguf.heads import gguf_head, gguf_mtp
+        from outrider.models.gguf.heads import gguf_head, gguf_mtp, is_gguf_head
 
         num_digits = digits_beside(target)
         with reading(spec, "head"):
             file = gguf_file(spec)
-            if "fc.weight" in file.tensors:
+            if is_gguf_head(file):
                 return gguf_head(spec, num_digits)
             return {}, gguf_mtp(file, spec.name, target.model.config, num_digits)
     stated, files = read_config(spec.location), find_tensors(spec.location, allow_pickle=allow_pickle)
