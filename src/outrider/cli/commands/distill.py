@@ -224,13 +224,13 @@ def distill(
     console.print(
         f"{output.name}: {num_params / 1e6:.2f} M parameters, for {lm.name}; held-out sequences: {len(held_out)}"
     )
-    with progress("training, per mille", 1000) as advance:
+    with progress("training, percent", 100) as advance:
         done = 0
 
         def on_step(spent: float) -> None:
             nonlocal done
-            advance(round(1000 * spent) - done)
-            done = round(1000 * spent)
+            advance(round(100 * spent) - done)
+            done = round(100 * spent)
 
         def on_check(check: Check) -> None:
             clear_line()

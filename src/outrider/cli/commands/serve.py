@@ -67,7 +67,7 @@ def serve(
         list[str] | None,
         _option(
             metavar="NAME",
-            help="Model name for clients. Repeatable. Default: the target's name; of a path, the last part.",
+            help="Model name for clients. Repeatable. Default: the target's, as all commands show it.",
         ),
     ] = None,
     max_queue: Annotated[

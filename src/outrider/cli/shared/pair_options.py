@@ -53,8 +53,8 @@ class PairOptions:
             metavar="NAME",
             help="Model, head, mtp, self, ngram, suffix, auto or none. A model or a head for the target is a known "
             "name, folder or hub id; mtp is the target's own MTP layer; self is the target, which reads the last "
-            "tokens; ngram and suffix look up the text so far; auto is the first that there is of mtp, a known draft "
-            "on this machine, and suffix. NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts "
+            "tokens; ngram and suffix look up the text so far; auto is the first available of mtp, a known draft on "
+            "this machine, and suffix. NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts "
             "before unlikely tokens, NAME:vocab=N drafts the N most frequent tokens (vocab=FILE: a log's), "
             "NAME:window=W reads the last tokens, suffix+NAME looks tokens up where that promises more. Repeatable "
             "where drafts are compared. Default: auto; fable-draft for fable.",

@@ -27,7 +27,7 @@ _REFRESH_S, _SHORT_S = 0.25, 0.3  # of a terminal; work that is shorter would ma
 
 @contextmanager
 def progress(what: str, total: int | None = None, done: int = 0) -> Iterator[Callable[[int], None]]:
-    """Tell of a piece of work until the block ends; blocks are not nested. Yields a function that takes the number of
+    """Report a piece of work until the block ends; blocks are not nested. Yields a function that takes the number of
     new steps.
 
     Args:
@@ -61,7 +61,7 @@ def count_items(items: Iterable[_Item], advance: Callable[[int], None]) -> Itera
 
 
 def until_first(items: Iterator[_Item], what: str) -> Iterator[_Item]:
-    """Yield items, and tell of the wait for the first."""
+    """Yield items, and report the wait for the first."""
     with progress(what):
         first = list(islice(items, 1))
     yield from first
@@ -69,7 +69,7 @@ def until_first(items: Iterator[_Item], what: str) -> Iterator[_Item]:
 
 
 def gather(measurements: Iterator[Measurement], total: int, what: str) -> tuple[list[Measurement], bool]:
-    """Collect measurements to the end or Ctrl-C, and tell of them. Returns them, and whether it was interrupted."""
+    """Collect measurements to the end or Ctrl-C, and report them. Returns them, and whether it was interrupted."""
     done: list[Measurement] = []
     with progress(what, total) as advance:
         try:
