@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-
 
 def render(template: str, document: Mapping[str, Any], **more: Any) -> str:
     """Render a page from a template.
@@ -17,6 +15,8 @@ def render(template: str, document: Mapping[str, Any], **more: Any) -> str:
         document: of a command, as read from JSON; its entries are variables of the template.
         more: further variables.
     """
+    from jinja2 import Environment, PackageLoader, StrictUndefined  # here: tables for terminals need none of it
+
     environment = Environment(
         loader=PackageLoader("outrider.pages", ""),
         autoescape=True,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,8 +30,7 @@ from outrider.cli.shared.pair_options import PairOptions, options_json, single_k
 from outrider.cli.shared.progress import progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
-from outrider.offline.prompt_row import PromptLine
-from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.system.files import short_names
 from outrider.system.provenance import sha256_of
 
@@ -113,12 +111,19 @@ def certify(
     lines = template.read(prompts)
 
     with progress("loading libraries"):
+        from outrider.certify.job import CertifyTask
         from outrider.certify.run import LEAST_NUM_TOKENS, run_checks, run_pilot
         from outrider.certify.run import certify as judge
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
-    pair, decoder, job = _job_of(pair, options, k, lines, prompts, significance, batch_size, seed)
+    plain = pair.load()
+    draft, drafter = pair.load_named(plain, draft)
+    decoder = replace(plain, drafter=drafter, num_draft_tokens=k)
+    prompt_ids = encode_lines(decoder, lines, prompts)
+    decoder = decoder.of_one_kind(prompt_ids)
+    report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, max_new_tokens)
+    job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompt_ids, significance, batch_size, seed)
     with progress("reading checksums of the weights"):
         checksums = {"weights": _weights(decoder), "prompts_sha256": sha256_of(job.prompts)}
     with progress("generating a first sample, which tells how much is needed"):
@@ -132,6 +137,7 @@ def certify(
     settings = options_json(
         pair,
         options,
+        draft=[draft],
         num_draft_tokens=k,
         prompts=prompts,
         significance=significance,
@@ -160,40 +166,6 @@ def certify(
         )
 
     report_findings(certificate, document, json_target, html, show)
-
-
-def _job_of(
-    pair: PairOptions,
-    options: dict[str, Any],
-    k: NumDraftTokens,
-    lines: Sequence[PromptLine],
-    path: Path | None,
-    level: float,
-    batch_size: int,
-    seed: int,
-) -> tuple[PairOptions, Decoder, CertifyTask]:
-    """The pair with the draft that was loaded ('auto' chose one), and the task to certify. Warns if a limit exceeds the
-    context.
-
-    Args:
-        lines: prompts.
-        path: of their file, if any.
-
-    Raises:
-        PromptError: with the place of the prompt.
-    """
-    from dataclasses import replace
-
-    from outrider.certify.job import CertifyTask
-
-    plain = pair.load()
-    draft, drafter = pair.load_named(plain, pair.single_draft)
-    decoder = replace(plain, drafter=drafter, num_draft_tokens=k)
-    prompts = encode_lines(decoder, lines, path)
-    decoder = decoder.of_one_kind(prompts)
-    job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompts, level, batch_size, seed)
-    report_context_limit(decoder.target.name, decoder.target.context_len, prompts, options["max_new_tokens"])
-    return replace(pair, draft=[draft]), decoder, job
 
 
 def _weights(decoder: Decoder) -> dict[str, str | None]:

@@ -14,12 +14,11 @@ from outrider.cli.shared.output import FILE_WIDTH, console_for, show_table, writ
 from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
 from outrider.options import looks_up
+from outrider.pages.reports import Table
 from outrider.system.files import short_name
 
 if TYPE_CHECKING:
     from outrider.models.registry import ModelSpec
-    from outrider.pages.reports import Table
-
 _NEED_NO_MODEL = "suffix, ngram, and mtp (if the checkpoint has the layers) need no other model"
 _USUAL_CONTEXT = 2048
 _USED = 0.9  # of the memory, as for pairs: the rest is for activations
@@ -179,8 +178,6 @@ def _fitting(
 
 
 def _pairs(pairs: list[dict[str, Any]], memory: str, context: int, batch_size: int) -> Table:
-    from outrider.pages.reports import Table
-
     rows = []
     for before, row in zip([None, *pairs], pairs, strict=False):
         is_new = before is None or before["target"] != row["target"]
@@ -193,8 +190,6 @@ def _pairs(pairs: list[dict[str, Any]], memory: str, context: int, batch_size: i
 
 
 def _list(rows: list[dict[str, Any]], context: int, batch_size: int, is_wide: bool) -> Table:
-    from outrider.pages.reports import Table
-
     columns = "name", *["from"] * is_wide, "dtype", "params", "context", "weights", "cache"
     cells = [
         (
@@ -296,8 +291,6 @@ def _drafts(target: ModelSpec, models: Path | None, dtype: str) -> list[dict[str
 
 
 def _of_target(target: str, drafts: list[dict[str, Any]]) -> Table:
-    from outrider.pages.reports import Table
-
     rows = [
         (
             *(row[key] for key in ("name", "kind", "format")),
@@ -318,8 +311,6 @@ def _of_target(target: str, drafts: list[dict[str, Any]]) -> Table:
 
 
 def _predicted(name: str, forms: list[dict[str, Any]], context: int, batch_size: int) -> Table:
-    from outrider.pages.reports import Table
-
     rows = [
         (
             row["dtype"] if row["quantization"] == "none" else row["quantization"],

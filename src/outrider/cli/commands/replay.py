@@ -26,6 +26,7 @@ from outrider.cli.shared.progress import count_items, progress
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_ACCEPTANCE, Sampling
+from outrider.pages.reports import rounds_table
 from outrider.system.files import check_writable
 from outrider.system.ranks import current_ranks
 
@@ -207,8 +208,6 @@ def replay(
     ran = next((lm for _, drafter in loaded for lm in drafter.models), None)
     report.finish("replay", settings, body, ran)
     if per_prompt:
-        from outrider.pages.reports import rounds_table
-
         show_table(report.console(), rounds_table("Rounds", analyses_json(rounds.analyses())))
     if log_format == "tensors":
         report.console().print("Note: assumes greedy outputs, each ended by its length limit")

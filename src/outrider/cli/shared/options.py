@@ -22,6 +22,7 @@ from outrider.cli.shared.output import (
 from outrider.cli.shared.progress import progress
 from outrider.errors import FileError, OptionError
 from outrider.options import MAX_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
+from outrider.pages.reports import render_report, report_of
 from outrider.system.files import read_text, short_name, write_text
 
 if TYPE_CHECKING:
@@ -67,8 +68,6 @@ class ReportOptions:
         Args:
             render: makes the page, if not from the report.
         """
-        from outrider.pages.reports import render_report, report_of
-
         is_written = self.html is not None or self.json_target is not None
         document = make_document(command, options, body, ran, origin=None if is_written else {})
         print_report(self.console(), report_of(document))
