@@ -44,7 +44,7 @@ FAULTS = [
     ("models/gguf/family.py", "return numbers - 1\n", "return numbers\n", "models"),
     ("models/gguf/vocabulary.py", "(-scores[ids[text]], -len(text))", "-scores[ids[text]]", "models"),
     # Requests of the server
-    ("serve/bodies.py", "                if given[other] != given[found[0]]:", "                if False:", "serve"),
+    ("serve/body.py", "                if given[other] != given[found[0]]:", "                if False:", "serve"),
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from openai.types.chat import completion_create_params as chat_create_params
 from scripted import MARKERS, TEMPLATES, talker, tool
 from servers import Running, running, words
 
-from outrider.serve import bodies
+from outrider.serve import body as reader
 from outrider.serve.bodies import ChatBody, CompletionBody
 from outrider.serve.http_errors import Refusal
 from pairs import embedded, word_tokenizer
@@ -291,13 +291,13 @@ def test_one_wrong_item_is_enough(
     talker_http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, param: str, body: Any
 ) -> None:
     """The others are not checked: their errors would take seconds, in which the server is not heard from."""
-    seen, place = [], bodies._place
+    seen, place = [], reader._place
 
     def counted(*given: Any) -> str:
         seen.append(given)
         return place(*given)
 
-    monkeypatch.setattr(bodies, "_place", counted)
+    monkeypatch.setattr(reader, "_place", counted)
     error = refused(talker_http.post(path, json=ASKED.get(path, {}) | body))
     assert error["param"].startswith(param) and len(seen) < 5
 

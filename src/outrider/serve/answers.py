@@ -18,7 +18,7 @@ from typing import Any
 from outrider.records import Chunk, Completion, FinishReason
 from outrider.requests.state import RequestState
 from outrider.serve.admission import Ticket, TicketRow, arrival
-from outrider.serve.bodies import ParsedRequest
+from outrider.serve.generation_body import ParsedRequest
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.logprobs import TokenTexts
 from outrider.serve.metrics import num_spec_steps

@@ -32,9 +32,11 @@ from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve import messages
 from outrider.serve.about import same_bytes_of
 from outrider.serve.answers import Answer, answer_events, whole_answer
-from outrider.serve.bodies import ChatBody, CompletionBody, GenerationBody, ParsedRequest, RaceBody, parse_json
+from outrider.serve.bodies import ChatBody, CompletionBody, RaceBody
+from outrider.serve.body import parse_json
 from outrider.serve.choices import ChatAnswer, CompletionAnswer
 from outrider.serve.fair_threads import FairThreads
+from outrider.serve.generation_body import GenerationBody, ParsedRequest
 from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable
 from outrider.serve.image_fetch import ImageFetcher
 from outrider.serve.messages import MessageAnswer, MessageBody

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 
 from outrider.records import FinishReason
 from outrider.serve.answers import ItemsAnswer, event_of
-from outrider.serve.bodies import Format, GenerationBody, Integer, ParsedRequest, Stops
+from outrider.serve.generation_body import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
 from outrider.serve.tools import Choice, Part, Tools, ToolUse, descriptions_of
 from outrider.text.chat import ChatOptions

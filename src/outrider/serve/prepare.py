@@ -13,7 +13,8 @@ from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS
 from outrider.requests.state import RequestState
 from outrider.serve.answers import Answer
-from outrider.serve.bodies import DetokenizeBody, GenerationBody, ParsedRequest, TokenizeBody
+from outrider.serve.bodies import DetokenizeBody, TokenizeBody
+from outrider.serve.generation_body import GenerationBody, ParsedRequest
 from outrider.serve.http_errors import Refusal
 from outrider.serve.logprobs import TokenTexts, check_scores
 from outrider.serve.messages import MessageBody

@@ -18,7 +18,8 @@ from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, LOOKUPS
 from outrider.race.events import race_events
 from outrider.sampling.rules import RULES
 from outrider.serve.answers import DONE, KEEP_ALIVE, event_of
-from outrider.serve.bodies import ParsedRequest, RaceBody
+from outrider.serve.bodies import RaceBody
+from outrider.serve.generation_body import ParsedRequest
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.prepare import Preparer
 

@@ -16,8 +16,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from outrider.records import FinishReason
 from outrider.serve.answers import ItemsAnswer, event_of
-from outrider.serve.bodies import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.chats import read_arguments
+from outrider.serve.generation_body import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
 from outrider.serve.tools import Functions, Part, ToolChoice, ToolUse, descriptions_of
 from outrider.text.chat import Chat, ChatOptions

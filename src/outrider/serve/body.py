@@ -1,0 +1,125 @@
+"""How the body of a request is read: known fields under one name each, and refusals that name the field, its value and
+what it should be."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from outrider.errors import OptionError, UsageError
+from outrider.serve.http_errors import Refusal, refusal_of
+
+# What pydantic's messages have beside the remedy.
+_PREFIX = re.compile("^(Value error, |Input should be |Input (?=tag))| or instance of .*| found using [^ ]+")
+
+
+class Body(BaseModel):
+    """Body of a request.
+
+    Attributes:
+        PROMPT: the field with the prompt.
+        NAMES: this body's fields for options of the library with other names.
+        ALSO_CALLED: other names of fields.
+        NOT_SERVED: known but unsupported fields.
+        IDLE: their values that request nothing.
+        WITHOUT_EFFECT: known fields without effect on the output.
+        sent: the fields as they were sent.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+    PROMPT: ClassVar[str] = "prompt"
+    NAMES: ClassVar[Mapping[str, str]] = {}
+    ALSO_CALLED: ClassVar[Mapping[str, Sequence[str]]] = {}
+    NOT_SERVED: ClassVar[frozenset[str]] = frozenset()
+    IDLE: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    WITHOUT_EFFECT: ClassVar[frozenset[str]] = frozenset()
+
+    model: str | None = None
+    _sent: Mapping[str, Any] = PrivateAttr()
+    _aliases: Mapping[str, str] = PrivateAttr()
+
+    @classmethod
+    def read(cls, sent: Mapping[str, Any]) -> Self:
+        """Raises Refusal."""
+        given = {name: value for name, value in sent.items() if value is not None and name not in cls.WITHOUT_EFFECT}
+        for name in [name for name in given if name in cls.NOT_SERVED]:
+            if (value := given.pop(name)) not in cls.IDLE.get(name, ()):
+                raise Refusal(f"{name} = {value!r:.60} is not supported: leave it out", param=name)
+        aliases = {}
+        for name, others in cls.ALSO_CALLED.items():
+            found = [one for one in (name, *others) if one in given]
+            for other in found[1:]:
+                if given[other] != given[found[0]]:
+                    raise Refusal(f"{found[0]} and {other} are aliases of one field: give one", param=other)
+            for one in found:
+                given[name], aliases[name] = given.pop(one), found[0]
+        try:
+            body = cls.model_validate(given)
+        except ValidationError as error:
+            raise _refusal_of(error, given, aliases) from None
+        body._sent, body._aliases = sent, aliases
+        return body
+
+    @property
+    def sent(self) -> Mapping[str, Any]:
+        return self._sent
+
+    def name_of(self, option: str) -> str:
+        """The field that sets an option of the library, under the name that was sent."""
+        name = self.NAMES.get(option, option)
+        return self._aliases.get(name, name)
+
+    def refusal_of(self, error: Exception) -> Refusal:
+        """Refusal for a library error, with the option under the name that was sent."""
+        if isinstance(error, OptionError):
+            name = self.name_of(error.name)
+            return Refusal(str(OptionError(name, error.value, error.remedy)), param=name)
+        refusal = refusal_of(error)
+        if isinstance(error, UsageError) and refusal.param is not None:
+            refusal.param = self.PROMPT
+        return refusal
+
+
+def parse_json(body: bytes) -> dict[str, Any]:
+    """Parse a JSON object. Raises Refusal."""
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise Refusal(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise Refusal("the body is not a JSON object")
+    return value
+
+
+def _refusal_of(error: ValidationError, sent: Mapping[str, Any], aliases: Mapping[str, str]) -> Refusal:
+    """A refusal that names the field, its value and what it should be."""
+    found = [(_place(one, sent, aliases), one) for one in error.errors(include_url=False)]
+    # A union has an error for each of its types: those of the type that fits best lie deepest.
+    place, first = max(
+        found, key=lambda pair: (pair[0].count(".") + pair[0].count("["), pair[1]["type"] == "literal_error")
+    )
+    if first["type"] == "extra_forbidden":
+        return Refusal(f"unknown field {place!r:.60}: leave it out", param=place)
+    if first["type"] == "missing":
+        return Refusal(f"{place} is required", param=place)
+    texts = [_PREFIX.sub("", one["msg"]) for at, one in found if at == place]
+    remedy = ", or ".join(dict.fromkeys(texts))
+    return Refusal(f"{place} = {first['input']!r:.60} is invalid: {remedy}", param=place)
+
+
+def _place(error: ErrorDetails, sent: Mapping[str, Any], aliases: Mapping[str, str]) -> str:
+    """The field of an error, like ``messages[0].role``. Pydantic has the names of a union's types in between."""
+    (first, *others), is_missing = error["loc"], error["type"] == "missing"
+    place, value = aliases.get(str(first), str(first)), sent.get(str(first))
+    for number, part in enumerate(others, 1):
+        if isinstance(value, dict) and part not in value and isinstance(value.get("function"), dict):  # see ``Tool``
+            place, value = f"{place}.function", value["function"]
+        if isinstance(part, int) and isinstance(value, list):
+            place, value = f"{place}[{part}]", value[part]
+        elif isinstance(value, dict) and (part in value or (is_missing and number == len(others))):
+            place, value = f"{place}.{part}", value.get(part)
+    return place
