@@ -38,11 +38,6 @@ class Arm:
     draft: str | None = None
     num_draft_tokens: NumDraftTokens | None = None
 
-    @property
-    def label(self) -> str:
-        """Name without K, for tables."""
-        return self.draft or self.decoder.target.name
-
     def stream(self, prompt: Prompt, options: dict[str, Any]) -> Generator[Chunk]:
         k = self.num_draft_tokens
         yield from self.decoder.stream(prompt, num_draft_tokens=k, is_repeatable=False, **options)

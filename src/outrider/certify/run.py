@@ -317,7 +317,5 @@ def _greedy_control(job: CertifyTask, plain: Sequence[Sequence[int]], control: C
     needed = math.ceil(rate_bound(0, 1) / NEGLIGIBLE_TV)
     if not found.differences and found.num_tokens >= needed:
         excuse = f"it changes none of {found.num_tokens} tokens"
-    by = "text"
-    return ControlReport(
-        control.name, control.about, excuse, not found.is_ok, found.num_tokens, by, num_tokens_needed=needed
-    )
+    is_caught, num_tokens = not found.is_ok, found.num_tokens
+    return ControlReport(control.name, control.about, excuse, is_caught, num_tokens, "text", num_tokens_needed=needed)

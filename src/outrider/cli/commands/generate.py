@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -139,7 +139,7 @@ def generate(
                 partial(_open_workers, cluster, setup, batch_size, files),
                 num_slots=batch_size,
                 output=output,
-                write=partial(_print, stream),
+                write=partial(print, end="", file=stream, flush=True),
                 part=part,
             )
         summary, origin = totals.summary(workers.pair()), None if json_target is None else workers.origin()
@@ -228,8 +228,3 @@ def _open_workers(cluster: RayOptions, setup: Setup, num_slots: int, files: Exit
     if cluster.ray is None:
         return LocalWorker(setup, num_slots)
     return files.enter_context(open_ray_workers(cluster, setup, num_slots, num_prompts))
-
-
-def _print(stream: IO[str], text: str) -> None:
-    stream.write(text)
-    stream.flush()

@@ -306,9 +306,9 @@ def check_alone(context: typer.Context, kept: Collection[str], remedy: str) -> N
     """Check that no option was given but those kept. Raises OptionError: another option was given; the message ends
     with the remedy."""
     for param in context.command.params:
-        source = context.get_parameter_source(param.name or "")
-        if source is not None and source.name == "COMMANDLINE" and param.name not in kept:
-            raise OptionError(max(param.opts, key=len), context.params[param.name or ""], remedy)
+        name = param.name or ""
+        if name not in kept and not not_given(context, {name: None}):
+            raise OptionError(max(param.opts, key=len), context.params[name], remedy)
 
 
 def _parse_bias(text: str) -> tuple[int, float]:
