@@ -126,7 +126,7 @@ def load(
     stated = StatedSampling()
     if isinstance(target, (str, Path)):
         stated = stated_sampling(resolve(str(target), models_file), generation_config)
-        if line := stated.text(checkpoint.name, stated.defaults):
+        if line := stated.text(short_name(checkpoint.name), stated.defaults):
             _SAMPLING.info("%s", line)
     end = turn_end(checkpoint.tokenizer)
     turn_ids = frozenset() if end is None or end >= num_tokens else frozenset([end])
