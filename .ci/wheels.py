@@ -32,10 +32,11 @@ def run(*command: str | Path, **variables: str) -> str:
 
 
 def make(folder: Path, parts: list[str], compiler: str) -> Path:
-    """A wheel for all processors of the machine for which the compiler compiles."""
-    before = set(folder.glob("*.whl"))
-    run(sys.executable, "-m", "build", *parts, "-o", folder, OUTRIDER_KERNELS="all", CXX=compiler)
-    (wheel,) = set(folder.glob("*.whl")) - before
+    """A wheel for all processors of the machine for which the compiler compiles, in place of an earlier one."""
+    with TemporaryDirectory() as made:
+        run(sys.executable, "-m", "build", *parts, "-o", made, OUTRIDER_KERNELS="all", CXX=compiler)
+        paths = [Path(shutil.move(path, folder / path.name)) for path in Path(made).iterdir()]
+    (wheel,) = (path for path in paths if path.suffix == ".whl")
     shown = run("auditwheel", "show", wheel)
     print(shown)
     oldest, tag = (re.search(r"manylinux_2_(\d+)_", text) for text in (shown.partition("platform tag:")[2], wheel.name))
@@ -54,15 +55,19 @@ def check(wheel: Path, levels: list[str], compiler: str, emulator: list[str]) ->
             run(*compiler.split(), *FLAGS, "-w", "-O1", "-fopenmp", *drivers, library, "-o", program)
             found[level] = run(*emulator, program, FEW, OMP_WAIT_POLICY="passive")
     print(found)
-    found.pop("amx", None)  # int8 on tiles has sums of its own
+    for level in ("amx", "baseline-fast"):  # int8 on tiles, and sums that round twice, have bits of their own
+        found.pop(level, None)
     assert len(set(found.values())) == 1
 
 
 def main() -> None:
     folder = Path(sys.argv[1]).resolve()
+    folder.mkdir(parents=True, exist_ok=True)
     wheel = make(folder, [], os.environ.get("CXX", "g++"))
     run(".ci/bare", wheel)
-    check(wheel, [level.name for level in levels_here()], os.environ.get("CXX", "g++"), [])
+    levels = [level.name for level in levels_here()]
+    levels += ["baseline-fast"] if platform.machine() == "x86_64" else []
+    check(wheel, levels, os.environ.get("CXX", "g++"), [])
     if platform.machine() != "aarch64" and shutil.which(f"{ARM}-g++") and shutil.which("qemu-aarch64"):
         wheel = make(folder, ["--wheel"], f"{ARM}-g++")
         levels = [level.name for level in (*LEVELS["aarch64"], BASELINE)]

@@ -215,8 +215,8 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         | {"position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
         | {"attention_bias": True}
         | _TIED,
-        "groups, multipliers": _MAMBA2
-        | {"mamba_n_groups": 2, "mamba_n_heads": 8, "mamba_d_head": 10, "mamba_d_state": 9, "mamba_chunk_size": 16}
+        "multipliers": _MAMBA2
+        | {"mamba_n_heads": 8, "mamba_d_head": 10, "mamba_d_state": 9, "mamba_chunk_size": 16}
         | {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3, "logits_scaling": 2.5},
         "wide": _MAMBA2
         | {"mamba_expand": 3, "mamba_n_heads": 3, "mamba_d_head": 40, "shared_intermediate_size": 80}

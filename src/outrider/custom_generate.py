@@ -6,7 +6,7 @@ The caller keeps the model, its ``GenerationConfig``, logits processors and stop
 ``generate`` returns. ``generate`` of this module is the same with all arguments in sight: to a callable Transformers
 does not pass its own ``streamer``, ``assistant_model``, ``tokenizer`` and ``synced_gpus``.
 
-Source: ``GenerationMixin.generate`` and ``_sample`` of Transformers 5.17 to 5.24.
+Source: ``GenerationMixin.generate`` and ``_sample`` of Transformers 5.22 to 5.24.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ import ctypes
 import logging
 import platform
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -111,6 +112,10 @@ def test_a_folder_that_allows_no_executables(monkeypatch: pytest.MonkeyPatch, ca
     assert "failed to map segment" in caplog.text and "several times slower" in caplog.text
 
 
+_of_linux = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one OpenMP, and its linker other options")
+
+
+@_of_linux
 def test_threads_that_another_library_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -123,6 +128,7 @@ def test_threads_that_another_library_numbers(
         kernel_library._load(tmp_path / "threads.so")
 
 
+@_of_linux
 def test_functions_of_another_openmp(tmp_path: Path) -> None:
     """Code by Clang calls LLVM's, which PyTorch for Linux does not have."""
     (tmp_path / "clang.cpp").write_text('extern "C" int __kmpc_no_such(); int called = __kmpc_no_such();')

@@ -99,6 +99,7 @@ def test_it_cannot_be_written_to() -> None:
     ):
         with pytest.raises(RuntimeError, match="is read-only"):
             write()
+    assert torch.equal(torch.zeros(12, 9).add_(weight), weight.wide())  # it is read
 
 
 @pytest.mark.parametrize("stored", FORMS)

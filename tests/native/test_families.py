@@ -188,6 +188,7 @@ _FALCON = CASES["falcon_h1"]["plain"]
         ("falcon_h1", _FALCON | {"mamba_rms_norm": True}, "does not know mamba_norm_before_gate=True"),
         ("falcon_h1", _FALCON | {"key_multiplier": 2.0, "mlp_bias": True}, "does not know multipliers with mlp_bias"),
         ("falcon_h1", _FALCON | {"time_step_limit": (0.0, 2.0)}, "does not know time_step_limit"),
+        ("granitemoehybrid", {"mamba_n_groups": 2}, "its plan does not know mamba_n_groups=2"),
         (
             "gemma4_text",
             {"use_bidirectional_attention": "all", "vocab_size_per_layer_input": 9, "global_head_dim": 8},

@@ -95,6 +95,7 @@ class NarrowWeight(Tensor):
         if experts is not None:
             shape = experts.number, num_channels // experts.number, width
             shape = shape if experts.num_parts is None else (shape[0], shape[2], shape[1])
+        # Private to PyTorch. A view of one number would be public, and what took its pointer would read beyond its end.
         weight: NarrowWeight = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=stored.device)
         weight.stored, weight.scale, weight.blocks, weight.order = stored, scale, blocks, order
         weight.experts = experts
@@ -194,7 +195,9 @@ class NarrowWeight(Tensor):
             with torch.inference_mode(False):
                 given = weight.dtype, weight.scale, weight.blocks, weight.order, weight.experts
                 return cls(func(weight.stored, **kwargs), *given)
-        if any(isinstance(one, cls) for one in _write(func, args, kwargs)):
+        # In place (aten.add_.Tensor), or given by name, as results are ("out").
+        written = [*args[: str(func).split(".")[1].endswith("_")], *kwargs.values()]
+        if any(isinstance(one, cls) for one in written):
             raise RuntimeError("a weight kept in its stored type is read-only: load the model with store='plain'")
         if func is _aten.embedding.default and args[0].scale is None:
             weight, ids, *_ = args  # the others concern gradients
@@ -221,15 +224,6 @@ def _widen(argument: Any) -> Any:
     if isinstance(argument, list | tuple):
         return [_widen(one) for one in argument]
     return argument.wide() if isinstance(argument, NarrowWeight) else argument
-
-
-def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Arguments that an operation writes to."""
-    if not func._schema.is_mutable:
-        return []
-    names = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
-    given = dict(zip((one.name for one in func._schema.arguments), args, strict=False)) | kwargs
-    return [given.get(name) for name in names]
 
 
 def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor | None:

@@ -217,8 +217,8 @@ def _gpt_oss_layer(config: Any, at: str, i: int) -> Fields:
         router=linear(f"{at}.mlp.router", True),
         ups=tuple(matrices("gate_up", part, 2) for part in range(2)),
         down=matrices("down"),
-        slope=getattr(config, "swiglu_alpha", 1.702),  # constants in Transformers 5.17
-        limit=getattr(config, "swiglu_limit", 7.0),
+        slope=config.swiglu_alpha,
+        limit=config.swiglu_limit,
     )
     return {"mlp": None, "experts": experts}
 

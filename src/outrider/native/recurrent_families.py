@@ -172,6 +172,8 @@ def _mamba2_of(config: Any, at: str, **others: Any) -> RecurrencePlan:
 def _granite_hybrid(config: Any) -> Plan:
     """Granite 4: Mamba-2 in most layers."""
     _check_silu(config)
+    if config.mamba_n_groups != 1:  # which Transformers before 5.23 normalizes as one
+        raise NotPlanned(f"its plan does not know mamba_n_groups={config.mamba_n_groups}")
     has_ropes = config.position_embedding_type == "rope"
 
     def mixer(at: str, i: int) -> Mixer:
