@@ -65,6 +65,18 @@ def test_near_ties_fall_by_rounding(margin: float, wobble: float, verdict: str) 
     assert found.margin == pytest.approx(margin, abs=2e-7) and found.gap == pytest.approx(wobble, abs=1e-6)
 
 
+@pytest.mark.parametrize(("margin", "verdicts"), [(0.4, "numerics bug"), (0.8, "bug bug")])
+def test_another_system_rounds_in_its_own_way(margin: float, verdicts: str) -> None:
+    """Blocks of the target say nothing about it: on the native engine they change no bit. With weights in integers its
+    activations may have 8 bits."""
+    table = torch.tensor([[1.0 + margin, 1.0, -2.0]] * 3)
+    integers, floats = table_lm(table), table_lm(table)
+    integers.weights.register_parameter("w", torch.nn.Parameter(torch.ones(2, dtype=torch.int8), requires_grad=False))
+    for lm, verdict in zip((integers, floats), verdicts.split(), strict=True):
+        found = explain(lm, 0, [0, 2, 1], [0], [1], Sampling(temperature=0.0), None)
+        assert found is not None and found.verdict == verdict, found
+
+
 def test_what_rounding_cannot_do_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are wrong by themselves: what they change is no excuse for what they say."""
     model = copy.deepcopy(tiny_llama()).to(torch.float32)

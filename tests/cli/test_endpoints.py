@@ -154,6 +154,9 @@ def test_chats(serve: Callable[[Handler], None]) -> None:
     assert [one["role"] for one in sent[0]["messages"]] == ["system", "user"]
     with pytest.raises(OptionError, match="continue_final_message"):
         _open(prompt=Chat(chat.messages, ChatOptions(continue_final_message=True)))
+    content[:] = [{"token": "token_id:6", "bytes": [119], "logprob": -1.0}]  # our own, whose bytes do not matter
+    serve(_handler("outrider", sent, lambda body: {"choices": [choice], "usage": USAGE}))
+    assert _open(prompt=chat).sample(chat, seed=1)["token_ids"] == [6]
 
 
 def test_errors_say_what_to_do(serve: Callable[[Handler], None], monkeypatch: pytest.MonkeyPatch) -> None:

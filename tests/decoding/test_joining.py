@@ -298,6 +298,21 @@ def test_a_prompt_is_found_in_the_slot_that_remembers_it() -> None:
     assert answer([*first[:15], 59])[1] == 0  # fewer than 16
 
 
+def test_a_short_text_in_the_slot_of_one_that_outgrew_its_window() -> None:
+    """It is not drafted for, so that its slot keeps its window, beside a row that is. The window must not begin beyond
+    the text."""
+    target, _ = llama_pair()
+    drafter = self_drafter(target, DraftOptions(window=16))
+    prompts, limits, ks = [list(range(1, 31)), [3], [4, 5]], (3, 30, 8), (None, None, 0)
+    requests = [
+        replace(request(prompt, temperature=0.0, max_new_tokens=most), num_draft_tokens=k)
+        for prompt, most, k in zip(prompts, limits, ks, strict=True)
+    ]
+    played = play(_engine(target, drafter, REJECTION, num_slots=2), requests, (0, 0, 1))
+    for index, want in enumerate(_at_once(target, NO_DRAFTER, requests, REJECTION)):
+        assert played.token_ids(index) == want
+
+
 def test_numbers_that_are_not_finite_end_one_row_only() -> None:
     """Its neighbours go on, and so does the next text in its slot, where NaN was left in both caches."""
     target, drafter = llama_pair()

@@ -35,7 +35,6 @@ from outrider.text.row_text import RowText
 
 _PILOT_SHARE = 0.1  # of the sequences
 _IMPLANTED = 2.0  # times the limit of detection: found but for one time in 10^7
-_LARGEST_BLOCK = 8  # tokens per forward assumed of the other system, to distinguish rounding from bugs
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,5 +198,5 @@ def judge_greedily(
     if plain is None:
         plain = plain_texts(target, REJECTION, requests, batch_size)
     texts = [one.token_ids for one in samples]
-    found = against_plain(target, requests, plain, texts, num_draft_tokens=_LARGEST_BLOCK - 1, on_text=on_text)
+    found = against_plain(target, requests, plain, texts, num_draft_tokens=None, on_text=on_text)
     return replace(found, differences=[replace(one, prompt=samples[one.prompt].line) for one in found.differences])

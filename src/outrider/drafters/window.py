@@ -40,7 +40,10 @@ class WindowSession(Session):
         self._starts = [0] * num_slots  # of the window that a slot's cache holds
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
-        start = self._starts[slot] = self._starts[slot if source is None else source]
+        start = self._starts[slot if source is None else source]
+        if num_tokens <= start:
+            start = 0  # nothing of that window remains, and the new sequence may end before it
+        self._starts[slot] = start
         self._inner.assign(slot, source, max(0, num_tokens - start))
 
     def catch_up(self, rows: Rows) -> bool:
