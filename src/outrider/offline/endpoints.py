@@ -300,8 +300,9 @@ def _token_id(token: Any, ids_of: Mapping[bytes, int]) -> int | None:
         if "id" in token:
             return int(token["id"])
         text, spelled = token["token"], token.get("bytes")
-        is_as_bytes = spelled is not None and not text.startswith(_TOKEN_ID)
-        return ids_of.get(bytes(spelled)) if is_as_bytes else _token_id(text, ids_of)
+        if spelled is None or text.startswith(_TOKEN_ID):
+            return _token_id(text, ids_of)
+        return ids_of.get(bytes(spelled))
     if isinstance(token, int):
         return token
     return int(token.removeprefix(_TOKEN_ID)) if token.startswith(_TOKEN_ID) else ids_of.get(token.encode())
