@@ -33,7 +33,7 @@ _OTHERS = set(
 )
 # Of families: what only training and other code read.
 _UNREAD = {
-    "granitemoehybrid": "output_router_logits router_aux_loss_coef",
+    "granitemoehybrid": "output_router_logits router_aux_loss_coef mamba_n_groups",
     "falcon_h1": "num_logits_to_keep",
     "nemotron_h": (
         "attention_bias num_logits_to_keep use_mamba_kernels expand time_step_max time_step_limit time_step_floor "
@@ -188,7 +188,11 @@ _FALCON = CASES["falcon_h1"]["plain"]
         ("falcon_h1", _FALCON | {"mamba_rms_norm": True}, "does not know mamba_norm_before_gate=True"),
         ("falcon_h1", _FALCON | {"key_multiplier": 2.0, "mlp_bias": True}, "does not know multipliers with mlp_bias"),
         ("falcon_h1", _FALCON | {"time_step_limit": (0.0, 2.0)}, "does not know time_step_limit"),
-        ("granitemoehybrid", {"mamba_n_groups": 2}, "its plan does not know mamba_n_groups=2"),
+        (
+            "granitemoehybrid",
+            CASES["granitemoehybrid"]["plain"] | {"mamba_n_groups": 2},
+            "its plan does not know mamba_n_groups=2",
+        ),
         (
             "gemma4_text",
             {"use_bidirectional_attention": "all", "vocab_size_per_layer_input": 9, "global_head_dim": 8},
