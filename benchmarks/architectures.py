@@ -166,8 +166,8 @@ places, as keys have.
 
 {states}
 
-Nemotron-H and Zamba2 are always fed several tokens, and may differ from `generate` in near-ties. Layers with states of
-Mamba-1 (Mamba, Falcon-Mamba, Jamba, Zamba) are called token by token.
+Run eagerly, Nemotron-H and Zamba2 are always fed several tokens, and may differ from `generate` in near-ties. Layers
+with states of Mamba-1 (Mamba, Falcon-Mamba, Jamba, Zamba) are called token by token.
 
 ## Refused
 

@@ -1,12 +1,12 @@
-"""Steps of GGUF files beside llama.cpp, for architectures whose published files are not at hand: random weights in their shapes.
+"""Steps of GGUF files of random weights in published shapes, beside llama.cpp.
 
     python benchmarks/gguf_steps.py FOLDER [--shapes qwen35 gemma4 gpt-oss] [--threads 1] [--tokens 1 5] [--rounds 20]
         [--past 128]
 
 Shapes are those of Qwen3.5-0.8B, of Gemma 4 E2B and of six layers of gpt-oss-20b. Matrices are Q4_K, embeddings and LM
-heads Q6_K, experts of gpt-oss MXFP4, blocks of any bytes. FOLDER keeps the files. llama.cpp is llama-cpp-python, built for
-the machine. Forwards take turns; each has its tokens after PAST others, which stay in the cache. A ratio is the median of
-the rounds' ratios. The last line of standard output is one JSON document.
+heads Q6_K, experts of gpt-oss MXFP4, blocks of any bytes. FOLDER keeps the files. llama.cpp is llama-cpp-python, built
+for the machine. Forwards take turns; each has its tokens after PAST others, which stay in the cache. A ratio is the
+median of the rounds' ratios. The last line of standard output is one JSON document.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     arguments.folder.mkdir(parents=True, exist_ok=True)
     rows = [row for shape in arguments.shapes for row in _measure(shape, arguments)]
-    table = new_table(f"{arguments.threads} thread(s)", "shape", "tokens", "Outrider, ms", "llama.cpp, ms", "times as fast")
+    columns = "shape", "tokens", "Outrider, ms", "llama.cpp, ms", "times as fast"
+    table = new_table(f"{arguments.threads} thread(s)", *columns)
     for row in rows:
         cells = f"{row['own_ms']:.1f}", f"{row['llama_ms']:.1f}", f"{row['times_as_fast']:.2f}"
         table.add_row(row["shape"], str(row["tokens"]), *cells)

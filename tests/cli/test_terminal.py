@@ -99,7 +99,8 @@ def test_tables_in_pipes_are_as_wide_as_columns(monkeypatch: pytest.MonkeyPatch)
 
 def test_messages_are_as_wide_as_their_own_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Standard output may be a file, or a terminal of another width."""
-    assert stderr_width() == 80  # of a pipe
+    monkeypatch.setattr("sys.stderr", io.StringIO())
+    assert stderr_width() == 80
     termios = pytest.importorskip("termios")
     master, slave = pty.openpty()
     with open(slave, "w") as terminal:

@@ -37,7 +37,7 @@ def test_only_what_the_file_states_counts(tmp_path: Path) -> None:
 def test_what_a_gguf_file_states(tmp_path: Path) -> None:
     """In float32, under llama.cpp's names. A file that is not there states nothing here."""
 
-    def stated_in(name: str, **stated: float) -> StatedSampling:
+    def stated_in(name: str, **stated: Any) -> StatedSampling:
         keys = {f"general.sampling.{key}": value for key, value in stated.items()}
         return stated_sampling(resolve(str(write_case(tmp_path / name, CASES["llama"], keys=keys))))
 
@@ -45,12 +45,19 @@ def test_what_a_gguf_file_states(tmp_path: Path) -> None:
     assert found.defaults == {"temperature": 0.7, "top_p": 0.95, "top_k": 20} and not found.others
     assert found.options.keys() == {"temperature", "top_p", "top_k", "repetition_penalty"}
     assert stated_in("greedy.gguf", temp=-1.0).options == {"temperature": 0.0}
-    others = stated_in("others.gguf", temp=0.7, xtc_probability=0.5, mirostat=2, penalty_last_n=64)
+    others = stated_in("others.gguf", temp=0.7, xtc_probability=0.5, mirostat=2, penalty_last_n=64, penalty_repeat=1.5)
     assert others.text("others.gguf", others.defaults) == (
-        "sampling as others.gguf states: temperature 0.7 (--generation-config none does without); "
-        "not honoured: mirostat, penalty_last_n, xtc_probability"
+        "sampling as others.gguf states: temperature 0.7, repetition-penalty 1.5; "
+        "not honoured: mirostat, penalty_last_n, xtc_probability (--generation-config none does without)"
     )
-    assert others.text("others.gguf", {}).startswith("sampling that others.gguf states, not honoured: mirostat, ")
+    assert others.text("others.gguf", {}).startswith("sampling that others.gguf states is not honoured: mirostat, ")
+    off = {"mirostat": 0, "mirostat_tau": 5.0, "xtc_probability": 0.0, "xtc_threshold": 0.1, "penalty_last_n": 64}
+    assert stated_in("off.gguf", **off) == StatedSampling()
+    strange = stated_in("strange.gguf", **{"\x1b[2J" + 99 * "x": 1}).text("strange.gguf", {})
+    assert "\x1b" not in strange and len(strange) < 150
+    for value in ("0.7", float("nan")):
+        with pytest.raises(FileError, match="temperature = .* is invalid"):
+            stated_in("wrong.gguf", temp=value)
     assert stated_sampling(replace(spec_of(tmp_path, STATED), gguf="x.gguf")) == StatedSampling()
 
 

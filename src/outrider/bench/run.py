@@ -48,7 +48,7 @@ def arms_by_k(decoder: Decoder, draft: str, ks: Sequence[NumDraftTokens]) -> lis
     return [Arm(f"{draft}, K = {k}", replace(decoder, num_draft_tokens=k), draft, k) for k in ks]
 
 
-def drafts_of(arms: Sequence[Arm]) -> list[str]:
+def names_of_drafts(arms: Sequence[Arm]) -> list[str]:
     """Names of the drafts, each once."""
     return list(dict.fromkeys(arm.draft for arm in arms if arm.draft is not None))
 

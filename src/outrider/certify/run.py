@@ -143,7 +143,7 @@ def run_pilot(job: CertifyTask) -> Pilot:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Findings of the layers that sample nothing.
+    """Findings of the layers before the statistical one.
 
     Attributes:
         plain: greedy texts of plain decoding, for all prompts.
@@ -155,7 +155,7 @@ class Checks:
 
 
 def run_checks(job: CertifyTask, pilot: Pilot) -> Checks:
-    """Run the layers that sample nothing."""
+    """Run the layers before the statistical one."""
     decoder, contexts = job.decoder, list(_contexts(job, pilot.written))
     rule = RULES[decoder.acceptance]
     exact = check_exactly(decoder.target, decoder.drafter, job.effective_sampling, rule, contexts, job.new_constraint)

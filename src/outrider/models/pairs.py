@@ -25,7 +25,7 @@ class Pair:
     """A target and a draft.
 
     Attributes:
-        form: the target's: its dtype, a quantization, or GGUF. The draft is in the dtype.
+        form: the target's: its dtype, a quantization, or GGUF. The draft is in the dtype, or a GGUF file as it is.
         num_bytes: weights and caches of both.
         share: the draft's parameters over the target's, which is about the cost of a draft step; None for look-ups.
     """
@@ -81,7 +81,7 @@ def fitting_pairs(
 
     Args:
         memory: bytes of the device.
-        dtype: of draft and caches, and of the target if it fits.
+        dtype: of models that are no GGUF files, and of their caches.
         context: tokens of a sequence.
     """
     drafts = drafts_of(target, known)

@@ -21,6 +21,8 @@ FOR_CHATS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 _GENERATION_CONFIG = "generation_config.json"
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 _GGUF_NAMES = dict(zip(_SAMPLING, ("temp", "top_k", "top_p", "min_p", "penalty_repeat"), strict=True))
+_OFF = {"mirostat": 0, "xtc_probability": 0.0}
+"""Values of GGUF keys that change nothing; the other options of such a sampler have no effect then."""
 _OF_GGUF = "general.sampling."
 
 
@@ -54,11 +56,11 @@ class StatedSampling:
         Args:
             name: of the checkpoint.
         """
-        honoured = f"sampling as {name} states: {values_text(taken)} (--generation-config none does without)"
-        if not self.others:
-            return honoured if taken else ""
-        others = f"not honoured: {', '.join(self.others)}"
-        return f"{honoured}; {others}" if taken else f"sampling that {name} states, {others}"
+        parts = [f"sampling as {name} states: {values_text(taken)}"] if taken else []
+        if self.others:
+            named = ", ".join(one if one.isidentifier() else repr(one)[:40] for one in self.others)
+            parts.append(f"not honoured: {named}" if taken else f"sampling that {name} states is not honoured: {named}")
+        return f"{'; '.join(parts)} (--generation-config none does without)" if parts else ""
 
 
 def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:
@@ -77,9 +79,9 @@ def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:
     check_choice(choice)
     place: Path | str = spec.name
     others: tuple[str, ...] = ()
+    if choice == "none":
+        return StatedSampling()
     try:
-        if choice == "none":
-            return StatedSampling()
         if spec.gguf is not None:
             document, others = _of_gguf(spec)
         elif (file := generation_config_file(spec)) is not None:
@@ -125,6 +127,9 @@ def _of_gguf(spec: ModelSpec) -> tuple[dict[str, Any], tuple[str, ...]]:
                 # Stored in float32: the decimals that were meant.
                 stated[key.removeprefix(_OF_GGUF)] = float(f"{value:.6g}") if isinstance(value, float) else value
     for key in ("temp", "top_k"):  # below 0 is greedy there, and off
-        if key in stated:
-            stated[key] = max(0, stated[key])
-    return {name: stated.pop(key, None) for name, key in _GGUF_NAMES.items()}, tuple(sorted(stated))
+        if isinstance(stated.get(key), int | float) and stated[key] < 0:
+            stated[key] = 0
+    options = {name: stated.pop(key, None) for name, key in _GGUF_NAMES.items()}
+    off = tuple(name.partition("_")[0] for name, value in _OFF.items() if stated.get(name, value) == value)
+    off += ("penalty_last_n",) if options["repetition_penalty"] in (None, 1.0) else ()
+    return options, tuple(sorted(key for key in stated if not key.startswith(off)))

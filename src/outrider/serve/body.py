@@ -1,4 +1,4 @@
-"""How the body of a request is read: known fields under one name each, and refusals that name the field, its value and
+"""Reading of the body of a request: known fields under one name each, and refusals that name the field, its value and
 what it should be."""
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def short_name(name: str) -> str:
-    """See ``short_names``."""
+    """A name of a model or draft without the folders of its paths; several names of one report: ``short_names``."""
     return short_names([name])[0]
 
 

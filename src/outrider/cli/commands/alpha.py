@@ -54,6 +54,8 @@ def alpha(
     results: dict[str, list[Alpha]] = {}
     for given in pair.draft_names:
         name, drafter = pair.load_named(decoder, given)
+        if name in results:  # auto chose a draft that is given, too
+            continue
         if drafter.is_one_hot:
             raise OptionError(
                 "--draft", name, "alpha compares two models (for ngram, suffix and greedy drafts use outrider replay)"

@@ -18,6 +18,7 @@ from outrider.cli.shared.options import (
     GenerationConfigOption,
     NumDraftTokensOption,
     SamplingOptions,
+    is_given,
     not_given,
     over_checkpoint,
 )
@@ -104,7 +105,7 @@ def _named(pair: PairOptions, draft: str | None, context: typer.Context) -> Pair
         if pair.draft is not None:
             raise OptionError("--draft", ", ".join(pair.draft), f"give it or the argument {draft!r}, not both")
         return replace(pair, draft=[draft])
-    is_open = pair.draft is None and context.params["first"] is None and not_given(context, {"target": None})
+    is_open = pair.draft is None and context.params["first"] is None and not is_given(context, "target")
     return replace(pair, target=_SMALL_CHAT) if is_open and is_local(known_models()[_SMALL_CHAT]) else pair
 
 

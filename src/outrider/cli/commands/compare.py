@@ -89,7 +89,7 @@ def compare(
     decoder = pair.load()
 
     from outrider.bench.report import summarise
-    from outrider.bench.run import Case, drafts_of, interleave, warm_up
+    from outrider.bench.run import Case, interleave, names_of_drafts, warm_up
     from outrider.race.events import RaceEvents
 
     if prompt is None:
@@ -130,7 +130,7 @@ def compare(
         "texts": {m.arm.name: m.text for m in shown},
         "is_interrupted": is_interrupted,
     }
-    more = {"draft": drafts_of(arms), "prompt": prompt, "num_draft_tokens": ks, "num_runs": num_runs}
+    more = {"draft": names_of_drafts(arms), "prompt": prompt, "num_draft_tokens": ks, "num_runs": num_runs}
     settings = options_json(pair, options, **more, **template.to_json())
 
     def render(document: dict[str, Any]) -> str:

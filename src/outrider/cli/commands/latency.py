@@ -50,7 +50,7 @@ def latency(
     decoder = pair.load()
 
     from outrider.bench.report import summarise
-    from outrider.bench.run import Case, drafts_of, interleave, peak_memory_bytes, warm_up
+    from outrider.bench.run import Case, interleave, names_of_drafts, peak_memory_bytes, warm_up
 
     prompts = encode_lines(decoder, lines)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompts, max_new_tokens)
@@ -70,7 +70,7 @@ def latency(
         "is_interrupted": is_interrupted,
         "peak_memory_bytes": peak_memory_bytes(decoder.target.device),
     }
-    settings = options_json(pair, options, draft=drafts_of(arms), num_draft_tokens=ks, **template.to_json())
+    settings = options_json(pair, options, draft=names_of_drafts(arms), num_draft_tokens=ks, **template.to_json())
     report.finish("latency", settings, body, decoder)
     if is_interrupted:
         raise typer.Exit(130)

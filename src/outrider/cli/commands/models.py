@@ -157,7 +157,7 @@ def _fitting(
     from outrider.models.registry import known_models, resolve
 
     known, num_bytes = known_models(models), memory_of(memory)
-    targets = [resolve(target, models)] if target else [one for one in known.values() if not one.is_draft]
+    targets = [resolve(target, models)] if target is not None else [one for one in known.values() if not one.is_draft]
     if target is not None and sizes_of(as_known(targets[0], known)) is None:
         raise OptionError("--target", target, "its sizes are not known: give a known name, or a folder on this disk")
     pairs = [

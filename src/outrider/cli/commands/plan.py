@@ -16,7 +16,7 @@ from outrider.cli.shared.options import (
     ReportOptions,
     SamplingOptions,
     SeedOption,
-    not_given,
+    is_given,
     over_checkpoint,
     parse_constant_k,
     parse_numbers,
@@ -141,7 +141,7 @@ def plan(
     if prompts is not None or sizes[0] > 1:  # generate takes several rows with a file of prompts alone
         words += ["--prompts", str(prompts or "FILE")]
     words += ["--batch-size", str(sizes[0])] if sizes[0] > 1 else []
-    words += [] if not_given(command, {"max_new_tokens": None}) else ["-n", str(max_new_tokens)]
+    words += ["-n", str(max_new_tokens)] if is_given(command, "max_new_tokens") else []
     words += ["--seed", str(seed)] if seed else []
     print_next(report.console(), "as recommended", words)
 

@@ -161,14 +161,14 @@ def replay(
         corpus=drafts.corpus or (),
         allow_pickle=drafts.allow_pickle,
     )
-    loaded: list[tuple[str, Drafter]] = [
+    loaded: dict[str, Drafter] = dict(
         (name, alone(name)) if pair is None or decoder is None else pair.load_named(decoder, name) for name in names
-    ]
-    names = [name for name, _ in loaded]
+    )
+    names = [*loaded]
     rounds = DrawnRounds(drafts.acceptance, ks, seed)
     summaries: list[Summary] = []
     with progress("prompts", len(loaded) * len(records)) as advance:
-        for name, drafter in loaded:
+        for name, drafter in loaded.items():
             lm = None if decoder is None else decoder.target
             replayed = judge(records, header, drafter, drafts.acceptance, ks, target=lm, batch_size=batch_size)
             if output is not None or per_prompt:
@@ -205,7 +205,7 @@ def replay(
         "seed": seed,
         "models": drafts.models and str(drafts.models),
     }
-    ran = next((lm for _, drafter in loaded for lm in drafter.models), None)
+    ran = next((lm for drafter in loaded.values() for lm in drafter.models), None)
     report.finish("replay", settings, body, ran)
     if per_prompt:
         show_table(report.console(), rounds_table("Rounds", analyses_json(rounds.analyses())))

@@ -17,7 +17,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.models import ArgumentInfo
 
-from outrider.cli.shared.options import not_given
+from outrider.cli.shared.options import is_given
 from outrider.cli.shared.output import check_files, is_there
 from outrider.errors import OptionError
 
@@ -62,7 +62,7 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     def flattened(**values: Any) -> None:
         context = values.pop(_CONTEXT) if own_context is None else values[own_context]
         if has_first:
-            _place_first(values, defaults, is_target_given=not not_given(context, {"target": None}))
+            _place_first(values, defaults, is_target_given=is_given(context, "target"))
         check_files(values)
         arguments = {
             name: group(**{field.name: values.pop(field.name) for field in fields(group)})

@@ -302,12 +302,17 @@ def not_given(context: typer.Context, values: Mapping[str, Any]) -> dict[str, An
     return {name: value for name, value in values.items() if sources[name] == "DEFAULT"}
 
 
+def is_given(context: typer.Context, name: str) -> bool:
+    """Whether the command line gives an option."""
+    return not not_given(context, {name: None})
+
+
 def check_alone(context: typer.Context, kept: Collection[str], remedy: str) -> None:
     """Check that no option was given but those kept. Raises OptionError: another option was given; the message ends
     with the remedy."""
     for param in context.command.params:
         name = param.name or ""
-        if name not in kept and not not_given(context, {name: None}):
+        if name not in kept and is_given(context, name):
             raise OptionError(max(param.opts, key=len), context.params[name], remedy)
 
 
