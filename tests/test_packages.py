@@ -11,7 +11,8 @@ import pytest
 
 from scripts import script
 
-SRC = Path(__file__).parent.parent / "src" / "outrider"
+ROOT = Path(__file__).parent.parent
+SRC = ROOT / "src" / "outrider"
 
 # Packages and single modules, top to bottom: each imports from its own layer and those below it.
 LAYERS = """
@@ -142,6 +143,31 @@ def test_the_command_line_starts_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def _names(path: Path) -> set[str]:
+    """Names at the top of a module, which others may import."""
+    found = {one.stem for one in path.parent.glob("*")} if path.name == "__init__.py" else set()
+    for node in ast.parse(path.read_text()).body:
+        for part in ast.walk(node) if isinstance(node, (ast.Assign, ast.AnnAssign, ast.If, ast.Try)) else [node]:
+            match part:
+                case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+                    found.add(name)
+                case ast.ImportFrom(names=names):
+                    found |= {alias.asname or alias.name for alias in names}
+    return found
+
+
+@pytest.mark.parametrize("folder", ["benchmarks", "recipes", "examples", ".ci"])
+def test_scripts_import_names_that_are_there(folder: str) -> None:
+    """Scripts outside of the package, of which most run by hand alone."""
+    modules = _modules()
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "outrider":
+                name = (node.module or "").removeprefix("outrider").removeprefix(".") or "__init__"
+                names = _names(modules[name] if name in modules else modules[f"{name}.__init__"])
+                assert {alias.name for alias in node.names} <= names, f"{path.relative_to(ROOT)}, line {node.lineno}"
 
 
 def test_faults_are_in_lines_that_are_there() -> None:

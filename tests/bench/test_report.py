@@ -6,9 +6,10 @@ from functools import cache
 import pytest
 from scipy import stats
 
-from outrider.bench.report import ArmSummary, summarise
+from outrider.bench.report import ArmSummary, interval_text, summarise
 from outrider.bench.run import Arm, Case, Measurement
 from outrider.records import Stats, Timing
+from outrider.stats.intervals import Interval
 from pairs import embedded
 
 
@@ -88,3 +89,9 @@ def test_cases_that_an_arm_has_not_done_are_left_out() -> None:
     assert fast.ms_per_token == (pytest.approx(100.0), None)
     assert fast.speed_up is not None
     assert (fast.speed_up.value, fast.speed_up.low) == (pytest.approx(2.0), None)
+
+
+def test_texts_for_people() -> None:
+    assert interval_text(None) == "-"
+    assert interval_text(Interval(1.308, 1.254, 1.377)) == "1.31 \\[1.25, 1.38]"
+    assert interval_text(Interval(1.3, None, None)) == "1.30"

@@ -89,3 +89,11 @@ def _summary(group: Sequence[Measurement], base: Sequence[Measurement], *, is_ba
         timing=timing,
         texts=[m.token_ids for m in group],
     )
+
+
+def interval_text(interval: Interval | None, digits: int = 2) -> str:
+    """Format like 1.31 [1.25, 1.38], with the bracket escaped for rich."""
+    if interval is None:
+        return "-"
+    ends = "" if interval.low is None else f" \\[{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+    return f"{interval.value:.{digits}f}{ends}"
