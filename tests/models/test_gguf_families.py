@@ -160,6 +160,16 @@ def test_layers_with_a_window(tmp_path: Path) -> None:
         ("llama", {"block_count": 3}, "lacks 9 of the model's weights, model.layers.2."),
         ("llama", {"block_count": 2**31}, "states 2147483648 layers, and has 21 tensors"),
         ("gemma4", {"attention__shared_kv_layers": 2**31}, "that the last 2147483648 of them read keys"),
+        ("qwen35", {"nextn_predict_layers": 4}, "states 0 layers, and has"),
+        *(
+            ("glm4moe", dict(zip(("expert_group_count", "expert_group_used_count"), groups, strict=False)), told)
+            for groups, told in {
+                (2,): r"4 experts in 2 groups, 0 of them used \(glm4moe.expert_group_count, expert_group_used_count\)",
+                (2, 2): "4 experts in 2 groups, 2 of them used",
+                (3, 2): "4 experts in 3 groups, 2 of them used",
+                (4, 2): "4 experts in 4 groups, 2 of them used",
+            }.items()
+        ),
         ("gemma3n", {"attention__shared_kv_layers": 2**31}, "that the last 2147483648 of them read keys"),
         ("llama", {"keys": {"tokenizer.ggml.tokens": [*map(str, range(99))]}}, "has 99 tokens, but embeddings of 48"),
     ],

@@ -100,6 +100,45 @@ def test_the_modelling_code(family: str, name: str) -> None:
     assert largest_error(random_model(family, CASES[family][name])) <= TOLERANCES.get(family, TOLERANCE)
 
 
+@torch.inference_mode()
+def _with_router(change: Callable[[Any], Any], name: str = "one group") -> tuple[Tensor, Tensor]:
+    """Logits of a changed router in the last layer: ours and the modelling code's."""
+    model = random_model("glm4_moe", CASES["glm4_moe"][name])
+    change(model.model.layers[-1].mlp.gate)
+    native, ids, places = NativeForward(model), tokens(2, 40), torch.arange(40).expand(2, 40)
+    got = native(ids, places, SlotCache.empty(native.layer_shapes, 2, 40), 40).logits
+    return got, model(input_ids=ids, use_cache=False).logits
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda gate: gate.e_score_correction_bias.mul_(10),  # scores are between 0 and 1
+        lambda gate: gate.e_score_correction_bias[7].fill_(torch.nan),  # of the choice alone
+        lambda gate: gate.weight[7].fill_(torch.nan),
+        lambda gate: gate.weight[4].fill_(torch.nan),
+    ],
+)
+@pytest.mark.parametrize("name", ["groups", "one group"])
+def test_groups_of_experts(name: str, change: Callable[[Any], Any]) -> None:
+    """A group with NaN is chosen first, whichever of its experts has it."""
+    got, want = _with_router(change, name)
+    assert torch.equal(got.isnan(), want.isnan())
+    assert got.isnan().all() or error(got, want) <= TOLERANCE
+
+
+def test_the_first_of_equal_groups_is_chosen() -> None:
+    def tie(gate: Any, favoured: int | None = None) -> None:
+        gate.weight.zero_()
+        gate.e_score_correction_bias.zero_()
+        if favoured is not None:
+            gate.e_score_correction_bias.view(4, -1)[favoured] = 1.0
+
+    got, _ = _with_router(tie)
+    first, other = (_with_router(lambda gate, i=i: tie(gate, i))[0] for i in (0, 3))
+    assert torch.equal(got, first) and not torch.equal(got, other)
+
+
 def test_each_family_and_each_of_its_fields_has_a_case() -> None:
     """With a value other than the default."""
     assert CASES.keys() == set(FAMILIES)
@@ -152,6 +191,7 @@ def test_a_wrong_plan_is_seen(change: Callable[[Plan], Plan], monkeypatch: pytes
 # What a plan does not know
 
 _FALCON = CASES["falcon_h1"]["plain"]
+_GROUPS = CASES["glm4_moe"]["groups"]
 
 
 @pytest.mark.parametrize(
@@ -188,6 +228,13 @@ _FALCON = CASES["falcon_h1"]["plain"]
         ("falcon_h1", _FALCON | {"mamba_rms_norm": True}, "does not know mamba_norm_before_gate=True"),
         ("falcon_h1", _FALCON | {"key_multiplier": 2.0, "mlp_bias": True}, "does not know multipliers with mlp_bias"),
         ("falcon_h1", _FALCON | {"time_step_limit": (0.0, 2.0)}, "does not know time_step_limit"),
+        ("falcon_h1", _FALCON | {"key_multiplier": None}, "its configuration makes no plan .*NoneType"),
+        ("falcon_h1", _FALCON | {"ssm_multipliers": [2.0] * 6}, "its configuration makes no plan .*zip"),
+        ("glm4_moe", _GROUPS | {"n_group": 0}, "its experts are in 0 groups"),
+        ("glm4_moe", _GROUPS | {"n_group": 3}, "groups of experts has the size 6, not 8"),
+        ("glm4_moe", _GROUPS | {"n_group": 8}, "8 experts are in 8 groups, of less than two each"),
+        ("glm4_moe", _GROUPS | {"topk_group": 5}, "groups of a token has the size 4, not 5"),
+        ("glm4_moe", _GROUPS | {"num_experts_per_tok": 5}, "experts of a token has the size 4, not 5"),
         (
             "granitemoehybrid",
             CASES["granitemoehybrid"]["plain"] | {"mamba_n_groups": 2},
@@ -203,6 +250,19 @@ _FALCON = CASES["falcon_h1"]["plain"]
 def test_a_configuration_without_a_plan(family: str, fields: dict[str, Any], reason: str) -> None:
     with pytest.raises(NotPlanned, match=reason):
         NativeForward(random_model(family, fields))
+
+
+def test_a_norm_of_experts_of_another_width_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(config: Any) -> Plan:
+        plan = plan_of(config)
+        layers = (
+            replace(one, experts=one.experts and replace(one.experts, post_norm=plan.last_norm)) for one in plan.layers
+        )
+        return replace(plan, layers=tuple(layers))
+
+    monkeypatch.setattr(engine, "plan_of", change)
+    with pytest.raises(NotPlanned, match="its experts are of another width and have a norm"):
+        NativeForward(random_model("nemotron_h", CASES["nemotron_h"]["wide latent experts in groups"]))
 
 
 def test_a_family_without_a_plan() -> None:

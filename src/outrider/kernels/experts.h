@@ -126,22 +126,26 @@ struct ExpertsLayer : Worker {
     }
   }
 
-  // Leaves out all groups but those whose two largest scores have the largest sums.
+  // Leaves out all groups but those whose two largest scores have the largest sums: the first ones of equal sums. A group
+  // with NaN stays first, as experts with NaN do: it tells that the router is broken.
   void leave_groups(std::vector<float>& scores) const {
     const int64_t G = experts.num_groups, number = experts.number / G;
     std::vector<float> sums(G);
+    std::vector<int64_t> order(G);
     for (int64_t g = 0; g < G; g++) {
       float largest = -__builtin_inff(), second = largest;
       for (int64_t e = g * number; e < (g + 1) * number; e++) {
         second = std::max(second, std::min(largest, scores[e]));
-        largest = std::max(largest, scores[e]);
+        largest = std::isnan(scores[e]) ? scores[e] : std::max(largest, scores[e]);  // which keeps a NaN
       }
       sums[g] = largest + second;
+      order[g] = g;
     }
-    for (int64_t left = G; left > experts.num_chosen_groups; left--) {
-      const int64_t least = std::min_element(sums.rbegin(), sums.rend()).base() - sums.begin() - 1;  // the last one
-      std::fill_n(&scores[least * number], number, -__builtin_inff());
-      sums[least] = __builtin_inff();
+    std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) {
+      return sums[one] > sums[other] || (std::isnan(sums[one]) && !std::isnan(sums[other]));
+    });
+    for (int64_t i = experts.num_chosen_groups; i < G; i++) {
+      std::fill_n(&scores[order[i] * number], number, -__builtin_inff());
     }
   }
 

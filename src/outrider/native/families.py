@@ -74,4 +74,7 @@ def plan_of(config: Any) -> Plan:
     for name, value in config.to_dict().items():
         if name not in known and value not in (None, False) and _may_be_read(config, name):
             raise NotPlanned(f"its plan does not know {name}={value!r}")
-    return make(config)
+    try:
+        return make(config)
+    except (TypeError, ValueError, ArithmeticError) as error:  # values of another kind
+        raise NotPlanned(f"its configuration makes no plan ({error})") from error

@@ -204,7 +204,13 @@ def _mlp(plan: MlpPlan, hidden: int, weights: Weights) -> Any:
 
 
 def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
+    if plan.num_groups < 1:
+        raise NotPlanned(f"its experts are in {plan.num_groups} groups")
     group_size = plan.number // plan.num_groups
+    if plan.num_groups > 1 and group_size < 2:  # whose two largest scores count
+        raise NotPlanned(f"{plan.number} experts are in {plan.num_groups} groups, of less than two each")
+    if plan.latent is not None and plan.post_norm is not None:  # the norm would be of the latent width
+        raise NotPlanned("its experts are of another width and have a norm")
     check_size("groups of experts", group_size * plan.num_groups, plan.number)
     check_size("groups of a token", min(plan.num_chosen_groups, plan.num_groups), plan.num_chosen_groups)
     check_size("experts of a token", min(plan.num_chosen, group_size * plan.num_chosen_groups), plan.num_chosen)

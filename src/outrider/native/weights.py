@@ -63,7 +63,7 @@ class Weights:
         if plan.factors:
             counts, values = zip(*plan.factors, strict=True)
             repeats = torch.tensor((*counts[:-1], len(stored) - sum(counts[:-1])))
-            factors = torch.tensor(values).repeat_interleave(repeats)
+            factors = torch.tensor(values, dtype=torch.float32).repeat_interleave(repeats)
             scales = self.keep(factors if scales is None else factors * scales)
         scales_at = None if scales is None else scales.data_ptr() + first * scales.itemsize
         bias = None if plan.bias is None else self._bias(plan, number, rows_apart).data_ptr() + first * 4

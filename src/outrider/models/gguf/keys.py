@@ -50,13 +50,14 @@ class Stated:
 
     Args:
         name: of the model, for errors.
+        is_assistant: of a head whose layers are all counted as layers for later tokens.
 
     Attributes:
         read_tensors: names of those that were read, or have no effect.
     """
 
-    def __init__(self, file: GgufFile, name: str) -> None:
-        self.file, self.name = file, name
+    def __init__(self, file: GgufFile, name: str, *, is_assistant: bool = False) -> None:
+        self.file, self.name, self._is_assistant = file, name, is_assistant
         self.architecture: str = file.metadata.get("general.architecture", "")
         prefix = f"{self.architecture}."
         self._values = {key.removeprefix(prefix): file.metadata[key] for key in file.metadata if key.startswith(prefix)}
@@ -65,10 +66,11 @@ class Stated:
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model itself, which come first; a head for later tokens (MTP) has the others. Of a head alone,
-        all layers."""
+        """Layers of the model itself, which come first; a head for later tokens (MTP) has the others. Of an
+        assistant, all layers."""
         number: int = self.take("block_count")
-        return number - self.take("nextn_predict_layers", 0) or number
+        num_others: int = self.take("nextn_predict_layers", 0)
+        return number if self._is_assistant else number - num_others
 
     def take(self, key: str, default: Any = None) -> Any:
         """Value of a key. Raises ModelCorrupt: the file lacks it, and there is no default."""
@@ -293,10 +295,18 @@ def routed_fields(stated: Stated, is_normalized: bool | None = None) -> dict[str
     """
     is_normalized = stated.take("expert_weights_norm", is_normalized)
     options: Any = {"is_normalized": bool(is_normalized), "gate": SIGMOID, "has_groups": True}
+    fields = expert_fields(stated, number="n_routed_experts", **options)
+    number, num_groups = fields["n_routed_experts"], max(stated.take("expert_group_count", 1), 1)
+    num_used = stated.take("expert_group_used_count", 0)
+    if num_groups > 1 and (number % num_groups or num_groups >= number or not 0 < num_used < num_groups):
+        raise ModelCorrupt(
+            f"{stated.name}: the file states {number} experts in {num_groups} groups, {num_used} of them used "
+            f"({stated.architecture}.expert_group_count, expert_group_used_count)"
+        )
     return {
-        **expert_fields(stated, number="n_routed_experts", **options),
-        "n_group": max(stated.take("expert_group_count", 1), 1),
-        "topk_group": max(stated.take("expert_group_used_count", 1), 1),
+        **fields,
+        "n_group": num_groups,
+        "topk_group": num_used if num_groups > 1 else 1,
         "n_shared_experts": stated.take("expert_shared_count"),
         "norm_topk_prob": is_normalized,
         "routed_scaling_factor": stated.take("expert_weights_scale", 1.0),
