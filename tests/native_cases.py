@@ -235,8 +235,6 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         | {"ssm_in_multiplier": 1.2, "ssm_out_multiplier": 0.7, "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 0.9]}
         | {"mlp_multipliers": [1.3, 0.6], "embedding_multiplier": 2.0, "lm_head_multiplier": 0.5}
         | {"mamba_rms_norm": True, "mamba_norm_before_gate": False},
-        "whole multipliers": _FALCON
-        | {"mlp_multipliers": [2, 3], "key_multiplier": 2, "ssm_multipliers": [2, 3, 1, 2, 3]},
         "by expansion": _FALCON
         | {"mamba_d_ssm": None, "mamba_expand": 3, "mamba_n_heads": 3, "mamba_d_head": 40, "mamba_chunk_size": 16}
         | {"time_step_limit": (0.9, float("inf"))},

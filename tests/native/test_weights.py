@@ -1,6 +1,7 @@
 """Every form of weights: the native forward is the model of the widened numbers, in each of the three arithmetics."""
 
 import copy
+from ctypes import c_float
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from native_cases import CASES, VOCAB
 from native_weights import BLOCKS, PLAIN, model_in
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.native.engine import NativeForward
-from outrider.native.plan import NotPlanned
+from outrider.native.plan import MatrixPlan, NotPlanned
+from outrider.native.weights import Weights
 from outrider.runtime.cache import SlotCache
 from rounded_rows import rounded
 
@@ -145,6 +147,13 @@ def test_factors_of_products() -> None:
     model = model_in(forms, family="falcon_h1", stated=CASES["falcon_h1"]["multipliers"])
     largest, usual = _errors(_logits(NativeForward(model)), _twin(model))
     assert largest <= 2e-4 and usual <= 3e-6
+
+
+def test_whole_factors_are_floats_too() -> None:
+    name, weight = "weight", torch.nn.Parameter(torch.ones(4, 8), requires_grad=False)
+    weights = Weights({name: weight})  # which keep the scales
+    matrix = weights.matrix(MatrixPlan(name, factors=((1, 2), (0, 3))))
+    assert [*(c_float * 4).from_address(matrix.scales)] == [2.0, 3.0, 3.0, 3.0]
 
 
 def test_experts_without_whole_vectors_are_refused() -> None:
