@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,12 +253,15 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
     decoder = words()
     is_broken = threading.Event()
 
+    whole = decoder.target.model.forward
+
+    @wraps(whole)  # whose signature tells how it calls its cache
     def forward(*arguments: object, **more: object) -> object:
         if is_broken.is_set():
             raise RuntimeError("the device is gone")
         return whole(*arguments, **more)
 
-    whole, decoder.target.model.forward = decoder.target.model.forward, forward
+    decoder.target.model.forward = forward
     with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
         server = Server(("toy",), loading(decoder), ServerOptions(), listener)
         ended = pool.submit(server.run)
