@@ -77,10 +77,10 @@ def stated_sampling(spec: ModelSpec, choice: str = "auto") -> StatedSampling:
         FileError: the file cannot be read, or states an impossible value.
     """
     check_choice(choice)
-    place: Path | str = spec.name
-    others: tuple[str, ...] = ()
     if choice == "none":
         return StatedSampling()
+    place: Path | str = spec.name
+    others: tuple[str, ...] = ()
     try:
         if spec.gguf is not None:
             document, others = _of_gguf(spec)

@@ -19,6 +19,7 @@ from outrider.system.files import short_name
 
 if TYPE_CHECKING:
     from outrider.models.registry import ModelSpec
+
 _NEED_NO_MODEL = "suffix, ngram, and mtp (if the checkpoint has the layers) need no other model"
 _USUAL_CONTEXT = 2048
 _USED = 0.9  # of the memory, as for pairs: the rest is for activations

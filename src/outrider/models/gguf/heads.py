@@ -74,11 +74,12 @@ def gguf_head(spec: ModelSpec, num_digits: int | None) -> tuple[dict[str, Any], 
         ModelCorrupt, ModelNotFound, MissingExtra
     """
     file = gguf_file(spec)
-    stated = Stated(file, spec.name, is_assistant=_OF_ASSISTANT in file.tensors)
+    is_assistant = _OF_ASSISTANT in file.tensors
+    stated = Stated(file, spec.name, is_assistant=is_assistant)
     is_eagle3 = stated.has("blk.0.attn_norm_2.weight")
     names, order = (_EAGLE3, _LLAMA.order) if is_eagle3 else (_BLOCK, _QWEN3.order)
     layers = "layers"
-    if stated.has(_OF_ASSISTANT):
+    if is_assistant:
         names, order, layers = {**ASSISTANT.tensors, **ASSISTANT.ends}, ASSISTANT.order, ASSISTANT.layers
         config = _assistant_fields(stated)
     else:
