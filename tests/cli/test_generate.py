@@ -41,6 +41,11 @@ def test_the_text_is_all_there_is_on_standard_output(outrider: Outrider, monkeyp
     assert float(match[2]) > 0
 
 
+def test_the_draft_that_auto_chose_is_recorded(outrider: Outrider) -> None:
+    document = only_document(outrider("generate", PROMPT, *SHORT, "--draft", "auto", "--json", "-").out, "generate")
+    assert (document["options"]["draft"], document["provenance"]["draft"]) == ("auto", "fable-draft")
+
+
 def test_options_reach_the_decoder(outrider: Outrider) -> None:
     """Each of them, by a text that without it would be another."""
     bias = embedded().encode(" king")[-1]

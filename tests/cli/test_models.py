@@ -146,3 +146,10 @@ def test_pairs_that_fit_into_a_memory(outrider: Outrider) -> None:
     assert "leave it out" in outrider("models", "--memory", "10GiB", "--target", "fable", "--draft", "fable").error
     assert "leave it out" in outrider("models", "--memory", "10GiB", "--devices", "1,2").error
     assert "sizes are not known" in outrider("models", "--memory", "10GiB", "--target", "org/new").error
+
+
+def test_a_model_fits_before_its_package_is_installed(outrider: Outrider, tmp_path: Path) -> None:
+    models = tmp_path / "models.toml"
+    models.write_text('[models.far]\npackage = "no_such_package"\nfile = "far.gguf"\nnum_params = 9\nnum_embedding_params = 2\nnum_layers = 1\nnum_kv_heads = 1\nhead_dim = 2\ncontext_len = 8\n')
+    ended = outrider("models", "--memory", "1GiB", "--target", "far", "--models", models)
+    assert ended.code == 0 and "suffix" in ended.out

@@ -158,7 +158,9 @@ def _fitting(
     from outrider.models.registry import known_models, resolve
 
     known, num_bytes = known_models(models), memory_of(memory)
-    targets = [resolve(target, models)] if target is not None else [one for one in known.values() if not one.is_draft]
+    targets = [one for one in known.values() if not one.is_draft]
+    if target is not None:
+        targets = [known.get(target) or resolve(target, models)]
     if target is not None and sizes_of(as_known(targets[0], known)) is None:
         raise OptionError("--target", target, "its sizes are not known: give a known name, or a folder on this disk")
     pairs = [
