@@ -108,7 +108,7 @@ def test_help_has_all_options_and_the_examples(outrider: Outrider, monkeypatch: 
         params = command_of(words).make_context(words, shlex.split(example.removeprefix(words))).params
         for name in ("first", "target", "draft", "draft_name"):
             value = params.get(name) or []
-            for model in value if isinstance(value, list) else [value]:
+            for model in [value] if isinstance(value, str) else value:
                 assert model.endswith(".gguf") or " " in model or model in {*known_models(), *LOOKUPS, "none"}
 
 

@@ -104,7 +104,7 @@ def test_prompts(outrider: Outrider, refused: Refused, tmp_path: Path) -> None:
         ("--output x.jsonl", "needs a file of prompts"),
         ("--ray local", "needs a file of prompts"),
         ("--prompts FILE --ray-workers 2", "--ray-workers = 2 is invalid: it needs a cluster: add --ray ADDRESS"),
-        ("--prompts FILE --ray local --ray-workers 0", "'--ray-workers': Input should be greater"),
+        ("--prompts FILE --ray local --ray-workers 0", "Invalid value for '--ray-workers'"),
         ("--prompts FILE --ray local --device cuda:1", "'cuda:1' is invalid: a Ray worker sees only its own GPU"),
         ("--prompts FILE --seed 9223372036854775807", "seed"),  # prompt i has seed + i
         ("--prompts FILE --show-origin", "--show-origin"),

@@ -45,7 +45,7 @@ def test_the_draft_that_auto_chose(outrider: Outrider) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--num-prompts", 0), "'--num-prompts': Input should be greater"),
+        (("--num-prompts", 0), "Invalid value for '--num-prompts'"),
         (("--draft", "none"), "there is nothing to compare"),
         (("--num-prompts", 2, "--seed", 2**63 - 1), "seed"),  # problem i has seed + i
     ],

@@ -150,6 +150,8 @@ def test_pairs_that_fit_into_a_memory(outrider: Outrider) -> None:
 
 def test_a_model_fits_before_its_package_is_installed(outrider: Outrider, tmp_path: Path) -> None:
     models = tmp_path / "models.toml"
-    models.write_text('[models.far]\npackage = "no_such_package"\nfile = "far.gguf"\nnum_params = 9\nnum_embedding_params = 2\nnum_layers = 1\nnum_kv_heads = 1\nhead_dim = 2\ncontext_len = 8\n')
+    sizes = "num_params", "num_embedding_params", "num_layers", "num_kv_heads", "head_dim", "context_len"
+    lines = ["[models.far]", 'package = "no_such_package"', 'file = "far.gguf"', *(f"{size} = 8" for size in sizes)]
+    models.write_text("\n".join(lines))
     ended = outrider("models", "--memory", "1GiB", "--target", "far", "--models", models)
     assert ended.code == 0 and "suffix" in ended.out

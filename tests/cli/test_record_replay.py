@@ -157,7 +157,7 @@ def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
         (("replay", tmp_path / "text", "--per-prompt"), "not a line of generate --output"),
         (("replay", log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
         (("replay", log, "--tokens-per-prompt", 9), "it needs --per-prompt and a file of counts"),
-        (("replay", prompts, "--per-prompt", "--draft", "ngram"), "--draft = ['ngram'] is invalid: a file of rounds"),
+        (("replay", prompts, "--per-prompt", "--draft", "ngram"), "is invalid: a file of rounds"),
         (("replay", prompts, "--per-prompt", "-k", "1-2"), "one number: that of the file"),
     ]
     for arguments, message in cases:

@@ -109,7 +109,8 @@ def test_messages_are_as_wide_as_their_own_terminal(monkeypatch: pytest.MonkeyPa
         termios.tcsetwinsize(slave, (24, 30))
         assert stderr_width() == 30
         say("seven words that do not fit there")
-        assert os.read(master, 99).decode() == "\r\x1b[Kseven words that do not fit\r\nthere\r\n"
         monkeypatch.setenv("COLUMNS", "40")
         assert stderr_width() == 40
-    os.close(master)
+    expected = b"\r\x1b[Kseven words that do not fit\r\nthere\r\n"
+    with open(master, "rb") as screen:  # its bytes may come in parts
+        assert screen.read(len(expected)) == expected
