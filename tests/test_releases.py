@@ -1,4 +1,4 @@
-"""What the package takes of PyTorch and Transformers is there; if a release lacks a name, the test says which and where."""
+"""What the package takes of PyTorch and Transformers is there; a failure names what a release lacks, and the place."""
 
 import ast
 import importlib
