@@ -121,7 +121,7 @@ def test_tokens_as_text_become_ids_where_the_spelling_is_one_tokens_own(serve: C
     # Bytes, and text that is a part of a character; another tokenizer drops the space of a first token.
     parts = [{"token": "w", "bytes": [119]}, {"token": "\ufffd", "bytes": None}]
     for logprobs in ({"content": parts[:1]}, {"content": parts}):
-        serve(_handler("someone", [], lambda body, given=logprobs: _completion(logprobs=given)))
+        serve(_handler("someone", [], lambda body, given=logprobs: _completion(logprobs=given) | {"usage": {}}))
         assert ("token_ids" in _open().sample("a", seed=1)) is (len(logprobs["content"]) == 1)
     assert "token_ids" not in _open(tokenizer=metaspace_tokenizer()).sample("a", seed=1)
 
@@ -147,7 +147,7 @@ def test_chats(serve: Callable[[Handler], None]) -> None:
     content = [{"id": 5, "token": "w", "bytes": [119], "logprob": -1.0}]
     choice = {"message": {"content": "w"}, "finish_reason": "stop", "logprobs": {"content": content}}
     sent: list[dict[str, Any]] = []
-    serve(_handler("someone", sent, lambda body: {"choices": [choice], "usage": USAGE}))
+    serve(_handler("someone", sent, lambda body: {"choices": [choice]}))
     chat = Chat([{"role": "user", "content": "Hi"}], ChatOptions(system="Be brief."))
     assert _open(prompt=chat).sample(chat, seed=1)["token_ids"] == [5]
     assert sent[0]["path"] == "/v1/chat/completions" and sent[0]["logprobs"] is True
@@ -155,8 +155,11 @@ def test_chats(serve: Callable[[Handler], None]) -> None:
     with pytest.raises(OptionError, match="continue_final_message"):
         _open(prompt=Chat(chat.messages, ChatOptions(continue_final_message=True)))
     content[:] = [{"token": "token_id:6", "bytes": [119], "logprob": -1.0}]  # our own, whose bytes do not matter
-    serve(_handler("outrider", sent, lambda body: {"choices": [choice], "usage": USAGE}))
+    usage = {"completion_tokens": 1}
+    serve(_handler("outrider", sent, lambda body: {"choices": [choice], "usage": usage}))
     assert _open(prompt=chat).sample(chat, seed=1)["token_ids"] == [6]
+    usage["completion_tokens"] = 9  # a thought is apart
+    assert "token_ids" not in _open(prompt=chat).sample(chat, seed=1)
 
 
 def test_errors_say_what_to_do(serve: Callable[[Handler], None], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,6 +180,8 @@ class Endpoint:
         except (KeyError, TypeError, ValueError, AttributeError):
             raise WorkerError(f"{self.url}: the answer is no completion: {json.dumps(answer)[:200]}") from None
         has_ended, num_tokens = choice.get("finish_reason") == "stop", usage.get("completion_tokens")
+        if ids is not None and num_tokens is not None and abs(len(ids) - num_tokens) > has_ended:
+            ids = None  # of a part of the output: a thought, a call
         if has_ended and num_tokens is not None:
             num_tokens -= ENGINES[self.engine].counts_end
         read = {"num_prompt_tokens": usage.get("prompt_tokens"), "num_tokens": num_tokens}
