@@ -512,8 +512,8 @@ CLIENTS: dict[str, tuple[str, Callable[[At], None]]] = {  # with their packages
 
 
 def save_model(folder: Path, scripts: dict[str, str]) -> None:
-    """A tiny random model of bytes, with the markers and the template of tools. After ``<script NAME>`` it says a
-    script, a token of its own."""
+    """A tiny random model of bytes, with the markers and the template of tools. It says little white space, which
+    grammars allow without end, and ends soon. After ``<script NAME>`` it says a script, a token of its own."""
     import torch
     from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -535,12 +535,15 @@ def save_model(folder: Path, scripts: dict[str, str]) -> None:
     config = LlamaConfig(vocab_size=len(wrapped), max_position_embeddings=131072, **sizes, **ends)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        weights = model.model.embed_tokens.weight, model.lm_head.weight
+        weights, always = (model.model.embed_tokens.weight, model.lm_head.weight), len(texts)
         for weight in weights:
-            weight[:, : len(texts)] = 0
+            weight[:, : always + 1] = 0
         for layer in model.model.layers:
-            layer.self_attn.o_proj.weight[: len(texts)] = 0
-            layer.mlp.down_proj.weight[: len(texts)] = 0
+            layer.self_attn.o_proj.weight[: always + 1] = 0
+            layer.mlp.down_proj.weight[: always + 1] = 0
+        weights[0][:, always] = 1
+        weights[1][wrapped.convert_tokens_to_ids(["\u0120", "\u010a", "\u0109", "\u010d"]), always] = -2  # white space
+        weights[1][len(letters), always] = 0.5
         for place, text in enumerate(texts):  # each has a dimension of its own, which leads to the next token
             token = wrapped.convert_tokens_to_ids(text)
             weights[0][token, place] = 100

@@ -128,7 +128,7 @@ def test_arguments_that_are_too_deep() -> None:
         text = f'<tool_call>{{{begin}"name": "time", "arguments": {deep}}}</tool_call>'
         assert parsed("hermes", [text]) == ("", [("time", deep)])
     text = f'<tool_call>{{"arguments": {deep}, "name": "time"}}</tool_call>'
-    assert parsed("hermes", [text]) == (text, [])
+    assert parsed("hermes", [text]) in ((text, []), ("", [("time", deep)]))  # Python 3.14 reads any depth
 
 
 @settings(max_examples=150, deadline=None)

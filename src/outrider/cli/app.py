@@ -156,8 +156,7 @@ def main() -> None:
         run_together(_run, _mistake)
     try:
         code = _run()
-    except BrokenPipeError:  # the reader has gone (| head): at exit nothing may be left to write
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone (| head)
         code = 1
     except Exception as error:
         message = _mistake(error)
@@ -165,6 +164,10 @@ def main() -> None:
             raise
         say(f"error: {message}")
         code = 2
+    try:
+        sys.stdout.flush()
+    except OSError:  # at exit nothing may be left to write: that would fail again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 
 
