@@ -535,19 +535,20 @@ def save_model(folder: Path, scripts: dict[str, str]) -> None:
     config = LlamaConfig(vocab_size=len(wrapped), max_position_embeddings=131072, **sizes, **ends)
     model = LlamaForCausalLM(config)
     with torch.no_grad():
-        weights, always = (model.model.embed_tokens.weight, model.lm_head.weight), len(texts)
-        for weight in weights:
+        embedding, head = model.model.embed_tokens.weight, model.lm_head.weight
+        always = len(texts)  # a dimension that all tokens share
+        for weight in (embedding, head):
             weight[:, : always + 1] = 0
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight[: always + 1] = 0
             layer.mlp.down_proj.weight[: always + 1] = 0
-        weights[0][:, always] = 1
-        weights[1][wrapped.convert_tokens_to_ids(["\u0120", "\u010a", "\u0109", "\u010d"]), always] = -2  # white space
-        weights[1][len(letters), always] = 0.5
+        embedding[:, always] = 1
+        head[wrapped.convert_tokens_to_ids(["\u0120", "\u010a", "\u0109", "\u010d"]), always] = -2  # white space
+        head[len(letters), always] = 0.5
         for place, text in enumerate(texts):  # each has a dimension of its own, which leads to the next token
             token = wrapped.convert_tokens_to_ids(text)
-            weights[0][token, place] = 100
-            weights[1][len(letters) if place % 2 else token + 1, place] = 10
+            embedding[token, place] = 100
+            head[len(letters) if place % 2 else token + 1, place] = 10
     model.save_pretrained(folder)
 
 

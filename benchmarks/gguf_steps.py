@@ -164,7 +164,7 @@ def _seconds(forward: Callable[[], Any]) -> float:
 
 
 def _write(file: Path, case: Case) -> None:
-    """Write a file whose matrices are blocks of any bytes, with no biases."""
+    """Write a file whose matrices are blocks of any bytes, with biases of zero."""
     # ``write_case`` adds numbers; all of a matrix's are one number in memory until they are replaced here.
     add = gguf.GGUFWriter.add_tensor
 
@@ -183,7 +183,7 @@ def _write(file: Path, case: Case) -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
     for name, old in (*model.named_parameters(remove_duplicate=False), *model.named_buffers()):
         path, _, last = name.rpartition(".")
-        # Biases would be a part that all tokens have: all would be sent to the same experts.
+        # With equal biases all tokens would go to the same experts.
         one = torch.tensor(0.0 if last.endswith("bias") else 0.1).expand(old.shape)
         made = nn.Parameter(one, requires_grad=False) if isinstance(old, nn.Parameter) else one
         setattr(model.get_submodule(path), last, made)

@@ -144,7 +144,8 @@ def test_output_that_nobody_reads_or_that_cannot_be_written() -> None:
     assert (ended.returncode, ended.stderr) == (1, "")
     if Path("/dev/full").exists():
         with open("/dev/full", "w") as full:
-            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+            env = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+            ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False, env=env)
         assert ended.returncode == 2 and "No space left on device" in ended.stderr.splitlines()[0]
 
 

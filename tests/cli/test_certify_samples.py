@@ -113,6 +113,13 @@ def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
     assert "choose another file" in outrider("certify-samples", "fable", path, "--json", path).error
 
 
+def test_a_text_that_is_left_out_is_paid_for(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
+    """In the level, also where all other samples have token ids."""
+    rows = [*_lines(samples), {"prompt": "The king", "text": " said", "num_tokens": 9}]
+    ended = outrider("certify-samples", "fable", _write(tmp_path / "one", rows))
+    assert "1 texts without certain tokens were left out. The tests run at a level of" in ended.out + ended.err
+
+
 def test_too_few_texts_are_inconclusive(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
     """Neither consistent nor not; about how many tokens would decide; and a limit that was requested."""
     rows = [row | {"token_ids": row["token_ids"][:3]} for row in _lines(samples)[:3]]

@@ -158,8 +158,12 @@ def test_chats(serve: Callable[[Handler], None]) -> None:
     usage = {"completion_tokens": 1}
     serve(_handler("outrider", sent, lambda body: {"choices": [choice], "usage": usage}))
     assert _open(prompt=chat).sample(chat, seed=1)["token_ids"] == [6]
-    usage["completion_tokens"] = 9  # a thought is apart
-    assert "token_ids" not in _open(prompt=chat).sample(chat, seed=1)
+    one = _open(prompt=chat)
+    for num_tokens, finish, is_whole in ((2, "stop", True), (2, "length", False), (3, "stop", False)):
+        usage["completion_tokens"], choice["finish_reason"] = num_tokens, finish
+        assert ("token_ids" in one.sample(chat, seed=1)) is is_whole
+    with pytest.raises(OptionError, match="no token ids of whole answers"):  # a thought is apart
+        _open(prompt=chat)
 
 
 def test_errors_say_what_to_do(serve: Callable[[Handler], None], monkeypatch: pytest.MonkeyPatch) -> None:

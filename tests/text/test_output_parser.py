@@ -1,5 +1,6 @@
 """Thoughts and calls in text: the same parts, however it arrives; never half a marker; what is no call is content."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -128,7 +129,8 @@ def test_arguments_that_are_too_deep() -> None:
         text = f'<tool_call>{{{begin}"name": "time", "arguments": {deep}}}</tool_call>'
         assert parsed("hermes", [text]) == ("", [("time", deep)])
     text = f'<tool_call>{{"arguments": {deep}, "name": "time"}}</tool_call>'
-    assert parsed("hermes", [text]) in ((text, []), ("", [("time", deep)]))  # Python 3.14 reads any depth
+    is_read = sys.version_info >= (3, 14)  # whose JSON may have any depth
+    assert parsed("hermes", [text]) == (("", [("time", deep)]) if is_read else (text, []))
 
 
 @settings(max_examples=150, deadline=None)

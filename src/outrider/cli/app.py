@@ -166,7 +166,7 @@ def main() -> None:
         code = 2
     try:
         sys.stdout.flush()
-    except OSError:  # at exit nothing may be left to write: that would fail again
+    except OSError:  # at exit, what is left to write would fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     sys.exit(code)
 

@@ -161,11 +161,15 @@ class Endpoint:
             fallbacks.append(replace(found, body=body, has_seeds=False))
         for one in fallbacks:
             try:
-                one.sample(prompt, seed=0, max_tokens=1)
-                return one
+                answer = one.sample(prompt, seed=0, max_tokens=1)
+                break
             except _Refused as error:
                 reason = error
-        raise reason
+        else:
+            raise reason
+        if is_chat and "token_ids" not in answer:
+            raise OptionError("--chat", True, "the server returns no token ids of whole answers: sample plain texts")
+        return one
 
     def sample(self, prompt: str | Chat, *, seed: int, max_tokens: int | None = None) -> dict[str, Any]:
         """Fields of a sample (``outrider.offline.jsonl``). Raises WorkerError."""
@@ -180,8 +184,10 @@ class Endpoint:
         except (KeyError, TypeError, ValueError, AttributeError):
             raise WorkerError(f"{self.url}: the answer is no completion: {json.dumps(answer)[:200]}") from None
         has_ended, num_tokens = choice.get("finish_reason") == "stop", usage.get("completion_tokens")
-        if ids is not None and num_tokens is not None and abs(len(ids) - num_tokens) > has_ended:
-            ids = None  # of a part of the output: a thought, a call
+        if ids is not None and num_tokens is not None and ENGINES[self.engine].has_logprobs:
+            # Log-probabilities may be of a part of the output: not of a thought or a call. An end token may be counted
+            # and not be listed.
+            ids = ids if abs(len(ids) - num_tokens) <= int(has_ended) else None
         if has_ended and num_tokens is not None:
             num_tokens -= ENGINES[self.engine].counts_end
         read = {"num_prompt_tokens": usage.get("prompt_tokens"), "num_tokens": num_tokens}

@@ -80,7 +80,8 @@ def _sample_of(path: Path, number: int, row: dict[str, Any], known: Sequence[str
     if isinstance(output, str):
         prompt = row.get("prompt", prompt)
         if not isinstance(prompt, str):
-            raise FileError(f"{path}, line {number}: 'text' needs 'prompt', because both are tokenized together")
+            remedy = "because both are tokenized together; a chat needs 'token_ids'"
+            raise FileError(f"{path}, line {number}: 'text' needs 'prompt', {remedy}")
     count, has_ended = row.get("num_tokens"), row.get("has_ended", False)
     if not (count is None or type(count) is int) or not isinstance(has_ended, bool):
         raise FileError(f"{path}, line {number}: 'num_tokens' must be a whole number, and 'has_ended' true or false")

@@ -243,7 +243,7 @@ def _test(
             f"Tokens are those of the text for {read.num_as_text} samples. If others were sampled, as many, a correct "
             "system can fail: token ids are better."
         )
-    if sampled and read.num_as_text:
+    if sampled and (read.num_as_text or read.num_left_out):
         whole, level = level, level_of_kept(level, len(sampled), read.num_left_out)
         if level == 0:
             raise FileError(f"{read.file}: {read.num_left_out} texts have no certain tokens, too many: give token ids")

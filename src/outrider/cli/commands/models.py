@@ -12,7 +12,7 @@ from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import JsonOption, parse_numbers
 from outrider.cli.shared.output import FILE_WIDTH, console_for, show_table, write_json
 from outrider.cli.shared.progress import progress
-from outrider.errors import OptionError
+from outrider.errors import ModelNotFound, OptionError
 from outrider.options import looks_up
 from outrider.pages.reports import Table
 from outrider.system.files import short_name
@@ -158,9 +158,15 @@ def _fitting(
     from outrider.models.registry import known_models, resolve
 
     known, num_bytes = known_models(models), memory_of(memory)
-    targets = [one for one in known.values() if not one.is_draft]
-    if target is not None:
-        targets = [known.get(target) or resolve(target, models)]
+    if target is None:
+        targets = [one for one in known.values() if not one.is_draft]
+    else:
+        try:
+            targets = [resolve(target, models)]
+        except ModelNotFound:  # the package of a known model is not installed: its sizes are stated
+            if target not in known:
+                raise
+            targets = [known[target]]
     if target is not None and sizes_of(as_known(targets[0], known)) is None:
         raise OptionError("--target", target, "its sizes are not known: give a known name, or a folder on this disk")
     pairs = [

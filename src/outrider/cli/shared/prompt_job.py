@@ -176,7 +176,7 @@ class LocalWorker:
         return f"{target}{how}, same bytes: {same}"
 
     def origin(self) -> dict[str, Any]:
-        return origin_of(self.decoder) | {"draft": self.decoder.drafter.name}  # of "auto": the one that it chose
+        return origin_of(self.decoder) | {"draft": self.decoder.drafter.name}  # the draft that "auto" chose
 
 
 def run_job(
