@@ -22,9 +22,8 @@ def _taken(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                known |= (
-                    {alias.asname: alias.name} if alias.asname else {alias.name.split(".")[0]: alias.name.split(".")[0]}
-                )
+                first = alias.name.partition(".")[0]
+                known[alias.asname or first] = alias.name if alias.asname else first
                 yield node.lineno, alias.name
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
