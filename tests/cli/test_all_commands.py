@@ -28,19 +28,31 @@ COMMANDS: dict[str, tuple[object, ...]] = {  # with what they need, in a folder 
 SUFFIXES = {"--json": ".json", "--html": ".html"}
 BAD: list[tuple[str, str, str]] = [
     ("--temperature", "-1", r"temperature = -1.0 is invalid: a number >= 0"),
-    ("--max-new-tokens", "0", r"Invalid value for .*'--max-new-tokens'|max_new_tokens = 0"),
+    (
+        "--max-new-tokens",
+        "0",
+        r"'--max-new-tokens'.*: (Input should be .* equal to 1|0 is not in the range x>=1)|max_new_tokens = 0",
+    ),
     ("--num-draft-tokens", "-2", r"num.draft.tokens'? ?=? ?.*-2|greater than or equal to 1"),
-    ("--batch-size", "0", r"Invalid value for '--batch-size'|batch.size = '?0'? is invalid"),
-    ("--seed", "-1", r"seed = -1 is invalid|Invalid value for '--seed'"),
-    ("--significance", "0", r"Invalid value for '--significance'"),
-    ("--detect-tv", "2", r"Invalid value for '--detect-tv'"),
+    (
+        "--batch-size",
+        "0",
+        r"'--batch-size': (Input should be greater|0 is not in the range)|batch.size = '?0'? is invalid",
+    ),
+    (
+        "--seed",
+        "-1",
+        r"seed = -1 is invalid|'--seed': (Input should be greater than or equal to 0|-1 is not in the range x>=0)",
+    ),
+    ("--significance", "0", r"'--significance': (Input should be greater|0.0 is not in the range)"),
+    ("--detect-tv", "2", r"'--detect-tv': (Input should be less|2.* is not in the range)"),
     ("--acceptance", "typical", r"acceptance = 'typical' is invalid: choose one of rejection"),
     ("--target", "fabel", r"no model is called 'fabel': did you mean 'fable'\?"),
     ("--draft", "fabel", r"no model is called 'fabel': did you mean 'fable'\?"),
     ("--models", "nowhere.toml", r"nowhere.toml"),
     ("--device", "tpu", r"there is no device 'tpu' here: choose auto, cpu"),
     ("--dtype", "float13", r"dtype = 'float13' is invalid: choose"),
-    ("--threads", "0", r"Invalid value for '--threads'"),
+    ("--threads", "0", r"'--threads': (Input should be greater|0 is not in the range)"),
 ]
 
 

@@ -1,5 +1,6 @@
 """``outrider eval multiplication``: success rates of plain and speculative decoding, and whether they are the same."""
 
+import re
 from typing import Any
 
 import pytest
@@ -45,11 +46,11 @@ def test_the_draft_that_auto_chose(outrider: Outrider) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--num-prompts", 0), "Invalid value for '--num-prompts'"),
+        (("--num-prompts", 0), "'--num-prompts': (Input should be greater|0 is not in the range)"),
         (("--draft", "none"), "there is nothing to compare"),
         (("--num-prompts", 2, "--seed", 2**63 - 1), "seed"),  # problem i has seed + i
     ],
 )
 @pytest.mark.usefixtures("unloaded")
 def test_bad_options(outrider: Outrider, arguments: tuple[Any, ...], message: str) -> None:
-    assert message in outrider("eval", "multiplication", *arguments).error
+    assert re.search(message, outrider("eval", "multiplication", *arguments).error)

@@ -1,6 +1,7 @@
 """``outrider serve`` where it does not come to serving. (tests/serve has the rest.)"""
 
 import logging
+import re
 import socket
 
 import pytest
@@ -13,12 +14,12 @@ from outrider.cli.commands.serve import _log_on_stderr
     ("arguments", "message"),
     [
         (["--host", "0.0.0.0"], "without --api-key only loopback is allowed"),
-        (["--slots", 0], "Invalid value for '--slots'"),
-        (["--context", 1], "Invalid value for '--context'"),
-        (["--max-queue", -1], "Invalid value for '--max-queue'"),
-        (["--max-per-client", 0], "Invalid value for '--max-per-client'"),
-        (["--max-connections", 1], "Invalid value for '--max-connections'"),
-        (["--shutdown-timeout", -1], "Invalid value for '--shutdown-timeout'"),
+        (["--slots", 0], r"'--slots': (Input should be greater|-?\d+ is not in the range)"),
+        (["--context", 1], r"'--context': (Input|-?\d+ is not in the range)"),
+        (["--max-queue", -1], r"'--max-queue': (Input|-?\d+ is not in the range)"),
+        (["--max-per-client", 0], r"'--max-per-client': (Input|-?\d+ is not in the range)"),
+        (["--max-connections", 1], r"'--max-connections': (Input|-?\d+ is not in the range)"),
+        (["--shutdown-timeout", -1], r"'--shutdown-timeout': (Input|-1.0 is not in the range)"),
         (["--port", 70_000], "choose another address or port"),
         (["-k", "1,2"], "this command takes one number, or auto"),
     ],
@@ -29,7 +30,7 @@ def test_bad_options(
 ) -> None:
     """An empty key is none."""
     monkeypatch.setenv("OUTRIDER_API_KEY", "")
-    assert message in outrider("serve", *arguments).error
+    assert re.search(message, outrider("serve", *arguments).error)
 
 
 def test_a_port_that_is_taken(outrider: Outrider) -> None:

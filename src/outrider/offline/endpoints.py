@@ -162,14 +162,14 @@ class Endpoint:
         for one in fallbacks:
             try:
                 answer = one.sample(prompt, seed=0, max_tokens=1)
-                break
             except _Refused as error:
                 reason = error
-        else:
-            raise reason
-        if is_chat and "token_ids" not in answer:
-            raise OptionError("--chat", True, "the server returns no token ids of whole answers: sample plain texts")
-        return one
+                continue
+            if is_chat and "token_ids" not in answer:
+                remedy = "the server returns no token ids of whole answers: sample plain texts"
+                raise OptionError("--chat", True, remedy)
+            return one
+        raise reason
 
     def sample(self, prompt: str | Chat, *, seed: int, max_tokens: int | None = None) -> dict[str, Any]:
         """Fields of a sample (``outrider.offline.jsonl``). Raises WorkerError."""

@@ -167,8 +167,9 @@ def _fitting(
             if target not in known:
                 raise
             targets = [known[target]]
-    if target is not None and sizes_of(as_known(targets[0], known)) is None:
-        raise OptionError("--target", target, "its sizes are not known: give a known name, or a folder on this disk")
+        if sizes_of(as_known(targets[0], known)) is None:
+            remedy = "its sizes are not known: give a known name, or a folder on this disk"
+            raise OptionError("--target", target, remedy)
     pairs = [
         pair
         for one in targets
