@@ -12,8 +12,9 @@ from llguidance import LLMatcher, grammar_from
 
 from outrider.api import load
 from outrider.errors import ConstraintNotRead, MissingExtra, NumericsError, OptionError
+from outrider.options import Sampling
 from outrider.text import structure
-from outrider.text.structure import _at_the_beginning, _can_be_read
+from outrider.text.structure import _at_the_beginning, _can_be_read, structure_of
 from pairs import embedded, random_llama, word_tokenizer
 
 PROMPT = "Once upon a time there was a"
@@ -177,6 +178,44 @@ def test_an_ambiguous_grammar_ends_its_text_alone() -> None:
     rows = dict(embedded().complete([(PROMPT, {"grammar": ambiguous}), PROMPT], **options))
     assert isinstance(rows[0], NumericsError) and "Too many items" in str(rows[0]) and "\n" not in str(rows[0])
     assert len(rows[1].token_ids) == 100  # type: ignore[union-attr]
+
+
+_HEAVY = 'start: "A" | "B" a\na: a a | /[a-z ]/ | ""'
+
+
+def test_a_drafts_fault_ends_no_text() -> None:
+    """A draft that is rejected reaches a limit of the grammar. The text is plain decoding's."""
+    prompt = "A\nB" + "the king and the queen went out of the " * 9 + "\n"
+    decoder = load("fable", "ngram", num_draft_tokens=400)
+    for options in ({"temperature": 0.0}, {"temperature": 0.0, "max_new_tokens": 1}):
+        (one,) = decoder.generate(prompt, grammar=_HEAVY, **{"max_new_tokens": 100, **options})
+        (plain,) = decoder.plain().generate(prompt, grammar=_HEAVY, **{"max_new_tokens": 100, **options})
+        assert (one.text, one.token_ids) == (plain.text, plain.token_ids) == ("A", plain.token_ids)
+        assert one.stats.num_draft_tokens > 100 or options.get("max_new_tokens") == 1
+
+
+def test_a_failed_matcher_is_rolled_back() -> None:
+    """It fails at the same place again, and only there: not before, and not on another way."""
+    decoder = embedded()
+    sampling = Sampling(grammar=_HEAVY)
+    one, fresh = (structure_of(sampling, decoder.tokenizer, 8192, decoder.eos_ids) for _ in range(2))
+    assert one is not None and fresh is not None
+    first, *rest = decoder.tokenizer.encode("B" + "the king went out of " * 20, add_special_tokens=False)
+    path = [first]
+    one.push(first), fresh.push(first)
+    for token_id in rest:
+        one.push(token_id)
+        path.append(token_id)
+        one.effect()
+        if one.error is not None:
+            break
+    assert "Too many items" in str(one.error) and not one.push(rest[0]) and one.effect() is None
+    for num_popped in (1, len(path) - 2):
+        one.pop(num_popped)
+        assert one.error is None and one.effect() is not None
+    assert (one.effect() == fresh.effect()).all()
+    assert all(map(one.push, path[1:])), "the place itself may be reached"
+    assert "Too many items" in str(one.error) and not one.push(rest[0])
 
 
 def test_models_that_cannot() -> None:

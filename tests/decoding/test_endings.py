@@ -360,3 +360,17 @@ def test_what_is_not_judged_may_be_bad(rule: Rule) -> None:
     requests = [request((start,), temperature=0.0, max_new_tokens=n) for start, n in ((5, 12), (0, 3))]
     outputs = tokens(table_lm(counting), model_drafter(table_lm(bad)), requests, rule, 6)
     assert outputs == [(5,) * 12, (1, 2, 3)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["candidates", "tensors"])
+@pytest.mark.parametrize("k", [0, 3])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_options_that_leave_no_token_are_an_error(dtype: torch.dtype, k: int, temperature: float) -> None:
+    """After a 4 only a 2 has a finite logit."""
+    table = random_table(6, 1).to(dtype)
+    table[4] = -torch.inf
+    table[4, 2] = 0.0
+    one = request((1, 4), max_new_tokens=3, temperature=temperature, logit_bias={2: -torch.inf})
+    drafter = model_drafter(table_lm(random_table(6, 2).to(dtype), name="draft"))
+    with pytest.raises(NumericsError, match="every token that the options allow at position 2 has a logit of minus"):
+        tokens(table_lm(table), drafter, [one], BLOCK, k)

@@ -135,10 +135,16 @@ def test_several_prompts_and_choices(decoder: Decoder, client: OpenAI) -> None:
 
 
 def test_without_a_seed_the_answer_tells_which(decoder: Decoder, server: Running) -> None:
+    """-1 is none, as in vLLM and llama.cpp."""
+    seeds = set()
     with server.http() as http:
-        (choice,) = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 12}).json()["choices"]
-    assert choice["text"] == alone(decoder, PROMPT, seed=choice["seed"], max_new_tokens=12).text
-    assert choice["seed"] < 2**53  # what JavaScript can read
+        for given in ({}, {"seed": -1}, {"seed": -1}):
+            body = {"prompt": PROMPT, "max_tokens": 12, **given}
+            (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+            assert choice["text"] == alone(decoder, PROMPT, seed=choice["seed"], max_new_tokens=12).text
+            assert choice["seed"] < 2**53  # what JavaScript can read
+            seeds.add(choice["seed"])
+    assert len(seeds) == 3
 
 
 def test_stop_strings(decoder: Decoder, client: OpenAI) -> None:
@@ -202,7 +208,7 @@ def test_structured_output(decoder: Decoder, client: OpenAI, fields: dict, optio
         ({"max_new_tokens": 9}, {"max_tokens": 9}),
         ({"n_predict": 9, "repeat_penalty": 1.3, "repeat_last_n": -1}, {"max_tokens": 9, "repetition_penalty": 1.3}),
         ({"max_tokens": 9, "min_new_tokens": 7, "max_completion_tokens": 9}, {"max_tokens": 9, "min_tokens": 7}),
-        ({"seed": -1}, {"seed": 2**63 - 1}),
+        ({"seed": -2}, {"seed": 2**63 - 2}),
         ({"top_k": -1}, {"top_k": 0}),
         ({"response_format": {"type": "text"}}, {}),
         ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),

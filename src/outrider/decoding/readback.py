@@ -111,7 +111,7 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
         error = _advance_constraint(row, token_ids)
         if is_bad and reason is None:
             row.is_spoilt = True
-            error = error or str(NumericsError.at(target_name, row.length + n))
+            error = error or _no_distribution(row, target_name, row.length + n)
         if error is not None:
             row.is_done = True
             row_rounds.append(_failed(row, error, num_cached))
@@ -155,12 +155,17 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
 def _advance_constraint(row: Row, token_ids: Sequence[int]) -> str | None:
     """Advance the row's constraint over committed tokens. Returns the reason if that is impossible."""
     constraint = row.request.constraint
-    if constraint is None:
+    if constraint is None or all(map(constraint.push, token_ids)):
         return None
-    is_advanced = constraint.error is None and all(map(constraint.push, token_ids))
-    if constraint.error is None and not is_advanced:
-        return "every token that the constraint allows has a logit of minus infinity"
-    return constraint.error
+    return constraint.error or "every token that the constraint allows has a logit of minus infinity"
+
+
+def _no_distribution(row: Row, target_name: str, position: int) -> str:
+    """Reason why the place at which a row draws has no distribution. (The report does not tell logits from options.)"""
+    sampling, message = row.request.sampling, str(NumericsError.at(target_name, position))
+    if row.request.constraint is None and not (sampling.logit_bias or sampling.min_tokens):
+        return message
+    return f"every token that the options allow at position {position} has a logit of minus infinity, or {message}"
 
 
 def _failed(row: Row, error: str, num_cached: int) -> RowRound:

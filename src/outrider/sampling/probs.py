@@ -240,7 +240,11 @@ def to_probs(logits: Tensor, settings: Settings, history: History = NO_HISTORY, 
     Returns:
         [B, T, V] in float32, or float64 where the logits are.
     """
-    x = change(logits, settings, history, allowed)
+    return _to_probs(change(logits, settings, history, allowed), settings)
+
+
+def _to_probs(x: Tensor, settings: Settings) -> Tensor:
+    """Probabilities from logits that are changed already. [B, T, V]"""
     if not settings.has_sampled:
         return one_hot(x.argmax(dim=-1), x)
     temperature = settings.temperature[:, None, None]
@@ -266,8 +270,8 @@ def rows_of(
     token_ids: Tensor | None = None,
     vocab_size: int = 0,
 ) -> tuple[Probs, Tensor]:
-    """Rows of probabilities for the loop, and whether the logits are finite. The arguments are those of ``to_probs``,
-    which says what the rows are. [B, T, V], [B, T]
+    """Rows of probabilities for the loop, and whether each is a distribution: the logits are finite, and the options
+    leave a token. The arguments are those of ``to_probs``, which says what the rows are. [B, T, V], [B, T]
 
     Args:
         token_ids: the tokens of the logits, ascending, if those of others are unknown; None for all. D numbers
@@ -279,11 +283,10 @@ def rows_of(
         if is_plain and settings.takes_candidates and logits.dtype != torch.float64:
             return _candidates(logits.to(torch.float32), settings, token_ids, vocab_size)
         logits = spread(logits, token_ids, vocab_size)
-    if logits.dtype == torch.float64 or not settings.takes_candidates:
-        return to_probs(logits, settings, history, allowed), is_finite(logits)
     x = change(logits, settings, history, allowed)
-    rows, finite = _candidates(x, settings)
-    return rows, finite if x is logits else is_finite(logits)
+    if logits.dtype == torch.float64 or not settings.takes_candidates:
+        return _to_probs(x, settings), is_finite(x)
+    return _candidates(x, settings)
 
 
 def _candidates(

@@ -99,9 +99,9 @@ def _many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _seed(value: int) -> int:
-    """Clients send negative numbers too."""
-    return value & (2**63 - 1)
+def _seed(value: int) -> int | None:
+    """Clients send negative numbers, too; -1 means no seed, as in vLLM and llama.cpp."""
+    return None if value == -1 else value & (2**63 - 1)
 
 
 Integer = Annotated[int, BeforeValidator(_whole)]

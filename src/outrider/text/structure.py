@@ -97,40 +97,62 @@ class Structure:
             tokens = _tokens(tokenizer, vocab_size, eos_ids)
         except ValueError as error:
             raise OptionError(name, value, f"the tokenizer cannot be used: {_line(error)}") from None
-        self._matcher = _at_the_beginning(tokens, grammar).deep_copy()
+        self._beginning = _at_the_beginning(tokens, grammar)
+        self._matcher = self._beginning.deep_copy()
         if self._matcher.is_error():
             reason = self._matcher.get_error()
             raise _refusal(name, value, "no text matches it" if reason.startswith("NoExtension") else reason)
         self._vocab_size, self._eos_ids = vocab_size, eos_ids
+        self._ids: list[int] = []
         self._num_beyond = 0  # tokens from the end token on, unknown to the matcher
+        self._broken: tuple[list[int], str] | None = None  # the tokens after which the matcher failed last; why
 
     @property
     def error(self) -> str | None:
-        """Message of llguidance if its states have reached a size limit; else None."""
-        return _line(self._matcher.get_error()) if self._matcher.is_error() else None
+        """Message of llguidance if its states reach a size limit after these tokens; else None."""
+        return self._broken[1] if self._broken is not None and self._broken[0] == self._ids else None
 
     def effect(self) -> NDArray[np.bool_] | None:
-        if self._num_beyond or self._matcher.is_error():
+        if self._num_beyond or self.error is not None:
             return None
         bits = self._matcher.compute_bitmask()
-        if self._matcher.is_error():
+        if self._has_failed():
             return None
         flags = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little")
         return flags[: self._vocab_size].astype(np.bool_)
 
     def push(self, token_id: int) -> bool:
+        if self.error is not None:
+            return False
         if self._num_beyond or (token_id in self._eos_ids and self._matcher.is_accepting()):
             self._num_beyond += 1
-            return True
-        if self._matcher.validate_tokens([token_id]) == 0:
+        elif self._matcher.validate_tokens([token_id]) == 0:
+            self._has_failed()
             return False
-        return bool(self._matcher.consume_token(token_id))
+        else:
+            self._matcher.consume_token(token_id)
+        self._ids.append(token_id)
+        self._has_failed()
+        return True
 
     def pop(self, num_tokens: int) -> None:
+        if num_tokens == 0:
+            return
+        del self._ids[-num_tokens:]
         num_beyond = min(num_tokens, self._num_beyond)
         self._num_beyond -= num_beyond
-        if num_tokens > num_beyond:
+        if self._matcher.is_error():  # which a matcher keeps: a new one reads the tokens
+            self._matcher = self._beginning.deep_copy()
+            for token_id in self._ids:
+                self._matcher.consume_token(token_id)
+        elif num_tokens > num_beyond:
             self._matcher.rollback(num_tokens - num_beyond)
+
+    def _has_failed(self) -> bool:
+        """Whether the matcher has failed; if so, note where. A draft that is then rejected leaves no trace."""
+        if self._matcher.is_error():
+            self._broken = list(self._ids), _line(self._matcher.get_error())
+        return bool(self._matcher.is_error())
 
 
 def check_structure(sampling: Sampling) -> None:
