@@ -416,6 +416,27 @@ def test_only_prompts_that_are_read_later_count_as_prefill() -> None:
     assert [number for number, one in enumerate(rounds, 1) if one.timing.prefill_s > 0] == [1, 5, 7, 10]
 
 
+@pytest.mark.parametrize("make_pair", [llama_pair, _hybrid_pair], ids=["llama", "hybrid"])
+@pytest.mark.parametrize("lookahead", [0, 2])
+def test_what_a_cancelled_row_has_read_is_not_read_again(make_pair: Callable[[], Any], lookahead: int) -> None:
+    """It is cancelled in the middle of its prompt, whose beginning stays for the same prompt and for a shorter one."""
+    target, drafter = make_pair()
+    target.execution.lookahead = lookahead
+    prompt = tuple((7 * i) % 50 + 1 for i in range(60))
+    engine = _engine(target, drafter, GUMBEL, num_slots=2)
+    cancelled = engine.submit(request(prompt, max_new_tokens=3))
+    for _ in range(5):
+        engine.step()
+    engine.cancel(cancelled)
+    for ids in (prompt, (*prompt[:20], 3)):
+        one = request(ids, seed=2, max_new_tokens=3)
+        engine.submit(one)
+        rows = [row for round_ in iter(engine.step, None) for row in round_.rows if row.row != cancelled]
+        assert tuple(i for row in rows for i in row.token_ids) == _alone(target, drafter, one, GUMBEL)
+        if ids == prompt:
+            assert 32 <= sum(row.num_cached_tokens for row in rows) < 59
+
+
 @pytest.mark.parametrize("lookahead", [0, 2])
 def test_a_cancelled_row_leaves_no_nan_behind(lookahead: int) -> None:
     """Cancelled while its prompt is fed, and while it generates; the next text in the slot is as if it were alone."""

@@ -270,11 +270,14 @@ class Engine:
 
     def _leave(self, row: Row) -> None:
         # NaN would reach the next sequence in the slot. A cancelled prefill or unread rounds may have left some.
-        row.is_spoilt |= row in self._scheduler.filling
+        num_kept = row.length - 1
+        if row in self._scheduler.filling:  # what was read stays for a prompt that begins alike
+            num_kept = row.num_filled
+            row.is_spoilt |= not self._runner.cache.is_finite(row.slot, num_kept)
         if row.is_spoilt or self._in_flight:
             # The device may have more of the row: its last tokens as read end where it did.
             end = None if row.is_spoilt else row.longest(self._most_unread + self.schedule.max_k + 1)
-            self._runner.erase(row.slot, 0 if row.is_spoilt else row.length - 1, end)
+            self._runner.erase(row.slot, 0 if row.is_spoilt else num_kept, end)
         self._batch.release(row.slot)
         self._scheduler.release(row)
 

@@ -205,6 +205,13 @@ class SlotCache:
             store[slot, begin:end] = 0
         self._restart(slot, begin)
 
+    def is_finite(self, slot: int, num_tokens: int) -> bool:
+        """Whether all numbers of a slot's first tokens, and of its states, are finite."""
+        kept = [store[slot, :num_tokens] for store in self.storage[: self.num_token_stores]]
+        kept += [store[slot] for store in self.storage[self.num_token_stores :]]
+        sums = [one.sum(dtype=torch.float32).cpu() for one in kept if one.is_floating_point()]
+        return bool(torch.stack(sums).isfinite().all())
+
     def _restart(self, slot: int, num_tokens: int) -> None:
         """Reset the states of a slot if they are beyond its tokens."""
         if self._width and num_tokens == 0:
