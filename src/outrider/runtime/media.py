@@ -7,7 +7,9 @@ whole prompt, on the cache of the row. All later tokens are text, for which the 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ _OWN = ("inputs_embeds", "attention_mask", "position_ids", "use_cache", "cache_p
 _FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)  # of modelling code
 _ONCE = ("visual_pos_masks", "deepstack_visual_embeds")  # added at the prompt's own tokens
 _SWITCHES = (type(None), bool, str, int, float)
+_READING = threading.Lock()  # one prompt at a time: modelling code may keep on the model what it has found
 
 
 def takes_images(model: Any) -> bool:
@@ -39,7 +42,8 @@ class _Reached(Exception):
 
 @torch.inference_mode()
 def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPrompt:
-    """Run the parts of a model that come before its text decoder.
+    """Run the parts of a model that come before its text decoder. Rounds of other threads go on meanwhile, unless they
+    may be recording a graph.
 
     Args:
         ids: the prompt, with a placeholder for each image token. P
@@ -57,11 +61,13 @@ def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPr
     given = {name: _placed(value, lm) for name, value in inputs.items()}
     fed = torch.tensor([list(ids)], device=lm.device)
     arguments: dict[str, Any] = {}
+    me = threading.get_ident()
 
     def stop(_: Any, __: Any, its_arguments: dict[str, Any]) -> None:
-        raise _Reached(its_arguments)
+        if threading.get_ident() == me:
+            raise _Reached(its_arguments)
 
-    with lm.lock:
+    with _READING, lm.lock if lm.execution.is_prepared else nullcontext():
         hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
         try:
             model(input_ids=fed, attention_mask=torch.ones_like(fed), use_cache=False, **given)
