@@ -248,8 +248,13 @@ def test_models_that_cannot_be_loaded_end_the_server() -> None:
         Server(("toy",), fail, ServerOptions(), listener).run()
 
 
-def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    """Clients hear of it, and the one who started the server too."""
+class Panic(BaseException):
+    """As Rust's, which PyO3 raises, is no ``Exception``."""
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, Panic])
+def test_an_engine_that_fails_ends_the_server(kind: type[BaseException], caplog: pytest.LogCaptureFixture) -> None:
+    """Clients are told, and so is whoever started the server."""
     decoder = words()
     is_broken = threading.Event()
 
@@ -258,7 +263,7 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
     @wraps(whole)  # whose signature tells how it calls its cache
     def forward(*arguments: object, **more: object) -> object:
         if is_broken.is_set():
-            raise RuntimeError("the device is gone")
+            raise kind("the device is gone")
         return whole(*arguments, **more)
 
     decoder.target.model.forward = forward
@@ -269,8 +274,9 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
         is_broken.set()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
         response = httpx.post(url, json={"prompt": "w1"}, timeout=LIMIT_S)
-        with pytest.raises(RuntimeError, match="the device is gone"):
+        with pytest.raises(kind, match="the device is gone"):
             ended.result(LIMIT_S)
+    assert server.model.admission.state == "failed"  # of which /health tells
     assert response.status_code == 500 and "device" not in response.text
     assert "the engine has failed" in caplog.text
 

@@ -229,7 +229,9 @@ class LoopThread:
         self._name = name
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
 
-    def start(self, step: Callable[[], bool], *, begin: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+    def start(
+        self, step: Callable[[], bool], *, begin: Callable[[], None], fail: Callable[[BaseException], None]
+    ) -> None:
         """Start the thread. All three functions run in it.
 
         Args:
@@ -260,13 +262,13 @@ class LoopThread:
         except RuntimeError:
             self.stop()
 
-    def _run(self, step: Callable[[], bool], begin: Callable[[], None], fail: Callable[[Exception], None]) -> None:
+    def _run(self, step: Callable[[], bool], begin: Callable[[], None], fail: Callable[[BaseException], None]) -> None:
         try:
             begin()
             has_work = False
             while self._take_in(has_work):
                 has_work = step()
-        except Exception as error:  # somebody must learn of any error
+        except BaseException as error:  # somebody must learn of any error: a panic of Rust is no Exception
             fail(error)
 
     def _take_in(self, has_work: bool) -> bool:

@@ -211,7 +211,7 @@ class AsyncSession:
         received, self._received = self._received, []
         self._thread.call(_deliver, received)
 
-    def _fail_on_thread(self, error: Exception) -> None:
+    def _fail_on_thread(self, error: BaseException) -> None:
         _LOG.error("the thread of a session has failed", exc_info=error)
         self._close_on_thread()
         self._thread.call(self._end_streams)

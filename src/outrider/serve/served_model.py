@@ -81,7 +81,7 @@ class ServedModel:
         """
         self.names, self.num_slots, self.admission = tuple(names), num_slots, admission
         self.metrics = Metrics(lambda: self.load, self.names[0])
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         self._is_open = False
         self._thread, self._queue, self._load = LoopThread("outrider-engine"), queue, load
         self._context_len, self._queue_timeout_s = context_len, queue_timeout_s
@@ -99,7 +99,7 @@ class ServedModel:
                 self.admission.state = "ready"
                 on_ready()
 
-        def set_failed(error: Exception) -> None:
+        def set_failed(error: BaseException) -> None:
             self.admission.state, self.error = "failed", error
             self.abort(Refusal("the engine has failed", status=500, type_="server_error"))
             on_failure()
@@ -108,7 +108,7 @@ class ServedModel:
             self._open_on_thread()
             self._thread.call(set_ready)
 
-        def fail_on_thread(error: Exception) -> None:
+        def fail_on_thread(error: BaseException) -> None:
             if not isinstance(error, OutriderError):
                 _LOG.error("the engine has failed", exc_info=error)
             self._thread.call(set_failed, error)
