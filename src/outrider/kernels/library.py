@@ -214,6 +214,7 @@ def _load(path: Path) -> ctypes.CDLL:
     kernels.outrider_widen_rows.argtypes = (*matrix, pointer, number, pointer, number)
     kernels.outrider_separate_rows.argtypes = kernels.outrider_widen_rows.argtypes
     kernels.outrider_forward.argtypes = (pointer, pointer, number)
+    kernels.outrider_layouts.argtypes, kernels.outrider_layouts.restype = (pointer,), number
     for function in (kernels.outrider_widen_rows, kernels.outrider_separate_rows, kernels.outrider_forward):
         function.restype = ctypes.c_bool
     return kernels

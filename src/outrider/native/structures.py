@@ -1,18 +1,20 @@
 """Structures of the C++ forward for ctypes. Their fields are declared in its headers alone, and read from there.
 
 A field is a number (``int64_t`` or ``double``), a structure declared before, an array of these, or a pointer. Member
-functions and enumerations are passed over.
+functions and enumerations are passed over. The compiled library states where its fields are (layout.cpp).
 """
 
 from __future__ import annotations
 
 import re
-from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
+from collections.abc import Iterable
+from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p, sizeof
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from outrider.kernels.build import HEADERS
+from outrider.kernels.library import library
 
 _NEEDED = {"functions.h": "Norm", "products.h": "Matrix", "model.h": r"\w+"}
 _NUMBERS = {"int64_t": c_int64, "double": c_double}
@@ -22,13 +24,27 @@ _FIELD = re.compile(r"(\w+)(?:\[(\d+)\])?(?:,|$)")
 
 @cache
 def native() -> Any:
-    """The structures, as attributes."""
+    """The structures, as attributes.
+
+    Raises:
+        RuntimeError: the library has others.
+    """
     known: dict[str, Any] = {}
     texts = {path.name: re.sub("//.*", "", path.read_text(encoding="utf-8")) for path in HEADERS}
     for header, names in _NEEDED.items():
         for name, body in re.findall(rf"^struct ({names}) \{{(.*?)^\}};", texts[header], re.MULTILINE | re.DOTALL):
             known[name] = type(name, (Structure,), {"_fields_": _fields(body, known)})
+    check_layouts(known.values())
     return SimpleNamespace(**known)
+
+
+def check_layouts(structures: Iterable[Any]) -> None:
+    """Raises RuntimeError: sizes of structures or places of fields, in this order, are others in the library."""
+    own = [number for one in structures for number in (sizeof(one), *(getattr(one, f).offset for f, _ in one._fields_))]
+    stated, kernels = POINTER(c_int64)(), library()
+    assert kernels is not None
+    if stated[: kernels.outrider_layouts(byref(stated))] != own:
+        raise RuntimeError("the structures of the native library are not those of its headers: install Outrider again")
 
 
 def _fields(body: str, known: dict[str, Any]) -> list[tuple[str, Any]]:
