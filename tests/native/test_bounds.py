@@ -99,7 +99,7 @@ _CONTRADICTIONS: list[tuple[str, Callable[[Plan], Plan], str]] = [
     (
         "gemma4_text",
         lambda plan: _changed(plan, ExpertsPlan, limit=1.0, ups=plan.layers[0].mlp.ups[:1]),
-        "without a gate",
+        "have no gate",
     ),
     ("gemma4_text", lambda plan: replace(plan, layers=()), "no layers"),
     ("gpt2", lambda plan: replace(plan, num_places=0), "embeddings of no positions"),

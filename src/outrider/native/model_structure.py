@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from outrider.kernels.structures import native
 from outrider.native.bounds import check_plan
 from outrider.native.plan import (
     AttentionPlan,
@@ -23,7 +24,6 @@ from outrider.native.plan import (
     check_size,
 )
 from outrider.native.stores import set_stores
-from outrider.native.structures import native
 from outrider.native.weights import Weights
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # functions.h

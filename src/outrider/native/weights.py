@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outrider.kernels.library import FORMS
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
+from outrider.kernels.structures import native
 from outrider.native.plan import MatrixPlan, NormPlan, NotPlanned
-from outrider.native.structures import native
 
 _NORMS = {"rms": 1, "layer": 2}
 _WHOLE_VECTOR = 16  # rows: parts of a matrix in blocks begin at multiples of this, on all processors

@@ -1,20 +1,18 @@
 """Structures of the C++ forward for ctypes. Their fields are declared in its headers alone, and read from there.
 
 A field is a number (``int64_t`` or ``double``), a structure declared before, an array of these, or a pointer. Member
-functions and enumerations are passed over. The compiled library states where its fields are (layout.cpp).
+functions and enumerations are passed over. The compiled library states where its fields are (``layout_source``).
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from ctypes import POINTER, Structure, byref, c_double, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Structure, c_double, c_int64, c_void_p, sizeof
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
 from outrider.kernels.build import HEADERS
-from outrider.kernels.library import library
 
 _NEEDED = {"functions.h": "Norm", "products.h": "Matrix", "model.h": r"\w+"}
 _NUMBERS = {"int64_t": c_int64, "double": c_double}
@@ -24,27 +22,28 @@ _FIELD = re.compile(r"(\w+)(?:\[(\d+)\])?(?:,|$)")
 
 @cache
 def native() -> Any:
-    """The structures, as attributes.
-
-    Raises:
-        RuntimeError: the library has others.
-    """
+    """The structures, as attributes."""
     known: dict[str, Any] = {}
     texts = {path.name: re.sub("//.*", "", path.read_text(encoding="utf-8")) for path in HEADERS}
     for header, names in _NEEDED.items():
         for name, body in re.findall(rf"^struct ({names}) \{{(.*?)^\}};", texts[header], re.MULTILINE | re.DOTALL):
             known[name] = type(name, (Structure,), {"_fields_": _fields(body, known)})
-    check_layouts(known.values())
     return SimpleNamespace(**known)
 
 
-def check_layouts(structures: Iterable[Any]) -> None:
-    """Raises RuntimeError: sizes of structures or places of fields, in this order, are others in the library."""
-    own = [number for one in structures for number in (sizeof(one), *(getattr(one, f).offset for f, _ in one._fields_))]
-    stated, kernels = POINTER(c_int64)(), library()
-    assert kernels is not None
-    if stated[: kernels.outrider_layouts(byref(stated))] != own:
-        raise RuntimeError("the structures of the native library are not those of its headers: install Outrider again")
+def layout() -> list[int]:
+    """Numbers that follow: the size of each structure, before the offsets of its fields."""
+    found = [(sizeof(one), *(getattr(one, name).offset for name, _ in one._fields_)) for one in vars(native()).values()]
+    return [sum(map(len, found)), *(number for numbers in found for number in numbers)]
+
+
+def layout_source() -> str:
+    """C++ source of ``outrider_layout``, which the compiler makes of the same names."""
+    found = [f"{sum(1 + len(one._fields_) for one in vars(native()).values())}"]
+    for kind, one in vars(native()).items():
+        found += [f"sizeof({kind})", *(f"offsetof({kind}, {name})" for name, _ in one._fields_)]
+    table = f'extern "C" const int64_t outrider_layout[] = {{{", ".join(found)}}};'
+    return f'#include <cstddef>\n#include "model.h"\n{table}\n'
 
 
 def _fields(body: str, known: dict[str, Any]) -> list[tuple[str, Any]]:
