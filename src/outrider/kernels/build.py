@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from outrider.kernels.structures import HEADERS, layout_source
+
 _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 _PROCESSORS = Path("/proc/cpuinfo")
 SOURCES = sorted(_HERE.glob("*.cpp"))
-HEADERS = sorted(_HERE.glob("*.h"))
 # The sources write fused multiply-adds explicitly (vectors.h), and no others are contracted: no result depends on the
 # compiler. The order of floating-point exceptions need not be kept.
 FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
@@ -174,7 +175,7 @@ def installed_path(level: Level) -> Path:
 
 
 def _checksum(level: Level, *others: str) -> str:
-    sources = [*(path.read_bytes() for path in (*SOURCES, *HEADERS)), _layout_source()]
+    sources = [*(path.read_bytes() for path in (*SOURCES, *HEADERS)), layout_source()]
     return hashlib.sha256(repr((*others, FLAGS, _LINKED, level.flags, sources)).encode()).hexdigest()
 
 
@@ -203,7 +204,7 @@ def install() -> Path:
 def build(command: Sequence[str], level: Level, path: Path) -> None:
     """Compile and link the library, to ``path``; files in between lie beside it. Raises CompilerError."""
     layout = path.with_name("layout.cpp")
-    layout.write_text(_layout_source(), encoding="utf-8")
+    layout.write_text(layout_source(), encoding="utf-8")
     sources, begin_s = (*SOURCES, layout), time.monotonic()
     most = len(sources)
     # A warning, which is shown by default: minutes of silence look like a fault.
@@ -225,12 +226,6 @@ def build(command: Sequence[str], level: Level, path: Path) -> None:
                 "%d of %d files are compiled, %s in %.0f s", number, most, names[done], time.monotonic() - begin_s
             )
     _output([*command, *_LINKED, *map(str, objects), "-o", str(path)])
-
-
-def _layout_source() -> str:
-    from outrider.kernels.structures import layout_source  # which reads the headers of this module
-
-    return layout_source()
 
 
 def _output(command: Sequence[str]) -> str:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from ctypes import POINTER, Structure, c_double, c_int64, c_void_p, sizeof
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from outrider.kernels.build import HEADERS
-
+HEADERS = sorted(Path(__file__).parent.glob("*.h"))
 _NEEDED = {"functions.h": "Norm", "products.h": "Matrix", "model.h": r"\w+"}
 _NUMBERS = {"int64_t": c_int64, "double": c_double}
 _BLOCK = re.compile(r"\{[^{}]*\}")  # the innermost ones
