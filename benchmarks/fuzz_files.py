@@ -296,13 +296,12 @@ class Child:
 # Cases
 
 
-def _single_changes(subjects: list[Subject]) -> list[Case]:
+def _single_changes(subjects: list[Subject], drawn: random.Random) -> list[Case]:
     """Each number of each family at each value, in one of the models of the family that have the number."""
     owners = defaultdict[tuple[str, _Place], list[Subject]](list)
     for one in subjects:
         for place in _places(one.document):
             owners[one.family, place].append(one)
-    drawn = random.Random(0)
     cases = [Case(drawn.choice(own), ((place, value),)) for (_, place), own in owners.items() for value in _VALUES]
     drawn.shuffle(cases)  # so that the first minutes see all families
     return cases
@@ -335,9 +334,10 @@ def main() -> None:
     root = Path(tempfile.mkdtemp(prefix="fuzz-subjects-"))
     with torch.inference_mode():
         subjects = [*_gguf_subjects(root), *_folder_subjects(root)]
-    grid = [one for one in _single_changes(subjects) if options.only is None or options.only in str(one)]
+    drawn = random.Random(options.seed)
+    grid = [one for one in _single_changes(subjects, drawn) if options.only is None or options.only in str(one)]
     print(f"{len(subjects)} models, {len(grid)} cases of one change", flush=True)
-    more = () if options.only else _double_changes(subjects, random.Random(options.seed))
+    more = () if options.only else _double_changes(subjects, drawn)
     cases, begin_s, told = chain(grid, more), time.monotonic(), 0
     outcomes, families, findings = Counter[str](), set[str](), defaultdict[str, list[str]](list)
     running: list[Child] = []
