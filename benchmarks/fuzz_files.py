@@ -73,6 +73,7 @@ _MOST_BYTES = 4 * 2**30  # beside those of the parent
 _MOST_CPU_S, _MOST_S = 30, 300  # of a case
 _OF_MEMORY = ("allocate", "enough memory", "MemoryError", "bad_alloc")
 _TELLING = ("ERROR: AddressSanitizer", "runtime error", "terminate called", "free()", "malloc", "corrupt")
+_PROMPTS = [[5, 6, 5, 6]]  # ids, since a tokenizer by the name of a family may not read the words of the tests
 _Place = tuple[str | int, ...]  # of a number in a document
 
 
@@ -84,13 +85,11 @@ class Subject:
         name: the family of the model, and what is unusual about the model.
         document: what states the numbers.
         write: writes a changed document to a folder, and returns the names of target and draft.
-        prompt: some words of the model.
     """
 
     name: str
     document: dict[str, Any]
     write: Callable[[dict[str, Any], Path], tuple[str, str]]
-    prompt: str
 
     @property
     def family(self) -> str:
@@ -157,7 +156,7 @@ def _gguf_subject(name: str, file: Path, others: tuple[str, str]) -> Subject:
         target, draft = (one or str(path) for one in others)
         return target, draft
 
-    return Subject(f"GGUF {name}", document, write, "ABCAB")
+    return Subject(f"GGUF {name}", document, write)
 
 
 def _types(value: Any) -> list[Any]:
@@ -186,10 +185,10 @@ def _gguf_subjects(root: Path) -> Iterator[Subject]:
         write: Any = gguf_heads.write_assistant_pair if is_assistant else partial(gguf_heads.write_pair, name)
         target, head, *_ = write(folder)
         yield _gguf_subject(f"head {name}", head, (str(target), ""))
-        yield _folder_subject(f"head {name}", folder / "head", str(target), "ABCAB")
+        yield _folder_subject(f"head {name}", folder / "head", str(target))
 
 
-def _folder_subject(name: str, source: Path, target: str, prompt: str) -> Subject:
+def _folder_subject(name: str, source: Path, target: str) -> Subject:
     """
     Args:
         target: of a head; empty for a model.
@@ -204,7 +203,7 @@ def _folder_subject(name: str, source: Path, target: str, prompt: str) -> Subjec
         (folder / "config.json").write_text(json.dumps(changed))
         return (target, str(folder)) if target else (str(folder), "ngram")
 
-    return Subject(f"folder {name}", json.loads((source / "config.json").read_text()), write, prompt)
+    return Subject(f"folder {name}", json.loads((source / "config.json").read_text()), write)
 
 
 def _folder_subjects(root: Path) -> Iterator[Subject]:
@@ -212,7 +211,7 @@ def _folder_subjects(root: Path) -> Iterator[Subject]:
         source = root / str(number)
         native_cases.random_model(family, native_cases.CASES[family][name]).save_pretrained(source)
         word_tokenizer(native_cases.VOCAB).save_pretrained(source)
-        yield _folder_subject(f"{family}, {name}", source, "", "w5 w6 w5 w6")
+        yield _folder_subject(f"{family}, {name}", source, "")
 
 
 # Children
@@ -224,7 +223,7 @@ def _outcome(case: Case, folder: Path) -> str:
     try:
         for drafter in (None, draft):
             decoder = outrider.load(target, drafter, device="cpu", num_draft_tokens=3)
-            decoder.generate(case.subject.prompt, max_new_tokens=4, temperature=0.0)
+            decoder.generate(_PROMPTS, max_new_tokens=4, temperature=0.0)
     except OutriderError as error:
         line = f"{type(error).__name__}: {error}"
         if len(line.splitlines()) == 1 and not any(one in line for one in _OF_MEMORY):

@@ -18,7 +18,7 @@ def test_each_number_has_a_place() -> None:
     document = {"a": 1, "b": {"c": 2.0, "d": "x"}, "e": [3, 4], "f": [[5]], "g": None, "h": ["x"]}
     places = [("a",), ("b", "c"), ("e", 0), ("e",), ("f", 0, 0), ("f", 0), ("f",)]
     assert [*fuzz._places(document)] == places
-    subject = fuzz.Subject("model, plain", document, None, "")
+    subject = fuzz.Subject("model, plain", document, None)
     case = fuzz.Case(subject, ((("e", 0), -1), (("b", "c"), 9)))
     assert case.document == document | {"b": {"c": 9, "d": "x"}, "e": [-1, 4]} and document["e"] == [3, 4]
     assert str(case) == "model, plain: e.0 = -1, b.c = 9"
@@ -48,5 +48,5 @@ def test_findings() -> None:
         "MemoryError": lambda document, folder: bytearray(2**40),
     }
     for name, write in ends.items():
-        outcome = fuzz.Child(fuzz.Case(fuzz.Subject("none", {}, write, ""), ())).end()
+        outcome = fuzz.Child(fuzz.Case(fuzz.Subject("none", {}, write), ())).end()
         assert outcome.startswith(f"FINDING {name}"), outcome
