@@ -757,7 +757,7 @@ def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None])
 def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds: dict[type, Callable[[str, Any], None]] = {
         bool: writer.add_bool,
-        int: writer.add_uint32,
+        int: writer.add_int32 if isinstance(value, int) and value < 0 else writer.add_uint32,
         float: writer.add_float32,
         str: writer.add_string,
         list: writer.add_array,

@@ -22,6 +22,7 @@ from outrider.kernels.build import (
     levels_here,
 )
 from outrider.kernels.library import FORMS, few_row_matmul
+from outrider.kernels.structures import layout
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
 
@@ -110,6 +111,17 @@ def test_a_folder_that_allows_no_executables(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(ctypes, "CDLL", refuse)
     assert kernel_library.library.__wrapped__() is None
     assert "failed to map segment" in caplog.text and "several times slower" in caplog.text
+
+
+def test_a_library_with_fields_at_other_places(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The compiler states sizes and places; what the headers seem to say is compared to these."""
+    number, *numbers = layout()
+    assert number == len(numbers) > 150
+    monkeypatch.setattr(kernel_library, "layout", lambda: [number, *numbers[:-1], numbers[-1] + 8])
+    assert kernel_library.library.__wrapped__() is None
+    assert "its structures are not those of its headers" in caplog.text
 
 
 _of_linux = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one OpenMP, and its linker other options")

@@ -230,11 +230,11 @@ _GROUPS = CASES["glm4_moe"]["groups"]
         ("falcon_h1", _FALCON | {"time_step_limit": (0.0, 2.0)}, "does not know time_step_limit"),
         ("falcon_h1", _FALCON | {"key_multiplier": None}, "its configuration makes no plan .*NoneType"),
         ("falcon_h1", _FALCON | {"ssm_multipliers": [2.0] * 6}, "its configuration makes no plan .*zip"),
-        ("glm4_moe", _GROUPS | {"n_group": 0}, "its experts are in 0 groups"),
-        ("glm4_moe", _GROUPS | {"n_group": 3}, "groups of experts has the size 6, not 8"),
-        ("glm4_moe", _GROUPS | {"n_group": 8}, "8 experts are in 8 groups, of less than two each"),
-        ("glm4_moe", _GROUPS | {"topk_group": 5}, "groups of a token has the size 4, not 5"),
-        ("glm4_moe", _GROUPS | {"num_experts_per_tok": 5}, "experts of a token has the size 4, not 5"),
+        ("glm4_moe", _GROUPS | {"n_group": 0}, "its plan has num_groups = 0"),
+        ("glm4_moe", _GROUPS | {"n_group": 3}, "8 experts in 3 groups"),
+        ("glm4_moe", _GROUPS | {"n_group": 8}, "8 experts in 8 groups, of less than two each"),
+        ("glm4_moe", _GROUPS | {"topk_group": 5}, "5 of 4 groups of experts"),
+        ("glm4_moe", _GROUPS | {"num_experts_per_tok": 5}, "5 experts of a token, of 4"),
         (
             "granitemoehybrid",
             CASES["granitemoehybrid"]["plain"] | {"mamba_n_groups": 2},
@@ -261,7 +261,7 @@ def test_a_norm_of_experts_of_another_width_is_refused(monkeypatch: pytest.Monke
         return replace(plan, layers=tuple(layers))
 
     monkeypatch.setattr(engine, "plan_of", change)
-    with pytest.raises(NotPlanned, match="its experts are of another width and have a norm"):
+    with pytest.raises(NotPlanned, match="its plan has experts of another width, which have a norm"):
         NativeForward(random_model("nemotron_h", CASES["nemotron_h"]["wide latent experts in groups"]))
 
 

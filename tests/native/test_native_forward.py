@@ -293,3 +293,28 @@ def test_zeros_are_stored_for_a_broken_token() -> None:
     assert got.broken is not None and got.broken.nonzero().tolist() == [[0, 6]]
     assert all(store.isfinite().all() and not store[0, 6].any() for store in cache.storage)
     assert torch.equal(got.logits[1], clean[1]) and torch.equal(got.logits[0, :6], clean[0, :6])
+
+
+def test_arguments_that_the_library_would_misread() -> None:
+    """Typed errors, also without assertions: before, memory of others was read or written."""
+    forward = NativeForward(random_model("llama", {}))
+    cache = SlotCache.empty(forward.layer_shapes, 2, 8)
+    ids, places = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3)
+    forward(ids, places, cache, 8)
+    halves = [replace(shape, dtype=torch.float16) for shape in forward.layer_shapes]
+    wider = [replace(shape, key_dim=16) for shape in forward.layer_shapes]
+    more = torch.zeros(3, 3, dtype=torch.long)
+    for wrong in (
+        (ids.int(), places, cache),
+        (ids, places[:, :2], cache),
+        (more, more, cache),
+        (ids, places, SlotCache.empty(halves, 2, 8)),
+        (ids, places, SlotCache.empty(wider, 2, 8)),
+        (ids, places, SlotCache.empty(forward.layer_shapes[:1], 2, 8)),
+    ):
+        with pytest.raises(TypeError, match="the native library takes"):
+            forward(*wrong, 8)
+    with pytest.raises(TypeError, match="states for a head"):
+        forward(ids, places, cache, 8, states=torch.zeros(2, 3, forward.width))
+    with pytest.raises(TypeError, match="no more logits than columns"):
+        forward(ids, places, cache, 8, num_logits=4)

@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from outrider.kernels.structures import HEADERS, layout_source
+
 _LOG = logging.getLogger(__name__)
 _HERE = Path(__file__).parent
 _PROCESSORS = Path("/proc/cpuinfo")
 SOURCES = sorted(_HERE.glob("*.cpp"))
-HEADERS = sorted(_HERE.glob("*.h"))
 # The sources write fused multiply-adds explicitly (vectors.h), and no others are contracted: no result depends on the
 # compiler. The order of floating-point exceptions need not be kept.
 FLAGS = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-trapping-math")
@@ -174,7 +175,7 @@ def installed_path(level: Level) -> Path:
 
 
 def _checksum(level: Level, *others: str) -> str:
-    sources = [path.read_bytes() for path in (*SOURCES, *HEADERS)]
+    sources = [*(path.read_bytes() for path in (*SOURCES, *HEADERS)), layout_source()]
     return hashlib.sha256(repr((*others, FLAGS, _LINKED, level.flags, sources)).encode()).hexdigest()
 
 
@@ -202,19 +203,22 @@ def install() -> Path:
 
 def build(command: Sequence[str], level: Level, path: Path) -> None:
     """Compile and link the library, to ``path``; files in between lie beside it. Raises CompilerError."""
-    most, begin_s = len(SOURCES), time.monotonic()
+    layout = path.with_name("layout.cpp")
+    layout.write_text(layout_source(), encoding="utf-8")
+    sources, begin_s = (*SOURCES, layout), time.monotonic()
+    most = len(sources)
     # A warning, which is shown by default: minutes of silence look like a fault.
     _LOG.warning(
         "compiling %d files of C++ kernels for %s: a minute, or several if the processor is busy; once",
         most,
         level.name,
     )
-    objects = [path.with_name(f"{source.stem}.o") for source in SOURCES]
-    compiled = [*command, "-O3", *FLAGS, *_OPENMP, *level.flags, "-c"]
+    objects = [path.with_name(f"{source.stem}.o") for source in sources]
+    compiled = [*command, "-O3", *FLAGS, *_OPENMP, *level.flags, f"-I{_HERE}", "-c"]
     with ThreadPoolExecutor(most) as threads:
         names = {
             threads.submit(_output, [*compiled, str(source), "-o", str(to)]): source.name
-            for source, to in zip(SOURCES, objects, strict=True)
+            for source, to in zip(sources, objects, strict=True)
         }
         for number, done in enumerate(as_completed(names), 1):
             done.result()

@@ -30,6 +30,7 @@ from outrider.kernels.build import (
     installed_path,
     levels_here,
 )
+from outrider.kernels.structures import layout
 from outrider.system.files import alone, cache_folder
 from outrider.system.private import PrivateFolder
 
@@ -38,6 +39,13 @@ _MOST_BYTES = 2**24  # on disk
 _OTHER_OPENMP = "it needs another OpenMP than PyTorch's: set CXX=g++"
 # By the type: numbers in ggml, as those of blocks (blocks.py).
 FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
+
+
+def check(is_so: bool, what: str) -> None:
+    """Raises TypeError: an argument is not so, and the library would read or write beyond it. (An assertion would be
+    gone under ``python -O``.)"""
+    if not is_so:
+        raise TypeError(f"the native library takes {what}")
 
 
 def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_digits: int = 0) -> Tensor:
@@ -55,9 +63,12 @@ def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_d
     y = x.new_empty(x.shape[0], weight.shape[0])
     x, weight = x.contiguous(), weight.contiguous()  # named, so that copies outlive the call
     kernel = library()
-    assert kernel is not None and x.dtype == torch.float32
-    assert num_digits in (0, 1, 2) and not (num_digits and weight.dtype in FORMS)
-    assert form == FORMS.get(weight.dtype, form) and (form in FORMS.values()) == (weight.dtype in FORMS)
+    assert kernel is not None
+    check(x.dtype == torch.float32 and num_digits in (0, 1, 2), "rows in float32, of at most two digits")
+    check(not (num_digits and weight.dtype in FORMS), "digits for matrices in blocks alone")
+    is_plain = weight.dtype in FORMS
+    check(form == FORMS.get(weight.dtype, form) and (form in FORMS.values()) == is_plain, "the form of the matrix")
+    check(not is_plain or x.shape[1] == weight.shape[1], "rows as wide as the matrix")
     pointer, number = ctypes.c_void_p(weight.data_ptr()), ctypes.c_int64(len(weight))  # of the only matrix
     kernel.outrider_few_row_matmul(
         x.data_ptr(), *x.shape, byref(pointer), byref(number), 1, form, num_digits, y.data_ptr(), num_threads
@@ -81,7 +92,8 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
         IndexError: a row is not there.
     """
     kernel, stored, places = library(), matrix.cpu().contiguous(), rows.cpu().contiguous()
-    assert kernel is not None and stored.dtype == torch.uint8 and places.dtype == torch.int64
+    assert kernel is not None
+    check(stored.dtype == torch.uint8 and places.dtype == torch.int64, "bytes, and rows in int64")
     wide = torch.empty(len(places), width)
     if not kernel.outrider_widen_rows(
         *(stored.data_ptr(), form, len(stored), width), places.data_ptr(), len(places), wide.data_ptr(), num_threads
@@ -94,8 +106,9 @@ def interleave(matrix: Tensor, form: int, width: int, num_threads: int, result: 
     """Interleave the rows of a matrix in blocks (interleaved.h), to ``result``. The other arguments are those of
     ``widen_rows``. [O, bytes of a row]"""
     kernel, matrix = library(), matrix.contiguous()
-    assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
-    assert result.shape == matrix.shape and result.dtype == matrix.dtype and result.is_contiguous()
+    assert kernel is not None
+    check(matrix.dtype == torch.uint8 and matrix.device.type == "cpu", "bytes on the CPU")
+    check(result.shape == matrix.shape and result.dtype == matrix.dtype and result.is_contiguous(), "a result alike")
     kernel.outrider_interleave(matrix.data_ptr(), form, len(matrix), width, result.data_ptr(), num_threads)
     return result
 
@@ -104,8 +117,9 @@ def separate(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: i
     """Some rows of a matrix in blocks, in the checkpoint's layout. The arguments and errors are those of
     ``widen_rows``. uint8 [N, bytes of a row]"""
     kernel, places = library(), rows.cpu().contiguous()
-    assert kernel is not None and matrix.dtype == torch.uint8 and matrix.device.type == "cpu"
-    assert matrix.is_contiguous() and places.dtype == torch.int64
+    assert kernel is not None
+    check(matrix.dtype == torch.uint8 and matrix.device.type == "cpu", "bytes on the CPU")
+    check(matrix.is_contiguous() and places.dtype == torch.int64, "contiguous bytes, and rows in int64")
     result = matrix.new_empty(len(places), matrix.shape[1])
     if not kernel.outrider_separate_rows(
         *(matrix.data_ptr(), form, len(matrix), width), places.data_ptr(), len(places), result.data_ptr(), num_threads
@@ -196,7 +210,8 @@ def _load(path: Path) -> ctypes.CDLL:
     """Load the library.
 
     Raises:
-        OSError: it cannot be loaded, or its threads are not numbered (threads.cpp).
+        OSError: it cannot be loaded, its structures have other fields than ours, or its threads are not numbered
+            (threads.cpp).
     """
     _share("GOMP_parallel", "libtorch_cpu.so")
     try:
@@ -207,6 +222,8 @@ def _load(path: Path) -> ctypes.CDLL:
         raise
     if not kernels.outrider_threads_are_numbered():
         raise OSError(_OTHER_OPENMP)
+    if [*(ctypes.c_int64 * len(own := layout())).in_dll(kernels, "outrider_layout")] != own:
+        raise OSError("its structures are not those of its headers: set CXX=g++")
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     matrix: tuple[Any, ...] = (pointer, number, number, number)
     kernels.outrider_few_row_matmul.argtypes = (pointer, number, number, pointer, pointer, *matrix[1:], pointer, number)

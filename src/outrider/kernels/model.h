@@ -1,4 +1,4 @@
-// A causal language model as data, and a batch of tokens: the structures that native/structures.py builds.
+// A causal language model as data, and a batch of tokens: the structures that structures.py builds.
 #pragma once
 
 #include "functions.h"

@@ -8,11 +8,15 @@ PyTorch's restricted unpickler reads them (``weights_only``).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ModelCorrupt, UnsupportedModel
+import torch
+
+from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
 from outrider.models.registry import ModelSpec
 
 # Attention that position-based masks describe, states, and layers without a cache.
@@ -40,6 +44,57 @@ _FIELDS_OF_HEADS = ("draft_vocab_size", "medusa_num_heads", "hydra_num_heads", "
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, _PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
+
+# Ends of the names of counts and sizes, of Transformers and of GGUF. Of some, lists are made before a weight is read.
+_COUNT = re.compile(
+    r"((?<!feature_)layers|n_layer|heads?|head_dim|groups?|experts|per_tok|rank|kernel|scalar|factor|n_embd|n_inner"
+    r"|(inner|state|hidden|intermediate)_size|(block|head|dimension|expert|used|group|shared)_count(_\w+)?"
+    r"|(embedding|feed_forward|key|value)_length(_\w+)?)$"
+)
+_MOST = 2**24
+
+
+def check_counts(name: str, stated: Any, field: str = "") -> None:
+    """Refuse a count or a size that no model has; zeros may have a meaning. Raises ModelCorrupt, which names the field.
+
+    Args:
+        name: of the file.
+        stated: its document, or a value in the document.
+        field: that has the value.
+    """
+    if isinstance(stated, Mapping):
+        for key, value in stated.items():
+            check_counts(name, value, str(key))
+    elif isinstance(stated, list) and _COUNT.search(field):
+        for value in stated:
+            check_counts(name, value, field)
+    elif isinstance(stated, int | float) and _COUNT.search(field) and not 0 <= stated <= _MOST:
+        raise ModelCorrupt(f"{name} states {field} = {stated}, which no model has: the file is damaged")
+
+
+@contextmanager
+def building(told: str, config: Any | None = None) -> Iterator[None]:
+    """Translate errors of Transformers' and torch's classes, of many types, for configurations that make no sense.
+
+    Args:
+        told: the beginning of the message.
+        config: that may have led to the error.
+    """
+    try:
+        yield
+    except (OutriderError, torch.OutOfMemoryError, AssertionError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ModelCorrupt(f"{told} ({type(error).__name__}: {reason}){odd_numbers(config)}") from None
+
+
+def odd_numbers(config: Any | None) -> str:
+    """Numbers of a configuration that may have led to an error, in words; empty if there are none."""
+    stated = {} if config is None else config.get_text_config(decoder=True).to_dict()
+    numbers = {key: value for key, value in stated.items() if type(value) in (int, float) and not key.endswith("_id")}
+    odd = [f"{key} = {one}" for key, one in numbers.items() if one == 0 and type(one) is int or not 0 <= one < 2**31]
+    return f"; its configuration has {', '.join(odd)}" if odd else ""
 
 
 def check_adapter(name: str, file: Path | None) -> None:

@@ -26,7 +26,7 @@ from outrider.models.cpu_weights import (
 )
 from outrider.models.executions import choose_execution
 from outrider.models.groups import group_weights, layout_of
-from outrider.models.kinds import auto_class, check_kind, check_missing, check_unpickled
+from outrider.models.kinds import auto_class, building, check_kind, check_missing, check_unpickled
 from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
 from outrider.models.mlx import mlx_numbers, mlx_weights
 from outrider.models.notes import has_notes, notes_name, read_notes, reopen, write_notes
@@ -117,7 +117,7 @@ def load_checkpoint(
         if notes is not None and stand_in is not None:
             return Checkpoint(name, stand_in, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
     config = read_config(spec)
-    with reading(spec, f"model on {job.device}"):
+    with reading(spec, f"model on {job.device}", config):
         loader = _loader(job, config)
         check_fits(name, loader.num_bytes, job.device, job.device_map, job.limits)
         model = loader.load()
@@ -367,9 +367,10 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
             "rows depend on each other: load it with llm_int8_threshold=0"
         )
     model.eval()
-    lm = LM(model, name=checkpoint.name, vocab_size=min(width, num_tokens), context_len=context_len(config))
     is_known = isinstance(model, StandIn) or (checkpoint.notes is not None and has_notes(checkpoint.notes))
-    lm = choose_execution(lm, checkpoint.execution, is_known=is_known)
+    with building(f"{checkpoint.name} cannot be run", config):
+        lm = LM(model, name=checkpoint.name, vocab_size=min(width, num_tokens), context_len=context_len(config))
+        lm = choose_execution(lm, checkpoint.execution, is_known=is_known)
     if checkpoint.notes is not None and lm.native is not None and not is_known:
         write_notes(checkpoint.notes, model, checkpoint.tokenizer)
     return lm.with_vocabulary(num_tokens, unknown_ids) if unknown_ids else lm

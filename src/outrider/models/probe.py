@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outrider.errors import UnsupportedModel
 from outrider.kernels.narrow_weight import without_rounding
+from outrider.models.kinds import odd_numbers
 from outrider.models.quantize import method_of
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.lm import LM
@@ -36,7 +37,7 @@ _MOST_ALONE = 10.0  # times the error when fed among several
 _LEAST_LOG_PROB = -20.0  # rarer tokens are not compared
 _LEAST_SPREAD = 0.01  # nats, if hardly more than one token of each row is compared
 # Errors of modelling code that expects another cache.
-_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError)
+_FAILURES = (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, LookupError)
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # names in configurations
 _LONGEST_WINDOW = 4096
 # Parameters times tokens. The first takes a CPU thread about a second in float32, two if a window is thousands of
@@ -218,7 +219,7 @@ def _log_probs(logits: Tensor) -> Tensor:
 
 def _cannot_run(lm: LM, kind: str, error: Exception) -> UnsupportedModel:
     reason = " ".join(str(error).split())[:200]
-    return UnsupportedModel(f"{lm.name} ({kind}) cannot run with a slot cache: {reason}")
+    return UnsupportedModel(f"{lm.name} ({kind}) cannot run with a slot cache: {reason}{odd_numbers(lm.model.config)}")
 
 
 @torch.inference_mode()
@@ -245,7 +246,7 @@ def _compare_rows(lm: LM, kind: str) -> None:
         raise
     except _FAILURES as error:
         reason = " ".join(str(error).split())[:200]
-        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run: {reason}") from error
+        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run: {reason}{odd_numbers(lm.model.config)}") from error
     spread = _spread(first)
     by_rounding = (tolerance(lm.dtype) if _has_experts(lm) else _TOLERANCE_OF_ROWS) * spread
     change = _difference(other, first)

@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
-from outrider.models.kinds import ADAPTER_CONFIG, auto_class, check_adapter, check_head, check_kind
+from outrider.models.kinds import (
+    ADAPTER_CONFIG,
+    auto_class,
+    check_adapter,
+    check_counts,
+    check_head,
+    check_kind,
+    odd_numbers,
+)
 from outrider.models.registry import ModelSpec
 from outrider.models.sampling_defaults import generation_config_file
 
@@ -58,7 +66,9 @@ def read_config(spec: ModelSpec) -> Any:
         raise ModelCorrupt(f"{spec.path} is not a model folder: there is no config.json in it")
     with reading(spec, "configuration"):
         if spec.gguf is None:
-            check_head(spec.name, transformers.PreTrainedConfig.get_config_dict(spec.location)[0])
+            stated = transformers.PreTrainedConfig.get_config_dict(spec.location)[0]
+            check_head(spec.name, stated)
+            check_counts(spec.name, stated)
             config = transformers.AutoConfig.from_pretrained(spec.location, trust_remote_code=False)
         else:
             from outrider.models.gguf.checkpoint import gguf_config, gguf_file
@@ -180,8 +190,12 @@ def _parts(text: str, config: Mapping[str, Any]) -> Tokenizer:
 
 
 @contextlib.contextmanager
-def reading(spec: ModelSpec, what: str) -> Iterator[None]:
-    """Translate errors of reading; show no progress bars for small models."""
+def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[None]:
+    """Translate errors of reading; show no progress bars for small models.
+
+    Args:
+        config: that may have led to an error.
+    """
     from safetensors import SafetensorError
 
     weights = [] if spec.path is None else spec.path.glob(spec.gguf or "*.safetensors")
@@ -214,7 +228,7 @@ def reading(spec: ModelSpec, what: str) -> Iterator[None]:
                 f"network, or give a local folder ({reason})"
             ) from None
         kind = type(error).__name__
-        raise ModelCorrupt(f"the {what} of {where} cannot be loaded ({kind}: {reason})") from None
+        raise ModelCorrupt(f"the {what} of {where} cannot be loaded ({kind}: {reason}){odd_numbers(config)}") from None
 
 
 def load_processor(spec: ModelSpec) -> Any | None:

@@ -16,18 +16,19 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from outrider.kernels.library import library
+from outrider.kernels.library import check, library
+from outrider.kernels.structures import native
 from outrider.native.families import plan_of
 from outrider.native.model_structure import model_structure
 from outrider.native.plan import NotPlanned, Plan
 from outrider.native.stores import cache_shapes
-from outrider.native.structures import native
 from outrider.native.team import Team
 from outrider.native.weights import Weights
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.execution import NativeResults
 from outrider.runtime.stand_in import StandIn
 
+_KEPT = {torch.float32, torch.bfloat16}  # types of keys and values
 _FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
 
 
@@ -81,12 +82,16 @@ class NativeForward:
         """Run a forward; see ``Native``."""
         (num_rows, num_columns), num_wanted = ids.shape, ids.shape[1] if num_logits is None else num_logits
         ids, places = ids.contiguous(), places.contiguous()
-        assert ids.dtype == places.dtype == torch.long
-        assert (states is None) == (not self._model.joint.is_there)
+        check(ids.dtype == places.dtype == torch.long and ids.shape == places.shape, "ids and places [B, T], int64")
+        check(num_wanted <= num_columns, "no more logits than columns")
+        check((states is None) == (not self._model.joint.is_there), "states for a head, and for nothing else")
         if states is not None:
             states = states.contiguous()
-            assert states.dtype == torch.float32 and states.shape == (*ids.shape, self.width)
-        stores, bits, row_places = self._stores_of(cache)
+            check(
+                states.dtype == torch.float32 and states.shape == (*ids.shape, self.width), "states [B, T, H], float32"
+            )
+        stores, bits, row_places, most_rows = self._stores_of(cache)
+        check(num_rows <= most_rows, "no more rows than the cache has")
         offsets, anchors = cache.offsets, cache.anchors if cache.has_anchors else None
         logits = torch.empty(num_rows, num_wanted, self.vocab_size)
         found = torch.empty(num_rows, num_columns, len(features) * self.width) if features else None
@@ -125,9 +130,17 @@ class NativeForward:
         if found is None:
             num_kept = 2 * sum(shape.num_heads > 0 for shape in self.layer_shapes)
             kept, states = cache.storage[:num_kept], cache.storage[cache.num_token_stores :]
-            assert all(store.is_contiguous() for store in (*kept, *states))
-            assert all(store.shape[1] == cache.capacity + 1 for store in kept)
+            rows = len(cache.storage[0]) if cache.storage else 0
+            owners = [shape for shape in self.layer_shapes if shape.num_heads]
+            sizes: list[tuple[int, ...]] = [
+                (cache.capacity + 1, one.num_heads, one.key_dim) for one in owners for _ in range(2)
+            ]
+            sizes += [state.size for shape in self.layer_shapes for state in shape.states]
+            found_sizes = [tuple(store.shape) for store in (*kept, *states[: len(sizes) - num_kept])]
+            check(found_sizes == [(rows, *size) for size in sizes], "a cache of the model's own shapes")
+            check(all(store.is_contiguous() for store in (*kept, *states)), "a contiguous cache")
+            check({one.dtype for one in kept} <= {kept[0].dtype} & _KEPT if kept else True, "float32 or bfloat16")
             addresses = (c_void_p * (num_kept + len(states)))(*(store.data_ptr() for store in (*kept, *states)))
             bits = 8 * kept[0].itemsize if kept else 32
-            found = self._stores[cache] = addresses, bits, cache.capacity + 1
+            found = self._stores[cache] = addresses, bits, cache.capacity + 1, rows
         return found

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from outrider.kernels.structures import native
+from outrider.native.bounds import check_plan
 from outrider.native.plan import (
     AttentionPlan,
     ExpertsPlan,
@@ -22,17 +24,17 @@ from outrider.native.plan import (
     check_size,
 )
 from outrider.native.stores import set_stores
-from outrider.native.structures import native
 from outrider.native.weights import Weights
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # functions.h
 _NUMBERS = (c_double, c_int64)
 _RECURRENCES = ("", "convolution", "delta", "mamba2")  # model.h
-_MOST_TAPS = 8  # of a convolution (recurrence.h)
 
 
 def model_structure(plan: Plan, weights: Weights) -> Any:
-    """Structure of a model. Raises NotPlanned: a weight is missing, or has another size or form."""
+    """Structure of a model. Raises NotPlanned: a weight is missing, or has another size or form; or a number of a plan
+    is beyond its bounds."""
+    check_plan(plan)
     embedding, head = weights.matrix(MatrixPlan(plan.embedding)), weights.matrix(plan.head)
     hidden = embedding.width
     check_size("head", head.width, hidden)
@@ -41,9 +43,12 @@ def model_structure(plan: Plan, weights: Weights) -> Any:
         frequencies = weights.keep(torch.tensor(stated.frequencies))
         rope.width, rope.is_interleaved = 2 * len(stated.frequencies), stated.is_interleaved
         rope.scale, rope.frequencies = stated.scale, frequencies.data_ptr()
+    sides = _sides(plan, hidden, weights)
     is_joint = plan.joint is not None and plan.joint.matrix is None  # the first layer reads both norms
     for i, (layer, stated_layer) in enumerate(zip(layers, plan.layers, strict=True)):
         _fill(layer, stated_layer, hidden, 2 * hidden if is_joint and i == 0 else hidden, weights)
+        if stated_layer.side is not None:
+            check_size(stated_layer.side.down.weight, layer.side.down.width, sides.width)
         if layer.attention.num_heads and layer.attention.rope >= 0:
             width = layer.attention.head_width
             check_size("rope", max(ropes[layer.attention.rope].width, width), width)
@@ -61,7 +66,7 @@ def model_structure(plan: Plan, weights: Weights) -> Any:
         head=head,
         last_norm=weights.norm(plan.last_norm, hidden),
         joint=_joint(plan.joint, hidden, weights),
-        sides=_sides(plan, hidden, weights),
+        sides=sides,
         ropes=ropes,
         layers=layers,
     )
@@ -132,7 +137,6 @@ def _fill(layer: Any, plan: LayerPlan, hidden: int, width: int, weights: Weights
 
 
 def _attention(plan: AttentionPlan, hidden: int, width: int, weights: Weights) -> Any:
-    check_size("heads", plan.num_heads % plan.num_groups, 0)
     q_width, kv_width = plan.num_heads * plan.head_width, plan.num_groups * plan.head_width
     found = _filled(
         native().Attention,
@@ -166,9 +170,7 @@ def _recurrence(plan: RecurrencePlan, hidden: int, weights: Weights) -> Any:
         **{name: weights.vector(one, H).data_ptr() for name, one in vectors.items() if one},
         out_norm=weights.norm(plan.out_norm, out_width if plan.kind == "mamba2" else plan.value_width),
     )
-    check_size("taps", min(plan.num_taps, _MOST_TAPS), plan.num_taps)
     if H:
-        check_size("heads", H % plan.num_groups, 0)
         check_size(plan.taps, C, 2 * plan.num_groups * plan.key_width + out_width)
     _link(found, plan, hidden, hidden, weights)
     sizes = {"convolution": (C, C, C), "delta": (C, H, H, out_width), "mamba2": (out_width + C + H,)}[plan.kind]
@@ -204,16 +206,6 @@ def _mlp(plan: MlpPlan, hidden: int, weights: Weights) -> Any:
 
 
 def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
-    if plan.num_groups < 1:
-        raise NotPlanned(f"its experts are in {plan.num_groups} groups")
-    group_size = plan.number // plan.num_groups
-    if plan.num_groups > 1 and group_size < 2:  # whose two largest scores count
-        raise NotPlanned(f"{plan.number} experts are in {plan.num_groups} groups, of less than two each")
-    if plan.latent is not None and plan.post_norm is not None:  # the norm would be of the latent width
-        raise NotPlanned("its experts are of another width and have a norm")
-    check_size("groups of experts", group_size * plan.num_groups, plan.number)
-    check_size("groups of a token", min(plan.num_chosen_groups, plan.num_groups), plan.num_chosen_groups)
-    check_size("experts of a token", min(plan.num_chosen, group_size * plan.num_chosen_groups), plan.num_chosen)
     vectors = {"correction": plan.correction, "scales": plan.scales}
     found = _filled(
         native().Experts,

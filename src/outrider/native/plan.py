@@ -15,6 +15,11 @@ _Part = TypeVar("_Part")
 MOST_TOKENS = 128
 """Tokens of a sequence that may see each other (token_block.h)."""
 
+Count = int
+"""At least 1 (bounds.py)."""
+Number = int
+"""At least 0."""
+
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu", "relu2"]
 
 
@@ -57,10 +62,10 @@ class MatrixPlan:
 
     weight: str
     bias: str | None = None
-    part: int = 0
-    num_parts: int = 1
+    part: Number = 0
+    num_parts: Count = 1
     is_transposed: bool = False
-    factors: tuple[tuple[int, float], ...] = ()
+    factors: tuple[tuple[Number, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,24 +104,24 @@ class AttentionPlan:
         is_gated: the query of each head is followed by numbers whose logistic function multiplies the head's output.
     """
 
-    num_heads: int
-    num_groups: int
-    head_width: int
+    num_heads: Count
+    num_groups: Count
+    head_width: Count
     scale: float
     inputs: tuple[MatrixPlan, ...]
     out: MatrixPlan
     query_norm: NormPlan | None = None
     key_norm: NormPlan | None = None
     value_norm: NormPlan | None = None
-    source: int | None = None
+    source: Number | None = None
     values_are_keys: bool = False
     growth: float = 0.0
-    growth_span: int = 1
+    growth_span: Count = 1
     sinks: str | None = None
     cap: float | None = None
-    rope: int | None = 0
-    window: int | None = None
-    before_anchor: int | None = None
+    rope: Number | None = 0
+    window: Count | None = None
+    before_anchor: Number | None = None
     sees_block: bool = False
     norms_whole_rows: bool = False
     is_gated: bool = False
@@ -143,15 +148,15 @@ class RecurrencePlan:
     """
 
     kind: Literal["convolution", "delta", "mamba2"]
-    conv_width: int
-    num_taps: int
+    conv_width: Count
+    num_taps: Count
     taps: str
     inputs: tuple[MatrixPlan, ...]
     out: MatrixPlan
-    num_heads: int = 0
-    num_groups: int = 0
-    key_width: int = 0
-    value_width: int = 0
+    num_heads: Number = 0
+    num_groups: Number = 0
+    key_width: Number = 0
+    value_width: Number = 0
     rates: str = ""
     step_bias: str = ""
     out_norm: NormPlan | None = None
@@ -205,15 +210,15 @@ class ExpertsPlan:
         post_norm: of what all experts of a token give.
     """
 
-    number: int
-    num_chosen: int
+    number: Count
+    num_chosen: Count
     router: MatrixPlan
     ups: tuple[MatrixPlan, ...]
     down: MatrixPlan
     activation: Activation
     latent: tuple[MatrixPlan, MatrixPlan] | None = None
-    num_groups: int = 1
-    num_chosen_groups: int = 1
+    num_groups: Count = 1
+    num_chosen_groups: Count = 1
     slope: float = 1.0
     limit: float | None = None
     is_sigmoid: bool = False
@@ -310,7 +315,7 @@ class Plan:
     head: MatrixPlan
     ropes: tuple[RopePlan, ...] = ()
     place_embedding: str | None = None
-    num_places: int = 0
+    num_places: Number = 0
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
     logit_scale: float = 1.0

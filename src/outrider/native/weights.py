@@ -10,8 +10,8 @@ from torch import Tensor
 
 from outrider.kernels.library import FORMS
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
+from outrider.kernels.structures import native
 from outrider.native.plan import MatrixPlan, NormPlan, NotPlanned
-from outrider.native.structures import native
 
 _NORMS = {"rms": 1, "layer": 2}
 _WHOLE_VECTOR = 16  # rows: parts of a matrix in blocks begin at multiples of this, on all processors
@@ -55,6 +55,8 @@ class Weights:
         if form is None or stored.device.type != "cpu" or not stored.is_contiguous():
             raise NotPlanned(f"{plan.weight} is stored as {stored.dtype} on {stored.device}")
         stored = self.keep(stored.detach().flatten(0, -2))
+        if stored.numel() == 0 or len(stored) % (number * plan.num_parts):
+            raise NotPlanned(f"{plan.weight} has {len(stored)} rows for {number} matrices of {plan.num_parts} parts")
         rows_apart, row_bytes = len(stored) // number, stored.stride(0) * stored.itemsize
         num_channels = rows_apart // plan.num_parts
         first = plan.part * num_channels
@@ -62,6 +64,8 @@ class Weights:
             raise NotPlanned(f"{plan.weight} has parts of {num_channels} rows, no multiple of {_WHOLE_VECTOR}")
         if plan.factors:
             counts, values = zip(*plan.factors, strict=True)
+            if sum(counts[:-1]) > len(stored):
+                raise NotPlanned(f"{plan.weight} has {len(stored)} rows for {sum(counts[:-1])} factors")
             repeats = torch.tensor((*counts[:-1], len(stored) - sum(counts[:-1])))
             factors = torch.tensor(values, dtype=torch.float32).repeat_interleave(repeats)
             scales = self.keep(factors if scales is None else factors * scales)

@@ -21,11 +21,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.library import library
+from outrider.kernels.library import check, library
 from outrider.records import Draft, Verdict
 
 _BYTES = 4  # of an id, and of a weight
 _FREE: dict[int, list[tuple[Tensor, Tensor]]] = {}  # rooms in no use, by their size
+_DTYPES = {"f": torch.float32, "d": torch.float64, "i": torch.int32, "l": torch.int64, "b": torch.bool}
+_ARGUMENTS = {  # n: a number
+    "outrider_candidates": "fnnnniflfflb",
+    "outrider_probabilities": "lnld",
+    "outrider_draw": "lndl",
+    "outrider_draw_with_noise": "lnlll",
+    "outrider_verify": "nnnlllldnlllld",
+}
 _MOVES = (torch.stack, torch.cat, torch.where)
 
 
@@ -34,12 +42,9 @@ def _library() -> ctypes.CDLL | None:
     """The C++ library, if there is a compiler."""
     kernels = library()
     if kernels is not None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        kernels.outrider_candidates.argtypes = [pointer, *[number] * 4, *[pointer] * 7]
-        kernels.outrider_probabilities.argtypes = [pointer, number, pointer, pointer]
-        kernels.outrider_draw.argtypes = [pointer, number, pointer, pointer]
-        kernels.outrider_draw_with_noise.argtypes = [pointer, number, *[pointer] * 3]
-        kernels.outrider_verify.argtypes = [*[number] * 3, *[pointer] * 5, number, *[pointer] * 5]
+        for name, kinds in _ARGUMENTS.items():
+            types = (ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in kinds)
+            getattr(kernels, name).argtypes = [*types]
     return kernels
 
 
@@ -229,6 +234,10 @@ def _call(name: str, *arguments: Tensor | int | None) -> None:
     """Call a function of the library. The arguments outlive it."""
     kernels = _library()
     assert kernels is not None
+    kinds = zip(arguments, _ARGUMENTS[name], strict=True)
+    check(
+        all(one.dtype == _DTYPES.get(kind) for one, kind in kinds if isinstance(one, Tensor)), "arguments as declared"
+    )
     getattr(kernels, name)(*(one.data_ptr() if isinstance(one, Tensor) else one for one in arguments))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.gguf.file import GgufFile
+from outrider.models.kinds import check_counts
 
 # Keys without effect, whatever they state: llama.cpp takes the vocabulary from its tokens, the kind of norms from the
 # architecture (converters may write what both kinds add), and nothing from the others.
@@ -61,6 +62,7 @@ class Stated:
         self.architecture: str = file.metadata.get("general.architecture", "")
         prefix = f"{self.architecture}."
         self._values = {key.removeprefix(prefix): file.metadata[key] for key in file.metadata if key.startswith(prefix)}
+        check_counts(name, self._values)
         self._unread = {*self._values}
         self.read_tensors: set[str] = set()
 

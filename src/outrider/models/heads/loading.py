@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
+from outrider.errors import ModelCorrupt, ModelNotFound, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.heads.assistant import load_assistant
 from outrider.models.heads.base import Head, head_lm
 from outrider.models.heads.block import load_block
 from outrider.models.heads.chains import load_eagle3, load_mtp, mtp_prefix
-from outrider.models.kinds import INDEX, PICKLED, WHOLE, check_no_pickle, head_named
+from outrider.models.kinds import INDEX, PICKLED, WHOLE, building, check_counts, check_no_pickle, head_named
 from outrider.models.mlx import mlx_head
 from outrider.models.reading import held_file, reading
 from outrider.models.registry import ARITHMETICS, ModelSpec, is_gguf
@@ -57,13 +57,13 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
         ModelNotFound
     """
     check_target(target)
-    with _building(spec.name):
+    with building(f"no head can be built of {spec.name}"):
         stated, tensors = _checkpoint(spec, target, allow_pickle=allow_pickle)
     kind = kind_of_head(tensors.keys())
     if kind is None:
         thing = head_named(stated) or "a head"
         raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
-    with _building(spec.name):
+    with building(f"no head can be built of {spec.name}"):
         return head_lm(_LOADERS[kind](tensors, stated, spec.name, target), spec.name, target)
 
 
@@ -80,6 +80,7 @@ def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dic
                 return gguf_head(spec, num_digits)
             return {}, gguf_mtp(file, spec.name, target.model.config, num_digits)
     stated, files = read_config(spec.location), find_tensors(spec.location, allow_pickle=allow_pickle)
+    check_counts(spec.name, stated)
     tensors = without_fp8(read_tensors(spec.location, files), stated)
     return stated, mlx_head(stated, tensors, spec.name, digits_beside(target))
 
@@ -134,29 +135,17 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
         from outrider.models.gguf.file import GgufFile
         from outrider.models.gguf.heads import gguf_mtp
 
-        with _building(name):
+        with building(f"no head can be built of {name}"):
             tensors = gguf_mtp(GgufFile.open(Path(location)), name, model.config, digits_beside(target))
         if not tensors:
             raise UnsupportedModel(f"the file of {target.name} has no MTP layers: choose another draft")
     else:
         files = find_tensors(location, allow_pickle=allow_pickle)
         prefix = mtp_prefix(files, target)
-        with _building(name):
+        with building(f"no head can be built of {name}"):
             tensors = without_fp8(read_tensors(location, files, prefix), read_config(location))
-    with _building(name):
+    with building(f"no head can be built of {name}"):
         return head_lm(load_mtp(tensors, prefix, name, target), f"{target.name}:{MTP}", target)
-
-
-@contextmanager
-def _building(name: str) -> Iterator[None]:
-    """Translate errors of Transformers' and torch's classes, of many types, for configurations that make no sense."""
-    try:
-        yield
-    except (OutriderError, torch.OutOfMemoryError, AssertionError):
-        raise
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise ModelCorrupt(f"no head can be built of {name} ({type(error).__name__}: {reason})") from None
 
 
 def kind_of_head(found: Set[str]) -> str | None:

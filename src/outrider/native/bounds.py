@@ -1,0 +1,104 @@
+"""Bounds of the numbers of a plan, which the C++ code trusts: with a count of 0 or -1 it writes beyond a buffer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from outrider.native.plan import (
+    AttentionPlan,
+    ExpertsPlan,
+    LayerPlan,
+    MatrixPlan,
+    MlpPlan,
+    NotPlanned,
+    Plan,
+    RecurrencePlan,
+)
+
+_LEAST = {"Count": 1, "Number": 0}  # by the first word of a field's type
+_MOST = 2**32  # the product of two is within int64
+_MOST_TAPS = 8  # of a convolution (recurrence.h)
+
+
+def check_plan(plan: Plan) -> None:
+    """Raises NotPlanned: a number is beyond its bounds, by itself or beside others."""
+    for part in _parts(plan):
+        for one in fields(part):
+            kind, value = str(one.type), getattr(part, one.name)
+            least = _LEAST.get(kind.split()[0])
+            for number in () if value is None and "None" in kind else _flat(value):
+                is_real = isinstance(number, int | float if least is None else int) and math.isfinite(number)
+                if not is_real or least is not None and not least <= number <= _MOST:
+                    raise NotPlanned(f"its plan has {one.name} = {number!r:.40}")
+        for wrong, is_there in _contradictions(part):
+            if is_there:
+                raise NotPlanned(f"its plan has {wrong}")
+
+
+def _contradictions(part: Any) -> Iterator[tuple[str, bool]]:
+    """Numbers of a part that are impossible beside each other, and whether they are there. Each is within its own
+    bounds."""
+    match part:
+        case MatrixPlan():
+            yield f"part {part.part} of {part.num_parts}", part.part >= part.num_parts
+        case AttentionPlan():
+            yield f"{part.num_heads} heads in {part.num_groups} groups", part.num_heads % part.num_groups > 0
+        case RecurrencePlan():
+            sizes = part.num_heads, part.num_groups, part.key_width, part.value_width
+            yield f"heads of the sizes {sizes}", any(sizes) if part.kind == "convolution" else not all(sizes)
+            yield f"{part.num_heads} heads in {part.num_groups} groups", any(sizes) and sizes[0] % sizes[1] > 0
+            yield f"{part.num_taps} taps", part.num_taps > _MOST_TAPS
+        case MlpPlan():
+            yield f"{len(part.ups)} matrices before an activation", len(part.ups) not in (1, 2)
+        case ExpertsPlan():
+            number, num_groups, num_chosen = part.number, part.num_groups, part.num_chosen
+            yield f"{number} experts in {num_groups} groups", number % num_groups > 0
+            # The two largest scores of a group count.
+            yield f"{number} experts in {num_groups} groups, of less than two each", number < 2 * num_groups > 2
+            yield f"{part.num_chosen_groups} of {num_groups} groups of experts", part.num_chosen_groups > num_groups
+            most = number // num_groups * part.num_chosen_groups
+            yield f"{num_chosen} experts of a token, of {most}", num_chosen > most
+            yield f"{len(part.ups)} matrices before an activation", len(part.ups) not in (1, 2)
+            yield "a limit of experts that have no gate", part.limit is not None and len(part.ups) < 2
+            # The norm would be of the latent width.
+            yield "experts of another width, which have a norm", None not in (part.latent, part.post_norm)
+        case LayerPlan():
+            yield "a gate of sides of two matrices", part.side is not None and len(part.side.ups) != 1
+        case Plan():
+            yield from _of_layers(part)
+
+
+def _of_layers(plan: Plan) -> Iterator[tuple[str, bool]]:
+    yield "no layers", not plan.layers
+    yield "embeddings of no positions", plan.place_embedding is not None and plan.num_places == 0
+    owners = set[int]()  # layers with keys and values of their own
+    for i, layer in enumerate(plan.layers):
+        yield f"a gate of sides in layer {i}, and no sides", layer.side is not None and plan.sides is None
+        if isinstance(layer.mixer, AttentionPlan):
+            rope, source = layer.mixer.rope, layer.mixer.source
+            yield f"no rope {rope} for layer {i}", rope is not None and rope >= len(plan.ropes)
+            yield f"no keys of layer {source} for layer {i}", source is not None and source not in owners
+            if source is None:
+                owners.add(i)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """All plans within a plan, and the plan."""
+    if is_dataclass(value):
+        yield from _parts(tuple(getattr(value, one.name) for one in fields(value)))
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from _parts(one)
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Numbers of a field, or what stands in their place."""
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _flat(one)
+    elif not (isinstance(value, str | bool) or is_dataclass(value)):
+        yield value

@@ -1,0 +1,140 @@
+"""Bounds of the numbers of a plan: each is checked before the C++ code reads it."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from native_cases import CASES, random_model
+from outrider.native import plan as plans
+from outrider.native.bounds import check_plan
+from outrider.native.engine import NativeForward
+from outrider.native.families import plan_of
+from outrider.native.plan import AttentionPlan, ExpertsPlan, NotPlanned, Plan, RecurrencePlan
+
+_FAMILIES = {
+    "gpt2": "plain",
+    "ministral3": "a window",
+    "falcon_h1": "multipliers",
+    "gemma4_text": "experts",
+    "glm4_moe": "groups",
+    "gpt_oss": "plain",
+    "lfm2": "plain",
+    "nemotron_h": "wide latent experts in groups",
+    "qwen3_5_text": "plain",
+}
+
+
+@cache
+def _plan(family: str, name: str) -> Plan:
+    return plan_of(random_model(family, CASES[family][name]).config)
+
+
+def _changed(value: Any, kind: type, **changes: Any) -> Any:
+    """A plan whose first part of a kind has other numbers."""
+    is_done = False
+
+    def change(one: Any) -> Any:
+        nonlocal is_done
+        if isinstance(one, kind) and not is_done:
+            is_done = True
+            return replace(one, **changes)
+        if isinstance(one, tuple):
+            return tuple(map(change, one))
+        if is_dataclass(one) and not isinstance(one, type):
+            return replace(one, **{field.name: change(getattr(one, field.name)) for field in fields(one)})
+        return one
+
+    changed = change(value)
+    assert is_done
+    return changed
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if is_dataclass(value):
+        yield value
+        value = tuple(getattr(value, one.name) for one in fields(value))
+    if isinstance(value, tuple):
+        for one in value:
+            yield from _parts(one)
+
+
+_KINDS = [one for one in vars(plans).values() if is_dataclass(one)]
+
+
+def test_each_whole_number_has_bounds() -> None:
+    """A field that is declared as int has none."""
+    assert len(_KINDS) == 11
+    for kind in _KINDS:
+        for one in fields(kind):
+            words = str(one.type).replace("[", " ").replace("]", " ").replace(",", " ").split()
+            assert "int" not in words, (kind, one.name)
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
+def test_numbers_beyond_bounds(family: str) -> None:
+    plan = _plan(family, _FAMILIES[family])
+    check_plan(plan)
+    for kind in {type(part) for part in _parts(plan)}:
+        for one in fields(kind):
+            least = {"Count": 1, "Number": 0}.get(str(one.type).split()[0])
+            if least is None and "float" not in str(one.type):
+                continue
+            wrong = (math.nan, math.inf, 1j, -1j) if least is None else (least - 1, 2**32 + 1, 1.5, math.nan, 2j)
+            for number in wrong:
+                changed = (number,) if str(one.type).startswith("tuple") else number
+                with pytest.raises(NotPlanned, match=f"its plan has {one.name} = "):
+                    check_plan(_changed(plan, kind, **{one.name: changed}))
+
+
+_CONTRADICTIONS: list[tuple[str, Callable[[Plan], Plan], str]] = [
+    ("gemma4_text", lambda plan: _changed(plan, AttentionPlan, num_heads=3), "3 heads in 2 groups"),
+    ("gemma4_text", lambda plan: _changed(plan, AttentionPlan, rope=9), "no rope 9 for layer 0"),
+    ("gemma4_text", lambda plan: _changed(plan, AttentionPlan, source=0), "no keys of layer 0 for layer 0"),
+    ("gemma4_text", lambda plan: _changed(plan, AttentionPlan, source=2), "no keys of layer 2 for layer 0"),
+    ("gemma4_text", lambda plan: replace(plan, sides=None), "a gate of sides in layer 0, and no sides"),
+    (
+        "gemma4_text",
+        lambda plan: _changed(plan, ExpertsPlan, limit=1.0, ups=plan.layers[0].mlp.ups[:1]),
+        "have no gate",
+    ),
+    ("gemma4_text", lambda plan: replace(plan, layers=()), "no layers"),
+    ("gpt2", lambda plan: replace(plan, num_places=0), "embeddings of no positions"),
+    ("lfm2", lambda plan: _changed(plan, RecurrencePlan, num_heads=1), "heads of the sizes"),
+    ("lfm2", lambda plan: _changed(plan, RecurrencePlan, num_taps=9), "9 taps"),
+    ("qwen3_5_text", lambda plan: _changed(plan, RecurrencePlan, value_width=0), "heads of the sizes"),
+    ("qwen3_5_text", lambda plan: _changed(plan, RecurrencePlan, num_groups=3), "4 heads in 3 groups"),
+    ("glm4_moe", lambda plan: _changed(plan, ExpertsPlan, ups=()), "0 matrices before an activation"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "reason"), _CONTRADICTIONS)
+def test_numbers_that_are_impossible_together(family: str, change: Callable[[Plan], Plan], reason: str) -> None:
+    with pytest.raises(NotPlanned, match=reason):
+        check_plan(change(_plan(family, _FAMILIES[family])))
+
+
+@pytest.mark.parametrize("number", [0, -1])
+def test_experts_of_a_token(number: int) -> None:
+    """Before, the process was ended in its first forward. A head has a plan of its own, and no probe."""
+    fields = CASES["gemma4_text"]["experts"]
+    model = random_model("gemma4_text", fields)
+    plan = _changed(plan_of(model.config), ExpertsPlan, num_chosen=number)
+    for own in (None, plan):
+        if own is None:
+            model.config.top_k_experts = number
+        with pytest.raises(NotPlanned, match=f"num_chosen = {number}"):
+            NativeForward(model, own)
+
+
+def test_sides_of_another_width() -> None:
+    model = random_model("gemma4_text", CASES["gemma4_text"]["plain"])
+    side = model.model.layers[0]
+    for name in ("per_layer_input_gate", "per_layer_projection"):
+        weight = getattr(side, name).weight
+        weight.data = weight.data[:20] if name.endswith("gate") else weight.data[:, :20].contiguous()
+    with pytest.raises(NotPlanned, match="per_layer_projection.weight has the size 20, not 28"):
+        NativeForward(model)
