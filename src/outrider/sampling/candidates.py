@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.library import library
+from outrider.kernels.library import is_done, library
 from outrider.records import Draft, Verdict
 
 _BYTES = 4  # of an id, and of a weight
@@ -40,6 +40,7 @@ def _library() -> ctypes.CDLL | None:
         kernels.outrider_draw.argtypes = [pointer, number, pointer, pointer]
         kernels.outrider_draw_with_noise.argtypes = [pointer, number, *[pointer] * 3]
         kernels.outrider_verify.argtypes = [*[number] * 3, *[pointer] * 5, number, *[pointer] * 5]
+        kernels.outrider_candidates.restype = kernels.outrider_verify.restype = is_done
     return kernels
 
 
