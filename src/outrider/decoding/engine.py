@@ -25,7 +25,7 @@ from outrider.decoding.runner import PREFILL_CHUNK, Runner, next_forward
 from outrider.decoding.schedule import ConstantSchedule, RoundOutcome, RowCounts, Schedule
 from outrider.decoding.scheduler import Load, Scheduler, Slots
 from outrider.drafters.base import Drafter
-from outrider.errors import DeviceError, OutriderError
+from outrider.errors import DeviceError
 from outrider.records import Request, Round, RowRound, Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
@@ -178,7 +178,7 @@ class Engine:
             try:
                 self._in_flight.append(self._start_round())
             except DeviceError as error:
-                lost += self._fail(self._batch.running, error)
+                lost.append(self._fail(self._batch.running, error))
         if not self._in_flight:
             # The prefill counts in the next round.
             return Round(tuple(lost), Timing()) if lost or self._scheduler.filling else None
@@ -273,12 +273,12 @@ class Engine:
             if row is not None and row.is_done and row.slot >= 0:
                 self._leave(row)
 
-    def _fail(self, rows: Sequence[Row], error: OutriderError) -> list[RowRound]:
-        """End the rows of a step that cannot run; the others go on."""
-        for row in rows:
-            row.is_spoilt = True
-            self._leave(row)
-        return [failed(row, error) for row in rows]
+    def _fail(self, rows: Sequence[Row], error: DeviceError) -> RowRound:
+        """End the longest row of a step that lacks memory; the others are tried again."""
+        row = max(rows, key=lambda row: row.num_missing or row.length)
+        row.is_spoilt = True
+        self._leave(row)
+        return failed(row, error)
 
     def _leave(self, row: Row) -> None:
         # NaN would reach the next sequence in the slot. A cancelled prefill or unread rounds may have left some.
@@ -350,7 +350,7 @@ class Engine:
             try:
                 self._runner.feed(rows, width, self._batch.ids)
             except DeviceError as error:
-                lost += self._fail(rows, error)
+                lost.append(self._fail(rows, error))
                 rows = []
             if num_left is not None:
                 num_left -= max(1, width * len(rows))
