@@ -19,6 +19,7 @@ from itertools import zip_longest
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
+from outrider.errors import OutriderError
 from outrider.options import Sampling
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class RowRound:
         logprobs: one for each token, if asked for.
         num_cached_tokens: in a row's first round, the prompt tokens found in the cache.
         queued_s: in a row's first round, the seconds that the row waited for a slot.
-        error: the reason, where ``finish_reason`` is "error"; no token of this round is committed then.
+        error: why the row has ended, where ``finish_reason`` is "error"; no token of this round is committed then.
         drafted: all drafted tokens, rejected or not, if asked for.
         slot: the row's slot of the cache.
         has_broken_draft: the draft was cut, since the draft model gave NaN or infinite logits.
@@ -174,7 +175,7 @@ class RowRound:
     finish_reason: FinishReason | None
     logprobs: tuple[TokenLogprob, ...] | None
     num_cached_tokens: int = 0
-    error: str | None = None
+    error: OutriderError | None = None
     drafted: tuple[DraftedToken, ...] | None = None
     slot: int = field(default=0, compare=False)
     queued_s: float = field(default=0.0, compare=False)

@@ -7,7 +7,7 @@
 #include "checks.h"
 
 extern "C" {
-void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+int32_t outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
                             const int64_t* nums_channels, int64_t num_matrices, int64_t form, int64_t num_digits,
                             float* y, int64_t num_threads);
 bool outrider_widen_rows(const void* matrix, int64_t form, int64_t num_channels, int64_t width, const int64_t* rows,

@@ -5,7 +5,7 @@
 #include "checks.h"
 
 extern "C" {
-bool outrider_forward(const void* model, const void* batch, int64_t num_threads);
+int32_t outrider_forward(const void* model, const void* batch, int64_t num_threads);
 void outrider_interleave(const void* matrix, int64_t form, int64_t num_channels, int64_t width, void* to,
                          int64_t num_threads);
 }

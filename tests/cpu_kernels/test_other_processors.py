@@ -56,6 +56,16 @@ def test_the_kernels_on_other_processors(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_nothing_is_out_of_bounds(tmp_path: Path) -> None:
+    """Nor undefined, by what the compiler checks."""
+    checks = "-g1 -fsanitize=address,undefined -fno-sanitize-recover=all"
+    level = next(one.name for one in levels_here())
+    if (missing := _missing(level, f"{_NOT_OPTIMIZED[level]} {checks}")) is not None:
+        pytest.skip(missing)
+    _results(f"{_NOT_OPTIMIZED[level]} {checks}", level, _FEW, tmp_path)
+
+
+@pytest.mark.slow
 def test_a_compiler_that_avoids_fused_multiply_adds(tmp_path: Path) -> None:
     """GCC 12 avoids some of this width when it tunes for Zen, and not others."""
     command = "g++ -O2 -march=x86-64-v3 -mtune=znver3"

@@ -14,7 +14,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 from servers import LIMIT_S, Running, as_sent, is_free, loading, running, wait_until, words
+from torch import Tensor
 
 from outrider.api import load
 from outrider.decoder import Decoder
@@ -279,6 +281,26 @@ def test_an_engine_that_fails_ends_the_server(kind: type[BaseException], caplog:
     assert server.model.admission.state == "failed"  # of which /health tells
     assert response.status_code == 500 and "device" not in response.text
     assert "the engine has failed" in caplog.text
+
+
+def test_a_request_that_lacks_memory() -> None:
+    """It is told to come again, and the server goes on."""
+    decoder = words(1000)
+    whole = decoder.target.model.forward
+
+    @wraps(whole)
+    def forward(input_ids: Tensor, *arguments: object, **more: object) -> object:
+        if input_ids.shape[1] > 100:
+            torch.empty(2**60, dtype=torch.uint8)
+        return whole(input_ids, *arguments, **more)
+
+    decoder.target.model.forward = forward
+    with running(decoder, context_len=1000) as server, server.http() as http:
+        for num_words, status in ((3, 200), (300, 503), (4, 200)):
+            prompt = " ".join(["w1"] * num_words)
+            response = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3})
+            assert response.status_code == status, response.text
+        assert http.get("/health").status_code == 200
 
 
 def _fails(*_: object, **__: object) -> Any:

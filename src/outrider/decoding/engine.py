@@ -20,12 +20,12 @@ import torch
 
 from outrider.decoding.batch import Batch, Row, final_length, final_room
 from outrider.decoding.fair_queue import FairQueue
-from outrider.decoding.readback import StartedRound, read
+from outrider.decoding.readback import StartedRound, failed, read
 from outrider.decoding.runner import PREFILL_CHUNK, Runner, next_forward
 from outrider.decoding.schedule import ConstantSchedule, RoundOutcome, RowCounts, Schedule
 from outrider.decoding.scheduler import Load, Scheduler, Slots
 from outrider.drafters.base import Drafter
-from outrider.errors import NumericsError
+from outrider.errors import DeviceError
 from outrider.records import Request, Round, RowRound, Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
@@ -54,6 +54,7 @@ def decode(
 
     Raises:
         NumericsError: a model gave NaN or infinite logits.
+        DeviceError: a step lacks memory.
     """
     if not requests:
         return
@@ -72,7 +73,7 @@ def decode(
     while (round_ := engine.step()) is not None:
         for row in round_.rows:
             if row.error is not None:
-                raise NumericsError(f"prompt {row.row}: {row.error}" if len(requests) > 1 else row.error)
+                raise type(row.error)(f"prompt {row.row}: {row.error}") if len(requests) > 1 else row.error
         yield round_
 
 
@@ -170,13 +171,17 @@ class Engine:
             clock.wait(clock.mark())  # for work left by an earlier loop
         begin_s = time.perf_counter()
         self._leave_cancelled()
-        self._fill()
+        lost = self._fill()
         # The rounds ahead of the one that is read. Each unread round commits a token or more.
         lookahead = 0 if self._batch.has_constraints else self._lookahead
         while len(self._in_flight) <= lookahead and self._is_open(len(self._in_flight)):
-            self._in_flight.append(self._start_round())
+            try:
+                self._in_flight.append(self._start_round())
+            except DeviceError as error:
+                lost.append(self._fail(self._batch.running, error))
         if not self._in_flight:
-            return Round((), Timing()) if self._scheduler.filling else None  # the prefill counts in the next round
+            # The prefill counts in the next round.
+            return Round(tuple(lost), Timing()) if lost or self._scheduler.filling else None
         done = self._in_flight.popleft()
         clock.wait(done.marks[-1])
         self._agreement.check(done.report)
@@ -193,7 +198,7 @@ class Engine:
             self._in_flight.clear()
         timing = self._timing(done, begin_s)
         self._learn(done, most_drafted, row_rounds, timing, is_idle=is_idle)
-        return Round(tuple(row_rounds), timing)
+        return Round((*lost, *row_rounds), timing)
 
     # Rounds
 
@@ -268,6 +273,13 @@ class Engine:
             if row is not None and row.is_done and row.slot >= 0:
                 self._leave(row)
 
+    def _fail(self, rows: Sequence[Row], error: DeviceError) -> RowRound:
+        """End the longest row of a step that lacks memory; the others are tried again."""
+        row = max(rows, key=lambda row: row.num_missing or row.length)
+        row.is_spoilt = True
+        self._leave(row)
+        return failed(row, error)
+
     def _leave(self, row: Row) -> None:
         # NaN would reach the next sequence in the slot. A cancelled prefill or unread rounds may have left some.
         num_kept = row.length - 1
@@ -330,14 +342,19 @@ class Engine:
 
     # Prompts
 
-    def _fill(self) -> None:
+    def _fill(self) -> list[RowRound]:
         """Let rows join. Prefill one chunk, and activate the rows whose prefill is complete; others may join with their
-        prefix, before a round moves states beyond it."""
+        prefix, before a round moves states beyond it. Returns the last rounds of rows that lack memory."""
         num_left, filling = self._prefill_chunk, self._scheduler.filling
+        lost: list[RowRound] = []
         self._join()
         while filling and (num_left is None or num_left > 0):
             rows, width = next_forward(filling, self._target.device, chunk=self._prefill_chunk, num_left=num_left)
-            self._runner.feed(rows, width, self._batch.ids)
+            try:
+                self._runner.feed(rows, width, self._batch.ids)
+            except DeviceError as error:
+                lost.append(self._fail(rows, error))
+                rows = []
             if num_left is not None:
                 num_left -= max(1, width * len(rows))
             for row in rows:
@@ -345,3 +362,4 @@ class Engine:
                     self._batch.start(row)
                     self._scheduler.end_prefill(row)
             self._join()
+        return lost

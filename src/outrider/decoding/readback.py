@@ -14,7 +14,7 @@ from torch import Tensor
 
 from outrider.decoding.batch import Row, SlotRows
 from outrider.decoding.verify import VerifyResult
-from outrider.errors import NumericsError
+from outrider.errors import NumericsError, OutriderError
 from outrider.records import Draft, DraftedToken, FinishReason, Origin, RowRound, TokenLogprob
 from outrider.sampling.probs import wide
 
@@ -114,7 +114,7 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
             error = error or _no_distribution(row, target_name, row.length + n)
         if error is not None:
             row.is_done = True
-            row_rounds.append(_failed(row, error, num_cached))
+            row_rounds.append(failed(row, NumericsError(error), num_cached))
             continue
         row.token_ids += token_ids
         row.is_done = reason is not None
@@ -168,7 +168,8 @@ def _no_distribution(row: Row, target_name: str, position: int) -> str:
     return f"every token that the options allow at position {position} has a logit of minus infinity, or {message}"
 
 
-def _failed(row: Row, error: str, num_cached: int) -> RowRound:
+def failed(row: Row, error: OutriderError, num_cached: int = 0) -> RowRound:
+    """The last round of a row that ends with an error."""
     return RowRound(row.index, (), (), 0, 0, False, "error", None, num_cached, error)
 
 

@@ -28,6 +28,7 @@ from outrider.runtime.media import prefill_media
 from outrider.runtime.padding import num_together
 from outrider.sampling.noise import NoiseAhead
 from outrider.sampling.rules import Rule
+from outrider.system.resources import memory_errors
 
 
 class Runner:
@@ -78,8 +79,9 @@ class Runner:
         self.cache.erase(slot, num_kept, end)
         self.session.assign(slot, None, num_kept)
 
+    @memory_errors()
     def feed(self, rows: Sequence[Row], width: int, ids: Tensor) -> None:
-        """Prefill the next tokens of rows in adjacent slots, at most ``width`` of each.
+        """Prefill the next tokens of rows in adjacent slots, at most ``width`` of each. Raises DeviceError.
 
         Args:
             ids: tokens of all slots; column j holds the token at position j. [S, N]
@@ -109,8 +111,9 @@ class Runner:
         for row, filled in zip(rows, ends, strict=True):
             row.num_filled = filled
 
+    @memory_errors()
     def start(self, batch: Batch, rows: SlotRows, chosen_k: int) -> StartedRound:
-        """Start a round, which the device may still be computing on return.
+        """Start a round, which the device may still be computing on return. Raises DeviceError.
 
         Args:
             rows: the first slots of the batch.

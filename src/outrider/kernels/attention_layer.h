@@ -69,47 +69,54 @@ struct AttentionLayer : Worker {
     }
   }
 
+  // A group of tasks at a time, so that what is kept does not grow with the sequence.
   void attend() const {
     const Tasks& tasks = *b.tasks_of(a);
-    const int64_t number = tasks.list.size(), D = a.head_width, padded = (D + LANES - 1) / LANES * LANES;
-    const int64_t shared = a.num_heads / a.num_groups, inputs_width = a.inputs_width();
-    const Buffer queries = buffer(MOST_QUERIES * padded);
-    std::fill_n(queries.get(), MOST_QUERIES * padded, 0.0f);
-    for (int64_t i = me; i < number; i += n) {
-      const Task& task = tasks.list[i];
-      const int64_t row = b.tokens[task.first / shared].row, begin = task.part * PLACES;
-      const int64_t at = ((row * b.batch.row_places + begin) * a.num_groups + task.group) * D;
-      Part<Number> part{queries.get(), padded, D, static_cast<Number*>(b.batch.stores[a.store]) + at,
-                        static_cast<Number*>(b.batch.stores[a.store + 1]) + at, a.num_groups * D, {}, {},
-                        static_cast<float>(a.scale), static_cast<float>(a.cap),
-                        &b.kept[i * MOST_QUERIES * b.kept_width(a)]};
-      for (int64_t q = 0; q < task.number; q++) {
-        const int64_t t = (task.first + q) / shared;
-        const Seen places = seen(a.reach, b.tokens[t]);
-        std::copy_n(&b.inputs[t * inputs_width + a.query_at(task.head(q, shared))], D, &queries[q * padded]);
-        part.ends[q] = std::clamp<int64_t>(places.end - begin, 0, PLACES);
-        part.begins[q] = std::clamp<int64_t>(places.begin - begin, 0, part.ends[q]);
+    const int64_t number = tasks.list.size();
+    float* queries = own<float>();
+    std::fill_n(queries, MOST_QUERIES * b.padded(a.head_width), 0.0f);
+    for (int64_t begin = 0, end; begin < number; begin = end) {
+      if (begin && tasks.has_parts) wait();
+      for (end = begin; end < number && (end == begin || tasks.list[end].kept); end++) {
+        const Task& task = tasks.list[end];
+        for (int64_t p = (me + n - task.kept % n) % n; p < task.num_parts; p += n) attend(task, p, queries);
       }
-      switch (task.number) {
-        case 1: part.template attend<1>(); break;
-        case 2: part.template attend<2>(); break;
-        case 3: part.template attend<3>(); break;
-        case 4: part.template attend<4>(); break;
-        case 5: part.template attend<5>(); break;
-        case 6: part.template attend<6>(); break;
+      if (!tasks.has_parts) continue;
+      wait();
+      for (int64_t i = begin + me; i < end; i += n) {
+        if (tasks.list[i].num_parts > 1) gather(tasks.list[i]);
       }
-      if (task.num_parts == 1) gather(task, i);
-    }
-    if (!tasks.has_parts) return;
-    wait();
-    for (int64_t i = me; i < number; i += n) {
-      if (tasks.list[i].is_first && tasks.list[i].num_parts > 1) gather(tasks.list[i], i);
     }
   }
-  void gather(const Task& task, int64_t i) const {
+  void attend(const Task& task, int64_t p, float* queries) const {
+    const int64_t D = a.head_width, padded = b.padded(D), shared = a.num_heads / a.num_groups;
+    const int64_t row = b.tokens[task.first / shared].row, begin = (task.part + p) * PLACES;
+    const int64_t at = ((row * b.batch.row_places + begin) * a.num_groups + task.group) * D;
+    Part<Number> part{queries, padded, D, static_cast<Number*>(b.batch.stores[a.store]) + at,
+                      static_cast<Number*>(b.batch.stores[a.store + 1]) + at, a.num_groups * D, {}, {},
+                      static_cast<float>(a.scale), static_cast<float>(a.cap), kept(task, p)};
+    for (int64_t q = 0; q < task.number; q++) {
+      const int64_t t = (task.first + q) / shared;
+      const Seen places = seen(a.reach, b.tokens[t]);
+      std::copy_n(&b.inputs[t * a.inputs_width() + a.query_at(task.head(q, shared))], D, &queries[q * padded]);
+      part.ends[q] = std::clamp<int64_t>(places.end - begin, 0, PLACES);
+      part.begins[q] = std::clamp<int64_t>(places.begin - begin, 0, part.ends[q]);
+    }
+    switch (task.number) {
+      case 1: part.template attend<1>(); break;
+      case 2: part.template attend<2>(); break;
+      case 3: part.template attend<3>(); break;
+      case 4: part.template attend<4>(); break;
+      case 5: part.template attend<5>(); break;
+      case 6: part.template attend<6>(); break;
+    }
+    if (task.num_parts == 1) gather(task);
+  }
+  float* kept(const Task& task, int64_t p) const { return &b.kept[(task.kept + p) * MOST_QUERIES * b.kept_width(a)]; }
+  void gather(const Task& task) const {
     const int64_t shared = a.num_heads / a.num_groups, kept_width = b.kept_width(a);
     for (int64_t q = 0; q < task.number; q++) {
-      const float* parts = &b.kept[(i * MOST_QUERIES + q) * kept_width];
+      const float* parts = kept(task, 0) + q * kept_width;
       const int64_t t = (task.first + q) / shared, head = task.head(q, shared), D = a.head_width;
       float* to = &b.attended[t * a.q_width() + head * D];
       const float* sink = a.sinks == nullptr ? nullptr : a.sinks + head;

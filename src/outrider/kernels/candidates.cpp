@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "functions.h"
+#include "status.h"
 #include "token_rows.h"
 
 namespace {
@@ -220,9 +221,9 @@ extern "C" {
 
 // Rows of logits to rows of tokens, each of which has room for all of them. An option that is null is off in all rows;
 // `places` rows have the same options. The logits are those of `token_ids`, ascending; of all tokens if that is null.
-void outrider_candidates(const float* logits, int64_t num_rows, int64_t stride, int64_t num_tokens, int64_t places,
-                         const int32_t* token_ids, const float* temperature, const int64_t* top_k, const float* top_p,
-                         const float* least_score, Row* rows, uint8_t* is_finite) {
+Status outrider_candidates(const float* logits, int64_t num_rows, int64_t stride, int64_t num_tokens, int64_t places,
+                           const int32_t* token_ids, const float* temperature, const int64_t* top_k, const float* top_p,
+                           const float* least_score, Row* rows, uint8_t* is_finite) try {
   static thread_local Scratch scratch;
   for (int64_t i = 0; i < num_rows; i++) {
     int64_t b = i / places;
@@ -238,5 +239,8 @@ void outrider_candidates(const float* logits, int64_t num_rows, int64_t stride, 
     }
     for (int64_t j = 0; j < rows[i].count; j++) ids[j] = token_ids[ids[j]];
   }
+  return DONE;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }
 }

@@ -8,26 +8,29 @@
 
 namespace {
 
-// Choices of all tokens, by expert.
+// Choices of all tokens, by expert. `own`: 2 (num_experts + 1 + number) numbers of memory.
 struct ByExpert {
-  ByExpert(const Choice* choices, int64_t number, int64_t num_experts)
-      : begins(num_experts + 1), order(number), places(number) {
+  ByExpert(const Choice* choices, int64_t number, int64_t num_experts, int64_t* own)
+      : num_experts(num_experts), begins(own), order(own + num_experts + 1), places(order + number) {
+    std::fill_n(begins, num_experts + 1, 0);
     for (int64_t i = 0; i < number; i++) begins[choices[i].expert + 1]++;
     for (int64_t e = 0; e < num_experts; e++) begins[e + 1] += begins[e];
-    std::vector<int64_t> next(begins.begin(), begins.end() - 1);
+    int64_t* next = places + number;
+    std::copy_n(begins, num_experts, next);
     for (int64_t i = 0; i < number; i++) order[places[i] = next[choices[i].expert]++] = i;
   }
 
   // Calls `run(expert, begin, end)` with the places of each expert that is chosen.
   template <typename Run>
   void each(Run run) const {
-    for (size_t e = 0; e + 1 < begins.size(); e++) {
+    for (int64_t e = 0; e < num_experts; e++) {
       if (begins[e] < begins[e + 1]) run(e, begins[e], begins[e + 1]);
     }
   }
 
-  std::vector<int64_t> begins;         // of the experts, and the end
-  std::vector<int64_t> order, places;  // the choice at each place, and the place of each choice
+  const int64_t num_experts;
+  int64_t* const begins;                // of the experts, and the end
+  int64_t *const order, *const places;  // the choice at each place, and the place of each choice
 };
 
 struct ExpertsLayer : Worker {
@@ -56,7 +59,7 @@ struct ExpertsLayer : Worker {
       wait();
     }
     const Buffer& rows = is_latent ? b.found : b.normed;
-    const ByExpert by_expert(b.choices.get(), number, experts.number);
+    const ByExpert by_expert(b.choices.get(), number, experts.number, own<int64_t>());
     for (int64_t i = me; i < number; i += n) {
       std::copy_n(&rows[by_expert.order[i] / experts.num_chosen * R], R, &b.gathered[i * R]);
       round_gathered(b.gathered, R, by_expert, i);
@@ -90,7 +93,8 @@ struct ExpertsLayer : Worker {
 
   // Rows at the places of an expert, and where they are rounded.
   Rows rows_of(const Buffer& rows, int64_t width, int64_t begin, int64_t end) const {
-    return {&rows[begin * width], &b.chunks[begin * num_chunks(width)], end - begin, width, m.num_digits};
+    const RoundedChunk* chunks = m.num_digits ? &b.chunks[begin * num_chunks(width)] : nullptr;
+    return {&rows[begin * width], chunks, end - begin, width, m.num_digits, &b.lacks_memory};
   }
   void round_gathered(const Buffer& rows, int64_t width, const ByExpert& by_expert, int64_t i) const {
     const int64_t expert = b.choices[by_expert.order[i]].expert, begin = by_expert.begins[expert];
@@ -105,9 +109,11 @@ struct ExpertsLayer : Worker {
     } else {
       softmax(scores, E);
     }
-    std::vector<float> left(scores, scores + E);
+    int64_t* order = own<int64_t>();
+    float *sums = reinterpret_cast<float*>(order + experts.num_groups), *left = sums + experts.num_groups;
+    std::copy_n(scores, E, left);
     if (experts.correction != nullptr) for (int64_t e = 0; e < E; e++) left[e] += experts.correction[e];
-    if (experts.num_groups > 1) leave_groups(left);
+    if (experts.num_groups > 1) leave_groups(left, sums, order);
     float total = experts.added;
     for (int64_t c = 0; c < experts.num_chosen; c++) {
       int64_t best = 0;
@@ -128,10 +134,8 @@ struct ExpertsLayer : Worker {
 
   // Leaves out all groups but those whose two largest scores have the largest sums: the first ones of equal sums. A group
   // with NaN stays first, as experts with NaN do: it tells that the router is broken.
-  void leave_groups(std::vector<float>& scores) const {
+  void leave_groups(float* scores, float* sums, int64_t* order) const {
     const int64_t G = experts.num_groups, number = experts.number / G;
-    std::vector<float> sums(G);
-    std::vector<int64_t> order(G);
     for (int64_t g = 0; g < G; g++) {
       float largest = -__builtin_inff(), second = largest;
       for (int64_t e = g * number; e < (g + 1) * number; e++) {
@@ -141,8 +145,11 @@ struct ExpertsLayer : Worker {
       sums[g] = largest + second;
       order[g] = g;
     }
-    std::stable_sort(order.begin(), order.end(), [&](int64_t one, int64_t other) {
+    auto wins = [&](int64_t one, int64_t other) {
       return sums[one] > sums[other] || (std::isnan(sums[one]) && !std::isnan(sums[other]));
+    };
+    std::sort(order, order + G, [&](int64_t one, int64_t other) {  // a stable one would allocate
+      return wins(one, other) || (one < other && !wins(other, one));
     });
     for (int64_t i = experts.num_chosen_groups; i < G; i++) {
       std::fill_n(&scores[order[i] * number], number, -__builtin_inff());

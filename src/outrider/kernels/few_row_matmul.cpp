@@ -15,6 +15,7 @@
 
 #include "int8_tiles.h"
 #include "products.h"
+#include "status.h"
 
 namespace {
 
@@ -126,7 +127,9 @@ void products(const Rows& x, const Matrix& matrix, Share share, float* y, int64_
       auto weights = static_cast<const int8_t*>(matrix.data);
 #ifdef HAS_TILES
       if (fits_tiles(x.width)) {
-        return tile_share(Digits(x.x, x.number, x.width), x.number, weights, x.width, share.begin, share.end, y, stride);
+        const Digits digits(x.x, x.number, x.width);
+        if (!digits.are_there()) return __atomic_store_n(x.lacks_memory, true, __ATOMIC_RELAXED);
+        return tile_share(digits, x.number, weights, x.width, share.begin, share.end, y, stride);
       }
 #endif
       return run(weights);
@@ -141,9 +144,9 @@ extern "C" {
 // Products of the same rows x [T, I] with several matrices [O, I] of one form (blocks.h), concatenated in y [T, sum of
 // O]. All are contiguous. Matrices in blocks are interleaved (interleaved.h), and rows are rounded to integers of
 // `num_digits` digits.
-void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
-                            const int64_t* nums_channels, int64_t num_matrices, int64_t form, int64_t num_digits,
-                            float* y, int64_t num_threads) {
+Status outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, const void* const* matrices,
+                               const int64_t* nums_channels, int64_t num_matrices, int64_t form, int64_t num_digits,
+                               float* y, int64_t num_threads) try {
   constexpr int64_t SHARED_CHUNKS = 128;  // fewer are rounded sooner than several threads begin
   const int64_t num_chunks = num_digits ? (width + CHUNK - 1) / CHUNK : 0;
   const std::unique_ptr<RoundedChunk[]> chunks(new RoundedChunk[num_rows * num_chunks]);
@@ -154,7 +157,8 @@ void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, co
   }
   int64_t all_channels = 0;
   for (int64_t m = 0; m < num_matrices; m++) all_channels += nums_channels[m];
-  const Rows rows{x, chunks.get(), num_rows, width, num_digits};
+  bool lacks_memory = false;
+  const Rows rows{x, chunks.get(), num_rows, width, num_digits, &lacks_memory};
 #pragma omp parallel for schedule(static) num_threads(num_threads)
   for (int64_t thread = 0; thread < num_threads; thread++) {
     float* to = y;
@@ -164,5 +168,8 @@ void outrider_few_row_matmul(const float* x, int64_t num_rows, int64_t width, co
       to += nums_channels[m];
     }
   }
+  return lacks_memory ? NO_MEMORY : DONE;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }
 }

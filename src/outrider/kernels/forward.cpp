@@ -6,6 +6,7 @@
 #include "experts.h"
 #include "mlp.h"
 #include "recurrence_layer.h"
+#include "status.h"
 
 extern "C" {  // Apple's compiler has no omp.h
 int omp_get_thread_num();
@@ -105,10 +106,10 @@ struct Forward : Worker {
     norm_and_round(Norm{});
     product(of(b.normed, m.hidden, b.number), sides.projection, b.sides.get(), width);
     wait();
-    const Buffer embedded = buffer(width);
+    float* embedded = own<float>();
     for (int64_t t = me; t < b.number; t += n) {
       float* row = &b.sides[t * width];
-      widen_row(sides.embedding, b.tokens[t].id, embedded.get());
+      widen_row(sides.embedding, b.tokens[t].id, embedded);
       for (int64_t i = 0; i < width; i++) row[i] *= projection_scale;
       for (int64_t l = 0; l < m.num_layers; l++) {
         sides.norm.apply(row + l * sides.width, sides.width, row + l * sides.width);
@@ -164,9 +165,9 @@ void run(const Block& block, int64_t num_threads) {
 
 extern "C" {
 
-// Runs a forward. Returns false if an id or a place is not there, if a sequence whose tokens see later ones has more than
-// MOST_TOKENS, or if one with recurrences begins before its anchor or leaves out places.
-bool outrider_forward(const Model* model, const Batch* batch, int64_t num_threads) {
+// Runs a forward. Returns NOT_THERE if an id or a place is not there, if a sequence whose tokens see later ones has more
+// than MOST_TOKENS, or if one with recurrences begins before its anchor or leaves out places.
+Status outrider_forward(const Model* model, const Batch* batch, int64_t num_threads) try {
   const int64_t B = batch->num_rows, T = batch->num_columns, V = model->head.num_channels;
   std::vector<Token> tokens;
   tokens.reserve(B * T);
@@ -181,9 +182,9 @@ bool outrider_forward(const Model* model, const Batch* batch, int64_t num_thread
     }
     const int64_t vocab_size = model->sides.width ? std::min(model->embedding.num_channels, model->sides.embedding.num_channels)
                                                   : model->embedding.num_channels;
-    if (batch->ids[i] < 0 || batch->ids[i] >= vocab_size || place >= batch->row_places - 1) return false;
+    if (batch->ids[i] < 0 || batch->ids[i] >= vocab_size || place >= batch->row_places - 1) return NOT_THERE;
     const int64_t position = place + (batch->offsets == nullptr ? 0 : batch->offsets[row]);
-    if (model->place_embedding != nullptr && (position < 0 || position >= model->num_places)) return false;
+    if (model->place_embedding != nullptr && (position < 0 || position >= model->num_places)) return NOT_THERE;
     tokens.push_back({batch->ids[i], row, place, position, i, place, place, logits});
     if (tokens.size() > 1 && tokens[tokens.size() - 2].row == row) tokens.back().first = tokens[tokens.size() - 2].first;
   }
@@ -199,21 +200,38 @@ bool outrider_forward(const Model* model, const Batch* batch, int64_t num_thread
   for (size_t t = 0; t < tokens.size() && num_taps; t++) {
     const Token &token = tokens[t], &before = tokens[t ? t - 1 : 0];
     const bool follows = t && before.row == token.row;
-    if (follows && token.place != before.place + 1) return false;
-    if (!follows && !is_reached(batch->anchors[token.row], token.place, num_taps)) return false;
+    if (follows && token.place != before.place + 1) return NOT_THERE;
+    if (!follows && !is_reached(batch->anchors[token.row], token.place, num_taps)) return NOT_THERE;
   }
   if (batch->broken != nullptr) std::fill_n(batch->broken, B * T, false);
   for (size_t first = 0, end; first < tokens.size(); first = end) {
     end = std::min(first + MOST_TOKENS, tokens.size());
     if (sees_blocks) {  // whose keys are there together
       while (end < tokens.size() && end > first && tokens[end - 1].row == tokens[end].row) end--;
-      if (end == first) return false;
+      if (end == first) return NOT_THERE;
     }
-    const Block block(*model, *batch, &tokens[first], end - first);
+    const Block block(*model, *batch, &tokens[first], end - first, num_threads);
     if (batch->bits == 32) run<float>(block, num_threads);
     if (batch->bits == 16) run<BFloat16>(block, num_threads);
+    if (block.lacks_memory) return NO_MEMORY;
     for (const Span& span : block.spans) batch->anchors[span.row] = span.next;
   }
-  return true;
+  return DONE;
+} catch (const std::exception&) {
+  return NO_MEMORY;
+}
+
+// Bytes that a forward of MOST_TOKENS tokens needs beside its results.
+Status outrider_forward_bytes(const Model* model, int64_t num_threads, int64_t* num_bytes) try {
+  std::vector<Token> tokens;
+  const int64_t first = MOST_PARTS * PLACES, last = first + MOST_TOKENS - 1;  // so that tasks keep most
+  for (int64_t t = first; t <= last; t++) tokens.push_back({0, 0, t, t, 0, first, last, nullptr});
+  int64_t anchor = last - RING;
+  Batch batch{};
+  batch.anchors = &anchor;
+  *num_bytes = Block(*model, batch, tokens.data(), MOST_TOKENS, num_threads).num_bytes;
+  return DONE;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }
 }

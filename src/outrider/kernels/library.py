@@ -36,6 +36,7 @@ from outrider.system.private import PrivateFolder
 
 _LOG = logging.getLogger(__name__)
 _MOST_BYTES = 2**24  # on disk
+_NO_MEMORY = 2  # of status.h
 _OTHER_OPENMP = "it needs another OpenMP than PyTorch's: set CXX=g++"
 # By the type: numbers in ggml, as those of blocks (blocks.py).
 FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
@@ -231,6 +232,24 @@ def _load(path: Path) -> ctypes.CDLL:
     kernels.outrider_widen_rows.argtypes = (*matrix, pointer, number, pointer, number)
     kernels.outrider_separate_rows.argtypes = kernels.outrider_widen_rows.argtypes
     kernels.outrider_forward.argtypes = (pointer, pointer, number)
-    for function in (kernels.outrider_widen_rows, kernels.outrider_separate_rows, kernels.outrider_forward):
-        function.restype = ctypes.c_bool
+    kernels.outrider_forward_bytes.argtypes = (pointer, number, pointer)
+    kernels.outrider_widen_rows.restype = kernels.outrider_separate_rows.restype = ctypes.c_bool
+    for function in (kernels.outrider_few_row_matmul, kernels.outrider_forward, kernels.outrider_forward_bytes):
+        function.restype = is_done
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_use_one_thread)
     return kernels
+
+
+def is_done(status: int) -> bool:
+    """Whether a function (status.h) has found all rows. Raises MemoryError."""
+    if status == _NO_MEMORY:
+        raise MemoryError
+    return bool(status)
+
+
+def _use_one_thread() -> None:
+    """After a fork OpenMP, PyTorch's as ours, counts on threads that the parent alone has: wait for none."""
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+        _LOG.warning("this process was forked from one with threads, and uses one thread: start it by 'spawn' for more")

@@ -121,6 +121,11 @@ struct Experts {
   ExpertMatrices ups[2], down;
 
   int64_t row_width() const { return ups[0].first.width; }
+  // Of each thread: for the order of choices (ByExpert), and before for a token's scores and those of groups.
+  int64_t own_bytes(int64_t num_tokens) const {
+    const int64_t order = 2 * (number + 1 + num_tokens * num_chosen) * sizeof(int64_t);
+    return std::max<int64_t>(order, num_groups * (sizeof(int64_t) + sizeof(float)) + number * sizeof(float));
+  }
 };
 
 // A mixer of tokens, then an MLP, experts or both; a part that is not there has no heads, no taps, no ups, or the number 0.

@@ -99,8 +99,7 @@ struct RecurrenceLayer : Worker {
 
   void advance_heads() const {
     const int64_t H = r.num_heads, V = r.value_width, number = b.spans.size() * H;
-    const Buffer room = buffer(r.key_width * COLS * LANES);
-    const Columns columns{room.get(), r.key_width};
+    const Columns columns{own<float>(), r.key_width};
     for (int64_t i = me; i < number; i += n) {
       const Span& span = b.spans[i / H];
       const int64_t head = i % H, state = (span.row * H + head) * r.key_width * V;

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "functions.h"
+#include "status.h"
 #include "token_rows.h"
 
 namespace {
@@ -262,9 +263,9 @@ void outrider_probabilities(const Row* rows, int64_t num_rows, const int64_t* id
 
 // The verdict of a rule of sampling/rules.py. Of each sequence: K + 1 rows of p, K of q (null: all at the drafted
 // token), and for `gumbel` (2) the seed and the position; for the others the uniform numbers of noise.py.
-void outrider_verify(int64_t rule, int64_t num_sequences, int64_t k, const Row* p, const Row* q, const int64_t* ids,
-                     const int64_t* num_drafted, const double* uniforms, int64_t num_uniforms, const int64_t* seeds,
-                     const int64_t* positions, int64_t* num_accepted, int64_t* next_ids, double* drafted_probs) {
+Status outrider_verify(int64_t rule, int64_t num_sequences, int64_t k, const Row* p, const Row* q, const int64_t* ids,
+                       const int64_t* num_drafted, const double* uniforms, int64_t num_uniforms, const int64_t* seeds,
+                       const int64_t* positions, int64_t* num_accepted, int64_t* next_ids, double* drafted_probs) try {
   for (int64_t b = 0; b < num_sequences; b++) {
     Round round(p + b * (k + 1), q ? q + b * k : nullptr, ids + b * k, num_drafted[b], drafted_probs + 2 * b * k);
     const double* own = uniforms + b * num_uniforms;
@@ -274,5 +275,8 @@ void outrider_verify(int64_t rule, int64_t num_sequences, int64_t k, const Row* 
     num_accepted[b] = round.num_accepted;
     next_ids[b] = round.next_id;
   }
+  return DONE;
+} catch (const std::exception&) {
+  return NO_MEMORY;
 }
 }

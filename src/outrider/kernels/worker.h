@@ -23,9 +23,15 @@ struct Worker {
 
   void wait() const { b.barrier.wait(n); }
 
+  // Memory of this thread, until it asks for it again.
+  template <typename Item>
+  Item* own() const {
+    return reinterpret_cast<Item*>(&b.own[me * b.own_bytes]);
+  }
+
   // The first rows of a buffer as products take them.
   Rows of(const Buffer& rows, int64_t width, int64_t number) const {
-    return {rows.get(), b.chunks.get(), number, width, m.num_digits};
+    return {rows.get(), b.chunks.get(), number, width, m.num_digits, &b.lacks_memory};
   }
 
   void product(const Rows& rows, const Matrix& matrix, float* to, int64_t stride) const {

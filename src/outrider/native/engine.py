@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from ctypes import addressof, byref, c_int64, c_void_p
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,6 +28,7 @@ from outrider.native.weights import Weights
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.execution import NativeResults
 from outrider.runtime.stand_in import StandIn
+from outrider.system.resources import memory_errors
 
 _KEPT = {torch.float32, torch.bfloat16}  # types of keys and values
 _FEW_TOKENS, _SIMILAR_PLACES = 64, 512  # forwards whose times are compared
@@ -63,10 +65,14 @@ class NativeForward:
         weights.check("layers." if is_head else "")  # other parameters of a head run elsewhere
         self.vocab_size = int(self._model.head.num_channels)
         self.width = int(self._model.hidden)
-        self.layer_shapes = cache_shapes(plan)
+        scratch_bytes = c_int64()
+        kernels.outrider_forward_bytes(byref(self._model), torch.get_num_threads(), byref(scratch_bytes))
+        first, *others = cache_shapes(plan)
+        self.layer_shapes = replace(first, scratch_bytes=scratch_bytes.value), *others
         self._team = Team()
         self._stores: WeakKeyDictionary[SlotCache, Any] = WeakKeyDictionary()
 
+    @memory_errors()
     def __call__(
         self,
         ids: Tensor,

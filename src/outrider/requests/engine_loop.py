@@ -190,7 +190,7 @@ class EngineLoop:
             state = self._rows[row_round.row]
             item: Chunk | OutriderError
             if row_round.error is not None:
-                item = NumericsError(row_round.error)
+                item = row_round.error
             else:
                 # A caller's first chunk of a round carries the timing, so that the timings of its chunks add up.
                 timing = Timing() if state.receive in timed else round_.timing
@@ -214,8 +214,8 @@ class EngineLoop:
 
 def chunk_of(number: int, item: Chunk | OutriderError, num_rows: int) -> Chunk:
     """The chunk of one of several rows. Raises the error that came in its place."""
-    if isinstance(item, NumericsError) and num_rows > 1:
-        raise NumericsError(f"prompt {number}: {item}")
+    if isinstance(item, NumericsError | DeviceError) and num_rows > 1:
+        raise type(item)(f"prompt {number}: {item}")
     if isinstance(item, OutriderError):
         raise item
     return item

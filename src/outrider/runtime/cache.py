@@ -34,7 +34,7 @@ from torch import Tensor
 
 from outrider.errors import DeviceError
 from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, Windows
-from outrider.system.resources import available_bytes, size_text
+from outrider.system.resources import available_bytes, memory_errors, size_text
 
 STRIDE = 8
 """A: a round begins fewer than A tokens behind its sequence. Rows further behind are advanced by multiples of A. A
@@ -57,7 +57,7 @@ def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> N
     needed: dict[torch.device, int] = {}
     for shape in shapes:
         row_bytes = shape.bytes_per_token * (capacity + 1) + shape.bytes_per_row
-        needed[shape.device] = needed.get(shape.device, 0) + row_bytes * num_rows
+        needed[shape.device] = needed.get(shape.device, 0) + row_bytes * num_rows + shape.scratch_bytes
     for device, size in needed.items():
         free = available_bytes(device)
         if free is not None and size > free:
@@ -155,6 +155,7 @@ class SlotCache:
         return cls(shapes, storage, capacity)
 
     @classmethod
+    @memory_errors()
     def allocate(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
         """Allocate an empty cache if there is enough memory. Raises DeviceError."""
         _check_room(shapes, num_rows, capacity)

@@ -46,7 +46,7 @@ class StateShape:
 class LayerShape:
     """Cache of one layer: per token H keys of ``key_dim`` and H values of ``value_dim`` numbers (H is 0 without
     attention), per row its states; and, with the first layer, an offset of positions if images have other places than
-    their tokens (``SlotCache.shift``)."""
+    their tokens (``SlotCache.shift``), and the memory that forwards need beside their results."""
 
     num_heads: int
     key_dim: int
@@ -55,6 +55,7 @@ class LayerShape:
     device: torch.device
     states: tuple[StateShape, ...] = ()
     has_offset: bool = False
+    scratch_bytes: int = 0
 
     @property
     def bytes_per_token(self) -> int:

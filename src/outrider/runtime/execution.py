@@ -115,6 +115,7 @@ class Native(Protocol):
 
         Raises:
             IndexError: an id or a place is not there.
+            DeviceError: there is not enough memory.
         """
         ...
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outrider.kernels.library import check, library
+from outrider.kernels.library import check, is_done, library
 from outrider.records import Draft, Verdict
 
 _BYTES = 4  # of an id, and of a weight
@@ -45,6 +45,7 @@ def _library() -> ctypes.CDLL | None:
         for name, kinds in _ARGUMENTS.items():
             types = (ctypes.c_int64 if kind == "n" else ctypes.c_void_p for kind in kinds)
             getattr(kernels, name).argtypes = [*types]
+        kernels.outrider_candidates.restype = kernels.outrider_verify.restype = is_done
     return kernels
 
 

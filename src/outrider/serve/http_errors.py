@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from outrider.errors import ConstraintNotRead, OptionError, OutriderError, UsageError
+from outrider.errors import ConstraintNotRead, DeviceError, OptionError, OutriderError, UsageError
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_CHARACTERS = 400  # per message or name, which may quote the request
@@ -71,7 +71,7 @@ def refusal_of(error: Exception) -> Refusal:
         return error
     if isinstance(error, OptionError):
         return Refusal(str(error), param=error.name)
-    if isinstance(error, ConstraintNotRead):
+    if isinstance(error, ConstraintNotRead | DeviceError):
         return unavailable(str(error), _RETRY_S)
     if isinstance(error, UsageError):
         return Refusal(str(error), param="prompt")

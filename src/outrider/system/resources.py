@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outrider.errors import DeviceError
+
 if TYPE_CHECKING:
     import torch
 
@@ -112,6 +114,18 @@ def available_bytes(device: torch.device) -> int | None:
 def size_text(num_bytes: int) -> str:
     """Size in words: "3.1 GiB", "12.0 MiB"."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+@contextmanager
+def memory_errors() -> Iterator[None]:
+    """Raise DeviceError where memory cannot be allocated. (On the CPU, PyTorch has no type for that.)"""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
+            raise
+        remedy = "free some, or choose fewer rows or tokens"
+        raise DeviceError(f"the CPU lacks memory for a step: {remedy}") from None
 
 
 @contextmanager

@@ -1,0 +1,65 @@
+"""Memory that cannot be allocated: an error of the step, never the end of the process; and what a forward needs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from native_cases import CASES, random_model
+from outrider.errors import DeviceError
+from outrider.kernels.build import compiler
+from outrider.native.engine import NativeForward
+from outrider.runtime import cache as slot_cache
+from outrider.runtime.cache import SlotCache
+
+# Memory of C++, of which all allocations fail from the given number on.
+_FAILING = """
+#include <atomic>
+#include <cstdlib>
+#include <new>
+std::atomic<long> num_left{-1};
+extern "C" void fail_after(long number) { num_left = number; }
+void count() {
+  if (num_left == 0) throw std::bad_alloc();
+  if (num_left > 0) num_left--;
+}
+void* operator new(std::size_t size) { return count(), std::malloc(size); }
+void* operator new[](std::size_t size) { return count(), std::malloc(size); }
+void* operator new[](std::size_t size, std::align_val_t to) {
+  return count(), std::aligned_alloc(std::size_t(to), (size + std::size_t(to) - 1) / std::size_t(to) * std::size_t(to));
+}
+void operator delete(void* place) noexcept { std::free(place); }
+void operator delete[](void* place) noexcept { std::free(place); }
+void operator delete(void* place, std::size_t) noexcept { std::free(place); }
+void operator delete[](void* place, std::size_t) noexcept { std::free(place); }
+"""
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="macOS preloads in another way")
+def test_each_allocation_that_fails(tmp_path: Path) -> None:
+    """An error, and the next call has the same bytes. Of two threads none allocates in a forward, where an exception
+    would end the process."""
+    library = tmp_path / "failing.so"
+    command = [*compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", str(library)]
+    subprocess.run(command, input=_FAILING, text=True, check=True)
+    environment = os.environ | {"LD_PRELOAD": str(library), "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = Path(__file__).with_name("failing_memory.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
+
+
+@torch.inference_mode()
+def test_memory_does_not_grow_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a forward needs is part of what a cache needs, and is the same for few tokens and many."""
+    native = NativeForward(random_model("llama", CASES["llama"]["biases, tied"]))
+    scratch = sum(shape.scratch_bytes for shape in native.layer_shapes)
+    assert 100_000 < scratch < 10_000_000
+    needed = sum(shape.bytes_per_token * 65 for shape in native.layer_shapes)
+    monkeypatch.setattr(slot_cache, "available_bytes", lambda _: needed + scratch)
+    SlotCache.allocate(native.layer_shapes, 1, 64)
+    monkeypatch.setattr(slot_cache, "available_bytes", lambda _: needed + scratch - 1)
+    with pytest.raises(DeviceError, match="a cache for 1 rows of 64 tokens"):
+        SlotCache.allocate(native.layer_shapes, 1, 64)
