@@ -75,15 +75,6 @@ def test_a_compiler_that_avoids_fused_multiply_adds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_addresses_and_undefined_behaviour(tmp_path: Path) -> None:
-    """The first finding of a sanitizer ends the program."""
-    command = "g++ -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined -march=x86-64-v3"
-    if (missing := _missing("avx2", command)) is not None:
-        pytest.skip(missing)
-    _results(command, "avx2", _FEW, tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("level", _COMMANDS)
 def test_the_kernels_by_other_compilers(level: str, tmp_path: Path) -> None:
     """Their results depend neither on the compiler nor on the processor it tunes for."""

@@ -285,7 +285,7 @@ class Engine:
         num_kept = row.length - 1
         if row in self._scheduler.filling:  # what was read stays for a prompt that begins alike
             num_kept = row.num_filled
-            row.is_spoilt |= not self._runner.cache.is_finite(row.slot, num_kept)
+            row.is_spoilt = row.is_spoilt or not self._runner.cache.is_finite(row.slot, num_kept)
         if row.is_spoilt or self._in_flight:
             # The device may have more of the row: its last tokens as read end where it did.
             end = None if row.is_spoilt else row.longest(self._most_unread + self.schedule.max_k + 1)

@@ -11,6 +11,7 @@ Source: Leviathan et al. 2211.17192, algorithm 1; Chen et al. 2302.01318, algori
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -111,37 +112,44 @@ class Runner:
         for row, filled in zip(rows, ends, strict=True):
             row.num_filled = filled
 
-    @memory_errors()
     def start(self, batch: Batch, rows: SlotRows, chosen_k: int) -> StartedRound:
-        """Start a round, which the device may still be computing on return. Raises DeviceError.
+        """Start a round, which the device may still be computing on return.
 
         Args:
             rows: the first slots of the batch.
             chosen_k: K that the schedule chose.
+
+        Raises:
+            DeviceError: a step lacks memory; nothing is committed.
         """
         target, execution = self._target, self._target.execution
         if self._drafter.shared_layers:
             rows = replace(rows, shared=self._shared.first(len(rows)))
         k = execution.round_drafts(max(rows.most_wanted), rows.most_k(chosen_k))
-        noise = self._noise.at(rows.seeds, rows.lengths, k)
         mark = drafting = self.clock.mark()
-        if self.session.catch_up(rows):
-            drafting = self.clock.mark()
-            self._prefills.append((mark, drafting))
+        with memory_errors():
+            noise = self._noise.at(rows.seeds, rows.lengths, k)
+            if self.session.catch_up(rows):
+                drafting = self.clock.mark()
+                self._prefills.append((mark, drafting))
         with execution.turn():
-            draft = self.session.propose(rows, k, self._rule, noise)
-            draft = pad(draft, execution.round_drafts(draft.ids.shape[1], k))
+            with memory_errors(), ExitStack() as undo:
+                if rows.masks is not None:
+                    undo.callback(rows.masks.roll_back)
+                draft = self.session.propose(rows, k, self._rule, noise)
+                draft = pad(draft, execution.round_drafts(draft.ids.shape[1], k))
 
-            verifying = self.clock.mark()
-            cache = self.cache.first(len(rows))
-            view_len = target.view_len(rows.longest + draft.ids.shape[1], cache)
-            if target.has_states:
-                target.advance(cache, torch.where(rows.lengths < rows.limits, rows.lengths - 1, 0))
-            allowed = None if rows.masks is None else rows.masks.along(draft)
-            static = self._rule, view_len, self._drafter.features
-            given = cache, rows.last_ids, rows.lengths, rows.limits, draft, rows.settings, rows.history, allowed, noise
-            result = VerifyResult(*self._verify(static, *given))
-            verified = self.clock.mark()
+                verifying = self.clock.mark()
+                cache = self.cache.first(len(rows))
+                view_len = target.view_len(rows.longest + draft.ids.shape[1], cache)
+                if target.has_states:
+                    target.advance(cache, torch.where(rows.lengths < rows.limits, rows.lengths - 1, 0))
+                allowed = None if rows.masks is None else rows.masks.along(draft)
+                static = self._rule, view_len, self._drafter.features
+                own = rows.last_ids, rows.lengths, rows.limits
+                given = cache, *own, draft, rows.settings, rows.history, allowed, noise
+                result = VerifyResult(*self._verify(static, *given))
+                verified = self.clock.mark()
 
             batch.commit(rows, result)
             self.session.observe(CommittedTokens(result.committed, result.places, result.lengths, result.features))
