@@ -131,7 +131,11 @@ class App:
             if urls := self._images.urls_of(ask.prompts):
                 ask.fetched.update(await self._images.fetch(urls))
             pool = self._tokenizing if ask.structured_by is None else self._constraining
-            return await pool.run(lambda: prepare(preparer, ask=ask), client)
+            try:
+                return await pool.run(lambda: prepare(preparer, ask=ask), client)
+            except asyncio.CancelledError:
+                ask.is_left.set()
+                raise
 
     def client_of(self, scope: Scope) -> str:
         """Identify a client: by its API key if the server has several, else by its address and the key it sent, if
