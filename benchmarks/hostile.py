@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import random
 import re
@@ -85,6 +86,39 @@ async def _long_prompts(attacker: Attacker) -> None:
     await _again(lambda: attacker.post(body, 400, 429), 2, 2.0)
 
 
+async def _many_options(attacker: Attacker) -> None:
+    """Words and ends of one row, and of as many as a server may allow, from clients that leave after a second."""
+    word = "once upon a time " * 3
+    cases = itertools.product((1, 96), ({"bad_words": [word] * 1000}, {"stop_token_ids": [7] * 500_000}))
+    for num_rows, more in itertools.cycle(cases):
+        body = {"prompt": ["The"] * num_rows, "max_tokens": 4, **more}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await attacker.post(body, 200, 400, 429, 503)
+        await asyncio.sleep(0.5)
+
+
+async def _many_names(attacker: Attacker) -> None:
+    """Bodies whose parts take more than their bytes: unknown fields, empty lists."""
+    names = json.dumps({"prompt": "The"} | {f"f{i}": 0 for i in range(250_000)}).encode()
+    lists = json.dumps({"prompt": "The", "metadata": [[]] * 900_000}, separators=(",", ":")).encode()
+    few = json.dumps({"prompt": "The"} | {f"f{i}": 0 for i in range(100_000)}).encode()
+    for body in itertools.cycle((names, lists, few)):
+        await attacker.post(body, 400, 429)
+        await asyncio.sleep(0.5)
+
+
+async def _long_answers(attacker: Attacker) -> None:
+    """Log-probabilities of a prompt, with 20 more at each place; and as many ids as a body holds."""
+    scores = {"prompt": [7] * 900, "max_tokens": 1, "prompt_logprobs": 20}
+    ids = json.dumps({"tokens": [7] * 2_000_000}, separators=(",", ":")).encode()
+    while True:
+        await attacker.post(scores, 200, 429, 503)
+        response = await attacker.http.post("/detokenize", content=ids, headers={"content-type": "application/json"})
+        attacker.statuses[response.status_code] += 1
+        await asyncio.sleep(1.0)
+
+
 async def _idle_sockets(attacker: Attacker) -> None:
     """260, half of them inside a header; those that are closed are opened again."""
     held: list[socket.socket] = []
@@ -157,6 +191,9 @@ ATTACKS: dict[str, _Attack] = {
     "patterns": _patterns,
     "ambiguous": _ambiguous,
     "long-prompts": _long_prompts,
+    "many-options": _many_options,
+    "many-names": _many_names,
+    "long-answers": _long_answers,
     "idle-sockets": _idle_sockets,
     "no-requests": _no_requests,
     "fields": _fields,

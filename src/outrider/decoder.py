@@ -31,7 +31,7 @@ from outrider.options import (
 from outrider.records import Chunk, Completion, MediaPrompt, Request
 from outrider.requests.calls import GenerationCalls
 from outrider.requests.engine_loop import EngineLoop
-from outrider.requests.hooks import constraint_of
+from outrider.requests.hooks import ReadMasks, constraint_of
 from outrider.requests.row_options import LISTS, check_names, check_resume_ids, check_tokens, rows_of, seed_of
 from outrider.requests.session import AsyncSession, Session
 from outrider.requests.state import RequestState
@@ -55,6 +55,13 @@ class ReadPrompt(NamedTuple):
 
     ids: Sequence[int]
     media: MediaPrompt | None
+
+
+class ReadOptions(NamedTuple):
+    """Checked options for any number of requests."""
+
+    sampling: Sampling
+    masks: ReadMasks
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +231,21 @@ class Decoder(GenerationCalls):
         ids = self._checked_ids(without_media(prompt), has_images=bool(inputs))
         return ReadPrompt(ids, read_media(self.target, ids, inputs) if inputs else None)
 
+    def read_options(self, options: Mapping[str, Any]) -> ReadOptions:
+        """Options for several requests: see ``request``. Raises OptionError."""
+        check_names(options)
+        options = {**self.sampling_defaults, **options}
+        lists = {name: () for name in LISTS if options.get(name) is None}
+        sampling = Sampling(**{**options, **lists})
+        check_tokens(sampling, self.target.vocab_size, self.eos_ids)
+        if sampling.stop and self.tokenizer is None:
+            raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
+        return ReadOptions(sampling, ReadMasks.of(sampling, self.tokenizer, self.target.vocab_size))
+
     def request(
         self,
         prompt: Prompt | ReadPrompt,
-        options: Mapping[str, Any],
+        options: Mapping[str, Any] | ReadOptions,
         *,
         resume_ids: Sequence[int] = (),
         shown_ids: Collection[int] = (),
@@ -253,21 +271,17 @@ class Decoder(GenerationCalls):
         Raises:
             OptionError, PromptError
         """
-        check_names(options)
-        options = {**self.sampling_defaults, **options}
+        sampling, masks = options if isinstance(options, ReadOptions) else self.read_options(options)
         begun = begun if isinstance(prompt, ReadPrompt) else begun_of(prompt)
         ids, media = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
         vocab_size = self.target.vocab_size
-        has_seed = options.get("seed") is not None
-        # 53 bits: JSON numbers are float64 in other languages.
-        seed = options["seed"] if has_seed else current_ranks().shared(secrets.randbits(53))
-        lists = {name: () for name in LISTS if options.get(name) is None}
-        sampling = Sampling(**{**options, "seed": seed, **lists})
+        has_seed = sampling.seed is not None
+        if not has_seed:  # 53 bits: JSON numbers are float64 in other languages
+            sampling = sampling.with_checked(seed=current_ranks().shared(secrets.randbits(53)))
         ends = self.ends_of(ids)
-        check_tokens(sampling, vocab_size, ends)
-        if sampling.stop and self.tokenizer is None:
-            raise OptionError("stop", sampling.stop, "stop strings need a tokenizer")
-        constraint = constraint_of(sampling, self.tokenizer, vocab_size, ends, ids, thinking, begun)
+        if sampling.min_tokens:  # until then no end may be generated
+            check_tokens(sampling, vocab_size, ends)
+        constraint = constraint_of(sampling, self.tokenizer, vocab_size, ends, ids, thinking, begun, masks)
         thoughts = None
         if thinking is not None and splits_thoughts:
             stage = thinking.stage_of(self.tokenizer, ids, begun)

@@ -25,6 +25,8 @@ exception, never one of these.
 
 from __future__ import annotations
 
+from itertools import islice
+
 __all__ = [
     "ConstraintNotRead",
     "DeviceError",
@@ -53,6 +55,15 @@ INSTALL = "pip install '.[{extra}]'"
 _MOST_CHARACTERS = 200  # shown of a value, which may be a whole document
 
 
+def shown(value: object, num_characters: int) -> str:
+    """The beginning of a value's ``repr``. That of a whole document would take memory and time."""
+    if isinstance(value, str | bytes | list | tuple) and len(value) > num_characters:
+        value = value[:num_characters]
+    elif isinstance(value, dict) and len(value) > num_characters:
+        value = dict(islice(value.items(), num_characters))
+    return repr(value)[:num_characters]
+
+
 class OutriderError(Exception):
     """Base of all errors that Outrider raises on purpose."""
 
@@ -65,10 +76,10 @@ class OptionError(UsageError):
     """An option's value is out of range, or unknown."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
-        shown = repr(value)
-        if len(shown) > _MOST_CHARACTERS:
-            shown = f"{shown[: _MOST_CHARACTERS - 4]} ..."
-        super().__init__(f"{name} = {shown} is invalid: {remedy}")
+        text = shown(value, _MOST_CHARACTERS + 1)
+        if len(text) > _MOST_CHARACTERS:
+            text = f"{text[: _MOST_CHARACTERS - 4]} ..."
+        super().__init__(f"{name} = {text} is invalid: {remedy}")
         self.name = name
         self.value = value
         self.remedy = remedy

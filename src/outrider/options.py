@@ -5,6 +5,7 @@ This module knows no model and no tensor. It does not import torch.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import math
 import numbers
@@ -237,7 +238,14 @@ class Sampling:
         """Add the model's end tokens to ``stop_token_ids`` if the probabilities depend on them."""
         if not self.min_tokens:
             return self
-        return replace(self, stop_token_ids=sorted({*self.stop_token_ids, *eos_ids}))
+        return self.with_checked(stop_token_ids=tuple(sorted({*self.stop_token_ids, *eos_ids})))
+
+    def with_checked(self, **values: Any) -> Sampling:
+        """These options with other values, known to be right: the checks of all would be repeated for each row."""
+        other = copy.copy(self)
+        for name, value in values.items():
+            object.__setattr__(other, name, value)
+        return other
 
 
 _StringsOrNone = str | Sequence[str] | None

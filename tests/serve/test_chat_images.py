@@ -128,20 +128,36 @@ def test_photos_are_upright(decoder: Decoder) -> None:
 
 
 def test_many_images_are_counted_before_one_is_decoded(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small files with more pixels in all than fit."""
+    """Small files with more pixels in all than fit; those of a JPEG count for every 16 scans, all of which are read."""
 
     def decode(*_: Any) -> None:
         raise AssertionError("decoded")
 
     parts = chat({"type": "image", "image": data_url(Image.new("1", (4096, 4096)))})[0]["content"]
     small = chat({"type": "image", "image": data_url(picture(1))})[0]["content"]
+    stored = io.BytesIO()
+    Image.new("L", (1024, 1024)).save(stored, "JPEG", progressive=True)
+    head, *scans = stored.getvalue()[:-2].split(b"\xff\xda")
+    many = b"\xff\xda".join([head, *scans, *scans[-1:] * (1024 - len(scans))]) + b"\xff\xd9"
+    url = f"data:image/jpeg;base64,{base64.b64encode(many).decode()}"
+    scanned = chat({"type": "image_url", "image_url": {"url": url}})[0]["content"]
     monkeypatch.setattr(Image.Image, "convert", decode)
     for content, message in (
         ([*parts[:1] * 5, parts[1]], "have 83886080 pixels, more than 67108864 in all: give fewer or smaller"),
+        ([*scanned[:1] * 2, small[1]], "have 134217728 pixels, more than 67108864 in all: give fewer or smaller"),
         ([*small[:1] * 65, small[1]], "more than 64 images: give fewer"),
     ):
         with pytest.raises(PromptError, match=message):
             decoder.generate([[{"role": "user", "content": content}]])
+
+
+def test_bitmaps_of_run_lengths_are_refused(decoder: Decoder) -> None:
+    """Some bytes are millions of pixels, which Pillow sets one by one."""
+    header = struct.pack("<IiiHHIIiiII", 40, 8192, 8192, 1, 8, 1, 4, 0, 0, 256, 0)
+    content = b"BM" + struct.pack("<IHHI", 0, 0, 0, 14 + len(header) + 1024) + header + bytes(1024) + b"\0\0\0\1"
+    url = f"data:image/bmp;base64,{base64.b64encode(content).decode()}"
+    with pytest.raises(PromptError, match="cannot be read: it is a BMP of run lengths: store it as PNG"):
+        decoder.generate([chat({"type": "image_url", "image_url": {"url": url}})])
 
 
 def test_a_processor_without_pixels_is_refused(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:

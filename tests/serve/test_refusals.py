@@ -60,8 +60,8 @@ BAD_VALUES: dict[str, list[Any]] = {
     "presence_penalty": [2.5],
     "frequency_penalty": [-3],
     "min_tokens": [17, "1"],
-    "stop_token_ids": [[999999], "1"],
-    "bad_words": [[""], "word", [[999999]], ["word"] * 1001],
+    "stop_token_ids": [[999999], "1", [3] * 1001],
+    "bad_words": [[""], "word", [[999999]], ["word"] * 1001, ["word" * 17_000], [[3] * 70_000]],
     "processor": ["word"],
     "max_tokens": [0, 1.5],
     "n": [17],
@@ -273,6 +273,10 @@ def many(item: Any) -> list[Any]:
     return [item] * 500_000
 
 
+def unknown(num: int) -> dict[str, Any]:
+    return {f"field{i}": 0 for i in range(num)}
+
+
 @pytest.mark.parametrize(
     ("path", "param", "body"),
     [
@@ -283,7 +287,11 @@ def many(item: Any) -> list[Any]:
         (RESPONSES, "input[0].content[0]", {"input": [{"role": "user", "content": many(1)}]}),
         (MESSAGES, "messages[0]", {"messages": many(1)}),
         (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": many(1)}]}),
+        (CHAT, "field0", unknown(100_000)),
+        (CHAT, "structured_outputs.field0", {"structured_outputs": unknown(100_000)}),
+        (RESPONSES, "reasoning.field0", {"reasoning": unknown(100_000)}),
         ("/detokenize", "tokens[0]", {"tokens": many("")}),
+        ("/detokenize", "tokens", {"tokens": many(1)}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -14,7 +14,7 @@ from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import ngram_drafter
 from outrider.errors import OptionError, PromptError
 from outrider.options import CallOptions
-from outrider.text.chat import Chat, ChatChanges, ChatOptions, chat_text, ends_text, turn_end
+from outrider.text.chat import Chat, ChatChanges, ChatOptions, _found, chat_text, ends_text, turn_end
 from outrider.text.tokenizer import encode
 from pairs import word_tokenizer
 from toys import as_lm, tiny_llama
@@ -241,6 +241,27 @@ def test_a_message_that_the_template_skips_is_refused() -> None:
             written(template, "w1")
     with pytest.raises(PromptError, match="no chat template"):
         encode(word_tokenizer(), Chat("w1"))
+
+
+def test_a_long_chat_is_searched_once() -> None:
+    """Also where the template has changed its texts, or their order."""
+
+    class Watched(str):
+        num_searched = 0
+
+        def find(self, part: str, start: int = 0) -> int:  # type: ignore[override]
+            Watched.num_searched += len(self) - start
+            return super().find(part, start)
+
+        def __contains__(self, part: str) -> bool:  # type: ignore[override]
+            Watched.num_searched += len(self)
+            return super().__contains__(part)
+
+    parts = [f"message number {index}." for index in range(2000)]
+    for text in (" ".join(parts).upper(), " ".join(parts[::-1])):
+        found = list(_found(parts, Watched(text)))
+        assert len(found) == 2000 and Watched.num_searched < 100 * len(text)
+    assert list(_found(["b", "a", "c"], "a b")) == [True, True, False]
 
 
 @pytest.mark.parametrize("template", [OF_STRINGS, WITH_TOOLS, OF_STRINGS.replace("m.content", "m.content | upper")])

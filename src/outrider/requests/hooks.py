@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,31 @@ from outrider.errors import OptionError, PromptError
 from outrider.options import MAX_BIAS, Sampling
 from outrider.records import Constraint
 from outrider.sampling.masks import as_biases
-from outrider.text.structure import structure_of
+from outrider.text.structure import grammar_of, structure_of
 from outrider.text.thinking import Thinking, Thoughts, thinking_of
 from outrider.text.tokenizer import encode
 
 Hook = Callable[[list[int]], Any]
+
+
+class ReadMasks(NamedTuple):
+    """The options that forbid tokens, read once for any number of sequences.
+
+    Attributes:
+        grammar: see ``structure_of``.
+        words: ``bad_words`` as token ids.
+        forbidding: their hook; None without any.
+    """
+
+    grammar: str | None
+    words: Sequence[Sequence[int]]
+    forbidding: Hook | None
+
+    @classmethod
+    def of(cls, sampling: Sampling, tokenizer: Any, vocab_size: int) -> ReadMasks:
+        """Raises OptionError, MissingExtra, ConstraintNotRead."""
+        words = _word_ids(sampling.bad_words, tokenizer, vocab_size)
+        return cls(grammar_of(sampling), words, _forbidding(words, vocab_size) if words else None)
 
 
 def constraint_of(
@@ -32,6 +52,7 @@ def constraint_of(
     prompt_ids: Sequence[int],
     thinking: Thinking | None = None,
     begun: str | None = None,
+    masks: ReadMasks | None = None,
 ) -> Constraint | None:
     """The constraint of a new sequence with these options, if any. Errors: see ``Structure``.
 
@@ -39,8 +60,10 @@ def constraint_of(
         thinking: markers of its thoughts, after which a schema, an expression or a grammar begins; None to ask the
             tokenizer if the thoughts have a budget.
         begun: text that the output of a chat continues; None if the prompt is no chat.
+        masks: of these options, where they were read before.
     """
-    structure: Constraint | None = structure_of(sampling, tokenizer, vocab_size, eos_ids)
+    masks = masks or ReadMasks.of(sampling, tokenizer, vocab_size)
+    structure: Constraint | None = structure_of(sampling, tokenizer, vocab_size, eos_ids, masks.grammar)
     budget = sampling.thinking_budget
     if budget is not None:
         thinking = thinking or (None if tokenizer is None else thinking_of(tokenizer, "auto"))
@@ -57,11 +80,10 @@ def constraint_of(
         head = thinking.head_of(prompt_ids)
         structure = Thoughts(structure, thinking, stage, vocab_size, eos_ids, budget, is_blank, head)
     hooks: dict[str, Hook] = {}
-    if sampling.bad_words:
-        words = _word_ids(sampling.bad_words, tokenizer, vocab_size)
-        if budget is not None and thinking is not None and [thinking.end_id] in words:
+    if masks.forbidding is not None:
+        if budget is not None and thinking is not None and [thinking.end_id] in masks.words:
             raise OptionError("bad_words", thinking.end, "thinking_budget may force this token: leave it out")
-        hooks["bad_words"] = _forbidding(words, vocab_size)
+        hooks["bad_words"] = masks.forbidding
     if sampling.processor is not None:
         name = getattr(sampling.processor, "__qualname__", type(sampling.processor).__name__)
         hooks[f"processor {name}"] = sampling.processor

@@ -31,7 +31,7 @@ from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve import messages
 from outrider.serve.about import same_bytes_of
-from outrider.serve.answers import Answer, answer_events, whole_answer
+from outrider.serve.answers import Answer, answer_events, json_text, whole_answer
 from outrider.serve.bodies import ChatBody, CompletionBody, RaceBody
 from outrider.serve.body import parse_json
 from outrider.serve.choices import ChatAnswer, CompletionAnswer
@@ -131,7 +131,11 @@ class App:
             if urls := self._images.urls_of(ask.prompts):
                 ask.fetched.update(await self._images.fetch(urls))
             pool = self._tokenizing if ask.structured_by is None else self._constraining
-            return await pool.run(lambda: prepare(preparer, ask=ask), client)
+            try:
+                return await pool.run(lambda: prepare(preparer, ask=ask), client)
+            except asyncio.CancelledError:
+                ask.is_left.set()
+                raise
 
     def client_of(self, scope: Scope) -> str:
         """Identify a client: by its API key if the server has several, else by its address and the key it sent, if
@@ -152,7 +156,8 @@ class App:
             if ask.body.stream:
                 await _send_stream(answer_events(answer), send)
             else:
-                await _send(await asyncio.to_thread(JSONResponse, await whole_answer(answer)), send)
+                written = partial(json_text, await whole_answer(answer), ensure_ascii=False, separators=(",", ":"))
+                await _send(Response(await asyncio.to_thread(written), media_type="application/json"), send)
         finally:
             self._model.close(answer.ticket)
 

@@ -20,6 +20,8 @@ from outrider.serve.tools import Functions, ToolChoice, ToolUse, descriptions_of
 from outrider.text.chat import Chat, ChatOptions
 from outrider.text.tokenizer import Prompt
 
+_MOST_DETOKENIZED = 2**17  # ids, in 0.05 s, in which streams stop
+
 
 class TemplateBody(Body):
     """Options for the chat template, which ``ChatOptions`` checks."""
@@ -199,4 +201,4 @@ class TokenizeBody(TemplateBody):
 class DetokenizeBody(Body):
     """Body of ``/detokenize``."""
 
-    tokens: Annotated[list[int], Field(fail_fast=True)]
+    tokens: Annotated[list[int], Field(max_length=_MOST_DETOKENIZED, fail_fast=True)]

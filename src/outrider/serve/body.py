@@ -7,17 +7,36 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError
+from pydantic import BaseModel, ConfigDict, PrivateAttr, ValidationError, model_validator
 from pydantic_core import ErrorDetails, from_json
 
-from outrider.errors import OptionError, UsageError
+from outrider.errors import OptionError, UsageError, shown
 from outrider.serve.http_errors import Refusal, refusal_of
 
 # What pydantic's messages have beside the remedy.
 _PREFIX = re.compile("^(Value error, |Input should be |Input (?=tag))| or instance of .*| found using [^ ]+")
 
+# Names, lists and objects of a body: each takes up to twenty times its bytes, and to read them stops other threads. The
+# biases of a vocabulary of 128,256 tokens fit.
+_MOST_PARTS = 2**17
+_PARTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[:\[{]', re.DOTALL)  # and strings, to pass over them
 
-class Body(BaseModel):
+
+class Strict(BaseModel):
+    """An object without further fields."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_one_unknown(cls, given: Any) -> Any:
+        """Leave one of the unknown fields: there would be an error for each, of a kilobyte."""
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        unknown = [name for name in given if name not in known] if isinstance(given, dict) else []
+        return {name: given[name] for name in (*known.intersection(given), unknown[0])} if unknown[1:] else given
+
+
+class Body(Strict):
     """Body of a request.
 
     Attributes:
@@ -30,7 +49,6 @@ class Body(BaseModel):
         sent: the fields as they were sent.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     PROMPT: ClassVar[str] = "prompt"
     NAMES: ClassVar[Mapping[str, str]] = {}
     ALSO_CALLED: ClassVar[Mapping[str, Sequence[str]]] = {}
@@ -48,7 +66,7 @@ class Body(BaseModel):
         given = {name: value for name, value in sent.items() if value is not None and name not in cls.WITHOUT_EFFECT}
         for name in [name for name in given if name in cls.NOT_SERVED]:
             if (value := given.pop(name)) not in cls.IDLE.get(name, ()):
-                raise Refusal(f"{name} = {value!r:.60} is not supported: leave it out", param=name)
+                raise Refusal(f"{name} = {shown(value, 60)} is not supported: leave it out", param=name)
         aliases = {}
         for name, others in cls.ALSO_CALLED.items():
             found = [one for one in (name, *others) if one in given]
@@ -86,6 +104,12 @@ class Body(BaseModel):
 
 def parse_json(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises Refusal."""
+    if sum(map(body.count, b":[{")) > _MOST_PARTS:  # perhaps in strings
+        num_parts = 0
+        for found in _PARTS.finditer(body):
+            num_parts += body[found.start()] != ord('"')
+            if num_parts > _MOST_PARTS:
+                raise Refusal(f"the body has more than {_MOST_PARTS} names, lists and objects: send fewer")
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -108,7 +132,7 @@ def _refusal_of(error: ValidationError, sent: Mapping[str, Any], aliases: Mappin
         return Refusal(f"{place} is required", param=place)
     texts = [_PREFIX.sub("", one["msg"]) for at, one in found if at == place]
     remedy = ", or ".join(dict.fromkeys(texts))
-    return Refusal(f"{place} = {first['input']!r:.60} is invalid: {remedy}", param=place)
+    return Refusal(f"{place} = {shown(first['input'], 60)} is invalid: {remedy}", param=place)
 
 
 def _place(error: ErrorDetails, sent: Mapping[str, Any], aliases: Mapping[str, str]) -> str:

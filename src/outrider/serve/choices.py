@@ -141,7 +141,7 @@ class ChoicesAnswer(Answer):
             value["usage"] = usage_of(self.num_prompt_tokens, self._num_generated, 0)
         elif self.ask.body.stream_options.include_usage:
             value["usage"] = None
-        return event_of(value)
+        return event_of(value, is_long=self.ask.body.echo)
 
     def _echoed(self, index: int) -> tuple[str, ScoredTokens | None]:
         """Prompt, as the beginning of a choice."""

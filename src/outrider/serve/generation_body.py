@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from threading import Event
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import from_json
 
 from outrider.errors import OptionError, UsageError
 from outrider.options import CONSTRAINTS
-from outrider.serve.body import Body
+from outrider.serve.body import Body, Strict
 from outrider.serve.http_errors import Refusal
 from outrider.serve.tools import Part, ToolUse
 from outrider.text.chat import Chat, ChatOptions
@@ -26,6 +27,7 @@ from outrider.text.tokenizer import Prompt
 
 MOST_CHOICES = 16  # n
 _MOST_LOGPROBS = 20
+_MOST_OF_WORDS = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,7 @@ class ParsedRequest:
         structured_by: the field that constrains the output; ``options`` has the constraint in the library's form.
         tools: those that may be called.
         fetched: images of the prompts, by their addresses; the server fills it before it prepares the request.
+        is_left: set when the client has left.
     """
 
     body: GenerationBody
@@ -48,6 +51,12 @@ class ParsedRequest:
     structured_by: str | None = None
     tools: ToolUse | None = None
     fetched: dict[str, bytes] = field(default_factory=dict)
+    is_left: Event = field(default_factory=Event)
+
+    def check_open(self) -> None:
+        """Raises Refusal: the client has left, and nobody waits for the rest."""
+        if self.is_left.is_set():
+            raise Refusal("the client has left", status=499)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -99,6 +108,14 @@ def _many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _short(words: list[Any]) -> list[Any]:
+    """Words of bounded length in all: each is tokenized."""
+    size = sum(len(word) for word in words if isinstance(word, str | list))
+    if size > _MOST_OF_WORDS:
+        raise ValueError(f"they have {size} characters and ids, the limit is {_MOST_OF_WORDS}")
+    return words
+
+
 def _seed(value: int) -> int | None:
     """Clients send negative numbers, too; -1 means no seed, as in vLLM and llama.cpp."""
     return None if value == -1 else value & (2**63 - 1)
@@ -142,8 +159,7 @@ class Format(Part):
         return self.schema_ if self.json_schema is None else self.json_schema.get("schema")
 
 
-class _StructuredOutputs(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class _StructuredOutputs(Strict):
     json_: _Schema | None = Field(None, alias="json")
     regex: _Text | None = None
     choice: _Choices | None = None
@@ -201,8 +217,8 @@ class GenerationBody(Body):
     presence_penalty: Any = None
     frequency_penalty: Any = None
     repetition_penalty: Any = None
-    stop_token_ids: Any = None
-    bad_words: Annotated[list[Any], Field(max_length=1000)] | None = None
+    stop_token_ids: Annotated[list[Any], Field(max_length=1000)] | None = None
+    bad_words: Annotated[list[Any], Field(max_length=1000), AfterValidator(_short)] | None = None
     logit_bias: Annotated[Any, BeforeValidator(_biases)] = None
     seed: Seed | None = None
     ignore_eos: bool = False

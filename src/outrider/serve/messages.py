@@ -11,10 +11,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from outrider.records import FinishReason
 from outrider.serve.answers import ItemsAnswer, event_of
+from outrider.serve.body import Strict
 from outrider.serve.generation_body import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
 from outrider.serve.tools import Choice, Part, Tools, ToolUse, descriptions_of
@@ -123,8 +124,7 @@ class _Message(Part):
         return [*results, *([{"role": "user", "content": parts}] if parts or not results else [])]
 
 
-class _Thinking(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class _Thinking(Strict):
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: Annotated[Integer, Field(ge=1)] | None = None
 
@@ -141,8 +141,7 @@ def _check_form(form: Format) -> Format:
     return form
 
 
-class _OutputConfig(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class _OutputConfig(Strict):
     effort: str | None = None
     format: Annotated[Format, AfterValidator(_check_form)] | None = None
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from outrider.decoder import Decoder, ReadPrompt
+from outrider.decoder import Decoder, ReadOptions, ReadPrompt
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS
 from outrider.requests.state import RequestState
@@ -92,8 +92,11 @@ class Preparer:
         if len(ask.prompts) * ask.body.n > most_rows:  # before they are tokenized
             message = f"the request needs {len(ask.prompts) * ask.body.n} completions: this server allows {most_rows}"
             raise Refusal(message, param="n" if len(ask.prompts) <= most_rows else ask.body.PROMPT)
-        prompts = [self._with_images(prompt, ask) for prompt in ask.prompts]
-        all_ids = [self.token_ids(prompt, ask.body.add_special_tokens) for prompt in prompts]
+        prompts, all_ids = list[Prompt](), list[list[int]]()
+        for given in ask.prompts:
+            ask.check_open()
+            prompts.append(self._with_images(given, ask))
+            all_ids.append(self.token_ids(prompts[-1], ask.body.add_special_tokens))
         check_scores(ask.scores, sum(map(len, all_ids)) * ask.body.n)
         budget = ask.options.get("thinking_budget")
         if budget is not None and self._thinking is None:
@@ -104,12 +107,14 @@ class Preparer:
             thinking = replace(thinking, answer_ids=())  # the grammar of calls has their headers
         jobs: list[RequestState] = []
         if ask.max_tokens != 0:
+            options = self.decoder.read_options(ask.options)
             for prompt, ids in zip(prompts, all_ids, strict=True):
                 read = self.decoder.read(prompt if isinstance(prompt, Mapping) else ids)
                 room = self.capacity - len(ids)
                 max_tokens = room if ask.max_tokens is None else min(ask.max_tokens, room)
                 for _ in range(ask.body.n):
-                    jobs.append(self._job(ask, read, max_tokens, len(jobs), thinking))
+                    ask.check_open()
+                    jobs.append(self._job(ask, options, read, max_tokens, len(jobs), thinking))
         texts = []
         if ask.body.echo:
             pairs = zip(ask.prompts, all_ids, strict=True)
@@ -221,6 +226,7 @@ class Preparer:
     def _job(
         self,
         ask: ParsedRequest,
+        options: ReadOptions,
         prompt: ReadPrompt,
         max_tokens: int,
         choice: int,
@@ -228,12 +234,12 @@ class Preparer:
     ) -> RequestState:
         seed = ask.options["seed"]
         own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + choice) % 2**63}
+        options = options._replace(sampling=options.sampling.with_checked(**own))
         separates = ask.body.separate_reasoning
         shown_ids = [*(() if ask.tools is None else self._marker_ids.values())]
         shown_ids += thinking.ids if thinking and separates else ()
         if not ask.body.skip_special_tokens:
             shown_ids = [*special_ids(self._tokenizer)]
-        options = {**ask.options, **own}
         job = self.decoder.request(
             prompt,
             options,

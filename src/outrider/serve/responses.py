@@ -12,10 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.records import FinishReason
 from outrider.serve.answers import ItemsAnswer, event_of
+from outrider.serve.body import Strict
 from outrider.serve.chats import read_arguments
 from outrider.serve.generation_body import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
@@ -77,16 +78,14 @@ class _Item(Part):
         return self
 
 
-class _Text(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
+class _Text(Strict):
     format: Format | None = None
     verbosity: Literal["medium"] | None = None
 
 
-class _Reasoning(BaseModel):
+class _Reasoning(Strict):
     """OpenAI's Agents SDK asks for a summary where there is one; the thoughts themselves are sent here."""
 
-    model_config = ConfigDict(strict=True, extra="forbid")
     effort: str | None = None
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None

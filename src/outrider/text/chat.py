@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
@@ -25,7 +25,7 @@ FIELDS = ("tools", "documents", "chat_template_kwargs", "continue_final_message"
 """Options that a request, or a row of a file, may have beside its messages."""
 IMAGE_KINDS = ("image", "image_url")
 _THINKING = ("enable_thinking", "thinking")  # names of the switch: Qwen's and others', DeepSeek's and Granite's
-_MOST_TRIALS = 8  # messages that are left out on trial, at the price of the whole template for each
+_MOST_TRIALS = 8  # messages that are left out on trial, or searched alone, at the price of the whole text for each
 _ANSWER = "A short answer."
 _CALL = {"type": "function", "function": {"name": "look_up", "arguments": {"word": "a"}}}
 # Parts of an answer besides its content: a token that ends these, too, is no end of a turn.
@@ -172,7 +172,6 @@ def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Cha
     texts = [message.get("content") for message in messages]
     said = [(text or "").strip() for text in texts]
     of_users = [text for text, message in zip(said, messages, strict=True) if text and message["role"] == "user"]
-    marks = [f" mark{index}." for index in range(len(messages))]
 
     def write(form: Callable[[str, int], Any], without: int | None = None) -> str:
         written = [
@@ -215,9 +214,9 @@ def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Cha
     ]
     marked = ""
     with suppress(*errors):
-        marked = write(lambda content, index: content + marks[index]) if doubtful else ""
-    is_marked = _found([marks[index] for index in doubtful], marked)
-    lacking = [index for index, is_written in zip(doubtful, is_marked, strict=True) if not is_written]
+        marked = write(lambda content, index: f"{content} mark{index}.") if doubtful else ""
+    is_marked = {int(index) for index in re.findall(r" mark(\d{1,9})\.", marked)}
+    lacking = [index for index in doubtful if index not in is_marked]
     for index in lacking[:_MOST_TRIALS]:
         # Templates change the text of users and assistants, but write some of it.
         with suppress(*errors):
@@ -229,14 +228,19 @@ def _text_of(tokenizer: Any, messages: Sequence[Mapping[str, Any]], options: Cha
     return text
 
 
-def _found(parts: Sequence[str], text: str) -> list[bool]:
-    """Whether each part is in a text. Parts in their order are found in one pass: a long chat has many."""
-    found, place = [], 0
+def _found(parts: Sequence[str], text: str) -> Iterator[bool]:
+    """Whether each part was found in a text. Parts in their order are found in one pass: a long chat has many. Of the
+    others the first few are searched alone; no more are found."""
+    place = num_alone = 0
     for part in parts:
-        at = text.find(part, place)
-        found.append(at >= 0 or part in text)
-        place = at + len(part) if at >= 0 else place
-    return found
+        if num_alone == _MOST_TRIALS:
+            yield False
+        elif (at := text.find(part, place)) >= 0:
+            place = at + len(part)
+            yield True
+        else:
+            num_alone += 1
+            yield part in text
 
 
 def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:

@@ -26,6 +26,8 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others run programs (EPS), o
 # Limits of one prompt: a small file may hold a huge image.
 MOST_IMAGES = 64
 _MOST_PIXELS = 2**26
+_NUM_SCANS = 16  # of a JPEG that count once; each has as little as 8 bytes, and takes some 2 ns for each pixel
+_START_OF_SCAN = b"\xff\xda"
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)  # of PIL, for broken files
 
 
@@ -109,12 +111,14 @@ def chat_inputs(
     if find_spec("PIL") is None:
         raise MissingExtra("pillow", "images", "an image")
     images: list[Any] = []
+    sizes: list[int] = []
 
     def read_image(index: int, part: Mapping[str, Any]) -> dict[str, Any]:
         if (detail := _detail_of(part)) not in (None, "auto", "high"):
             raise PromptError(f"message {index} asks for images in detail {detail!r}: they are read as they are")
         images.append(_opened(_value_of(part), f"message {index}", fetched, reads_files=reads_files))
-        _check_size(images)
+        sizes.append(_num_pixels(images[-1]))
+        _check_sizes(sizes)
         return {"type": "image"}
 
     written = [
@@ -165,21 +169,36 @@ def _read(source: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)
         try:
-            return Image.open(source, formats=_FORMATS)
+            image = Image.open(source, formats=_FORMATS)
         except Image.DecompressionBombError as error:
             raise ValueError(str(error)) from None
         except UnidentifiedImageError:
             raise ValueError(f"it is not in one of the formats {', '.join(_FORMATS)}") from None
+    if any(tile[0] == "bmp_rle" for tile in image.tile):  # two bytes are as many pixels as a row has, set one by one
+        raise ValueError("it is a BMP of run lengths: store it as PNG")
+    return image
 
 
-def _check_size(images: Sequence[Any]) -> None:
-    """Refuse images that need too much memory, before they are decoded. Raises PromptError."""
-    if len(images) > MOST_IMAGES:
+def _num_pixels(image: Any) -> int:
+    """Pixels that are decoded. The scans of a JPEG are decoded one after another, each over all of them."""
+    num_scans, file = 0, getattr(image, "fp", None)
+    if file is not None and image.format in ("JPEG", "MPO"):
+        place = file.tell()
+        file.seek(0)
+        num_scans = file.read().count(_START_OF_SCAN)
+        file.seek(place)
+    num_pixels: int = image.width * image.height * max(1, -(-num_scans // _NUM_SCANS))
+    return num_pixels
+
+
+def _check_sizes(sizes: Sequence[int]) -> None:
+    """Refuse images that need too much memory or time, before they are decoded. Raises PromptError."""
+    if len(sizes) > MOST_IMAGES:
         raise PromptError(f"the prompt has more than {MOST_IMAGES} images: give fewer")
-    if (num_pixels := sum(image.width * image.height for image in images)) > _MOST_PIXELS:
+    if (num_pixels := sum(sizes)) > _MOST_PIXELS:
         raise PromptError(
             f"the images of the prompt have {num_pixels} pixels, more than {_MOST_PIXELS} in all: "
-            "give fewer or smaller ones"
+            f"give fewer or smaller ones (the pixels of a JPEG count once for every {_NUM_SCANS} scans)"
         )
 
 

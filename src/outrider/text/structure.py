@@ -68,9 +68,16 @@ llguidance.LLMatcher.validate_grammar_with_warnings(grammar)
 _ENDS_BY_LIMITS = (-24, -6, 1, -11)  # SIGXCPU, SIGABRT, an error of Python, SIGSEGV: Windows knows only the third
 
 
-def structure_of(sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> Structure | None:
+def structure_of(
+    sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], grammar: str | None = None
+) -> Structure | None:
     """The constraint of a new sequence with these options, if any. Arguments and errors: see ``Structure``."""
-    return Structure(sampling, tokenizer, vocab_size, eos_ids) if sampling.is_constrained else None
+    return Structure(sampling, tokenizer, vocab_size, eos_ids, grammar) if sampling.is_constrained else None
+
+
+def grammar_of(sampling: Sampling) -> str | None:
+    """The constraint of these options in llguidance's own format, if any. Errors: see ``Structure``."""
+    return _grammar(*_given(sampling)) if sampling.is_constrained else None
 
 
 class Structure:
@@ -80,6 +87,7 @@ class Structure:
         sampling: with a constraint.
         tokenizer: a fast tokenizer of Hugging Face.
         eos_ids: tokens that end the sequence; allowed when it is complete.
+        grammar: see ``grammar_of``, where it was read before.
 
     Raises:
         OptionError: llguidance does not accept the constraint; no text matches it; or there is no such tokenizer, or
@@ -88,11 +96,18 @@ class Structure:
         ConstraintNotRead: the constraint was not read in time, since the machine is too busy.
     """
 
-    def __init__(self, sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        tokenizer: Any,
+        vocab_size: int,
+        eos_ids: frozenset[int],
+        grammar: str | None = None,
+    ) -> None:
         name, value = _given(sampling)
         if not eos_ids:
             raise OptionError(name, value, "this model has no end token, so no output would be complete")
-        grammar = _grammar(name, value)
+        grammar = grammar or _grammar(name, value)
         try:
             tokens = _tokens(tokenizer, vocab_size, eos_ids)
         except ValueError as error:

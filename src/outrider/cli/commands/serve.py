@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import sys
 from collections.abc import Iterator
@@ -165,6 +166,7 @@ def serve(
     url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
     def on_ready(model: ServedModel) -> None:
+        gc.freeze()  # full collections stop all threads, for half a second if they go through all modules
         for line in startup_lines(model.decoder, model.schedule, model.num_slots, model.capacity):
             _LOG.info("%s", line)
         key = "any API key" if not keys else "with an API key"
