@@ -6,7 +6,7 @@ This module knows neither requests nor threads.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -22,7 +22,7 @@ class FairQueue(Generic[_Item]):
     """
 
     def __init__(self, *, has_priority_across_clients: bool = False) -> None:
-        self._has_priority_across_clients = has_priority_across_clients
+        self.has_priority_across_clients = has_priority_across_clients
         self._lines: dict[str, list[tuple[int, int, _Item]]] = {}  # a heap per client; the next client is first
         self._arrivals = count()
         self._num_items = 0
@@ -34,19 +34,29 @@ class FairQueue(Generic[_Item]):
         """Iterate in any order."""
         return (item for line in self._lines.values() for _, _, item in line)
 
-    def push(self, item: _Item, client: str = "", priority: int = 0) -> None:
-        heapq.heappush(self._lines.setdefault(client, []), (priority, next(self._arrivals), item))
+    def push(self, item: _Item, client: str = "", priority: int = 0, *, is_back: bool = False) -> None:
+        """
+        Args:
+            is_back: it goes before the items of its client and priority.
+        """
+        arrival = next(self._arrivals) * (-1 if is_back else 1)
+        heapq.heappush(self._lines.setdefault(client, []), (priority, arrival, item))
         self._num_items += 1
 
     def _next_client(self, but: Container[str] = ()) -> str | None:
         clients = (client for client in self._lines if client not in but)
-        if self._has_priority_across_clients:
+        if self.has_priority_across_clients:
             return min(clients, key=lambda one: self._lines[one][0][0], default=None)  # the first of several
         return next(clients, None)
 
-    def first(self) -> _Item | None:
+    @property
+    def clients(self) -> Iterable[str]:
+        """Those with items."""
+        return self._lines
+
+    def first(self, but: Container[str] = ()) -> _Item | None:
         """The item that ``pop`` would return; None if there is none."""
-        client = self._next_client()
+        client = self._next_client(but)
         return None if client is None else self._lines[client][0][2]
 
     def pop(self, but: Container[str] = ()) -> tuple[str, _Item] | None:
