@@ -11,7 +11,7 @@ import hmac
 import ipaddress
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import AbstractContextManager, aclosing
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -25,7 +25,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
@@ -48,6 +48,7 @@ from outrider.serve.served_model import ServedModel
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING, _NUM_CONSTRAINING = 2, 2  # threads
 _RACE_RETRY_S = 10
+_PIECE_BYTES = 2**16  # of a body, as many as asyncio buffers before it asks to wait
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -99,7 +100,10 @@ class App:
         ]
         self.asgi: ASGIApp = Starlette(
             routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
-            middleware=[Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard)],
+            middleware=[
+                Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard),
+                Middleware(InPieces, count=lambda scope, num: model.admission.count_unsent(self.client_of(scope), num)),
+            ],
             exception_handlers={
                 Refusal: _refuse,
                 OutriderError: _refuse,
@@ -133,14 +137,13 @@ class App:
             pool = self._tokenizing if ask.structured_by is None else self._constraining
             return await pool.run(lambda: prepare(preparer, ask=ask), client)
 
+    def reserve(self, client: str) -> AbstractContextManager[None]:
+        """See ``ServedModel.reserve``."""
+        return self._model.reserve(client)
+
     def client_of(self, scope: Scope) -> str:
-        """Identify a client: by its API key if the server has several, else by its address and the key it sent, if
-        any."""
-        digest = hashlib.sha256(_key_of(scope) or b"").hexdigest()
-        if self._num_keys > 1:
-            return digest
-        host, _ = scope.get("client") or ("", 0)
-        return f"{network_of(host)} {digest}"
+        """A client is an API key, if the server has several; else all are one."""
+        return hashlib.sha256(_key_of(scope) or b"").hexdigest() if self._num_keys > 1 else ""
 
     async def answer(self, answer: Answer, client: str, send: Send) -> None:
         ask = answer.ask
@@ -225,13 +228,14 @@ class App:
     async def _json_response(
         self, make: Callable[[Preparer, Mapping[str, Any]], dict[str, Any]], request: Request
     ) -> Response:
-        body, client = await _body(request), self.client_of(request.scope)
+        client = self.client_of(request.scope)
 
         def make_it() -> Response:
             value = parse_json(body)
             return JSONResponse(make(self._preparer_of(value.get("model")), value))
 
         with self._model.reserve(client):
+            body = await _body(request)
             return await self._tokenizing.run(make_it, client)
 
 
@@ -252,8 +256,10 @@ class Generation:
         self._app, self._body, self._prepare, self._answer = app, body, prepare, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = await _body(Request(scope, receive))
-        await _until_disconnect(receive, self._respond(sent, self._app.client_of(scope), send))
+        client = self._app.client_of(scope)
+        with self._app.reserve(client):
+            sent = await _body(Request(scope, receive))
+        await _until_disconnect(receive, self._respond(sent, client, send))
 
     async def _respond(self, sent: bytes, client: str, send: Send) -> None:
         prepared = await self._app.prepare(self._body, self._prepare, sent, client)
@@ -277,6 +283,31 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+class InPieces:
+    """Send bodies piece by piece, each when the client has read almost all before it, and count them until then.
+
+    Args:
+        count: takes a request's scope, and how many more of its bytes wait.
+    """
+
+    def __init__(self, app: ASGIApp, count: Callable[[Scope, int], None]) -> None:
+        self._app, self._count = app, count
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_pieces(message: Message) -> None:
+            body = message.get("body", b"")
+            self._count(scope, len(body))
+            try:
+                *begins, last = range(0, len(body) or 1, _PIECE_BYTES)
+                for begin in begins:
+                    await send({**message, "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
+                await send({**message, "body": body[last:]} if last else message)
+            finally:
+                self._count(scope, -len(body))
+
+        await self._app(scope, receive, send_in_pieces)
 
 
 class HostGuard:
@@ -334,17 +365,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def network_of(address: str) -> str:
-    """Network prefix that belongs to one client: the first 64 bits of an IPv6 address."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(found, ipaddress.IPv6Address):
-        return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
-    return str(found)
 
 
 async def _body(request: Request) -> bytes:

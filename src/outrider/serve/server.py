@@ -6,8 +6,9 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 
@@ -24,6 +25,7 @@ from outrider.text.tool_formats import tool_format_of
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close first
+_STALL_S = 75.0  # of a client that does not send its head or body, or does not read
 _OTHER_FILES = 128  # open files beside connections: of models and the log, and connections being refused
 _GRACE_S = 5.0  # to send errors after running requests are cancelled
 
@@ -45,6 +47,7 @@ class ServerOptions:
         tool_parser: the format of the model's calls: see ``tool_format_of``.
         reasoning_parser: the format of its thoughts: see ``thinking_of``.
         image_hosts: from which images are fetched: see ``ImageFetcher``.
+        shared_prompts: see ``ServedModel``.
     """
 
     num_slots: int = 8
@@ -59,6 +62,7 @@ class ServerOptions:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     image_hosts: tuple[str, ...] = ()
+    shared_prompts: tuple[str, ...] = ()
 
 
 class Server:
@@ -88,6 +92,7 @@ class Server:
             admission=Admission(options.num_slots + options.max_queue, options.max_per_client),
             queue=FairQueue(has_priority_across_clients=options.has_priority_across_clients),
             queue_timeout_s=options.queue_timeout_s,
+            shared_prompts=options.shared_prompts,
         )
         self._app = App(self.model, options.api_keys, options.image_hosts)
         config = uvicorn.Config(
@@ -101,8 +106,10 @@ class Server:
             access_log=False,
             timeout_graceful_shutdown=int(options.shutdown_timeout_s + _GRACE_S) + 1,
             server_header=False,
+            proxy_headers=False,
         )
         self._uvicorn = uvicorn.Server(config)
+        self._stalls = Stalls()
 
     def run(self) -> None:
         """Serve until SIGTERM, SIGINT or ``stop``. Raises OutriderError, Exception: loading the model or the engine
@@ -136,17 +143,41 @@ class Server:
         self._on_ready(self.model)
 
     async def _drain(self) -> None:
-        """Handle a shutdown signal: refuse new requests; running ones may finish in time."""
+        """Close connections that have stalled. After a shutdown signal refuse new requests; running ones may finish in
+        time."""
+        loop = asyncio.get_running_loop()
         while not self._uvicorn.should_exit:
             await asyncio.sleep(_TICK_S)
+            self._stalls.close(self._uvicorn.server_state.connections, loop.time())
         self.model.drain()
-        loop = asyncio.get_running_loop()
         end_s = loop.time() + self._options.shutdown_timeout_s
         while self.model.admission.num_open and loop.time() < end_s:
             await asyncio.sleep(_TICK_S)
         if self.model.admission.num_open:
             _LOG.warning("%d requests did not end in time and are cancelled", self.model.admission.num_open)
         self.model.abort(unavailable("the server is shutting down", 1))
+
+
+class Stalls:
+    """Connections that wait for their clients: for a head, for the rest of a body, or for the client to read.
+
+    uvicorn limits none of these times; one that sends a byte now and then would keep its connection for ever.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Any, tuple[object, float]] = {}  # connection -> its state, and since when
+
+    def close(self, connections: Iterable[Any], now_s: float) -> None:
+        """Close those in which nothing has been completed or read for too long."""
+        seen, self._seen = self._seen, {}
+        for one in list(connections):
+            cycle = one.cycle  # of the latest request
+            if cycle is None or cycle.response_complete or cycle.more_body or one.flow.write_paused:
+                state = (cycle, one.transport.get_write_buffer_size())
+                old, since_s = seen.get(one, (None, now_s))
+                self._seen[one] = (state, since_s if old == state else now_s)
+                if now_s - self._seen[one][1] > _STALL_S:
+                    one.transport.abort()
 
 
 def room_for_connections(most: int) -> int:
