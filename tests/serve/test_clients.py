@@ -82,7 +82,7 @@ def unread(one: Running, sent: bytes) -> socket.socket:
 @pytest.mark.parametrize("kind", ["whole", "streamed"])
 def test_unread_answers_count_until_they_are_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And there is a limit for each client, and one for all."""
-    monkeypatch.setattr(admission, "_MOST_UNSENT_BYTES", 40 * 2**20 if kind == "whole" else 100_000)
+    monkeypatch.setattr(admission, "_MOST_UNREAD_BYTES", 40 * 2**20 if kind == "whole" else 100_000)
     monkeypatch.setattr(Preparer, "detokenize", lambda self, sent: {"prompt": "w" * 30 * 2**20})
     options = {"num_slots": 2, "context_len": 1_000_000, "api_keys": ("a", "b", "c")}
     path = "/detokenize" if kind == "whole" else "/v1/completions"
@@ -94,7 +94,7 @@ def test_unread_answers_count_until_they_are_sent(kind: str, monkeypatch: pytest
             return http.post("/tokenize", json={"prompt": "w1"}, headers={"authorization": f"Bearer {key}"}).status_code
 
         def held() -> float:
-            return one.metric("outrider:unsent_bytes")
+            return one.metric("outrider:unread_bytes")
 
         assert held() == 0
         with unread(one, as_sent(body, path, "Authorization: Bearer a")) as first:
@@ -141,8 +141,8 @@ def test_who_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_STALL_S", 0.3)
     monkeypatch.setattr(Preparer, "detokenize", lambda self, sent: {"prompt": "w" * 30 * 2**20})
     with running(words()) as one, unread(one, as_sent({}, "/detokenize")):
-        wait_until(lambda: one.metric("outrider:unsent_bytes") > 2**20)
-        wait_until(lambda: one.metric("outrider:unsent_bytes") == 0)
+        wait_until(lambda: one.metric("outrider:unread_bytes") > 2**20)
+        wait_until(lambda: one.metric("outrider:unread_bytes") == 0)
 
 
 @dataclass(eq=False)
@@ -169,7 +169,7 @@ class Connection:
 
 def test_connections_that_wait_for_the_server_are_kept() -> None:
     """And those in which something goes on."""
-    stalls = server.Stalls()
+    seen: dict[Any, tuple[object, float]] = {}
     idle, body, stuck = Connection(), Connection(is_whole=False), Connection(is_paused=True)
     waits, busy, reads = Connection(), Connection(is_answered=True), Connection(is_paused=True)
     idle.cycle = None  # no head so far
@@ -179,5 +179,5 @@ def test_connections_that_wait_for_the_server_are_kept() -> None:
         kept = [one for one in (idle, body, stuck, waits, busy, reads) if not one.left_at]
         for one in kept:
             one.now_s = float(second)
-        stalls.close(kept, float(second))
+        seen = server.close_stalled(kept, seen, float(second))
     assert [one.left_at for one in (idle, body, stuck, waits, busy, reads)] == [76.0, 76.0, 76.0, 0.0, 0.0, 0.0]

@@ -111,12 +111,12 @@ class Scheduler:
         """Give a free slot to the next row, whose prefill begins. None if there is no slot or row; or if the row shares
         the prompt of a row in prefill, for which it waits, and the others behind it."""
         with self._lock:
-            row = self._queue.first(self._served())
+            row = self._queue.first(self.slots.counts)
         # Without the lock, since prompts are compared.
         if row is None or not self.slots.num_free or self.slots.waits(row, self.filling):
             return None
         with self._lock:
-            found = self._queue.pop(self._served())  # or a row that has come before it meanwhile
+            found = self._queue.pop(counts=self.slots.counts)  # or a row that has come before it meanwhile
             assert found is not None
             _, row = found
             assignment = self.slots.place(row)
@@ -125,22 +125,23 @@ class Scheduler:
         return row, assignment
 
     def row_to_pause(self) -> Row | None:
-        """The row whose slot the next row is to get, since none is free and its client has at least two slots more than
-        that of the next row; None if there is no such row. (So nobody waits for the end of a text, as long as there are
-        no more clients than slots.)"""
+        """The row whose slot the next row is to get, since none is free and its client has at least two more than that of
+        the next row: the shortest one of the client with the most. None if there is none. (So nobody waits for the end
+        of a text, as long as there are no more clients than slots.)"""
         if self.slots.num_free or self._queue.has_priority_across_clients:
             return None
-        with self._lock:
-            following = self._queue.first(self._served())
-        return None if following is None else self.slots.row_in_excess(following.client)
-
-    def _served(self) -> set[str]:
-        """Clients that wait, and have more slots than another one that does: that one goes before them."""
-        if self._queue.has_priority_across_clients:
-            return set()
         counts = self.slots.counts
-        least = min((counts[client] for client in self._queue.clients), default=0)
-        return {client for client in self._queue.clients if counts[client] > least}
+        with self._lock:
+            following = self._queue.first(counts)
+        able = [
+            row
+            for row in self.slots.rows
+            if following is not None
+            and counts[row.client] >= counts[following.client] + 2
+            and row.length - row.prompt_length >= LEAST_GENERATED
+            and row.request.media is None  # such a prompt is read at once
+        ]
+        return max(able, key=lambda row: (counts[row.client], -row.length), default=None)
 
     def resume(self, row: Row) -> None:
         """Queue the rest of a row that has left its slot for another, before the other rows of its client."""
@@ -303,23 +304,14 @@ class Slots:
         return (source, shared[source]) if shared[source] >= LEAST_SHARED else (slot, 0)
 
     @property
-    def counts(self) -> Counter[str]:
-        """Number of slots in use, by client."""
-        return Counter(one.client for one in self._slots if one.row is not None)
+    def rows(self) -> list[Row]:
+        """Those that have a slot."""
+        return [one.row for one in self._slots if one.row is not None]
 
-    def row_in_excess(self, client: str) -> Row | None:
-        """Of the clients with at least two slots more than this one, that with the most: its shortest row that may be
-        paused. (Prompts with images are read at once.)"""
-        counts = self.counts
-        able = (
-            row
-            for one in self._slots
-            if (row := one.row) is not None
-            and counts[row.client] >= counts[client] + 2
-            and row.length - row.prompt_length >= LEAST_GENERATED
-            and row.request.media is None
-        )
-        return max(able, key=lambda row: (counts[row.client], -row.length), default=None)
+    @property
+    def counts(self) -> Counter[str]:
+        """Numbers of slots in use, by client."""
+        return Counter(row.client for row in self.rows)
 
     def release(self, slot: int) -> None:
         """Free the slot of a row that has ended. The slot's cache stays reusable, unless the row has spoilt it."""

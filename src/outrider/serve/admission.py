@@ -24,8 +24,8 @@ from outrider.serve.logprobs import ScoredToken
 LEAST_RETRY_AFTER_S = 1
 _SHARE_OF_ONE = 0.75  # of all, so that one client cannot fill the queue
 _KEEP_ALIVE_S = 15.0
-_MOST_UNSENT_BYTES = 2**28  # of answers that clients do not read; those under way are not cut
-_BYTES_A_CHUNK, _BYTES_A_TOKEN, _BYTES_A_LOGPROB = 2000, 150, 150  # about the memory of those that wait
+_MOST_UNREAD_BYTES = 2**28  # of answers that clients do not read; those under way are not cut
+_BYTES_A_CHUNK = 2**12  # about the memory of one that waits
 
 Event = tuple[int, Chunk | Exception]
 _Item = TypeVar("_Item")
@@ -69,7 +69,6 @@ class Ticket:
         priority: within a client, the lowest number goes first.
         submitted_s: when the rows were queued.
         events: (row's number, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
-        num_unread_bytes: about the memory of ``events``.
         num_open: unfinished rows, as the event loop knows.
         has_begun: tokens of one of the rows have come, as the engine thread knows.
         scored: tokens of each prompt but the first, if their log-probabilities are requested.
@@ -80,7 +79,6 @@ class Ticket:
     priority: int
     submitted_s: float
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
-    num_unread_bytes: int = 0
     num_open: int = field(init=False)
     has_begun: bool = False
     scored: list[list[ScoredToken]] = field(default_factory=list)
@@ -92,24 +90,6 @@ class Ticket:
     def num_taken(self) -> int:
         """Rows that count: the unfinished ones, then one until the answer is sent."""
         return self.num_open or min(len(self.rows), 1)
-
-    def put(self, event: Event) -> None:
-        self.num_unread_bytes += _num_bytes(event)
-        self.events.put_nowait(event)
-
-    async def arrival(self) -> Event | None:
-        """The next event; None as a keep-alive."""
-        if (event := await arrival(self.events)) is not None:
-            self.num_unread_bytes -= _num_bytes(event)
-        return event
-
-
-def _num_bytes(event: Event) -> int:
-    _, chunk = event
-    if isinstance(chunk, Exception):
-        return _BYTES_A_CHUNK
-    num_logprobs = sum(len(one.top) for one in chunk.logprobs or ())
-    return _BYTES_A_CHUNK + _BYTES_A_TOKEN * len(chunk.token_ids) + _BYTES_A_LOGPROB * num_logprobs
 
 
 @dataclass(slots=True, eq=False)
@@ -141,6 +121,7 @@ class Admission:
 
     Attributes:
         tickets, tasks: accepted and unfinished.
+        unsent: bytes of answers that are being sent, by client.
     """
 
     def __init__(self, most_rows: int, most_of_one: int | None) -> None:
@@ -150,29 +131,20 @@ class Admission:
         self.tasks: set[EngineTask] = set()
         self._most_rows = most_rows
         self._reserved: list[str] = []  # clients of requests in preparation
-        self._unsent: Counter[str] = Counter()
+        self.unsent: Counter[str] = Counter()
 
     @property
     def num_open(self) -> int:
         """Rows and tasks that are not finished, or whose answers are not sent."""
         return sum(ticket.num_taken for ticket in self.tickets) + len(self.tasks)
 
-    @property
-    def unsent_bytes(self) -> int:
-        """Size of the answers that wait for their clients."""
-        return sum(self._unsent_by_client().values())
-
-    def count_unsent(self, client: str, num_bytes: int) -> None:
-        """Add to the bytes that wait to be sent to a client."""
-        self._unsent[client] += num_bytes
-        if not self._unsent[client]:
-            del self._unsent[client]
-
-    def _unsent_by_client(self) -> Counter[str]:
-        found = self._unsent.copy()
+    def unread(self) -> Counter[str]:
+        """About the bytes of answers that clients have not read, by client."""
+        self.unsent = +self.unsent  # without zeros
+        waiting = Counter({ticket.client: 0 for ticket in self.tickets})
         for ticket in self.tickets:
-            found[ticket.client] += ticket.num_unread_bytes
-        return found
+            waiting[ticket.client] += _BYTES_A_CHUNK * ticket.events.qsize()
+        return self.unsent + waiting
 
     def check_ready(self) -> None:
         """Raises Refusal: not ready."""
@@ -194,11 +166,11 @@ class Admission:
         if num_own + num_rows > self.most_of_one:
             message = f"{num_own} of your requests are running or waiting (limit: {self.most_of_one}): try again later"
             raise too_many(message, retry_after_s)
-        unsent = self._unsent_by_client()
-        if unsent[client] > _SHARE_OF_ONE * _MOST_UNSENT_BYTES:
-            message = f"{unsent[client]} bytes of your answers wait to be read: read them, or close their connections"
+        unread = self.unread()
+        if unread[client] > _SHARE_OF_ONE * _MOST_UNREAD_BYTES:
+            message = f"{unread[client]} bytes of your answers wait to be read: read them, or close their connections"
             raise too_many(message, retry_after_s)
-        if unsent.total() > _MOST_UNSENT_BYTES:
+        if unread.total() > _MOST_UNREAD_BYTES:
             raise unavailable("too many bytes of answers wait to be read: try again later", retry_after_s)
 
     @contextmanager

@@ -17,7 +17,7 @@ from typing import Any
 
 from outrider.records import Chunk, Completion, FinishReason
 from outrider.requests.state import RequestState
-from outrider.serve.admission import Ticket, TicketRow
+from outrider.serve.admission import Ticket, TicketRow, arrival
 from outrider.serve.generation_body import ParsedRequest
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.logprobs import TokenTexts
@@ -174,7 +174,7 @@ async def _arrivals(answer: Answer) -> AsyncIterator[tuple[int, Chunk] | None]:
     all."""
     num_open = len(answer.jobs)
     while num_open:
-        event = await answer.ticket.arrival()
+        event = await arrival(answer.ticket.events)
         if event is None:
             yield None
             continue

@@ -10,8 +10,9 @@ import hashlib
 import hmac
 import ipaddress
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -102,7 +103,7 @@ class App:
             routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
             middleware=[
                 Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard),
-                Middleware(InPieces, count=lambda scope, num: model.admission.count_unsent(self.client_of(scope), num)),
+                Middleware(_in_pieces, unsent=lambda: model.admission.unsent, client_of=self.client_of),
             ],
             exception_handlers={
                 Refusal: _refuse,
@@ -136,10 +137,6 @@ class App:
                 ask.fetched.update(await self._images.fetch(urls))
             pool = self._tokenizing if ask.structured_by is None else self._constraining
             return await pool.run(lambda: prepare(preparer, ask=ask), client)
-
-    def reserve(self, client: str) -> AbstractContextManager[None]:
-        """See ``ServedModel.reserve``."""
-        return self._model.reserve(client)
 
     def client_of(self, scope: Scope) -> str:
         """A client is an API key, if the server has several; else all are one."""
@@ -257,7 +254,7 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = self._app.client_of(scope)
-        with self._app.reserve(client):
+        with self._app._model.reserve(client):  # before the body takes memory
             sent = await _body(Request(scope, receive))
         await _until_disconnect(receive, self._respond(sent, client, send))
 
@@ -285,29 +282,25 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-class InPieces:
-    """Send bodies piece by piece, each when the client has read almost all before it, and count them until then.
+def _in_pieces(app: ASGIApp, unsent: Callable[[], Counter[str]], client_of: Callable[[Scope], str]) -> ASGIApp:
+    """Send bodies piece by piece, each when the client has read almost all before it; long ones count until then."""
 
-    Args:
-        count: takes a request's scope, and how many more of its bytes wait.
-    """
-
-    def __init__(self, app: ASGIApp, count: Callable[[Scope, int], None]) -> None:
-        self._app, self._count = app, count
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_in_pieces(message: Message) -> None:
             body = message.get("body", b"")
-            self._count(scope, len(body))
+            if len(body) <= _PIECE_BYTES:
+                return await send(message)
+            unsent()[client_of(scope)] += len(body)
             try:
-                *begins, last = range(0, len(body) or 1, _PIECE_BYTES)
-                for begin in begins:
+                for begin in range(0, len(body), _PIECE_BYTES):
                     await send({**message, "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
-                await send({**message, "body": body[last:]} if last else message)
             finally:
-                self._count(scope, -len(body))
+                unsent()[client_of(scope)] -= len(body)
+            await send({**message, "body": b""})
 
-        await self._app(scope, receive, send_in_pieces)
+        await app(scope, receive, send_in_pieces)
+
+    return respond
 
 
 class HostGuard:

@@ -27,11 +27,11 @@ class Metrics(Collector):
 
     Args:
         load: tells the load of the engine.
-        unsent_bytes: tells the size of the answers that wait for their clients.
+        unread_bytes: tells the size of the answers that clients have not read.
     """
 
-    def __init__(self, load: Callable[[], Load], unsent_bytes: Callable[[], int], model_name: str) -> None:
-        self._load, self._unsent_bytes, self._model_name = load, unsent_bytes, model_name
+    def __init__(self, load: Callable[[], Load], unread_bytes: Callable[[], int], model_name: str) -> None:
+        self._load, self._unread_bytes, self._model_name = load, unread_bytes, model_name
         self.stats, self.timing = Stats(), Timing()
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.num_ended: Counter[str] = Counter()
@@ -84,7 +84,7 @@ class Metrics(Collector):
             ("num_requests_filling", "Sequences in prefill.", load.num_filling),
             ("num_requests_waiting", "Sequences waiting for a slot.", load.num_waiting),
             ("num_free_slots", "Free slots.", load.num_free_slots),
-            ("unsent_bytes", "Size of answers that clients have not read.", self._unsent_bytes()),
+            ("unread_bytes", "Size of answers that clients have not read.", self._unread_bytes()),
         ):
             gauge = GaugeMetricFamily(f"outrider:{key}", about, labels=["model_name"])
             gauge.add_metric([self._model_name], value)

@@ -80,10 +80,10 @@ class ServedModel:
             context_len: maximum tokens of a sequence, prompt included.
             queue: decides which row gets the next slot.
             queue_timeout_s: maximum wait for a first slot.
-            shared_prompts: system prompts, or beginnings of texts, whose cached tokens all clients may share.
+            shared_prompts: system prompts, or beginnings of texts, that all clients share in the cache.
         """
         self.names, self.num_slots, self.admission = tuple(names), num_slots, admission
-        self.metrics = Metrics(lambda: self.load, lambda: admission.unsent_bytes, self.names[0])
+        self.metrics = Metrics(lambda: self.load, lambda: admission.unread().total(), self.names[0])
         self.error: Exception | None = None
         self._is_open = False
         self._thread, self._queue, self._load = LoopThread("outrider-engine"), queue, load
@@ -216,7 +216,7 @@ class ServedModel:
         """End all running requests with an error."""
         for ticket in list(self.admission.tickets):
             for which in range(len(ticket.rows)):
-                ticket.put((which, error))
+                ticket.events.put_nowait((which, error))
             self.close(ticket)
         for task in self.admission.tasks:
             task.is_closed = True
@@ -235,7 +235,7 @@ class ServedModel:
                 continue
             if isinstance(event[1], Exception) or event[1].finish_reason is not None:
                 ticket.num_open -= 1
-            ticket.put(event)
+            ticket.events.put_nowait(event)
 
     # In the thread
 

@@ -26,6 +26,7 @@ _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close first
 _STALL_S = 75.0  # of a client that does not send its head or body, or does not read
+_Seen = dict[Any, tuple[object, float]]
 _OTHER_FILES = 128  # open files beside connections: of models and the log, and connections being refused
 _GRACE_S = 5.0  # to send errors after running requests are cancelled
 
@@ -106,10 +107,8 @@ class Server:
             access_log=False,
             timeout_graceful_shutdown=int(options.shutdown_timeout_s + _GRACE_S) + 1,
             server_header=False,
-            proxy_headers=False,
         )
         self._uvicorn = uvicorn.Server(config)
-        self._stalls = Stalls()
 
     def run(self) -> None:
         """Serve until SIGTERM, SIGINT or ``stop``. Raises OutriderError, Exception: loading the model or the engine
@@ -145,10 +144,10 @@ class Server:
     async def _drain(self) -> None:
         """Close connections that have stalled. After a shutdown signal refuse new requests; running ones may finish in
         time."""
-        loop = asyncio.get_running_loop()
+        loop, seen = asyncio.get_running_loop(), _Seen()
         while not self._uvicorn.should_exit:
             await asyncio.sleep(_TICK_S)
-            self._stalls.close(self._uvicorn.server_state.connections, loop.time())
+            seen = close_stalled(self._uvicorn.server_state.connections, seen, loop.time())
         self.model.drain()
         end_s = loop.time() + self._options.shutdown_timeout_s
         while self.model.admission.num_open and loop.time() < end_s:
@@ -158,26 +157,23 @@ class Server:
         self.model.abort(unavailable("the server is shutting down", 1))
 
 
-class Stalls:
-    """Connections that wait for their clients: for a head, for the rest of a body, or for the client to read.
+def close_stalled(connections: Iterable[Any], seen: _Seen, now_s: float) -> _Seen:
+    """Close connections that have waited too long for their client: for a head, the rest of a body, or a reader, since
+    uvicorn limits none of these times. Returns those that wait: the state of each, and since when.
 
-    uvicorn limits none of these times; one that sends a byte now and then would keep its connection for ever.
+    Args:
+        seen: by the last call.
     """
-
-    def __init__(self) -> None:
-        self._seen: dict[Any, tuple[object, float]] = {}  # connection -> its state, and since when
-
-    def close(self, connections: Iterable[Any], now_s: float) -> None:
-        """Close those in which nothing has been completed or read for too long."""
-        seen, self._seen = self._seen, {}
-        for one in list(connections):
-            cycle = one.cycle  # of the latest request
-            if cycle is None or cycle.response_complete or cycle.more_body or one.flow.write_paused:
-                state = (cycle, one.transport.get_write_buffer_size())
-                old, since_s = seen.get(one, (None, now_s))
-                self._seen[one] = (state, since_s if old == state else now_s)
-                if now_s - self._seen[one][1] > _STALL_S:
-                    one.transport.abort()
+    found: _Seen = {}
+    for one in list(connections):
+        cycle = one.cycle  # of the latest request
+        if cycle is None or cycle.response_complete or cycle.more_body or one.flow.write_paused:
+            state = (cycle, one.transport.get_write_buffer_size())
+            old, since_s = seen.get(one, (None, now_s))
+            found[one] = (state, since_s if old == state else now_s)
+            if now_s - found[one][1] > _STALL_S:
+                one.transport.abort()
+    return found
 
 
 def room_for_connections(most: int) -> int:

@@ -124,8 +124,7 @@ def serve(
         list[Path] | None,
         _option(
             metavar="FILE",
-            help="System prompt, or beginning of texts, whose cached tokens clients with different keys may share. "
-            "Repeatable. Default: nothing is shared between keys.",
+            help="System prompt, or beginning of texts, that clients of different keys share in the cache. Repeatable.",
         ),
     ] = None,
     shutdown_timeout: Annotated[
