@@ -124,7 +124,7 @@ def serve(
         list[Path] | None,
         _option(
             metavar="FILE",
-            help="System prompt, or beginning of texts, that clients of different keys share in the cache. Repeatable.",
+            help="System prompt, or beginning of texts, that clients with different keys share. Repeatable.",
         ),
     ] = None,
     shutdown_timeout: Annotated[
