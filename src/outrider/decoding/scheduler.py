@@ -125,9 +125,9 @@ class Scheduler:
         return row, assignment
 
     def row_to_pause(self) -> Row | None:
-        """The row whose slot the next row is to get, if none is free: the shortest one of the client with most slots,
-        at least two more than that of the next row has. None if there is none. (So nobody waits for the end of a text, as
-        long as there are no more clients than slots.)"""
+        """The row whose slot the next row is to get, if none is free: the shortest of the client with most slots, if
+        these are two more than that of the next row has. None if there is none. (So nobody waits for the end of a text,
+        as long as there are no more clients than slots.)"""
         if self.slots.num_free or self._queue.has_priority_across_clients:
             return None
         counts = self.slots.counts
