@@ -25,6 +25,7 @@ import psutil
 from answered import Wrong, streamed, text
 
 NUM_CLIENTS = 4
+VICTIM = "victim"  # the key of a client whose text is guessed
 _PROMPTS = ("Once upon a time there was a", "The king", "In a forest lived", "A fox said to the hen")
 _LIMIT_S = 60.0
 _PATTERNS = [{"pattern": f".*{a}1.*{b}1.*"} for a in "abcdef" for b in "vwxyz"]  # 1.4 KB, and a large automaton
@@ -120,18 +121,22 @@ async def _long_answers(attacker: Attacker) -> None:
 
 
 async def _idle_sockets(attacker: Attacker) -> None:
-    """260, half of them inside a header; those that are closed are opened again."""
+    """260, half of them inside a header, to which they add a byte now and then; those that are closed are opened
+    again."""
     held: list[socket.socket] = []
     try:
         while True:
             for connection in [one for one in held if _is_closed(one)]:
                 held.remove(connection)
                 connection.close()
+            for connection in held[::2]:
+                with contextlib.suppress(OSError):
+                    connection.send(b"a")
             while len(held) < 260:
                 held.append(socket.create_connection((attacker.host, attacker.port), _LIMIT_S))
                 held[-1].setblocking(False)
                 if len(held) % 2:
-                    held[-1].send(b"POST /v1/completions HTTP/1.1\r\nHost: loc")
+                    held[-1].send(b"POST /v1/completions HTTP/1.1\r\nX: ")
                 await asyncio.sleep(0.002)
             await asyncio.sleep(1.0)
     finally:
@@ -187,6 +192,56 @@ async def _leavers(attacker: Attacker) -> None:
         await asyncio.sleep(0.5)
 
 
+async def _guesses(attacker: Attacker) -> None:
+    """Of another client's text, which the count of cached tokens would confirm."""
+    rng = random.Random(0)
+    while True:
+        body = {"prompt": [rng.randrange(100, 400) for _ in range(40)], "max_tokens": 1}
+        for key in (VICTIM, attacker.name):
+            response = await attacker.http.post(
+                "/v1/completions", json=body, headers={"authorization": f"Bearer {key}"}
+            )
+            if response.status_code == 200 and response.json()["usage"]["prompt_tokens_details"]["cached_tokens"]:
+                attacker.wrong.append(f"{attacker.name}: a guess is confirmed")
+            attacker.statuses[response.status_code] += 1
+        await asyncio.sleep(0.5)
+
+
+async def _unread(attacker: Attacker) -> None:
+    """Answers, whole and streamed, that nobody reads, on 20 connections; those that are closed are opened again."""
+    held: list[socket.socket] = []
+    whole = "/detokenize", {"tokens": [300] * 4000}
+    streamed_ = (
+        "/v1/completions",
+        {"prompt": "The", "max_tokens": 900, "logprobs": 20, "stream": True, "ignore_eos": True},
+    )
+    try:
+        while True:
+            for connection in [one for one in held if _is_broken(one)]:
+                held.remove(connection)
+                connection.close()
+            while len(held) < 20:
+                path, body = (whole, streamed_)[len(held) % 2]
+                sent = json.dumps(body)
+                head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {attacker.name}\r\n"
+                head += f"Content-Type: application/json\r\nContent-Length: {len(sent)}\r\n\r\n"
+                connection = socket.socket()
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+                connection.connect((attacker.host, attacker.port))
+                connection.sendall((head + sent).encode() * (100 if path == "/detokenize" else 1))
+                held.append(connection)
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(1.0)
+    finally:
+        for connection in held:
+            connection.close()
+
+
+def _is_broken(connection: socket.socket) -> bool:
+    """Whether the server has closed a connection, as far as a client knows that reads nothing."""
+    return connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+
+
 ATTACKS: dict[str, _Attack] = {
     "patterns": _patterns,
     "ambiguous": _ambiguous,
@@ -200,6 +255,8 @@ ATTACKS: dict[str, _Attack] = {
     "many-labels": _many_labels,
     "long-texts": _long_texts,
     "leavers": _leavers,
+    "guesses": _guesses,
+    "unread": _unread,
 }
 
 
@@ -320,6 +377,11 @@ async def _until_idle(url: str, lost: list[str]) -> None:
                 return
             await asyncio.sleep(0.1)
     lost.append("slots are not free after the attacks")
+
+
+def keys(names: list[str]) -> str:
+    """Of all clients, as ``$OUTRIDER_API_KEY`` takes them."""
+    return " ".join([*names, VICTIM, *(f"ordinary-{number}" for number in range(NUM_CLIENTS))])
 
 
 def print_hostile(result: dict[str, Any]) -> None:

@@ -24,6 +24,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import random
 import re
 import signal
@@ -39,7 +40,7 @@ from typing import Any
 import httpx
 import psutil
 from answered import Wrong, refused, streamed, text
-from hostile import ATTACKS, NUM_CLIENTS, hostile, print_hostile
+from hostile import ATTACKS, NUM_CLIENTS, hostile, keys, print_hostile
 
 import outrider
 from outrider.system.provenance import provenance
@@ -85,6 +86,7 @@ def main() -> None:
     parser.add_argument("--hostile", action="store_true", help="hostile requests beside ordinary clients")
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--windows", type=int, default=3, help="quiet ones, and as many hostile ones")
+    parser.add_argument("--per-client", type=int, default=1, help="most texts of a client, running or waiting")
     parser.add_argument("--window-requests", type=int, default=60, help="of each ordinary client in a window")
     arguments = parser.parse_args()
     result = _hostile(arguments) if arguments.hostile else _faults(arguments)
@@ -115,9 +117,11 @@ def _faults(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _hostile(arguments: argparse.Namespace) -> dict[str, Any]:
-    """A slot for every client, and one text of each: so nobody waits for a slot, but for the others' work."""
-    num_slots = NUM_CLIENTS + len(arguments.attacks)
-    options = ["--draft", "none", "--slots", str(num_slots), "--max-per-client", "1", "--context", "1024"]
+    """A slot for every client, and one text of each: so nobody waits for a slot, but for the others' work. With more
+    texts of each (--per-client) they wait until a text is paused."""
+    num_slots, per_client = NUM_CLIENTS + len(arguments.attacks), str(arguments.per_client)
+    options = ["--draft", "none", "--slots", str(num_slots), "--max-per-client", per_client, "--context", "1024"]
+    os.environ["OUTRIDER_API_KEY"] = keys(arguments.attacks)
     options += ["--threads", "1"]  # more wait for each other where other processes compute
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"

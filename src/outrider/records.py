@@ -157,8 +157,8 @@ class RowRound:
         is_truncated: the row ended inside the round; tokens after the end were dropped.
         finish_reason: set in a row's last round, as in ``Completion``.
         logprobs: one for each token, if asked for.
-        num_cached_tokens: in a row's first round, the prompt tokens found in the cache.
-        queued_s: in a row's first round, the seconds that the row waited for a slot.
+        num_cached_tokens: in a row's first round in a slot, the prompt tokens found in the cache.
+        queued_s: in a row's first round in a slot, the seconds that the row waited for a slot.
         error: why the row has ended, where ``finish_reason`` is "error"; no token of this round is committed then.
         drafted: all drafted tokens, rejected or not, if asked for.
         slot: the row's slot of the cache.

@@ -56,18 +56,23 @@ class Played:
 
 
 def play(
-    engine: Engine, requests: Sequence[Request], arrivals: Sequence[int], cancels: dict[int, int] | None = None
+    engine: Engine,
+    requests: Sequence[Request],
+    arrivals: Sequence[int],
+    cancels: dict[int, int] | None = None,
+    clients: Sequence[str] | None = None,
 ) -> Played:
     """Step until all is done.
 
     Args:
         arrivals: before which step each request comes, ascending.
         cancels: request -> before which step it is cancelled.
+        clients: of each request; None for one.
     """
     played, submitted, step = Played(), 0, 0
     while True:
         while submitted < len(requests) and arrivals[submitted] <= step:
-            assert engine.submit(requests[submitted]) == submitted
+            assert engine.submit(requests[submitted], "" if clients is None else clients[submitted]) == submitted
             submitted += 1
         for index, at in (cancels or {}).items():
             if at == step:
@@ -200,10 +205,14 @@ def _native_pairs(family: str, folder: Path) -> tuple[LM, list[Drafter]]:
 
 
 @pytest.mark.parametrize("family", _MODELS)
-def test_any_schedule_on_the_native_engine(family: str, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+def test_any_schedule_on_the_native_engine(
+    family: str, tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Texts are those of plain decoding, each alone: greedy under any rule, sampled under ``gumbel``. At random are
-    arrivals and cancellations, prompts and prefixes that they share, the number of slots and the size of chunks, K from
-    round to round and of a row, options, threads, and, schedule by schedule in turn, the draft."""
+    arrivals and cancellations, clients, whose rows are paused for others, prompts and prefixes that they share, the
+    number of slots and the size of chunks, K from round to round and of a row, options, threads, and, schedule by
+    schedule in turn, the draft."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 3)
     target, drafters = _native_pairs(family, tmp_path)
     texts: list[tuple[int, ...]] = []
     num_accepted, num_schedules, first = 0, pytestconfig.getoption("schedules"), [*CASES, *_OTHERS].index(family)
@@ -220,11 +229,12 @@ def test_any_schedule_on_the_native_engine(family: str, tmp_path: Path, pytestco
             requests.append(replace(one, prompt_ids=[*one.prompt_ids, *longer], sampling=sampling, num_draft_tokens=k))
         arrivals = sorted(rng.randint(0, 30) for _ in requests)
         cancels = {rng.randrange(len(requests)): rng.randint(1, 40) for _ in range(2)}
+        clients = [rng.choice("aab") for _ in requests]
         ks = [rng.randint(0, _MOST_K) for _ in range(rng.randint(1, 9))]
         sizes: dict[str, Any] = {"num_slots": rng.randint(1, 6), "prefill_chunk": rng.choice((7, 30, 512, None))}
         engine = Engine(target, drafter, rule, capacity=400, schedule=InTurn(*ks, _MOST_K), **sizes)
         torch.set_num_threads(rng.randint(1, 3))
-        played = play(engine, requests, arrivals, cancels)
+        played = play(engine, requests, arrivals, cancels, clients)
         torch.set_num_threads(num_threads)
         for index, one in enumerate(requests):
             stop = None if one.stop is None else StopAt(one.stop.token_id)  # type: ignore[attr-defined]

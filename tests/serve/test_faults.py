@@ -128,7 +128,7 @@ def test_a_request_that_has_waited_too_long(more: dict, now: list[float]) -> Non
             assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
             assert "waited 600 seconds" in response.json()["error"]["message"]
             assert server.metric("outrider:num_requests_running") == 1
-            assert server.metric("outrider:num_requests_waiting") == 1
+            wait_until(lambda: server.metric("outrider:num_requests_waiting") == 1)
             assert server.metric("outrider:requests_total", 'finished_reason="timeout"') == 1
             assert all("error" not in next(lines) for _ in range(20))
         wait_until(lambda: server.num_open == 0)

@@ -15,11 +15,12 @@ from pairs import embedded
 SLOW = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b{i}.*"} for i in range(30)]}
 HOSTILE = {"prompt": "A", "max_tokens": 4, "guided_json": SLOW}
 ORDINARY = {"prompt": "A", "max_tokens": 4}
+ONE = {"authorization": "Bearer one"}
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Running]:
-    with running(embedded(), context_len=128) as one:
+    with running(embedded(), context_len=128, api_keys=("one", "another", "other")) as one:
         yield one
 
 
@@ -60,7 +61,7 @@ def test_ordinary_requests_do_not_wait_for_slow_constraints(server: Running, pat
     with contextlib.ExitStack() as stack, server.http() as http:
         for _ in range(3):
             client = stack.enter_context(socket.create_connection(server.listener.getsockname(), LIMIT_S))
-            client.sendall(as_sent(HOSTILE, path))
+            client.sendall(as_sent(HOSTILE, path, "Authorization: Bearer one"))
         wait_until(lambda: len(readings()) == 1)
         http.post("/v1/completions", json=ORDINARY | {"guided_regex": " [a-z]+"}, headers=others).raise_for_status()
         client = stack.enter_context(socket.create_connection(server.listener.getsockname(), LIMIT_S))
@@ -74,7 +75,7 @@ def test_ordinary_requests_do_not_wait_for_slow_constraints(server: Running, pat
 def test_what_cannot_be_read_is_refused_by_name(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(structure, "_MOST_CPU_S", 1)
     with server.http() as http:
-        response = http.post("/v1/race", json=HOSTILE)
+        response = http.post("/v1/race", json=HOSTILE, headers=ONE)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, "guided_json")
     assert "too much time or memory" in error["message"]
@@ -86,6 +87,6 @@ def test_a_machine_that_is_too_busy(server: Running, monkeypatch: pytest.MonkeyP
     with server.http() as http:
         with monkeypatch.context() as patch:
             patch.setattr(structure, "_MOST_CHECK_S", 0.0)
-            response = http.post("/v1/completions", json=body)
+            response = http.post("/v1/completions", json=body, headers=ONE)
         assert response.status_code == 503 and int(response.headers["retry-after"]) >= 1
-        http.post("/v1/completions", json=body).raise_for_status()
+        http.post("/v1/completions", json=body, headers=ONE).raise_for_status()

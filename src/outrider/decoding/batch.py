@@ -44,6 +44,7 @@ class Row:
         token_ids: prompt and output, as far as the host has read them.
         limit: the length at which the row ends.
         room: the length that the row's rounds may reach; more than the limit where drafts are not shortened for it.
+        client, priority: see ``FairQueue``. Rows of different clients share only prefixes that are common.
         slot: the row's slot; -1 while the row waits.
         submitted_s, queued_s: when the row was submitted, and how long it waited for the slot.
         num_cached: prompt tokens found in the slot's cache.
@@ -57,6 +58,8 @@ class Row:
     request: Request
     limit: int
     room: int
+    client: str = ""
+    priority: int = 0
     slot: int = -1
     submitted_s: float = 0.0
     queued_s: float = 0.0

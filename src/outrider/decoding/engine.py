@@ -142,6 +142,10 @@ class Engine:
         room = min(final_room(self._target, request, self.schedule.max_k), self._capacity)
         return self._scheduler.submit(request, limit, room, client, priority)
 
+    def share(self, prefixes: Sequence[Sequence[int]]) -> None:
+        """Let clients share these beginnings of prompts; all else is shared among requests of one client."""
+        self._slots.common = prefixes
+
     def cancel(self, index: int) -> None:
         """Cancel a request. It leaves before the next round, and is in no round from then on."""
         self._scheduler.cancel(index)
@@ -298,7 +302,12 @@ class Engine:
         while True:
             if self._slots.num_used == 0 and self._scheduler.has_waiting:
                 self._batch.reset_options()
-            if (admitted := self._scheduler.admit()) is None:
+            if (paused := self._scheduler.row_to_pause()) is not None:
+                self._leave(paused)
+            admitted = self._scheduler.admit()
+            if paused is not None:
+                self._scheduler.resume(paused)
+            if admitted is None:
                 return
             row, (slot, moved_to, source, num_shared) = admitted
             if moved_to is not None:

@@ -6,11 +6,13 @@ This module knows neither requests nor threads.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from itertools import count
 from typing import Generic, TypeVar
 
 _Item = TypeVar("_Item")
+NO_COUNTS: Counter[str] = Counter()
 
 
 class FairQueue(Generic[_Item]):
@@ -22,7 +24,7 @@ class FairQueue(Generic[_Item]):
     """
 
     def __init__(self, *, has_priority_across_clients: bool = False) -> None:
-        self._has_priority_across_clients = has_priority_across_clients
+        self.has_priority_across_clients = has_priority_across_clients
         self._lines: dict[str, list[tuple[int, int, _Item]]] = {}  # a heap per client; the next client is first
         self._arrivals = count()
         self._num_items = 0
@@ -34,28 +36,31 @@ class FairQueue(Generic[_Item]):
         """Iterate in any order."""
         return (item for line in self._lines.values() for _, _, item in line)
 
-    def push(self, item: _Item, client: str = "", priority: int = 0) -> None:
-        heapq.heappush(self._lines.setdefault(client, []), (priority, next(self._arrivals), item))
+    def push(self, item: _Item, client: str = "", priority: int = 0, *, is_back: bool = False) -> None:
+        """Add an item; one that is back goes before those of its client and priority."""
+        arrival = next(self._arrivals) * (-1 if is_back else 1)
+        heapq.heappush(self._lines.setdefault(client, []), (priority, arrival, item))
         self._num_items += 1
 
-    def _next_client(self, but: Container[str] = ()) -> str | None:
+    def _next_client(self, but: Container[str], counts: Counter[str]) -> str | None:
         clients = (client for client in self._lines if client not in but)
-        if self._has_priority_across_clients:
+        if self.has_priority_across_clients:
             return min(clients, key=lambda one: self._lines[one][0][0], default=None)  # the first of several
-        return next(clients, None)
+        return min(clients, key=lambda one: counts[one], default=None)  # likewise
 
-    def first(self) -> _Item | None:
+    def first(self, counts: Counter[str] = NO_COUNTS) -> _Item | None:
         """The item that ``pop`` would return; None if there is none."""
-        client = self._next_client()
+        client = self._next_client((), counts)
         return None if client is None else self._lines[client][0][2]
 
-    def pop(self, but: Container[str] = ()) -> tuple[str, _Item] | None:
+    def pop(self, but: Container[str] = (), counts: Counter[str] = NO_COUNTS) -> tuple[str, _Item] | None:
         """Remove and return the next item and its client; None if there is none.
 
         Args:
             but: clients to skip.
+            counts: clients with less go first; those with equally many take turns.
         """
-        client = self._next_client(but)
+        client = self._next_client(but, counts)
         if client is None:
             return None
         line = self._lines.pop(client)

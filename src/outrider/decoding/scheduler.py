@@ -1,17 +1,18 @@
 """Scheduler: which requests wait, are in prefill, and generate, and in which slots. It knows no tensors.
 
 Rows take the lowest slots, since a round runs on the first slots up to the highest one in use. The caches of a free
-slot still hold the keys and values of its last sequence; a prompt that shares a prefix with it reuses them. This module
-decides; the engine moves the tensors.
+slot still hold the keys and values of its last sequence; a prompt of the same client that shares a prefix with it
+reuses them. (Others reuse what all may know: else the count of cached tokens would confirm guesses of a client's text.)
+This module decides; the engine moves the tensors.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from heapq import heapify, heappop, heappush
 from itertools import count, takewhile
 from operator import eq
@@ -66,7 +67,8 @@ class Scheduler:
         """
         with self._lock:
             index = next(self._indices)
-            self._queue.push(Row(index, request, limit, room, submitted_s=time.perf_counter()), client, priority)
+            row = Row(index, request, limit, room, client, priority, submitted_s=time.perf_counter())
+            self._queue.push(row, client, priority)
         return index
 
     def cancel(self, index: int) -> None:
@@ -109,18 +111,45 @@ class Scheduler:
         """Give a free slot to the next row, whose prefill begins. None if there is no slot or row; or if the row shares
         the prompt of a row in prefill, for which it waits, and the others behind it."""
         with self._lock:
-            row = self._queue.first()
+            row = self._queue.first(self.slots.counts)
         # Without the lock, since prompts are compared.
         if row is None or not self.slots.num_free or self.slots.waits(row, self.filling):
             return None
         with self._lock:
-            found = self._queue.pop()  # or a row that has come before it meanwhile
+            found = self._queue.pop(counts=self.slots.counts)  # or a row that has come before it meanwhile
             assert found is not None
             _, row = found
             assignment = self.slots.place(row)
             self.filling.append(row)
         row.slot, row.queued_s = assignment.slot, time.perf_counter() - row.submitted_s
         return row, assignment
+
+    def row_to_pause(self) -> Row | None:
+        """The row whose slot the next row is to get, if none is free: the shortest of the client with most slots, if
+        these are two more than that of the next row has. None if there is none. (So nobody waits for the end of a text,
+        as long as there are no more clients than slots.)"""
+        if self.slots.num_free or self._queue.has_priority_across_clients:
+            return None
+        counts = self.slots.counts
+        with self._lock:
+            following = self._queue.first(counts)
+        able = [
+            row
+            for row in self.slots.rows
+            if following is not None
+            and counts[row.client] >= counts[following.client] + 2
+            and row.length - row.prompt_length >= LEAST_GENERATED
+            and row.request.media is None  # such a prompt is read at once
+        ]
+        return max(able, key=lambda row: (counts[row.client], -row.length), default=None)
+
+    def resume(self, row: Row) -> None:
+        """Queue the rest of a row that has left its slot for another, before the other rows of its client."""
+        num_resumed = row.request.num_resumed + row.length - row.prompt_length
+        request = replace(row.request, prompt_ids=row.token_ids, num_resumed=num_resumed)
+        rest = replace(row, request=request, awaited=None, num_cached=0, num_filled=0, is_done=False)
+        with self._lock:
+            self._queue.push(rest, row.client, row.priority, is_back=True)
 
     def end_prefill(self, row: Row) -> None:
         """Note that the prefill of a row is complete."""
@@ -137,6 +166,7 @@ class Scheduler:
 
 
 LEAST_SHARED = 16  # tokens; copying fewer does not pay
+LEAST_GENERATED = 64  # tokens of a row in its slot before the row is paused, since its text must be read again
 
 
 class SlotAssignment(NamedTuple):
@@ -160,11 +190,13 @@ class _Slot:
     Attributes:
         row: the row that uses it.
         token_ids: if free, the tokens whose keys and values it holds.
+        client: of the row that wrote them.
         last_used: a counter, 0 if never.
     """
 
     row: Row | None = None
     token_ids: Sequence[int] = field(default_factory=tuple)
+    client: str = ""
     last_used: int = 0
 
     @property
@@ -179,7 +211,11 @@ class _Slot:
 
 
 class Slots:
-    """S slots. Rows are placed, released and moved down."""
+    """S slots. Rows are placed, released and moved down.
+
+    Attributes:
+        common: prefixes that all clients may share.
+    """
 
     def __init__(self, num_slots: int, take_over: Callable[[int, int], int], *, shares_parts: bool = True) -> None:
         """
@@ -188,6 +224,7 @@ class Slots:
             shares_parts: a part of a prompt may be reused, not only all of it.
         """
         self._take_over, self._shares_parts = take_over, shares_parts
+        self.common: Sequence[Sequence[int]] = ()
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # a heap
         self._count = 0
@@ -215,8 +252,7 @@ class Slots:
     def place(self, row: Row) -> SlotAssignment:
         """Put a row into the lowest free slot. Evicts the least recently used cache of all free slots."""
         slot = heappop(self._free)
-        prompt = _shareable(row)
-        source, num_shared = self._longest_shared(prompt, slot)
+        source, num_shared = self._longest_shared(row, slot)
         moved_to = None
         own = self._slots[slot]
         if len(own.token_ids) >= LEAST_SHARED and not (num_shared and source == slot):
@@ -226,8 +262,8 @@ class Slots:
             )
             if evicted != slot:
                 moved_to = evicted
-                self._slots[evicted].token_ids, self._slots[evicted].last_used = own.token_ids, own.last_used
-        own.row, own.token_ids = row, ()
+                self._slots[evicted] = replace(own)
+        own.row, own.token_ids, own.client = row, (), row.client
         self._measure()
         return SlotAssignment(slot, moved_to, source, num_shared)
 
@@ -237,27 +273,45 @@ class Slots:
         if row.awaited in filling:
             return True
         row.awaited = None
-        prompt, num_shared, longest = _shareable(row), 0, None
+        num_shared, longest = 0, None
         for other in filling:
             fed = _shareable(other)
-            num = _num_shared(prompt, fed)
+            num = self._num_shared(row, fed, other.client)
             if num > num_shared and (self._shares_parts or num == len(fed)):
                 num_shared, longest = num, other
         if num_shared < LEAST_SHARED:
             return False
-        _, num_now = self._longest_shared(prompt, self.lowest_free())
-        if num_shared - num_now < max(LEAST_SHARED, (len(prompt) - num_now) / 2):
+        _, num_now = self._longest_shared(row, self.lowest_free())
+        if num_shared - num_now < max(LEAST_SHARED, (len(_shareable(row)) - num_now) / 2):
             return False
         row.awaited = longest
         return True
 
-    def _longest_shared(self, prompt: Sequence[int], slot: int) -> tuple[int, int]:
-        """The slot with the longest prefix of a prompt, and its length; ``slot`` and 0 if the prefix is too short."""
-        if len(prompt) < LEAST_SHARED:
+    def _num_shared(self, row: Row, held: Sequence[int], client: str) -> int:
+        """The length of the prefix that a row may share with tokens of a client."""
+        prompt = _shareable(row)
+        num = _num_shared(prompt, held)
+        if client == row.client:
+            return num
+        return min(num, max((_num_shared(prompt, one) for one in self.common), default=0))
+
+    def _longest_shared(self, row: Row, slot: int) -> tuple[int, int]:
+        """The slot with the longest prefix of a row, and its length; ``slot`` and 0 if the prefix is too short."""
+        if len(_shareable(row)) < LEAST_SHARED:
             return slot, 0
-        shared = [self._take_over(i, _num_shared(prompt, one.held)) for i, one in enumerate(self._slots)]
+        shared = [self._take_over(i, self._num_shared(row, one.held, one.client)) for i, one in enumerate(self._slots)]
         source = max(range(len(self._slots)), key=lambda i: (shared[i], i == slot))
         return (source, shared[source]) if shared[source] >= LEAST_SHARED else (slot, 0)
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those that have a slot."""
+        return [one.row for one in self._slots if one.row is not None]
+
+    @property
+    def counts(self) -> Counter[str]:
+        """Numbers of slots in use, by client."""
+        return Counter(row.client for row in self.rows)
 
     def release(self, slot: int) -> None:
         """Free the slot of a row that has ended. The slot's cache stays reusable, unless the row has spoilt it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ from outrider.serve.logprobs import ScoredToken
 LEAST_RETRY_AFTER_S = 1
 _SHARE_OF_ONE = 0.75  # of all, so that one client cannot fill the queue
 _KEEP_ALIVE_S = 15.0
+_MOST_UNREAD_BYTES = 2**28  # of answers that clients do not read; those under way are not cut
+_BYTES_A_CHUNK = 2**12  # about the memory of one that waits
 
 Event = tuple[int, Chunk | Exception]
 _Item = TypeVar("_Item")
@@ -83,6 +86,11 @@ class Ticket:
     def __post_init__(self) -> None:
         self.num_open = len(self.rows)
 
+    @property
+    def num_taken(self) -> int:
+        """Rows that count: the unfinished ones, then one until the answer is sent."""
+        return self.num_open or min(len(self.rows), 1)
+
 
 @dataclass(slots=True, eq=False)
 class EngineTask:
@@ -113,6 +121,7 @@ class Admission:
 
     Attributes:
         tickets, tasks: accepted and unfinished.
+        unsent: bytes of answers that are being sent, by client.
     """
 
     def __init__(self, most_rows: int, most_of_one: int | None) -> None:
@@ -122,11 +131,20 @@ class Admission:
         self.tasks: set[EngineTask] = set()
         self._most_rows = most_rows
         self._reserved: list[str] = []  # clients of requests in preparation
+        self.unsent: Counter[str] = Counter()
 
     @property
     def num_open(self) -> int:
-        """Unfinished rows and tasks."""
-        return sum(ticket.num_open for ticket in self.tickets) + len(self.tasks)
+        """Rows and tasks that are not finished, or whose answers are not sent."""
+        return sum(ticket.num_taken for ticket in self.tickets) + len(self.tasks)
+
+    def unread(self) -> Counter[str]:
+        """About the bytes of answers that clients have not read, by client."""
+        self.unsent = +self.unsent  # without zeros
+        waiting = Counter({ticket.client: 0 for ticket in self.tickets})
+        for ticket in self.tickets:
+            waiting[ticket.client] += _BYTES_A_CHUNK * ticket.events.qsize()
+        return self.unsent + waiting
 
     def check_ready(self) -> None:
         """Raises Refusal: not ready."""
@@ -138,7 +156,7 @@ class Admission:
     def check(self, num_rows: int, client: str, retry_after_s: int) -> None:
         """Raises Refusal: not ready, or so many more rows exceed a limit."""
         self.check_ready()
-        taken = [(one.client, one.num_open) for one in self.tickets]
+        taken = [(one.client, one.num_taken) for one in self.tickets]
         taken += [(one, 1) for one in (*(task.client for task in self.tasks), *self._reserved)]
         num_all = sum(count for _, count in taken)
         if num_all + num_rows > self._most_rows:
@@ -148,6 +166,12 @@ class Admission:
         if num_own + num_rows > self.most_of_one:
             message = f"{num_own} of your requests are running or waiting (limit: {self.most_of_one}): try again later"
             raise too_many(message, retry_after_s)
+        unread = self.unread()
+        if unread[client] > _SHARE_OF_ONE * _MOST_UNREAD_BYTES:
+            message = f"{unread[client]} bytes of your answers wait to be read: read them, or close their connections"
+            raise too_many(message, retry_after_s)
+        if unread.total() > _MOST_UNREAD_BYTES:
+            raise unavailable("too many bytes of answers wait to be read: try again later", retry_after_s)
 
     @contextmanager
     def reserve(self, client: str, retry_after_s: int) -> Iterator[None]:

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import ipaddress
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -25,7 +26,7 @@ from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
@@ -48,6 +49,7 @@ from outrider.serve.served_model import ServedModel
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING, _NUM_CONSTRAINING = 2, 2  # threads
 _RACE_RETRY_S = 10
+_PIECE_BYTES = 2**16  # of a body, as many as asyncio buffers before it asks to wait
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -99,7 +101,10 @@ class App:
         ]
         self.asgi: ASGIApp = Starlette(
             routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
-            middleware=[Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard)],
+            middleware=[
+                Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard),
+                Middleware(_in_pieces, unsent=lambda: model.admission.unsent, client_of=self.client_of),
+            ],
             exception_handlers={
                 Refusal: _refuse,
                 OutriderError: _refuse,
@@ -138,13 +143,8 @@ class App:
                 raise
 
     def client_of(self, scope: Scope) -> str:
-        """Identify a client: by its API key if the server has several, else by its address and the key it sent, if
-        any."""
-        digest = hashlib.sha256(_key_of(scope) or b"").hexdigest()
-        if self._num_keys > 1:
-            return digest
-        host, _ = scope.get("client") or ("", 0)
-        return f"{network_of(host)} {digest}"
+        """A client is an API key, if the server has several; else all are one."""
+        return hashlib.sha256(_key_of(scope) or b"").hexdigest() if self._num_keys > 1 else ""
 
     async def answer(self, answer: Answer, client: str, send: Send) -> None:
         ask = answer.ask
@@ -230,13 +230,14 @@ class App:
     async def _json_response(
         self, make: Callable[[Preparer, Mapping[str, Any]], dict[str, Any]], request: Request
     ) -> Response:
-        body, client = await _body(request), self.client_of(request.scope)
+        client = self.client_of(request.scope)
 
         def make_it() -> Response:
             value = parse_json(body)
             return JSONResponse(make(self._preparer_of(value.get("model")), value))
 
         with self._model.reserve(client):
+            body = await _body(request)
             return await self._tokenizing.run(make_it, client)
 
 
@@ -257,8 +258,10 @@ class Generation:
         self._app, self._body, self._prepare, self._answer = app, body, prepare, answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sent = await _body(Request(scope, receive))
-        await _until_disconnect(receive, self._respond(sent, self._app.client_of(scope), send))
+        client = self._app.client_of(scope)
+        with self._app._model.reserve(client):  # before the body takes memory
+            sent = await _body(Request(scope, receive))
+        await _until_disconnect(receive, self._respond(sent, client, send))
 
     async def _respond(self, sent: bytes, client: str, send: Send) -> None:
         prepared = await self._app.prepare(self._body, self._prepare, sent, client)
@@ -282,6 +285,27 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -
 async def _gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _in_pieces(app: ASGIApp, unsent: Callable[[], Counter[str]], client_of: Callable[[Scope], str]) -> ASGIApp:
+    """Send bodies piece by piece, each when the client has read almost all before it; long ones count until then."""
+
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_pieces(message: Message) -> None:
+            body = message.get("body", b"")
+            if len(body) <= _PIECE_BYTES:
+                return await send(message)
+            unsent()[client_of(scope)] += len(body)
+            try:
+                for begin in range(0, len(body), _PIECE_BYTES):
+                    await send({**message, "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
+            finally:
+                unsent()[client_of(scope)] -= len(body)
+            await send({**message, "body": b""})
+
+        await app(scope, receive, send_in_pieces)
+
+    return respond
 
 
 class HostGuard:
@@ -339,17 +363,6 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
-
-
-def network_of(address: str) -> str:
-    """Network prefix that belongs to one client: the first 64 bits of an IPv6 address."""
-    try:
-        found = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return address
-    if isinstance(found, ipaddress.IPv6Address):
-        return str(found.ipv4_mapped or ipaddress.ip_network((found, 64), strict=False))
-    return str(found)
 
 
 async def _body(request: Request) -> bytes:

@@ -27,10 +27,11 @@ class Metrics(Collector):
 
     Args:
         load: tells the load of the engine.
+        unread_bytes: tells the size of the answers that clients have not read.
     """
 
-    def __init__(self, load: Callable[[], Load], model_name: str) -> None:
-        self._load, self._model_name = load, model_name
+    def __init__(self, load: Callable[[], Load], unread_bytes: Callable[[], int], model_name: str) -> None:
+        self._load, self._unread_bytes, self._model_name = load, unread_bytes, model_name
         self.stats, self.timing = Stats(), Timing()
         self.num_prompt_tokens = self.num_cached_tokens = 0
         self.num_ended: Counter[str] = Counter()
@@ -83,6 +84,7 @@ class Metrics(Collector):
             ("num_requests_filling", "Sequences in prefill.", load.num_filling),
             ("num_requests_waiting", "Sequences waiting for a slot.", load.num_waiting),
             ("num_free_slots", "Free slots.", load.num_free_slots),
+            ("unread_bytes", "Size of answers that clients have not read.", self._unread_bytes()),
         ):
             gauge = GaugeMetricFamily(f"outrider:{key}", about, labels=["model_name"])
             gauge.add_metric([self._model_name], value)

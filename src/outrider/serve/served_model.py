@@ -32,6 +32,7 @@ from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission, EngineTask,
 from outrider.serve.http_errors import Refusal, unavailable
 from outrider.serve.logprobs import ScoredToken, prompt_logprobs
 from outrider.serve.metrics import Metrics
+from outrider.text.tokenizer import Prompt, encode
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_RETRY_AFTER_S = 60  # the openai client waits no longer
@@ -71,6 +72,7 @@ class ServedModel:
         admission: Admission,
         queue: FairQueue[Row],
         queue_timeout_s: float,
+        shared_prompts: Sequence[str],
     ) -> None:
         """
         Args:
@@ -78,13 +80,15 @@ class ServedModel:
             context_len: maximum tokens of a sequence, prompt included.
             queue: decides which row gets the next slot.
             queue_timeout_s: maximum wait for a first slot.
+            shared_prompts: system prompts, or beginnings of texts, that all clients share in the cache.
         """
         self.names, self.num_slots, self.admission = tuple(names), num_slots, admission
-        self.metrics = Metrics(lambda: self.load, self.names[0])
+        self.metrics = Metrics(lambda: self.load, lambda: admission.unread().total(), self.names[0])
         self.error: BaseException | None = None
         self._is_open = False
         self._thread, self._queue, self._load = LoopThread("outrider-engine"), queue, load
         self._context_len, self._queue_timeout_s = context_len, queue_timeout_s
+        self._shared_prompts = shared_prompts
         self._rows: dict[int, tuple[Ticket, TicketRow]] = {}  # unfinished rows, as the thread numbers them
         self._num_submitted = 0
         self._arrived: list[tuple[Ticket, Event]] = []  # in the current round
@@ -246,6 +250,11 @@ class ServedModel:
             loaded.engine(self.num_slots, self.capacity, queue=self._queue),
             loaded.target.name,
         )
+        forms: list[Prompt] = [*self._shared_prompts]
+        if getattr(decoder.tokenizer, "chat_template", None):
+            user = {"role": "user", "content": ""}
+            forms += [[{"role": "system", "content": text}, user] for text in self._shared_prompts]
+        self._engine.share([encode(decoder.tokenizer, one) for one in forms])
         self._loop = EngineLoop(
             lambda capacity: self._engine, least_capacity=self.capacity, most_capacity=self.capacity
         )

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 
@@ -24,6 +25,8 @@ from outrider.text.tool_formats import tool_format_of
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close first
+_STALL_S = 75.0  # of a client that does not send its head or body, or does not read
+_Seen = dict[Any, tuple[object, float]]
 _OTHER_FILES = 128  # open files beside connections: of models and the log, and connections being refused
 _GRACE_S = 5.0  # to send errors after running requests are cancelled
 
@@ -45,6 +48,7 @@ class ServerOptions:
         tool_parser: the format of the model's calls: see ``tool_format_of``.
         reasoning_parser: the format of its thoughts: see ``thinking_of``.
         image_hosts: from which images are fetched: see ``ImageFetcher``.
+        shared_prompts: see ``ServedModel``.
     """
 
     num_slots: int = 8
@@ -59,6 +63,7 @@ class ServerOptions:
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
     image_hosts: tuple[str, ...] = ()
+    shared_prompts: tuple[str, ...] = ()
 
 
 class Server:
@@ -88,6 +93,7 @@ class Server:
             admission=Admission(options.num_slots + options.max_queue, options.max_per_client),
             queue=FairQueue(has_priority_across_clients=options.has_priority_across_clients),
             queue_timeout_s=options.queue_timeout_s,
+            shared_prompts=options.shared_prompts,
         )
         self._app = App(self.model, options.api_keys, options.image_hosts)
         config = uvicorn.Config(
@@ -136,17 +142,38 @@ class Server:
         self._on_ready(self.model)
 
     async def _drain(self) -> None:
-        """Handle a shutdown signal: refuse new requests; running ones may finish in time."""
+        """Close connections that have stalled. After a shutdown signal refuse new requests; running ones may finish in
+        time."""
+        loop, seen = asyncio.get_running_loop(), _Seen()
         while not self._uvicorn.should_exit:
             await asyncio.sleep(_TICK_S)
+            seen = close_stalled(self._uvicorn.server_state.connections, seen, loop.time())
         self.model.drain()
-        loop = asyncio.get_running_loop()
         end_s = loop.time() + self._options.shutdown_timeout_s
         while self.model.admission.num_open and loop.time() < end_s:
             await asyncio.sleep(_TICK_S)
         if self.model.admission.num_open:
             _LOG.warning("%d requests did not end in time and are cancelled", self.model.admission.num_open)
         self.model.abort(unavailable("the server is shutting down", 1))
+
+
+def close_stalled(connections: Iterable[Any], seen: _Seen, now_s: float) -> _Seen:
+    """Close connections that have waited too long for their client: for a head, the rest of a body, or a reader, since
+    uvicorn limits none of these times. Returns those that wait: the state of each, and since when.
+
+    Args:
+        seen: by the last call.
+    """
+    found: _Seen = {}
+    for one in list(connections):
+        cycle = one.cycle  # of the latest request
+        if cycle is None or cycle.response_complete or cycle.more_body or one.flow.write_paused:
+            state = (cycle, one.transport.get_write_buffer_size())
+            old, since_s = seen.get(one, (None, now_s))
+            found[one] = (state, since_s if old == state else now_s)
+            if now_s - found[one][1] > _STALL_S:
+                one.transport.abort()
+    return found
 
 
 def room_for_connections(most: int) -> int:

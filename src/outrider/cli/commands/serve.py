@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -20,7 +21,7 @@ from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.progress import progress
 from outrider.errors import MissingExtra, OptionError
 from outrider.options import DEFAULT_NUM_SLOTS
-from outrider.system.files import short_name
+from outrider.system.files import read_text, short_name
 from outrider.system.ranks import is_one_of_several
 
 if TYPE_CHECKING:
@@ -120,6 +121,13 @@ def serve(
             help="Fetch images of chats from this host. Repeatable. Default: only images in the request itself.",
         ),
     ] = None,
+    shared_prompt: Annotated[
+        list[Path] | None,
+        _option(
+            metavar="FILE",
+            help="System prompt, or beginning of texts, that clients with different keys share. Repeatable.",
+        ),
+    ] = None,
     shutdown_timeout: Annotated[
         float, _option(min=0, metavar="S", help="Seconds that running requests may continue after SIGTERM.")
     ] = 30.0,
@@ -186,6 +194,7 @@ def serve(
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
         image_hosts=tuple(allow_image_host or ()),
+        shared_prompts=tuple(read_text(path).removesuffix("\n") for path in shared_prompt or ()),
     )
     with listener, _log_on_stderr():
         Server(names, load, options, listener, on_ready).run()

@@ -1,0 +1,150 @@
+"""Clients of one engine: what they share of the cache, and of the slots. No text depends on it."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from outrider.decoding import scheduler
+from outrider.decoding.batch import Row
+from outrider.decoding.engine import Engine
+from outrider.decoding.fair_queue import FairQueue
+from outrider.decoding.schedule import ConstantSchedule
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import suffix_drafter
+from outrider.records import RowRound
+from outrider.runtime.lm import LM
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
+from toys import llama_pair, request, tokens
+
+K = 3
+
+
+def _engine(
+    target: LM, drafter: Drafter, rule: Rule, num_slots: int, queue: FairQueue[Row] | None = None, k: int = K
+) -> Engine:
+    schedule = ConstantSchedule(k)
+    options = {"num_slots": num_slots, "capacity": 64, "schedule": schedule, "prefill_chunk": 8, "queue": queue}
+    return Engine(target, drafter, rule, **options)  # type: ignore[arg-type]
+
+
+def _rounds_of(engine: Engine, index: int) -> list[RowRound]:
+    """All rounds of a request, while others run on."""
+    found: list[RowRound] = []
+    while not (found and found[-1].finish_reason):
+        round_ = engine.step()
+        found += [] if round_ is None else [row for row in round_.rows if row.row == index]
+    return found
+
+
+def test_a_prefix_is_shared_among_requests_of_one_client() -> None:
+    """While its row runs and later, wherever the tokens are; others share what is common."""
+    target, drafter = llama_pair()
+    secret, other = list(range(30)), list(range(30, 55))
+    engine = _engine(target, drafter, REJECTION, num_slots=3)
+    engine.share([[5, 6], secret[:18]])
+
+    def num_cached(client: str, ids: Sequence[int], max_new_tokens: int = 4) -> int:
+        index = engine.submit(request(ids, max_new_tokens=max_new_tokens), client)
+        rows = _rounds_of(engine, index)
+        (alone,) = tokens(target, drafter, [request(ids, max_new_tokens=max_new_tokens)], REJECTION, K)
+        assert tuple(i for row in rows for i in row.token_ids) == alone
+        return sum(row.num_cached_tokens for row in rows)
+
+    endless = engine.submit(request(secret, max_new_tokens=34), "alice")
+    assert num_cached("alice", secret) == 29
+    assert num_cached("bob", other) == 0
+    assert num_cached("bob", secret) == 18
+    assert num_cached("bob", secret) == 29  # his own by now
+    assert num_cached("carol", secret) == 18
+    engine.cancel(endless)
+    assert num_cached("alice", other) == 0
+    assert num_cached("alice", other) == 24
+    assert num_cached("", [*other, 1]) == 0
+
+
+@pytest.mark.parametrize(("client", "is_waiting"), [("alice", True), ("bob", False)])
+def test_a_row_waits_for_the_prompt_of_its_client_alone(client: str, is_waiting: bool) -> None:
+    """While a prompt with the same beginning is fed."""
+    target, _ = llama_pair()
+    engine = _engine(target, NO_DRAFTER, REJECTION, num_slots=2)
+    for one in ("alice", client):
+        engine.submit(request(range(41), max_new_tokens=4), one)
+    engine.step()
+    assert engine.load.num_waiting == is_waiting
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize(
+    ("rule", "drafter", "lookahead"),
+    [(REJECTION, None, 0), (GUMBEL, None, 2), (BLOCK, suffix_drafter(), 0)],
+    ids=["model", "model, ahead", "suffix"],
+)
+def test_a_paused_text_is_the_same(
+    rule: Rule, drafter: Drafter | None, lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client with all slots gives up one after the other, until others have their share, and goes on later."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 6)
+    paused: list[int] = []
+    resume = scheduler.Scheduler.resume
+    monkeypatch.setattr(
+        scheduler.Scheduler, "resume", lambda self, row: (paused.append(row.index), resume(self, row))[1]
+    )
+    target, by_model = llama_pair()
+    drafter = drafter or by_model
+    target.execution.lookahead = lookahead
+    options: list[dict[str, object]] = [
+        {"temperature": 0.0, "frequency_penalty": 1.0},
+        {"top_p": 0.9, "repetition_penalty": 1.2},
+        {"presence_penalty": 1.0, "min_tokens": 40, "stop_token_ids": (1, 2, 3)},
+        {},
+    ]
+    asked = [request([7, 8, 9 + i], seed=i, max_new_tokens=40, **options[i % 4]) for i in range(10)]
+    engine = _engine(target, drafter, rule, num_slots=4)
+    texts: dict[int, tuple[int, ...]] = {}
+
+    def step() -> bool:
+        round_ = engine.step()
+        for row in () if round_ is None else round_.rows:
+            texts[row.row] = (*texts.get(row.row, ()), *row.token_ids)
+        return round_ is not None
+
+    for number, client in enumerate("aaaaaabbbc"):
+        if number in (6, 9):
+            step()
+        assert engine.submit(asked[number], client) == number
+    while step():
+        pass
+    wanted = dict(enumerate(tokens(target, drafter, asked, rule, K)))
+    assert {0, 1, 2, 3} & set(paused) and len(paused) >= 2
+    assert texts == wanted
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "clients", "is_across", "expected"),
+    [
+        (4, "b", False, "b"),
+        (4, "bcd", False, "bcd"),
+        (2, "bcd", False, "b"),  # more clients than slots
+        (1, "b", False, ""),
+        (4, "b", True, ""),  # priorities decide
+        (4, "aa", False, ""),
+    ],
+)
+def test_the_wait_of_a_client(
+    num_slots: int, clients: str, is_across: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is that until a row has generated some tokens; not until a text ends."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 12)
+    target, _ = llama_pair()
+    queue: FairQueue[Row] = FairQueue(has_priority_across_clients=is_across)
+    engine = _engine(target, NO_DRAFTER, REJECTION, num_slots, queue, k=0)
+    first_rounds: dict[str, int] = {}
+    owners = {engine.submit(request((1, 2), max_new_tokens=50), "a"): "a" for _ in range(9)}
+    for number in range(20):
+        if number == 5:
+            owners |= {engine.submit(request((3, 4), max_new_tokens=50), one): one for one in clients}
+        round_ = engine.step()
+        assert round_ is not None
+        for row in round_.rows:
+            first_rounds.setdefault(owners[row.row], number)
+    assert first_rounds == {"a": 0} | dict.fromkeys(expected, 12)

@@ -1,0 +1,183 @@
+"""Clients beside one another: a client is an API key, knows nothing of others, and holds nothing for ever."""
+
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from servers import LIMIT_S, Running, as_sent, running, wait_until, words
+
+from outrider.serve import admission, server
+from outrider.serve.prepare import Preparer
+
+SECRET = [f"w{i}" for i in range(10, 40)]
+
+
+def cached(http: httpx.Client, key: str, words: Sequence[str], **more: Any) -> int:
+    """Tokens of a prompt that the answer to this key calls cached."""
+    path = "/v1/chat/completions" if more else "/v1/completions"
+    body = {"max_tokens": 1} | (more or {"prompt": " ".join(words)})
+    response = http.post(path, json=body, headers={"authorization": f"Bearer {key}"})
+    found: int = response.raise_for_status().json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return found
+
+
+def test_the_count_of_cached_tokens_confirms_no_guess() -> None:
+    """Of another's text: it is the same for a right guess and for a wrong one."""
+    with running(words(), api_keys=("alice", "bob")) as one, one.http() as http:
+        assert [cached(http, "alice", SECRET) for _ in range(2)] == [0, 29]
+        assert cached(http, "bob", SECRET[:20]) == cached(http, "bob", [*SECRET[:18], "w1", "w1"]) - 18 == 0
+        assert cached(http, "alice", SECRET[:25]) == 24
+
+
+@pytest.mark.parametrize("keys", [(), ("alice",)])
+def test_without_several_keys_all_are_one_client(keys: tuple[str, ...]) -> None:
+    with running(words(), api_keys=keys) as one, one.http() as http:
+        assert [cached(http, "alice", SECRET), cached(http, keys[0] if keys else "bob", SECRET)] == [0, 29]
+
+
+def test_a_shared_prompt() -> None:
+    """As text, and as system message."""
+    decoder, shared = words(), " ".join(SECRET[:20])
+    decoder.tokenizer.chat_template = "{% for m in messages %}w7 {{ m.content }} {% endfor %}"
+    with (
+        running(decoder, api_keys=("alice", "bob"), shared_prompts=(shared,)) as one,
+        one.http() as http,
+    ):
+        assert cached(http, "alice", SECRET) == 0
+        assert cached(http, "bob", SECRET) == 20
+        for key, expected in (("alice", 0), ("bob", 22)):
+            system, user = {"role": "system", "content": shared}, {"role": "user", "content": " ".join(SECRET)}
+            assert cached(http, key, (), messages=[system, user]) == expected
+
+
+def test_other_headers_make_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without keys."""
+    monkeypatch.setattr(admission, "_KEEP_ALIVE_S", 0.05)  # so that a stream begins while it waits
+    options = {"num_slots": 1, "context_len": 1_000_000, "max_per_client": 1}
+    long = {"prompt": "w1", "max_tokens": 900_000, "stream": True}
+    with running(words(1_000_000), **options) as one, one.http() as http:
+        with http.stream("POST", "/v1/completions", json=long) as stream:
+            lines = stream.iter_lines()  # kept, since the response is closed with it
+            next(lines)
+            for headers in ({"authorization": "Bearer b"}, {"x-forwarded-for": "1.2.3.4"}, {"x-api-key": "c"}):
+                assert http.post("/v1/completions", json={"prompt": "w1"}, headers=headers).status_code == 429
+        wait_until(lambda: one.num_open == 0)
+
+
+def unread(one: Running, sent: bytes) -> socket.socket:
+    """A connection whose answer is not read."""
+    connection = socket.socket()
+    one.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else megabytes fit between the two
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(LIMIT_S)
+    connection.connect(one.listener.getsockname())
+    connection.sendall(sent)
+    return connection
+
+
+@pytest.mark.parametrize("kind", ["whole", "streamed"])
+def test_unread_answers_count_until_they_are_sent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there is a limit for each client, and one for all."""
+    monkeypatch.setattr(admission, "_MOST_UNREAD_BYTES", 40 * 2**20 if kind == "whole" else 100_000)
+    monkeypatch.setattr(Preparer, "detokenize", lambda self, sent: {"prompt": "w" * 30 * 2**20})
+    options = {"num_slots": 2, "context_len": 1_000_000, "api_keys": ("a", "b", "c")}
+    path = "/detokenize" if kind == "whole" else "/v1/completions"
+    body = {} if kind == "whole" else {"prompt": "w1", "max_tokens": 900_000, "stream": True, "logprobs": 20}
+
+    with running(words(1_000_000), **options) as one, one.http() as http:
+
+        def status(key: str) -> int:
+            return http.post("/tokenize", json={"prompt": "w1"}, headers={"authorization": f"Bearer {key}"}).status_code
+
+        def held() -> float:
+            return one.metric("outrider:unread_bytes")
+
+        assert held() == 0
+        with unread(one, as_sent(body, path, "Authorization: Bearer a")) as first:
+            wait_until(lambda: status("a") == 429)
+            assert held() >= (30 * 2**20 if kind == "whole" else 75_000)
+            if kind == "whole":
+                assert status("b") == 200
+                with unread(one, as_sent(body, path, "Authorization: Bearer b")):
+                    wait_until(lambda: status("c") == 503)
+                    assert held() >= 60 * 2**20
+                wait_until(lambda: status("c") == 200)
+                first.settimeout(LIMIT_S)
+                num_read = 0
+                while num_read < 30 * 2**20:  # it was not cut
+                    num_read += len(first.recv(2**20))
+        wait_until(lambda: held() == 0 and status("a") == 200)
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+
+@pytest.mark.parametrize("sent", [b"", HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"], ids=["nothing", "head", "body"])
+def test_who_sends_by_drips_is_left(sent: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_STALL_S", 0.3)
+    with running(words()) as one, socket.create_connection(one.listener.getsockname(), LIMIT_S) as connection:
+        connection.sendall(sent)
+        wait_until(lambda: _is_left(connection, b"" if not sent else b" "), 0.05)
+
+
+def _is_left(connection: socket.socket, drip: bytes) -> bool:
+    """Whether a connection is closed; else another byte is sent."""
+    connection.settimeout(0.01)
+    try:
+        connection.sendall(drip)
+        return connection.recv(1000) == b""
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
+
+
+def test_who_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And their answers count no more."""
+    monkeypatch.setattr(server, "_STALL_S", 0.3)
+    monkeypatch.setattr(Preparer, "detokenize", lambda self, sent: {"prompt": "w" * 30 * 2**20})
+    with running(words()) as one, unread(one, as_sent({}, "/detokenize")):
+        wait_until(lambda: one.metric("outrider:unread_bytes") > 2**20)
+        wait_until(lambda: one.metric("outrider:unread_bytes") == 0)
+
+
+@dataclass(eq=False)
+class Cycle:
+    response_complete: bool
+    more_body: bool
+
+
+class Connection:
+    """As uvicorn has them."""
+
+    def __init__(self, *, is_whole: bool = True, is_answered: bool = False, is_paused: bool = False) -> None:
+        self.cycle: Cycle | None = Cycle(is_answered, not is_whole)
+        self.flow = SimpleNamespace(write_paused=is_paused)
+        self.num_unread, self.now_s, self.left_at = 9, 0.0, 0.0
+        self.transport = self
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def abort(self) -> None:
+        self.left_at = self.now_s
+
+
+def test_connections_that_wait_for_the_server_are_kept() -> None:
+    """And those in which something goes on."""
+    seen: dict[Any, tuple[object, float]] = {}
+    idle, body, stuck = Connection(), Connection(is_whole=False), Connection(is_paused=True)
+    waits, busy, reads = Connection(), Connection(is_answered=True), Connection(is_paused=True)
+    idle.cycle = None  # no head so far
+    for second in range(200):
+        if second % 50 == 0:
+            busy.cycle, reads.num_unread = Cycle(True, False), second
+        kept = [one for one in (idle, body, stuck, waits, busy, reads) if not one.left_at]
+        for one in kept:
+            one.now_s = float(second)
+        seen = server.close_stalled(kept, seen, float(second))
+    assert [one.left_at for one in (idle, body, stuck, waits, busy, reads)] == [76.0, 76.0, 76.0, 0.0, 0.0, 0.0]
