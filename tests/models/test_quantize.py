@@ -90,6 +90,19 @@ def test_widths_that_the_group_does_not_divide_are_passed_over(tmp_path: Path) -
     assert weights_bytes(skeleton, "int4") == num_bytes(model)
 
 
+def test_folders_of_mlx_are_refused(tmp_path: Path) -> None:
+    """As targets, as drafts and as heads."""
+    save(tmp_path, random_llama())
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization": {"group_size": 64, "bits": 4}}))
+    for pair in ((tmp_path,), ("fable", tmp_path)):
+        with pytest.raises(UnsupportedModel, match="is quantized for MLX: take a GGUF file of the model"):
+            outrider.load(*pair)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen3_5_mtp"}))
+    with pytest.raises(UnsupportedModel, match="MLX"):
+        outrider.load("fable", tmp_path)
+
+
 def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
     """GPT-2 has matrices of another class, which torchao passes over."""
     config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)

@@ -28,13 +28,11 @@ from outrider.models.executions import choose_execution
 from outrider.models.groups import group_weights, layout_of
 from outrider.models.kinds import auto_class, building, check_kind, check_missing, check_unpickled
 from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
-from outrider.models.mlx import mlx_numbers, mlx_weights
 from outrider.models.notes import has_notes, notes_name, read_notes, reopen, write_notes
 from outrider.models.placement import DTYPES, check_shares, device_map_of, max_memory_of, num_shares, pick_device
 from outrider.models.quantize import (
     check_quantization,
     method_of,
-    mlx_settings,
     num_digits_of,
     own_quantization,
     picks_outliers,
@@ -203,7 +201,7 @@ def _loader(job: _Job, config: Any) -> _Loader:
     if job.quantization == "int4" and not job.is_float32_on_cpu:
         raise OptionError("quantization", "int4", "for float32 on the CPU: choose nf4 or int8 elsewhere")
     stored = own_quantization(config) or {}
-    is_plain = method in (None, "gguf", "mlx")
+    is_plain = method in (None, "gguf")
     in_groups = job.is_float32_on_cpu and spec.gguf is None and layout_of(stored) is not None
     bare: Any = None
     kept, weights = None, None
@@ -241,8 +239,6 @@ def _stored_weights(
         keeps: whether matrices may stay in blocks; else groups are widened.
     """
     num_digits = num_digits_of(spec, placed.quantization)
-    if (settings := mlx_settings(vars(config))) is not None:
-        return mlx_weights(spec, config, settings, bare, keeps=keeps, num_digits=num_digits)
     if spec.gguf is None:
         return group_weights(spec, own_quantization(config) or {}, bare, keeps=keeps, num_digits=num_digits)
     from outrider.models.gguf.checkpoint import gguf_weights
@@ -311,8 +307,7 @@ def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, ke
 
 def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, Any]) -> Any:
     given: dict[str, Any] = {"output_loading_info": True, "ignore_mismatched_sizes": True, "config": config, **how}
-    settings = mlx_settings(vars(config))
-    if spec.gguf is None and settings is None:
+    if spec.gguf is None:
         model, info = auto_class(name, config).from_pretrained(spec.location, trust_remote_code=False, **given)
     else:
         from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -321,7 +316,7 @@ def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, 
 
         dtype = given["dtype"] if isinstance(given["dtype"], torch.dtype) else torch.bfloat16  # as most are stored
         cls = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]  # auto classes want a name
-        numbers = gguf_numbers(spec, dtype) if settings is None else mlx_numbers(spec, config, settings, dtype)
+        numbers = gguf_numbers(spec, dtype)
         model, info = cls.from_pretrained(None, state_dict=numbers, **given | {"config": plain_config(config)})
     check_missing(spec.location, info["missing_keys"])
     mismatched = sorted(key for key, *_ in info["mismatched_keys"])

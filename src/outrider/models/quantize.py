@@ -37,7 +37,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import MissingExtra, ModelCorrupt, OptionError
+from outrider.errors import MissingExtra, ModelCorrupt, OptionError, UnsupportedModel
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.registry import ARITHMETICS, ModelSpec
@@ -47,7 +47,6 @@ _EXTRAS = {
     "bitsandbytes": ("quantize", ("bitsandbytes",)),
     "torchao": ("quantize", ("torchao",)),
     "compressed-tensors": ("quantize", ("compressed_tensors",)),
-    "mlx": ("quantize", ()),
     "gptq": ("gptq", ("gptqmodel", "optimum")),
     "awq": ("gptq", ("gptqmodel",)),
 }
@@ -68,17 +67,15 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
     Raises:
         OptionError: the checkpoint is quantized already.
         ModelCorrupt: it is quantized in an unknown way.
+        UnsupportedModel: it is quantized by MLX.
     """
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+    if method == "mlx":
+        raise UnsupportedModel(f"{name} is quantized for MLX: take a GGUF file of the model")
     if quantization == "none":
         if method is not None:
-            if method not in (
-                *AUTO_QUANTIZATION_CONFIG_MAPPING,
-                "bitsandbytes",
-                "gguf",
-                "mlx",
-            ):  # Transformers ignores these
+            if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
                 raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
         return
     if quantization in ARITHMETICS:
@@ -97,7 +94,7 @@ def num_digits_of(spec: ModelSpec, quantization: str | None) -> int:
 def method_of(config: Any) -> str | None:
     """``quant_method`` of a checkpoint; None if it is not quantized."""
     own = own_quantization(config)
-    if mlx_settings(vars(config)) is not None:
+    if is_mlx(vars(config)):
         return "mlx"
     if own is None:
         return None
@@ -105,22 +102,20 @@ def method_of(config: Any) -> str | None:
     return str(getattr(method, "value", method) or "bitsandbytes")  # early bitsandbytes checkpoints do not state it
 
 
-def mlx_settings(stated: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Settings of groups that a configuration states in MLX's way (mlx.py); None if it does not."""
-    for key in ("quantization", "quantization_config"):
-        found = stated.get(key)
-        if isinstance(found, Mapping) and "quant_method" not in found and {"group_size", "bits"} <= found.keys():
-            return found
-    return None
+def is_mlx(stated: Mapping[str, Any]) -> bool:
+    """Whether a config.json states groups as MLX does."""
+    own = (stated.get(key) for key in ("quantization", "quantization_config"))
+    return any(
+        isinstance(one, Mapping) and "quant_method" not in one and {"group_size", "bits"} <= one.keys() for one in own
+    )
 
 
 def plain_config(config: Any) -> Any:
     """Copy of a configuration that states no quantization."""
     plain = copy.deepcopy(config)
     for part in (plain, plain.get_text_config(decoder=True)):
-        for field in ("quantization_config", "quantization"):  # the latter is MLX's
-            if getattr(part, field, None) is not None:
-                delattr(part, field)
+        if getattr(part, "quantization_config", None) is not None:
+            del part.quantization_config
     return plain
 
 

@@ -18,7 +18,7 @@ from outrider.models.heads.base import Head, head_lm
 from outrider.models.heads.block import load_block
 from outrider.models.heads.chains import load_eagle3, load_mtp, mtp_prefix
 from outrider.models.kinds import INDEX, PICKLED, WHOLE, building, check_counts, check_no_pickle, head_named
-from outrider.models.mlx import mlx_head
+from outrider.models.quantize import is_mlx
 from outrider.models.reading import held_file, reading
 from outrider.models.registry import ARITHMETICS, ModelSpec, is_gguf
 from outrider.runtime.lm import LM
@@ -79,10 +79,13 @@ def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dic
             if is_gguf_head(file):
                 return gguf_head(spec, num_digits)
             return {}, gguf_mtp(file, spec.name, target.model.config, num_digits)
-    stated, files = read_config(spec.location), find_tensors(spec.location, allow_pickle=allow_pickle)
+    stated = read_config(spec.location)
     check_counts(spec.name, stated)
+    if is_mlx(stated):
+        raise UnsupportedModel(f"{spec.name} is quantized for MLX: take a GGUF file of the head")
+    files = find_tensors(spec.location, allow_pickle=allow_pickle)
     tensors = without_fp8(read_tensors(spec.location, files), stated)
-    return stated, mlx_head(stated, tensors, spec.name, digits_beside(target))
+    return stated, tensors
 
 
 def without_fp8(tensors: Mapping[str, Tensor], stated: Mapping[str, Any]) -> dict[str, Tensor]:
