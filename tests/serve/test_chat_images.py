@@ -3,10 +3,7 @@
 import base64
 import io
 import struct
-import threading
 from collections.abc import Iterator
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -179,34 +176,6 @@ def answer(client: OpenAI, url: str, **more: Any) -> Any:
     return client.chat.completions.create(model="toy", messages=messages, **options)
 
 
-def test_the_server_fetches_images_from_allowed_hosts(decoder: Decoder, tmp_path: Path) -> None:
-    """And from no others."""
-    image, asked = picture(40), []
-    image.save(tmp_path / "image.png")
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *given: Any) -> None:
-            asked.append(given)
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(tmp_path))) as host:
-        thread = threading.Thread(target=host.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        name = f"127.0.0.1:{host.server_port}"
-        with running(decoder, context_len=64, image_hosts=(name,)) as server, server.openai() as client:
-            found = answer(client, f"HTTP://{name}/image.png").choices[0].message.content
-            assert found == answer(client, data_url(image)).choices[0].message.content and len(asked) == 1
-            with pytest.raises(BadRequestError, match=f"images are not fetched from localhost.*allowed are {name}"):
-                answer(client, f"http://localhost:{host.server_port}/image.png")
-            fields = {"prompt_logprobs": 1, "add_special_tokens": True, "add_generation_prompt": False}
-            for field, value in fields.items():
-                with pytest.raises(BadRequestError, match=f"{field} is not supported beside images"):
-                    answer(client, data_url(image), extra_body={field: value})
-            idle = {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}}
-            assert answer(client, data_url(image), max_tokens=1, extra_body=idle).choices
-        host.shutdown()
-        thread.join()
-
-
 def test_the_server_takes_images_in_the_request(
     decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +196,12 @@ def test_the_server_takes_images_in_the_request(
         with server.http() as http:
             (block,) = http.post("/v1/messages", json=body).json()["content"]
         assert block["text"].split() == want.split()
+        fields = {"prompt_logprobs": 1, "add_special_tokens": True, "add_generation_prompt": False}
+        for field, value in fields.items():
+            with pytest.raises(BadRequestError, match=f"{field} is not supported beside images"):
+                answer(client, data_url(image), extra_body={field: value})
+        idle = {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}}
+        assert answer(client, data_url(image), max_tokens=1, extra_body=idle).choices
         for url in ("https://example.com/image.png", str(tmp_path / "image.png"), f"file://{tmp_path}/image.png"):
             with pytest.raises(BadRequestError, match="which is not fetched: give a data URL"):
                 answer(client, url)

@@ -39,7 +39,6 @@ from outrider.serve.choices import ChatAnswer, CompletionAnswer
 from outrider.serve.fair_threads import FairThreads
 from outrider.serve.generation_body import GenerationBody, ParsedRequest
 from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable
-from outrider.serve.image_fetch import ImageFetcher
 from outrider.serve.messages import MessageAnswer, MessageBody
 from outrider.serve.prepare import Preparer
 from outrider.serve.race import Race, choices, prepare_race, race_stream
@@ -65,13 +64,12 @@ class App:
 
     _preparer: Preparer
 
-    def __init__(self, model: ServedModel, api_keys: tuple[str, ...], image_hosts: tuple[str, ...] = ()) -> None:
+    def __init__(self, model: ServedModel, api_keys: tuple[str, ...]) -> None:
         self._model, self._num_keys = model, len(api_keys)
         self._created = int(time.time())
         self._is_racing = False  # a race has caches of its own, so there is one at a time
         self._tokenizing = FairThreads(_NUM_TOKENIZING, "outrider-tokenizer")
         self._constraining = FairThreads(_NUM_CONSTRAINING, "outrider-constraints")
-        self._images = ImageFetcher(image_hosts)
         answers: Sequence[tuple[str, type[GenerationBody], type[Answer]]] = (
             ("/v1/completions", CompletionBody, CompletionAnswer),
             ("/v1/chat/completions", ChatBody, ChatAnswer),
@@ -133,8 +131,6 @@ class App:
 
         with self._model.reserve(client):
             preparer, ask = await self._tokenizing.run(parse, client)
-            if urls := self._images.urls_of(ask.prompts):
-                ask.fetched.update(await self._images.fetch(urls))
             pool = self._tokenizing if ask.structured_by is None else self._constraining
             try:
                 return await pool.run(lambda: prepare(preparer, ask=ask), client)

@@ -40,7 +40,6 @@ class ParsedRequest:
         options: other fields of ``Sampling``.
         structured_by: the field that constrains the output; ``options`` has the constraint in the library's form.
         tools: those that may be called.
-        fetched: images of the prompts, by their addresses; the server fills it before it prepares the request.
         is_left: set when the client has left.
     """
 
@@ -50,7 +49,6 @@ class ParsedRequest:
     options: Mapping[str, Any]
     structured_by: str | None = None
     tools: ToolUse | None = None
-    fetched: dict[str, bytes] = field(default_factory=dict)
     is_left: Event = field(default_factory=Event)
 
     def check_open(self) -> None:

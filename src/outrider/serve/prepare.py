@@ -195,7 +195,7 @@ class Preparer:
         """A prompt whose images are read, without opening files. Raises PromptError."""
         if not has_images(prompt):
             return prompt
-        return chat_inputs(self.decoder.processor, prompt, reads_files=False, fetched=ask.fetched)  # type: ignore[arg-type]
+        return chat_inputs(self.decoder.processor, prompt, reads_files=False)  # type: ignore[arg-type]
 
     def _ids_of_any_length(self, prompt: Prompt, has_special: bool | None = None) -> list[int]:
         """Raises PromptError, OptionError."""

@@ -47,7 +47,6 @@ class ServerOptions:
         shutdown_timeout_s: how long running sequences may continue after a signal.
         tool_parser: the format of the model's calls: see ``tool_format_of``.
         reasoning_parser: the format of its thoughts: see ``thinking_of``.
-        image_hosts: from which images are fetched: see ``ImageFetcher``.
         shared_prompts: see ``ServedModel``.
     """
 
@@ -62,7 +61,6 @@ class ServerOptions:
     shutdown_timeout_s: float = 30.0
     tool_parser: str = "auto"
     reasoning_parser: str = "auto"
-    image_hosts: tuple[str, ...] = ()
     shared_prompts: tuple[str, ...] = ()
 
 
@@ -95,7 +93,7 @@ class Server:
             queue_timeout_s=options.queue_timeout_s,
             shared_prompts=options.shared_prompts,
         )
-        self._app = App(self.model, options.api_keys, options.image_hosts)
+        self._app = App(self.model, options.api_keys)
         config = uvicorn.Config(
             self._app.asgi,
             http="h11",

@@ -15,7 +15,6 @@ from dataclasses import fields
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from outrider.errors import MissingExtra, OptionError, PromptError
@@ -68,13 +67,6 @@ def _is_image(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
 
 
-def image_urls(messages: Sequence[Any]) -> list[str]:
-    """Addresses (http, https) of the images of a chat, each once."""
-    parts = (part for message in messages for part in _parts(message) if _is_image(part))
-    values = [value for part in parts if isinstance(value := _value_of(part), str)]
-    return list(dict.fromkeys(value for value in values if value.lower().startswith(("http://", "https://"))))
-
-
 def _value_of(part: Mapping[str, Any]) -> Any:
     value = part.get("image_url", part.get("url", part.get("image", part.get("path"))))
     return value.get("url") if isinstance(value, Mapping) else value
@@ -91,13 +83,11 @@ def chat_inputs(
     messages: Sequence[Any],
     *,
     reads_files: bool = True,
-    fetched: Mapping[str, bytes] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Token ids, mask and images of a chat, as the processor returns them.
 
     Args:
         reads_files: images may be files of this machine.
-        fetched: files at addresses.
 
     Raises:
         PromptError: there is no processor; an image cannot be read, or would have to be fetched; or the template or the
@@ -116,7 +106,7 @@ def chat_inputs(
     def read_image(index: int, part: Mapping[str, Any]) -> dict[str, Any]:
         if (detail := _detail_of(part)) not in (None, "auto", "high"):
             raise PromptError(f"message {index} asks for images in detail {detail!r}: they are read as they are")
-        images.append(_opened(_value_of(part), f"message {index}", fetched, reads_files=reads_files))
+        images.append(_opened(_value_of(part), f"message {index}", reads_files=reads_files))
         sizes.append(_num_pixels(images[-1]))
         _check_sizes(sizes)
         return {"type": "image"}
@@ -140,13 +130,11 @@ def chat_inputs(
     return dict(found)
 
 
-def _opened(value: Any, where: str, fetched: Mapping[str, bytes], *, reads_files: bool) -> Any:
+def _opened(value: Any, where: str, *, reads_files: bool) -> Any:
     """An image whose size is known, but which is not decoded."""
     from PIL import Image
 
     try:
-        if isinstance(value, str) and value in fetched:
-            return _read(io.BytesIO(fetched[value]))
         if isinstance(value, Image.Image):
             return value
         if isinstance(value, str) and value.startswith("data:"):

@@ -114,13 +114,6 @@ def serve(
             "mistral ([THINK]), gemma4, harmony (gpt-oss). Default: by its tokens.",
         ),
     ] = "auto",
-    allow_image_host: Annotated[
-        list[str] | None,
-        _option(
-            metavar="HOST",
-            help="Fetch images of chats from this host. Repeatable. Default: only images in the request itself.",
-        ),
-    ] = None,
     shared_prompt: Annotated[
         list[Path] | None,
         _option(
@@ -153,13 +146,11 @@ def serve(
         with progress("loading libraries"):
             from outrider.serve.about import startup_lines
             from outrider.serve.app import is_loopback
-            from outrider.serve.image_fetch import check_hosts
             from outrider.serve.server import Server, ServerOptions, listen
             from outrider.text.thinking import thinking_of
             from outrider.text.tool_formats import tool_format_of
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
-    check_hosts(allow_image_host or ())
     if not keys and not is_loopback(host):
         raise OptionError("--host", host, "without --api-key only loopback is allowed: use 127.0.0.1")
 
@@ -193,7 +184,6 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
-        image_hosts=tuple(allow_image_host or ()),
         shared_prompts=tuple(read_text(path).removesuffix("\n") for path in shared_prompt or ()),
     )
     with listener, _log_on_stderr():
