@@ -1,4 +1,4 @@
-"""A process whose memory runs out in the kernels, at each allocation in turn (test_memory.py)."""
+"""A process whose memory runs out in the kernels, at each allocation in turn (test_scarce_memory.py)."""
 
 import ctypes
 from collections.abc import Callable

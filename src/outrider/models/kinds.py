@@ -14,8 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
 from outrider.models.registry import ModelSpec
 
@@ -80,6 +78,8 @@ def building(told: str, config: Any | None = None) -> Iterator[None]:
         told: the beginning of the message.
         config: that may have led to the error.
     """
+    import torch
+
     try:
         yield
     except (OutriderError, torch.OutOfMemoryError, AssertionError):
