@@ -37,7 +37,7 @@ class FairQueue(Generic[_Item]):
         return (item for line in self._lines.values() for _, _, item in line)
 
     def push(self, item: _Item, client: str = "", priority: int = 0, *, is_back: bool = False) -> None:
-        """Add an item; one that is back goes before those of its client and priority."""
+        """Add an item. An item that is back goes before the others of its client and priority."""
         arrival = next(self._arrivals) * (-1 if is_back else 1)
         heapq.heappush(self._lines.setdefault(client, []), (priority, arrival, item))
         self._num_items += 1
@@ -58,7 +58,7 @@ class FairQueue(Generic[_Item]):
 
         Args:
             but: clients to skip.
-            counts: clients with less go first; those with equally many take turns.
+            counts: clients with fewer go first; clients with equal counts take turns.
         """
         client = self._next_client(but, counts)
         if client is None:

@@ -125,9 +125,9 @@ class Scheduler:
         return row, assignment
 
     def row_to_pause(self) -> Row | None:
-        """The row whose slot the next row is to get, if none is free: the shortest of the client with most slots, if
-        these are two more than that of the next row has. None if there is none. (So nobody waits for the end of a text,
-        as long as there are no more clients than slots.)"""
+        """The row whose slot the next row is to get, if no slot is free: the shortest row of the client with most
+        slots, if that client has at least two slots more than the next row's client. None if there is no such row. (So
+        nobody waits for the end of a text, as long as there are no more clients than slots.)"""
         if self.slots.num_free or self._queue.has_priority_across_clients:
             return None
         counts = self.slots.counts
@@ -138,7 +138,7 @@ class Scheduler:
             for row in self.slots.rows
             if following is not None
             and counts[row.client] >= counts[following.client] + 2
-            and row.length - row.prompt_length >= LEAST_GENERATED
+            and row.length - row.prompt_length >= max(LEAST_GENERATED, row.length // MOST_READ)
             and row.request.media is None  # such a prompt is read at once
         ]
         return max(able, key=lambda row: (counts[row.client], -row.length), default=None)
@@ -166,7 +166,8 @@ class Scheduler:
 
 
 LEAST_SHARED = 16  # tokens; copying fewer does not pay
-LEAST_GENERATED = 64  # tokens of a row in its slot before the row is paused, since its text must be read again
+# A row that is paused must be read again: for each token that it has generated in its slot at most so many tokens are.
+LEAST_GENERATED, MOST_READ = 64, 16
 
 
 class SlotAssignment(NamedTuple):
@@ -305,7 +306,7 @@ class Slots:
 
     @property
     def rows(self) -> list[Row]:
-        """Those that have a slot."""
+        """Rows that have a slot."""
         return [one.row for one in self._slots if one.row is not None]
 
     @property

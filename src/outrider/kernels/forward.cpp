@@ -213,7 +213,7 @@ Status outrider_forward(const Model* model, const Batch* batch, int64_t num_thre
     const Block block(*model, *batch, &tokens[first], end - first, num_threads);
     if (batch->bits == 32) run<float>(block, num_threads);
     if (batch->bits == 16) run<BFloat16>(block, num_threads);
-    if (block.lacks_memory) return NO_MEMORY;
+    if (block.lacks_memory) return num_taps ? LOST : NO_MEMORY;
     for (const Span& span : block.spans) batch->anchors[span.row] = span.next;
   }
   return DONE;
@@ -230,6 +230,7 @@ Status outrider_forward_bytes(const Model* model, int64_t num_threads, int64_t* 
   Batch batch{};
   batch.anchors = &anchor;
   *num_bytes = Block(*model, batch, tokens.data(), MOST_TOKENS, num_threads).num_bytes;
+  *num_bytes += MOST_TOKENS * model->head.num_channels * sizeof(float);  // `apart`
   return DONE;
 } catch (const std::exception&) {
   return NO_MEMORY;

@@ -27,8 +27,8 @@ struct Token {
 };
 
 // Queries of a sequence and of the heads that share keys, number first .. first + number - 1 if those of a token follow
-// one another; and the parts of their sequence, from `part` on. Their results are kept from place `kept` on: tasks up to
-// the next one with 0 go together.
+// one another; and the parts of their sequence, from `part` on. Their results are kept from place `kept` on. Tasks go
+// together up to the next task whose `kept` is 0.
 struct Task {
   int64_t group, first, number, part, num_parts, kept;
 
@@ -97,7 +97,7 @@ struct Block {
       num_kept = std::max(num_kept, tasks_of(attention)->num_kept * kept_width(attention));
       num_own = std::max<int64_t>(num_own, MOST_QUERIES * padded(attention.head_width) * sizeof(float));
     }
-    own_bytes = (num_own + 127) / 128 * 128;  // no line of the processor's cache has numbers of two threads
+    own_bytes = (num_own + 127) / 128 * 128;  // so that threads share few lines of the processor's cache
     x = buffer(number * m.hidden), y = buffer(number * m.hidden), normed = buffer(number * normed_width);
     inputs = buffer(number * inputs_width), attended = buffer(number * q_width), ups = buffer(number * ups_width);
     turns = buffer(number * m.num_ropes * turns_width);

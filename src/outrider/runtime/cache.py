@@ -210,8 +210,7 @@ class SlotCache:
         """Whether all numbers of a slot's first tokens, and of its states, are finite."""
         kept = [store[slot, :num_tokens] for store in self.storage[: self.num_token_stores]]
         kept += [store[slot] for store in self.storage[self.num_token_stores :]]
-        sums = [one.sum(dtype=torch.float32).cpu() for one in kept if one.is_floating_point()]
-        return bool(torch.stack(sums).isfinite().all())
+        return all(bool(one.sum(dtype=torch.float32).isfinite()) for one in kept if one.is_floating_point())
 
     def _restart(self, slot: int, num_tokens: int) -> None:
         """Reset the states of a slot if they are beyond its tokens."""

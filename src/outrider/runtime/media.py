@@ -20,6 +20,7 @@ from outrider.records import MediaPrompt
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import CACHE_NAMES, cache_argument, recorded_states
+from outrider.system.resources import memory_errors
 
 _OWN = ("inputs_embeds", "attention_mask", "position_ids", "use_cache", "cache_position", *CACHE_NAMES)
 _FAILURES = (TypeError, ValueError, RuntimeError, IndexError, KeyError, AttributeError)  # of modelling code
@@ -70,10 +71,11 @@ def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPr
     with _READING, lm.lock if lm.execution.is_prepared else nullcontext():
         hook = model.get_decoder().register_forward_pre_hook(stop, with_kwargs=True)
         try:
-            model(input_ids=fed, attention_mask=torch.ones_like(fed), use_cache=False, **given)
+            with memory_errors():  # for which the prompt is not to blame
+                model(input_ids=fed, attention_mask=torch.ones_like(fed), use_cache=False, **given)
         except _Reached as reached:
             arguments = reached.arguments
-        except torch.OutOfMemoryError:  # the prompt is not to blame
+        except torch.OutOfMemoryError:  # nor for this
             raise
         except _FAILURES as error:
             reason = " ".join(str(error).split())[:200]
