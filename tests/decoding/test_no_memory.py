@@ -1,7 +1,9 @@
 """Steps that lack memory: their rows end with an error, and the others go on."""
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -82,6 +84,50 @@ def test_a_round_that_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     texts = _texts(found)
     assert {row: texts[row] for row in (2, 3)} == {2: want[2], 3: want[3]}
     assert texts[1] == want[1][-len(texts[1]) :] and 0 < len(texts[1])
+
+
+class _Alternating:
+    """Allows ids whose parity is not that of the id before."""
+
+    error = None
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def effect(self) -> np.ndarray:
+        return np.arange(60) % 2 != (self.ids[-1] % 2 if self.ids else 0)
+
+    def push(self, token_id: int) -> bool:
+        is_allowed = bool(self.effect()[token_id])
+        self.ids += [token_id] if is_allowed else []
+        return is_allowed
+
+    def pop(self, num_tokens: int) -> None:
+        del self.ids[len(self.ids) - num_tokens :]
+
+
+def test_constraints_forget_a_draft_that_lacked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft was proposed when memory ran out."""
+    target, draft = llama_pair()
+
+    def asked() -> list[Request]:
+        return [replace(one, constraint=_Alternating()) for one in (_REQUESTS[0], _REQUESTS[1])]
+
+    want = [tokens(target, NO_DRAFTER, [one], BLOCK, 0)[0] for one in asked()]
+    engine = _engine(target, draft, 3)
+    for one in asked():
+        engine.submit(one)
+    propose, num_calls = engine._runner.session.propose, []
+
+    def fail_once(*given: Any) -> Any:
+        found = propose(*given)
+        num_calls.append(1)
+        return _too_large() if len(num_calls) == 2 else found
+
+    monkeypatch.setattr(engine._runner.session, "propose", fail_once)
+    found = _run(engine)
+    assert isinstance(found[0][-1].error, DeviceError)
+    assert _texts(found)[1] == want[1]
 
 
 def test_the_error_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,28 @@ def test_a_paused_text_is_the_same(
     assert texts == wanted
 
 
+def test_a_long_row_is_seldom_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again afterwards, which one short request after another could demand."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 2)
+    monkeypatch.setattr(scheduler, "MOST_READ", 4)
+    paused: list[tuple[int, int]] = []
+    resume = scheduler.Scheduler.resume
+    monkeypatch.setattr(
+        scheduler.Scheduler,
+        "resume",
+        lambda self, row: (paused.append((row.length - row.prompt_length, row.length)), resume(self, row))[1],
+    )
+    target, _ = llama_pair()
+    engine = _engine(target, NO_DRAFTER, REJECTION, num_slots=2, k=0)
+    for first in (1, 2):
+        engine.submit(request((first, *range(3, 32)), max_new_tokens=30), "alice")
+    for number in range(60):
+        if number % 3 == 0:
+            engine.submit(request((number % 50, 5), max_new_tokens=1), "bob")
+        engine.step()
+    assert len(paused) > 1 and all(num_generated >= length // 4 > 2 for num_generated, length in paused)
+
+
 @pytest.mark.parametrize(
     ("num_slots", "clients", "is_across", "expected"),
     [
