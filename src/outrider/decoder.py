@@ -27,6 +27,7 @@ from outrider.options import (
     check_n,
     check_num_draft_tokens,
     check_num_slots,
+    with_checked,
 )
 from outrider.records import Chunk, Completion, MediaPrompt, Request
 from outrider.requests.calls import GenerationCalls
@@ -277,7 +278,7 @@ class Decoder(GenerationCalls):
         vocab_size = self.target.vocab_size
         has_seed = sampling.seed is not None
         if not has_seed:  # 53 bits: JSON numbers are float64 in other languages
-            sampling = sampling.with_checked(seed=current_ranks().shared(secrets.randbits(53)))
+            sampling = with_checked(sampling, seed=current_ranks().shared(secrets.randbits(53)))
         ends = self.ends_of(ids)
         if sampling.min_tokens:  # until then no end may be generated
             check_tokens(sampling, vocab_size, ends)

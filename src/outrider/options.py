@@ -238,14 +238,15 @@ class Sampling:
         """Add the model's end tokens to ``stop_token_ids`` if the probabilities depend on them."""
         if not self.min_tokens:
             return self
-        return self.with_checked(stop_token_ids=tuple(sorted({*self.stop_token_ids, *eos_ids})))
+        return with_checked(self, stop_token_ids=tuple(sorted({*self.stop_token_ids, *eos_ids})))
 
-    def with_checked(self, **values: Any) -> Sampling:
-        """These options with other values, known to be right: the checks of all would be repeated for each row."""
-        other = copy.copy(self)
-        for name, value in values.items():
-            object.__setattr__(other, name, value)
-        return other
+
+def with_checked(sampling: Sampling, **values: Any) -> Sampling:
+    """Options with other values that are known to be right: all would be checked again, for each row of a request."""
+    other = copy.copy(sampling)
+    for name, value in values.items():
+        object.__setattr__(other, name, value)
+    return other
 
 
 _StringsOrNone = str | Sequence[str] | None

@@ -10,7 +10,7 @@ from typing import Any
 
 from outrider.decoder import Decoder, ReadOptions, ReadPrompt
 from outrider.errors import OptionError, PromptError, UsageError
-from outrider.options import CONSTRAINTS
+from outrider.options import CONSTRAINTS, with_checked
 from outrider.requests.state import RequestState
 from outrider.serve.answers import Answer
 from outrider.serve.bodies import DetokenizeBody, TokenizeBody
@@ -234,7 +234,7 @@ class Preparer:
     ) -> RequestState:
         seed = ask.options["seed"]
         own = {"max_new_tokens": max_tokens, "seed": None if seed is None else (seed + choice) % 2**63}
-        options = options._replace(sampling=options.sampling.with_checked(**own))
+        options = options._replace(sampling=with_checked(options.sampling, **own))
         separates = ask.body.separate_reasoning
         shown_ids = [*(() if ask.tools is None else self._marker_ids.values())]
         shown_ids += thinking.ids if thinking and separates else ()
