@@ -23,7 +23,6 @@ from outrider.serve.http_errors import Refusal
 from outrider.text.spelling import token_bytes
 
 _MOST_SCORES = 2**20  # log-probabilities of prompts in one response: some 100 bytes each, and more in memory
-_NUM_AT_ONCE = 32  # tokens of a prompt that are scored while streams wait: more take no less time for each
 _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 _UNFINISHED = "\ufffd"  # output of decoders for a part of a character
 
@@ -213,7 +212,7 @@ def prompt_logprobs(target: LM, token_ids: Sequence[int], num_top: int) -> Gener
     Yields:
         Log-probabilities of a few tokens, so that other work can run in between.
     """
-    for forced in force(target, [Text(token_ids)], most_columns=_NUM_AT_ONCE):
+    for forced in force(target, [Text(token_ids)], most_columns=32):  # streams wait; more save no time
         logprobs = wide(forced.logits).log_softmax(dim=-1)  # [M, V]
         chosen = logprobs.gather(-1, forced.ids[:, None])  # [M, 1]
         ranks = (logprobs > chosen).sum(dim=-1) + 1

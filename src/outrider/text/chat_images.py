@@ -143,19 +143,17 @@ def _opened(value: Any, where: str, *, reads_files: bool) -> tuple[Any, int]:
             kind, _, data = value.partition(",")
             if not kind.endswith(";base64"):
                 raise PromptError(f"{where} has an image as a data URL that is not base64")
-            image = _read(io.BytesIO(base64.b64decode(data, validate=True)))
-            return image, _num_pixels(image)
+            return _read(io.BytesIO(base64.b64decode(data, validate=True)))
         if isinstance(value, str | Path) and reads_files and "://" not in str(value):
-            image = _read(Path(value).expanduser())
-            return image, _num_pixels(image)
+            return _read(Path(value).expanduser())
     except _UNREADABLE as error:
         raise PromptError(f"{where} has an image that cannot be read: {_line(error)}") from None
     forms = "an image of PIL, a file or a data URL" if reads_files else "a data URL"
     raise PromptError(f"{where} has the image {str(value)!r:.80}, which is not fetched: give {forms}")
 
 
-def _read(source: Any) -> Any:
-    """The header of an image. Raises the errors of ``_UNREADABLE``."""
+def _read(source: Any) -> tuple[Any, int]:
+    """The header of an image, and ``_num_pixels``. Raises the errors of ``_UNREADABLE``."""
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
@@ -168,7 +166,7 @@ def _read(source: Any) -> Any:
             raise ValueError(f"it is not in one of the formats {', '.join(_FORMATS)}") from None
     if any(tile[0] == "bmp_rle" for tile in image.tile):  # two bytes are as many pixels as a row has, set one by one
         raise ValueError("it is a BMP of run lengths: store it as PNG")
-    return image
+    return image, _num_pixels(image)
 
 
 def _num_pixels(image: Any) -> int:

@@ -143,9 +143,8 @@ def serve(
     names, draft = served_model_name or [short_name(pair.target)], pair.single_draft
     check_choice(generation_config)
     shared = {path: read_text(path).removesuffix("\n") for path in shared_prompt or ()}
-    for path, text in shared.items():
-        if not text.strip():
-            raise OptionError("--shared-prompt", path, "the file is empty: name one with a prompt")
+    if empty := [path for path, text in shared.items() if not text.strip()]:
+        raise OptionError("--shared-prompt", empty[0], "the file is empty: name one with a prompt")
     try:
         with progress("loading libraries"):
             from outrider.serve.about import startup_lines
