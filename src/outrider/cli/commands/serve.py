@@ -144,7 +144,7 @@ def serve(
     check_choice(generation_config)
     shared = {path: read_text(path).removesuffix("\n") for path in shared_prompt or ()}
     if empty := [path for path, text in shared.items() if not text.strip()]:
-        raise OptionError("--shared-prompt", empty[0], "the file is empty: name one with a prompt")
+        raise OptionError("--shared-prompt", str(empty[0]), "the file is empty: name one with a prompt")
     try:
         with progress("loading libraries"):
             from outrider.serve.about import startup_lines
