@@ -3,6 +3,7 @@
 import logging
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,14 @@ def test_bad_options(
     """An empty key is none."""
     monkeypatch.setenv("OUTRIDER_API_KEY", "")
     assert re.search(message, outrider("serve", *arguments).error)
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_an_empty_shared_prompt(outrider: Outrider, tmp_path: Path) -> None:
+    (file := tmp_path / "system.txt").write_text("\n")
+    assert re.search(
+        r"--shared-prompt.*system\.txt.*the file is empty", outrider("serve", "--shared-prompt", file).error
+    )
 
 
 def test_a_port_that_is_taken(outrider: Outrider) -> None:

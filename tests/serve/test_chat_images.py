@@ -148,6 +148,22 @@ def test_many_images_are_counted_before_one_is_decoded(decoder: Decoder, monkeyp
             decoder.generate([[{"role": "user", "content": content}]])
 
 
+def test_other_data_of_a_file_are_no_scans(decoder: Decoder) -> None:
+    stored = io.BytesIO()
+    Image.new("RGB", (256, 256)).save(stored, "JPEG", comment=b"\xff\xda" * 30_000)
+    assert stored.getvalue().count(b"\xff\xda") == 30_001
+    url = f"data:image/jpeg;base64,{base64.b64encode(stored.getvalue()).decode()}"
+    decoder.generate([chat({"type": "image_url", "image_url": {"url": url}})], max_new_tokens=1)
+
+
+def test_an_image_whose_file_is_closed(decoder: Decoder) -> None:
+    picture(1).save(file := io.BytesIO(), "JPEG")
+    image = Image.open(file)
+    file.close()
+    with pytest.raises(PromptError, match="message 0 has an image that cannot be read"):
+        decoder.generate([chat({"type": "image", "image": image})])
+
+
 def test_bitmaps_of_run_lengths_are_refused(decoder: Decoder) -> None:
     """Some bytes are millions of pixels, which Pillow sets one by one."""
     header = struct.pack("<IiiHHIIiiII", 40, 8192, 8192, 1, 8, 1, 4, 0, 0, 256, 0)

@@ -54,6 +54,26 @@ def test_a_shared_prompt() -> None:
             assert cached(http, key, (), messages=[system, user]) == expected
 
 
+def test_a_shared_prompt_beside_a_template_without_system_messages() -> None:
+    """As text alone."""
+    decoder = words()
+    decoder.tokenizer.chat_template = "{{ raise_exception('no system') if messages[0].role == 'system' else 'w7' }}"
+    with (
+        running(decoder, api_keys=("alice", "bob"), shared_prompts=(" ".join(SECRET[:20]),)) as one,
+        one.http() as http,
+    ):
+        assert [cached(http, key, SECRET) for key in ("alice", "bob")] == [0, 20]
+
+
+def test_a_request_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While its body is read and prepared: else another one takes the place in between."""
+    places, reserve = [], admission.Admission.reserve
+    monkeypatch.setattr(admission.Admission, "reserve", lambda *given: places.append(given[1]) or reserve(*given))
+    with running(words(), num_slots=1, max_per_client=1) as one, one.http() as http:
+        http.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}).raise_for_status()
+        assert places == [""] and not one.model.admission._reserved
+
+
 def test_other_headers_make_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without keys."""
     monkeypatch.setattr(admission, "_KEEP_ALIVE_S", 0.05)  # so that a stream begins while it waits

@@ -86,14 +86,14 @@ def test_a_body_of_many_parts_is_refused_before_it_is_built(monkeypatch: pytest.
     texts = {"prompt": '[{"a": 1}, \\' * 100_000 + "[[["}
     assert reader.parse_json(json.dumps(texts).encode()) == texts
     monkeypatch.setattr(reader, "from_json", None)
-    many = 150_000
+    many = 600_000
     for body in (
         "{" + ",".join(f'"f{i}":0' for i in range(many)) + "}",
         '{"prompt": [' + ",".join(["[]"] * many) + "]}",
         '{"prompt": "\\"", "a": [' + ",".join(["{}"] * many) + "]}",
         '{"a": "' + '\\"' * 100_000 + '", "b": ' + "[" * many,
     ):
-        with pytest.raises(Refusal, match="more than 131072 names, lists and objects: send fewer"):
+        with pytest.raises(Refusal, match="more than 524288 names, lists and objects: send fewer"):
             reader.parse_json(body.encode())
 
 
@@ -128,3 +128,8 @@ def test_long_answers_are_written_in_pieces(server: Running, monkeypatch: pytest
     with server.http() as http:
         sent = {"content": body, "headers": {"content-type": "application/json"}}
         assert len(http.post("/v1/completions", **sent).raise_for_status().content) > 6 * longest[0]  # type: ignore[arg-type]
+    longest[0] = 0
+    choices = [{"logprobs": {"content": [{"token": "a"}] * 100}} for _ in range(150)]
+    assert len(json_text({"choices": choices})) > 100 * longest[0]
+    with pytest.raises(AssertionError):
+        json_text({1: "a"})

@@ -78,6 +78,7 @@ def force(
     texts: Sequence[Text],
     settings: Sequence[Settings] = (),
     constraints: Sequence[Constraint] | None = None,
+    most_columns: int = _MOST_COLUMNS,
 ) -> Iterator[ForcedTokens]:
     """Score texts, chunk by chunk of columns; chunks without a token to score are left out.
 
@@ -89,6 +90,7 @@ def force(
         settings: sampling options for ``ForcedTokens.probs``.
         constraints: of each text, advanced to its first scored token; their effects are masks. The logits of tokens
             that they forbid are minus infinity, which logits processors leave as they are.
+        most_columns: of one chunk.
 
     Raises:
         NumericsError: the model has no distribution for a token to score. As in plain decoding, that depends on the
@@ -111,7 +113,7 @@ def force(
     for one in settings:
         history = one.with_room(history, len(texts), lm.vocab_size)
     history = history.map(lambda values: values.to(device))
-    width = max(1, min(_MOST_COLUMNS, _MOST_LOGITS // (len(texts) * lm.vocab_size)))
+    width = max(1, min(most_columns, _MOST_LOGITS // (len(texts) * lm.vocab_size)))
     for begin in range(0, length - 1, width):
         columns = torch.arange(begin, min(begin + width, length - 1), device=device).expand(len(texts), -1)
         fed, following = ids.gather(1, columns), ids.gather(1, columns + 1)

@@ -203,13 +203,14 @@ def json_text(value: Any, **options: Any) -> str:
 
 def _pieces(value: Any, encoder: json.JSONEncoder, depth: int) -> Iterator[str]:
     comma = encoder.item_separator
-    if isinstance(value, list) and len(value) > _NUM_AT_ONCE:
+    if isinstance(value, list) and len(value) > _NUM_AT_ONCE and not (depth and isinstance(value[0], dict | list)):
         for begin in range(0, len(value), _NUM_AT_ONCE):
             yield (comma if begin else "[") + encoder.encode(value[begin : begin + _NUM_AT_ONCE])[1:-1]
         yield "]"
     elif depth and value and isinstance(value, dict | list):
         (opening, closing), is_dict = "{}" if isinstance(value, dict) else "[]", isinstance(value, dict)
         for index, key in enumerate(value):
+            assert not is_dict or isinstance(key, str)
             yield (comma if index else opening) + (encoder.encode(key) + encoder.key_separator if is_dict else "")
             yield from _pieces(value[key] if is_dict else key, encoder, depth - 1)
         yield closing

@@ -12,7 +12,7 @@ import ipaddress
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import ExitStack, aclosing
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -121,22 +121,21 @@ class App:
         self._constraining.close()
 
     async def prepare(self, body: type[GenerationBody], prepare: Prepare, sent: bytes, client: str) -> Any:
-        """Prepare a request off the event loop, while it counts as queued. Constraints, which may take seconds to
-        parse, have threads of their own. Raises Refusal."""
+        """Prepare a request off the event loop. Constraints, which may take seconds to parse, have threads of their
+        own. Raises Refusal."""
 
         def parse() -> tuple[Preparer, ParsedRequest]:
             value = parse_json(sent)
             preparer = self._preparer_of(value.get("model"))
             return preparer, preparer.parse(body, value)
 
-        with self._model.reserve(client):
-            preparer, ask = await self._tokenizing.run(parse, client)
-            pool = self._tokenizing if ask.structured_by is None else self._constraining
-            try:
-                return await pool.run(lambda: prepare(preparer, ask=ask), client)
-            except asyncio.CancelledError:
-                ask.is_left.set()
-                raise
+        preparer, ask = await self._tokenizing.run(parse, client)
+        pool = self._tokenizing if ask.structured_by is None else self._constraining
+        try:
+            return await pool.run(lambda: prepare(preparer, ask=ask), client)
+        except asyncio.CancelledError:
+            ask.is_left.set()
+            raise
 
     def client_of(self, scope: Scope) -> str:
         """A client is an API key, if the server has several; else all are one."""
@@ -255,12 +254,14 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         client = self._app.client_of(scope)
-        with self._app._model.reserve(client):  # before the body takes memory
+        with ExitStack() as reserved:
+            reserved.enter_context(self._app._model.reserve(client))  # before the body takes memory
             sent = await _body(Request(scope, receive))
-        await _until_disconnect(receive, self._respond(sent, client, send))
+            await _until_disconnect(receive, self._respond(sent, client, send, reserved))
 
-    async def _respond(self, sent: bytes, client: str, send: Send) -> None:
+    async def _respond(self, sent: bytes, client: str, send: Send, reserved: ExitStack) -> None:
         prepared = await self._app.prepare(self._body, self._prepare, sent, client)
+        reserved.close()  # its rows are queued next, without a pause
         await self._answer(prepared, client, send)
 
 

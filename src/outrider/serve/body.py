@@ -17,8 +17,8 @@ from outrider.serve.http_errors import Refusal, refusal_of
 _PREFIX = re.compile("^(Value error, |Input should be |Input (?=tag))| or instance of .*| found using [^ ]+")
 
 # Names, lists and objects of a body: each takes up to twenty times its bytes, and to read them stops other threads. The
-# biases of a vocabulary of 128,256 tokens fit.
-_MOST_PARTS = 2**17
+# biases of a vocabulary of 262,144 tokens fit.
+_MOST_PARTS = 2**19
 _PARTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[:\[{]', re.DOTALL)  # and strings, to pass over them
 
 

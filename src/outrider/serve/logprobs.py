@@ -210,9 +210,9 @@ def prompt_logprobs(target: LM, token_ids: Sequence[int], num_top: int) -> Gener
         token_ids: at least two.
 
     Yields:
-        Log-probabilities of a few hundred tokens at most, so that other work can run in between.
+        Log-probabilities of a few tokens, so that other work can run in between.
     """
-    for forced in force(target, [Text(token_ids)]):
+    for forced in force(target, [Text(token_ids)], most_columns=32):  # streams wait; more save no time
         logprobs = wide(forced.logits).log_softmax(dim=-1)  # [M, V]
         chosen = logprobs.gather(-1, forced.ids[:, None])  # [M, 1]
         ranks = (logprobs > chosen).sum(dim=-1) + 1

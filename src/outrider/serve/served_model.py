@@ -12,7 +12,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +23,7 @@ from outrider.decoding.batch import Row
 from outrider.decoding.fair_queue import FairQueue
 from outrider.decoding.schedule import Schedule
 from outrider.decoding.scheduler import Load
-from outrider.errors import NumericsError, OutriderError
+from outrider.errors import NumericsError, OutriderError, PromptError
 from outrider.records import Chunk
 from outrider.requests.engine_loop import EngineLoop, LoopThread
 from outrider.requests.state import RequestState, discard
@@ -32,7 +32,7 @@ from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission, EngineTask,
 from outrider.serve.http_errors import Refusal, unavailable
 from outrider.serve.logprobs import ScoredToken, prompt_logprobs
 from outrider.serve.metrics import Metrics
-from outrider.text.tokenizer import Prompt, encode
+from outrider.text.tokenizer import encode
 
 _LOG = logging.getLogger("outrider.serve")
 _MOST_RETRY_AFTER_S = 60  # the openai client waits no longer
@@ -250,11 +250,12 @@ class ServedModel:
             loaded.engine(self.num_slots, self.capacity, queue=self._queue),
             loaded.target.name,
         )
-        forms: list[Prompt] = [*self._shared_prompts]
-        if getattr(decoder.tokenizer, "chat_template", None):
-            user = {"role": "user", "content": ""}
-            forms += [[{"role": "system", "content": text}, user] for text in self._shared_prompts]
-        self._engine.share([encode(decoder.tokenizer, one) for one in forms])
+        shared = [encode(decoder.tokenizer, text) for text in self._shared_prompts]
+        for text in self._shared_prompts:
+            with suppress(PromptError):  # no chat template, or it has no system messages
+                chat = [{"role": "system", "content": text}, {"role": "user", "content": ""}]
+                shared.append(encode(decoder.tokenizer, chat))
+        self._engine.share(shared)
         self._loop = EngineLoop(
             lambda capacity: self._engine, least_capacity=self.capacity, most_capacity=self.capacity
         )

@@ -25,7 +25,7 @@ from outrider.text.tool_formats import tool_format_of
 _LOG = logging.getLogger("outrider.serve")
 _TICK_S = 0.1
 _KEEP_ALIVE_S = 75  # longer than clients keep idle connections, so that clients close first
-_STALL_S = 75.0  # of a client that does not send its head or body, or does not read
+_STALL_S = 75.0  # for a head, for all of a body, and without a byte that is read
 _Seen = dict[Any, tuple[object, float]]
 _OTHER_FILES = 128  # open files beside connections: of models and the log, and connections being refused
 _GRACE_S = 5.0  # to send errors after running requests are cancelled
@@ -156,8 +156,8 @@ class Server:
 
 
 def close_stalled(connections: Iterable[Any], seen: _Seen, now_s: float) -> _Seen:
-    """Close connections that have waited too long for their client: for a head, the rest of a body, or a reader, since
-    uvicorn limits none of these times. Returns those that wait: the state of each, and since when.
+    """Close connections that have waited too long for their client: for a head, all the rest of a body, or a reader,
+    since uvicorn limits none of these times. Returns the waiting connections, each with its state and since when.
 
     Args:
         seen: by the last call.

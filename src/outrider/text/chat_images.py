@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import io
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -26,7 +27,7 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")  # others run programs (EPS), o
 MOST_IMAGES = 64
 _MOST_PIXELS = 2**26
 _NUM_SCANS = 16  # of a JPEG that count once; each has as little as 8 bytes, and takes some 2 ns for each pixel
-_START_OF_SCAN = b"\xff\xda"
+_START_OF_SCAN = re.compile(rb"\xff\xda\x00[\x08\x0a\x0c\x0e][\x01-\x04]")  # with its length: other data may have FF DA
 _UNREADABLE = (OSError, ValueError, SyntaxError, EOFError)  # of PIL, for broken files
 
 
@@ -106,8 +107,9 @@ def chat_inputs(
     def read_image(index: int, part: Mapping[str, Any]) -> dict[str, Any]:
         if (detail := _detail_of(part)) not in (None, "auto", "high"):
             raise PromptError(f"message {index} asks for images in detail {detail!r}: they are read as they are")
-        images.append(_opened(_value_of(part), f"message {index}", reads_files=reads_files))
-        sizes.append(_num_pixels(images[-1]))
+        image, num_pixels = _opened(_value_of(part), f"message {index}", reads_files=reads_files)
+        images.append(image)
+        sizes.append(num_pixels)
         _check_sizes(sizes)
         return {"type": "image"}
 
@@ -130,13 +132,13 @@ def chat_inputs(
     return dict(found)
 
 
-def _opened(value: Any, where: str, *, reads_files: bool) -> Any:
-    """An image whose size is known, but which is not decoded."""
+def _opened(value: Any, where: str, *, reads_files: bool) -> tuple[Any, int]:
+    """An image that is not decoded, and ``_num_pixels``."""
     from PIL import Image
 
     try:
         if isinstance(value, Image.Image):
-            return value
+            return value, _num_pixels(value)
         if isinstance(value, str) and value.startswith("data:"):
             kind, _, data = value.partition(",")
             if not kind.endswith(";base64"):
@@ -150,8 +152,8 @@ def _opened(value: Any, where: str, *, reads_files: bool) -> Any:
     raise PromptError(f"{where} has the image {str(value)!r:.80}, which is not fetched: give {forms}")
 
 
-def _read(source: Any) -> Any:
-    """The header of an image. Raises the errors of ``_UNREADABLE``."""
+def _read(source: Any) -> tuple[Any, int]:
+    """The header of an image, and ``_num_pixels``. Raises the errors of ``_UNREADABLE``."""
     from PIL import Image, UnidentifiedImageError
 
     with warnings.catch_warnings():
@@ -164,7 +166,7 @@ def _read(source: Any) -> Any:
             raise ValueError(f"it is not in one of the formats {', '.join(_FORMATS)}") from None
     if any(tile[0] == "bmp_rle" for tile in image.tile):  # two bytes are as many pixels as a row has, set one by one
         raise ValueError("it is a BMP of run lengths: store it as PNG")
-    return image
+    return image, _num_pixels(image)
 
 
 def _num_pixels(image: Any) -> int:
@@ -173,7 +175,7 @@ def _num_pixels(image: Any) -> int:
     if file is not None and image.format in ("JPEG", "MPO"):
         place = file.tell()
         file.seek(0)
-        num_scans = file.read().count(_START_OF_SCAN)
+        num_scans = len(_START_OF_SCAN.findall(file.read()))
         file.seek(place)
     num_pixels: int = image.width * image.height * max(1, -(-num_scans // _NUM_SCANS))
     return num_pixels

@@ -142,6 +142,9 @@ def serve(
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
     names, draft = served_model_name or [short_name(pair.target)], pair.single_draft
     check_choice(generation_config)
+    shared = {path: read_text(path).removesuffix("\n") for path in shared_prompt or ()}
+    if empty := [path for path, text in shared.items() if not text.strip()]:
+        raise OptionError("--shared-prompt", str(empty[0]), "the file is empty: name one with a prompt")
     try:
         with progress("loading libraries"):
             from outrider.serve.about import startup_lines
@@ -184,7 +187,7 @@ def serve(
         shutdown_timeout_s=shutdown_timeout,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
-        shared_prompts=tuple(read_text(path).removesuffix("\n") for path in shared_prompt or ()),
+        shared_prompts=tuple(shared.values()),
     )
     with listener, _log_on_stderr():
         Server(names, load, options, listener, on_ready).run()
