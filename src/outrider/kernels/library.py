@@ -43,8 +43,8 @@ FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
 
 
 def check(is_so: bool, what: str) -> None:
-    """Raises TypeError: an argument is not so, and the library would read or write beyond it. (An assertion would be
-    gone under ``python -O``.)"""
+    """Raises TypeError: an argument is not what the library takes, which would read or write beyond it. (An assertion
+    would be gone under ``python -O``.)"""
     if not is_so:
         raise TypeError(f"the native library takes {what}")
 
@@ -242,7 +242,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def is_done(status: int) -> bool:
-    """Whether a function (status.h) has found all rows. Raises MemoryError."""
+    """Whether a function (status.h) has found all that it was asked for. Raises MemoryError."""
     if status == _NO_MEMORY:
         raise MemoryError
     return bool(status)
