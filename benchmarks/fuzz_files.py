@@ -10,10 +10,10 @@ generates a few tokens, loads the file again, as the notes about the model tell,
 or a look-up.
 
 A finding is a signal, an exception that is none of Outrider's or takes more than a line, memory beyond the limit unless
-a DeviceError tells so, or a case that does not end. With ``--sanitized`` the C++ library is compiled with the sanitizers of addresses and of
-undefined behaviour, which takes some minutes once. ``--only`` runs the cases of one change whose description has these
-words, and shows each outcome. The last line of standard output is one JSON document; the exit code is 1 after a
-finding.
+a DeviceError tells so, or a case that does not end. With ``--sanitized`` the C++ library is compiled with the
+sanitizers of addresses and of undefined behaviour, which takes some minutes once. ``--only`` runs the cases of one
+change whose description has these words, and shows each outcome. The last line of standard output is one JSON document;
+the exit code is 1 after a finding.
 """
 
 from __future__ import annotations

@@ -32,10 +32,8 @@ def check_plan(plan: Plan) -> None:
         for one in fields(part):
             kind, value = str(one.type), getattr(part, one.name)
             words = re.findall("Count|Number|float", kind) or [kind]
-            for number, word in zip(
-                () if value is None and "None" in kind else _flat(value), cycle(words), strict=False
-            ):
-                least = _LEAST.get(word)
+            numbers = () if value is None and "None" in kind else _flat(value)
+            for number, least in zip(numbers, cycle(map(_LEAST.get, words)), strict=False):
                 is_real = isinstance(number, int | float if least is None else int) and math.isfinite(number)
                 if not is_real or least is not None and not least <= number <= _MOST:
                     raise NotPlanned(f"its plan has {one.name} = {number!r:.40}")
