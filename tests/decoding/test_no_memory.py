@@ -138,7 +138,7 @@ def test_the_error_reaches_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in decode(target, NO_DRAFTER, requests, BLOCK, num_draft_tokens=0):
             pass
 
-    with pytest.raises(DeviceError, match="^the CPU lacks memory for a step: free some"):
+    with pytest.raises(DeviceError, match="^there is not enough memory on the CPU: free some"):
         generate(_REQUESTS[:1])
-    with pytest.raises(DeviceError, match=r"^prompt \d: the CPU lacks memory"):
+    with pytest.raises(DeviceError, match=r"^prompt \d: there is not enough memory"):
         generate(_REQUESTS)

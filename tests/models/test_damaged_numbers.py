@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
+import gguf_heads
 from gguf_models import CASES, write_case
 from native_cases import CASES as FOLDERS
 from native_cases import VOCAB, random_model
 from outrider.api import load
-from outrider.errors import ModelCorrupt, OutriderError
+from outrider.errors import DeviceError, ModelCorrupt, OutriderError
+from outrider.models.kinds import building, check_counts
 from pairs import word_tokenizer
 
 
@@ -50,3 +52,40 @@ def test_a_configuration_with_a_number_that_no_model_has(
     with pytest.raises(OutriderError, match=reason) as found:
         load(_folder(tmp_path, family, name, **fields), device="cpu")
     assert "\n" not in str(found.value)
+
+
+def test_numbers_that_mean_unset() -> None:
+    """They were refused as counts."""
+    unset = {"yarn_ext_factor": -1.0, "extrapolation_factor": -1.0, "image_hidden_layer": -1, "vit_layers": [-2, -9]}
+    check_counts("the model", unset | {"vision_feature_select_layers": [-1]})
+    for field in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "block_count", "expert_used_count"):
+        with pytest.raises(ModelCorrupt, match=f"states {field} = -1,"):
+            check_counts("the model", {field: -1})
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[...] DefaultCPUAllocator: can't allocate memory")])
+def test_memory_that_is_lacking_while_a_model_is_built(error: Exception) -> None:
+    """The model was called corrupt."""
+    with pytest.raises(DeviceError, match="not enough memory"), building("the model cannot be run"):
+        raise error
+
+
+def test_a_damaged_file_of_weights(tmp_path: Path) -> None:
+    """Zeros of the configuration were told beside."""
+    folder = _folder(tmp_path, "gemma2", "plain", attention_dropout=0)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ModelCorrupt) as found:
+        load(folder, device="cpu")
+    assert "configuration has" not in str(found.value)
+
+
+def test_a_head_whose_positions_do_not_fit(tmp_path: Path) -> None:
+    """A draft's first token failed. A head of this kind runs in its own code, without a probe."""
+    target, *_ = gguf_heads.write_assistant_pair(tmp_path)
+    config = tmp_path / "head" / "config.json"
+    stated = json.loads(config.read_text())
+    stated["text_config"]["rope_parameters"]["full_attention"]["partial_rotary_factor"] = 3
+    config.write_text(json.dumps(stated))
+    with pytest.raises(ModelCorrupt, match="no head can be built"):
+        load(target, tmp_path / "head", device="cpu")

@@ -1,7 +1,7 @@
 """Bounds of the numbers of a plan: each is checked before the C++ code reads it."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any
@@ -13,7 +13,7 @@ from outrider.native import plan as plans
 from outrider.native.bounds import check_plan
 from outrider.native.engine import NativeForward
 from outrider.native.families import plan_of
-from outrider.native.plan import AttentionPlan, ExpertsPlan, NotPlanned, Plan, RecurrencePlan
+from outrider.native.plan import AttentionPlan, ExpertsPlan, MatrixPlan, NotPlanned, Plan, RecurrencePlan, parts
 
 _FAMILIES = {
     "gpt2": "plain",
@@ -53,15 +53,6 @@ def _changed(value: Any, kind: type, **changes: Any) -> Any:
     return changed
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    if is_dataclass(value):
-        yield value
-        value = tuple(getattr(value, one.name) for one in fields(value))
-    if isinstance(value, tuple):
-        for one in value:
-            yield from _parts(one)
-
-
 _KINDS = [one for one in vars(plans).values() if is_dataclass(one)]
 
 
@@ -78,16 +69,25 @@ def test_each_whole_number_has_bounds() -> None:
 def test_numbers_beyond_bounds(family: str) -> None:
     plan = _plan(family, _FAMILIES[family])
     check_plan(plan)
-    for kind in {type(part) for part in _parts(plan)}:
+    for kind in {type(part) for part in parts(plan)}:
         for one in fields(kind):
             least = {"Count": 1, "Number": 0}.get(str(one.type).split()[0])
             if least is None and "float" not in str(one.type):
                 continue
-            wrong = (math.nan, math.inf, 1j, -1j) if least is None else (least - 1, 2**32 + 1, 1.5, math.nan, 2j)
+            wrong = (math.nan, math.inf, 1j, -1j) if least is None else (least - 1, 2**31 + 1, 1.5, math.nan, 2j)
             for number in wrong:
                 changed = (number,) if str(one.type).startswith("tuple") else number
                 with pytest.raises(NotPlanned, match=f"its plan has {one.name} = "):
                     check_plan(_changed(plan, kind, **{one.name: changed}))
+
+
+@pytest.mark.parametrize("factors", [((-1, 1.0),), ((1.0, 1.0),), ((1, 1.0), (2**40, 1.0)), ((1, math.nan),)])
+def test_rows_and_their_factors(factors: tuple[Any, ...]) -> None:
+    """The rows of a factor were not looked at."""
+    plan = _plan("falcon_h1", "multipliers")
+    check_plan(_changed(plan, MatrixPlan, factors=((0, -0.5), (3, 2.0))))
+    with pytest.raises(NotPlanned, match="its plan has factors = "):
+        check_plan(_changed(plan, MatrixPlan, factors=factors))
 
 
 _CONTRADICTIONS: list[tuple[str, Callable[[Plan], Plan], str]] = [

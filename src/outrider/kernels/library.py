@@ -43,8 +43,8 @@ FORMS = {torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.bfloat16: 30}
 
 
 def check(is_so: bool, what: str) -> None:
-    """Raises TypeError: an argument is not so, and the library would read or write beyond it. (An assertion would be
-    gone under ``python -O``.)"""
+    """Raises TypeError: an argument is not what the library takes, which would read or write beyond it. (An assertion
+    would be gone under ``python -O``.)"""
     if not is_so:
         raise TypeError(f"the native library takes {what}")
 

@@ -32,7 +32,7 @@ def native() -> Any:
 
 
 def layout() -> list[int]:
-    """Numbers that follow: the size of each structure, before the offsets of its fields."""
+    """The number of entries that follow; then, for each structure, its size and the offsets of its fields."""
     found = [(sizeof(one), *(getattr(one, name).offset for name, _ in one._fields_)) for one in vars(native()).values()]
     return [sum(map(len, found)), *(number for numbers in found for number in numbers)]
 

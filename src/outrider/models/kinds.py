@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
+from outrider.errors import ModelCorrupt, UnsupportedModel
 from outrider.models.registry import ModelSpec
+from outrider.system.resources import memory_errors
 
 # Attention that position-based masks describe, states, and layers without a cache.
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -45,11 +46,14 @@ ADAPTER_CONFIG = "adapter_config.json"
 
 # Ends of the names of counts and sizes, of Transformers and of GGUF. Of some, lists are made before a weight is read.
 _COUNT = re.compile(
-    r"((?<!feature_)layers|n_layer|heads?|head_dim|groups?|experts|per_tok|rank|kernel|scalar|factor|n_embd|n_inner"
+    r"((^|_)(num|n)_(\w+_)?layers?|heads?|head_dim|groups?|experts|per_tok|rank|kernel|scalar|n_embd|n_inner"
     r"|(inner|state|hidden|intermediate)_size|(block|head|dimension|expert|used|group|shared)_count(_\w+)?"
     r"|(embedding|feed_forward|key|value)_length(_\w+)?)$"
 )
 _MOST = 2**24
+
+FAILURES = (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, LookupError)
+"""Errors of modelling code that expects another configuration, or another cache."""
 
 
 def check_counts(name: str, stated: Any, field: str = "") -> None:
@@ -57,8 +61,8 @@ def check_counts(name: str, stated: Any, field: str = "") -> None:
 
     Args:
         name: of the file.
-        stated: its document, or a value in the document.
-        field: that has the value.
+        stated: the document of the file, or a value in it.
+        field: name of the field with this value.
     """
     if isinstance(stated, Mapping):
         for key, value in stated.items():
@@ -79,14 +83,16 @@ def building(told: str, config: Any | None = None) -> Iterator[None]:
         config: that may have led to the error.
     """
     import torch
+    from huggingface_hub.errors import StrictDataclassError
 
     try:
-        yield
-    except (OutriderError, torch.OutOfMemoryError, AssertionError):
+        with memory_errors():
+            yield
+    except torch.OutOfMemoryError:
         raise
-    except Exception as error:
+    except (*FAILURES, StrictDataclassError) as error:
         reason = " ".join(str(error).split())[:300]
-        raise ModelCorrupt(f"{told} ({type(error).__name__}: {reason}){odd_numbers(config)}") from None
+        raise ModelCorrupt(f"{told} ({type(error).__name__}: {reason}){odd_numbers(config)}") from error
 
 
 def odd_numbers(config: Any | None) -> str:

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from outrider.errors import UnsupportedModel
 from outrider.kernels.narrow_weight import without_rounding
-from outrider.models.kinds import odd_numbers
+from outrider.models.kinds import FAILURES, odd_numbers
 from outrider.models.quantize import method_of
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import is_finite
+from outrider.system.resources import memory_errors
 
 _VIEW = 2048  # places
 _NUM_COMPARED = 4  # tokens
@@ -36,14 +37,13 @@ _TOLERANCE_OF_ROWS = 1e-6
 _MOST_ALONE = 10.0  # times the error when fed among several
 _LEAST_LOG_PROB = -20.0  # rarer tokens are not compared
 _LEAST_SPREAD = 0.01  # nats, if hardly more than one token of each row is compared
-# Errors of modelling code that expects another cache.
-_FAILURES = (TypeError, ValueError, ArithmeticError, RuntimeError, AttributeError, LookupError)
 _WINDOWS = ("sliding_window", "window_size", "attention_chunk_size")  # names in configurations
 _LONGEST_WINDOW = 4096
 # Parameters times tokens. The first takes a CPU thread about a second in float32, two if a window is thousands of
 # tokens long. The second is an estimate, not a measurement: 80 TFLOP, a fraction of a second for a GPU of some hundred
 # TFLOP/s.
 _MOST_WORK_OF_THREAD, _MOST_WORK_OF_CUDA = 2e10, 2e13
+_WORK_OF_SCORE = 100  # of attention, in parameters: eager code writes and reads each several times
 
 
 def probe(lm: LM) -> None:
@@ -76,12 +76,8 @@ def _probe(lm: LM, kind: str) -> None:
         )
     if lm.native is None:
         _compare_rows(lm, kind)
-    try:
+    with _running(lm, kind, " with a slot cache"):
         lm.layer_shapes  # noqa: B018 - the first look at its cache
-    except torch.OutOfMemoryError:
-        raise
-    except _FAILURES as error:
-        raise _cannot_run(lm, kind, error) from error
     if lm.has_states:
         _compare_with_states(lm, kind)
     else:
@@ -112,7 +108,10 @@ def num_tokens_across(window: int) -> int:
 def _is_affordable(lm: LM, num_tokens: int) -> bool:
     is_cuda = lm.device.type == "cuda"
     most_work = _MOST_WORK_OF_CUDA if is_cuda else torch.get_num_threads() * _MOST_WORK_OF_THREAD
-    return num_tokens * sum(int(parameter.numel()) for parameter in lm.model.parameters()) <= most_work
+    config: Any = lm.model.config.get_text_config(decoder=True)
+    num_heads = len(lm.layer_shapes) * (getattr(config, "num_attention_heads", None) or 1)
+    num_parameters = sum(int(parameter.numel()) for parameter in lm.model.parameters())
+    return num_tokens * (num_parameters + _WORK_OF_SCORE * num_heads * num_tokens) <= most_work
 
 
 def _compare_with_states(lm: LM, kind: str) -> None:
@@ -165,7 +164,7 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
         cache.settle(num_committed - shorter)
         return logits
 
-    try:
+    with _running(lm, kind, " with a slot cache"):
         capacity = lm.execution.round_length(view_len)
         cache = SlotCache.empty(lm.layer_shapes, len(behind), capacity, is_sparse=True)
         num_kept = length - int(compared.min())
@@ -178,10 +177,6 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
         feed(wrong, begin, length, begin)  # rejected: the next block overwrites it
         bounds = sorted({begin, min(begin + 1, length), min(begin + 2, length), length})
         got = torch.cat([feed(ids, *block, block[1]) for block in pairwise(bounds)], dim=1)
-    except torch.OutOfMemoryError:
-        raise
-    except _FAILURES as error:
-        raise _cannot_run(lm, kind, error) from error
     if not bool(is_finite(want).all()):
         return 0.0  # the loop reports broken weights, with the position
     return relative_error(got, want)
@@ -217,9 +212,18 @@ def _log_probs(logits: Tensor) -> Tensor:
     return logits.cpu().double().log_softmax(dim=-1)  # not every device has float64
 
 
-def _cannot_run(lm: LM, kind: str, error: Exception) -> UnsupportedModel:
-    reason = " ".join(str(error).split())[:200]
-    return UnsupportedModel(f"{lm.name} ({kind}) cannot run with a slot cache: {reason}{odd_numbers(lm.model.config)}")
+@contextmanager
+def _running(lm: LM, kind: str, how: str = "") -> Iterator[None]:
+    """Raise UnsupportedModel for errors of a model's code."""
+    try:
+        with memory_errors():
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except FAILURES as error:
+        reason = " ".join(str(error).split())[:200]
+        odd = odd_numbers(lm.model.config)
+        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run{how}: {reason}{odd}") from error
 
 
 @torch.inference_mode()
@@ -236,17 +240,12 @@ def _compare_rows(lm: LM, kind: str) -> None:
         output = lm.model(input_ids=tokens, use_cache=False).logits
         return torch.as_tensor(output[0, : length - 1, : lm.vocab_size])
 
-    try:
+    with _running(lm, kind):
         first, other = logits(ids), logits(changed)
         if length < 2 or torch.equal(first, other) or not bool(is_finite(first).all()):
             return
         # Some kernels add in a different order each time.
         noise = 4 * _difference(logits(ids), first)
-    except torch.OutOfMemoryError:
-        raise
-    except _FAILURES as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run: {reason}{odd_numbers(lm.model.config)}") from error
     spread = _spread(first)
     by_rounding = (tolerance(lm.dtype) if _has_experts(lm) else _TOLERANCE_OF_ROWS) * spread
     change = _difference(other, first)

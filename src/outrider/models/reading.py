@@ -16,6 +16,7 @@ import torch
 from outrider.errors import ModelCorrupt, ModelNotFound, OutriderError, UnsupportedModel
 from outrider.models.kinds import (
     ADAPTER_CONFIG,
+    FAILURES,
     auto_class,
     check_adapter,
     check_counts,
@@ -25,6 +26,7 @@ from outrider.models.kinds import (
 )
 from outrider.models.registry import ModelSpec
 from outrider.models.sampling_defaults import generation_config_file
+from outrider.system.resources import memory_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -203,7 +205,8 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
     is_quiet = spec.path is not None and sum(file.stat().st_size for file in weights) < 2**30
     try:
         drop_notices()
-        with without_bars() if is_quiet and "transformers" in sys.modules else contextlib.nullcontext():
+        bars = without_bars() if is_quiet and "transformers" in sys.modules else contextlib.nullcontext()
+        with bars, memory_errors():
             yield
     except (OutriderError, torch.OutOfMemoryError):
         raise
@@ -228,7 +231,8 @@ def reading(spec: ModelSpec, what: str, config: Any | None = None) -> Iterator[N
                 f"network, or give a local folder ({reason})"
             ) from None
         kind = type(error).__name__
-        raise ModelCorrupt(f"the {what} of {where} cannot be loaded ({kind}: {reason}){odd_numbers(config)}") from None
+        odd = odd_numbers(config) if isinstance(error, FAILURES) else ""
+        raise ModelCorrupt(f"the {what} of {where} cannot be loaded ({kind}: {reason}){odd}") from None
 
 
 def load_processor(spec: ModelSpec) -> Any | None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
+from itertools import cycle
 from typing import Any
 
 from outrider.native.plan import (
@@ -16,20 +18,22 @@ from outrider.native.plan import (
     NotPlanned,
     Plan,
     RecurrencePlan,
+    parts,
 )
 
-_LEAST = {"Count": 1, "Number": 0}  # by the first word of a field's type
-_MOST = 2**32  # the product of two is within int64
+_LEAST = {"Count": 1, "Number": 0}  # by the name of a type; other numbers have none
+_MOST = 2**31  # the product of two is within int64
 _MOST_TAPS = 8  # of a convolution (recurrence.h)
 
 
 def check_plan(plan: Plan) -> None:
     """Raises NotPlanned: a number is beyond its bounds, by itself or beside others."""
-    for part in _parts(plan):
+    for part in parts(plan):
         for one in fields(part):
             kind, value = str(one.type), getattr(part, one.name)
-            least = _LEAST.get(kind.split()[0])
-            for number in () if value is None and "None" in kind else _flat(value):
+            words = re.findall("Count|Number|float", kind) or [kind]
+            numbers = () if value is None and "None" in kind else _flat(value)
+            for number, least in zip(numbers, cycle(map(_LEAST.get, words)), strict=False):
                 is_real = isinstance(number, int | float if least is None else int) and math.isfinite(number)
                 if not is_real or least is not None and not least <= number <= _MOST:
                     raise NotPlanned(f"its plan has {one.name} = {number!r:.40}")
@@ -83,16 +87,6 @@ def _of_layers(plan: Plan) -> Iterator[tuple[str, bool]]:
             yield f"no keys of layer {source} for layer {i}", source is not None and source not in owners
             if source is None:
                 owners.add(i)
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    """All plans within a plan, and the plan."""
-    if is_dataclass(value):
-        yield from _parts(tuple(getattr(value, one.name) for one in fields(value)))
-        yield value
-    elif isinstance(value, tuple):
-        for one in value:
-            yield from _parts(one)
 
 
 def _flat(value: Any) -> Iterator[Any]:

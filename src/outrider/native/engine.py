@@ -43,6 +43,7 @@ class NativeForward:
         layer_shapes: the shapes of a cache's layers.
     """
 
+    @memory_errors()
     def __init__(self, model: Any, plan: Plan | None = None) -> None:
         """
         Args:

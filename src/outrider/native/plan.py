@@ -6,7 +6,7 @@ come from anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeVar
 
@@ -326,6 +326,16 @@ class Plan:
 
 Families = Mapping[str, tuple[Callable[[Any], Plan], str]]
 """By Transformers' model_type: the function that makes a plan of a configuration, and the fields that only it reads."""
+
+
+def parts(value: Any) -> Iterator[Any]:
+    """All plans within a plan, and the plan."""
+    if is_dataclass(value):
+        yield from parts(tuple(getattr(value, one.name) for one in fields(value)))
+        yield value
+    elif isinstance(value, tuple):
+        for one in value:
+            yield from parts(one)
 
 
 def rename(plan: _Part, old: str, new: str) -> _Part:

@@ -18,7 +18,7 @@ _PREFIX = re.compile("^(Value error, |Input should be |Input (?=tag))| or instan
 
 # Names, lists and objects of a body: each takes up to twenty times its bytes, and to read them stops other threads. The
 # biases of a vocabulary of 262,144 tokens fit.
-_MOST_PARTS = 2**19
+_MOST_PARTS = 2**18 + 2**14
 _PARTS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|[:\[{]', re.DOTALL)  # and strings, to pass over them
 
 

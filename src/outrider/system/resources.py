@@ -125,7 +125,7 @@ def memory_errors() -> Iterator[None]:
         if not isinstance(error, MemoryError) and "DefaultCPUAllocator" not in str(error):
             raise
         remedy = "free some, or choose fewer rows or tokens"
-        raise DeviceError(f"the CPU lacks memory for a step: {remedy}") from None
+        raise DeviceError(f"there is not enough memory on the CPU: {remedy}") from None
 
 
 @contextmanager
