@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import httpx
@@ -279,13 +279,14 @@ async def _attack(url: str, names: list[str]) -> None:
 
 
 async def hostile(
-    url: str, server: psutil.Process, names: list[str], num_windows: int, num_each: int
+    url: str, server: psutil.Process, names: list[str], windows: Iterable[int], num_each: int
 ) -> dict[str, Any]:
     """Latencies of ordinary clients in quiet and in hostile windows, and what became of both.
 
     Args:
         server: its process; processes that it starts count with it.
         names: of the attacks.
+        windows: numbers of windows, quiet and hostile.
         num_each: requests of each ordinary client in a window.
     """
     seconds: dict[str, list[float]] = {"quiet": [], "hostile": []}
@@ -295,7 +296,7 @@ async def hostile(
     await _window(url, 4, lost)  # what is done once is done
     lost.clear()
     memory = [_memory_bytes(server)]
-    for _ in range(num_windows):
+    for number in windows:
         seconds["quiet"] += await _window(url, num_each, lost)
         memory[0] = max(memory[0], _memory_bytes(server))
         # A process of its own, which gives way to the others: real attackers compute elsewhere.
@@ -311,6 +312,7 @@ async def hostile(
             attacks[name].update(statuses)
         wrong += found["wrong"]
         await _until_idle(url, lost)
+        print(f"window {number}: {len(lost)} lost, {memory[-1] >> 20} MiB", file=sys.stderr, flush=True)
     p99 = {kind: sorted(found)[int(0.99 * len(found))] for kind, found in seconds.items()}
     return {
         "num_ordinary": {kind: len(found) for kind, found in seconds.items()},

@@ -1,7 +1,7 @@
 """A server under mixed load and faults: does it answer everything, once, with the right text, and keep its memory?
 
     python benchmarks/soak.py [--requests 20000] [--malformed 1000] [--clients 16] [--log /dev/full]
-    python benchmarks/soak.py --hostile [--attacks NAME ...] [--windows 3] [--window-requests 60]
+    python benchmarks/soak.py --hostile [--attacks NAME ...] [--windows 3 | --minutes M] [--window-requests 60]
 
 The server is a process of its own, with a tiny model whose weights hold a NaN at one word. Its log goes to a full disk.
 Clients send, at random: texts whole and streamed, chats, scored prompts, several choices, clients that leave (before
@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -33,7 +34,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def main() -> None:
     parser.add_argument("--hostile", action="store_true", help="hostile requests beside ordinary clients")
     parser.add_argument("--attacks", nargs="+", choices=list(ATTACKS), default=list(ATTACKS))
     parser.add_argument("--windows", type=int, default=3, help="quiet ones, and as many hostile ones")
+    parser.add_argument("--minutes", type=float, help="as many windows as begin in this time")
     parser.add_argument("--per-client", type=int, default=1, help="most texts of a client, running or waiting")
     parser.add_argument("--window-requests", type=int, default=60, help="of each ordinary client in a window")
     arguments = parser.parse_args()
@@ -126,9 +128,11 @@ def _hostile(arguments: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "log"
         with _server(options, log) as (url, process):
-            found = hostile(
-                url, psutil.Process(process.pid), arguments.attacks, arguments.windows, arguments.window_requests
-            )
+            windows: Iterable[int] = range(arguments.windows)
+            if arguments.minutes is not None:
+                end_s = time.monotonic() + 60 * arguments.minutes
+                windows = itertools.takewhile(lambda _: time.monotonic() < end_s, itertools.count())
+            found = hostile(url, psutil.Process(process.pid), arguments.attacks, windows, arguments.window_requests)
             result = asyncio.run(found)
             process.send_signal(signal.SIGTERM)
             result["exit_code"] = process.wait(_LIMIT_S)
