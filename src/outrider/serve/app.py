@@ -1,4 +1,4 @@
-"""Routes, authentication, and errors in OpenAI's format.
+"""Routes, and errors in OpenAI's format.
 
 Source: OpenAI's API reference; ``/tokenize``, ``/detokenize``, ``/version`` and ``max_model_len`` as vLLM has them.
 """
@@ -7,26 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
-import ipaddress
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
 from functools import partial
 from importlib.metadata import version
 from typing import Any
-from urllib.parse import urlsplit
 
 from prometheus_client import generate_latest
 from starlette.applications import Starlette
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
@@ -38,6 +33,7 @@ from outrider.serve.body import parse_json
 from outrider.serve.choices import ChatAnswer, CompletionAnswer
 from outrider.serve.fair_threads import FairThreads
 from outrider.serve.generation_body import GenerationBody, ParsedRequest
+from outrider.serve.guards import HostGuard, KeyGuard, in_pieces, key_of, response_of, send_whole
 from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable
 from outrider.serve.messages import MessageAnswer, MessageBody
 from outrider.serve.prepare import Preparer
@@ -48,7 +44,6 @@ from outrider.serve.served_model import ServedModel
 _MOST_BODY_BYTES = 4 * 2**20
 _NUM_TOKENIZING, _NUM_CONSTRAINING = 2, 2  # threads
 _RACE_RETRY_S = 10
-_PIECE_BYTES = 2**16  # of a body, as many as asyncio buffers before it asks to wait
 _STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -56,7 +51,6 @@ _STREAM_HEADERS = [
 ]
 Prepare = Callable[..., Any]  # of a preparer, ``ask``
 _OTHER_KINDS = {"embeddings", "images", "moderations"}  # OpenAI's endpoints for other models
-_OPEN_PATHS = {"/health", "/ping", "/metrics", "/version", *PAGE}
 
 
 class App:
@@ -101,7 +95,7 @@ class App:
             routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
             middleware=[
                 Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard),
-                Middleware(_in_pieces, unsent=lambda: model.admission.unsent, client_of=self.client_of),
+                Middleware(in_pieces, unsent=lambda: model.admission.unsent, client_of=self.client_of),
             ],
             exception_handlers={
                 Refusal: _refuse,
@@ -139,7 +133,7 @@ class App:
 
     def client_of(self, scope: Scope) -> str:
         """A client is an API key, if the server has several; else all are one."""
-        return hashlib.sha256(_key_of(scope) or b"").hexdigest() if self._num_keys > 1 else ""
+        return hashlib.sha256(key_of(scope) or b"").hexdigest() if self._num_keys > 1 else ""
 
     async def answer(self, answer: Answer, client: str, send: Send) -> None:
         ask = answer.ask
@@ -152,7 +146,7 @@ class App:
                 await _send_stream(answer_events(answer), send)
             else:
                 written = partial(json_text, await whole_answer(answer), ensure_ascii=False, separators=(",", ":"))
-                await _send(Response(await asyncio.to_thread(written), media_type="application/json"), send)
+                await send_whole(Response(await asyncio.to_thread(written), media_type="application/json"), send)
         finally:
             self._model.close(answer.ticket)
 
@@ -284,84 +278,6 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-def _in_pieces(app: ASGIApp, unsent: Callable[[], Counter[str]], client_of: Callable[[Scope], str]) -> ASGIApp:
-    """Send bodies piece by piece, each when the client has read almost all before it; long ones count until then."""
-
-    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_pieces(message: Message) -> None:
-            body = message.get("body", b"")
-            if len(body) <= _PIECE_BYTES:
-                return await send(message)
-            unsent()[client_of(scope)] += len(body)
-            try:
-                for begin in range(0, len(body), _PIECE_BYTES):
-                    await send({**message, "body": body[begin : begin + _PIECE_BYTES], "more_body": True})
-            finally:
-                unsent()[client_of(scope)] -= len(body)
-            await send({**message, "body": b""})
-
-        await app(scope, receive, send_in_pieces)
-
-    return respond
-
-
-class HostGuard:
-    """Accept only requests whose Host is a loopback name. Another site's domain may resolve to this machine (DNS
-    rebinding), and its page could then read responses."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        host = Headers(scope=scope).get("host", "")
-        if is_loopback(_name_of(host)):
-            await self._app(scope, receive, send)
-            return
-        message = f"{host!r:.100} is not a name of this machine: use localhost, or an API key (--api-key)"
-        await _send(_response(Refusal(message, status=403, type_="permission_error"), scope["path"]), send)
-
-
-class KeyGuard:
-    """Accept only requests with one of the keys."""
-
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
-        self._app, self._digests = app, [hashlib.sha256(key.encode()).digest() for key in api_keys]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            digest = hashlib.sha256(_key_of(scope) or b"").digest()
-            # Digests have equal length, so the comparison takes the same time for all keys.
-            if not any([hmac.compare_digest(digest, one) for one in self._digests]):
-                message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
-                refusal = Refusal(message, status=401, type_="authentication_error", code="invalid_api_key")
-                await _send(_response(refusal, scope["path"], {"www-authenticate": "Bearer"}), send)
-                return
-        await self._app(scope, receive, send)
-
-
-def _key_of(scope: Scope) -> bytes | None:
-    """Key sent with a request."""
-    headers = dict(scope["headers"])
-    scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-    return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")  # Anthropic's
-
-
-def _name_of(host: str) -> str:
-    """Host name without port; empty if malformed."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-    except ValueError:
-        return ""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a name or an address is loopback."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 async def _body(request: Request) -> bytes:
     """Read a JSON body. Raises Refusal if it is too long or not declared as JSON: browsers send other types across
     sites without asking."""
@@ -385,11 +301,6 @@ async def _send_stream(pieces: AsyncIterator[bytes], send: Send) -> None:
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _send(response: Response, send: Send) -> None:
-    await send({"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers})
-    await send({"type": "http.response.body", "body": response.body})
-
-
 def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
     """Endpoint that serves a file of the page."""
     kind, content = read_file(name)
@@ -400,19 +311,13 @@ def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
     return respond
 
 
-def _response(refusal: Refusal, path: str, headers: Mapping[str, str] | None = None) -> Response:
-    when = {} if refusal.retry_after_s is None else {"retry-after": str(refusal.retry_after_s)}
-    body = messages.error_json(refusal) if path.startswith(messages.PATH) else refusal.to_json()
-    return JSONResponse(body, refusal.status, {**(headers or {}), **when})
-
-
 async def _refuse(request: Request, error: Exception) -> Response:
-    return _response(refusal_of(error), request.url.path)
+    return response_of(refusal_of(error), request.url.path)
 
 
 async def _fail(request: Request, error: Exception) -> Response:
     """Answer an error of ours. Starlette raises it again, so that uvicorn logs it."""
-    return _response(internal_error(), request.url.path)
+    return response_of(internal_error(), request.url.path)
 
 
 async def _refuse_http(request: Request, error: Exception) -> Response:
@@ -422,7 +327,7 @@ async def _refuse_http(request: Request, error: Exception) -> Response:
     if error.status_code == 404 and kind in _OTHER_KINDS:
         message = f"{kind} are not served: this server writes text; name another server for {kind} in the client"
     type_ = "NotFoundError" if error.status_code == 404 else "invalid_request_error"
-    return _response(Refusal(message, status=error.status_code, type_=type_), request.url.path, error.headers)
+    return response_of(Refusal(message, status=error.status_code, type_=type_), request.url.path, error.headers)
 
 
 async def _leave(request: Request, error: Exception) -> Response:

@@ -148,7 +148,7 @@ def serve(
     try:
         with progress("loading libraries"):
             from outrider.serve.about import startup_lines
-            from outrider.serve.app import is_loopback
+            from outrider.serve.guards import is_loopback
             from outrider.serve.server import Server, ServerOptions, listen
             from outrider.text.thinking import thinking_of
             from outrider.text.tool_formats import tool_format_of
