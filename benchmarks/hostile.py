@@ -106,7 +106,7 @@ async def _many_names(attacker: Attacker) -> None:
     lists = json.dumps({"prompt": "The", "metadata": [[]] * 900_000}, separators=(",", ":")).encode()
     few = json.dumps({"prompt": "The", "metadata": [[]] * 270_000}, separators=(",", ":")).encode()
     for body in itertools.cycle((names, lists, few)):
-        await attacker.post(body, 400, 429)
+        await attacker.post(body, 200 if body is few else 400, 429)
         await asyncio.sleep(0.5)
 
 
