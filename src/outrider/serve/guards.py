@@ -1,4 +1,4 @@
-"""What stands before the routes: keys, hosts, and bodies that are sent in pieces."""
+"""Guards before the routes: keys, hosts, and bodies that are sent in pieces."""
 
 from __future__ import annotations
 
