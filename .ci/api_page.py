@@ -1,4 +1,4 @@
-"""Make docs/reference/api.md from the signatures and docstrings of the public names (tests/public.py lists them)."""
+"""Make docs/reference/api.md from the signatures and docstrings of the public names (tests/support/public.py)."""
 
 import inspect
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 import outrider
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from public import public
 
 HEAD = """# Python names

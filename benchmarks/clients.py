@@ -406,7 +406,7 @@ def lm_eval(at: At) -> None:
     import lm_eval as library
     from lm_eval.tasks import TaskManager
 
-    sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
     from harness_tasks import TASKS, write_tasks
 
     with tempfile.TemporaryDirectory() as folder:

@@ -2,8 +2,8 @@
 
     python benchmarks/fuzz_files.py [--minutes 10] [--seed 0] [--workers 2] [--sanitized] [--only WORDS]
 
-Every number in the keys of every file of tests/gguf_models.py and tests/gguf_heads.py, and in the configuration of
-every case of tests/native_cases.py, at 0, -1, 1, 3, 2^31 - 1, 2^32 - 1, NaN and infinity; after that, two numbers at
+Every number in the keys of every file of gguf_models.py and gguf_heads.py in tests/support, and in the configuration of
+every case of native_cases.py, at 0, -1, 1, 3, 2^31 - 1, 2^32 - 1, NaN and infinity; after that, two numbers at
 random. Each case is a child process with a limit of memory and of processor time. It is forked from a process that has
 imported everything and run nothing in parallel, so a case takes a fraction of a second. The child loads the file,
 generates a few tokens, loads the file again, as the notes about the model tell, and generates with a draft: the head,
@@ -62,7 +62,7 @@ import outrider
 from outrider.errors import DeviceError, OutriderError
 from outrider.kernels import library as kernel_library
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import gguf_heads
 import gguf_models
 import native_cases

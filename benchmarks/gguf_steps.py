@@ -32,7 +32,7 @@ import outrider
 from outrider.bench.tables import new_table
 from outrider.system.provenance import provenance
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from ggml_blocks import block_bytes
 from gguf_models import Case, write_case
 

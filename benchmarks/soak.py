@@ -46,7 +46,7 @@ from hostile import ATTACKS, NUM_CLIENTS, hostile, keys, print_hostile
 import outrider
 from outrider.system.provenance import provenance
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 from pairs import broken_model, word_tokenizer
 
 _Answer = tuple[str, dict[str, Any], str]  # a prompt, its options, and the text that came

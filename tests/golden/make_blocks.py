@@ -1,6 +1,6 @@
 """Computes the logits of block heads with the packages that define their layouts, and writes blocks.safetensors.
 
-    PYTHONPATH=tests python tests/golden/make_blocks.py SPECULATORS DFLASH DEEPSPEC
+    PYTHONPATH=tests:tests/support python tests/golden/make_blocks.py SPECULATORS DFLASH DEEPSPEC
 
 The arguments are folders of unpacked sources: speculators 0.9.0 (its wheel), dflash 0.1.0 (z-lab's; its sdist), and
 deepseek-ai/DeepSpec (commit afdfa7c). None of them need be installed.

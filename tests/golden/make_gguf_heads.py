@@ -1,4 +1,4 @@
-"""Golden drafts of tests/gguf_heads.py: llama.cpp's, of the same target and head (llama-cpp-python 0.3.36).
+"""Golden drafts of tests/support/gguf_heads.py: llama.cpp's, of the same target and head (llama-cpp-python 0.3.36).
 
     pip install llama-cpp-python==0.3.36 && python tests/golden/make_gguf_heads.py
 

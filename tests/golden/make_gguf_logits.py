@@ -1,4 +1,4 @@
-"""Golden logits of tests/gguf_models.py: llama.cpp's, of the same files (llama-cpp-python 0.3.36, a build of minutes).
+"""Golden logits of tests/support/gguf_models.py: llama.cpp's, of the same files (llama-cpp-python 0.3.36).
 
     pip install llama-cpp-python==0.3.36 && python tests/golden/make_gguf_logits.py
 

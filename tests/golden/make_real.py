@@ -1,7 +1,7 @@
 """Golden tokens, ends and log-probabilities of the published files: llama.cpp's (llama-cpp-python 0.3.36).
 
     python benchmarks/real_models.py; pip install llama-cpp-python==0.3.36
-    PYTHONPATH=tests python tests/golden/make_real.py
+    PYTHONPATH=tests:tests/support python tests/golden/make_real.py
 
 Keys and values are float32, without flash attention; activations are rounded to 8 bits, as llama.cpp always does.
 """

@@ -1,6 +1,6 @@
 """Writes vocabularies.json: trains the merges, and lets llama.cpp tokenize.
 
-    pip install llama-cpp-python==0.3.36; PYTHONPATH=tests python tests/golden/make_vocabularies.py
+    pip install llama-cpp-python==0.3.36; PYTHONPATH=tests:tests/support python tests/golden/make_vocabularies.py
 
 Vocabularies are trained without a splitter, on the page itself.
 """

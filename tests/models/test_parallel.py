@@ -31,7 +31,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     save(folder / "target", model)
     save(folder / "draft", perturbed(model, 0.1))
     (folder / "names.toml").write_text('[models.shared]\npath = "target"\ntensor_parallel = 2\n')
-    with launched(TESTS / "shares.py", folder) as process:
+    with launched(TESTS / "support" / "shares.py", folder) as process:
         _, err = process.communicate(timeout=_LIMIT_S)
     assert process.returncode == 0, err[-4000:]
     return [json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1)]

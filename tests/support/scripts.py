@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 
 
 def script(path: str) -> ModuleType:

@@ -1,7 +1,7 @@
 """Run by torchrun, in each process (see models/test_parallel.py): a target shared by all processes, against the same
 one whole. Each process writes what it found to a JSON file of its own.
 
-    torchrun --nproc-per-node 2 tests/shares.py FOLDER
+    torchrun --nproc-per-node 2 tests/support/shares.py FOLDER
 
 The folder holds two models, ``target`` and ``draft``, and a file of names, in which ``shared`` is the target.
 """

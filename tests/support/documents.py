@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_FILE = Path(__file__).parent / "golden" / "documents.json"
+_FILE = Path(__file__).parents[1] / "golden" / "documents.json"
 # Objects whose keys are data: names of arms, schemas, messages, settings.
 _DATA = {"texts", "json_schema", "messages", "tools", "chat_template_kwargs", "settings", "logit_bias"}
 
