@@ -84,12 +84,12 @@ def load(
             Hugging Face causal language model in memory (it is put into evaluation mode).
         draft: likewise, or a folder or hub id of a head for the target; a name that ends in ":greedy" drafts the most
             probable tokens, one with ":min-prob=P" ends drafts before tokens of which the model is unsure,
-            ":min-confidence=P" before those that the head expects to be rejected, ":vocab=N", ":vocab=FILE" and
-            ":vocab=N@FILE" draft few tokens only (docs/how-it-works/drafters.md), ":window=W" reads the last tokens
-            only; or "self", the target with such a window; or "mtp", the layer for it in the target's own checkpoint;
-            or "ngram" or "suffix", which look up the text so far; or "suffix+" and one of these names, which drafts
-            where "suffix" promises less; or "auto": "mtp" if the target's checkpoint has the layers, else a known head
-            or smaller model of its family that is on this machine, else "suffix"; or "none" or None for plain decoding.
+            ":vocab=N", ":vocab=FILE" and ":vocab=N@FILE" draft few tokens only (docs/how-it-works/drafters.md),
+            ":window=W" reads the last tokens only; or "self", the target with such a window; or "mtp", the layer for
+            it in the target's own checkpoint; or "ngram" or "suffix", which look up the text so far; or "suffix+" and
+            one of these names, which drafts where "suffix" promises less; or "auto": "mtp" if the target's checkpoint
+            has the layers, else a known head or smaller model of its family that is on this machine, else "suffix"; or
+            "none" or None for plain decoding.
         tokenizer: for a target in memory: of Transformers, in a processor, or a ``tokenizers.Tokenizer``; without one,
             prompts are token ids and chunks have no text.
         draft_tokenizer: for a draft in memory: compared with the target's; without one they are assumed to agree.

@@ -76,11 +76,6 @@ def _eagle3(context_len: int | None = None, window: int | None = None, **options
     return target, head_drafter(drafter.models[0], DraftOptions(**options))
 
 
-def _peagle() -> Pair:
-    target = _target(4)
-    return target, eagle3_drafter(target, token_ids=[0, 1, 3], num_layers=2, mask_id=2)
-
-
 def _head() -> Pair:
     target = _target()
     return target, head(target)
@@ -96,10 +91,9 @@ def _translated(**options: Any) -> Pair:
     return _target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft", **options), _SPELLING)
 
 
-def _block(min_confidence: float = 0.0, **options: Any) -> Pair:
+def _block(**options: Any) -> Pair:
     target = _target(4)
-    drafter = tiny_block_drafter(target, **options)
-    return target, head_drafter(drafter.models[0], DraftOptions(min_confidence=min_confidence))
+    return target, tiny_block_drafter(target, **options)
 
 
 def _self() -> Pair:
@@ -119,11 +113,6 @@ def _few_translated() -> Pair:
     return _target(), translated_drafter(with_few_tokens(lm, torch.tensor([1, 2])), _SPELLING)
 
 
-def _dspark() -> Pair:
-    """A draft ends before confidence is low: in the prompt below, after two of the four first tokens."""
-    return _block(0.76, layout="speculators", markov="rnn", has_confidence=True)
-
-
 PAIRS: dict[str, Callable[[], Pair]] = {
     "model": _model,
     "greedy": lambda: _model(is_greedy=True),
@@ -135,7 +124,6 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "parallel, sure": lambda: _parallel(min_prob=0.5),
     "eagle3": _eagle3,
     "eagle3, sure": lambda: _eagle3(min_prob=0.6),
-    "peagle": _peagle,
     "assistant": lambda: assistant_pair(FEW),
     "assistant, centroids": lambda: assistant_pair(FEW, num_groups=2, min_prob=0.6),
     "mtp": lambda: mtp_pair(tiny_llama(vocab_size=FEW), "qwen"),
@@ -149,8 +137,7 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "hybrid with a head": lambda: _hybrid(_eagle3(), CORPUS),
     "dflash": _block,
     "dflash2": lambda: _block(is_second=True, selector_top_k=3),
-    "lilicorr": lambda: _block(num_candidates=2),
-    "dspark": _dspark,
+    "dflash, from the anchor": lambda: _block(layout="speculators", sample_from_anchor=True),
     "self": _self,
     "eagle3, short context": lambda: _eagle3(context_len=6),
     "eagle3, window": lambda: _eagle3(window=4),
@@ -160,7 +147,6 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "few tokens, translated": _few_translated,
     "few tokens of a head": lambda: _few(_eagle3(), [1, 2, 3], head_drafter),
     "few tokens, dflash2": lambda: _few(_block(is_second=True, selector_top_k=2), [0, 1, 3], head_drafter),
-    "few tokens, dspark": lambda: _few(_dspark(), [0, 1, 3], head_drafter),
 }
 
 
@@ -197,7 +183,7 @@ PROMPTS = [(2, 3, 2, 3, 2), (1,), (2, 3) * 5, (1, 0, 2)]
         "short context",
         "eagle3",
         "assistant",
-        "dspark",
+        "dflash2",
         "suffix",
         "hybrid",
         "translated",

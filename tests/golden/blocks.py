@@ -41,16 +41,9 @@ CASES: dict[str, dict[str, Any]] = {
         "output_multiplier": 0.6,
         "final_logit_softcapping": 4.0,
     },
-    "deepspec": {"layout": "deepspec", "has_own_tokens": True},
-    "speculators, vanilla": {"layout": "speculators", "markov": "vanilla", "has_confidence": True},
-    "speculators, gated": {"layout": "speculators", "markov": "gated", "has_confidence": True, "token_ids": KNOWN},
-    "speculators, rnn": {"layout": "speculators", "markov": "rnn"},
-    "speculators, rnn after the anchor": {"layout": "speculators", "markov": "rnn", "sample_from_anchor": False},
-    "deepspec, vanilla": {"layout": "deepspec", "has_own_tokens": True, "markov": "vanilla", "has_confidence": True},
     "speculators, second": {"layout": "speculators", "is_second": True, "layers": _SLIDING},
     "zlab, second": {"layout": "zlab", "is_second": True},
     "zlab, second, scaled": {"layout": "zlab", "is_second": True, "output_multiplier": 0.6, "is_causal": True},
-    "deepspec, rnn": {"layout": "deepspec", "has_own_tokens": True, "markov": "rnn"},
 }
 
 

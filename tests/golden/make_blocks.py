@@ -1,9 +1,9 @@
 """Computes the logits of block heads with the packages that define their layouts, and writes blocks.safetensors.
 
-    PYTHONPATH=tests:tests/support python tests/golden/make_blocks.py SPECULATORS DFLASH DEEPSPEC
+    PYTHONPATH=tests:tests/support python tests/golden/make_blocks.py SPECULATORS DFLASH
 
-The arguments are folders of unpacked sources: speculators 0.9.0 (its wheel), dflash 0.1.0 (z-lab's; its sdist), and
-deepseek-ai/DeepSpec (commit afdfa7c). None of them need be installed.
+The arguments are folders of unpacked sources: speculators 0.9.0 (its wheel) and dflash 0.1.0 (z-lab's; its sdist).
+None of them need be installed.
 """
 
 import importlib.abc
@@ -66,7 +66,7 @@ def _features(model: PreTrainedModel, layers: Sequence[int]) -> Tensor:
     return torch.cat([states[i] for i in layers], dim=-1)
 
 
-def _speculators(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
+def _speculators(folder: Path, model: PreTrainedModel) -> Tensor:
     from speculators import SpeculatorModelConfig
     from speculators.model import SpeculatorModel
 
@@ -100,19 +100,13 @@ def _speculators(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
     first = 0 if config.sample_from_anchor else 1
     text = torch.tensor([blocks.TEXT[anchor : anchor + size] for anchor in blocks.ANCHORS])
     before = torch.cat((text[:, :1], text[:, :-1]), dim=1) if first else text
-    found = {}
-    if config.speculators_model_type == "dspark":
-        logits = logits + head.markov_head.block_bias(prev_token_ids=before, hidden_states=hidden)
-        if head.confidence_head is not None:
-            inputs = torch.cat((hidden, head.markov_head.prev_embeddings(before)), dim=-1)
-            found["confidence"] = head.confidence_head(inputs).sigmoid()[:, first:]
     if config.speculators_model_type == "dflash2":
         candidates, scores = head.candidate_selector.select(logits, hidden, before)
         logits = torch.full_like(logits, _NOTHING).scatter(-1, candidates, scores)
-    return {"logits": logits[:, first:], **found}
+    return logits[:, first:]
 
 
-def _zlab(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
+def _zlab(folder: Path, model: PreTrainedModel) -> Tensor:
     from dflash.model import (
         DFlash2DraftModel,
         DFlashDraftModel,
@@ -146,46 +140,20 @@ def _zlab(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
                     -1, candidates[:, 0], q[:, 0].double().log()
                 )
         found.append(logits)
-    return {"logits": torch.cat(found)}
-
-
-def _deepspec(folder: Path, model: PreTrainedModel) -> dict[str, Tensor]:
-    from deepspec.modeling.dspark.common import extract_context_feature
-    from deepspec.modeling.dspark.qwen3.modeling import Qwen3DSparkModel
-
-    head = Qwen3DSparkModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
-    states = model(input_ids=torch.tensor([blocks.TEXT]), output_hidden_states=True).hidden_states
-    features = extract_context_feature(states, head.target_layer_ids)
-    found, confidence = [], []
-    for anchor in blocks.ANCHORS:
-        ids = torch.tensor([[blocks.TEXT[anchor], *[head.mask_token_id] * (head.block_size - 1)]])
-        before = torch.tensor([blocks.TEXT[anchor : anchor + head.block_size]])
-        hidden = head._forward_backbone(
-            position_ids=torch.arange(anchor + head.block_size)[None],
-            noise_embedding=head.embed_tokens(ids),
-            target_hidden_states=features[:, :anchor],
-            is_causal=False,
-        )
-        logits = head.compute_logits(hidden)
-        if head.markov_head is not None:
-            logits = head.markov_head.apply_block_logits(logits, token_ids=before, hidden_states=hidden)
-        found.append(logits)
-        if head.confidence_head is not None:
-            confidence.append(head.predict_confidence_step(hidden, before).sigmoid())
-    return {"logits": torch.cat(found), **({"confidence": torch.cat(confidence)} if confidence else {})}
+    return torch.cat(found)
 
 
 @torch.inference_mode()
 def main() -> None:
     _import_from(sys.argv[1:])
-    makers = {"speculators": _speculators, "zlab": _zlab, "deepspec": _deepspec}
+    makers = {"speculators": _speculators, "zlab": _zlab}
     model, found = blocks.target(), {}
     for name, case in blocks.CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             blocks.write(Path(folder), name, model)
-            for key, values in makers[case["layout"]](Path(folder), model).items():
-                found[f"{name}: {key}"] = values.float().contiguous()
-                print(f"{name}: {key} {tuple(values.shape)}, up to {values.abs().max():.3g}")
+            values = makers[case["layout"]](Path(folder), model)
+        found[f"{name}: logits"] = values.float().contiguous()
+        print(f"{name}: {tuple(values.shape)}, up to {values.abs().max():.3g}")
     save_file(found, blocks.FILE)
 
 

@@ -3,8 +3,6 @@
     python tests/golden/make_eagle3.py
 
 The package is needed for this script only. The logits are those of its training forward: step j feeds the given tokens
-and, from step 1 on, the head's own outputs. P-EAGLE feeds mask tokens then, after each place, all in one forward;
-those whose place is beyond the tokens have no logits, here zeros.
 """
 
 import json
@@ -28,7 +26,6 @@ VARIANTS: dict[str, dict[str, bool]] = {
     "eagle3.1": {"fc_norm": True, "norm_output": True},
     "gpt-oss": {"norm_before_fc": True},
 }
-PARALLEL = {"peagle": {"mask_id": 7}}
 NUM_STEPS = 4
 
 
@@ -40,7 +37,7 @@ def main() -> None:
     features = torch.randn(1, 24, 3 * size, generator=generator).half().double()
     ids = torch.randint(vocab_size, (1, 24), generator=generator)
     golden = {"features": features.half(), "ids": ids}
-    for name, options in (VARIANTS | PARALLEL).items():
+    for name, options in VARIANTS.items():
         with tempfile.TemporaryDirectory() as temporary:
             folder = Path(temporary)
             target.save_pretrained(folder / "target")
@@ -51,8 +48,7 @@ def main() -> None:
             }
             golden |= {f"head.{key}": value for key, value in tensors.items()}
             stated = json.loads((folder / "head" / "config.json").read_text())
-            logits = parallel_logits_of if name in PARALLEL else logits_of
-            golden[f"{name}.logits"] = logits(stated, tensors, folder / "target", features, ids).float()
+            golden[f"{name}.logits"] = logits_of(stated, tensors, folder / "target", features, ids).float()
     save_file(golden, HERE / "eagle3.safetensors")
 
 
@@ -72,32 +68,6 @@ def logits_of(stated: dict, tensors: dict, target: Path, features: torch.Tensor,
     return torch.stack(found[:NUM_STEPS])
 
 
-def parallel_logits_of(
-    stated: dict, tensors: dict, target: Path, features: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """[steps, L-1, D]"""
-    from speculators.models.peagle import PEagleDraftModel, PEagleSpeculatorConfig, core
-
-    num = ids.shape[1] - 1
-    depths = torch.arange(NUM_STEPS).repeat_interleave(num)
-    anchors = torch.arange(num).repeat(NUM_STEPS)
-    is_there = anchors + depths < num
-    core.generate_cod_sample_indices = lambda **_: (anchors[is_there], depths[is_there])  # all of them
-    core.compute_metrics = lambda **_: (None, {})
-    model, found = model_of(PEagleDraftModel, PEagleSpeculatorConfig, stated, tensors, target)
-    with torch.no_grad():
-        model(
-            hidden_states=features[:, :-1],
-            input_ids=ids[:, 1:],
-            document_ids=torch.zeros(1, num, dtype=torch.long),
-            verifier_last_hidden_states=features[:, :-1, : model.hidden_size],
-            num_depths=NUM_STEPS,
-        )
-    logits = torch.zeros(NUM_STEPS * num, found[0].shape[-1], dtype=torch.float64)
-    logits[is_there] = found[0]
-    return logits.view(NUM_STEPS, num, -1)
-
-
 def model_of(
     kind: type, config_of: type, stated: dict, tensors: dict, target: Path
 ) -> tuple[torch.nn.Module, list[torch.Tensor]]:
@@ -107,7 +77,7 @@ def model_of(
 
     layers = LlamaConfig.from_dict(stated.pop("transformer_layer_config"))
     layers._attn_implementation = "eager"
-    known = ("norm_", "fc_norm", "draft_", "eagle_", "mask_")
+    known = ("norm_", "fc_norm", "draft_", "eagle_")
     config = config_of(
         transformer_layer_config=layers,
         **{key: value for key, value in stated.items() if key.startswith(known)},

@@ -147,8 +147,7 @@ def mtp_logits(file: Path) -> list[list[float]]:
 
 
 def block_logits(target: _Context, head: _Context, layers: list[int], top_k: int, *, is_causal: bool) -> list[Any]:
-    """Logits of all slots, of DSpark after the Markov head along its own most probable tokens; of DFlash 2 the
-    candidates of each slot and their scores, by the candidate before."""
+    """Logits of all slots; of DFlash 2 the candidates of each slot and their scores, by the candidate before."""
     features = _features(target, layers)
     _keep_states(head.context, True, top_k == 0)
     _set_causal(head.context, is_causal)

@@ -76,14 +76,14 @@ def _drafts(decoder: Decoder, head: LM) -> list[Tensor]:
     return found
 
 
-def _of_block(head: LM, logits: Tensor, outputs: Tensor, state: Tensor) -> list[Tensor]:
+def _of_block(head: LM, logits: Tensor, outputs: Tensor) -> list[Tensor]:
     """Logits of the drafts; along the most probable tokens if the token before corrects them."""
     module: Any = head.model
     found, before = [], torch.tensor([IDS[PREFIX - 1]])
     for i in range(module.most_drafted):
         here = logits[:, i]
-        if module.correction is not None:
-            here, state = module.correction(here, outputs[:, i], before, state)
+        if module.candidate_selector is not None:
+            here = module.candidate_selector(here, outputs[:, i], before)
         found.append(spread(here, module.token_ids, head.vocab_size)[0])
         before = found[-1].argmax(keepdim=True)
     return found
@@ -218,7 +218,7 @@ def test_llama_drafts_what_is_golden(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, golden, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3, few tokens", "DFlash 2", "DSpark"])
+@pytest.mark.parametrize("name", ["EAGLE-3, few tokens", "DFlash 2"])
 def test_texts_are_those_of_plain_decoding(name: str, tmp_path: Path) -> None:
     target, file, _ = write_pair(name, tmp_path)
     plain, drafting = (outrider.load(target, draft, num_draft_tokens=3, acceptance="gumbel") for draft in (None, file))
@@ -229,7 +229,7 @@ def test_texts_are_those_of_plain_decoding(name: str, tmp_path: Path) -> None:
         assert found.stats.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["EAGLE-3", "DFlash 2", "DSpark"])
+@pytest.mark.parametrize("name", ["EAGLE-3", "DFlash 2"])
 def test_matrices_stay_in_blocks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a target whose weights are as they are stored; else they are widened: to the same numbers."""
     target, _, _ = write_pair(name, tmp_path)
@@ -284,5 +284,6 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     assert "fc.weight has the shape" in refusal(ModelCorrupt, keys={"target_layers": [1, 2]})
     assert "too few tensors" in refusal(ModelCorrupt, keys={"block_count": 2**24})
     assert "states no dflash.target_layers" in refusal(ModelCorrupt, keys={"target_layers": None})
+    assert "is a DSpark head, which is not run" in refusal(UnsupportedModel, added={"markov_w1.weight": ones})
     with pytest.raises(UnsupportedModel, match="is a DFlash draft, which works only together with its base model"):
         outrider.load(tmp_path / "head.gguf")

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from golden.make_eagle3 import PARALLEL, VARIANTS
+from golden.make_eagle3 import VARIANTS
 from heads import LAYERS, mtp_pair, write_eagle3, write_mtp
 from hybrids import hybrid
 from outrider import load
@@ -59,49 +59,6 @@ def test_eagle3_computes_what_speculators_computes(variant: str, tmp_path: Path)
         expected = golden[f"{variant}.logits"][:, anchor - 1]
         assert torch.allclose(found, expected.double(), rtol=0, atol=1e-5), anchor
         assert expected.std() > 0.1
-
-
-@torch.inference_mode()
-def test_peagle_computes_what_speculators_computes(tmp_path: Path) -> None:
-    golden = load_file(GOLDEN)
-    target = as_lm(tiny_llama(num_layers=4))
-    write_eagle3(tmp_path, target.model, token_ids=list(range(1, 60, 2)), **PARALLEL["peagle"])
-    path = tmp_path / "model.safetensors"
-    save_file({name: golden[f"head.{name}"] for name in load_file(path)}, path)
-    head = load_head(_spec(tmp_path), target)
-    for anchor in (1, 5, 17):
-        cache = head.new_cache(1, 64)
-        positions = torch.arange(anchor)[None]
-        chains.keep_states(head, cache, golden["features"][:, :anchor].double(), positions)
-        fed, lengths = golden["ids"][:, 1 : anchor + 1], torch.tensor([anchor + 1])
-        given = head, 4, 64, torch.tensor([4]), cache, fed, torch.tensor([0]), lengths
-        logits_at = chains._in_parallel(lambda step, static, *rest: step(head, *static, *rest), *given)
-        for i in range(4):
-            found = spread(logits_at(i, fed[:, -1], lengths)[0][0], head.token_ids, head.vocab_size)[1::2]
-            expected = golden["peagle.logits"][i, anchor - 1]
-            assert torch.allclose(found, expected.double(), rtol=0, atol=1e-5), (anchor, i)
-            assert expected.std() > 0.1
-
-
-@pytest.mark.parametrize("stated", [{}, {"ptd_token_id": 60}])
-def test_a_parallel_head_without_a_mask_token_is_refused(stated: dict[str, int], tmp_path: Path) -> None:
-    target = as_lm(tiny_llama(num_layers=4))
-    write_eagle3(tmp_path, target.model, layout="specforge", mask_id=7)
-    file = tmp_path / "config.json"
-    config = json.loads(file.read_text())
-    del config["ptd_token_id"]
-    file.write_text(json.dumps({**config, **stated}))
-    with pytest.raises(ModelCorrupt, match="no embedding for its mask token 60" if stated else "and no mask token"):
-        load_head(_spec(tmp_path), target)
-
-
-def test_a_mask_token_without_its_state_is_refused(tmp_path: Path) -> None:
-    target = as_lm(tiny_llama(num_layers=4))
-    write_eagle3(tmp_path, target.model, mask_id=7)
-    path = tmp_path / "model.safetensors"
-    save_file({name: value for name, value in load_file(path).items() if name != "mask_hidden"}, path)
-    with pytest.raises(ModelCorrupt, match="a mask token to draft in one forward, and no mask_hidden"):
-        load_head(_spec(tmp_path), target)
 
 
 @pytest.mark.parametrize("limits", [{"context_len": 5}, {"window": 5}, {"context_len": 5, "window": 7}])
@@ -302,6 +259,8 @@ def test_heads_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     assert "lacks 1 weights of the head, layers.0.self_attn.o_proj.weight" in _refusal(tmp_path, target)
     save_file({name: value for name, value in whole.items() if not name.startswith("fc")}, path)
     assert "in a layout that is not known" in _refusal(tmp_path, target)
+    save_file({**whole, "mask_hidden": torch.zeros(1, 1, 96)}, path)
+    assert "is a P-EAGLE head, which is not run here: take an EAGLE-3" in _refusal(tmp_path, target)
     save_file({**whole, "lm_head.weight": whole["lm_head.weight"][:50].clone()}, path)
     assert "logits for 50 tokens, and no d2t" in _refusal(tmp_path, target)
     save_file(whole, path)

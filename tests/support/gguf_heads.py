@@ -1,7 +1,7 @@
 """Heads in GGUF files, written from their checkpoints in other layouts (heads.py, block_heads.py) as llama.cpp's
 converters write them; nothing of the reader is used.
 
-Layouts: conversion/llama.py (EAGLE-3), qwen.py (DFlash, DSpark, DFlash 2) and gemma.py (``Gemma4AssistantModel``),
+Layouts: conversion/llama.py (EAGLE-3), qwen.py (DFlash, DFlash 2) and gemma.py (``Gemma4AssistantModel``),
 gguf-py/gguf/constants.py, in the build of llama-cpp-python 0.3.36.
 """
 
@@ -34,8 +34,6 @@ HEADS: dict[str, tuple[Any, dict[str, Any]]] = {
     "DFlash, causal": (write_block, {"is_causal": True, "input_embedding_scale": 3.0}),
     "DFlash, few tokens": (write_block, {"layout": "speculators", "token_ids": _FEW, "is_causal": False}),
     "DFlash 2": (write_block, {"is_second": True, "output_multiplier": 0.5, "final_logit_softcapping": 5.0}),
-    "DSpark": (write_block, {"layout": "deepspec", "markov": "vanilla", "has_confidence": True}),
-    "DSpark, a slot before": (write_block, {"layout": "deepspec", "markov": "vanilla", "sample_from_anchor": False}),
 }
 ASSISTANT = "assistant"
 # Its last two layers have both kinds of attention: those whose keys llama.cpp's assistants read.
@@ -69,9 +67,6 @@ _OTHERS = {
     "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
     "candidate_selector.successor_codebook": "selector_successor.weight",
     "candidate_selector.hidden_projection": "selector_hidden",
-    "markov_head.markov_w1": "markov_w1",
-    "markov_head.markov_w2": "markov_w2",
-    "confidence_head.proj": "conf_proj",
 }
 
 
@@ -186,7 +181,7 @@ def write_gguf_head(
     is_eagle3 = "layers.0.hidden_norm.weight" in tensors
     architecture = "eagle3" if is_eagle3 else "dflash"
     writer = gguf.GGUFWriter(file, architecture)
-    all_keys = _shared_keys(own) | (_eagle3_keys(stated, own) if is_eagle3 else _block_keys(stated, own, tensors))
+    all_keys = _shared_keys(own) | (_eagle3_keys(stated, own) if is_eagle3 else _block_keys(stated, own))
     all_keys = {key: value for key, value in (all_keys | (keys or {})).items() if value is not None}
     for key, value in all_keys.items():
         add_value(writer, f"{architecture}.{key}", value)
@@ -253,7 +248,7 @@ def _eagle3_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _block_keys(stated: dict[str, Any], own: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+def _block_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     inner = {**stated, **(stated.get("dflash_config") or {})}
     ids = [i + 1 for i in inner["target_layer_ids"]] if "target_layer_ids" in inner else None
     found = {
@@ -271,9 +266,6 @@ def _block_keys(stated: dict[str, Any], own: dict[str, Any], tensors: dict[str, 
     if own.get("use_sliding_window"):
         found["attention.sliding_window"] = own["sliding_window"]
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in own["layer_types"]]
-    if any(name.startswith("markov_head.") for name in tensors):
-        found["sample_from_anchor"] = inner.get("sample_from_anchor", "transformer_layer_config" not in stated)
-        found["has_confidence_head"] = "confidence_head.proj.weight" in tensors
     return found
 
 

@@ -32,7 +32,6 @@ def write_eagle3(
     scale: float = 0.3,
     num_layers: int = 1,
     has_embedding: bool = True,
-    mask_id: int | None = None,
     context_len: int | None = None,
     window: int | None = None,
     **flags: bool,
@@ -42,7 +41,6 @@ def write_eagle3(
     Args:
         layout: "speculators", "safeailab" or "specforge".
         token_ids: the target's ids of its tokens; None for all of them.
-        mask_id: of a P-EAGLE head.
         context_len: that it states; None for the target's.
         window: of its layers, which are sliding; None for none.
         flags: norm_before_residual, norm_output, norm_before_fc, fc_norm.
@@ -60,8 +58,6 @@ def write_eagle3(
     shapes |= layer_shapes(config, num_layers, num_read=2)
     shapes["layers.0.hidden_norm.weight"] = (size,)
     shapes["lm_head.weight"] = (len(ids), size)
-    if mask_id is not None:
-        shapes["mask_hidden"] = (1, 1, len(LAYERS) * size)
     tensors = random_tensors(shapes, seed, scale)
     if token_ids is not None:
         tensors |= few_tokens(ids, num)
@@ -75,7 +71,7 @@ def write_eagle3(
     if layout == "speculators":
         stated = {
             "architectures": ["Eagle3DraftModel"],
-            "speculators_model_type": "eagle3" if mask_id is None else "peagle",
+            "speculators_model_type": "eagle3",
             "transformer_layer_config": own,
             "draft_vocab_size": len(ids),
             "eagle_aux_hidden_state_layer_ids": list(LAYERS),
@@ -91,8 +87,6 @@ def write_eagle3(
         }
     else:  # which states no layers: those of its inventors
         stated = {"architectures": ["LlamaForCausalLM"], "draft_vocab_size": len(ids), **own}
-    if mask_id is not None:
-        stated["mask_token_id" if layout == "speculators" else "ptd_token_id"] = mask_id
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(stated))
     if layout == "safeailab":

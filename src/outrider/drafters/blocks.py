@@ -1,4 +1,4 @@
-"""Sessions of heads that draft a block at once: DFlash, DSpark, LiLiCorr (see heads.py)."""
+"""Sessions of heads that draft a block at once: DFlash and DFlash 2 (see heads.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from outrider.drafters.base import Rows, empty_draft
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.drawing import LogitsAt, draw_draft
-from outrider.drafters.head_states import StatesSession, stored_states
+from outrider.drafters.head_states import StatesSession
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -19,7 +19,7 @@ from outrider.sampling.rules import Rule
 
 def feed_blocks(
     head: LM, view_len: int, k: int, cache: SlotCache, last_ids: Tensor, lengths: Tensor, num_wanted: Tensor
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor]:
     """Feed the blocks.
 
     Args:
@@ -28,7 +28,7 @@ def feed_blocks(
         num_wanted: rows with 0 are not fed. [B]
 
     Returns:
-        logits of the drafts [B, K, D]; outputs of their slots [B, K, H]; the state of the head's correction
+        logits of the drafts [B, K, D]; outputs of their slots [B, K, H]
     """
     module = head.model
     size, first = module.block_size, module.num_before
@@ -44,39 +44,20 @@ def feed_blocks(
         else:
             cache.at(positions, view_len, is_single=False, keeps_finite=True)
             outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache.argument)
-        if module.lilicorr is not None:
-            slots = outputs[:, first:]
-            logits, anchors = module.logits(slots), stored_states(cache, lengths[:, None] - 2)[:, 0]
-            state = module.lilicorr.start(logits, slots, module.embed_tokens, anchors, lengths > 1)
-            return logits[:, :k], slots[:, :k], *state
-        logits = module.logits(outputs[:, first : first + k])
-    correction = module.correction
-    state = outputs[:, 0, :0] if correction is None else correction.start(outputs[:, :first], last[:, 0])
-    return logits, outputs[:, first : first + k], state
+        slots = outputs[:, first : first + k]
+        return module.logits(slots), slots
 
 
 def _at_once(
-    run: Any,
-    head: LM,
-    k: int,
-    view_len: int,
-    min_confidence: float,
-    num_wanted: Tensor,
-    cache: SlotCache,
-    last_ids: Tensor,
-    lengths: Tensor,
+    run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, cache: SlotCache, last_ids: Tensor, lengths: Tensor
 ) -> LogitsAt:
     """A forward for all tokens, whose logits may be corrected by the token before each one."""
-    module = head.model
-    logits, outputs, *state = run(feed_blocks, (view_len, k), cache, last_ids, lengths, num_wanted)
+    logits, slots = run(feed_blocks, (view_len, k), cache, last_ids, lengths, num_wanted)
+    correct = head.model.candidate_selector
 
-    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, Tensor | None]:
-        nonlocal state
-        is_cut = module.confidence(outputs[:, i], ids) < min_confidence if min_confidence > 0 else None
-        here = logits[:, i]
-        if module.correction is not None:
-            here, *state = module.correction(here, outputs[:, i], ids, *state)
-        return here, is_cut
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
+        here: Tensor = logits[:, i]
+        return here if correct is None else correct(here, slots[:, i], ids)
 
     return logits_at
 
@@ -102,7 +83,7 @@ class BlockSession(StatesSession):
         num_wanted = rows.num_wanted.clamp_max(k)
         # Beyond the context of the target, too: a block ends there.
         view_len = min(head.execution.round_length(rows.longest + self._module.block_size - 1), cache.capacity)
-        static = _at_once, (view_len, self._options.min_confidence), rule, self._options, k, False
+        static = _at_once, (view_len,), rule, self._options, k, False
         own = cache, rows.last_ids, rows.lengths
         call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
         return draw_draft(self._draft, head, rows.masks, call, noise)

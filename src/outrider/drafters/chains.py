@@ -1,4 +1,4 @@
-"""Sessions of heads that draft entry by entry: EAGLE-3 heads and MTP layers; P-EAGLE in one forward (see heads.py)."""
+"""Sessions of heads that draft entry by entry: EAGLE-3 heads and MTP layers (see heads.py)."""
 
 from __future__ import annotations
 
@@ -70,47 +70,20 @@ def _one_by_one(
     """
     states = torch.empty(0)
 
-    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, None]:
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
         nonlocal states
         if i == 0:
-            tokens, positions = fed, _owed(num_wanted, fed, cached, lengths)
+            # A sequence has one entry fewer than tokens.
+            tokens, positions = fed, owed(num_wanted, fed.shape[1], cached, lengths - 1)
             states = stored_states(cache, positions)
         else:
             tokens, positions = ids[:, None], torch.where(i < num_drafted, lengths - 2 + i, -1)[:, None]
         logits, outputs = run(feed_entries, (view_len, 1), cache, tokens, states, positions)
         states = outputs[:, -1:]
-        return logits[:, -1], None
+        last: Tensor = logits[:, -1]
+        return last
 
     return logits_at
-
-
-def _owed(num_wanted: Tensor, fed: Tensor, cached: Tensor, lengths: Tensor) -> Tensor:
-    """Places of the entries to feed (see ``owed``). A sequence has one entry fewer than tokens."""
-    return owed(num_wanted, fed.shape[1], cached, lengths - 1)
-
-
-def _in_parallel(
-    run: Any,
-    head: LM,
-    k: int,
-    view_len: int,
-    num_wanted: Tensor,
-    cache: SlotCache,
-    fed: Tensor,
-    cached: Tensor,
-    lengths: Tensor,
-) -> LogitsAt:
-    """P-EAGLE: one forward. Entries of mask tokens follow those of the sequence, and are replaced later. So
-    the logits at an offset depend neither on the tokens drafted before it nor on K. Arguments: see ``_one_by_one``."""
-    module = head.model
-    positions = _owed(num_wanted, fed, cached, lengths)
-    offsets = torch.arange(1, k, device=lengths.device)
-    beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 2 + offsets, -1)
-    ids = torch.cat((fed, fed.new_full(beyond.shape, module.mask_id)), dim=1)
-    masked = module.mask_state.expand(*beyond.shape, -1)
-    states = torch.cat((stored_states(cache, positions), masked), dim=1)
-    logits, _ = run(feed_entries, (view_len, k), cache, ids, states, torch.cat((positions, beyond), dim=1))
-    return lambda i, ids, num_drafted: (logits[:, i], None)
 
 
 class ChainSession(Session):
@@ -209,8 +182,7 @@ class ChainSession(Session):
         width = self._width if head.execution.is_prepared else max(1, *late)
         columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
         fed = rows.ids.gather(1, columns.clamp_min(0))
-        source = _one_by_one if head.model.mask_id is None else _in_parallel
-        static = source, (head.view_len(rows.longest + k, cache),), rule, self._options, k, False
+        static = _one_by_one, (head.view_len(rows.longest + k, cache),), rule, self._options, k, False
         own = cache, fed, cached, rows.lengths
         call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
         draft = draw_draft(self._draft, head, rows.masks, call, noise)

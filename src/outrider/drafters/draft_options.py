@@ -13,7 +13,6 @@ _WORDS = {
     "vocab": "vocab",
     "window": "window",
     "min_prob": "min-prob",
-    "min_confidence": "min-confidence",
     "is_greedy": "greedy",
 }
 _LEAST_WINDOW = 16
@@ -27,8 +26,6 @@ class DraftOptions:
         is_greedy: draft the most probable tokens instead, so that q is one-hot and tokens are accepted with probability
             p instead of min(1, p/q). Several inference engines draft like this.
         min_prob: a draft ends before a token of which the model is unsure (``is_unsure``); 0 for never.
-        min_confidence: a draft ends before a token whose probability to be accepted, as the head predicts it, is less;
-            0 for never.
         vocab: draft few tokens only: N, the N most frequent ones of the target; FILE, those that occur in a file of
             outputs; or N@FILE, the N most frequent ones there. Empty: all.
         window: a model reads the last tokens of long sequences only, half to all of so many; 0 for its whole context.
@@ -36,16 +33,12 @@ class DraftOptions:
 
     is_greedy: bool = False
     min_prob: float = 0.0
-    min_confidence: float = 0.0
     vocab: str = ""
     window: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("min_prob", "min_confidence"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise OptionError(name, value, "a number from 0, for none, to below 1")
-
+        if not 0 <= self.min_prob < 1:
+            raise OptionError("min_prob", self.min_prob, "a number from 0, for none, to below 1")
         if self.window and self.window < _LEAST_WINDOW:
             raise OptionError("window", self.window, f"{_LEAST_WINDOW} tokens or more")
         number, path = self.vocab_parts
@@ -88,6 +81,8 @@ def split_name(name: Any) -> tuple[Any, DraftOptions]:
     for text in reversed(name.split(":")[1:] if isinstance(name, str) else []):
         word, equals, number = text.partition("=")
         field = fields.get(word)
+        if word == "min-confidence":
+            raise OptionError("draft", name, "no head here predicts acceptance: use min-prob, or leave it out")
         if field is None or bool(equals) == (field == "is_greedy"):
             break
         if field in given:

@@ -24,9 +24,9 @@ from outrider.sampling.masks import Masked, Masks, mask
 from outrider.sampling.probs import Settings, only_ids, rows_of
 from outrider.sampling.rules import Rule
 
-LogitsAt = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+LogitsAt = Callable[[int, Tensor, Tensor], Tensor]
 """(offset of a token, ids of the token before [B], numbers of drafted tokens so far [B]) -> logits of the model's
-``token_ids``, or of all tokens [B, D]; whether the draft ends before the token [B], None if a source does not tell."""
+``token_ids``, or of all tokens [B, D]"""
 
 Source = Callable[..., LogitsAt]
 """(run, model, k, *static, most tokens to draft [B], *tensors) -> logits. ``run`` is ``LM.run`` or calls a step."""
@@ -70,14 +70,13 @@ def draft_step(
     for i in range(k):
         if drawn:
             history = history.then(ids)
-        logits, is_cut = logits_at(i, ids, num_drafted)
+        logits = logits_at(i, ids, num_drafted)
         token_ids = lm.token_ids
         if masks is not None:
             allowed = masks.here()
             logits, token_ids = spread(logits, token_ids, lm.vocab_size), None
         if options.min_prob > 0:
             is_cut = is_unsure(logits, options.min_prob, allowed)
-        if is_cut is not None:
             num_drafted = torch.where(is_cut, num_drafted.clamp_max(i), num_drafted)
         here = history.map(lambda values: values[:, None])
         rows, is_finite = rows_of(logits[:, None], settings, here, allowed, token_ids, lm.vocab_size)

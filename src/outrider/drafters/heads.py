@@ -9,13 +9,13 @@ the target's states are there. The states have places in a cache of their own, b
 written once, when a token is committed. A block writes its own keys and values at the places of the last token and of
 those to come; they are replaced when these tokens are committed. All slots of a block are fed, also where fewer tokens
 are wanted. So q depends neither on K nor on other rows. Tokens are drawn one after the other from the outputs of that
-forward: some heads correct q by the token before, and predict whether the next one will be accepted.
+forward: DFlash 2 corrects q by the token before.
 
 So all that a session knows is a function of the committed tokens: prefixes are shared, rows move, and rounds without
 drafts only leave entries to be fed later.
 
-Sources: Li et al. 2401.15077, 2503.01840; DeepSeek-V3 2412.19437; DFlash (2602.06036), DFlash 2; DSpark (2607.05147,
-appendix A for where a draft may end). Some of these draft greedily or in trees; here drafts are drawn from q.
+Sources: Li et al. 2401.15077, 2503.01840; DeepSeek-V3 2412.19437; DFlash (2602.06036), DFlash 2. Some of these draft
+greedily or in trees; here drafts are drawn from q.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from outrider.drafters.blocks import BlockSession
 from outrider.drafters.chains import ChainSession
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.sharing import SharingSession
-from outrider.errors import OptionError
 from outrider.runtime.lm import LM
 
 _LARGE = 8  # K; executions favour some up to half of it
@@ -36,7 +35,7 @@ def head_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
 
     Args:
         head: its module is a ``Head``.
-        options: greedy, and a least probability; or for blocks a least confidence, if the head predicts acceptance.
+        options: greedy, and a least probability; none for blocks.
     """
     module = head.model
     name = options.full_name(head.name)
@@ -59,10 +58,8 @@ def head_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
             is_one_hot=options.is_greedy,
             features=module.features,
         )
-    least, most = options.min_confidence, module.most_drafted
-    if least > 0 and module.confidence_head is None:
-        raise OptionError("min_confidence", least, f"{head.name} does not predict acceptance: leave it out")
-    options.check_taken(head.name, "min_confidence")
+    most = module.most_drafted
+    options.check_taken(head.name)
     return Drafter(
         name,
         lambda models, num_slots, capacity, *_: BlockSession(models[0], options, num_slots, capacity),

@@ -111,7 +111,7 @@ def _one_by_one(
     """
     states, num_known = cache, cache.bound + fed.shape[1]
 
-    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, None]:
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
         nonlocal states
         if i == 0:
             tokens, positions = fed, owed(num_wanted, fed.shape[1], cached, lengths)
@@ -121,7 +121,8 @@ def _one_by_one(
             states = cache.scratch() if i == 1 else states
             states.bound = num_known + i - 1
         (logits,) = run(_feed, (view_len, 1), states, tokens, positions, lengths + i)
-        return logits[:, -1], None
+        last: Tensor = logits[:, -1]
+        return last
 
     return logits_at
 
@@ -150,7 +151,7 @@ def _at_once(
     ids = torch.cat((fed, fed.new_full((len(fed), k - 1), mask_id)), dim=1)
     positions = torch.cat((owed(num_wanted, fed.shape[1], cached, lengths), beyond), dim=1)
     (logits,) = run(_feed, (view_len, k), cache, ids, positions, lengths)
-    return lambda i, ids, num_drafted: (logits[:, i], None)
+    return lambda i, ids, num_drafted: logits[:, i]
 
 
 class ModelSession(Session):

@@ -40,10 +40,11 @@ def _in_place(
     positions = torch.where(num_wanted > 0, lengths - 1, -1)[:, None]
     states = stored_states(cache, positions - 1)
 
-    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> tuple[Tensor, None]:
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
         nonlocal states
         logits, states = run(feed_shared, (view_len,), shared, ids[:, None], states, positions)
-        return logits[:, -1], None
+        last: Tensor = logits[:, -1]
+        return last
 
     return logits_at
 

@@ -80,8 +80,6 @@ def _token_weights(lm: LM) -> list[str]:
     module = weights.lm_head if isinstance(weights, Head) else weights.get_output_embeddings()
     if not isinstance(module, nn.Linear):
         raise UnsupportedModel(f"{lm.name} has no LM head of which rows could be taken: leave out vocab=")
-    if getattr(weights, "lilicorr", None) is not None:
-        raise UnsupportedModel(f"{lm.name} is a LiLiCorr head, which embeds its candidates by id: leave out vocab=")
     if isinstance(weights, Head):
         return weights.token_weights
     name = next(name for name, one in weights.named_modules() if one is module)

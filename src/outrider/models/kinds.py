@@ -26,9 +26,9 @@ _APART = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 # Words in the names of a head's architectures and type, and fields that only its configuration has.
 _HEADS = {
     "lilicorr": "a LiLiCorr draft",
+    "dspark": "a DSpark draft",
     "eagle3": "an EAGLE-3 head",
     "dflash": "a DFlash draft",
-    "dspark": "a DSpark draft",
     "draft_vocab_size": "an EAGLE-3 head",
     "eagle": "an EAGLE head",
     "medusa": "a set of Medusa heads",

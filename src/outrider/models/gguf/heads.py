@@ -40,9 +40,6 @@ _BLOCK = {
     "selector_predecessor.weight": "candidate_selector.predecessor_codebook",
     "selector_successor.weight": "candidate_selector.successor_codebook",
     "selector_hidden": "candidate_selector.hidden_projection",
-    "markov_w1": "markov_head.markov_w1",
-    "markov_w2": "markov_head.markov_w2",
-    "conf_proj": "confidence_head.proj",
 }
 # Tensors of an MTP layer that are no part of a usual layer.
 _NEXTN = {
@@ -204,7 +201,8 @@ def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]
         raise ModelCorrupt(f"{stated.name}: the file states no tokenizer.ggml.mask_token_id")
     num_layers, window = fields["num_hidden_layers"], stated.take("attention.sliding_window", 0)
     has_window = stated.take("attention.sliding_window_pattern", [window > 0] * num_layers)
-    activation, samples_from_anchor = stated.take("hidden_activation", "silu"), stated.take("sample_from_anchor", True)
+    activation = stated.take("hidden_activation", "silu")
+    stated.take("sample_from_anchor", True), stated.take("has_confidence_head", False)  # of DSpark alone
     second = {key: stated.take(key, 0) for key in _OF_SECOND}
     if all(second.values()):
         size, num_groups = fields["hidden_size"], fields["hidden_size"] // second["conv_group_size"]
@@ -216,8 +214,6 @@ def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]
         "aux_hidden_state_layer_ids": features,
         "block_size": stated.take("block_size", 16),
         "mask_token_id": mask_id,
-        "sample_from_anchor": samples_from_anchor and stated.has("markov_w1.weight"),
-        "enable_confidence_head": stated.take("has_confidence_head", False),
         "is_causal": stated.take("attention.causal", False),
         "use_sliding_window": window > 0,
         "sliding_window": window,

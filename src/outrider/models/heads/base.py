@@ -43,7 +43,6 @@ class Head(nn.Module, ABC):
         shared_layers: layers of the target whose keys and values it reads, in place of its own.
         state_size: H, numbers that it keeps of each token of the target, besides keys and values; may be 0.
         block_size: slots that it fills in one forward; 0 for a head that continues a sequence of entries.
-        mask_id: the token in place of those that are not drafted yet, if it drafts several in one forward; else None.
         norm_output: while drafting token by token, the normed output takes the place of the state.
         layers: its decoder layers.
         cache_name: the argument of these that takes the cache.
@@ -58,7 +57,6 @@ class Head(nn.Module, ABC):
     shared_layers: tuple[int, ...] = ()
     state_size: int
     block_size: int = 0
-    mask_id: int | None = None
     norm_output: bool = False
     layers: nn.ModuleList
     cache_name: str
@@ -203,16 +201,13 @@ def set_vocabulary(head: Head, tensors: Mapping[str, Tensor], target: LM) -> Non
             head.lm_head = nn.Linear(head.config.hidden_size, len(weight), bias=False)
 
 
-def complete(
-    head: Any, tensors: Mapping[str, Tensor], offsets: Tensor | None, outputs: Sequence[Any], name: str, target: LM
-) -> None:
+def complete(head: Any, tensors: Mapping[str, Tensor], offsets: Tensor | None, name: str, target: LM) -> None:
     """Give a head its weights and its tokens, and check that it is for this target. Logits of tokens that the target
     does not have are dropped. Raises ModelCorrupt.
 
     Args:
         head: reads hidden states through ``fc``.
         tensors, offsets: from ``own_tensors``.
-        outputs: modules whose weights have a row for each of its tokens; the first is its LM head.
     """
     num_layers, width = len(target.model.get_decoder().layers), len(head.features) * embedding_of(target).shape[1]
     if head.fc.in_features != width:
@@ -231,11 +226,11 @@ def complete(
         raise ModelCorrupt(f"{name} has {len(embedding)} tokens; {target.name} has {target.vocab_size}")
     if offsets is not None and "lm_head." in shared:
         raise ModelCorrupt(f"{name} has a d2t and no LM head of its own")
-    for num_tokens in (len(module.weight) for module in outputs):
-        if offsets is not None and num_tokens != len(offsets):
-            raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and d2t names {len(offsets)}")
-        if offsets is None and num_tokens < target.vocab_size:
-            raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and no d2t that names them")
+    num_tokens = len(head.lm_head.weight)
+    if offsets is not None and num_tokens != len(offsets):
+        raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and d2t names {len(offsets)}")
+    if offsets is None and num_tokens < target.vocab_size:
+        raise ModelCorrupt(f"{name} has logits for {num_tokens} tokens, and no d2t that names them")
     ids = None
     if offsets is not None:
         ids = torch.arange(len(offsets)) + offsets.long()
@@ -245,8 +240,9 @@ def complete(
             raise ModelCorrupt(f"{name} is for another target: its d2t does not name tokens of {target.name}")
         rows = is_known.nonzero()[:, 0]
         rows = rows[ids[rows].argsort()]  # ascending
-        for module in outputs if not torch.equal(rows, torch.arange(len(ids))) else ():
-            module.weight = nn.Parameter(module.weight[rows.to(module.weight.device)], requires_grad=False)
+        if not torch.equal(rows, torch.arange(len(ids))):
+            weight = head.lm_head.weight
+            head.lm_head.weight = nn.Parameter(weight[rows.to(weight.device)], requires_grad=False)
         ids = ids[rows].to(target.device)
     head.register_buffer("token_ids", ids, persistent=False)
 

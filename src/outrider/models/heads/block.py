@@ -5,11 +5,10 @@ a function of a token's place alone. A block follows, the last token and mask to
 attend to the context and to each other. The output of a slot predicts the token at its own place, or the next one if
 the head samples from its anchor, the last token.
 
-DFlash draws these tokens independently of each other. DSpark, DFlash 2 and LiLiCorr correct the logits of each by the
-token before it; DFlash 2 has convolutions along the block, too.
+DFlash draws these tokens independently of each other. DFlash 2 corrects the logits of each by the token before it, and
+has convolutions along the block.
 
-Sources: DFlash (2602.06036), DSpark (2607.05147), DFlash 2 (inco.ai/blog/dflash2), LiLiCorr (2608.20530). Layouts of
-checkpoints: z-lab, speculators, DeepSpec, Model-Optimizer.
+Sources: DFlash (2602.06036), DFlash 2 (inco.ai/blog/dflash2). Layouts of checkpoints: z-lab, speculators.
 """
 
 from __future__ import annotations
@@ -35,22 +34,14 @@ from outrider.models.heads.base import (
     set_vocabulary,
     window_of,
 )
-from outrider.models.heads.block_parts import CandidateSelector, ConfidenceHead, DynamicConvolution, MarkovHead, part_of
-from outrider.models.heads.lattice import Lattice
+from outrider.models.heads.block_parts import CandidateSelector, DynamicConvolution, part_of
 from outrider.native.plan import MOST_TOKENS, AttentionPlan, NotPlanned, Plan
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
 
-_KINDS = ("dflash", "dflash2", "dspark")  # in the speculators layout; others have the same tensors, and more
+_KINDS = ("dflash", "dflash2")  # in the speculators layout; others have the same tensors, and more
 # Settings, and the beginnings of the weights that they promise.
-_PROMISES = {
-    "markov_rank": "markov_head.",
-    "enable_confidence_head": "confidence_head.",
-    "selector_rank": "candidate_selector.",
-    "conv_kernel_size": "layers.0.attention_conv.",
-    "lilicorr_candidate_topk": "lilicorr.",
-}
-_OF_LATTICE = ("lilicorr_candidate_topk", "lilicorr_vector_eps", "lilicorr_logit_scale")  # others follow from weights
+_PROMISES = {"selector_rank": "candidate_selector.", "conv_kernel_size": "layers.0.attention_conv."}
 _CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 
@@ -97,9 +88,7 @@ class BlockHead(Head):
         num_before: slots before the first that predicts a draft: 0 if it samples from its anchor, else 1.
         mask_id: the token in all slots but the first.
         num_tokens: D, its tokens; others are padding of its LM head.
-        correction: corrects the logits of a draft by the token before it; None if drafts are independent.
-        lilicorr: the correction of LiLiCorr, which reads the states of the target's tokens; None if there is none.
-        confidence_head: None if there is none.
+        candidate_selector: corrects the logits of a draft by the token before it; None if drafts are independent.
     """
 
     mask_id: int
@@ -117,8 +106,7 @@ class BlockHead(Head):
         self.config = layer_config(config, config.num_hidden_layers, target.model)
         self.state_size = 0
         self.block_size = int(_value(stated, "block_size", 16))
-        names = [*(stated.get("architectures") or []), stated.get("speculators_model_type", "")]
-        self.num_before = 0 if _value(stated, "sample_from_anchor", "dspark" in " ".join(names).lower()) else 1
+        self.num_before = 0 if _value(stated, "sample_from_anchor", False) else 1
         self.mask_id = _value(stated, "mask_token_id")
         self.num_tokens = target.vocab_size
         self.scale = float(_value(stated, "input_embedding_scale", 1.0))
@@ -136,18 +124,9 @@ class BlockHead(Head):
                 for layer in self.layers:
                     for part in _CONVOLUTIONS:
                         setattr(layer, part, DynamicConvolution(part_of(tensors, f"layers.0.{part}.")))
-            markov, confidence = part_of(tensors, "markov_head."), part_of(tensors, "confidence_head.")
-            selector = part_of(tensors, "candidate_selector.")
-            num_candidates = int(_value(stated, "selector_top_k", 16))
-            self.markov_head = MarkovHead(markov, size) if markov else None
-            self.candidate_selector = CandidateSelector(selector, size, num_candidates) if selector else None
-            self.confidence_head = ConfidenceHead(confidence) if confidence else None
-            self.lilicorr = None
-            if lattice := part_of(tensors, "lilicorr."):
-                num_candidates, vector_eps, scale = (_value(stated, key) for key in _OF_LATTICE)
-                given = {"eps": eps, "vector_eps": float(vector_eps), "logit_scale": float(scale)}
-                self.lilicorr = Lattice(lattice, size, int(num_candidates), **given)
-                self.state_size = size
+            self.candidate_selector = None
+            if selector := part_of(tensors, "candidate_selector."):
+                self.candidate_selector = CandidateSelector(selector, size, int(_value(stated, "selector_top_k", 16)))
         self.cache_name = cache_argument(self.layers[0])
         set_vocabulary(self, tensors, target)
         self.rotary_emb = type(decoder.rotary_emb)(self.config).to(target.device)
@@ -158,14 +137,9 @@ class BlockHead(Head):
         return self.block_size - self.num_before
 
     @property
-    def correction(self) -> MarkovHead | CandidateSelector | Lattice | None:
-        return self.markov_head or self.candidate_selector or self.lilicorr
-
-    @property
     def token_weights(self) -> list[str]:
-        names = super().token_weights
-        names += ["markov_head.markov_w2.weight"] if self.markov_head is not None else []
-        return names + (["candidate_selector.successor_codebook"] if self.candidate_selector is not None else [])
+        own = ["candidate_selector.successor_codebook"] if self.candidate_selector is not None else []
+        return super().token_weights + own
 
     def fuse(self, features: Tensor) -> Tensor:
         fused: Tensor = self.hidden_norm(self.fc(features))
@@ -181,9 +155,7 @@ class BlockHead(Head):
         """
         cos, sin = rotation(self.rotary_emb, states, positions.clamp_min(0))
         modules: Any = self.layers
-        if self.state_size:
-            cache.layers[-1].update(states[:, None], states[:, None, :, :0])
-        for layer, store in zip(modules, cache.layers, strict=False):
+        for layer, store in zip(modules, cache.layers, strict=True):
             attention = layer.self_attn
             shape = (*states.shape[:2], -1, attention.head_dim)
             keys = attention.k_norm(attention.k_proj(states).view(shape)).transpose(1, 2)
@@ -239,21 +211,6 @@ class BlockHead(Head):
         logits: Tensor = self.lm_head(outputs)[..., : self.num_tokens].to(outputs.device) * self.multiplier
         return torch.tanh(logits / self.softcap) * self.softcap if self.softcap > 0 else logits
 
-    def confidence(self, output: Tensor, ids: Tensor) -> Tensor:
-        """Probability that the token of a slot will be accepted.
-
-        Args:
-            output: of the slot. [B, H]
-            ids: the token before. [B]
-
-        Returns:
-            [B]
-        """
-        assert self.confidence_head is not None
-        embedded = output[:, :0] if self.markov_head is None else self.markov_head.embed(ids)
-        probs: Tensor = self.confidence_head(output, embedded)
-        return probs
-
 
 def _through(layer: Any, hidden: Tensor, about: Mapping[str, Any]) -> Tensor:
     """Through a layer with convolutions around its attention and its MLP."""
@@ -279,7 +236,7 @@ def _value(stated: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def _features(stated: Mapping[str, Any], config: Any, target: LM) -> tuple[int, ...]:
-    """Hidden states that a head reads. Layer i of z-lab and DeepSpec is the output of that layer, so feature i + 1."""
+    """Hidden states that a head reads. Layer i of z-lab is the output of that layer, so feature i + 1."""
     ids = _value(stated, "aux_hidden_state_layer_ids")
     if ids is not None:
         return tuple(ids)
@@ -305,8 +262,7 @@ def _stated_reaches(stated: Mapping[str, Any], config: Any) -> list[Reach]:
     if "speculators_model_type" in stated:
         is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
         return [Reach(is_causal and window is not None, before_anchor=window) for window in windows]
-    # DeepSpec's windows (``use_swa``) are of both sides, as TensorRT-LLM's ``dspark_layer_window_size`` has them.
-    is_causal = _value(stated, "is_causal", False if _value(stated, "use_swa") else None)
+    is_causal = _value(stated, "is_causal")
     return [
         Reach(kind == "sliding_attention" if is_causal is None else bool(is_causal), window)
         for kind, window in zip(config.layer_types, windows, strict=True)
@@ -337,24 +293,13 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
         raise UnsupportedModel(f"{name} is a head of the kind {kind}, which is not known here")
     tensors, offsets = own_tensors(stored, target)
     tensors = {key.replace("_codebook.weight", "_codebook"): value for key, value in tensors.items()}
-    lattice = part_of(tensors, "lilicorr.")
-    if offsets is not None and (lattice or part_of(tensors, "candidate_selector.")):
-        raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 and LiLiCorr heads do not have")
-    if lattice and not _value(stated, "lilicorr_enabled", True):
-        raise UnsupportedModel(f"{name} has weights lilicorr.*, and its configuration says that they are not used")
-    if lacking := [key for key in _OF_LATTICE if lattice and not _value(stated, key)]:
-        raise ModelCorrupt(f"{name} has weights lilicorr.*, and its configuration states no {lacking[0]}")
+    if offsets is not None and part_of(tensors, "candidate_selector."):
+        raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 heads do not have")
     for setting, beginning in _PROMISES.items():
         if _value(stated, setting) and not part_of(tensors, beginning):
             raise ModelCorrupt(f"{name} has no weights {beginning}*, although its configuration states {setting}")
     own = dict(stated.get("transformer_layer_config") or stated)
     own.pop("model_type", None)  # the layers are Qwen3's, whatever it says
-    if _value(stated, "use_swa"):
-        own |= {
-            "use_sliding_window": True,
-            "sliding_window": _value(stated, "swa_window_size", own.get("sliding_window")),
-        }
-        own.setdefault("layer_types", ["sliding_attention"] * int(own["num_hidden_layers"]))
     config = Qwen3Config.from_dict(own)
     for kind, window in zip(config.layer_types, _windows(config), strict=True):
         if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and not window):
@@ -365,21 +310,14 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
         raise ModelCorrupt(f"{name} lacks weights of the head, {error.args[0]} among them") from None
     if head.most_drafted < 1:
         raise ModelCorrupt(f"{name} drafts nothing: its block_size is {head.block_size}")
-    if head.candidate_selector is not None and _value(stated, "selector_top_k", 16) < 1:
-        raise ModelCorrupt(f"{name} chooses among {_value(stated, 'selector_top_k')} candidates (selector_top_k)")
-    outputs = [head.lm_head, *([head.markov_head.markov_w2] if head.markov_head is not None else [])]
-    complete(head, tensors, offsets, outputs, name, target)
+    complete(head, tensors, offsets, name, target)
     if head.token_ids is not None:
         head.num_tokens = len(head.token_ids)
-    correction = head.markov_head or head.candidate_selector
-    if correction is not None and correction.num_known < target.vocab_size:
-        raise ModelCorrupt(f"{name} knows {correction.num_known} tokens; {target.name} has {target.vocab_size}")
-    if head.lilicorr is not None:
-        num_slots, num_candidates = head.lilicorr.num_slots, head.lilicorr.num_candidates
-        if head.num_before != 1 or num_slots != head.most_drafted:
-            raise ModelCorrupt(f"{name} drafts {head.most_drafted} tokens, and its lilicorr.* is for {num_slots}")
-        if not 0 < num_candidates <= min(head.lilicorr.rank_embedding.shape[3], head.num_tokens):
-            raise ModelCorrupt(f"{name} chooses among {num_candidates} candidates (lilicorr_candidate_topk)")
+    selector = head.candidate_selector
+    if selector is not None and selector.num_candidates < 1:
+        raise ModelCorrupt(f"{name} chooses among {selector.num_candidates} candidates (selector_top_k)")
+    if selector is not None and (num_known := len(selector.predecessor_codebook)) < target.vocab_size:
+        raise ModelCorrupt(f"{name} knows {num_known} tokens; {target.name} has {target.vocab_size}")
     if head.mask_id is None or not 0 <= head.mask_id < len(head.embed_tokens.weight):
         raise ModelCorrupt(f"{name} states no mask token that it has an embedding for: {head.mask_id}")
     return head

@@ -1,8 +1,8 @@
 """Heads that continue a sequence of entries: EAGLE-3 heads, and MTP layers in the target's own checkpoint.
 
-Sources: EAGLE-3, Li et al. 2503.01840; EAGLE-3.1: 2605.09992; P-EAGLE: 2602.01469; layouts of checkpoints: speculators,
-SafeAILab, SpecForge, AngelSlim, vLLM. MTP: DeepSeek-V3 (2412.19437, section 2.2); layouts: Qwen's (``mtp.*``);
-DeepSeek's and GLM's (a decoder layer beyond the last one).
+Sources: EAGLE-3, Li et al. 2503.01840; EAGLE-3.1: 2605.09992; layouts of checkpoints: speculators, SafeAILab,
+SpecForge, AngelSlim, vLLM. MTP: DeepSeek-V3 (2412.19437, section 2.2); layouts: Qwen's (``mtp.*``); DeepSeek's and
+GLM's (a decoder layer beyond the last one).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from outrider.errors import ModelCorrupt, UnsupportedModel
+from outrider.errors import UnsupportedModel
 from outrider.models.heads.base import (
     Head,
     complete,
@@ -48,7 +48,6 @@ _RENAMED = {
     "shared_head.norm": "norm",
 }
 _OF_TARGET = ("embed_tokens.", "shared_head.head.")  # copies of the target's weights
-_MASK_IDS = ("mask_token_id", "pard_token", "ptd_token_id")  # of speculators; as in PARD; of vLLM's and Amazon's files
 _PROMISES = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
 
@@ -57,8 +56,6 @@ class Eagle3Head(Head):
 
     The first layer attends to the embedding and the state side by side. Often the vocabulary is reduced. EAGLE-3.1 adds
     norms of each hidden state (``fc_norm``) and feeds back normed states (``norm_output``).
-
-    P-EAGLE drafts in one forward: entries of a mask token, each with the same learnt state (``mask_hidden``), follow.
 
     Args:
         config: of its layers.
@@ -84,8 +81,6 @@ class Eagle3Head(Head):
             self.fc = nn.Linear(width, size, bias="fc.bias" in tensors)
             if "input_norm.weight" in tensors:
                 self.input_norm = norm(width, eps=eps)
-            if "mask_hidden" in tensors:
-                self.mask_hidden = nn.Parameter(torch.empty(tensors["mask_hidden"].shape), requires_grad=False)
             if any(name.startswith("fc_norm.") for name in tensors):
                 self.fc_norm = nn.ModuleList([norm(width // len(self.features), eps=eps) for _ in self.features])
             first = decoder.layers[0]
@@ -108,11 +103,6 @@ class Eagle3Head(Head):
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         fused: Tensor = self.fc(features)
         return fused
-
-    @property
-    def mask_state(self) -> Tensor:
-        """The state in the entries of mask tokens. [1, 1, H]"""
-        return self.fuse(self.mask_hidden.view(1, 1, -1))
 
     def forward(
         self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any
@@ -182,14 +172,7 @@ def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: s
     config = layer_config(CONFIG_MAPPING[kind].from_dict(inner), len(layers), target.model)
     head = Eagle3Head(config, stated, tensors, target)
     head.window = min(filter(None, (window_of(inner, target), _stated_window(inner, len(layers), name))), default=None)
-    complete(head, tensors, offsets, [head.lm_head], name, target)
-    mask_id = next((int(stated[key]) for key in _MASK_IDS if stated.get(key) is not None), None)
-    if (mask_id is None) != ("mask_hidden" not in tensors):
-        has, lacks = ("mask_hidden", "mask token") if mask_id is None else ("mask token", "mask_hidden")
-        raise ModelCorrupt(f"{name} has a {has} to draft in one forward, and no {lacks}")
-    if mask_id is not None and not 0 <= mask_id < len(head.embed_tokens.weight):
-        raise ModelCorrupt(f"{name} has no embedding for its mask token {mask_id}")
-    head.mask_id = mask_id
+    complete(head, tensors, offsets, name, target)
     return head
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,15 @@ from outrider.runtime.lm import LM
 _MTP_PREFIX = "mtp."
 MTP = "mtp"
 """Draft with the MTP layers of the target's own checkpoint."""
+
+# Beginnings of the tensors of heads that are not run here, in GGUF files too.
+_NOT_RUN = {
+    "markov_": "a DSpark head",
+    "confidence_head.": "a DSpark head",
+    "conf_proj.": "a DSpark head",
+    "lilicorr.": "a LiLiCorr head",
+    "mask_hidden": "a P-EAGLE head",
+}
 
 _LOADERS: dict[str, Callable[..., Head]] = {
     "eagle3": load_eagle3,
@@ -76,6 +85,7 @@ def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dic
         num_digits = digits_beside(target)
         with reading(spec, "head"):
             file = gguf_file(spec)
+            _check_runs(spec.name, file.tensors, None)
             if is_gguf_head(file):
                 return gguf_head(spec, num_digits)
             return {}, gguf_mtp(file, spec.name, target.model.config, num_digits)
@@ -84,8 +94,23 @@ def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dic
     if is_mlx(stated):
         raise UnsupportedModel(f"{spec.name} is quantized for MLX: take a GGUF file of the head")
     files = find_tensors(spec.location, allow_pickle=allow_pickle)
+    _check_runs(spec.name, files, head_named(stated))
     tensors = without_fp8(read_tensors(spec.location, files), stated)
     return stated, tensors
+
+
+def _check_runs(name: str, tensors: Iterable[str], thing: str | None) -> None:
+    """Refuse heads of kinds that are not run here. Raises UnsupportedModel.
+
+    Args:
+        thing: as ``head_named`` has it.
+    """
+    found = next((one for part, one in _NOT_RUN.items() if any(key.startswith(part) for key in tensors)), None)
+    if found is None and thing is not None and any(kind in thing for kind in ("DSpark", "LiLiCorr")):
+        found = thing
+    if found is not None:
+        remedy = "take an EAGLE-3, DFlash or DFlash 2 head of its target, or a draft model"
+        raise UnsupportedModel(f"{name} is {found}, which is not run here: {remedy}")
 
 
 def without_fp8(tensors: Mapping[str, Tensor], stated: Mapping[str, Any]) -> dict[str, Tensor]:
