@@ -29,7 +29,7 @@ def outrider(command: str, *arguments: object) -> dict:
 # %% [markdown]
 # ## Train one
 #
-# A small model, or a head on the target's hidden states (`--kind eagle3`, `dflash`). Here it is a model of one narrow
+# A small model, or a head on the target's hidden states (`--kind eagle3`). Here it is a model of one narrow
 # layer, trained for a few steps, so that it takes seconds. For a real draft leave `--steps` out and give it
 # `--minutes 60`, your own text with `--data`, and a GPU. An interrupted run resumes.
 

@@ -1,6 +1,6 @@
 """What trained drafts promised, and what they give: acceptance by task, predicted and measured speed.
 
-    python recipes/smollm2/table.py TARGET FOLDER [--drafts model eagle3 dflash suffix] [--k 1 2 3 4]
+    python recipes/smollm2/table.py TARGET FOLDER [--drafts model eagle3 suffix] [--k 1 2 3 4]
         [--num-prompts 10] [--tokens 96] [--threads 1] [--larger TARGET DRAFT]
 
 FOLDER is that of ``train.sh``: held-out logs, and drafts. For each draft:
@@ -134,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target")
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--drafts", nargs="+", default=["model", "eagle3", "dflash", "suffix"])
+    parser.add_argument("--drafts", nargs="+", default=["model", "eagle3", "suffix"])
     parser.add_argument("--k", nargs="+", type=int, default=[1, 2, 3, 4])
     parser.add_argument("--num-prompts", type=int, default=10)
     parser.add_argument("--tokens", type=int, default=96)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train drafts for SmolLM2-135M-Instruct: a model, an EAGLE-3 head, a DFlash head. Every step resumes where it was cut.
+# Train drafts for SmolLM2-135M-Instruct: a model, an EAGLE-3 head. Every step resumes where it was cut.
 #
 #     recipes/smollm2/train.sh DATA FOLDER [PROMPTS] [STEPS]
 #
@@ -16,12 +16,12 @@ mkdir -p "$folder/logs" "$folder/drafts"
 log() { # KIND-PART TEMPERATURE OPTIONS...
     local name=$1 temperature=$2
     shift 2
-    outrider record --target "$target" --prompts "$folder/prompts/$name.jsonl" -t "$temperature" --batch-size 16 \
-        --output "$folder/logs/$name-t$temperature.jsonl" "$@"
+    outrider generate "$target" --draft none --prompts "$folder/prompts/$name.jsonl" -t "$temperature" --batch-size 16 \
+        --output "$folder/logs/$name-t$temperature.jsonl" --probs "$@"
 }
 for temperature in 0 1; do
-    log chat-held-out "$temperature" --chat -n 128 --seed 2 --probs
-    log text-held-out "$temperature" -n 128 --seed 2 --probs
+    log chat-held-out "$temperature" --chat -n 128 --seed 2
+    log text-held-out "$temperature" -n 128 --seed 2
 done
 log chat-train 1 --chat -n 256 --seed 1
 log text-train 1 -n 256 --seed 1 --ignore-eos
@@ -30,12 +30,9 @@ log chat-train 0 --chat -n 256 --seed 1
 train() { # NAME OPTIONS...
     local name=$1
     shift
-    outrider distill "$target" --output "$folder/drafts/$name" --keep-states --length 320 --batch-size 8 --seed 0 \
+    outrider distill "$target" --output "$folder/drafts/$name" --length 320 --batch-size 8 --seed 0 \
         --written-from "$folder/logs/chat-train-t1.jsonl" --written-from "$folder/logs/chat-train-t0.jsonl" \
         --written-from "$folder/logs/text-train-t1.jsonl" --steps "$steps" --learning-rate 1e-3 --patience 20 "$@"
 }
 train eagle3 --kind eagle3 --draft-vocab 4096 --depth 3
 train model --layers 1 --draft-vocab 4096
-mkdir -p "$folder/drafts/dflash/training"  # both heads read the same hidden states
-ln -sfn ../../eagle3/training/states "$folder/drafts/dflash/training/states"
-train dflash --kind dflash --layers 2 --draft-vocab 4096 --depth 5

@@ -6,9 +6,17 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
-from outrider.distill.student import Shape, copy_slices, default_shape, draft_config, kept_layers, new_draft
+from outrider.distill.student import (
+    ModelStudent,
+    Shape,
+    copy_slices,
+    default_shape,
+    draft_config,
+    kept_layers,
+    new_draft,
+)
 from outrider.errors import OptionError
-from toys import random_model, tiny_llama
+from toys import as_lm, random_model, tiny_llama
 
 
 def test_layers_are_spread() -> None:
@@ -121,3 +129,23 @@ def test_weights_that_have_no_counterpart() -> None:
     with pytest.raises(OptionError, match="LlamaForCausalLM has nothing to copy for the draft's .*q_proj"):
         copy_slices(target, draft)
     assert all(torch.equal(weight, before[name]) for name, weight in draft.state_dict().items())
+
+
+def test_a_draft_of_few_tokens_learns_their_distribution() -> None:
+    """From their logits alone: those of the whole model, with the same gradients; and it drafts no other token."""
+    target = as_lm(tiny_llama(0).float())
+    few, found = torch.tensor([1, 5, 40]), []
+    ids = torch.randint(60, (3, 10), generator=torch.Generator().manual_seed(0))
+    for token_ids in (None, few):
+        draft = new_draft(target.model.config, Shape(1, 32), seed=0)
+        student = ModelStudent(target, draft, None, token_ids)
+        ((p, q),) = student.pairs(student.module(input_ids=ids), ids)
+        p, q = (p[..., few], q[..., few]) if token_ids is None else (p, q)
+        (q * p).sum().backward()
+        found.append([p, q, *(weight.grad for weight in draft.parameters())])
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other)
+    lm: Any = student.as_stored("draft", torch.float32).lm
+    logits = lm.forward(ids, torch.arange(10).expand_as(ids), lm.new_cache(3, 10), 10)
+    assert (logits.softmax(-1) > 0).nonzero()[:, -1].unique().tolist() == few.tolist()
+    assert "forward" not in vars(draft.get_output_embeddings())

@@ -10,9 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from outrider.distill import train
-from outrider.distill.blocks import BlockStudent, new_dflash
-from outrider.distill.chains import ChainStudent, new_eagle3
 from outrider.distill.data import Mixture
+from outrider.distill.heads import HeadStudent, new_eagle3
 from outrider.distill.student import ModelStudent, Shape, Student, new_draft
 from outrider.distill.train import Check, Recipe, check_same_run, distil
 from outrider.drafters.base import Drafter
@@ -42,10 +41,8 @@ def run(
     student: Student
     if kind == "model":
         student = ModelStudent(lm, new_draft(TARGET.config, Shape(1, 16), seed=0), word_tokenizer())
-    elif kind == "eagle3":
-        student = ChainStudent(lm, new_eagle3(lm, torch.arange(0, 97, 2), seed=0), 3)
     else:
-        student = BlockStudent(lm, new_dflash(lm, 1, 3, 96, None, seed=0))
+        student = HeadStudent(lm, new_eagle3(lm, torch.arange(0, 97, 2), seed=0), 3)
     return distil(
         student,
         output,
@@ -89,7 +86,7 @@ def check_finished(output: Path, checks: list[Check], **how: Any) -> None:
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["eagle3", "model"])
 def test_a_killed_run_goes_on(tmp_path: Path, kind: str) -> None:
     """Bit for bit as if it had not been killed, twice."""
     whole = run(tmp_path / "whole", num_steps=20, kind=kind)

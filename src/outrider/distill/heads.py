@@ -1,25 +1,32 @@
-"""Heads in training: the parts that all kinds share."""
+"""Training of EAGLE-3 heads, by unrolling: as in a round, each later token is drafted from the head's own states.
+
+The head that runs is that of inference (models/heads), over another cache. For every position of a sequence at once, a
+round that begins there is followed along the sequence: step d reads the token at d places further on, attends to the
+entries with the target's states up to the beginning of the round, and to the d entries of its own round since then.
+
+Source: training-time test, Li et al. 2503.01840, section 3.2.
+"""
 
 from __future__ import annotations
 
 import copy
-from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Generic, TypeVar
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
+from transformers import DynamicCache, LlamaConfig
 
-from outrider.distill.student import Pair, Student, head_size
-from outrider.distill.teacher import Teacher
+from outrider.distill.student import Pair, Student, head_size, read_target
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads import head_drafter
 from outrider.errors import NumericsError
-from outrider.models.heads.base import Head, embedding_of, head_lm
+from outrider.models.heads.base import Head, embedding_of, head_lm, layer_config
+from outrider.models.heads.chains import LAYER_IDS, Eagle3Head
 from outrider.models.heads.loading import check_target
-from outrider.models.heads.saving import save_speculators
 from outrider.models.weights import widened_weights
 from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
@@ -29,38 +36,6 @@ from outrider.stats.intervals import Interval, bounded_mean
 
 _BATCH = 8  # sequences whose alpha is measured together
 _SPREAD = 0.02  # standard deviation of initial weights, as in Llama
-
-AnyHead = TypeVar("AnyHead", bound=Head)
-
-
-def new_config(kind: Any, target: LM, num_layers: int) -> Any:
-    """Configuration of a head's layers, as wide as those of its target.
-
-    Args:
-        kind: class of the configuration.
-    """
-    source = target.model.config.get_text_config(decoder=True)
-    size, num_heads = source.hidden_size, source.num_attention_heads
-    rope_theta = (getattr(source, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
-    return kind(
-        vocab_size=len(embedding_of(target)),
-        hidden_size=size,
-        intermediate_size=getattr(source, "intermediate_size", None) or 4 * size,
-        num_hidden_layers=num_layers,
-        num_attention_heads=num_heads,
-        num_key_value_heads=getattr(source, "num_key_value_heads", None) or num_heads,
-        head_dim=head_size(source),
-        max_position_embeddings=target.context_len,
-        rms_norm_eps=getattr(source, "rms_norm_eps", 1e-6),
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
-        tie_word_embeddings=False,
-    )
-
-
-def num_layers_of(target: LM) -> int:
-    """Number of decoder layers. Raises UnsupportedModel: no head can read them."""
-    check_target(target)
-    return len(target.model.get_decoder().layers)
 
 
 def default_features(num_layers: int) -> tuple[int, int, int]:
@@ -76,110 +51,118 @@ def most_frequent(counts: Tensor, num_tokens: int) -> Tensor:
     return order[:num_tokens].sort().values
 
 
-def from_target(target: LM, num_features: int, token_ids: Tensor | None) -> dict[str, Tensor]:
-    """Initial weights that a head takes from its target: it passes on the deepest state, which the target's norm and LM
-    head turn into logits."""
-    model = target.model
+def unroll(head: Head, ids: Tensor, target_logits: Tensor, features: Tensor, depth: int) -> Iterator[Pair]:
+    """Follow rounds along sequences.
+
+    Args:
+        ids: [B, T]
+        target_logits, features: of the target along them. [B, T, V], [B, T, F]
+        depth: drafted tokens.
+
+    Yields:
+        For each drafted token d = 0, 1, ...: logits of the target [B, T-1-d, V] and of the head [B, T-1-d, D], for the
+        token at i + d + 2 in row i: the first token that the round can draft is at i + 2.
+    """
+    states = head.fuse(features.to(next(head.parameters()).dtype))
+    cache, seen = DynamicCache(), torch.empty(0)
+    for d in range(depth):
+        num = ids.shape[1] - 1 - d  # rounds that have not reached the end of the sequence
+        own = torch.eye(num, dtype=torch.bool, device=ids.device)
+        # A round sees the same entries of earlier steps as before, and its own of this step.
+        seen = torch.ones_like(own).tril() if d == 0 else torch.cat((seen[:num], own), dim=1)
+        mask = torch.zeros(seen.shape, dtype=states.dtype, device=ids.device)
+        mask = mask.masked_fill_(~seen, torch.finfo(states.dtype).min)[None, None]
+        positions = torch.arange(d, d + num, device=ids.device).expand(len(ids), -1)
+        outputs, states = head(ids[:, 1 + d :], states[:, :num], positions, mask, cache)
+        yield target_logits[:, 1 + d :], head.lm_head(outputs)
+
+
+def new_eagle3(target: LM, token_ids: Tensor | None, seed: int) -> Eagle3Head:
+    """Create an EAGLE-3 head of one layer for a target, in float32.
+
+    It begins with the deepest of the target's states, and with the target's norm and LM head, which turn that state
+    into logits; its layer is random. Its embedding is the target's: seen, and not a part of it, so that it is neither
+    trained nor stored.
+
+    Args:
+        token_ids: the target's ids of its tokens, ascending; None for all. D numbers
+    """
+    check_target(target)
+    model, size = target.model, embedding_of(target).shape[1]
+    source = model.config.get_text_config(decoder=True)
+    rope_theta = (getattr(source, "rope_parameters", None) or {}).get("rope_theta", 10_000.0)
+    config = LlamaConfig(  # known to the engines as EAGLE-3
+        vocab_size=len(embedding_of(target)),
+        hidden_size=source.hidden_size,
+        intermediate_size=getattr(source, "intermediate_size", None) or 4 * source.hidden_size,
+        num_hidden_layers=1,
+        num_attention_heads=source.num_attention_heads,
+        num_key_value_heads=getattr(source, "num_key_value_heads", None) or source.num_attention_heads,
+        head_dim=head_size(source),
+        max_position_embeddings=target.context_len,
+        rms_norm_eps=getattr(source, "rms_norm_eps", 1e-6),
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        tie_word_embeddings=False,
+    )
+    features = default_features(len(model.get_decoder().layers))
     output = widened_weights(nn.ModuleDict({"head": model.get_output_embeddings()}))["head.weight"]
-    size = embedding_of(target).shape[1]
-    # The weight of an RMS norm, however its kind stores it.
-    norm = model.get_decoder().norm(torch.ones(1, 1, size, dtype=target.dtype, device=target.device)).flatten()
-    return {
-        "fc.weight": torch.cat((torch.zeros(size, (num_features - 1) * size), torch.eye(size)), dim=1),
-        "norm.weight": norm,
+    given = {
+        "fc.weight": torch.cat((torch.zeros(size, (len(features) - 1) * size), torch.eye(size)), dim=1),
+        # The weight of an RMS norm, however its kind stores it.
+        "norm.weight": model.get_decoder().norm(torch.ones(1, 1, size, dtype=target.dtype, device=target.device))[0, 0],
         "lm_head.weight": output if token_ids is None else output[token_ids.to(output.device)],
     }
-
-
-def initialise(head: AnyHead, given: Mapping[str, Tensor], token_ids: Tensor | None, seed: int) -> AnyHead:
-    """Give a new head its tokens and its weights, in float32: those that are given; other norms are 1, and the rest is
-    random."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
+    head = Eagle3Head(layer_config(config, 1, model), {LAYER_IDS: features}, given, target)
+    vars(head)["embed_tokens"] = head._modules.pop("embed_tokens")
+    generator, tensors = torch.Generator().manual_seed(seed), {}
     for name, weight in head.state_dict().items():
         if name in given:
             tensors[name] = given[name].detach().to("cpu", torch.float32).clone()
-        elif weight.ndim == 1:
+        elif weight.ndim == 1:  # of a norm
             tensors[name] = torch.ones(weight.shape)
         else:
             tensors[name] = _SPREAD * torch.randn(weight.shape, generator=generator)
     head.load_state_dict(tensors, assign=True)
     head.register_buffer("token_ids", token_ids, persistent=False)
-    return head
+    return head.to(target.device)
 
 
-def borrow(head: Head, name: str) -> None:
-    """Let a head see a module that it does not have, so that it is neither trained nor stored."""
-    vars(head)[name] = head._modules.pop(name)
-
-
-class _InRounds(nn.Module):
+class _Unrolled(nn.Module):
     """A head that runs along sequences with its target, which is no part of it."""
 
-    def __init__(self, student: HeadStudent[Any]) -> None:
+    def __init__(self, target: LM, head: Eagle3Head, depth: int) -> None:
         super().__init__()
-        self.head = student.head
-        self._rounds, self._teacher = student.rounds, student.teacher
+        self.head, self._target, self._depth = head, target, depth
 
     def forward(self, input_ids: Tensor) -> list[Pair]:
-        _, steps = self._rounds(self.head, input_ids, *self._teacher.read(input_ids))
-        return list(steps)
+        head = self.head
+        read = read_target(self._target, input_ids, head.features, head.token_ids)
+        return list(unroll(head, input_ids, *read, self._depth))
 
 
-class HeadStudent(Student, Generic[AnyHead]):
-    """A head.
+class HeadStudent(Student):
+    """An EAGLE-3 head, from ``new_eagle3``.
 
     Args:
         depth: tokens of a round that it is trained to draft.
-        states: folder for the target's hidden states; None to keep none.
     """
 
-    def __init__(self, target: LM, head: AnyHead, depth: int, states: Path | None = None) -> None:
+    later = 0.8  # Li et al.
+
+    def __init__(self, target: LM, head: Eagle3Head, depth: int) -> None:
         self.target, self.head, self.depth = target, head, depth
-        self.teacher = Teacher(target, head.features, head.token_ids, states)
-        self._judge = Teacher(target, head.features, None, states)
-        self.module = _InRounds(self)
-
-    @abstractmethod
-    def rounds(
-        self,
-        head: AnyHead,
-        ids: Tensor,
-        target_logits: Tensor,
-        features: Tensor,
-        generator: torch.Generator | None = None,
-    ) -> tuple[Tensor, Iterator[Pair]]:
-        """Follow rounds along sequences.
-
-        Args:
-            ids: [B, T]
-            target_logits, features: of the target along them. [B, T, V], [B, T, F]
-            generator: chooses where they begin, if not everywhere; None for the one whose state the trainer keeps.
-
-        Returns:
-            Places of the first drafted tokens [R], ascending; and for each drafted token logits of the target [B, R, V]
-            and of the head [B, R, D], without the last rounds if these have reached the end of the sequence.
-        """
-
-    @abstractmethod
-    def settings(self) -> dict[str, Any]:
-        """Its own part of a config.json in the speculators layout."""
+        self.module = _Unrolled(target, head, depth)
 
     def pairs(self, outputs: list[Pair], ids: Tensor) -> list[Pair]:
         """The target's distribution among the head's tokens: alpha is highest where q is in proportion to it."""
         return [(target_logits, logits[..., : target_logits.shape[-1]]) for target_logits, logits in outputs]
 
     def as_stored(self, name: str, dtype: torch.dtype) -> Drafter:
-        model = self.target.model
-        targets = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
-        head = copy.deepcopy(self.head, {id(vars(self.head)[part]): targets[part] for part in self._borrowed})
+        own = {id(self.head.embed_tokens): self.target.model.get_input_embeddings()}
+        head = copy.deepcopy(self.head, own)
         for parameter in head.parameters():  # not buffers, which are not stored
             parameter.data = parameter.to(dtype).to(self.target.dtype)
         return head_drafter(head_lm(head, name, self.target))
-
-    @property
-    def _borrowed(self) -> set[str]:
-        return {"embed_tokens", "lm_head"} & vars(self.head).keys()
 
     @torch.inference_mode()
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
@@ -191,13 +174,12 @@ class HeadStudent(Student, Generic[AnyHead]):
             ids = pad_sequence(rows, batch_first=True).to(self.target.device)  # nothing reads what comes later
             num_given = torch.tensor([[text.num_given] for text in batch], device=ids.device)
             ends = torch.tensor([[len(row)] for row in rows], device=ids.device)
-            read = self._judge.read(ids)
-            first_places, steps = self.rounds(head, ids, *read, torch.Generator().manual_seed(begin))
             found = []
+            steps = unroll(head, ids, *read_target(self.target, ids, head.features), self.depth)
             for d, (target_logits, logits) in enumerate(steps):
                 logits = spread(logits, head.token_ids, self.target.vocab_size)
                 both = overlap(target_logits.float().softmax(-1), logits.float().softmax(-1))
-                places = first_places[: both.shape[1]]
+                places = torch.arange(2, 2 + both.shape[1], device=ids.device)  # of the first drafted tokens
                 is_scored = (places >= num_given) & (places + d <= ends)
                 found.append(torch.stack((torch.where(is_scored, both, 0.0).sum(1), is_scored.sum(1))))
             sums.append(torch.stack(found).to("cpu", torch.float64))
@@ -207,4 +189,44 @@ class HeadStudent(Student, Generic[AnyHead]):
         return tuple(bounded_mean(step[0].tolist(), step[1].tolist(), (0.0, 1.0)) for step in by_text)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        save_speculators(self.head, self.target, folder, self.settings(), num_draft_tokens=self.depth, dtype=dtype)
+        """Write the head in the speculators layout, which vLLM reads too."""
+        head, target = self.head, self.target
+        tensors = {name: value.to("cpu", dtype).contiguous() for name, value in head.state_dict().items()}
+        if head.token_ids is not None:
+            ids = head.token_ids.cpu()
+            is_known = torch.zeros(head.config.vocab_size, dtype=torch.bool).index_fill_(0, ids, True)
+            tensors |= {"d2t": ids - torch.arange(len(ids)), "t2d": is_known}
+        own = head.config.to_dict()
+        for key in ("_name_or_path", "architectures", "dtype", "transformers_version"):
+            own.pop(key, None)
+        proposal = {
+            "proposal_type": "greedy",  # the only one that the format has
+            "speculative_tokens": self.depth,
+            "verifier_accept_k": 1,
+            "accept_tolerance": 0.0,
+        }
+        stated = {
+            "speculators_version": "0.9.0",
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [proposal],
+                "verifier": {"name_or_path": target.name, "architectures": target.model.config.architectures or []},
+            },
+            # Older readers look for the base beside the parameters.
+            "transformer_layer_config": own | {"rope_theta": own["rope_parameters"]["rope_theta"]},
+            "draft_vocab_size": len(head.lm_head.weight),
+            "target_hidden_size": None,  # that of the head
+            "tie_word_embeddings": False,
+            "dtype": str(dtype).removeprefix("torch."),
+            "architectures": ["Eagle3DraftModel"],
+            "speculators_model_type": "eagle3",
+            LAYER_IDS: list(head.features),
+            "norm_before_residual": head.norm_before_residual,
+            "norm_output": head.norm_output,
+            "norm_before_fc": False,
+            "fc_norm": False,
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(stated, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from outrider.distill.teacher import Teacher
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
@@ -30,6 +29,7 @@ from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.weights import widened_weights
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
+from outrider.runtime.modules import recorded_states
 from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text
 from outrider.stats.intervals import Interval
@@ -42,6 +42,22 @@ TOKENS = "tokens.jsonl"
 """File of the tokens that a draft model with a reduced vocabulary drafts."""
 
 Pair = tuple[Tensor, Tensor]
+
+
+def read_target(
+    target: LM, ids: Tensor, features: Sequence[int] = (), token_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Logits of a target after each token, and its hidden states: [B, T] -> [B, T, D], [B, T, F]
+
+    Args:
+        features: the hidden states; index i is the input of decoder layer i.
+        token_ids: the tokens whose logits are wanted; None for all. D numbers
+    """
+    with torch.no_grad(), recorded_states(target.model, features) as found:
+        logits = target.model(input_ids=ids, use_cache=False).logits[..., : target.vocab_size].to(ids.device)
+    states = [found[i].to(ids.device) for i in features]
+    logits = logits if token_ids is None else logits[..., token_ids]
+    return logits, torch.cat(states, dim=-1) if states else logits[..., :0]
 
 
 class Student(ABC):
@@ -121,19 +137,15 @@ class ModelStudent(Student):
     Args:
         model: a Hugging Face model in float32, with the target's tokens.
         token_ids: the tokens that it drafts, ascending; None for all. Its files have the others, too. D numbers
-        states: folder for the target's hidden states; None to keep none.
     """
 
-    def __init__(
-        self, target: LM, model: Any, tokenizer: Any, token_ids: Tensor | None = None, states: Path | None = None
-    ) -> None:
+    def __init__(self, target: LM, model: Any, tokenizer: Any, token_ids: Tensor | None = None) -> None:
         self.target, self.module = target, model if token_ids is None else _FewTokens(model, token_ids)
-        self.teacher = Teacher(target, (), token_ids, states)
         model.config.use_cache = False
         self._model, self._tokenizer, self._token_ids = model, tokenizer, token_ids
 
     def pairs(self, outputs: Any, ids: Tensor) -> list[Pair]:
-        target_logits, _ = self.teacher.read(ids)
+        target_logits, _ = read_target(self.target, ids, token_ids=self._token_ids)
         return [(target_logits, outputs.logits[..., : target_logits.shape[-1]])]
 
     def as_stored(self, name: str, dtype: torch.dtype) -> Drafter:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from outrider.scoring.teacher_forcing import Text
 
 _DEFAULT_MINUTES = 10.0
-_DEFAULT_DEPTHS = {"eagle3": 5, "dflash": 7}
-_KINDS = ("model", *_DEFAULT_DEPTHS)
+_DEFAULT_DEPTH = 5
 
 _SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
 
@@ -38,15 +37,14 @@ class ShapeOptions:
     kind: Annotated[
         str,
         typer.Option(
-            help="model, or a head on the target's hidden states: eagle3 (drafts token by token), dflash (all tokens "
-            "of a round at once).",
+            help="model, or eagle3: a head on the target's hidden states.",
             rich_help_panel=_SHAPE,
         ),
     ] = "model"
     layers: Annotated[
         int | None,
         typer.Option(
-            help="Number of layers. Default: a sixteenth of the target's; of a dflash head an eighth, at most 5.",
+            help="Number of layers. Default: a sixteenth of the target's.",
             rich_help_panel=_SHAPE,
         ),
     ] = None
@@ -68,33 +66,32 @@ class ShapeOptions:
     depth: Annotated[
         int | None,
         typer.Option(
-            help="Of a head: tokens that it drafts in a row in training; a dflash head drafts at most these. Default: "
-            "5; dflash: 7.",
+            help="Of a head: tokens that it drafts in a row in training. Default: 5.",
             rich_help_panel=_SHAPE,
         ),
     ] = None
 
     def __post_init__(self) -> None:
-        if self.kind not in _KINDS:
-            raise OptionError("--kind", self.kind, f"choose one of {', '.join(_KINDS)}")
+        if self.kind not in ("model", "eagle3"):
+            remedy = "eagle3 is the head that is trained here" if self.kind == "dflash" else "choose model or eagle3"
+            raise OptionError("--kind", self.kind, remedy)
         if self.draft_vocab is not None and self.draft_vocab < 1:
             raise OptionError("--draft-vocab", self.draft_vocab, "a whole number >= 1")
         if self.kind == "model":
             if self.depth is not None:
-                raise OptionError("--depth", self.depth, "only heads have it: add --kind eagle3 or --kind dflash")
+                raise OptionError("--depth", self.depth, "only heads have it: add --kind eagle3")
             return
-        if self.kind == "eagle3" and self.layers is not None:
+        if self.layers is not None:
             raise OptionError("--layers", self.layers, "an EAGLE-3 head has one layer: leave it out")
         if self.init != "target" or self.hidden_size is not None:
             raise OptionError("--kind", self.kind, "a head has its target's width: leave out --init and the sizes")
-        for option, value in (("--layers", self.layers), ("--depth", self.depth)):
-            if value is not None and value < 1:
-                raise OptionError(option, value, "a whole number >= 1")
+        if self.depth is not None and self.depth < 1:
+            raise OptionError("--depth", self.depth, "a whole number >= 1")
 
     @property
     def num_drafted(self) -> int:
         """Tokens that a head drafts in a row in training; 0 for a model."""
-        return self.depth or _DEFAULT_DEPTHS.get(self.kind, 0)
+        return 0 if self.kind == "model" else self.depth or _DEFAULT_DEPTH
 
 
 @dataclass(frozen=True)
@@ -111,15 +108,6 @@ class TrainingOptions:
             metavar="LOG", help="Instead: the target's outputs in a log of outrider record. Repeat it for several."
         ),
     ] = None
-    keep_states: Annotated[
-        bool,
-        typer.Option(
-            "--keep-states",
-            help="Keep the target's hidden states of sequences in files, so that it reads each once; alpha is then "
-            "that of states in bfloat16. They take 2 bytes for each number: 1,152 for a token of a target of width "
-            "576, four times as many with a head.",
-        ),
-    ] = False
     written_fraction: Annotated[
         float, typer.Option(help="With --data: fraction of generated sequences in training.")
     ] = 0.5
@@ -142,8 +130,6 @@ class TrainingOptions:
                 raise OptionError(name, value, "a whole number >= 2")
         if self.written is not None and self.written_from:
             raise OptionError("--written", self.written, "leave it out: the sequences are those of --written-from")
-        if self.keep_states and self.data is not None and self.written_fraction < 1:
-            raise OptionError("--keep-states", True, "pieces of a text do not repeat: add --written-fraction 1")
         if not 0 < self.written_fraction <= 1:
             raise OptionError("--written-fraction", self.written_fraction, "a number above 0, and at most 1")
 
@@ -213,10 +199,9 @@ def distill(
     options = {"target": target, **asdict(shape), **asdict(training), "minutes": minutes}
     logs = [str(path) for path in training.written_from or ()]
     options |= {"data": training.data and str(training.data), "written": None if logs else training.num_written}
-    options |= {"written_from": logs or None, "keep_states": training.keep_states or None}
+    options |= {"written_from": logs or None}
     mixture, held_out = _data(decoder, training, output, options)
-    states = output / "training" / "states" if training.keep_states else None
-    student = _student(decoder, shape, mixture, model, training.seed, states)
+    student = _student(decoder, shape, mixture, model, training.seed)
 
     console = console_for(json_target)
     console.quiet = not processes.is_main_process
@@ -258,18 +243,13 @@ def distill(
         write_json(str(output / "distill.json"), "distill", options, body, lm)
 
 
-def _student(
-    decoder: Decoder, shape: ShapeOptions, data: Mixture, model: Any | None, seed: int, states: Path | None
-) -> Student:
+def _student(decoder: Decoder, shape: ShapeOptions, data: Mixture, model: Any | None, seed: int) -> Student:
     """The draft in training.
 
     Args:
         model: of ``--kind model``, before training.
-        states: folder for the target's hidden states, if they are kept.
     """
-    from outrider.distill.blocks import BlockStudent, default_layers, mask_token, new_dflash
-    from outrider.distill.chains import ChainStudent, new_eagle3
-    from outrider.distill.heads import most_frequent
+    from outrider.distill.heads import HeadStudent, most_frequent, new_eagle3
     from outrider.distill.student import ModelStudent
 
     lm = decoder.target
@@ -278,11 +258,8 @@ def _student(
     if shape.draft_vocab is not None and shape.draft_vocab < lm.vocab_size:
         token_ids = most_frequent(counts, shape.draft_vocab)
     if model is not None:
-        return ModelStudent(lm, model, decoder.tokenizer, token_ids, states)
-    if shape.kind == "eagle3":
-        return ChainStudent(lm, new_eagle3(lm, token_ids, seed), shape.num_drafted, states)
-    layers, mask_id = shape.layers or default_layers(lm), mask_token(lm, counts)
-    return BlockStudent(lm, new_dflash(lm, layers, shape.num_drafted, mask_id, token_ids, seed), states)
+        return ModelStudent(lm, model, decoder.tokenizer, token_ids)
+    return HeadStudent(lm, new_eagle3(lm, token_ids, seed), shape.num_drafted)
 
 
 def _new_model(
