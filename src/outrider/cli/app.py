@@ -81,7 +81,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {  # at the end of each command's help, w
         "distill fable --output draft --minutes 5",
         "distill qwen3-8b --output head --kind eagle3 --minutes 240",
     ),
-    "export": ("export --to transformers --output out", f"export {_PAIR} --to vllm --output out"),
+    "export": ("export --to llama.cpp --output out", f"export {_PAIR} --to vllm --output out"),
     "certify": ("certify --html certificate.html", f"certify {_PAIR} --budget 5m"),
     "certify-samples": (
         "certify-samples qwen3-8b samples.jsonl --draft qwen3-0.6b",

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 from outrider.errors import OptionError, TokenizerMismatch, UnsupportedModel
-from outrider.models.heads.loading import find_tensors, kind_of_head
+from outrider.models.heads.loading import check_runs, find_tensors, kind_of_head
 from outrider.models.heads.loading import read_config as read_head_config
+from outrider.models.kinds import head_named
 from outrider.models.loading import context_len
 from outrider.models.reading import load_tokenizer, read_config
 from outrider.models.registry import ModelSpec
 from outrider.text.tokenizer import check_same_tokens
-
-_HEADS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}
-# Parts that DFlash heads do not have.
-_BEYOND_DFLASH = {
-    "markov_head.": "a DSpark head",
-    "confidence_head.": "a DSpark head",
-    "candidate_selector.": "a DFlash 2 head",
-    "lilicorr.": "a LiLiCorr head",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +23,9 @@ class DescribedModel:
     Attributes:
         config: Hugging Face configuration of the text model.
         architecture: like "LlamaForCausalLM".
-        head: the config.json of a head; None for a model.
-        kind: of a head, "eagle3" or "dflash".
+        kind: of a head, "eagle3" or "dflash"; None for a model.
+        num_draft_tokens: K that a head proposes; None if it proposes none.
+        most_drafted: most tokens that a head drafts in a round; None for any number.
     """
 
     spec: ModelSpec
@@ -41,26 +33,9 @@ class DescribedModel:
     tokenizer: Any
     architecture: str
     context_len: int
-    head: Mapping[str, Any] | None = None
     kind: str | None = None
-
-    @property
-    def vocab_size(self) -> int:
-        """Rows of the embedding, padding included."""
-        size: int = self.config.vocab_size
-        return size
-
-    @property
-    def num_draft_tokens(self) -> int | None:
-        """K that a head proposes."""
-        proposals = ((self.head or {}).get("speculators_config") or {}).get("proposal_methods") or [{}]
-        num: int | None = proposals[0].get("speculative_tokens", self.most_drafted)
-        return num
-
-    @property
-    def most_drafted(self) -> int | None:
-        """Most tokens that a head drafts in a round; None for any number."""
-        return self.head["block_size"] - 1 if self.head is not None and self.kind == "dflash" else None
+    num_draft_tokens: int | None = None
+    most_drafted: int | None = None
 
 
 def describe(spec: ModelSpec) -> DescribedModel:
@@ -83,21 +58,28 @@ def describe_head(spec: ModelSpec, target: DescribedModel) -> DescribedModel:
     """
     stated = read_head_config(spec.location)
     names = find_tensors(spec.location)
+    check_runs(spec.name, names, head_named(stated))
     kind = kind_of_head(names.keys())
+    most = None
     if kind == "block":
-        beyond = (thing for part, thing in _BEYOND_DFLASH.items() if any(name.startswith(part) for name in names))
-        thing = next(beyond, None)
-        if stated.get("sample_from_anchor"):
-            thing = "a block head that samples from its anchor"
-        if thing is not None:
+        beyond = "a DFlash 2 head" if any(name.startswith("candidate_selector.") for name in names) else None
+        if beyond or stated.get("sample_from_anchor"):
+            thing = beyond or "a block head that samples from its anchor"
             raise UnsupportedModel(f"{spec.name} is {thing}: EAGLE-3 and DFlash heads are exported, and no others")
-        inner = stated.get("dflash_config") or {}
-        stated = {**stated, "block_size": stated.get("block_size", inner.get("block_size", 16))}
-        kind = "dflash"
-    if kind is None:
-        raise UnsupportedModel(f"{spec.name} is a head in a layout that is not known here")
-    config = SimpleNamespace(**(stated.get("transformer_layer_config") or stated))
-    return DescribedModel(spec, config, target.tokenizer, _HEADS[kind], target.context_len, stated, kind)
+        most = stated.get("block_size", (stated.get("dflash_config") or {}).get("block_size", 16)) - 1
+    elif kind != "eagle3":
+        raise UnsupportedModel(f"{spec.name} is a head in a layout that is not exported: EAGLE-3 and DFlash heads are")
+    proposals = (stated.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return DescribedModel(
+        spec,
+        SimpleNamespace(**(stated.get("transformer_layer_config") or stated)),
+        target.tokenizer,
+        "DFlash" if kind == "block" else "EAGLE-3",
+        target.context_len,
+        kind="dflash" if kind == "block" else kind,
+        num_draft_tokens=proposals[0].get("speculative_tokens", most),
+        most_drafted=most,
+    )
 
 
 def check_pair(target: DescribedModel, draft: DescribedModel, context: int | None, vocab_gap: int) -> int:
@@ -113,23 +95,20 @@ def check_pair(target: DescribedModel, draft: DescribedModel, context: int | Non
     Raises:
         TokenizerMismatch, OptionError: it cannot.
     """
-    names = target.spec.name, draft.spec.name
-    if draft.head is not None and draft.config.vocab_size != target.vocab_size:
-        raise UnsupportedModel(
-            f"{names[1]} is for another target: it has {draft.config.vocab_size} tokens, and {names[0]} "
-            f"{target.vocab_size}"
-        )
+    names, sizes = (target.spec.name, draft.spec.name), (target.config.vocab_size, draft.config.vocab_size)
+    if draft.kind is not None and sizes[0] != sizes[1]:
+        raise UnsupportedModel(f"{names[1]} is for another target: it has {sizes[1]} tokens, and {names[0]} {sizes[0]}")
     check_same_tokens(target.tokenizer, draft.tokenizer, *names)
-    if abs(target.vocab_size - draft.vocab_size) > vocab_gap:
+    if abs(sizes[0] - sizes[1]) > vocab_gap:
         raise TokenizerMismatch(
-            f"{names[0]} has a vocab_size of {target.vocab_size}, {names[1]} of {draft.vocab_size}, and this engine "
-            "requires equal sizes: choose another draft, or pad the smaller embedding"
+            f"{names[0]} has a vocab_size of {sizes[0]}, {names[1]} of {sizes[1]}, and this engine requires equal "
+            "sizes: choose another draft, or pad the smaller embedding"
         )
     most = target.context_len if context is None else context
-    if most > target.context_len:
-        raise OptionError("--context", most, f"{names[0]} takes {target.context_len} tokens")
-    if most > draft.context_len:
-        raise OptionError(
-            "--context", most, f"{names[1]} takes {draft.context_len} tokens: set --context {draft.context_len}"
-        )
+    for name, own, remedy in (
+        (names[0], target.context_len, ""),
+        (names[1], draft.context_len, f": set --context {draft.context_len}"),
+    ):
+        if most > own:
+            raise OptionError("--context", most, f"{name} takes {own} tokens{remedy}")
     return most

@@ -85,7 +85,7 @@ def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dic
         num_digits = digits_beside(target)
         with reading(spec, "head"):
             file = gguf_file(spec)
-            _check_runs(spec.name, file.tensors, None)
+            check_runs(spec.name, file.tensors, None)
             if is_gguf_head(file):
                 return gguf_head(spec, num_digits)
             return {}, gguf_mtp(file, spec.name, target.model.config, num_digits)
@@ -94,12 +94,12 @@ def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dic
     if is_mlx(stated):
         raise UnsupportedModel(f"{spec.name} is quantized for MLX: take a GGUF file of the head")
     files = find_tensors(spec.location, allow_pickle=allow_pickle)
-    _check_runs(spec.name, files, head_named(stated))
+    check_runs(spec.name, files, head_named(stated))
     tensors = without_fp8(read_tensors(spec.location, files), stated)
     return stated, tensors
 
 
-def _check_runs(name: str, tensors: Iterable[str], thing: str | None) -> None:
+def check_runs(name: str, tensors: Iterable[str], thing: str | None) -> None:
     """Refuse heads of kinds that are not run here. Raises UnsupportedModel.
 
     Args:
