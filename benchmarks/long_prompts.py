@@ -22,7 +22,7 @@ from real_models import PUBLISHED, real_file
 from outrider import load
 from outrider.decoder import Decoder
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
-from outrider.drafters.window import window_start
+from outrider.drafters.model import window_start
 from outrider.replay.log import Header, Record
 from outrider.replay.replay import replay, summarise
 from outrider.runtime.lm import LM

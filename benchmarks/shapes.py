@@ -63,7 +63,7 @@ def default_shapes(target: LM) -> list[Shape]:
     most, unit = max(1, config.num_hidden_layers // 2), config.hidden_size // config.num_attention_heads
     layers = [2**i for i in range(most.bit_length()) if 2**i <= most]
     widths = sorted({max(1, round(config.hidden_size * part / 4 / unit)) * unit for part in (1, 2, 3, 4)})
-    return [Shape(*pair) for pair in product(layers, widths)]
+    return [*product(layers, widths)]
 
 
 def measure_shapes(
@@ -106,7 +106,7 @@ def measure_shapes(
 def _random_draft(target: LM, shape: Shape) -> LM:
     model = new_draft(target.model.config, shape, seed=0).to(target.device, target.dtype)
     execution = "captured" if target.execution.is_prepared else "eager"
-    name = f"{shape.num_layers} x {shape.hidden_size}"
+    name = " x ".join(map(str, shape))
     return build_lm(Checkpoint(name, model, None, execution=execution), target.vocab_size)
 
 
@@ -146,7 +146,8 @@ def worth_training(costs: Sequence[ShapeCost], budget_s: float = math.inf) -> li
 
 def parse_shape(text: str) -> Shape:
     """Shape of "2x192": layers and width."""
-    return Shape(*map(int, text.lower().split("x")))
+    num_layers, hidden_size = map(int, text.lower().split("x"))
+    return num_layers, hidden_size
 
 
 def main() -> None:
@@ -170,7 +171,7 @@ def main() -> None:
     for cost in costs:
         needed = "-" if cost.break_even is None else f"{cost.break_even:.2f}"
         numbers = f"{cost.num_params / 1e6:.2f} M", f"{1e3 * cost.draft_s:.3f}", needed
-        name = " x ".join(str(size) for size in asdict(cost.shape).values())
+        name = " x ".join(map(str, cost.shape))
         table.add_row(name, *numbers, "yes" if cost in best else "")
     Console(width=100).print(table)
     rows = [asdict(cost) | {"is_worth_training": cost in best} for cost in costs]

@@ -8,7 +8,6 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config, 
 
 from outrider.distill.student import (
     ModelStudent,
-    Shape,
     copy_slices,
     default_shape,
     draft_config,
@@ -35,21 +34,21 @@ def test_config_follows_the_target() -> None:
         vocab_size=99,
     )
     target.quantization_config = {"quant_method": "awq"}
-    config = draft_config(target, Shape(2, 256))
+    config = draft_config(target, (2, 256))
     assert (config.num_hidden_layers, config.hidden_size, config.intermediate_size) == (2, 256, 512)
     assert (config.num_attention_heads, config.num_key_value_heads, config.vocab_size) == (4, 1, 99)
     assert not hasattr(config, "quantization_config")
-    assert draft_config(target, Shape(2, 192)).num_key_value_heads == 3  # four queries to a key do not divide three
+    assert draft_config(target, (2, 192)).num_key_value_heads == 3  # four queries to a key do not divide three
     assert target.num_hidden_layers == 24
-    assert default_shape(target) == Shape(2, 512)
-    config = draft_config(tiny_llama().config, Shape(1, 20))
+    assert default_shape(target) == (2, 512)
+    config = draft_config(tiny_llama().config, (1, 20))
     assert (config.num_attention_heads, config.head_dim) == (2, 8)
     for hidden_size, num_heads, num_kv, head_dim in ((1152, 4, 1, 256), (1024, 16, 8, 128)):
         own = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv, "head_dim": head_dim}
         target = Qwen3Config(hidden_size=hidden_size, **own)
-        config = draft_config(target, Shape(1, hidden_size))
+        config = draft_config(target, (1, hidden_size))
         assert (config.num_attention_heads, config.num_key_value_heads) == (num_heads, num_kv)
-        half = draft_config(target, Shape(1, hidden_size // 2))
+        half = draft_config(target, (1, hidden_size // 2))
         assert (half.num_attention_heads, half.head_dim) == (num_heads // 2, head_dim)
 
 
@@ -63,20 +62,20 @@ def test_config_follows_the_target() -> None:
 )
 def test_impossible_shapes(config: Any, shape: tuple[int, ...], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        draft_config(config, Shape(*shape))
+        draft_config(config, shape)
 
 
 def test_slices() -> None:
     """A draft of the target's shape begins as the target."""
     target = tiny_llama(num_layers=4)
-    draft = new_draft(target.config, Shape(2, 16), seed=0)
+    draft = new_draft(target.config, (2, 16), seed=0)
     copy_slices(target, draft)
     ours, theirs = draft.state_dict(), target.state_dict()
     for name, other in (("0", "0"), ("1", "3")):
         weight, from_target = (f"model.layers.{i}.self_attn.q_proj.weight" for i in (name, other))
         torch.testing.assert_close(ours[weight], theirs[from_target][:16, :16].float())
     assert torch.equal(ours["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"][:, :16].float())
-    same = new_draft(target.config, Shape(4, 32), seed=0).double()
+    same = new_draft(target.config, (4, 32), seed=0).double()
     copy_slices(target, same)
     ids = torch.arange(20)[None]
     torch.testing.assert_close(same(ids).logits, target(ids).logits, check_dtype=False)
@@ -84,7 +83,7 @@ def test_slices() -> None:
 
 def test_random_weights_follow_the_seed() -> None:
     state = torch.random.get_rng_state()
-    a, b, c = (new_draft(tiny_llama().config, Shape(1, 16), seed=seed).lm_head.weight for seed in (0, 0, 1))
+    a, b, c = (new_draft(tiny_llama().config, (1, 16), seed=seed).lm_head.weight for seed in (0, 0, 1))
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert torch.equal(torch.random.get_rng_state(), state)
 
@@ -104,7 +103,7 @@ def test_other_architectures() -> None:
         use_sliding_window=True,
     )
     target = random_model(Qwen3ForCausalLM, qwen, 0)
-    draft = new_draft(qwen, Shape(2, 32), seed=0)
+    draft = new_draft(qwen, (2, 32), seed=0)
     copy_slices(target, draft)
     assert draft.config.layer_types == ["full_attention", "sliding_attention"]
 
@@ -114,8 +113,8 @@ def test_weights_that_are_several_in_one() -> None:
     config = GPT2Config(vocab_size=50, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0)
     target = random_model(GPT2LMHeadModel, config, 0)
     with pytest.raises(OptionError, match="use scratch"):
-        copy_slices(target, new_draft(config, Shape(1, 16), seed=0))
-    same = new_draft(config, Shape(2, 32), seed=0).double().eval()
+        copy_slices(target, new_draft(config, (1, 16), seed=0))
+    same = new_draft(config, (2, 32), seed=0).double().eval()
     copy_slices(target, same)
     ids = torch.arange(9)[None]
     torch.testing.assert_close(same(ids).logits, target(ids).logits)
@@ -123,7 +122,7 @@ def test_weights_that_are_several_in_one() -> None:
 
 def test_weights_that_have_no_counterpart() -> None:
     target = tiny_llama()
-    draft = new_draft(target.config, Shape(1, 16), seed=0)
+    draft = new_draft(target.config, (1, 16), seed=0)
     before = {name: weight.clone() for name, weight in draft.state_dict().items()}
     target.model.layers[0].self_attn.q_proj.weight.data = target.model.layers[0].self_attn.q_proj.weight.data[:8]
     with pytest.raises(OptionError, match="LlamaForCausalLM has nothing to copy for the draft's .*q_proj"):
@@ -137,7 +136,7 @@ def test_a_draft_of_few_tokens_learns_their_distribution() -> None:
     few, found = torch.tensor([1, 5, 40]), []
     ids = torch.randint(60, (3, 10), generator=torch.Generator().manual_seed(0))
     for token_ids in (None, few):
-        draft = new_draft(target.model.config, Shape(1, 32), seed=0)
+        draft = new_draft(target.model.config, (1, 32), seed=0)
         student = ModelStudent(target, draft, None, token_ids)
         ((p, q),) = student.pairs(student.module(input_ids=ids), ids)
         p, q = (p[..., few], q[..., few]) if token_ids is None else (p, q)

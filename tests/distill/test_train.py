@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from outrider.distill import train
 from outrider.distill.data import Mixture
 from outrider.distill.heads import HeadStudent, new_eagle3
-from outrider.distill.student import ModelStudent, Shape, Student, new_draft
+from outrider.distill.student import ModelStudent, Student, new_draft
 from outrider.distill.train import Check, Recipe, check_same_run, distil
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
@@ -40,7 +40,7 @@ def run(
     lm = build_lm(Checkpoint("target", TARGET, None), 97)
     student: Student
     if kind == "model":
-        student = ModelStudent(lm, new_draft(TARGET.config, Shape(1, 16), seed=0), word_tokenizer())
+        student = ModelStudent(lm, new_draft(TARGET.config, (1, 16), seed=0), word_tokenizer())
     else:
         student = HeadStudent(lm, new_eagle3(lm, torch.arange(0, 97, 2), seed=0), 3)
     return distil(

@@ -15,7 +15,7 @@ from hybrids import V, hybrid, hybrid_lm
 from outrider.certify.exact import check_exactly
 from outrider.decoding.batch import Row
 from outrider.decoding.scheduler import SlotAssignment, Slots
-from outrider.drafters import blocks as block_module
+from outrider.drafters import head_states
 from outrider.drafters.base import NO_DRAFTER, Drafter, Rows, altered_drafter
 from outrider.drafters.corpus import Corpus
 from outrider.drafters.draft_options import DraftOptions
@@ -292,14 +292,14 @@ def test_a_q_that_depends_on_neighbours_is_detected() -> None:
 def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its width would be that of the row that drafts most."""
     target, drafter = _block()
-    feed = block_module.feed_blocks
+    feed = head_states.feed_blocks
 
     def feed_wrong(head: LM, view_len: int, k: int, *arguments: Any) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(head.model, "block_size", k + 1)
             return feed(head, view_len, k, *arguments)
 
-    monkeypatch.setattr(block_module, "feed_blocks", feed_wrong)
+    monkeypatch.setattr(head_states, "feed_blocks", feed_wrong)
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, drafter, _sequences(FEW), K)
 
@@ -307,8 +307,8 @@ def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("name", "session", "what"),
     [
-        ("dflash", block_module.BlockSession, "assign"),
-        ("dflash", block_module.BlockSession, "observe"),
+        ("dflash", head_states.BlockSession, "assign"),
+        ("dflash", head_states.BlockSession, "observe"),
         ("suffix", SuffixSession, "assign"),
     ],
 )

@@ -27,7 +27,7 @@ from gguf_heads import (
 from outrider.api import load_drafter
 from outrider.decoder import Decoder
 from outrider.drafters import chains
-from outrider.drafters.blocks import BlockSession, feed_blocks
+from outrider.drafters.head_states import BlockSession, feed_blocks
 from outrider.drafters.heads import head_drafter
 from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight

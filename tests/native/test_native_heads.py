@@ -11,7 +11,7 @@ from block_heads import write_block
 from heads import write_eagle3, write_mtp
 from native_cases import VOCAB, random_model
 from outrider.drafters import chains
-from outrider.drafters.blocks import BlockSession, feed_blocks
+from outrider.drafters.head_states import BlockSession, feed_blocks
 from outrider.drafters.heads import head_drafter
 from outrider.models.executions import beside
 from outrider.models.heads.loading import load_head, load_mtp_of

@@ -12,8 +12,7 @@ from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import ConstantSchedule, Schedule
 from outrider.drafters.base import Drafter
-from outrider.drafters.model import ModelSession
-from outrider.drafters.window import WindowSession, window_start
+from outrider.drafters.model import ModelSession, WindowSession, window_start
 from outrider.records import Request
 from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import SlotCache

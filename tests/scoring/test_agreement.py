@@ -5,8 +5,7 @@ from operator import itemgetter
 import pytest
 import torch
 
-from outrider.drafters.model import model_drafter
-from outrider.drafters.window import window_start
+from outrider.drafters.model import model_drafter, window_start
 from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs

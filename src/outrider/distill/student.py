@@ -12,7 +12,6 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,8 @@ TOKENS = "tokens.jsonl"
 """File of the tokens that a draft model with a reduced vocabulary drafts."""
 
 Pair = tuple[Tensor, Tensor]
+Shape = tuple[int, int]
+"""Layers and width of a draft."""
 
 
 def read_target(
@@ -168,51 +169,40 @@ class ModelStudent(Student):
             self._tokenizer.save_pretrained(folder)
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """Layers and width of a draft."""
-
-    num_layers: int
-    hidden_size: int
-
-    def __post_init__(self) -> None:
-        for name, value in (("num_layers", self.num_layers), ("hidden_size", self.hidden_size)):
-            if value < 1:
-                raise OptionError(name, value, "a whole number >= 1")
-
-
 def default_shape(target_config: Any) -> Shape:
     """Shallow and wide shape: 1/16 of the layers, at least one, at its width (docs/benchmarks.md)."""
     text = target_config.get_text_config(decoder=True)
-    return Shape(max(1, round(text.num_hidden_layers / 16)), text.hidden_size)
+    return max(1, round(text.num_hidden_layers / 16)), text.hidden_size
 
 
 def draft_config(target_config: Any, shape: Shape) -> Any:
     """Configuration of a draft: the target's with other numbers of layers and heads, and other widths. Raises
     OptionError: the width does not divide into heads."""
+    num_layers, hidden_size = shape
+    for name, value in (("num_layers", num_layers), ("hidden_size", hidden_size)):
+        if value < 1:
+            raise OptionError(name, value, "a whole number >= 1")
     source = target_config.get_text_config(decoder=True)
     config = copy.deepcopy(source)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config  # a draft is trained in full precision
     num_heads, num_kv = source.num_attention_heads, getattr(source, "num_key_value_heads", None)
-    config.num_hidden_layers = shape.num_layers
-    config.hidden_size = shape.hidden_size
-    config.num_attention_heads = max(1, round(num_heads * shape.hidden_size / source.hidden_size))
-    if getattr(source, "head_dim", None) is None and shape.hidden_size * num_heads % source.hidden_size:
+    config.num_hidden_layers = num_layers
+    config.hidden_size = hidden_size
+    config.num_attention_heads = max(1, round(num_heads * hidden_size / source.hidden_size))
+    if getattr(source, "head_dim", None) is None and hidden_size * num_heads % source.hidden_size:
         # Heads keep their size, so that they can be copied from the target.
-        raise OptionError(
-            "hidden_size", shape.hidden_size, f"a multiple of {head_size(source)}, the target's head size"
-        )
+        raise OptionError("hidden_size", hidden_size, f"a multiple of {head_size(source)}, the target's head size")
     if num_kv is not None:
         # As many query heads per key head as in the target, if divisible; otherwise one.
         per_key = num_heads // num_kv
         is_whole = config.num_attention_heads % per_key == 0
         config.num_key_value_heads = config.num_attention_heads // (per_key if is_whole else 1)
     if getattr(source, "intermediate_size", None) is not None:
-        in_proportion = source.intermediate_size * shape.hidden_size / source.hidden_size
+        in_proportion = source.intermediate_size * hidden_size / source.hidden_size
         config.intermediate_size = max(16, round(in_proportion / 16) * 16)
     if getattr(source, "layer_types", None):
-        config.layer_types = [source.layer_types[i] for i in kept_layers(source.num_hidden_layers, shape.num_layers)]
+        config.layer_types = [source.layer_types[i] for i in kept_layers(source.num_hidden_layers, num_layers)]
     return config
 
 
@@ -234,9 +224,7 @@ def new_draft(target_config: Any, shape: Shape, seed: int) -> Any:
     with torch.random.fork_rng(devices=[]):  # weights are created on the CPU
         torch.manual_seed(seed)
         config = draft_config(target_config, shape)
-        auto = auto_class("the draft", config)
-        model = auto.from_config(config, dtype=torch.float32, trust_remote_code=False)
-    return model
+        return auto_class("the draft", config).from_config(config, dtype=torch.float32, trust_remote_code=False)
 
 
 @torch.no_grad()
@@ -254,20 +242,13 @@ def copy_slices(target: Any, draft: Any) -> None:
     layers = kept_layers(num_target, draft.config.num_hidden_layers)
     parts: dict[str, Tensor] = {}
     for name, weight in draft.state_dict().items():
-        whole = source.get(_source_name(name, layers))
+        match = _LAYER.match(name)
+        whole = source.get(name if match is None else f"{match[1]}{layers[int(match[2])]}{match[3]}")
         is_fused = any(part in name for part in _FUSED) and whole is not None and whole.shape != weight.shape
-        if whole is None or is_fused or not whole.is_floating_point() or not _fits(whole.shape, weight.shape):
+        fits = whole is not None and whole.is_floating_point() and whole.ndim == weight.ndim
+        if whole is None or is_fused or not fits or any(a < b for a, b in zip(whole.shape, weight.shape, strict=True)):
             raise OptionError(
                 "init", "target", f"{type(target).__name__} has nothing to copy for the draft's {name}: use scratch"
             )
         parts[name] = whole[tuple(slice(size) for size in weight.shape)]
     draft.load_state_dict(parts)
-
-
-def _source_name(name: str, layers: Sequence[int]) -> str:
-    match = _LAYER.match(name)
-    return name if match is None else f"{match[1]}{layers[int(match[2])]}{match[3]}"
-
-
-def _fits(source: Sequence[int], wanted: Sequence[int]) -> bool:
-    return len(source) == len(wanted) and all(a >= b for a, b in zip(source, wanted, strict=True))

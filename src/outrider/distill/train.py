@@ -76,11 +76,6 @@ class Recipe:
             if not is_right:
                 raise OptionError(name, value, remedy)
 
-    def spent(self, num_steps: int, seconds: float) -> float:
-        """Fraction of the budget that is spent, from 0 to 1."""
-        used = num_steps / self.num_steps if self.num_steps is not None else seconds / (self.seconds or 1)
-        return min(1.0, used)
-
 
 @dataclass(frozen=True, slots=True)
 class Check:
@@ -203,7 +198,9 @@ class _Run:
     @property
     def spent(self) -> float:
         """Fraction of the budget that is spent, from 0 to 1."""
-        return self._recipe.spent(self.progress.num_steps, self.progress.seconds)
+        steps, seconds = self._recipe.num_steps, self._recipe.seconds or 1
+        used = self.progress.seconds / seconds if steps is None else self.progress.num_steps / steps
+        return min(1.0, used)
 
     def is_over(self) -> bool:
         """Whether the budget is spent, or alpha has stopped improving."""
@@ -226,8 +223,17 @@ class _Run:
 
     def check(self) -> None:
         """Evaluate the draft, and keep its weights if they are the best."""
-        progress = self.progress
-        alphas = _of_first(self._alphas())
+        progress, student = self.progress, self._student
+        drafter = student.as_stored(self._output.name, self._save_dtype)
+        student.module.eval()
+        try:
+            alphas = student.alphas(drafter, self._held_out)
+        except NumericsError:
+            if not progress.checks:
+                raise
+            # Training has spoilt the weights: nothing that they draft is verified.
+            alphas = (Interval(0.0, 0.0, 0.0, 0.95),)
+        alphas = _of_first(alphas)
         tau = expected_tokens([alphas[min(i, len(alphas) - 1)].value for i in range(max(self._costs))])
         best_k = max(sorted(self._costs), key=lambda k: tau[k] / self._costs[k])
         loss = sum(progress.losses) / len(progress.losses) if progress.losses else None
@@ -238,20 +244,9 @@ class _Run:
         progress.num_idle += 1
         if found.mean_alpha > progress.best_alpha:
             progress.best_alpha, progress.num_idle = found.mean_alpha, 0
-            if _is_first():
+            if PartialState().is_main_process:
                 self._keep()
         self._on_check(found)
-
-    def _alphas(self) -> tuple[Interval, ...]:
-        drafter = self._student.as_stored(self._output.name, self._save_dtype)
-        self._student.module.eval()
-        try:
-            return self._student.alphas(drafter, self._held_out)
-        except NumericsError:
-            if not self.progress.checks:
-                raise
-            # Training has spoilt the weights: nothing that they draft is verified.
-            return (Interval(0.0, 0.0, 0.0, 0.95),)
 
     def _keep(self) -> None:
         """Save the draft beside the existing one, then replace it file by file, the weights last."""
@@ -265,7 +260,7 @@ class _Run:
 
     def save(self, optimizer: Any) -> None:
         """Replace the checkpoint. In several processes only the first writes."""
-        if _is_first():
+        if PartialState().is_main_process:
             state = {"module": self._student.module.state_dict(), "optimizer": optimizer.state_dict()}
             part = self._checkpoint.with_suffix(".part")
             with part.open("wb") as stream:
@@ -290,10 +285,6 @@ class _Run:
             for one in state["progress"].pop("checks")
         ]
         self.progress = _Progress(**state["progress"], checks=checks)
-
-
-def _is_first() -> bool:
-    return bool(PartialState().is_main_process)
 
 
 def _of_first(value: Any) -> Any:

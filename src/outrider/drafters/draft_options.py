@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from outrider.errors import OptionError
 
 # In their order in names.
-_WORDS = {
-    "vocab": "vocab",
-    "window": "window",
-    "min_prob": "min-prob",
-    "is_greedy": "greedy",
+_WORDS = {"vocab": "vocab", "window": "window", "min_prob": "min-prob", "is_greedy": "greedy"}
+_VALUES = {
+    "vocab": "a number of tokens, or a file of outputs",
+    "window": "a number of tokens",
+    "min-prob": "a probability between 0 and 1",
 }
 _LEAST_WINDOW = 16
 
@@ -93,18 +93,12 @@ def split_name(name: Any) -> tuple[Any, DraftOptions]:
 
 
 def _value(name: str, word: str, text: str) -> float | str:
-    if word == _WORDS["window"]:
-        if not (text.isascii() and text.isdigit() and int(text)):
-            raise OptionError("draft", name, "window is a number of tokens")
-        return int(text)
-    if word == _WORDS["vocab"]:
-        if not text:
-            raise OptionError("draft", name, "vocab is a number of tokens, or a file of outputs")
+    if word == "vocab" and text:
         return text
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < 1:
-        raise OptionError("draft", name, f"{word} is a probability between 0 and 1")
-    return value
+    if word == "window" and text.isascii() and text.isdigit() and int(text):
+        return int(text)
+    if word == "min-prob":
+        with suppress(ValueError):
+            if 0 < float(text) < 1:
+                return float(text)
+    raise OptionError("draft", name, f"{word} is {_VALUES[word]}")

@@ -1,4 +1,7 @@
-"""States of the target in the caches of heads: the part that the sessions of heads share."""
+"""Sessions of heads that keep nothing but what the target's states give: block heads, and Gemma 4's assistants.
+
+Also the part that they share with chains.py: states of the target in the caches of heads.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,16 @@ from abc import abstractmethod
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from outrider.drafters.base import CommittedTokens, Prefill, Session
+from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.drawing import draft_step
+from outrider.drafters.drawing import LogitsAt, draft_step, draw_draft
+from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
+from outrider.sampling.rules import Rule
 
 
 def keep_states(head: LM, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
@@ -65,3 +71,132 @@ class StatesSession(Session):
     def observe(self, committed: CommittedTokens) -> None:
         assert committed.features is not None
         self._keep(self._cache.first(len(committed.ids)), committed.features, committed.feature_positions)
+
+
+# All tokens of a round at once: DFlash and DFlash 2
+
+
+def feed_blocks(
+    head: LM, view_len: int, k: int, cache: SlotCache, last_ids: Tensor, lengths: Tensor, num_wanted: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Feed the blocks.
+
+    Args:
+        last_ids: [B, 2]
+        lengths: [B]
+        num_wanted: rows with 0 are not fed. [B]
+
+    Returns:
+        logits of the drafts [B, K, D]; outputs of their slots [B, K, H]
+    """
+    module = head.model
+    size, first = module.block_size, module.num_before
+    last = last_ids[:, 1:]
+    ids = torch.cat((last, last.new_full((1, 1), module.mask_id).expand(len(last), size - 1)), dim=1)
+    positions = lengths[:, None] - 1 + torch.arange(size, device=lengths.device)
+    positions = torch.where((num_wanted > 0)[:, None], positions, -1)
+    with head.lock:
+        if head.native is not None:
+            given, wanted = (ids, positions, cache, view_len), (len(module.layers) + 1,)
+            outputs = head.native(*given, num_logits=0, features=wanted, keeps_finite=True).features
+            assert outputs is not None
+        else:
+            cache.at(positions, view_len, is_single=False, keeps_finite=True)
+            outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache.argument)
+        slots = outputs[:, first : first + k]
+        return module.logits(slots), slots
+
+
+def _at_once(
+    run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, cache: SlotCache, last_ids: Tensor, lengths: Tensor
+) -> LogitsAt:
+    """A forward for all tokens, whose logits may be corrected by the token before each one."""
+    logits, slots = run(feed_blocks, (view_len, k), cache, last_ids, lengths, num_wanted)
+    correct = head.model.candidate_selector
+
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
+        here: Tensor = logits[:, i]
+        return here if correct is None else correct(here, slots[:, i], ids)
+
+    return logits_at
+
+
+class BlockSession(StatesSession):
+    """The head's cache over the slots of an engine."""
+
+    def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
+        module = head.model
+        super().__init__(head, options, num_slots, capacity + module.block_size)  # a block goes beyond the sequence
+        self._module = module
+
+    def _keep(self, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
+        states = self._module.fuse(features.to(self._head.device, self._head.dtype))
+        cache.at(positions, cache.capacity, is_single=False, keeps_finite=True)
+        self._module.keep(states, positions, cache.argument)
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        k = min(k, self._module.most_drafted)
+        if not any(rows.most_wanted):
+            return empty_draft(rows)
+        head, cache = self._head, self._cache.first(len(rows))
+        num_wanted = rows.num_wanted.clamp_max(k)
+        # Beyond the context of the target, too: a block ends there.
+        view_len = min(head.execution.round_length(rows.longest + self._module.block_size - 1), cache.capacity)
+        static = _at_once, (view_len,), rule, self._options, k, False
+        own = cache, rows.last_ids, rows.lengths
+        call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
+        return draw_draft(self._draft, head, rows.masks, call, noise)
+
+
+# Token by token, with the target's own keys and values: Gemma 4's assistants
+
+
+def feed_shared(
+    head: LM, view_len: int, shared: SlotCache, ids: Tensor, states: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Feed single tokens. Results are those of ``feed_entries``."""
+    module = head.model
+    with head.lock:
+        outputs, states = module(ids, states, positions, shared, view_len)
+        logits = module.lm_head(outputs)
+    return of_tokens(head, logits), states
+
+
+def _in_place(
+    run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, cache: SlotCache, shared: SlotCache, lengths: Tensor
+) -> LogitsAt:
+    """A forward for each token, all at the place of the last committed one.
+
+    Args:
+        cache: the states.
+        shared: keys and values of the target.
+        lengths: [B]
+    """
+    positions = torch.where(num_wanted > 0, lengths - 1, -1)[:, None]
+    states = stored_states(cache, positions - 1)
+
+    def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
+        nonlocal states
+        logits, states = run(feed_shared, (view_len,), shared, ids[:, None], states, positions)
+        last: Tensor = logits[:, -1]
+        return last
+
+    return logits_at
+
+
+class SharingSession(StatesSession):
+    """The states of the target's tokens over the slots of an engine. Keys and values are the target's own."""
+
+    def _keep(self, cache: SlotCache, features: Tensor, positions: Tensor) -> None:
+        keep_states(self._head, cache, features, positions)
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        if not any(rows.most_wanted):
+            return empty_draft(rows)
+        head, cache, shared = self._head, self._cache.first(len(rows)), rows.shared
+        assert shared is not None
+        num_wanted = torch.where(rows.lengths > 1, rows.num_wanted, 0)  # no state comes before a single token
+        static = _in_place, (head.view_len(rows.longest, shared),), rule, self._options, k, False
+        own = cache, shared, rows.lengths
+        call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
+        return draw_draft(self._draft, head, rows.masks, call, noise)

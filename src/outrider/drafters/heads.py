@@ -21,10 +21,9 @@ greedily or in trees; here drafts are drawn from q.
 from __future__ import annotations
 
 from outrider.drafters.base import Drafter
-from outrider.drafters.blocks import BlockSession
 from outrider.drafters.chains import ChainSession
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.sharing import SharingSession
+from outrider.drafters.head_states import BlockSession, SharingSession
 from outrider.runtime.lm import LM
 
 _LARGE = 8  # K; executions favour some up to half of it

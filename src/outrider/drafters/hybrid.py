@@ -15,13 +15,12 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Drafter, Prefill, Rows, Session, pad
 from outrider.drafters.lookups import SuffixSession, looked_up
 from outrider.records import Draft
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import Settings, certain_rows, one_hot_rows
+from outrider.sampling.probs import certain_rows, one_hot_rows
 from outrider.sampling.rules import Rule
 
 RIVAL_ACCEPTANCE = 0.7
@@ -62,46 +61,33 @@ class HybridSession(Session):
         self._other.assign(slot, source, num_tokens)
 
     def prefill(self, chunk: Prefill) -> None:
-        self._suffix.prefill(chunk)
-        self._other.prefill(chunk)
+        self._other.prefill(chunk)  # look-ups read committed tokens before they draft
 
     def observe(self, committed: CommittedTokens) -> None:
-        self._suffix.observe(committed)
         self._other.observe(committed)
 
     def catch_up(self, rows: Rows) -> bool:
         """Decide who drafts for which row: the other drafter need not catch up in the rows of the suffix."""
         has_prompts = self._suffix.catch_up(rows)
+        # The score of the rival is its expected number of accepted tokens: a token is only if those before it are.
         self._found = [
-            ids if score > self._rival_score(num_wanted) else []
+            ids if score > sum(self._rival_acceptance**i for i in range(1, num_wanted + 1)) else []
             for (score, ids), num_wanted in zip(self._suffix.scored(rows), rows.most_wanted, strict=True)
         ]
         return self._other.catch_up(self._rest(rows)) or has_prompts
 
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        other = self._other.propose(self._rest(rows), k, rule, noise)
-        return self._merged(looked_up(rows, self._found), other, rows.settings)
-
-    def _rival_score(self, k: int) -> float:
-        """Expected number of accepted tokens of k, each accepted with the rival's probability if the ones before it
-        were."""
-        return float(sum(self._rival_acceptance**i for i in range(1, k + 1)))
-
-    def _rest(self, rows: Rows) -> Rows:
-        """The rows as the other drafter sees them: it drafts where the suffix does not, within its own limits."""
-        most_wanted = [0 if ids else num for ids, num in zip(self._found, rows.most_wanted, strict=True)]
-        if (most := self._drafter.most_drafted) is not None:
-            most_wanted = [min(num, most) for num in most_wanted]
-        num_wanted = torch.minimum(rows.num_wanted, torch.tensor(most_wanted, device=rows.ids.device))
-        return replace(rows, num_wanted=num_wanted, most_wanted=most_wanted)
-
-    def _merged(self, found: Draft, other: Draft, settings: Settings) -> Draft:
         """Both drafts as one, of the same form whoever drafted: each form is a program of its own, and those for the
         suffix could not be prepared before it finds something."""
+        other, found = self._other.propose(self._rest(rows), k, rule, noise), looked_up(rows, self._found)
         if found.ids.shape[1] == 0:
             return other
-        if other.ids.shape[1] == 0:
-            other = self._nothing(found.ids, settings)
+        if other.ids.shape[1] == 0:  # columns, but no tokens
+            ids = torch.zeros_like(found.ids)
+            one_hot = self._drafter.is_one_hot
+            probs = None if one_hot else certain_rows(ids, self._vocab_size, rows.settings)
+            is_finite = torch.ones_like(ids, dtype=torch.bool) if self._drafter.models else None
+            other = Draft(ids, probs, torch.zeros_like(ids[:, 0]), is_finite)
         k = max(found.ids.shape[1], other.ids.shape[1])
         found, other = pad(found, k), pad(other, k)
         is_found = found.num_drafted > 0
@@ -114,9 +100,10 @@ class HybridSession(Session):
             is_finite = is_finite | is_found[:, None]
         return Draft(ids, probs, torch.where(is_found, found.num_drafted, other.num_drafted), is_finite)
 
-    def _nothing(self, like: Tensor, settings: Settings) -> Draft:
-        """A draft of the other drafter, with columns but without tokens."""
-        ids = torch.zeros_like(like)
-        probs = None if self._drafter.is_one_hot else certain_rows(ids, self._vocab_size, settings)
-        is_finite = torch.ones_like(ids, dtype=torch.bool) if self._drafter.models else None
-        return Draft(ids, probs, torch.zeros_like(ids[:, 0]), is_finite)
+    def _rest(self, rows: Rows) -> Rows:
+        """The rows as the other drafter sees them: it drafts where the suffix does not, within its own limits."""
+        most_wanted = [0 if ids else num for ids, num in zip(self._found, rows.most_wanted, strict=True)]
+        if (most := self._drafter.most_drafted) is not None:
+            most_wanted = [min(num, most) for num in most_wanted]
+        num_wanted = torch.minimum(rows.num_wanted, torch.tensor(most_wanted, device=rows.ids.device))
+        return replace(rows, num_wanted=num_wanted, most_wanted=most_wanted)

@@ -1,14 +1,12 @@
 """Look-ups: drafts from earlier in the sequence, and from other texts. q is one-hot, so only tokens are reported.
 
-Prompt look-up (``ngram_drafter``): the last n tokens (n from ``max_ngram`` down to 1) are searched for earlier in the
-sequence, and the tokens that followed there are drafted, on the device.
-
-Suffix decoding (``suffix_drafter``): the longest suffix of the sequence is searched for in the sequence itself and in a
-corpus, on the host. Of the tokens that followed it there, the most frequent one is drafted, then the most frequent one
+Suffix decoding (``suffix``): the longest suffix of the sequence is searched for in the sequence itself and in a corpus,
+on the host. Of the tokens that followed it there, the most frequent one is drafted, then the most frequent one
 after suffix and draft, and so on. With N of F occurrences followed by that token, after m equal tokens, its probability
 is estimated as N / (F + 2 / m): one place after one equal token counts for little, after twenty for much. The draft
 ends where the product of its estimates falls below ``min_prob``. The sum of these products, the expected number of
-accepted tokens, decides between sequence and corpus.
+accepted tokens, decides between sequence and corpus. Prompt look-up (``ngram``) has no corpus and no least
+probability: where the last token occurred before, as many tokens are drafted as are wanted.
 
 Sources: prompt lookup decoding, Saxena 2023, and, with references as the source, Yang et al. 2304.04487.
 SuffixDecoding, Oliaro et al. 2411.04975, whose D(N) and score these are, but for the summand 2 / m, which takes the
@@ -20,10 +18,10 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from outrider.drafters.base import Drafter, Rows, Session, empty_draft
 from outrider.drafters.corpus import MAX_MATCH, Corpus
@@ -32,49 +30,6 @@ from outrider.sampling.rules import Rule
 
 MIN_PROB = 0.1
 _DOUBT = 2.0  # the summand 2 / m
-
-
-def ngram_drafter(max_ngram: int = 3) -> Drafter:
-    """Draft by looking up the last tokens earlier in the sequence."""
-    assert max_ngram >= 1
-    return Drafter("ngram", lambda *_: NgramSession(max_ngram), is_one_hot=True)
-
-
-class NgramSession(Session):
-    """A session without state: everything is in the sequence."""
-
-    def __init__(self, max_ngram: int) -> None:
-        self._max_ngram = max_ngram
-
-    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        width = rows.longest
-        lengths = rows.lengths.clamp_max(width)  # inactive slots may be longer
-        begins, num_found = self._look_up(rows.ids[:, :width], lengths, rows.num_wanted)
-        # On other devices the host would have to wait for this number, which costs more than padding.
-        num_columns = int(num_found.amax()) if num_found.device.type == "cpu" else k
-        if num_columns == 0:
-            return empty_draft(rows)
-        columns = begins[:, None] + torch.arange(num_columns, device=begins.device)
-        ids = rows.ids.gather(1, columns.clamp_max(rows.ids.shape[1] - 1))
-        return Draft(ids=ids, probs=None, num_drafted=num_found)
-
-    def _look_up(self, ids: Tensor, lengths: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Start and length of each row's continuation (length 0: not found). [B], [B]"""
-        num_rows, width = ids.shape
-        begins, num_found = torch.zeros_like(lengths), torch.zeros_like(lengths)
-        for n in range(1, min(self._max_ngram, width - 1) + 1):  # a longer match overrides a shorter one
-            suffix_columns = (lengths[:, None] - n + torch.arange(n, device=ids.device)).clamp_min(0)
-            suffix = ids.gather(1, suffix_columns)  # [B, n]
-            is_hit = (ids.unfold(1, n, 1) == suffix[:, None]).all(dim=-1)  # [B, width-n+1]
-            ends = torch.arange(n, width + 1, device=ids.device)  # where the continuation of each window begins
-            num_after = torch.minimum(lengths[:, None] - ends, wanted[:, None])  # [B, width-n+1]
-            # The hit with the longest continuation, then the latest.
-            score = torch.where(is_hit & (num_after > 0), num_after * (width + 1) + ends, -1)
-            best, at = score.max(dim=1)
-            is_found = best > 0
-            begins = torch.where(is_found, ends[at], begins)
-            num_found = torch.where(is_found, num_after.gather(1, at[:, None]).squeeze(1), num_found)
-        return begins, num_found
 
 
 def suffix_drafter(corpus: Corpus | None = None, min_prob: float = MIN_PROB) -> Drafter:
@@ -90,6 +45,11 @@ def suffix_drafter(corpus: Corpus | None = None, min_prob: float = MIN_PROB) -> 
         is_one_hot=True,
         reads_on_host=True,
     )
+
+
+def ngram_drafter() -> Drafter:
+    """Draft from the sequence so far, however improbable the tokens are."""
+    return replace(suffix_drafter(min_prob=0.0), name="ngram")
 
 
 def looked_up(rows: Rows, drafts: Sequence[Sequence[int]]) -> Draft:

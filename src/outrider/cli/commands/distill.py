@@ -266,7 +266,7 @@ def _new_model(
     decoder: Decoder, shape: ShapeOptions, training: TrainingOptions, models: Path | None, allow_pickle: bool
 ) -> Any:
     """Draft model to train, in float32. Raises OptionError, ModelError, TokenizerMismatch."""
-    from outrider.distill.student import Shape, copy_slices, default_shape, new_draft
+    from outrider.distill.student import copy_slices, default_shape, new_draft
     from outrider.models.loading import context_len, load_checkpoint
     from outrider.models.registry import Placement, resolve
     from outrider.text.tokenizer import check_same_tokens
@@ -274,10 +274,9 @@ def _new_model(
     lm, init = decoder.target, shape.init
     target = lm.model
     if init in ("target", "scratch"):
-        default = default_shape(target.config)
-        num_layers = default.num_layers if shape.layers is None else shape.layers
-        hidden_size = default.hidden_size if shape.hidden_size is None else shape.hidden_size
-        draft = new_draft(target.config, Shape(num_layers, hidden_size), training.seed)
+        own = (shape.layers, shape.hidden_size)
+        sizes = [usual if one is None else one for one, usual in zip(own, default_shape(target.config), strict=True)]
+        draft = new_draft(target.config, (sizes[0], sizes[1]), training.seed)
         if init == "target":
             copy_slices(target, draft)
         return draft

@@ -5,15 +5,16 @@ a function of a token's place alone. A block follows, the last token and mask to
 attend to the context and to each other. The output of a slot predicts the token at its own place, or the next one if
 the head samples from its anchor, the last token.
 
-DFlash draws these tokens independently of each other. DFlash 2 corrects the logits of each by the token before it, and
-has convolutions along the block.
+DFlash draws these tokens independently of each other, so that tokens that are likely alone may not fit together. DFlash
+2 adds to the logits of the most probable tokens of a slot what the token before tells, and drops the others; its layers
+have convolutions along the block.
 
 Sources: DFlash (2602.06036), DFlash 2 (inco.ai/blog/dflash2). Layouts of checkpoints: z-lab, speculators.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,10 +35,10 @@ from outrider.models.heads.base import (
     set_vocabulary,
     window_of,
 )
-from outrider.models.heads.block_parts import CandidateSelector, DynamicConvolution, part_of
 from outrider.native.plan import MOST_TOKENS, AttentionPlan, NotPlanned, Plan
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
+from outrider.runtime.vocabulary import UNKNOWN
 
 _KINDS = ("dflash", "dflash2")  # in the speculators layout; others have the same tensors, and more
 # Settings, and the beginnings of the weights that they promise.
@@ -80,12 +81,75 @@ class Reach:
         return mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None]
 
 
+class CandidateSelector(nn.Module):
+    """Keeps the most probable tokens of a slot, with a score for each pair of the token before and a candidate, which
+    depends on the output of the slot.
+
+    Args:
+        tensors: its weights.
+        size: H, of the outputs of slots.
+        num_candidates: tokens that it keeps.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], size: int, num_candidates: int) -> None:
+        super().__init__()
+        num_tokens, rank = tensors["predecessor_codebook"].shape
+        self.predecessor_codebook = nn.Parameter(torch.empty(num_tokens, rank))
+        self.successor_codebook = nn.Parameter(torch.empty(num_tokens, rank))
+        self.hidden_projection = nn.Linear(size, rank, bias=False)
+        self.num_candidates = num_candidates
+
+    def forward(self, logits: Tensor, output: Tensor, ids: Tensor) -> Tensor:
+        """Correct the logits of a slot: [B, D] -> [B, D]
+
+        Args:
+            output: of the slot. [B, H]
+            ids: the token before. [B]
+        """
+        values, candidates = logits.topk(min(self.num_candidates, logits.shape[1]), dim=-1)  # [B, C]
+        context = functional.embedding(ids, self.predecessor_codebook) * self.hidden_projection(output)  # [B, R]
+        successors = functional.embedding(candidates, self.successor_codebook)  # [B, C, R]
+        scores = values + (context[:, None] * successors).sum(dim=-1)
+        return torch.full_like(logits, UNKNOWN).scatter(1, candidates, scores)
+
+
+class DynamicConvolution(nn.Module):
+    """Convolutions along a block, before and after another module. Their kernels are a sum of weights and of a function
+    of each token; a slot sees itself and those before it.
+
+    Args:
+        tensors: its weights.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        _, num_taps, size = tensors["base_kernel"].shape
+        self.base_kernel = nn.Parameter(torch.empty(2, num_taps, size))
+        self.kernel_projection = nn.Linear(size, len(tensors["kernel_projection.weight"]), bias=False)
+
+    def forward(self, hidden: Tensor, inner: Callable[[Tensor], Tensor]) -> Tensor:
+        """[B, T, H] -> [B, T, H]"""
+        _, num_taps, size = self.base_kernel.shape
+        changes = self.kernel_projection(hidden).unflatten(-1, (2, num_taps, -1))  # [B, T, 2, taps, groups]
+        kernels = self.base_kernel + changes.repeat_interleave(size // changes.shape[-1], dim=-1)
+        return _convolved(inner(_convolved(hidden, kernels[:, :, 0])), kernels[:, :, 1])
+
+
+def _convolved(hidden: Tensor, kernels: Tensor) -> Tensor:
+    """[B, T, H], and kernels [B, T, taps, H] -> [B, T, H]"""
+    length, results = hidden.shape[1], torch.zeros_like(hidden)
+    for tap in range(min(kernels.shape[2], length)):
+        results = results + kernels[:, :, tap] * functional.pad(hidden[:, : length - tap], (0, 0, tap, 0))
+    return results
+
+
 class BlockHead(Head):
     """See the module.
 
     Attributes:
         block_size: T, the slots of a block.
         num_before: slots before the first that predicts a draft: 0 if it samples from its anchor, else 1.
+        most_drafted: most tokens that it drafts in a round.
         mask_id: the token in all slots but the first.
         num_tokens: D, its tokens; others are padding of its LM head.
         candidate_selector: corrects the logits of a draft by the token before it; None if drafts are independent.
@@ -107,6 +171,7 @@ class BlockHead(Head):
         self.state_size = 0
         self.block_size = int(_value(stated, "block_size", 16))
         self.num_before = 0 if _value(stated, "sample_from_anchor", False) else 1
+        self.most_drafted = self.block_size - self.num_before
         self.mask_id = _value(stated, "mask_token_id")
         self.num_tokens = target.vocab_size
         self.scale = float(_value(stated, "input_embedding_scale", 1.0))
@@ -119,22 +184,17 @@ class BlockHead(Head):
             self.fc = nn.Linear(tensors["fc.weight"].shape[1], size, bias="fc.bias" in tensors)
             self.hidden_norm, self.norm = norm(size, eps=eps), norm(size, eps=eps)
             self.layers = decoder.layers
-            self.is_convolved = bool(part_of(tensors, "layers.0.attention_conv."))
+            self.is_convolved = bool(_part_of(tensors, "layers.0.attention_conv."))
             if self.is_convolved:
                 for layer in self.layers:
                     for part in _CONVOLUTIONS:
-                        setattr(layer, part, DynamicConvolution(part_of(tensors, f"layers.0.{part}.")))
+                        setattr(layer, part, DynamicConvolution(_part_of(tensors, f"layers.0.{part}.")))
             self.candidate_selector = None
-            if selector := part_of(tensors, "candidate_selector."):
+            if selector := _part_of(tensors, "candidate_selector."):
                 self.candidate_selector = CandidateSelector(selector, size, int(_value(stated, "selector_top_k", 16)))
         self.cache_name = cache_argument(self.layers[0])
         set_vocabulary(self, tensors, target)
         self.rotary_emb = type(decoder.rotary_emb)(self.config).to(target.device)
-
-    @property
-    def most_drafted(self) -> int:
-        """Most tokens that it drafts in a round."""
-        return self.block_size - self.num_before
 
     @property
     def token_weights(self) -> list[str]:
@@ -229,6 +289,11 @@ def _rotate(values: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return values * cos + torch.cat((-second, first), dim=-1) * sin
 
 
+def _part_of(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Any]:
+    """Weights of a part, by their names in it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
 def _value(stated: Mapping[str, Any], key: str, default: Any = None) -> Any:
     """A value of the configuration, wherever it is stated."""
     inner = stated.get("dflash_config") or {}
@@ -253,25 +318,14 @@ def _reaches(stated: Mapping[str, Any], config: Any, context_len: int | None) ->
     Args:
         context_len: the most tokens of the context that slots see; None for all.
     """
-    reaches = _stated_reaches(stated, config)
-    return [one if one.window or one.before_anchor else replace(one, before_anchor=context_len) for one in reaches]
-
-
-def _stated_reaches(stated: Mapping[str, Any], config: Any) -> list[Reach]:
-    windows = _windows(config)
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
     if "speculators_model_type" in stated:
         is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
-        return [Reach(is_causal and window is not None, before_anchor=window) for window in windows]
-    is_causal = _value(stated, "is_causal")
-    return [
-        Reach(kind == "sliding_attention" if is_causal is None else bool(is_causal), window)
-        for kind, window in zip(config.layer_types, windows, strict=True)
-    ]
-
-
-def _windows(config: Any) -> list[int | None]:
-    """Sliding windows of the layers; None for full attention."""
-    return [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+        reaches = [Reach(is_causal and window is not None, before_anchor=window) for window in windows]
+    else:
+        is_causal = _value(stated, "is_causal")
+        reaches = [Reach(window is not None if is_causal is None else bool(is_causal), window) for window in windows]
+    return [one if one.window or one.before_anchor else replace(one, before_anchor=context_len) for one in reaches]
 
 
 def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> BlockHead:
@@ -293,17 +347,17 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
         raise UnsupportedModel(f"{name} is a head of the kind {kind}, which is not known here")
     tensors, offsets = own_tensors(stored, target)
     tensors = {key.replace("_codebook.weight", "_codebook"): value for key, value in tensors.items()}
-    if offsets is not None and part_of(tensors, "candidate_selector."):
+    if offsets is not None and _part_of(tensors, "candidate_selector."):
         raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 heads do not have")
     for setting, beginning in _PROMISES.items():
-        if _value(stated, setting) and not part_of(tensors, beginning):
+        if _value(stated, setting) and not _part_of(tensors, beginning):
             raise ModelCorrupt(f"{name} has no weights {beginning}*, although its configuration states {setting}")
     own = dict(stated.get("transformer_layer_config") or stated)
     own.pop("model_type", None)  # the layers are Qwen3's, whatever it says
     config = Qwen3Config.from_dict(own)
-    for kind, window in zip(config.layer_types, _windows(config), strict=True):
-        if kind not in ("full_attention", "sliding_attention") or (kind == "sliding_attention" and not window):
-            raise UnsupportedModel(f"{name} has layers of type {kind} with the window {window}")
+    for kind in config.layer_types:
+        if kind != "full_attention" and (kind != "sliding_attention" or not config.sliding_window):
+            raise UnsupportedModel(f"{name} has layers of type {kind} with the window {config.sliding_window}")
     try:
         head = BlockHead(config, stated, tensors, target)
     except KeyError as error:
