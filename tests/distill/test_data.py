@@ -6,7 +6,6 @@ import pytest
 import torch
 from tokenizers.processors import TemplateProcessing
 
-from outrider.decoder import Decoder
 from outrider.distill.data import Mixture, beginning, generate_sequences, hold_out, pack, read_sequences, text_tokens
 from outrider.errors import FileError, OptionError
 from outrider.scoring.teacher_forcing import Text
@@ -16,25 +15,16 @@ TEXT = torch.arange(1000)
 WRITTEN = 5000 + torch.arange(60).reshape(6, 10)
 
 
-def test_a_sequence_depends_on_seed_and_index_alone() -> None:
-    one, same, other = (Mixture(TEXT, WRITTEN, 10, 0.5, seed) for seed in (1, 1, 2))
-    firsts = [[mixture[i].tolist() for i in range(50)] for mixture in (one, same, other)]
-    assert firsts[0] == firsts[1] != firsts[2]
-    assert one[7].tolist() == firsts[0][7]
-
-
-def test_the_mixture_is_mixed() -> None:
+def test_a_mixture_is_a_function_of_seed_and_index() -> None:
     """2,000 sequences, a quarter written: 500 +- 5 standard deviations of 19 (p = 6e-7)."""
-    mixture = Mixture(TEXT, WRITTEN, 10, 0.25, 0)
-    rows = torch.stack([mixture[i] for i in range(2000)])
+    one, same, other = (Mixture(TEXT, WRITTEN, 10, 0.25, seed) for seed in (1, 1, 2))
+    rows, others = torch.stack([one[i] for i in range(2000)]), torch.stack([other[i] for i in range(50)])
+    assert torch.equal(rows[7], same[7]) and not torch.equal(rows[:50], others)
     is_written = rows[:, 0] >= 5000
     assert abs(int(is_written.sum()) - 500) <= 97
     assert bool((rows.diff(dim=1) == 1).all())  # pieces of either source, not of both
     assert {int(row[0]) for row in rows[is_written]} == {int(row[0]) for row in WRITTEN}
     assert int(rows[~is_written].max()) > 900 and int(rows[~is_written].min()) < 100
-
-
-def test_one_source_alone_and_what_is_held_out() -> None:
     assert int(Mixture(None, WRITTEN, 10, 0.5, 0)[0][0]) >= 5000
     with pytest.raises(OptionError, match="only 5 tokens"):
         Mixture(TEXT[:5], WRITTEN, 10, 0.5, 0)
@@ -87,12 +77,8 @@ def test_text_tokens(tmp_path: Path) -> None:
         text_tokens(tokenizer, path)
 
 
-@pytest.fixture
-def decoder() -> Decoder:
-    return embedded().plain()
-
-
-def test_written_sequences_are_kept(decoder: Decoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_written_sequences_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = embedded().plain()
     text = torch.tensor(decoder.tokenizer("Once upon a time there was a king who had a horse. " * 4).input_ids)
 
     def write(num: int) -> torch.Tensor:
@@ -118,9 +104,6 @@ def test_written_sequences_are_kept(decoder: Decoder, tmp_path: Path, monkeypatc
         generate_sequences(decoder, text, tmp_path / "two", num_sequences=4, length=24, seed=3, share=(i, 2))
         assert len(list((tmp_path / "two").iterdir())) == 2 - i
     assert torch.equal(read_sequences(tmp_path / "two", num_sequences=4, length=24)[0], rows)
-
-
-def test_without_a_text_the_sentences_are_gone_on_from(decoder: Decoder, tmp_path: Path) -> None:
-    generate_sequences(decoder, None, tmp_path, num_sequences=2, length=30, seed=0)
-    rows, _ = read_sequences(tmp_path, num_sequences=2, length=30)
-    assert decoder.tokenizer.decode(rows[0].tolist()).startswith("Once upon a time there lived")
+    generate_sequences(decoder, None, tmp_path / "own", num_sequences=2, length=30, seed=0)  # without a text
+    own, _ = read_sequences(tmp_path / "own", num_sequences=2, length=30)
+    assert decoder.tokenizer.decode(own[0].tolist()).startswith("Once upon a time there lived")

@@ -59,9 +59,8 @@ def alpha_of(folder: Path) -> float:
     return measure_alpha(lms[0], model_drafter(lms[1]), HELD_OUT, [Sampling()])[0].alpha.value
 
 
-@pytest.mark.parametrize("loss", ["kl", "lk"])
-def test_the_draft_comes_nearer(tmp_path: Path, loss: str) -> None:
-    checks = run(tmp_path, num_steps=40, loss=loss, save_s=1e9)
+def test_the_draft_comes_nearer(tmp_path: Path) -> None:
+    checks = run(tmp_path, num_steps=40, loss="lk", save_s=1e9)
     assert len(checks) == 21 and [check.step for check in checks[:3]] == [0, 2, 4]
     best = max(check.alphas[0].value for check in checks)
     assert best > checks[0].alphas[0].value + 0.05
@@ -86,9 +85,9 @@ def check_finished(output: Path, checks: list[Check], **how: Any) -> None:
     assert {path: path.stat().st_mtime_ns for path in output.rglob("*")} == before
 
 
-@pytest.mark.parametrize("kind", ["eagle3", "model"])
-def test_a_killed_run_goes_on(tmp_path: Path, kind: str) -> None:
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """Bit for bit as if it had not been killed, twice."""
+    kind = "eagle3"
     whole = run(tmp_path / "whole", num_steps=20, kind=kind)
 
     def killer(at: float) -> Callable[[float], None]:

@@ -77,20 +77,17 @@ def _displace(monkeypatch: pytest.MonkeyPatch, *, rotated: int, seen: int) -> No
     monkeypatch.setattr(AssistantHead, "forward", moved)
 
 
-def test_a_query_at_another_place_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At that of its state, where EAGLE-3's are."""
-    _displace(monkeypatch, rotated=-1, seen=0)
-    with pytest.raises(AssertionError, match="assert"):
-        _check_beside_transformers(0)
-
-
-def test_the_window_of_the_target_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assistant_module, "replace", lambda reach, **_: reach)
-    with pytest.raises(AssertionError, match="after 7 tokens"):
-        _check_beside_transformers(0)
-
-
-def test_a_rejected_token_that_is_seen_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_places_and_windows_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A query at the place of its state, where EAGLE-3's are; the window of the target; a rejected token that is
+    seen."""
+    with monkeypatch.context() as patch:
+        _displace(patch, rotated=-1, seen=0)
+        with pytest.raises(AssertionError, match="assert"):
+            _check_beside_transformers(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(assistant_module, "replace", lambda reach, **_: reach)
+        with pytest.raises(AssertionError, match="after 7 tokens"):
+            _check_beside_transformers(0)
     _displace(monkeypatch, rotated=0, seen=1)
     with pytest.raises(AssertionError, match="is drafted, not|q is off by"):
         check_state(*assistant_pair(4), [([3, 1, 2], [0, 1, 2, 2, 0, 1, 3] * 2), ([1, 2], [3, 0, 1, 1, 2, 0])], 3)
@@ -127,12 +124,9 @@ def test_an_assistant_of_another_target_is_refused(options: Any, message: str) -
         load_assistant(tiny_assistant(**options), as_lm(tiny_gemma4(V)))
 
 
-def test_a_target_without_such_layers_is_refused() -> None:
+def test_other_targets_and_orders_are_refused() -> None:
     with pytest.raises(UnsupportedModel, match="layers of the type sliding_attention, which target does not have"):
         load_assistant(tiny_assistant(), as_lm(tiny_llama()))
-
-
-def test_an_order_that_repeats_tokens_is_refused() -> None:
     model = tiny_assistant(num_groups=12)
     model.masked_embedding.token_ordering[0] = model.masked_embedding.token_ordering[1]
     with pytest.raises(ModelCorrupt, match="does not name each of its tokens once"):

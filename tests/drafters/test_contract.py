@@ -247,6 +247,9 @@ def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
     target = as_lm(tiny_llama(vocab_size=V))
     draft = hybrid_lm(hybrid("qwen3_5_text"), "draft")
     check_state(target, model_drafter(draft), _sequences(V)[:2], K, atol=1e-4)
+    spelled = tuple((i,) if i % 3 else (i, 1, 2)[: 1 + i % 2 * 2] for i in range(V))
+    spelling = Spelling(tuple(i if i % 3 else -1 for i in range(V)), spelled)
+    check_state(target, translated_drafter(draft, spelling), _sequences(V)[:2], K, atol=1e-4)
     draft.context_len = 12
     check_state(target, model_drafter(draft, options=DraftOptions(min_prob=0.05)), _sequences(V)[:2], K, atol=1e-4)
 

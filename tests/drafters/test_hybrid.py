@@ -19,11 +19,9 @@ from outrider.records import Draft
 from outrider.replay.log import Header
 from outrider.replay.replay import load_draft, replay
 from outrider.sampling.probs import full
-from outrider.sampling.rules import REJECTION, RULES
-from pairs import embedded
-from toys import as_lm, llama_pair, request, run, tiny_llama, tokens
+from outrider.sampling.rules import REJECTION
+from toys import as_lm, llama_pair, request, run, tiny_llama
 
-ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
 PROMPTS = [[1, 2, 3, 4] * 3, [7, 8, 9], [5] * 8, [10, 3, 10, 2]]
 V = 60  # tokens of the pair
 
@@ -74,15 +72,6 @@ def test_the_form_of_a_draft_does_not_depend_on_who_drafts(seen: list[tuple[Rows
     assert num_of_suffix > 10
 
 
-def test_both_draft_beyond_the_context_of_the_model(seen: list[tuple[Rows, Rows, Draft]]) -> None:
-    target, model = llama_pair(draft_context_len=20)
-    requests = [request([1, 2, 3] * 6, max_new_tokens=120, temperature=0.0)]
-    assert tokens(target, _hybrid(model), requests, REJECTION, 3) == tokens(target, model, requests, REJECTION, 0)
-    beyond = [(asked.most_wanted[0], draft) for rows, asked, draft in seen if int(rows.lengths[0]) > 20]
-    assert {num > 0 for num, _ in beyond} == {True, False}
-    assert sum(int(draft.num_drafted[0]) for num, draft in beyond if num == 0) > 20
-
-
 def test_the_rival_decides(seen: list[tuple[Rows, Rows, Draft]]) -> None:
     """With a rival that always agrees the suffix never drafts, and with one that never does it always drafts."""
     target, model = llama_pair()
@@ -112,37 +101,26 @@ def test_a_model_that_misses_the_tokens_of_the_suffix_is_detected(monkeypatch: p
         check_state(target, drafter, sequences, 3)
 
 
-def test_constraints() -> None:
-    """The model's drafts are masked; a forbidden token of the suffix is rejected."""
+def test_by_name(tmp_path: Path) -> None:
+    """The model's drafts are masked by constraints; a forbidden token of the suffix is rejected."""
+    path = tmp_path / "corpus.txt"
+    path.write_text("The old king lived in a castle by the sea.")
     decoder = load("fable", "suffix+fable-draft", device="cpu", num_draft_tokens=4)
+    assert decoder.drafter.name == "suffix+fable-draft" and not decoder.drafter.is_one_hot
+    drafter = load_drafter(decoder, "suffix+fable-draft", corpus=[path])
+    assert re.fullmatch("suffix[+][0-9a-f]{8}[+]fable-draft", drafter.name)
+    assert drafter.lm is None and drafter.reads_on_host
+    pair = PairOptions(draft=["suffix+fable-draft"], corpus=[path])
+    assert pair.load_draft(decoder, pair.single_draft).name == drafter.name
     options: dict[str, Any] = {"regex": "(the (king|queen) and ){12}", "temperature": 0.0, "max_new_tokens": 40}
     prompts = ["the king and the queen and the cat and the king and the queen and ", "Once upon a time "]
     got, want = decoder.generate(prompts, **options), decoder.plain().generate(prompts, **options)
     assert [one.token_ids for one in got] == [one.token_ids for one in want]
     assert all(one.stats.num_accepted_draft_tokens > 10 for one in got)
-
-
-def test_names(tmp_path: Path) -> None:
-    path = tmp_path / "corpus.txt"
-    path.write_text("The old king lived in a castle by the sea.")
-    decoder = embedded()
-    drafter = load_drafter(decoder, "suffix+fable-draft", corpus=[path])
-    assert re.fullmatch("suffix[+][0-9a-f]{8}[+]fable-draft", drafter.name)
-    assert drafter.with_models(lambda lm: lm) == drafter
-    assert drafter.lm is None and drafter.reads_on_host
-    loaded = load("fable", "suffix+fable-draft", device="cpu")
-    assert loaded.drafter.name == "suffix+fable-draft" and not loaded.drafter.is_one_hot
-    assert loaded.generate("Once", seed=1, max_new_tokens=8)[0].token_ids
-    pair = PairOptions(draft=["suffix+fable-draft"], corpus=[path])
-    assert pair.load_draft(decoder, pair.single_draft).name == drafter.name
     for name in ("suffix+", "suffix+ngram", "suffix+suffix", "suffix+none", "suffix+suffix+fable-draft"):
         with pytest.raises(OptionError, match="give the name of a model after 'suffix[+]'"):
             load_drafter(decoder, name)
-
-
-def test_a_log_does_not_tell_its_drafts() -> None:
-    decoder = load("fable", "suffix+fable-draft", device="cpu")
-    header = Header.of(decoder, {}, has_probs=False)
+    header = Header.of(decoder, {}, has_probs=False)  # a log does not tell its drafts
     with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
         load_draft("suffix+fable-draft", header)
     with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
