@@ -18,8 +18,7 @@ import torch
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.corpus import read_corpus
-from outrider.drafters.draft_options import DraftOptions, split_name
-from outrider.drafters.few_tokens import with_vocab
+from outrider.drafters.draft_options import DraftOptions, split_name, with_vocab
 from outrider.drafters.heads import head_drafter
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter

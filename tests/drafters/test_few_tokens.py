@@ -13,8 +13,7 @@ from torch import Tensor
 from heads import mtp_pair, write_eagle3
 from hybrids import V, hybrid
 from outrider.api import load, load_drafter
-from outrider.drafters.draft_options import DraftOptions, split_name
-from outrider.drafters.few_tokens import with_vocab
+from outrider.drafters.draft_options import DraftOptions, split_name, with_vocab
 from outrider.errors import FileError, OptionError, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight

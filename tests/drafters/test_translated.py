@@ -26,7 +26,7 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
 from outrider.text.spelling import Spelling
 from pairs import byte_level_tokenizer, embedded, random_llama, zoo
-from toys import as_lm, request, run, tiny_llama, tokens
+from toys import as_lm, request, run, tiny_llama
 
 PROMPTS = ["Once upon a time", "The old king, who was very tired,", "12 * 3 = ", "A"]
 
@@ -94,22 +94,6 @@ def test_the_text_is_that_of_plain_decoding(constraint: dict[str, str]) -> None:
     got, want = decoder.generate(PROMPTS, **options), decoder.plain().generate(PROMPTS, **options)
     assert [one.token_ids for one in got] == [one.token_ids for one in want]
     assert sum(one.stats.num_accepted_draft_tokens for one in got) > 20
-
-
-def test_nothing_is_drafted_beyond_the_drafts_context() -> None:
-    """Which is in its own tokens."""
-    target, drafter = _toy(context_len=24)
-    prompt = [2, 43, 4, 51]
-    requests = [request(prompt, temperature=0.0, max_new_tokens=40)]
-    [output] = run(target, drafter, requests, REJECTION, 3)
-    assert [output.token_ids] == tokens(target, drafter, requests, REJECTION, 0)
-    sequence, length, num = (*prompt, *output.token_ids), len(prompt), 0
-    for row in output.rounds[:-2]:
-        own = sum(len(SPELLING.spelled[i]) for i in sequence[:length])
-        assert row.num_drafted == max(0, min(3, 25 - own))
-        num += own > 24
-        length += len(row.token_ids)
-    assert num > 5
 
 
 def test_a_long_spelling_ends_drafting() -> None:

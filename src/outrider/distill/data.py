@@ -67,8 +67,8 @@ def generate_sequences(
         on_done: called with the number of sequences just done, for a progress bar.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for indices in _files(num_sequences)[share[0] :: share[1]]:
-        if _stored(folder, indices, length) is None:
+    for path, indices in _files(folder, num_sequences)[share[0] :: share[1]]:
+        if _stored(path, (len(indices), length)) is None:
             prompts = [_prompt(decoder, text, index, length, seed) for index in indices]
             completions = decoder.generate(
                 prompts,
@@ -80,7 +80,7 @@ def generate_sequences(
             )
             rows = [[*prompt, *done.token_ids] for prompt, done in zip(prompts, completions, strict=True)]
             tensors = {"ids": torch.tensor(rows), "num_given": torch.tensor([len(prompt) for prompt in prompts])}
-            write_whole(_path(folder, indices), save(tensors))
+            write_whole(path, save(tensors))
         if on_done is not None:
             on_done(len(indices))
 
@@ -94,32 +94,33 @@ def read_sequences(folder: Path, *, num_sequences: int, length: int) -> tuple[Te
     Raises:
         FileError: a file is missing or damaged.
     """
-    parts = [(indices, _stored(folder, indices, length)) for indices in _files(num_sequences)]
-    for indices, part in parts:
+    parts = []
+    for path, indices in _files(folder, num_sequences):
+        part = _stored(path, (len(indices), length))
         if part is None:
-            raise FileError(f"{_path(folder, indices)} cannot be read: remove it and start again")
-    ids, num_given = zip(*(part for _, part in parts if part is not None), strict=True)
+            raise FileError(f"{path} cannot be read: remove it and start again")
+        parts.append(part)
+    ids, num_given = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(num_given)
 
 
-def _files(num_sequences: int) -> list[range]:
-    """Indices of the sequences in each file."""
+def _files(folder: Path, num_sequences: int) -> list[tuple[Path, range]]:
+    """Files, and the indices of the sequences in each."""
     begins = range(0, num_sequences, _FILE_SIZE)
-    return [range(begin, min(begin + _FILE_SIZE, num_sequences)) for begin in begins]
+    return [
+        (folder / f"written-{begin:07d}.safetensors", range(begin, min(begin + _FILE_SIZE, num_sequences)))
+        for begin in begins
+    ]
 
 
-def _path(folder: Path, indices: range) -> Path:
-    return folder / f"written-{indices.start:07d}.safetensors"
-
-
-def _stored(folder: Path, indices: range, length: int) -> tuple[Tensor, Tensor] | None:
+def _stored(path: Path, shape: tuple[int, int]) -> tuple[Tensor, Tensor] | None:
     """Sequences of an earlier run, if complete and of the same shape."""
     try:
-        tensors = load_file(_path(folder, indices))
+        tensors = load_file(path)
         part = tensors["ids"], tensors["num_given"]
     except (OSError, SafetensorError, KeyError):
         return None
-    return part if part[0].shape == (len(indices), length) else None
+    return part if part[0].shape == shape else None
 
 
 def _prompt(decoder: Decoder, text: Tensor | None, index: int, length: int, seed: int) -> list[int]:

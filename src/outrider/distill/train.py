@@ -38,6 +38,7 @@ from outrider.system.files import write_whole
 
 _NUM_CHECKS = 20  # evaluations of alpha in a run
 _WARM_UP, _DECAY = 0.02, 0.6  # shares of the budget in which the learning rate rises, and falls to zero
+_PROGRESS = ("num_steps", "seconds", "num_idle", "best_alpha", "losses")  # in a checkpoint, besides the checks
 _LOSS_NUMBERS = 2**26  # logits per piece of the loss: 256 MiB, several times over
 
 
@@ -104,18 +105,6 @@ class Check:
         return sum(alpha.value for alpha in self.alphas) / len(self.alphas)
 
 
-@dataclass(slots=True)
-class _Progress:
-    """State of a run, besides weights and optimizer."""
-
-    num_steps: int = 0
-    seconds: float = 0.0
-    num_idle: int = 0
-    best_alpha: float = -1.0  # the mean over the drafted tokens
-    losses: list[float] = field(default_factory=list)  # since the last check
-    checks: list[Check] = field(default_factory=list)
-
-
 def distil(
     student: Student,
     output: Path,
@@ -145,7 +134,7 @@ def distil(
     )
     run.resume(optimizer)
     if run.is_over():
-        return run.progress.checks
+        return run.checks
     accelerator = Accelerator(cpu=device.type == "cpu")
     model, optimizer = accelerator.prepare(student.module, optimizer)
     run.begin()
@@ -153,7 +142,7 @@ def distil(
     while not run.is_over():
         for group in optimizer.param_groups:
             group["lr"] = recipe.learning_rate * _rate(run.spent)
-        first = (run.progress.num_steps * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
+        first = (run.num_steps * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
         ids = torch.stack([data[first + i] for i in range(recipe.batch_size)]).to(device)
         model.train()
         value = _over_pairs(LOSSES[recipe.loss], student.pairs(model(input_ids=ids), ids), student.later)
@@ -174,117 +163,121 @@ def distil(
             last_save = now
         last = time.perf_counter()  # checks are not training
     student.module.eval()
-    return run.progress.checks
+    return run.checks
 
 
+@dataclass
 class _Run:
-    """Run of training: its progress, checks, best weights and checkpoint."""
+    """Run of training: its settings, and its progress besides weights and optimizer."""
 
-    def __init__(
-        self,
-        student: Student,
-        output: Path,
-        held_out: Sequence[Text],
-        recipe: Recipe,
-        save_dtype: torch.dtype,
-        on_check: Callable[[Check], None],
-    ) -> None:
-        self.progress = _Progress()
-        self._student, self._output, self._held_out = student, output, held_out
-        self._recipe, self._save_dtype, self._on_check = recipe, save_dtype, on_check
-        self._costs: Mapping[int, float] = {}
-        self._checkpoint = output / "training" / "checkpoint.pt"
+    student: Student
+    output: Path
+    held_out: Sequence[Text]
+    recipe: Recipe
+    save_dtype: torch.dtype
+    on_check: Callable[[Check], None]
+    num_steps: int = 0
+    seconds: float = 0.0
+    num_idle: int = 0
+    best_alpha: float = -1.0  # the mean over the drafted tokens
+    losses: list[float] = field(default_factory=list)  # since the last check
+    checks: list[Check] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.checkpoint = self.output / "training" / "checkpoint.pt"
+        self.costs: Mapping[int, float] = {}
 
     @property
     def spent(self) -> float:
         """Fraction of the budget that is spent, from 0 to 1."""
-        steps, seconds = self._recipe.num_steps, self._recipe.seconds or 1
-        used = self.progress.seconds / seconds if steps is None else self.progress.num_steps / steps
-        return min(1.0, used)
+        steps, seconds = self.recipe.num_steps, self.recipe.seconds or 1
+        return min(1.0, self.seconds / seconds if steps is None else self.num_steps / steps)
 
     def is_over(self) -> bool:
         """Whether the budget is spent, or alpha has stopped improving."""
-        return self.spent >= 1.0 or self.progress.num_idle >= self._recipe.patience
+        return self.spent >= 1.0 or self.num_idle >= self.recipe.patience
 
     def begin(self) -> None:
         """Time rounds, and check a draft that is not trained."""
-        drafter = self._student.as_stored(self._output.name, self._save_dtype)
-        self._costs = _of_first(measure_round_costs(self._student.target, drafter, REJECTION))
-        if not self.progress.checks:
+        drafter = self.student.as_stored(self.output.name, self.save_dtype)
+        self.costs = _of_first(measure_round_costs(self.student.target, drafter, REJECTION))
+        if not self.checks:
             self.check()
 
     def advance(self, loss: float, step_s: float) -> bool:
         """Count a step. Returns whether a check is due."""
         before = self.spent
-        self.progress.num_steps += 1
-        self.progress.seconds += step_s
-        self.progress.losses.append(loss)
+        self.num_steps += 1
+        self.seconds += step_s
+        self.losses.append(loss)
         return math.floor(before * _NUM_CHECKS) < math.floor(self.spent * _NUM_CHECKS)
 
     def check(self) -> None:
         """Evaluate the draft, and keep its weights if they are the best."""
-        progress, student = self.progress, self._student
-        drafter = student.as_stored(self._output.name, self._save_dtype)
+        student = self.student
+        drafter = student.as_stored(self.output.name, self.save_dtype)
         student.module.eval()
         try:
-            alphas = student.alphas(drafter, self._held_out)
+            alphas = student.alphas(drafter, self.held_out)
         except NumericsError:
-            if not progress.checks:
+            if not self.checks:
                 raise
             # Training has spoilt the weights: nothing that they draft is verified.
             alphas = (Interval(0.0, 0.0, 0.0, 0.95),)
         alphas = _of_first(alphas)
-        tau = expected_tokens([alphas[min(i, len(alphas) - 1)].value for i in range(max(self._costs))])
-        best_k = max(sorted(self._costs), key=lambda k: tau[k] / self._costs[k])
-        loss = sum(progress.losses) / len(progress.losses) if progress.losses else None
-        tokens_per_s = tau[best_k] / self._costs[best_k]
-        found = Check(progress.num_steps, progress.seconds, loss, alphas, best_k, tokens_per_s)
-        progress.losses = []
-        progress.checks.append(found)
-        progress.num_idle += 1
-        if found.mean_alpha > progress.best_alpha:
-            progress.best_alpha, progress.num_idle = found.mean_alpha, 0
+        tau = expected_tokens([alphas[min(i, len(alphas) - 1)].value for i in range(max(self.costs))])
+        best_k = max(sorted(self.costs), key=lambda k: tau[k] / self.costs[k])
+        loss = sum(self.losses) / len(self.losses) if self.losses else None
+        tokens_per_s = tau[best_k] / self.costs[best_k]
+        found = Check(self.num_steps, self.seconds, loss, alphas, best_k, tokens_per_s)
+        self.losses = []
+        self.checks.append(found)
+        self.num_idle += 1
+        if found.mean_alpha > self.best_alpha:
+            self.best_alpha, self.num_idle = found.mean_alpha, 0
             if PartialState().is_main_process:
                 self._keep()
-        self._on_check(found)
+        self.on_check(found)
 
     def _keep(self) -> None:
         """Save the draft beside the existing one, then replace it file by file, the weights last."""
-        part = self._output / "training" / "best.part"
+        part = self.output / "training" / "best.part"
         shutil.rmtree(part, ignore_errors=True)
         with without_bars():
-            self._student.save(part, self._save_dtype)
+            self.student.save(part, self.save_dtype)
         for path in sorted(part.iterdir(), key=lambda path: path.suffix == ".safetensors"):
-            path.replace(self._output / path.name)
+            path.replace(self.output / path.name)
         part.rmdir()
 
     def save(self, optimizer: Any) -> None:
         """Replace the checkpoint. In several processes only the first writes."""
         if PartialState().is_main_process:
-            state = {"module": self._student.module.state_dict(), "optimizer": optimizer.state_dict()}
-            part = self._checkpoint.with_suffix(".part")
+            state = {"module": self.student.module.state_dict(), "optimizer": optimizer.state_dict()}
+            checks = {"checks": [asdict(check) for check in self.checks]}
+            part = self.checkpoint.with_suffix(".part")
             with part.open("wb") as stream:
-                torch.save(state | {"progress": asdict(self.progress)}, stream)
+                torch.save(state | {"progress": {name: getattr(self, name) for name in _PROGRESS} | checks}, stream)
                 stream.flush()
                 os.fsync(stream.fileno())  # or a loss of power could leave a damaged checkpoint
-            part.replace(self._checkpoint)
+            part.replace(self.checkpoint)
 
     def resume(self, optimizer: Any) -> None:
         """Go on from the checkpoint, if there is one. Raises FileError."""
-        if not self._checkpoint.exists():
-            self._checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        if not self.checkpoint.exists():
+            self.checkpoint.parent.mkdir(parents=True, exist_ok=True)
             return
         try:
-            state = torch.load(self._checkpoint, map_location=self._student.target.device, weights_only=True)
+            state = torch.load(self.checkpoint, map_location=self.student.target.device, weights_only=True)
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise FileError(f"{self._checkpoint} cannot be read ({error}): remove it to start again") from None
-        self._student.module.load_state_dict(state["module"])
+            raise FileError(f"{self.checkpoint} cannot be read ({error}): remove it to start again") from None
+        self.student.module.load_state_dict(state["module"])
         optimizer.load_state_dict(state["optimizer"])
-        checks = [
+        self.checks = [
             Check(**{**one, "alphas": tuple(Interval(**alpha) for alpha in one["alphas"])})
-            for one in state["progress"].pop("checks")
+            for one in state["progress"]["checks"]
         ]
-        self.progress = _Progress(**state["progress"], checks=checks)
+        for name in _PROGRESS:
+            setattr(self, name, state["progress"][name])
 
 
 def _of_first(value: Any) -> Any:

@@ -19,13 +19,7 @@ from outrider.sampling.rules import Rule
 
 
 def feed_entries(
-    head: LM,
-    view_len: int,
-    num_logits: int,
-    cache: SlotCache,
-    ids: Tensor,
-    states: Tensor,
-    positions: Tensor,
+    head: LM, view_len: int, num_logits: int, cache: SlotCache, ids: Tensor, states: Tensor, positions: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Feed entries.
 
@@ -50,24 +44,14 @@ def feed_entries(
     return of_tokens(head, logits), outputs
 
 
-def _one_by_one(
-    run: Any,
-    head: LM,
-    k: int,
-    view_len: int,
-    num_wanted: Tensor,
-    cache: SlotCache,
-    fed: Tensor,
-    cached: Tensor,
-    lengths: Tensor,
-) -> LogitsAt:
+def _one_by_one(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
     """A forward for each token.
 
     Args:
-        fed: the last tokens of the sequences. [B, T]
-        cached: entries in the cache, which are not fed again. [B]
-        lengths: [B]
+        own: the cache; the last tokens of the sequences [B, T]; how many entries are in the cache, and are not fed
+            again [B]; lengths [B].
     """
+    cache, fed, cached, lengths = own
     states = torch.empty(0)
 
     def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:

@@ -90,24 +90,14 @@ def _feed(
     return (logits,)
 
 
-def _one_by_one(
-    run: Any,
-    lm: LM,
-    k: int,
-    view_len: int,
-    num_wanted: Tensor,
-    cache: SlotCache,
-    fed: Tensor,
-    cached: Tensor,
-    lengths: Tensor,
-) -> LogitsAt:
+def _one_by_one(run: Any, lm: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
     """A forward for each token.
 
     Args:
-        fed: the first tokens to feed; the last one is the last committed token. [B, T]
-        cached: tokens in the cache, which are not fed again. [B]
-        lengths: [B]
+        own: the cache; the first tokens to feed, of which the last one is the last committed token [B, T]; how many
+            tokens are in the cache, and are not fed again [B]; lengths [B].
     """
+    cache, fed, cached, lengths = own
     states, num_known = cache, cache.bound + fed.shape[1]
 
     def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
@@ -126,18 +116,7 @@ def _one_by_one(
     return logits_at
 
 
-def _at_once(
-    run: Any,
-    lm: LM,
-    k: int,
-    view_len: int,
-    mask_id: int,
-    num_wanted: Tensor,
-    cache: SlotCache,
-    fed: Tensor,
-    cached: Tensor,
-    lengths: Tensor,
-) -> LogitsAt:
+def _at_once(run: Any, lm: LM, k: int, view_len: int, mask_id: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
     """PARD: an ordinary causal model that was trained to fill in mask tokens. After the committed tokens it is fed K-1
     of them, and the logits at the last K positions are those of the K drafted tokens. So the logits at an offset do not
     depend on the tokens drafted before it. The mask tokens' entries in the cache lie beyond the sequence and are never
@@ -145,6 +124,7 @@ def _at_once(
 
     Source: An et al. 2504.18583.
     """
+    cache, fed, cached, lengths = own
     offsets = torch.arange(1, k, device=lengths.device)
     beyond = torch.where(offsets < num_wanted[:, None], lengths[:, None] - 1 + offsets, -1)
     ids = torch.cat((fed, fed.new_full((len(fed), k - 1), mask_id)), dim=1)

@@ -20,8 +20,7 @@ from torch import Tensor
 
 from outrider.api import load, load_suffix
 from outrider.drafters.base import Drafter
-from outrider.drafters.draft_options import split_name
-from outrider.drafters.few_tokens import with_vocab
+from outrider.drafters.draft_options import split_name, with_vocab
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import SELF, model_drafter
 from outrider.errors import ModelError, OptionError, TokenizerMismatch

@@ -169,22 +169,16 @@ def distill(
         from accelerate import PartialState
 
         from outrider.api import load
-        from outrider.distill.student import TOKENS
+        from outrider.distill.heads import HeadStudent, most_frequent, new_eagle3
+        from outrider.distill.student import TOKENS, ModelStudent
         from outrider.distill.train import Recipe, distil
         from outrider.models.reading import stored_dtype
         from outrider.models.registry import resolve
 
     if training.steps is None and minutes is None:
         minutes = _DEFAULT_MINUTES
-    recipe = Recipe(
-        num_steps=training.steps,
-        seconds=None if minutes is None else 60 * minutes,
-        loss=training.loss,
-        batch_size=training.batch_size,
-        learning_rate=training.learning_rate,
-        patience=training.patience,
-        seed=training.seed,
-    )
+    same = {name: getattr(training, name) for name in ("loss", "batch_size", "learning_rate", "patience", "seed")}
+    recipe = Recipe(num_steps=training.steps, seconds=None if minutes is None else 60 * minutes, **same)
     processes = PartialState()  # before loading the target: under `accelerate launch` it sets this process's GPU
     with progress(f"loading {short_name(target)}"):
         decoder = load(target, device=device, models_file=models, allow_pickle=allow_pickle)
@@ -196,12 +190,25 @@ def distill(
     if shape.draft_vocab is not None and shape.draft_vocab > lm.vocab_size:
         raise OptionError("--draft-vocab", shape.draft_vocab, f"{lm.name} has {lm.vocab_size} tokens")
     model = _new_model(decoder, shape, training, models, allow_pickle) if shape.kind == "model" else None
-    options = {"target": target, **asdict(shape), **asdict(training), "minutes": minutes}
     logs = [str(path) for path in training.written_from or ()]
-    options |= {"data": training.data and str(training.data), "written": None if logs else training.num_written}
-    options |= {"written_from": logs or None}
+    options = {
+        "target": target,
+        **asdict(shape),
+        **asdict(training),
+        "minutes": minutes,
+        "data": training.data and str(training.data),
+        "written": None if logs else training.num_written,
+        "written_from": logs or None,
+    }
     mixture, held_out = _data(decoder, training, output, options)
-    student = _student(decoder, shape, mixture, model, training.seed)
+    token_ids = None
+    if shape.draft_vocab is not None and shape.draft_vocab < lm.vocab_size:
+        token_ids = most_frequent(mixture.token_counts(lm.vocab_size), shape.draft_vocab)
+    student: Student = (
+        HeadStudent(lm, new_eagle3(lm, token_ids, training.seed), shape.num_drafted)
+        if model is None
+        else ModelStudent(lm, model, decoder.tokenizer, token_ids)
+    )
 
     console = console_for(json_target)
     console.quiet = not processes.is_main_process
@@ -241,25 +248,6 @@ def distill(
         body |= {"num_params": num_params, "num_held_out": len(held_out)}
         write_json(json_target, "distill", options, body, lm)
         write_json(str(output / "distill.json"), "distill", options, body, lm)
-
-
-def _student(decoder: Decoder, shape: ShapeOptions, data: Mixture, model: Any | None, seed: int) -> Student:
-    """The draft in training.
-
-    Args:
-        model: of ``--kind model``, before training.
-    """
-    from outrider.distill.heads import HeadStudent, most_frequent, new_eagle3
-    from outrider.distill.student import ModelStudent
-
-    lm = decoder.target
-    counts = data.token_counts(lm.vocab_size)
-    token_ids = None
-    if shape.draft_vocab is not None and shape.draft_vocab < lm.vocab_size:
-        token_ids = most_frequent(counts, shape.draft_vocab)
-    if model is not None:
-        return ModelStudent(lm, model, decoder.tokenizer, token_ids)
-    return HeadStudent(lm, new_eagle3(lm, token_ids, seed), shape.num_drafted)
 
 
 def _new_model(
@@ -307,45 +295,31 @@ def _data(
     """
     from accelerate import PartialState
 
-    from outrider.distill.data import (
-        Mixture,
-        beginning,
-        generate_sequences,
-        hold_out,
-        pack,
-        read_sequences,
-        text_tokens,
-    )
+    from outrider.distill import data
     from outrider.distill.train import check_same_run
 
     length, fraction, lm = training.length, training.written_fraction, decoder.target
-    text = None if training.data is None else text_tokens(decoder.tokenizer, training.data)
+    text = None if training.data is None else data.text_tokens(decoder.tokenizer, training.data)
     if text is not None and fraction < 1 and len(text) < 2 * length:
         raise OptionError("--length", length, f"{training.data} has only {len(text)} tokens to train on")
     logs = [open_log(path, lm.name, decoder.tokenizer, "--written-from") for path in training.written_from or ()]
     texts = [record.text for log in logs for record in log.records]
-    packed = pack(texts, length, training.seed) if logs else None
+    packed = data.pack(texts, length, training.seed) if logs else None
     processes, folder = PartialState(), output / "training"
     if processes.is_main_process:
         check_same_run(output, options | {"num_logged_tokens": sum(len(one.ids) for one in texts) or None})
     if packed is None:
         num_sequences, share = training.num_written, (processes.process_index, processes.num_processes)
         with progress("sequences generated by the target", num_sequences // share[1]) as advance:
-            generate_sequences(
-                decoder,
-                text,
-                folder,
-                num_sequences=num_sequences,
-                length=length,
-                seed=training.seed,
-                share=share,
-                on_done=advance,
-            )
+            sizes = {"num_sequences": num_sequences, "length": length, "seed": training.seed}
+            data.generate_sequences(decoder, text, folder, **sizes, share=share, on_done=advance)
         processes.wait_for_everyone()
-        packed = hold_out(*read_sequences(folder, num_sequences=num_sequences, length=length))
+        packed = data.hold_out(*data.read_sequences(folder, num_sequences=num_sequences, length=length))
     sequences, held_out = packed
     trained_on = None if fraction == 1 else text
-    return Mixture(trained_on, sequences, length, fraction, training.seed, beginning(decoder.tokenizer)), held_out
+    return data.Mixture(
+        trained_on, sequences, length, fraction, training.seed, data.beginning(decoder.tokenizer)
+    ), held_out
 
 
 def _line(check: Check) -> str:

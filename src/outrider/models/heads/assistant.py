@@ -124,17 +124,7 @@ class AssistantHead(Head):
 
 
 def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> AssistantHead:
-    """Load an assistant for a target.
-
-    Args:
-        stored: all tensors of its checkpoint.
-        stated: its config.json.
-        name: for messages.
-
-    Raises:
-        ModelCorrupt: its weights do not fit its configuration or the target.
-        UnsupportedModel
-    """
+    """Load an assistant for a target. Arguments and errors: see ``load_eagle3``."""
     from transformers import CONFIG_MAPPING
 
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(dict(stated))
@@ -148,8 +138,10 @@ def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name
         tensors.setdefault("lm_head.weight", embedding)
     tensors = {key.replace("masked_embedding.", "lm_head."): value for key, value in tensors.items()}
     fill(head, tensors, name, target, shared=("embed_tokens.", "target_norm.", "model.rotary_emb."))
-    if config.use_ordered_embeddings and not _is_permutation(head.lm_head.token_ordering):
-        raise ModelCorrupt(f"{name} has a token_ordering that does not name each of its tokens once")
+    if config.use_ordered_embeddings:
+        ids: Any = head.lm_head.token_ordering
+        if not torch.equal(ids.long().sort().values, torch.arange(len(ids), device=ids.device)):
+            raise ModelCorrupt(f"{name} has a token_ordering that does not name each of its tokens once")
     with target.lock, torch.inference_mode():  # a trial, for numbers that no weight shows
         place = torch.zeros(1, 1, dtype=torch.long, device=target.device)
         state = torch.zeros(1, 1, head.state_size, dtype=target.dtype, device=target.device)
@@ -196,7 +188,3 @@ def _check(head: AssistantHead, config: Any, name: str, target: LM) -> None:
                 f"{name} is for another target: in {kind} it reads {num_heads} heads of {attention.head_dim} numbers, "
                 f"and {target.name} has {shape.num_heads} of {shape.key_dim}"
             )
-
-
-def _is_permutation(ids: Tensor) -> bool:
-    return bool(torch.equal(ids.long().sort().values, torch.arange(len(ids), device=ids.device)))

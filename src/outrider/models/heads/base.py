@@ -84,9 +84,6 @@ class Head(nn.Module, ABC):
         size = first.self_attn.head_dim
         return [LayerShape(num_heads, size, size, target.dtype, target.device)] * len(self.layers)
 
-    def set_attn_implementation(self, name: str) -> None:
-        self.config._attn_implementation = name
-
     def get_output_embeddings(self) -> Any:
         return self.lm_head
 

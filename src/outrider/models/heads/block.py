@@ -329,17 +329,7 @@ def _reaches(stated: Mapping[str, Any], config: Any, context_len: int | None) ->
 
 
 def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> BlockHead:
-    """Load a block head for a target.
-
-    Args:
-        stored: all tensors of its checkpoint.
-        stated: its config.json.
-        name: for messages.
-
-    Raises:
-        UnsupportedModel: it is of a kind that is not known here.
-        ModelCorrupt: its weights do not fit its configuration or the target.
-    """
+    """Load a block head for a target. Arguments and errors: see ``load_eagle3``."""
     from transformers import Qwen3Config
 
     kind = stated.get("speculators_model_type", _KINDS[0])

@@ -67,9 +67,12 @@ class Eagle3Head(Head):
         super().__init__()
         self.config = config
         decoder = decoder_of(config, target.name)
-        size, num_target_layers = config.hidden_size, len(target.model.get_decoder().layers)
+        size, num_layers = config.hidden_size, len(target.model.get_decoder().layers)
         inner = stated.get("eagle_config") or {}
-        self.features = stated_features(stated, num_target_layers)
+        # There SpecForge (and ModelOpt) number layers by their outputs; SGLang adds one, too.
+        by_output = tuple(i + 1 for i in inner.get(LAYER_IDS) or ())
+        usual = 2, num_layers // 2, num_layers - 3  # those of the inventors
+        self.features = tuple(stated.get(LAYER_IDS) or by_output or usual)
         self.state_size = size
         # Files that were written for vLLM leave this key out and mean True; all others mean False.
         is_default = stated.get("speculators_model_type") == "eagle3"
@@ -139,16 +142,6 @@ class Eagle3Head(Head):
                 raise NotPlanned("its layers are no attention")
             windowed.append(replace(layer, mixer=replace(layer.mixer, window=self.window)))
         return replace(plan_of_head(plan, self), layers=tuple(windowed), joint=joint)
-
-
-def stated_features(stated: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Hidden states of the target that a config.json states, or those of the inventors for a target's layers.
-
-    In ``eagle_config`` SpecForge (and ModelOpt) number layers by their outputs; SGLang adds one, too.
-    """
-    inner = stated.get("eagle_config") or {}
-    by_output = tuple(i + 1 for i in inner.get(LAYER_IDS) or ())
-    return tuple(stated.get(LAYER_IDS) or by_output or (2, num_layers // 2, num_layers - 3))
 
 
 def load_eagle3(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: str, target: LM) -> Eagle3Head:
