@@ -144,6 +144,7 @@ def distil(
             group["lr"] = recipe.learning_rate * _rate(run.spent)
         first = (run.num_steps * accelerator.num_processes + accelerator.process_index) * recipe.batch_size
         ids = torch.stack([data[first + i] for i in range(recipe.batch_size)]).to(device)
+        torch.manual_seed(recipe.seed + first)  # of dropout, so that a resumed run goes on alike
         model.train()
         value = _over_pairs(LOSSES[recipe.loss], student.pairs(model(input_ids=ids), ids), student.later)
         accelerator.backward(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.drawing import LogitsAt, draft_step, draw_draft, owed
+from outrider.drafters.drawing import LogitsAt, draw_draft, owed
 from outrider.drafters.head_states import keep_states, of_tokens, stored_states
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
@@ -81,7 +80,6 @@ class ChainSession(Session):
         self, head: LM, options: DraftOptions, num_slots: int, capacity: int, device: torch.device, max_k: int
     ) -> None:
         self._head, self._options = head, options
-        self._draft = partial(head.run, draft_step)
         self._cache = head.new_cache(num_slots, capacity)
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._num_late = [0] * num_slots
@@ -166,10 +164,9 @@ class ChainSession(Session):
         width = self._width if head.execution.is_prepared else max(1, *late)
         columns = rows.lengths[:, None] - width + torch.arange(width, device=rows.ids.device)
         fed = rows.ids.gather(1, columns.clamp_min(0))
-        static = _one_by_one, (head.view_len(rows.longest + k, cache),), rule, self._options, k, False
-        own = cache, fed, cached, rows.lengths
-        call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
-        draft = draw_draft(self._draft, head, rows.masks, call, noise)
+        given = rows, k, rule, self._options, noise, num_wanted
+        static = (head.view_len(rows.longest + k, cache),)
+        draft = draw_draft(head, *given, _one_by_one, static, cache, fed, cached, rows.lengths)
         cached.copy_(torch.where(num_wanted > 0, rows.lengths - 1, cached))
         self._num_late[:num_rows] = [
             0 if wanted else n for n, wanted in zip(self._num_late, rows.most_wanted, strict=False)

@@ -8,7 +8,6 @@ token.
 from __future__ import annotations
 
 import hashlib
-import json
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import Counter
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from outrider.errors import FileError
-from outrider.system.files import read_text
+from outrider.system.files import parse_row, read_text
 from outrider.text.tokenizer import encode
 
 Fields = tuple[tuple[str, ...], tuple[str, ...]]
@@ -167,12 +166,7 @@ def read_sequences(
 
 def _sequence_of(where: str, line: str, tokenizer: Any | None, vocab_size: int, fields: Fields) -> list[int]:
     """The sequence of a row; empty if generation failed."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{where}: not JSON ({error})") from None
-    if not isinstance(row, dict):
-        raise FileError(f"{where}: not a JSON object")
+    row = parse_row(where, line)
     if row.get("finish_reason") == "error":
         return []
     of_texts, of_ids = fields

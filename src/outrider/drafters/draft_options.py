@@ -113,11 +113,7 @@ def _value(name: str, word: str, text: str) -> float | str:
 
 
 def with_vocab(
-    lm: LM,
-    options: DraftOptions,
-    tokenizer: Any | None,
-    end_ids: Iterable[int],
-    quantization: str | None = None,
+    lm: LM, options: DraftOptions, tokenizer: Any | None, end_ids: Iterable[int], quantization: str | None = None
 ) -> tuple[LM, DraftOptions]:
     """A draft with the tokens that ``options.vocab`` states, and the other options. Its name states them, too, a file
     by the digest of its tokens. Raises OptionError, FileError, UnsupportedModel.

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outrider.drafters.base import Rows
 from outrider.drafters.draft_options import DraftOptions
 from outrider.records import Draft
 from outrider.runtime.lm import LM
@@ -114,19 +115,27 @@ def _call(lm: LM, step: Callable[..., tuple[Tensor, ...]], static: tuple[Any, ..
     return step(lm, *static, *arguments)
 
 
-def draw_draft(run: Callable[..., tuple[Tensor, ...]], lm: LM, masks: Masks | None, call: Any, noise: Any) -> Draft:
-    """A draft by ``draft_step``.
-
-    Args:
-        run: ``LM.run`` with ``draft_step``.
-        call: its static arguments in a tuple, and its others but for the noise.
-    """
-    static, *arguments = call
-    if masks is None:
-        found = run(static, *arguments, noise)
+def draw_draft(
+    lm: LM,
+    rows: Rows,
+    k: int,
+    rule: Rule,
+    options: DraftOptions,
+    noise: Any,
+    num_wanted: Tensor,
+    source: Source,
+    static: tuple[Any, ...],
+    *own: Any,
+    stops_early: bool = False,
+) -> Draft:
+    """A draft by ``draft_step``, which has the arguments."""
+    both: Any = source, static, rule, options, k, stops_early
+    arguments = rows.last_ids, num_wanted, rows.settings, rows.history, own, noise
+    if rows.masks is None:
+        found = lm.run(draft_step, both, *arguments)
     else:
         step: Any = draft_step
-        found = step(lm, *static, *arguments, noise, masks=masks)
+        found = step(lm, *both, *arguments, masks=rows.masks)
     ids, is_finite, num_drafted, *probs = found
     return Draft(ids, probs[0] if probs else None, num_drafted, is_finite)
 

@@ -6,7 +6,6 @@ Also the part that they share with chains.py: states of the target in the caches
 from __future__ import annotations
 
 from abc import abstractmethod
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from outrider.drafters.base import CommittedTokens, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import DraftOptions
-from outrider.drafters.drawing import LogitsAt, draft_step, draw_draft
+from outrider.drafters.drawing import LogitsAt, draw_draft
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
@@ -50,7 +49,6 @@ class StatesSession(Session):
 
     def __init__(self, head: LM, options: DraftOptions, num_slots: int, capacity: int) -> None:
         self._head, self._options = head, options
-        self._draft = partial(head.run, draft_step)
         self._cache = head.new_cache(num_slots, capacity)
 
     @abstractmethod
@@ -142,10 +140,8 @@ class BlockSession(StatesSession):
         num_wanted = rows.num_wanted.clamp_max(k)
         # Beyond the context of the target, too: a block ends there.
         view_len = min(head.execution.round_length(rows.longest + self._module.block_size - 1), cache.capacity)
-        static = _at_once, (view_len,), rule, self._options, k, False
-        own = cache, rows.last_ids, rows.lengths
-        call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
-        return draw_draft(self._draft, head, rows.masks, call, noise)
+        given = rows, k, rule, self._options, noise, num_wanted
+        return draw_draft(head, *given, _at_once, (view_len,), cache, rows.last_ids, rows.lengths)
 
 
 # Token by token, with the target's own keys and values: Gemma 4's assistants
@@ -196,7 +192,5 @@ class SharingSession(StatesSession):
         head, cache, shared = self._head, self._cache.first(len(rows)), rows.shared
         assert shared is not None
         num_wanted = torch.where(rows.lengths > 1, rows.num_wanted, 0)  # no state comes before a single token
-        static = _in_place, (head.view_len(rows.longest, shared),), rule, self._options, k, False
-        own = cache, shared, rows.lengths
-        call = static, rows.last_ids, num_wanted, rows.settings, rows.history, own
-        return draw_draft(self._draft, head, rows.masks, call, noise)
+        given = rows, k, rule, self._options, noise, num_wanted
+        return draw_draft(head, *given, _in_place, (head.view_len(rows.longest, shared),), cache, shared, rows.lengths)

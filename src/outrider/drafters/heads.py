@@ -20,7 +20,11 @@ greedily or in trees; here drafts are drawn from q.
 
 from __future__ import annotations
 
-from outrider.drafters.base import Drafter
+from collections.abc import Sequence
+
+import torch
+
+from outrider.drafters.base import Drafter, Session
 from outrider.drafters.chains import ChainSession
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.head_states import BlockSession, SharingSession
@@ -37,34 +41,24 @@ def head_drafter(head: LM, options: DraftOptions = NO_OPTIONS) -> Drafter:
         options: greedy, and a least probability; none for blocks.
     """
     module = head.model
-    name = options.full_name(head.name)
-    if module.shared_layers:
-        options.check_taken(head.name, "is_greedy", "min_prob")
-        return Drafter(
-            name,
-            lambda models, num_slots, capacity, *_: SharingSession(models[0], options, num_slots, capacity),
-            (head,),
-            is_one_hot=options.is_greedy,
-            features=module.features,
-            shared_layers=module.shared_layers,
-        )
-    if not module.block_size:
-        options.check_taken(head.name, "is_greedy", "min_prob")
-        return Drafter(
-            name,
-            lambda models, *sizes: ChainSession(models[0], options, *sizes),
-            (head,),
-            is_one_hot=options.is_greedy,
-            features=module.features,
-        )
-    most = module.most_drafted
-    options.check_taken(head.name)
+    most = module.most_drafted if module.block_size else None
+    options.check_taken(head.name, *(("is_greedy", "min_prob") if most is None else ()))
+
+    def opens(models: Sequence[LM], num_slots: int, capacity: int, device: torch.device, max_k: int) -> Session:
+        if module.shared_layers:
+            return SharingSession(models[0], options, num_slots, capacity)
+        if most is not None:
+            return BlockSession(models[0], options, num_slots, capacity)
+        return ChainSession(models[0], options, num_slots, capacity, device, max_k)
+
     return Drafter(
-        name,
-        lambda models, num_slots, capacity, *_: BlockSession(models[0], options, num_slots, capacity),
+        options.full_name(head.name),
+        opens,
         (head,),
+        is_one_hot=options.is_greedy,
         most_drafted=most,
         # The whole block, which costs one forward in any case, and half of a large one, to verify less.
-        favoured_k=(most // 2, most) if most > _LARGE else (most,),
+        favoured_k=() if most is None else (most // 2, most) if most > _LARGE else (most,),
         features=module.features,
+        shared_layers=module.shared_layers,
     )

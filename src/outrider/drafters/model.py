@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from outrider.drafters.base import Drafter, Prefill, Rows, Session, empty_draft
 from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.drawing import LogitsAt, Source, draft_step, draw_draft, owed
+from outrider.drafters.drawing import LogitsAt, draw_draft, owed
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.records import Draft
 from outrider.runtime.cache import SlotCache
@@ -166,7 +165,6 @@ class ModelSession(Session):
         self._lm, self._options, self._mask_id = lm, options, mask_id
         self._stops_early = options.min_prob > 0 and not lm.execution.is_prepared and lm.device.type == "cpu"
         self._most_owed = most_owed
-        self._draft = partial(lm.run, draft_step)
         self._cache = lm.new_cache(num_slots, min(capacity, lm.context_len))
         self._cached = torch.zeros(num_slots, dtype=torch.long, device=device)
         self._gaps = [_ASSIGNED] * num_slots  # why the cache of a slot may lack more than ``most_owed`` tokens
@@ -238,28 +236,20 @@ class ModelSession(Session):
             cached.copy_(torch.minimum(cached, rows.lengths - 1))
             self._note(rows)
             return empty_draft(rows)
-        draft = draw_draft(self._draft, self._lm, rows.masks, self._call(rows, k, rule, cached), noise)
+        lm, cache, fed = self._lm, self._cache.first(len(rows)), self._fed(rows, cached)
+        known = torch.minimum(cached, rows.lengths - 1)
+        if lm.has_states:
+            lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
+        view_len = lm.view_len(rows.longest + k - 1, cache)
+        source: Any = (_one_by_one, (view_len,)) if self._mask_id is None else (_at_once, (view_len, self._mask_id))
+        given = rows, k, rule, self._options, noise, rows.num_wanted
+        own = cache, fed, cached, rows.lengths
+        draft = draw_draft(lm, *given, *source, *own, stops_early=self._stops_early)
         # Drafted tokens are fed but for the last one, which is if the next was cut; mask tokens are none.
         num_fed = 0 if self._mask_id is not None else torch.minimum(draft.num_drafted, rows.num_wanted - 1)
-        known = torch.minimum(cached, rows.lengths - 1)
         cached.copy_(torch.where(rows.num_wanted > 0, rows.lengths + num_fed, known))
         self._note(rows)
         return draft
-
-    def _call(self, rows: Rows, k: int, rule: Rule, cached: Tensor) -> tuple[Any, ...]:
-        """The arguments of ``draft_step``."""
-        lm, cache = self._lm, self._cache.first(len(rows))
-        fed = self._fed(rows, cached)
-        if lm.has_states:
-            known = torch.minimum(cached, rows.lengths - 1)
-            lm.advance(cache, torch.where(rows.num_wanted > 0, known, 0))
-        view_len = lm.view_len(rows.longest + k - 1, cache)
-        source: Source = _one_by_one
-        of_source: tuple[int, ...] = (view_len,)
-        if self._mask_id is not None:
-            source, of_source = _at_once, (view_len, self._mask_id)
-        static = source, of_source, rule, self._options, k, self._stops_early
-        return static, rows.last_ids, rows.num_wanted, rows.settings, rows.history, (cache, fed, cached, rows.lengths)
 
     def _note(self, rows: Rows) -> None:
         """Note which rows this round drafts for."""

@@ -58,13 +58,7 @@ class TranslatedSession(Session):
     """
 
     def __init__(
-        self,
-        lm: LM,
-        spelling: Spelling,
-        options: DraftOptions,
-        num_slots: int,
-        capacity: int,
-        device: torch.device,
+        self, lm: LM, spelling: Spelling, options: DraftOptions, num_slots: int, capacity: int, device: torch.device
     ) -> None:
         """
         Args:
@@ -78,17 +72,13 @@ class TranslatedSession(Session):
         self._spelled = torch.tensor(rows, device=device)  # [V, M]
         self._nums = torch.tensor([len(ids) for ids in spelled], device=device)  # [V]
         self._has_equal = torch.tensor(spelling.equals, device=device) >= 0  # [V]
-        own_capacity = min(self._limit(capacity), lm.context_len)
+        own_capacity = min(self._most_per_token * capacity + _SLACK, lm.context_len)
         # The last column of each takes what is written beyond.
         self._ids = torch.zeros(num_slots, own_capacity + 1, dtype=torch.long, device=device)
         self._ids[:, : len(prefix)] = lm.vocab_size + torch.tensor(prefix, dtype=torch.long, device=device)
         self._ends = torch.full((num_slots, capacity + 2), len(prefix), dtype=torch.long, device=device)
         self._num_read = torch.zeros(num_slots, dtype=torch.long, device=device)  # tokens that are spelled
         self._inner = ModelSession(lm, options, None, num_slots, own_capacity, device, self._most)
-
-    def _limit(self, num_tokens: Any) -> Any:
-        """The most own tokens of a sequence."""
-        return self._most_per_token * num_tokens + _SLACK
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         origin = slot if source is None else source
@@ -127,7 +117,8 @@ class TranslatedSession(Session):
         is_new = counts <= ends[:, None]
         nums = torch.where(is_new, self._nums[ids], 0)
         after = own_ends.gather(1, begins[:, None]) + nums.cumsum(dim=1)
-        is_lost = (after > self._limit(counts).clamp_max(self._context_len)).long().cumsum(dim=1) > 0
+        most = (self._most_per_token * counts + _SLACK).clamp_max(self._context_len)
+        is_lost = (after > most).long().cumsum(dim=1) > 0
         after = torch.where(is_lost, _LOST, after)
         own_ends.scatter_(1, torch.where(is_new, counts, own_ends.shape[1] - 1), after)
         offsets = torch.arange(self._most, device=ids.device)

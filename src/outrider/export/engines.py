@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -67,16 +67,8 @@ class Engine:
     needs_gguf: bool = False
 
 
-def _script(command: Sequence[str]) -> str:
-    """Shell script that runs a command in its own folder, with each option and its value on a line."""
-    lines = [command[0]]
-    for word in command[1:]:
-        quoted = word if word.startswith('"$(') else shlex.quote(word)
-        is_option = word.startswith("-") and not word[1:].isdigit()
-        if is_option:
-            lines.append(quoted)
-        else:
-            lines[-1] += f" {quoted}"
+def _script(*lines: str) -> str:
+    """Shell script that runs a command in its own folder; its options are on a line each."""
     return "\n".join(["#!/bin/sh", "set -eu", 'cd "$(dirname "$0")"', " \\\n  ".join(lines), ""])
 
 
@@ -97,8 +89,11 @@ def _vllm_files(
         "draft_sample_method": setting,
         "rejection_sample_method": "standard",
     }
-    command = ["vllm", "serve", target, "--max-model-len", str(context)]
-    command += ["--speculative-config", '"$(cat speculative.json)"']
+    script = _script(
+        f"vllm serve {shlex.quote(target)}",
+        f"--max-model-len {context}",
+        '--speculative-config "$(cat speculative.json)"',
+    )
     # All options are explicit: missing ones would be taken from the checkpoint.
     body: dict[str, Any] = {"model": target, "prompt": "Once upon a time", "max_tokens": 128}
     body |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
@@ -107,23 +102,30 @@ def _vllm_files(
     for name in ("presence_penalty", "frequency_penalty"):
         if (value := getattr(sampling, name)) != 0:
             body[name] = value
-    return {"speculative.json": _lines(config), "serve.sh": _script(command), "request.json": _lines(body)}
+    return {"speculative.json": _lines(config), "serve.sh": script, "request.json": _lines(body)}
 
 
 def _llama_cpp_files(
     target: str, draft: str, k: int, sampling: Sampling, setting: str, context: int, head: str | None
 ) -> dict[str, str]:
-    # Newer builds have another default port.
-    command = ["llama-server", "--port", str(_LLAMA_CPP_PORT), "-m", "target.gguf", "-md", "draft.gguf"]
-    command += ["--spec-type", f"draft-{head or 'simple'}"]
-    command += ["--spec-draft-n-max", str(k), "--spec-draft-n-min", "0", "--spec-draft-p-min", "0.0"]
-    command += ["--spec-draft-sampling", setting, "-c", str(context)]
-    # Filters after the temperature, as in Transformers; by default it comes last, with other filters enabled.
-    command += ["--samplers", "penalties;temperature;top_k;top_p;min_p", "--temp", f"{sampling.temperature:g}"]
-    command += ["--top-k", str(sampling.top_k), "--top-p", f"{sampling.top_p:g}", "--min-p", f"{sampling.min_p:g}"]
-    # Over the whole sequence, as in Transformers.
-    command += ["--repeat-penalty", f"{sampling.repetition_penalty:g}", "--repeat-last-n", str(context)]
-    return {"serve.sh": _script(command), "request.json": _lines({"prompt": "Once upon a time", "max_tokens": 128})}
+    script = _script(
+        "llama-server",
+        f"--port {_LLAMA_CPP_PORT}",  # newer builds have another default
+        "-m target.gguf",
+        "-md draft.gguf",
+        f"--spec-type draft-{head or 'simple'}",
+        f"--spec-draft-n-max {k} --spec-draft-n-min 0",
+        "--spec-draft-p-min 0.0",
+        f"--spec-draft-sampling {setting}",
+        f"-c {context}",
+        # Filters after the temperature, as in Transformers; by default it comes last, with other filters enabled.
+        "--samplers 'penalties;temperature;top_k;top_p;min_p'",
+        f"--temp {sampling.temperature:g}",
+        f"--top-k {sampling.top_k} --top-p {sampling.top_p:g} --min-p {sampling.min_p:g}",
+        # Over the whole sequence, as in Transformers.
+        f"--repeat-penalty {sampling.repetition_penalty:g} --repeat-last-n {context}",
+    )
+    return {"serve.sh": script, "request.json": _lines({"prompt": "Once upon a time", "max_tokens": 128})}
 
 
 ENGINES = {

@@ -35,18 +35,10 @@ class ShapeOptions:
     """Kind, size and initial weights of a draft."""
 
     kind: Annotated[
-        str,
-        typer.Option(
-            help="model, or eagle3: a head on the target's hidden states.",
-            rich_help_panel=_SHAPE,
-        ),
+        str, typer.Option(help="model, or eagle3: a head on the target's hidden states.", rich_help_panel=_SHAPE)
     ] = "model"
     layers: Annotated[
-        int | None,
-        typer.Option(
-            help="Number of layers. Default: a sixteenth of the target's.",
-            rich_help_panel=_SHAPE,
-        ),
+        int | None, typer.Option(help="Number of layers. Default: a sixteenth of the target's.", rich_help_panel=_SHAPE)
     ] = None
     hidden_size: Annotated[
         int | None, typer.Option(help="Hidden size. Default: the target's.", rich_help_panel=_SHAPE)
@@ -65,10 +57,7 @@ class ShapeOptions:
     ] = None
     depth: Annotated[
         int | None,
-        typer.Option(
-            help="Of a head: tokens that it drafts in a row in training. Default: 5.",
-            rich_help_panel=_SHAPE,
-        ),
+        typer.Option(help="Of a head: tokens that it drafts in a row in training. Default: 5.", rich_help_panel=_SHAPE),
     ] = None
 
     def __post_init__(self) -> None:

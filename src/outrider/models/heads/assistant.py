@@ -100,10 +100,6 @@ class AssistantHead(Head):
     def layer_shapes(self, target: LM) -> list[LayerShape]:
         return []
 
-    def fuse(self, features: Tensor) -> Tensor:
-        normed: Tensor = self.target_norm(features)
-        return normed
-
     def forward(
         self, input_ids: Tensor, states: Tensor, positions: Tensor, shared: SlotCache, view_len: int
     ) -> tuple[Tensor, Tensor]:

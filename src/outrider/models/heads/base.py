@@ -69,9 +69,10 @@ class Head(nn.Module, ABC):
         """Names of its parameters with a row for each of its tokens."""
         return [f"lm_head.{name}" for name, _ in self.lm_head.named_parameters()]
 
-    @abstractmethod
     def fuse(self, features: Tensor) -> Tensor:
-        """States of tokens, from the target's hidden states: [B, T, F] -> [B, T, H]"""
+        """States of tokens, from the target's hidden states; here after its last norm. [B, T, F] -> [B, T, H]"""
+        normed: Tensor = cast(Any, self.target_norm)(features)
+        return normed
 
     @abstractmethod
     def plan(self) -> Plan:

@@ -86,7 +86,6 @@ class CandidateSelector(nn.Module):
     depends on the output of the slot.
 
     Args:
-        tensors: its weights.
         size: H, of the outputs of slots.
         num_candidates: tokens that it keeps.
     """
@@ -115,11 +114,7 @@ class CandidateSelector(nn.Module):
 
 class DynamicConvolution(nn.Module):
     """Convolutions along a block, before and after another module. Their kernels are a sum of weights and of a function
-    of each token; a slot sees itself and those before it.
-
-    Args:
-        tensors: its weights.
-    """
+    of each token; a slot sees itself and those before it."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()

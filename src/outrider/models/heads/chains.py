@@ -229,10 +229,6 @@ class MtpHead(Head):
     def layer_shapes(self, target: LM) -> list[LayerShape]:
         return [replace(target.layer_shapes[self.index], device=target.device, states=())]
 
-    def fuse(self, features: Tensor) -> Tensor:
-        normed: Tensor = self.target_norm(features)
-        return normed
-
     def forward(
         self, input_ids: Tensor, states: Tensor, positions: Tensor, mask: Tensor, cache: Any
     ) -> tuple[Tensor, Tensor]:
