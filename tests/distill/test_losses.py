@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from outrider.distill.losses import LOSSES, kl, lk, tv
+from outrider.distill.train import LOSSES, kl, lk, tv
 from outrider.scoring.alpha import overlap
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)

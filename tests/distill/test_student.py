@@ -6,14 +6,7 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, Qwen3Config
 
-from outrider.distill.student import (
-    ModelStudent,
-    copy_slices,
-    default_shape,
-    draft_config,
-    kept_layers,
-    new_draft,
-)
+from outrider.distill.student import ModelStudent, copy_slices, default_shape, draft_config, kept_layers, new_draft
 from outrider.errors import OptionError
 from toys import as_lm, random_model, tiny_llama
 

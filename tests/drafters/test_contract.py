@@ -17,6 +17,7 @@ from outrider.decoding.batch import Row
 from outrider.decoding.scheduler import SlotAssignment, Slots
 from outrider.drafters import head_states
 from outrider.drafters.base import NO_DRAFTER, Drafter, Rows, altered_drafter
+from outrider.drafters.chains import ChainSession
 from outrider.drafters.corpus import Corpus
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.heads import head_drafter
@@ -257,6 +258,42 @@ def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
 def test_blocks_of_a_hybrid_target_are_a_function_of_the_sequence() -> None:
     target = hybrid_lm(hybrid("qwen3_5_text"))
     check_state(target, tiny_block_drafter(target), _sequences(V)[:2], K, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "layout"), [("qwen3_5_text", "qwen"), ("deepseek_v3", "deepseek")])
+def test_drafts_of_mtp_layers_are_a_function_of_the_sequence(family: str, layout: str) -> None:
+    """In float32, or with recurrences in float32."""
+    check_state(*mtp_pair(hybrid(family), layout), _sequences(V)[:3], K, atol=1e-4)
+
+
+def test_a_bias_may_forbid_all_tokens_of_the_head() -> None:
+    """Then it drafts others, which it does not know; other rows do not change."""
+    target, ids = as_lm(tiny_llama(num_layers=4)), [*range(0, 60, 5)]
+    drafter = eagle3_drafter(target, token_ids=ids)
+    bias = dict.fromkeys(ids, -torch.inf)
+    requests = [request((1, 2, 3), max_new_tokens=16, logit_bias=bias), request((4, 5, 6), max_new_tokens=16)]
+    plain = tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
+    assert tokens(target, drafter, requests, GUMBEL, 3) == plain
+
+
+def test_an_entry_of_another_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last entry of a shared prefix has the token after it, which differs in the new sequence."""
+    target = as_lm(tiny_llama(vocab_size=4, num_layers=4))
+    drafter = eagle3_drafter(target)
+    shared = [3, 1, 2, 0, 3, 1, 2, 0, 1, 1, 2, 3] * 2
+    sequences = [([*shared, first], [2, 0, 1, 3, 2, 1]) for first in (1, 2, 3)]
+    check_state(target, drafter, sequences, 3)
+    assign = ChainSession.assign
+
+    def stale(self: ChainSession, slot: int, source: int | None, num_tokens: int) -> None:
+        known = None if source is None else min(int(self._cached[source]), num_tokens)
+        assign(self, slot, source, num_tokens)
+        if known is not None:
+            self._cached[slot] = known
+
+    monkeypatch.setattr(ChainSession, "assign", stale)
+    with pytest.raises(AssertionError, match="is drafted, not|q is off by"):
+        check_state(target, drafter, sequences, 3)
 
 
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:

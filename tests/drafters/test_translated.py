@@ -137,12 +137,7 @@ def test_the_share_is_reported(caplog: pytest.LogCaptureFixture) -> None:
 def test_too_few_tokens_in_common_are_refused(tmp_path: Path) -> None:
     draft = random_llama(256)
     with pytest.raises(TokenizerMismatch, match=r"4096 of 4096 tokens differ \(id 0 .* it has 256 of the 4096 tokens"):
-        load(
-            embedded().target.model,
-            draft,
-            tokenizer=embedded().tokenizer,
-            draft_tokenizer=byte_level_tokenizer(),
-        )
+        load(embedded().target.model, draft, tokenizer=embedded().tokenizer, draft_tokenizer=byte_level_tokenizer())
 
 
 def test_models_without_a_tokenizer_are_taken_as_they_are() -> None:

@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint as checkpoint_part
 
 from outrider.bench.round_costs import measure_round_costs
 from outrider.distill.data import Mixture
-from outrider.distill.losses import LOSSES, Loss
 from outrider.distill.student import Pair, Student
 from outrider.errors import FileError, NumericsError, OptionError
 from outrider.models.reading import without_bars
@@ -39,7 +38,48 @@ from outrider.system.files import write_whole
 _NUM_CHECKS = 20  # evaluations of alpha in a run
 _WARM_UP, _DECAY = 0.02, 0.6  # shares of the budget in which the learning rate rises, and falls to zero
 _PROGRESS = ("num_steps", "seconds", "num_idle", "best_alpha", "losses")  # in a checkpoint, besides the checks
+_LK_DECAY = 3.0
 _LOSS_NUMBERS = 2**26  # logits per piece of the loss: 256 MiB, several times over
+
+
+# Losses: the distance of the draft's distribution q from the target's p, token by token. Each is a pure function of the
+# logits of both, [..., V] and [..., V] -> [...], zero where q = p, in nats. Zhou et al. compare them for drafts
+# (DistillSpec, 2310.08461); the best choice depends on the pair.
+
+
+def kl(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Forward KL, sum_v p log(p / q): the draft must cover all that the target may generate.
+
+    Its gradient is q - p, which never vanishes while they differ, so it is the loss to start with. Hinton et al.
+    1503.02531 (there with a temperature).
+    """
+    log_p, log_q = target_logits.log_softmax(-1), draft_logits.log_softmax(-1)
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def tv(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """Total variation, sum_v |p - q| / 2 = 1 - alpha: it determines acceptance directly.
+
+    (Leviathan et al. 2211.17192, corollary 3.6.) Its gradient vanishes where p and q have nothing in common, so a draft
+    cannot learn new tokens from it: use it for a draft that already agrees.
+    """
+    return (target_logits.softmax(-1) - draft_logits.softmax(-1)).abs().sum(-1) / 2
+
+
+def lk(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
+    """LK loss, w KL + (1 - w) TV with w = exp(-3 alpha): KL where little is accepted, TV where much is.
+
+    So tokens are learned from KL, and the end of training serves acceptance. Samarin et al. 2602.23881, the hybrid
+    form. They take w from the mean alpha of a batch; here it is that of the position, so that the loss is a function of
+    one position.
+    """
+    missed = tv(target_logits, draft_logits)
+    weight = torch.exp(-_LK_DECAY * (1 - missed.detach()))
+    return weight * kl(target_logits, draft_logits) + (1 - weight) * missed
+
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+LOSSES: dict[str, Loss] = {"kl": kl, "tv": tv, "lk": lk}
 
 
 @dataclass(frozen=True, slots=True)

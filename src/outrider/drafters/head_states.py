@@ -100,7 +100,7 @@ def feed_blocks(
             assert outputs is not None
         else:
             cache.at(positions, view_len, is_single=False, keeps_finite=True)
-            outputs = module(ids, positions, module.masks(positions, view_len, head.dtype), cache.argument)
+            outputs = module(ids, positions, view_len, cache.argument)
         slots = outputs[:, first : first + k]
         return module.logits(slots), slots
 

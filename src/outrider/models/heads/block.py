@@ -217,17 +217,13 @@ class BlockHead(Head):
             values = attention.v_proj(states).view(shape).transpose(1, 2)
             store.update(_rotate(keys, cos[:, None], sin[:, None]), values)
 
-    def masks(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> dict[Reach, Tensor]:
-        """Masks of blocks for ``forward``; see ``Reach.mask``."""
-        return {reach: reach.mask(positions, view_len, dtype) for reach in set(self.reaches)}
-
-    def forward(self, input_ids: Tensor, positions: Tensor, masks: Mapping[Reach, Tensor], cache: Any) -> Tensor:
+    def forward(self, input_ids: Tensor, positions: Tensor, view_len: int, cache: Any) -> Tensor:
         """Feed blocks.
 
         Args:
             input_ids: [B, T]
             positions: -1 in rows that are not fed. [B, T]
-            masks: additive, over the keys of the cache. [B, 1, T, view_len]
+            view_len: places of the cache that are seen at most.
             cache: the cache of its layers, set up for these positions.
 
         Returns:
@@ -235,6 +231,7 @@ class BlockHead(Head):
         """
         weight = self.embed_tokens.weight  # as it is: some embeddings scale their output
         hidden = functional.embedding(input_ids.to(weight.device), weight).to(self.norm.weight) * self.scale
+        masks = {reach: reach.mask(positions, view_len, hidden.dtype) for reach in set(self.reaches)}
         positions = positions.clamp_min(0)
         about: dict[str, Any] = {
             self.cache_name: cache,

@@ -66,37 +66,34 @@ def load_head(spec: ModelSpec, target: LM, *, allow_pickle: bool = False) -> LM:
         ModelNotFound
     """
     check_target(target)
+    stated: dict[str, Any] = {}
     with building(f"no head can be built of {spec.name}"):
-        stated, tensors = _checkpoint(spec, target, allow_pickle=allow_pickle)
+        if spec.gguf is not None:
+            from outrider.models.gguf.checkpoint import gguf_file
+            from outrider.models.gguf.heads import gguf_head, gguf_mtp, is_gguf_head
+
+            num_digits = digits_beside(target)
+            with reading(spec, "head"):
+                file = gguf_file(spec)
+                check_runs(spec.name, file.tensors, None)
+                if is_gguf_head(file):
+                    stated, tensors = gguf_head(spec, num_digits)
+                else:
+                    tensors = gguf_mtp(file, spec.name, target.model.config, num_digits)
+        else:
+            stated = read_config(spec.location)
+            check_counts(spec.name, stated)
+            if is_mlx(stated):
+                raise UnsupportedModel(f"{spec.name} is quantized for MLX: take a GGUF file of the head")
+            files = find_tensors(spec.location, allow_pickle=allow_pickle)
+            check_runs(spec.name, files, head_named(stated))
+            tensors = without_fp8(read_tensors(spec.location, files), stated)
     kind = kind_of_head(tensors.keys())
     if kind is None:
         thing = head_named(stated) or "a head"
         raise UnsupportedModel(f"{spec.name} is {thing}, in a layout that is not known here")
     with building(f"no head can be built of {spec.name}"):
         return head_lm(_LOADERS[kind](tensors, stated, spec.name, target), spec.name, target)
-
-
-def _checkpoint(spec: ModelSpec, target: LM, *, allow_pickle: bool) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The config.json and the tensors of a head."""
-    if spec.gguf is not None:
-        from outrider.models.gguf.checkpoint import gguf_file
-        from outrider.models.gguf.heads import gguf_head, gguf_mtp, is_gguf_head
-
-        num_digits = digits_beside(target)
-        with reading(spec, "head"):
-            file = gguf_file(spec)
-            check_runs(spec.name, file.tensors, None)
-            if is_gguf_head(file):
-                return gguf_head(spec, num_digits)
-            return {}, gguf_mtp(file, spec.name, target.model.config, num_digits)
-    stated = read_config(spec.location)
-    check_counts(spec.name, stated)
-    if is_mlx(stated):
-        raise UnsupportedModel(f"{spec.name} is quantized for MLX: take a GGUF file of the head")
-    files = find_tensors(spec.location, allow_pickle=allow_pickle)
-    check_runs(spec.name, files, head_named(stated))
-    tensors = without_fp8(read_tensors(spec.location, files), stated)
-    return stated, tensors
 
 
 def check_runs(name: str, tensors: Iterable[str], thing: str | None) -> None:
