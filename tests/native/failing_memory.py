@@ -17,7 +17,7 @@ from outrider.runtime.cache import SlotCache
 from outrider.sampling.candidates import Candidates, are_here
 
 _CASES = [
-    *(("llama", "biases, tied"), ("gemma4_text", "plain"), ("qwen3_5_text", "plain")),
+    *(("llama", "llama with biases, tied"), ("gemma4_text", "plain"), ("qwen3_5_text", "plain")),
     ("nemotron_h", "wide latent experts in groups"),
 ]
 _LENGTH = 260  # more than go through the layers together, and than a part of attention has

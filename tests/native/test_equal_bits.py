@@ -3,14 +3,12 @@ a draft, alone and among others.
 
 | may differ between two runs | test |
 |---|---|
-| tokens in a forward: K, and K that changes in a text | test_tokens_at_once, test_any_forwards |
+| tokens in a forward: K, and K that changes in a text; threads | test_tokens_at_once, test_any_forwards |
 | pieces of a prompt; tokens that go through the layers together | test_prompts_in_pieces, test_any_forwards |
 | parts of the softmax (256 places), sliding windows | all, with 300 tokens |
 | other rows: number, lengths, texts, padding; tokens with the same expert | test_other_rows, test_any_forwards |
-| the slot, and the size of the cache | test_some_slots_of_a_cache, test_a_bigger_cache |
-| a prefix from another slot, and a row that moves | test_any_forwards |
-| rejected tokens; anchors of states | test_any_forwards |
-| threads | test_threads, test_any_forwards |
+| the slot, and the size of the cache | test_prompts_in_pieces |
+| a prefix from another slot, a row that moves; rejected tokens; anchors of states | test_any_forwards |
 | form and arithmetic of weights, type of the cache | all |
 | joins, leaves, cancellations, drafts, rules, options | tests/decoding/test_joining.py |
 | a published file, and a server | benchmarks/same_bytes.py, benchmarks/soak.py |
@@ -37,7 +35,7 @@ from real_files import FILES, NAMES, PROMPTS
 
 _PROMPT, _MORE = 190, 130  # tokens: the second beyond the first part of attention, and beyond a block of tokens
 _IN_BLOCKS = {"in_proj_qkv": "Q4_1", "in_proj_z": "Q8_0", "_proj": "Q4_0", "embed_tokens": "Q8_0"}
-_WHOLE_BLOCKS = CASES["qwen3_5_text"]["plain"] | {"linear_value_head_dim": 24, "num_hidden_layers": 3}
+_WHOLE_BLOCKS = CASES["qwen3_5_text"]["a state for each"] | {"linear_num_key_heads": 2, "linear_value_head_dim": 24}
 _MIXED = {"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}
 
 
@@ -51,7 +49,7 @@ def _of(family: str, name: str) -> Callable[[], PreTrainedModel]:
 
 
 _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama, float32": _of("llama", "biases, tied"),
+    "llama, float32": _of("llama", "llama with biases, tied"),
     "gemma2, float32": _of("gemma2", "low caps"),
     "olmo2, float32": _of("olmo2", "plain"),
     "phi3, float32": _of("phi3", "a window"),
@@ -61,7 +59,7 @@ _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "lfm2, float32": _of("lfm2", "biases, untied"),
     "qwen2_moe, float32": _of("qwen2_moe", "plain"),
     "gpt_oss, float32": _of("gpt_oss", "plain"),
-    "gemma4, float32": _of("gemma4_text", "shared keys"),
+    "gemma4, float32": _of("gemma4_text", "plain"),
     "llama, bfloat16": lambda: model_in("bfloat16"),
     "llama, int8": lambda: model_in("int8"),
     "qwen3_moe, blocks and 8 bits": lambda: model_in(_MIXED | {"gate_up_proj": "Q4_K"}, 1, "qwen3_moe", **_EXPERTS),
@@ -103,11 +101,7 @@ class _Run:
         return torch.cat(found)
 
 
-@pytest.fixture(
-    scope="module",
-    params=_RUNS,
-    ids=lambda one: f"{one[0]}, {one[1]}",
-)
+@pytest.fixture(scope="module", params=_RUNS, ids=lambda one: f"{one[0]}, {one[1]}")
 def run(request: pytest.FixtureRequest) -> _Run:
     name, dtype = request.param
     ids = torch.randint(VOCAB, (_PROMPT + _MORE,), generator=torch.Generator().manual_seed(0))
@@ -128,27 +122,27 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def _same(cache: SlotCache, other: SlotCache, num_rows: int = 1) -> bool:
-    pairs = zip(cache.storage, other.storage, strict=True)
-    return all(torch.equal(one[:num_rows], two[:num_rows]) for one, two in pairs)
-
-
-@pytest.mark.parametrize("num_tokens", [2, 5, 8, _MORE])
-def test_tokens_at_once(num_tokens: int, run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
+@pytest.mark.parametrize(("num_tokens", "num_threads"), [(2, 1), (5, 2), (8, 3), (_MORE, 2)])
+def test_tokens_at_once(
+    num_tokens: int, num_threads: int, run: _Run, alone: tuple[Tensor, SlotCache], threads: Callable[[int], None]
+) -> None:
     want, of_singles = alone
     cache, end = run.cache(), _PROMPT + _MORE
+    threads(num_threads)
     got = run.feed(cache, 0, *range(_PROMPT, end, num_tokens), end)
-    assert torch.equal(got, want) and _same(cache, of_singles)
+    assert torch.equal(got, want)
+    assert all(map(torch.equal, cache.storage, of_singles.storage))
 
 
 def test_prompts_in_pieces(run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
+    """In a cache of any size, and in a slot of one, where nothing is written to the others."""
     want, _ = alone
     for pieces in ((_PROMPT,), (1, 100, _PROMPT), (127, 129, _PROMPT), (_PROMPT + _MORE,)):
         assert torch.equal(run.feed(run.cache(), 0, *pieces), want[: pieces[-1]])
-
-
-def test_a_bigger_cache(run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
-    assert torch.equal(run.feed(run.cache(capacity=1000), 0, _PROMPT, _PROMPT + 5), alone[0][: _PROMPT + 5])
+    assert torch.equal(run.feed(run.cache(capacity=1000), 0, _PROMPT, _PROMPT + 5), want[: _PROMPT + 5])
+    cache = run.cache(3)
+    assert torch.equal(run.feed(cache.rows(1, 2), 0, _PROMPT), want[:_PROMPT])
+    assert not any(store[::2].any() for store in cache.storage)
 
 
 def test_other_rows(run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
@@ -166,22 +160,6 @@ def test_other_rows(run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
         places = lengths[:, None] + torch.arange(5)
         got = run.native(ids[:, _PROMPT:], places, cache, _PROMPT + 5, num_logits=4).logits
         assert torch.equal(got[at], want[_PROMPT + 1 : _PROMPT + 5])
-
-
-def test_some_slots_of_a_cache(run: _Run, alone: tuple[Tensor, SlotCache]) -> None:
-    """Nothing is written to the others."""
-    cache = run.cache(3)
-    assert torch.equal(run.feed(cache.rows(1, 2), 0, _PROMPT), alone[0][:_PROMPT])
-    assert not any(store[::2].any() for store in cache.storage)
-
-
-@pytest.mark.parametrize("num_threads", [2, 3])
-def test_threads(num_threads: int, run: _Run, alone: tuple[Tensor, SlotCache], threads: Callable[[int], None]) -> None:
-    want, of_singles = alone
-    cache = run.cache()
-    threads(num_threads)
-    got = run.feed(cache, 0, _PROMPT, *range(_PROMPT + 1, _PROMPT + 4), _PROMPT + 9, _PROMPT + _MORE)
-    assert torch.equal(got, want) and _same(cache, of_singles)
 
 
 @pytest.mark.parametrize(("make", "dtype"), _CASES)

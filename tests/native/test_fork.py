@@ -21,7 +21,7 @@ def run():
     return found, torch.zeros(1_000_000).add_(1).sum()
 
 torch.set_num_threads(2)
-native = NativeForward(random_model("llama", CASES["llama"]["biases, tied"]))
+native = NativeForward(random_model("llama", CASES["llama"]["llama with biases, tied"]))
 want = run()
 if (child := os.fork()) == 0:
     assert torch.get_num_threads() == 1

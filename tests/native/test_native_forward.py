@@ -25,8 +25,8 @@ from outrider.runtime.modules import cache_argument
 
 _BROKEN = [("qwen3_5_text", "plain", 1e-3), ("lfm2", "biases, untied", 1e-5)]
 _KINDS = [
-    *(("llama", "biases, tied"), ("gemma2", "low caps"), ("gpt2", "plain")),
-    *(("qwen2_moe", "plain"), ("gpt_oss", "plain"), ("gemma4_text", "shared keys")),
+    *(("llama", "llama with biases, tied"), ("gemma2", "low caps"), ("gpt2", "plain")),
+    *(("qwen2_moe", "plain"), ("gpt_oss", "plain"), ("gemma4_text", "plain")),
 ]
 
 
