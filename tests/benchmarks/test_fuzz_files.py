@@ -37,11 +37,6 @@ def test_a_file_with_another_number(value: float, tmp_path: Path) -> None:
     assert [one.name for one in after.tensors] == [one.name for one in before.tensors]
 
 
-@pytest.mark.parametrize(("value", "kind"), [([-1, 0.5], "FLOAT32"), ([0, 2**32 - 1], "UINT32"), ([3, -1], "INT32")])
-def test_the_type_of_a_list(value: list[float], kind: str) -> None:
-    assert fuzz._types(value) == [gguf.GGUFValueType.ARRAY, gguf.GGUFValueType[kind]]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="for systems that copy processes")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")

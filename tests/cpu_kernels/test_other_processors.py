@@ -29,7 +29,7 @@ _FEW, _ALL = "5", "1"  # one of so many shapes
 
 
 # Not optimized, since it is about the code for these vectors: that takes a third of the time. (The kernels of this
-# processor, optimized as for everybody, are tested in test_few_row_matmul.py.)
+# processor, optimized as for everybody, are tested in test_matrices.py.)
 _NOT_OPTIMIZED = {level: f"g++ -O0 {flags}" for level, flags in _LEVELS.items()} | {
     _IN_AVX512: "g++ -O0 -march=x86-64-v3 -mavx512vnni -mavx512vl",  # no processor at hand has the other encoding
     "NEON": "aarch64-linux-gnu-g++ -O0 -static",

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 from families import FILES, configuration
-from native_cases import ALL, CASES, CONTEXT, VOCAB, random_model
+from native_cases import ALL, CASES, CONTEXT, VOCAB, drawn, native_logits, random_model
 from outrider.native import engine, families
 from outrider.native.bounds import check_plan
 from outrider.native.engine import NativeForward
@@ -53,16 +53,6 @@ def error(got: Tensor, want: Tensor) -> float:
     return float((got - want).abs().max() / want.std())
 
 
-def tokens(num_rows: int, length: int, seed: int = 0) -> Tensor:
-    return torch.randint(VOCAB, (num_rows, length), generator=torch.Generator().manual_seed(seed))
-
-
-def prompts() -> Tensor:
-    """Positions of ragged rows, with padding at their ends. [3, LENGTH]"""
-    places = torch.arange(LENGTH).expand(3, LENGTH)
-    return torch.where(places < LENGTHS[:, None], places, -1)
-
-
 def oracle(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
     """Logits, and inputs of the layers, the last norm's the last."""
     last: list[Tensor] = []
@@ -76,7 +66,8 @@ def oracle(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[Tensor]]:
 @torch.inference_mode()
 def largest_error(model: PreTrainedModel) -> float:
     """Of logits and hidden states of prompts, and of the logits of a round whose rows are at their own positions."""
-    native, ids, places = NativeForward(model), tokens(3, LENGTH + NUM_MORE), prompts()
+    native, ids, places = NativeForward(model), drawn(3, LENGTH + NUM_MORE), torch.arange(LENGTH).expand(3, LENGTH)
+    places = torch.where(places < LENGTHS[:, None], places, -1)  # ragged rows, with padding at their ends
     num_layers, is_there = len(native.layer_shapes), places >= 0
     layers = (0, num_layers // 2, num_layers)
     want, states = oracle(model, ids)
@@ -104,43 +95,35 @@ def test_the_modelling_code(family: str, name: str) -> None:
     assert largest_error(random_model(family, CASES[family][name])) <= TOLERANCES.get(family, TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["groups", "one group"])
 @torch.inference_mode()
-def _with_router(change: Callable[[Any], Any], name: str = "one group") -> tuple[Tensor, Tensor]:
-    """Logits of a changed router in the last layer: ours and the modelling code's."""
-    model = random_model("glm4_moe", CASES["glm4_moe"][name])
-    change(model.model.layers[-1].mlp.gate)
-    native, ids, places = NativeForward(model), tokens(2, 40), torch.arange(40).expand(2, 40)
-    got = native(ids, places, SlotCache.empty(native.layer_shapes, 2, 40), 40).logits
-    return got, model(input_ids=ids, use_cache=False).logits
+def test_groups_of_experts(name: str) -> None:
+    """A group with NaN is chosen first, whichever of its experts has it; and the first of equal groups."""
 
+    def with_router(change: Callable[[Any], Any]) -> tuple[Tensor, Tensor]:
+        model = random_model("glm4_moe", CASES["glm4_moe"][name])
+        change(model.model.layers[-1].mlp.gate)
+        return native_logits(NativeForward(model), ids), model(input_ids=ids, use_cache=False).logits
 
-@pytest.mark.parametrize(
-    "change",
-    [
+    ids = drawn(2, 40)
+    for change in (
         lambda gate: gate.e_score_correction_bias.mul_(10),  # scores are between 0 and 1
         lambda gate: gate.e_score_correction_bias[7].fill_(torch.nan),  # of the choice alone
         lambda gate: gate.weight[7].fill_(torch.nan),
         lambda gate: gate.weight[4].fill_(torch.nan),
-    ],
-)
-@pytest.mark.parametrize("name", ["groups", "one group"])
-def test_groups_of_experts(name: str, change: Callable[[Any], Any]) -> None:
-    """A group with NaN is chosen first, whichever of its experts has it."""
-    got, want = _with_router(change, name)
-    assert torch.equal(got.isnan(), want.isnan())
-    assert got.isnan().all() or error(got, want) <= TOLERANCE
+    ):
+        got, want = with_router(change)
+        assert torch.equal(got.isnan(), want.isnan())
+        assert got.isnan().all() or error(got, want) <= TOLERANCE
 
-
-def test_the_first_of_equal_groups_is_chosen() -> None:
     def tie(gate: Any, favoured: int | None = None) -> None:
         gate.weight.zero_()
         gate.e_score_correction_bias.zero_()
         if favoured is not None:
             gate.e_score_correction_bias.view(4, -1)[favoured] = 1.0
 
-    got, _ = _with_router(tie)
-    first, other = (_with_router(lambda gate, i=i: tie(gate, i))[0] for i in (0, 3))
-    assert torch.equal(got, first) and not torch.equal(got, other)
+    equal, first, other = (with_router(lambda gate, i=i: tie(gate, i))[0] for i in (None, 0, 3))
+    assert torch.equal(equal, first) and not torch.equal(equal, other)
 
 
 def test_each_family_and_each_of_its_fields_has_a_case() -> None:
@@ -238,15 +221,15 @@ def test_a_norm_of_experts_of_another_width_is_refused(monkeypatch: pytest.Monke
         NativeForward(random_model("nemotron_h", CASES["nemotron_h"]["wide latent experts in groups"]))
 
 
-@pytest.mark.parametrize("rope_type", ["default", "linear"])
-def test_frequencies_of_ropes_are_rounded_once(rope_type: str) -> None:
+def test_frequencies_of_ropes_are_rounded_once() -> None:
     """They are equal on all processors, unlike powers of PyTorch in float32, of which some differ."""
-    stated = {"rope_type": rope_type, "rope_theta": 500000.0} | ({"factor": 4.0} if rope_type == "linear" else {})
-    found = rope_of(LlamaConfig(head_dim=96, rope_parameters=stated)).frequencies
     powers = [500000.0 ** float(torch.tensor(i / 96)) for i in range(0, 96, 2)]
-    want = 1 / torch.tensor(powers) / stated.get("factor", 1)
-    assert found == tuple(want.tolist())
-    assert any(want != 1 / 500000.0 ** (torch.arange(0, 96, 2) / 96) / stated.get("factor", 1))
+    for kind, factor in (("default", 1.0), ("linear", 4.0)):
+        stated = {"rope_type": kind, "rope_theta": 500000.0, "factor": factor}
+        assert rope_of(LlamaConfig(head_dim=96, rope_parameters=stated)).frequencies == tuple(
+            (1 / torch.tensor(powers) / factor).tolist()
+        )
+    assert any(1 / torch.tensor(powers) != 1 / 500000.0 ** (torch.arange(0, 96, 2) / 96))
 
 
 def test_fields_of_published_configurations_that_no_code_reads() -> None:

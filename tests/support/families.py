@@ -304,56 +304,29 @@ FILES = {
     "nemotron_h_moe, latent, groups": Case("nemotron_h", "nemotron_h_moe", _NEMOTRON_MOE | _LATENT),
 }
 
-_WIDE = {"head_dim": 14}
-_MIXED = _layers("sliding", "full", "sliding")
+_WIDE, _MIXED = {"head_dim": 14}, _layers("sliding", "full", "sliding")
 _GEMMA2_MIXED = _WIDE | _MIXED | {"query_pre_attn_scalar": 11, "sliding_window": 6}
-_RECURRENT = (
-    _layers("linear", "full", "linear")
-    | {"head_dim": 16, "linear_num_key_heads": 2}
-    | {
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 10,
-        "linear_value_head_dim": 12,
-    }
-)
-_HYBRID = {"num_local_experts": 0, "layer_types": ["mamba", "attention", "mamba"], "mamba_d_head": "auto"} | {
-    "mamba_n_heads": 4,
-    "mamba_d_state": 11,
-    "shared_intermediate_size": 64,
-}
-_NEMOTRON_WIDE = (
-    _WIDE
-    | {"mamba_num_heads": 6, "mamba_head_dim": 11, "ssm_state_size": 13, "n_groups": 1}
-    | {
-        "layers_block_type": ["mamba", "attention", "mlp", "mamba"],
-        "time_step_min": 0.9,
-    }
-)
-_NEMOTRON_EXPERTS = (
-    _NEMOTRON_WIDE
-    | _ROUTED
-    | {"layers_block_type": ["mamba", "moe", "attention", "moe"]}
-    | {
-        "n_routed_experts": 6,
-        "num_experts_per_tok": 3,
-        "moe_shared_expert_intermediate_size": 56,
-    }
-)
+_RECURRENT = _layers("linear", "full", "linear") | {"head_dim": 16, "linear_key_head_dim": 10}
+_RECURRENT |= {"linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_value_head_dim": 12}
+_HYBRID = {"layer_types": ["mamba", "attention", "mamba"], "mamba_d_head": "auto", "mamba_d_state": 11}
+_HYBRID |= {"num_local_experts": 0, "shared_intermediate_size": 64}
+_NEMOTRON_WIDE = _WIDE | {"mamba_num_heads": 6, "mamba_head_dim": 11, "ssm_state_size": 13, "time_step_min": 0.9}
+_NEMOTRON_EXPERTS = _NEMOTRON_WIDE | _ROUTED | {"layers_block_type": ["mamba", "moe", "attention", "moe"]}
+_NEMOTRON_EXPERTS |= {"n_groups": 1, "moe_shared_expert_intermediate_size": 56}
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 2}
 _ERNIE = {"moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24, "moe_num_shared_experts": 1}
-_GLM4_GROUPS = _GLM4_MOE | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
+_GROUPS = _GLM4_MOE | {"n_routed_experts": 8, "n_group": 4, "topk_group": 2}
 _SLIDING = {"use_sliding_window": True, "sliding_window": 7}
 _MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.3}
-_INFINITE = float("inf")
+_CUT_YARN = _rope(_OWN_YARN, attention_factor=1.2, truncate=False)
+_STEPS = {"mamba_expand": 3, "mamba_n_heads": 3, "time_step_limit": (0.9, float("inf"))}
 
 # By family: fields that no row of FILES has, for families with a native plan.
 VARIATIONS: dict[str, dict[str, Fields]] = {
     "llama": {
         "one group, biases of attention": {"num_key_value_heads": 1, "attention_bias": True, "hidden_act": "gelu"},
         "a head for each, biases of the MLP": {"num_key_value_heads": 4, "mlp_bias": True, "hidden_act": "relu"},
-        "five heads a group, yarn of its own": {"num_attention_heads": 10, "head_dim": 20, "hidden_act": "relu2"}
-        | _rope(_OWN_YARN, attention_factor=1.2, truncate=False)
-        | {"rms_norm_eps": 0.1},
+        "five heads a group": {"num_attention_heads": 10, "head_dim": 20, "hidden_act": "relu2"} | _CUT_YARN,
         "of published files": {"is_llama_config": True, "unsloth_fixed": True, "auto_map": {"AutoModel": "mine.Model"}}
         | _rope(partial_rotary_factor=0.5)  # which it does not read
         | {"hidden_act": "gelu_new"},
@@ -368,55 +341,49 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
     },
     "qwen3": {"windows": _SLIDING | {"max_window_layers": 2, "attention_bias": True, "rms_norm_eps": 0.1}},
     "smollm3": {
-        "no ropes": {"no_rope_layers": [1, 0, 1]} | _BIASES | _UNTIED,
+        "no ropes": _SLIDING | _MIXED | _BIASES | _UNTIED | {"no_rope_layers": [0, 0, 1]},
         "every second": _SLIDING | {"no_rope_layer_interval": 2},
-        "stated layers": _SLIDING | _MIXED | {"no_rope_layers": [0, 0, 1]},
     },
     "olmo2": {"biases, tied": {"attention_bias": True, "rms_norm_eps": 0.1} | _TIED | _rope(_LINEAR)},
     "granite": {"biases, tied": {"attention_multiplier": 0.5, "residual_multiplier": 1.2} | _BIASES | _TIED},
     "phi3": {
-        "of published files": {"full_attn_mod": 1, "interpolate_factor": 1, "partial_rotary_factor": 0.6} | _TIED,
-        "a window": {"sliding_window": 7} | _MIXED,  # which it does not read
-        "longrope": _rope(_LONGROPE, long_factor=_LONGROPE["short_factor"], partial_rotary_factor=0.6),
+        "a window": {"sliding_window": 7, "full_attn_mod": 1, "interpolate_factor": 1} | _MIXED,  # it reads no layers
+        "longrope": {"partial_rotary_factor": 0.6}
+        | _rope(_LONGROPE, long_factor=_LONGROPE["short_factor"], partial_rotary_factor=0.6),
     },
     "glm4": {"turned": _WIDE | _TIED | _rope(partial_rotary_factor=1.0) | {"attention_bias": False}},
     "gemma": {
-        "untied, biases": {"head_dim": 10, "attention_bias": True, "hidden_act": "relu"} | _UNTIED,
+        "untied, biases": _UNTIED | {"head_dim": 10, "attention_bias": True, "hidden_act": "relu"},
         "of published files": {"head_dim": 10, "hidden_act": "gelu"},  # it means gelu_pytorch_tanh
         "two activations": {"head_dim": 10, "hidden_act": "silu", "hidden_activation": "relu"},
     },
     "gemma2": {
         "low caps": _GEMMA2_MIXED | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
-        "no caps": _GEMMA2_MIXED | _UNTIED | {"attn_logit_softcapping": None, "final_logit_softcapping": None},
-        "biases, relu": _GEMMA2_MIXED | {"attention_bias": True, "hidden_activation": "relu", "sliding_window": 257},
+        "no caps, biases, relu": _GEMMA2_MIXED
+        | {"attn_logit_softcapping": None, "final_logit_softcapping": None, "hidden_activation": "relu"}
+        | {"attention_bias": True, "sliding_window": 257}
+        | _UNTIED,
     },
     "gemma3_text": {
-        "biases": _GEMMA2_MIXED
-        | _ropes(_LINEAR | {"rope_theta": 9000.0}, _DEFAULT)
-        | _UNTIED
-        | {"attention_bias": True},
+        "biases": _GEMMA2_MIXED | _ropes(_LINEAR | {"rope_theta": 9000.0}, _DEFAULT) | {"attention_bias": True},
         "of published files": {"layer_types": None, "sliding_window_pattern": 2, "hidden_activation": "silu"},
         "one kind": _GEMMA2_MIXED | _layers("full", "full", "full"),
     },
     "qwen3_5_text": {
-        "a state for each": _RECURRENT | _UNTIED | {"linear_num_key_heads": 4, "attention_bias": True},
+        "a state for each": _RECURRENT | _UNTIED | {"attention_bias": True},
         "wide values": _RECURRENT
         | {"linear_num_key_heads": 1, "linear_num_value_heads": 3, "linear_value_head_dim": 37}
-        | {"linear_key_head_dim": 18, "linear_conv_kernel_dim": 2}
-        | _TIED,
+        | {"linear_key_head_dim": 18, "linear_conv_kernel_dim": 2},
         "of published files": _RECURRENT
         | {"layer_types": None, "full_attention_interval": 3, "partial_rotary_factor": 0.5}
         | _rope(partial_rotary_factor=0.5, mrope_section=[2, 1, 1], mrope_interleaved=True),
     },
     "granitemoehybrid": {
         "ropes, biases, tied": _HYBRID
-        | {"position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_d_conv": 3}
+        | {"position_embedding_type": "rope", "mamba_proj_bias": True, "mamba_conv_bias": False, "mamba_n_heads": 4}
         | {"attention_bias": True}
         | _TIED,
-        "multipliers": _HYBRID | _MULTIPLIERS | {"mamba_n_heads": 8, "mamba_chunk_size": 16, "logits_scaling": 2.5},
-        "wide": _HYBRID
-        | {"mamba_expand": 3, "mamba_n_heads": 3, "shared_intermediate_size": 80}
-        | {"time_step_limit": (0.9, _INFINITE)},
+        "wide": _HYBRID | _MULTIPLIERS | _STEPS | {"mamba_chunk_size": 16, "logits_scaling": 2.5},
     },
     "falcon_h1": {
         "no norm": _FALCON,
@@ -425,41 +392,30 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         | _BIASES
         | _TIED
         | {"mamba_proj_bias": True, "projectors_bias": True, "mamba_conv_bias": False},
-        "by expansion": _FALCON
-        | {"mamba_d_ssm": None, "mamba_expand": 3, "mamba_n_heads": 3, "mamba_d_head": "auto", "mamba_chunk_size": 16}
-        | {"time_step_limit": (0.9, _INFINITE)},
+        "by expansion": _FALCON | _STEPS | {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_chunk_size": 16},
     },
     "nemotron_h": {
         "biases, groups": _NEMOTRON_WIDE
-        | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "n_groups": 2, "conv_kernel": 3}
-        | {"mlp_hidden_act": "silu", "layer_norm_epsilon": 0.1}
+        | {"layers_block_type": ["mamba", "attention", "mlp", "mamba"], "mlp_hidden_act": "silu", "n_groups": 2}
+        | {"use_bias": True, "mlp_bias": True, "use_conv_bias": False, "conv_kernel": 3, "layer_norm_epsilon": 0.1}
         | _TIED,
         "latent experts, biases": _NEMOTRON_EXPERTS
-        | {"moe_latent_size": 24, "mlp_bias": True, "norm_topk_prob": False, "routed_scaling_factor": 1.7},
-        "wide latent experts in groups": _NEMOTRON_EXPERTS
-        | {"moe_latent_size": 48, "n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 5},
+        | {"moe_latent_size": 24, "mlp_bias": True, "norm_topk_prob": False},
+        "wide latent experts in groups": _NEMOTRON_EXPERTS | _LATENT | {"moe_latent_size": 48},
     },
     "lfm2": {
-        "biases, untied": _LFM2
-        | {"conv_bias": True, "conv_L_cache": 4, "norm_eps": 0.1, "block_auto_adjust_ff_dim": False}
-        | _UNTIED,
-        "a width of its own": _LFM2
-        | {"block_auto_adjust_ff_dim": True, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.2},
-        "stated layers": {"full_attn_idxs": [1], "block_auto_adjust_ff_dim": False},
+        "biases, untied": _LFM2 | _UNTIED | {"conv_bias": True, "norm_eps": 0.1, "block_auto_adjust_ff_dim": False},
+        "a width of its own": {"full_attn_idxs": [1], "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.2},
     },
     "starcoder2": {
         "no biases, untied": {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 0.1} | _UNTIED,
         "a window": {"sliding_window": 7} | _WIDE | _rope(_LINEAR) | {"norm_type": "layer_norm", "mlp_type": "default"},
     },
     "gpt2": {
-        "an MLP of its own, untied": {"n_inner": 72, "activation_function": "gelu"} | _UNTIED,
-        "unscaled scores": {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "layer_norm_epsilon": 0.1},
+        "unscaled scores": {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "layer_norm_epsilon": 0.1}
+        | {"n_inner": 72, "activation_function": "gelu"},
     },
-    "olmo3": {
-        "two ropes, biases": {"sliding_window": 7, "attention_bias": True, "layer_types": None}
-        | _ropes(_LINEAR | {"rope_theta": 9000.0}, _DEFAULT)
-        | _TIED,
-    },
+    "olmo3": {"biases": {"sliding_window": 7, "attention_bias": True, "layer_types": None} | _ropes(_LINEAR) | _TIED},
     "exaone4": {
         "plain": {"sliding_window": 7, "sliding_window_pattern": 2},
         "no windows": {"sliding_window": None} | _layers("full", "full", "full") | _WIDE | _TIED,
@@ -469,13 +425,10 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         "plain": {"sliding_window": 7, "logit_scale": 0.5} | _MIXED,
         "biases": {"attention_bias": True, "layer_norm_eps": 0.1, "sliding_window": 9} | _UNTIED,
     },
-    "ministral3": {
-        "a window": {"sliding_window": 7} | _HEAD_DIM | _TIED | _rope(_YARN, llama_4_scaling_beta=0.1),
-    },
+    "ministral3": {"a window": {"sliding_window": 7} | _HEAD_DIM | _TIED | _rope(_YARN, llama_4_scaling_beta=0.1)},
     "olmoe": {
         "plain": {"num_experts": 5, "num_experts_per_tok": 2},
-        "normalized, biases": {"num_experts": 4, "num_experts_per_tok": 3, "norm_topk_prob": True}
-        | {"attention_bias": True},
+        "normalized, biases": _MOE | {"num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True},
     },
     "ernie4_5_moe": {
         "plain": _ERNIE,
@@ -497,46 +450,32 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         "a window": {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 7} | _WIDE | _TIED,
     },
     "granitemoe": {
-        "plain": {"num_local_experts": 5, "attention_multiplier": 0.4},
-        "multipliers": _MULTIPLIERS | {"logits_scaling": 2.5, "attention_bias": True, "num_experts_per_tok": 1},
+        "plain": _MULTIPLIERS | {"logits_scaling": 2.5, "num_local_experts": 5, "attention_bias": True},
+        "one expert of a token": {"num_local_experts": 5, "attention_multiplier": 0.4, "num_experts_per_tok": 1},
     },
     "glm4_moe": {
-        "two dense layers": _EXPERTS | _GLM4_MOE | {"first_k_dense_replace": 2, "n_shared_experts": 2},
-        "unnormalized": _GLM4_MOE | {"norm_topk_prob": False, "head_dim": 24},
-        "groups": _GLM4_GROUPS,
-        "one group": _GLM4_GROUPS | {"n_routed_experts": 12, "topk_group": 1},
+        "two dense layers": _EXPERTS | _GLM4_MOE | {"first_k_dense_replace": 2, "norm_topk_prob": False},
+        "groups": _GROUPS,
+        "one group": _GROUPS | {"n_routed_experts": 12, "topk_group": 1},
     },
     "qwen3_5_moe_text": {
-        "tied, biases": _RECURRENT
-        | _EXPERTS
-        | _SHARED
-        | {"attention_bias": True, "num_experts_per_tok": 1, "linear_conv_kernel_dim": 3}
-        | _TIED,
+        "tied, biases": _RECURRENT | _EXPERTS | _SHARED | _TIED | {"attention_bias": True, "num_experts_per_tok": 1}
     },
     "lfm2_moe": {
         "no correction, biases": _LFM2
         | _LFM2_MOE
         | {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True, "routed_scaling_factor": 1.7}
-        | {"norm_eps": 0.1, "conv_L_cache": 3}
         | _UNTIED,
     },
     "gpt_oss": {
-        "a long window, yarn": _GPT_OSS
-        | _MIXED
-        | {"sliding_window": 260, "attention_bias": False}
-        | _rope(_OWN_YARN, attention_factor=1.2, truncate=False),
+        "a long window, yarn": _GPT_OSS | _MIXED | _CUT_YARN | {"sliding_window": 260, "attention_bias": False},
         "a low limit": _GPT_OSS | {"swiglu_limit": 0.5, "swiglu_alpha": 1.1, "layer_types": None} | _TIED,
     },
     "gemma4_text": {
-        "biases": _GEMMA4
-        | _layers("full", "sliding", "full")
-        | {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "attention_bias": True}
-        | {"hidden_size_per_layer_input": 28}
-        | _UNTIED,
         "of published files": _GEMMA4
         | _GEMMA4_MOE
         | _layers("sliding", "full", "full")
         | {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 120, "hidden_activation": "silu"}
-        | {"hidden_size_per_layer_input": 28},
+        | {"hidden_size_per_layer_input": 28, "attention_bias": True},
     },
 }

@@ -6,11 +6,13 @@ Sizes are no multiples of a vector's, and differ from one another, so that a mis
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from families import FILES, VARIATIONS, Fields, configuration
 from outrider.models.executions import choose_execution
+from outrider.native.engine import NativeForward
+from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 
 VOCAB = 99
@@ -58,3 +60,15 @@ def native_lm(model: PreTrainedModel, name: str = "target") -> LM:
     lm = choose_execution(LM(model, name=name, vocab_size=VOCAB, context_len=CONTEXT), "native")
     assert lm.native is not None and not lm.has_states
     return lm
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    """Tokens but 0."""
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+@torch.inference_mode()
+def native_logits(native: NativeForward, ids: Tensor) -> Tensor:
+    """Logits of texts from their beginning. [B, T, V]"""
+    cache = SlotCache.empty(native.layer_shapes, *ids.shape)
+    return native(ids, torch.arange(ids.shape[1]).expand(ids.shape), cache, ids.shape[1]).logits
