@@ -69,7 +69,7 @@ def test_llama_gives_what_is_golden(name: str, tmp_path: Path) -> None:
     """Golden logits; and greedy texts: each token is llama.cpp's choice after the same text, or its logit is as near to
     the largest as rounding is."""
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
-    from golden.make_gguf_logits import all_logits, logits_of
+    from golden.make_llama import all_logits, logits_of
 
     golden, file = torch.tensor(_GOLDEN[name]), tmp_path / "tiny.gguf"
     case = CASES.get(name)

@@ -36,9 +36,9 @@ def test_tokens_are_those_of_llama(case: str) -> None:
 @pytest.mark.parametrize("case", _CASES)
 def test_llama_gives_the_golden_tokens(case: str) -> None:
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
-    from golden.make_vocabularies import tokens_of_llama
+    from golden.make_llama import tokens_of
 
-    assert tokens_of_llama(_CASES[case]) == _want(case)
+    assert tokens_of(_CASES[case]) == _want(case)
 
 
 def test_all_ids_are_texts_again() -> None:

@@ -1,6 +1,6 @@
 """Published files of models: tokens and ends are llama.cpp's, logits those of Transformers.
 
-Transformers reads the file with code of its own; llama.cpp's answers are golden (golden/make_real.py).
+Transformers reads the file with code of its own; llama.cpp's answers are golden (golden/make_llama.py).
 """
 
 import gc
@@ -106,9 +106,9 @@ def test_distributions_are_near_those_of_llama(name: str, decoder: Decoder) -> N
 @pytest.mark.oracle
 def test_llama_gives_what_is_golden(name: str) -> None:
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
-    from golden.make_real import stated_by_llama
+    from golden.make_llama import stated_of
 
-    found, golden = stated_by_llama(FILES[name]), _GOLDEN[name]
+    found, golden = stated_of(FILES[name]), _GOLDEN[name]
     for key in ("page", "prompts", "ends"):
         assert found[key] == golden[key]
     for now, then in zip(found["top"], golden["top"], strict=True):

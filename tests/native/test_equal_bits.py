@@ -139,7 +139,7 @@ def test_any_forwards(make: Callable[[], PreTrainedModel], dtype: torch.dtype, t
             anchors, has_states = cache.anchors[slots], cache.is_recurrent
             assert bool((anchors <= torch.tensor(done)).all())
             assert not has_states or bool(((begins - anchors < STRIDE) | ~is_fed).all())
-    assert num_forwards > 30
+    assert num_forwards > 20
 
 
 # Texts

@@ -23,7 +23,7 @@ from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import cache_argument
 
-_BROKEN = [("qwen3_5_text", "plain", 1e-3), ("lfm2", "biases, untied", 1e-5)]
+_BROKEN = [("qwen3_5_text", "plain", 1e-3), ("lfm2", "biases, untied", 3e-5)]
 _KINDS = [
     *(("llama", "llama with biases, tied"), ("gemma2", "low caps"), ("gpt2", "plain")),
     *(("qwen2_moe", "plain"), ("gpt_oss", "plain"), ("gemma4_text", "plain")),
@@ -65,7 +65,7 @@ def test_caches_of_bfloat16(family: str, name: str) -> None:
 @pytest.mark.parametrize(("family", "name", "tolerance"), [*((*kind, 1e-5) for kind in _KINDS), *_BROKEN])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @torch.inference_mode()
-def test_brokendrawn(family: str, name: str, tolerance: float, bad: float) -> None:
+def test_broken_tokens(family: str, name: str, tolerance: float, bad: float) -> None:
     """Logits are NaN from there on, as those of the model's own code, in that row alone; what replaces the token finds
     the cache as if nothing had been there."""
     model = random_model(family, CASES[family][name])

@@ -107,18 +107,13 @@ def _features() -> Set[str]:
     """Features of this processor, as Linux names them."""
     try:
         lines = _PROCESSORS.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return _features_by_torch()
+    except OSError:  # the system has no list: as far as PyTorch tells
+        if platform.machine() == "arm64":  # Apple's processors all have these
+            return {"asimddp"}
+        import torch
+
+        return {"AVX512": _AVX512, "AVX2": _AVX2}.get(torch.backends.cpu.get_cpu_capability(), frozenset())
     return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
-
-
-def _features_by_torch() -> Set[str]:
-    """Features of this processor as far as PyTorch tells, where the system has no list."""
-    if platform.machine() == "arm64":  # Apple's processors all have these
-        return {"asimddp"}
-    import torch
-
-    return {"AVX512": _AVX512, "AVX2": _AVX2}.get(torch.backends.cpu.get_cpu_capability(), frozenset())
 
 
 class CompilerError(Exception):

@@ -155,7 +155,8 @@ class NarrowWeight(Tensor):
                 return self.stored.index_select(0, rows).to(self.dtype)
             width = self.blocks.width_of(self.stored.shape[1])
             wide = widen_rows(self.stored, rows, self.blocks.number, width, torch.get_num_threads())
-            return _back(wide, self.order).to(self.dtype)
+            wide = wide if self.order is None else wide.index_select(-1, self.order.argsort())
+            return wide.to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = f"stored={self.stored}, scale={self.scale}, blocks={self.blocks}, order={self.order}"
@@ -239,10 +240,8 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         return None
     num_rows = x.numel() // width
     if num_rows > _most_rows(weight):
-        if weight.blocks is None:
-            return None
-        return _by_panels(x, weight, bias)
-    rows = _order(x, weight.order).reshape(num_rows, width)
+        return None if weight.blocks is None else _by_panels(x, weight, bias)
+    rows = (x if weight.order is None else x.index_select(-1, weight.order)).reshape(num_rows, width)
     num_digits = 0 if weight.blocks is None else weight.blocks.num_digits
     result = few_row_matmul(rows, stored, form, torch.get_num_threads(), num_digits)
     if weight.scale is not None:
@@ -256,16 +255,6 @@ def _most_rows(weight: NarrowWeight) -> float:
     if weight.rounds:
         return math.inf  # no library rounds rows as it does
     return _MAX_ROWS if weight.stored.dtype == weight.dtype else _MAX_ROWS_STORED
-
-
-def _order(x: Tensor, order: Tensor | None) -> Tensor:
-    """Columns in the order in which a weight is stored. [..., I]"""
-    return x if order is None else x.index_select(-1, order)
-
-
-def _back(x: Tensor, order: Tensor | None) -> Tensor:
-    """Columns of a weight's order in their own again. [..., I]"""
-    return x if order is None else x.index_select(-1, order.argsort())
 
 
 def _by_panels(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 
@@ -37,7 +37,10 @@ class Visibility:
         layer_types = set(getattr(config, "layer_types", None) or ())
         ignored_window = None
         if not layer_types:
-            is_windowed = window is not None and _makes_windows(model)
+            # A configuration may state a window that the modelling code ignores.
+            homes = {type(module).__module__ for module in model.modules()}
+            makes_windows = any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)
+            is_windowed = window is not None and makes_windows
             layer_types = {"sliding_attention" if is_windowed else "full_attention"}
             if not is_windowed and hasattr(type(config), "sliding_window"):  # a field of its type, not a stray one
                 ignored_window = window
@@ -64,9 +67,3 @@ class Visibility:
             mask = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
             masks[layer_type] = mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None]
         return masks if len(masks) > 1 else masks[self.layer_types[0]]
-
-
-def _makes_windows(model: nn.Module) -> bool:
-    """Whether the modelling code builds sliding-window masks. A configuration may state a window that it ignores."""
-    homes = {type(module).__module__ for module in model.modules()}
-    return any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import DeviceError
-from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, Windows
+from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, windows_at
 from outrider.system.resources import available_bytes, memory_errors, size_text
 
 STRIDE = 8
@@ -249,7 +249,7 @@ class SlotCache:
         for layer in self.state_layers:
             layer.begin(is_single=is_single)
         if self._width:
-            self._plan.windows = Windows.at(positions, self._width)
+            self._plan.windows = windows_at(positions, self._width)
             lowest = positions.amax(dim=1) + 1 - (WINDOW - self._width)
             self.anchors.copy_(torch.maximum(self.anchors, lowest.to(self.anchors.device)))
 

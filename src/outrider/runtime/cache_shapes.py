@@ -75,7 +75,8 @@ class Plan:
         places: indices of its tokens in the flattened block [B * (L+1)].
         is_padding: [B, T]
         view_len: it sees the places 0 .. view_len-1.
-        windows: the places at which layers with convolution windows read and write; None without such layers.
+        windows: the places at which layers with convolution windows read and write (``windows_at``); None without such
+            layers.
         sums: if the cache is to stay finite: sums over the numbers of each token, not finite if one of them is not.
             [B, T] each
     """
@@ -84,7 +85,7 @@ class Plan:
     places: Tensor
     is_padding: Tensor
     view_len: int = 0
-    windows: Windows | None = None
+    windows: tuple[Tensor, Tensor, Tensor] | None = None
     sums: list[Tensor] | None = None
 
     def kept(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
@@ -99,37 +100,27 @@ class Plan:
         return values.nan_to_num(0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
+def windows_at(positions: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Indices at which convolution inputs are read and written, in flattened blocks [B * (R+2)].
 
-    Attributes:
-        is_fed: tokens that are not padding. [B, T]
-        seen: the W tokens before those that are fed, then these. [B, W+T]
-        written: the tokens that are fed. [B, T]
+    Args:
+        positions: positions of tokens, which follow one another in each row; -1 is padding. [B, T]
+        width: W
+
+    Returns:
+        tokens that are not padding [B, T]; the W tokens before those that are fed, then these [B, W+T]; and the tokens
+        that are fed [B, T]
     """
-
-    is_fed: Tensor
-    seen: Tensor
-    written: Tensor
-
-    @classmethod
-    def at(cls, positions: Tensor, width: int) -> Windows:
-        """
-        Args:
-            positions: positions of tokens, which follow one another in each row; -1 is padding. [B, T]
-            width: W
-        """
-        num_rows, num_columns = positions.shape
-        offsets = torch.arange(-width, num_columns, device=positions.device)
-        is_fed = positions >= 0
-        # Where left padding would begin; before the sequence in a row of padding alone.
-        begins = torch.where(is_fed, positions - offsets[width:], -num_columns).amax(dim=1, keepdim=True)
-        seen = begins + offsets
-        row_starts = torch.arange(num_rows, device=positions.device)[:, None] * (WINDOW + 2)
-        is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # each place is written once
-        return cls(
-            is_fed,
-            row_starts + torch.where(seen >= 0, seen % WINDOW, WINDOW + 1),
-            row_starts + torch.where(is_kept, positions % WINDOW, WINDOW),
-        )
+    num_rows, num_columns = positions.shape
+    offsets = torch.arange(-width, num_columns, device=positions.device)
+    is_fed = positions >= 0
+    # Where left padding would begin; before the sequence in a row of padding alone.
+    begins = torch.where(is_fed, positions - offsets[width:], -num_columns).amax(dim=1, keepdim=True)
+    seen = begins + offsets
+    row_starts = torch.arange(num_rows, device=positions.device)[:, None] * (WINDOW + 2)
+    is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # each place is written once
+    return (
+        is_fed,
+        row_starts + torch.where(seen >= 0, seen % WINDOW, WINDOW + 1),
+        row_starts + torch.where(is_kept, positions % WINDOW, WINDOW),
+    )

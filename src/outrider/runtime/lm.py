@@ -25,7 +25,7 @@ from outrider.errors import OptionError
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW, LayerShape
-from outrider.runtime.execution import EagerExecution, Native, Step
+from outrider.runtime.execution import EagerExecution, Step
 from outrider.runtime.modules import cache_argument, find_mixers, recorded_states, token_by_token, with_finite_numbers
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.vocabulary import UNKNOWN, spread
@@ -54,7 +54,7 @@ class LM:
         least_columns: minimum width of a forward of a model with states: 2 if a single token gets other logits than
             the same token among several.
         is_stepped: call layers with states token by token, since they can continue from a state by one token only.
-        native: runs the forwards in place of the model's own code; None for the model.
+        native: runs the forwards in place of the model's own code (native/engine.py); None for the model.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LM:
             self.layer_shapes = tuple(layer_shapes)
         self.least_columns = 1
         self.is_stepped = False
-        self.native: Native | None = None
+        self.native: Any | None = None
 
     @property
     def model(self) -> Any:
@@ -296,15 +296,8 @@ class LM:
         num_logits: int = 1,
         keeps_finite: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run the model on these tokens.
-
-        Args:
-            columns: whose logits are wanted; None for all. [B, T]
-            num_logits: the last ones of those, 0 for all.
-
-        Returns:
-            logits [B, T, V]; and hidden states of all columns, by the index of the feature
-        """
+        """Logits of the last ``num_logits`` (0 for all) of ``columns`` (None for all, [B, T]); and hidden states of all
+        columns, by the index of the feature."""
         if self.unknown_ids:
             ids = ids.clamp_max(len(self.weights.get_input_embeddings().weight) - 1)
         if self.own_ids:
@@ -353,12 +346,8 @@ class LM:
         return self._finished(output.logits, cache.find_broken(), wanted), states
 
     def _finished(self, logits: Tensor, broken: Tensor | None, wanted: Tensor | None) -> Tensor:
-        """Logits of the tokens of ``vocab_size``, or of ``token_ids``, NaN from a broken token on. [B, N, V]
-
-        Args:
-            broken: tokens with a number that is not finite; None if there are none, or if nobody looked. [B, T]
-            wanted: their columns whose logits these are; None for the last ones. [B, N]
-        """
+        """Logits of the tokens of ``vocab_size``, or of ``token_ids``, NaN from a broken token ([B, T]) on. They are
+        those of the columns ``wanted`` [B, N], None for the last ones. [B, N, V]"""
         if self.own_ids and self.token_ids is None:
             own = self._own.to(logits.device)
             logits = logits.index_select(-1, own.clamp_min(0)).masked_fill(own < 0, UNKNOWN)
@@ -437,15 +426,9 @@ class LM:
         run: Callable[..., tuple[Tensor, ...]],
         features: Sequence[int] = (),
     ) -> list[tuple[Tensor, ...]]:
-        """Run forwards from the anchors over multiples of STRIDE, and keep their states.
-
-        Args:
-            most: maximum width of a forward; STRIDE if it is less.
-
-        Returns:
-            Positions and hidden states of the tokens fed, forward by forward, if ``features`` are wanted. Then the last
-            tokens are fed, too, without keeping their states.
-        """
+        """Run forwards from the anchors over multiples of STRIDE, at most as wide as ``most`` or STRIDE, and keep their
+        states. With ``features``, return positions and hidden states of the tokens fed, forward by forward; then the
+        last tokens are fed, too, without keeping their states."""
         lengths = lengths.to(self.device)
         found: list[tuple[Tensor, ...]] = []
         while True:
@@ -472,14 +455,8 @@ class LM:
 def _advance_step(
     lm: LM, width: int, view_len: int, features: tuple[int, ...], is_kept: bool, cache: SlotCache, lengths: Tensor
 ) -> tuple[Tensor, ...]:
-    """Feed tokens from the anchors on.
-
-    Args:
-        is_kept: feed rows that are ``width`` or more tokens behind, and keep their states; else feed all rows.
-
-    Returns:
-        positions of the tokens fed, -1 for padding [B, W], and the hidden states of ``features`` if any [B, W, F]
-    """
+    """Feed tokens from the anchors on: ``is_kept`` of rows that are ``width`` or more tokens behind, whose states are
+    kept; else of all rows. -> positions of the tokens fed, -1 for padding [B, W], and any hidden states [B, W, F]"""
     lasts = torch.minimum(cache.anchors + width, lengths) - 1
     if is_kept:
         lasts = torch.where(lengths - cache.anchors >= width, lasts, -1)
@@ -493,14 +470,8 @@ def _advance_step(
 
 
 def _by_position(found: Sequence[tuple[Tensor, ...]], starts: Tensor, num_columns: int) -> Tensor | None:
-    """Hidden states of the tokens from the column ``starts`` on.
-
-    Args:
-        found: positions [B, W] and hidden states [B, W, F] of several forwards.
-
-    Returns:
-        [B, num_columns, F]; None if nothing was fed.
-    """
+    """Hidden states of the tokens from the column ``starts`` on, of several forwards with positions [B, W] and states
+    [B, W, F]. [B, num_columns, F]; None if nothing was fed."""
     if not found:
         return None
     results = found[0][1].new_zeros(len(starts), num_columns + 1, found[0][1].shape[-1])

@@ -59,7 +59,12 @@ def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPr
         raise PromptError(f"{lm.name} ({model.config.model_type}) takes no images: give text")
     if any(shape.states for shape in lm.layer_shapes):
         raise PromptError(f"{lm.name} ({model.config.model_type}) keeps states, which images are not supported with")
-    given = {name: _placed(value, lm) for name, value in inputs.items()}
+    given = {
+        name: value.to(lm.device, lm.dtype if value.is_floating_point() else None)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in inputs.items()
+    }
     fed = torch.tensor([list(ids)], device=lm.device)
     arguments: dict[str, Any] = {}
     me = threading.get_ident()
@@ -106,12 +111,6 @@ def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPr
         raise PromptError(f"{lm.name} passes {unknown[0]!r} to its decoder for images, which is not supported here")
     visible = _visible(lm, arguments.get("attention_mask"), len(ids))
     return MediaPrompt(arguments["inputs_embeds"], position_ids, offset, visible, more)
-
-
-def _placed(value: Any, lm: LM) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(lm.device, lm.dtype) if value.is_floating_point() else value.to(lm.device)
 
 
 def _visible(lm: LM, masks: Any, num_tokens: int) -> dict[str, Tensor]:

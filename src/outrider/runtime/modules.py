@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,26 +29,21 @@ def recorded_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, T
     """Record the inputs of decoder layers in a dictionary while the model runs. The hooks exist for this run only, and
     are traced and captured with it."""
     states: dict[int, Tensor] = {}
-    hooks = []
 
     def keep(index: int, output: Any) -> None:
         states[index] = output[0] if isinstance(output, tuple) else output
 
-    if features:
-        decoder = model.get_decoder()
+    with ExitStack() as hooks:
         for i in set(features):
+            layers = model.get_decoder().layers
             if i == 0:
-                hook = decoder.layers[0].register_forward_pre_hook(
+                hook = layers[0].register_forward_pre_hook(
                     lambda _, args, kwargs: keep(0, args[0] if args else kwargs["hidden_states"]), with_kwargs=True
                 )
             else:
-                hook = decoder.layers[i - 1].register_forward_hook(lambda _, args, output, i=i: keep(i, output))
-            hooks.append(hook)
-    try:
+                hook = layers[i - 1].register_forward_hook(lambda _, args, output, i=i: keep(i, output))
+            hooks.enter_context(hook)
         yield states
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -60,7 +55,6 @@ def find_mixers(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Mod
     """
     running: list[nn.Module] = []
     found: list[nn.Module] = []
-    hooks = []
 
     def note(update: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         if running[-1] not in found:
@@ -70,19 +64,14 @@ def find_mixers(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Mod
     def leave(*_: Any) -> None:
         running.pop()
 
-    for module in model.modules():
-        hooks += [
-            module.register_forward_pre_hook(lambda module, _: running.append(module)),
-            module.register_forward_hook(leave),
-        ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(lambda module, _: running.append(module)))
+            hooks.enter_context(module.register_forward_hook(leave))
         for layer in layers:
             layer.update_conv_state = partial(note, layer.update_conv_state)
             layer.update_recurrent_state = partial(note, layer.update_recurrent_state)
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -128,18 +117,14 @@ def with_finite_numbers(
     def after(_: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
         return of_tokens(result)
 
-    hooks = []
-    for mixer in mixers:
-        hooks.append(mixer.register_forward_pre_hook(before, with_kwargs=True))
-        for part in mixer.modules():
-            # Convolutions return [B, C, T].
-            if part is not mixer and not any(part.children()) and not isinstance(part, nn.Conv1d):
-                hooks.append(part.register_forward_hook(after))
-    try:
+    with ExitStack() as hooks:
+        for mixer in mixers:
+            hooks.enter_context(mixer.register_forward_pre_hook(before, with_kwargs=True))
+            for part in mixer.modules():
+                # Convolutions return [B, C, T].
+                if part is not mixer and not any(part.children()) and not isinstance(part, nn.Conv1d):
+                    hooks.enter_context(part.register_forward_hook(after))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 _CHOSEN = ("dynamic", "longrope")

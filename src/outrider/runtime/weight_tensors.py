@@ -13,6 +13,7 @@ import mmap
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -34,8 +35,10 @@ class Room:
     """
 
     def __init__(self, sizes: Iterable[int]) -> None:
-        total = sum(map(_aligned, sizes))
-        self.is_huge = total >= _PAGE_BYTES and _are_there()
+        total, self.is_huge = sum(map(_aligned, sizes)), False
+        with suppress(OSError):
+            self.is_huge = hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _SETTING.read_text()
+        self.is_huge &= total >= _PAGE_BYTES
         if self.is_huge:
             try:
                 self._memory = mmap.mmap(-1, total + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -56,13 +59,6 @@ class Room:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-
-
-def _are_there() -> bool:
-    try:
-        return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _SETTING.read_text()
-    except OSError:
-        return False
 
 
 @torch.no_grad()

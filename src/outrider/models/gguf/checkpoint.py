@@ -174,16 +174,8 @@ class Source:
 
 
 def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> dict[str, Source]:
-    """Sources of all parameters of a model, by name; of shared ones, under one of their names.
-
-    Args:
-        bare: the skeleton of the model.
-        name: for errors.
-
-    Raises:
-        UnsupportedModel: a tensor of the file has no place in the model.
-        ModelCorrupt: a parameter is missing, or has another shape.
-    """
+    """Sources of all parameters of a model by name; of shared ones, under one of their names. Raises UnsupportedModel
+    for a tensor without a place in the model, ModelCorrupt for a parameter that is missing or has another shape."""
     parameters = bare.state_dict(keep_vars=True)
     parts: dict[str, list[str]] = {}
     changes: dict[str, Callable[[Tensor], Tensor]] = {}

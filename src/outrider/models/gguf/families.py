@@ -14,11 +14,10 @@ from outrider.models.gguf.decoders import DECODERS
 from outrider.models.gguf.family import Family, place_of
 from outrider.models.gguf.file import GgufFile
 from outrider.models.gguf.gemmas import GEMMAS
-from outrider.models.gguf.granite import GRANITES
 from outrider.models.gguf.hybrids import HYBRIDS
 from outrider.models.gguf.keys import Stated
 
-FAMILIES = DECODERS | GEMMAS | GRANITES | HYBRIDS
+FAMILIES = DECODERS | GEMMAS | HYBRIDS
 _LOG = logging.getLogger(__name__)
 _OF_IMAGES = ("v.", "a.", "mm.")  # beginnings of tensors that Ollama has in the file of a model
 

@@ -140,21 +140,13 @@ def _splitter(stated: Mapping[str, Any], name: str) -> Splitter:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The vocabulary of a file.
+    """The vocabulary of a file."""
 
-    Attributes:
-        name: of the model, for messages.
-        stated: values by their keys, without the beginning that all have.
-        texts: of all tokens, by their ids.
-        ids: of all tokens, by their texts.
-        is_phi3: whether the model is called so.
-    """
-
-    name: str
-    stated: Mapping[str, Any]
+    name: str  # of the model, for messages
+    stated: Mapping[str, Any]  # by keys without their common beginning
     splitter: Splitter
-    texts: list[str]
-    ids: dict[str, int]
+    texts: list[str]  # by ids
+    ids: dict[str, int]  # by texts
     is_phi3: bool
 
     def text_of(self, role: str) -> str | None:
