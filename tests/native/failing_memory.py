@@ -57,8 +57,7 @@ def verdict() -> Tensor:
     return rows.verify(1, draft, (torch.full((1, 7), 0.5, dtype=torch.float64), 7, None, None)).drafted_probs
 
 
-@torch.inference_mode()
-def main() -> None:
+with torch.inference_mode():
     torch.set_num_threads(2)
     for family, name in _CASES:
         native = NativeForward(random_model(family, CASES[family][name]))
@@ -77,6 +76,3 @@ def main() -> None:
     except MemoryError:
         kernels.outrider_candidates.number = -1
     check(kernels.outrider_verify, MemoryError, verdict, 2)
-
-
-main()

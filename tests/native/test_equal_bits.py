@@ -24,7 +24,6 @@ from native_cases import CASES, VOCAB, random_model
 from native_weights import model_in
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import STRIDE, SlotCache
-from pairs import embedded
 from real_files import FILES, NAMES, PROMPTS
 
 _IN_BLOCKS = {"in_proj_qkv": "Q4_1", "in_proj_z": "Q8_0", "_proj": "Q4_0", "embed_tokens": "Q8_0"}
@@ -142,31 +141,14 @@ def test_any_forwards(make: Callable[[], PreTrainedModel], dtype: torch.dtype, t
     assert num_forwards > 20
 
 
-# Texts
-
-_GREEDY: dict[str, Any] = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
-
-
-def test_a_greedy_text_with_a_draft() -> None:
-    """Of the embedded pair, alone and together."""
-    decoder = embedded()
-    assert decoder.target.execution.name == "native"
-    prompts = ["Once upon a time", "The old man"]
-    plain = [decoder.plain().generate([prompt], **_GREEDY)[0] for prompt in prompts]
-    alone = [decoder.generate([prompt], num_draft_tokens=4, **_GREEDY)[0] for prompt in prompts]
-    for drafted in (alone, decoder.generate(prompts, num_draft_tokens=7, **_GREEDY)):
-        assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
-        assert [one.text for one in drafted] == [one.text for one in plain]
-        assert all(one.stats.num_accepted_draft_tokens for one in drafted)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_greedy_text_of_a_published_file(name: str) -> None:
     """With drafts from the text itself."""
+    greedy: dict[str, Any] = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
     plain, drafted = outrider.load(FILES[name]), outrider.load(FILES[name], "suffix")
     prompts = [*PROMPTS[:3], "1, 2, 3, 1, 2, 3, 1, 2,"]
-    texts = [one.generate(prompts, **_GREEDY) for one in (plain, drafted)]
+    texts = [one.generate(prompts, **greedy) for one in (plain, drafted)]
     assert [one.token_ids for one in texts[0]] == [one.token_ids for one in texts[1]]
     assert [one.text for one in texts[0]] == [one.text for one in texts[1]]
     assert any(one.stats.num_accepted_draft_tokens for one in texts[1])

@@ -97,40 +97,36 @@ def test_broken_tokens(family: str, name: str, tolerance: float, bad: float) -> 
     assert torch.equal(lm.forward(clean[:, 6:], places[:, 6:], cache, 20), found[1][1])
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+@torch.inference_mode()
+def test_other_vocabularies_and_prefill() -> None:
+    """All that an LM adds to its model."""
+    model, ids = random_model("qwen3", CASES["qwen3"]["windows"]), drawn(2, 30) % 50
+    starts, ends, places = torch.tensor([0, 3]), torch.tensor([26, 9]), torch.arange(4)
+    for change in (
         lambda lm: lm,
         lambda lm: lm.with_vocabulary(VOCAB - 5, ()),
         lambda lm: lm.with_vocabulary(VOCAB + 3, (7, VOCAB, VOCAB + 1, VOCAB + 2)),
-        lambda lm: lm.withdrawn((5, -1, 4, 3, *range(6, 60))),
-    ],
-)
-@torch.inference_mode()
-def test_other_vocabularies_and_prefill(change: Callable[[LM], LM]) -> None:
-    """All that an LM adds to its model."""
-    model, found = random_model("qwen3", CASES["qwen3"]["windows"]), []
-    ids = torch.randint(50, (2, 30), generator=torch.Generator().manual_seed(0))
-    starts, ends, places = torch.tensor([0, 3]), torch.tensor([26, 9]), torch.arange(4)
-    for is_native in (False, True):
-        lm = change(_lm(model, is_native=is_native))
-        cache = SlotCache.empty(lm.layer_shapes, 2, 40)
-        cache.copy(0, 1, 3)
-        states = lm.prefill(ids, starts, ends, cache, latest=26, num_columns=26, features=(1, 3))
-        assert states is not None
-        given = ids[:, 26:], ends[:, None] + places, cache, 40, (0, 2)
-        logits, features = lm.forward_with_features(*given, num_logits=3)
-        assert logits.shape == (2, 3, lm.vocab_size) and features is not None
-        found.append((logits, features, states[0], states[1, :6]))
-    for got, want in zip(*reversed(found), strict=True):
-        torch.testing.assert_close(got, want, rtol=0.0, atol=2e-5)
+        lambda lm: lm.with_tokens((5, -1, 4, 3, *range(6, 60))),
+    ):
+        found = []
+        for is_native in (False, True):
+            lm = change(_lm(model, is_native=is_native))
+            cache = SlotCache.empty(lm.layer_shapes, 2, 40)
+            cache.copy(0, 1, 3)
+            states = lm.prefill(ids, starts, ends, cache, latest=26, num_columns=26, features=(1, 3))
+            assert states is not None
+            given = ids[:, 26:], ends[:, None] + places, cache, 40, (0, 2)
+            logits, features = lm.forward_with_features(*given, num_logits=3)
+            assert logits.shape == (2, 3, lm.vocab_size) and features is not None
+            found.append((logits, features, states[0], states[1, :6]))
+        for got, want in zip(*reversed(found), strict=True):
+            torch.testing.assert_close(got, want, rtol=0.0, atol=2e-5)
 
 
 @torch.inference_mode()
 def test_positions_that_are_not_places() -> None:
     """As after an image: later tokens of a row are further on, or back."""
-    model = random_model("llama", {})
-    ids, places, found = drawn(2, 20), torch.arange(20).expand(2, 20), []
+    model, ids, places, found = random_model("llama", {}), drawn(2, 20), torch.arange(20).expand(2, 20), []
     for is_native in (False, True):
         lm = _lm(model, is_native=is_native)
         first, *others = lm.layer_shapes
@@ -143,34 +139,43 @@ def test_positions_that_are_not_places() -> None:
 
 
 @torch.inference_mode()
-def test_ids_and_places_that_are_not_there() -> None:
-    """An error, before anything is written."""
+def test_arguments_that_the_library_would_misread() -> None:
+    """Typed errors, before anything is written, also without assertions: before, memory of others was read or written.
+    Ids and places may be out of range; and nothing but padding is fed."""
     native = NativeForward(random_model("gpt2", {}, max_position_embeddings=30))
     ids, places = drawn(2, 4), torch.arange(4).expand(2, 4).clone()
     cache, longer = (SlotCache.empty(native.layer_shapes, 2, capacity) for capacity in (20, 40))
-    for at, bad_id, bad_place, where in (
-        (0, VOCAB, 0, cache),
-        (1, -1, 1, cache),
-        (3, 5, 20, cache),
-        (3, 5, 30, longer),
-    ):
+    for at, bad_id, place, where in ((0, VOCAB, 0, cache), (1, -1, 1, cache), (3, 5, 20, cache), (3, 5, 30, longer)):
         bad_ids, bad_places = ids.clone(), places.clone()
-        bad_ids[1, at], bad_places[1, at] = bad_id, bad_place
+        bad_ids[1, at], bad_places[1, at] = bad_id, place
         with pytest.raises(IndexError, match="a token id or a position is out of range"):
             native(bad_ids, bad_places, where, 20)
         assert not any(store.any() for store in where.storage)
+    halves = [replace(shape, dtype=torch.float16) for shape in native.layer_shapes]
+    wider = [replace(shape, key_dim=16) for shape in native.layer_shapes]
+    more = torch.zeros(3, 4, dtype=torch.long)
+    for wrong in (
+        (ids.int(), places, cache),
+        (ids, places[:, :2], cache),
+        (more, more, cache),
+        (ids, places, SlotCache.empty(halves, 2, 20)),
+        (ids, places, SlotCache.empty(wider, 2, 20)),
+        (ids, places, SlotCache.empty(native.layer_shapes[:1], 2, 20)),
+    ):
+        with pytest.raises(TypeError, match="the native library takes"):
+            native(*wrong, 20)
+    with pytest.raises(TypeError, match="states for a head"):
+        native(ids, places, cache, 20, states=torch.zeros(2, 4, native.width))
+    with pytest.raises(TypeError, match="no more logits than columns"):
+        native(ids, places, cache, 20, num_logits=5)
     places[1, 3] = 19
     native(ids, places, cache, 20)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3_5_text", "lfm2"])
-@torch.inference_mode()
-def test_nothing_but_padding(family: str) -> None:
-    native = NativeForward(random_model(family, next(iter(CASES[family].values()))))
-    cache = SlotCache.empty(native.layer_shapes, 2, 20)
-    found = native(drawn(2, 3), torch.full((2, 3), -1), cache, 20, features=(0, 3), keeps_finite=True)
-    assert found.features is not None and found.broken is not None
-    assert not any(one.any() for one in (found.logits, found.features, found.broken, *cache.storage))
+    for family in ("llama", "qwen3_5_text", "lfm2"):
+        native = NativeForward(random_model(family, CASES[family]["plain"]))
+        cache = SlotCache.empty(native.layer_shapes, 2, 20)
+        found = native(drawn(2, 3), torch.full((2, 3), -1), cache, 20, features=(0, 3), keeps_finite=True)
+        assert found.features is not None and found.broken is not None
+        assert not any(one.any() for one in (found.logits, found.features, found.broken, *cache.storage))
 
 
 # What is refused
@@ -257,28 +262,3 @@ def test_a_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
     lm.num_shares = 2  # of a model that several processes share
     with pytest.raises(OptionError, match="in 2 shares"):
         choose_execution(lm, "native")
-
-
-def test_arguments_that_the_library_would_misread() -> None:
-    """Typed errors, also without assertions: before, memory of others was read or written."""
-    forward = NativeForward(random_model("llama", {}))
-    cache = SlotCache.empty(forward.layer_shapes, 2, 8)
-    ids, places = torch.zeros(2, 3, dtype=torch.long), torch.arange(3).expand(2, 3)
-    forward(ids, places, cache, 8)
-    halves = [replace(shape, dtype=torch.float16) for shape in forward.layer_shapes]
-    wider = [replace(shape, key_dim=16) for shape in forward.layer_shapes]
-    more = torch.zeros(3, 3, dtype=torch.long)
-    for wrong in (
-        (ids.int(), places, cache),
-        (ids, places[:, :2], cache),
-        (more, more, cache),
-        (ids, places, SlotCache.empty(halves, 2, 8)),
-        (ids, places, SlotCache.empty(wider, 2, 8)),
-        (ids, places, SlotCache.empty(forward.layer_shapes[:1], 2, 8)),
-    ):
-        with pytest.raises(TypeError, match="the native library takes"):
-            forward(*wrong, 8)
-    with pytest.raises(TypeError, match="states for a head"):
-        forward(ids, places, cache, 8, states=torch.zeros(2, 3, forward.width))
-    with pytest.raises(TypeError, match="no more logits than columns"):
-        forward(ids, places, cache, 8, num_logits=4)

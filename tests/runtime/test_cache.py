@@ -161,18 +161,6 @@ def test_a_cache_is_freed_when_it_is_let_go() -> None:
         gc.enable()
 
 
-def test_padding_writes_to_no_place_in_view() -> None:
-    """Columns at position -1 change nothing that is ever seen, in any row."""
-    lm = as_lm(tiny_llama())
-    ids, cache = _random_ids(2, 10), lm.new_cache(2, 10)
-    _forward_ragged(lm, ids, cache, torch.tensor([0, 0]), torch.tensor([10, 10]))
-    before = [layer.keys[:, :-1].clone() for layer in cache.argument.layers]
-    positions = torch.tensor([[-1, -1, -1], [-1, -1, 4]])
-    lm.forward(ids[:, 2:5], positions, cache, 10)
-    for layer, keys in zip(cache.argument.layers, before, strict=True):
-        torch.testing.assert_close(layer.keys[:, :-1], keys, rtol=0.0, atol=1e-12)
-
-
 @pytest.mark.parametrize("chunk", [5, 512])
 def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From ragged starts to ragged ends, whatever the chunk; a row with nothing to do stays as it is."""

@@ -333,11 +333,10 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
     },
     "mistral": {
         "a window": {"sliding_window": 7} | _WIDE | _TIED | _MIXED,  # layers that it does not read
-        "a window beyond a part": {"sliding_window": 260},
     },
     "qwen2": {
         "windows": _SLIDING | _TIED | {"max_window_layers": 1},
-        "stated layers": _SLIDING | _MIXED | _rope(_YARN) | {"sliding_window": 130},
+        "stated layers": _SLIDING | _MIXED | {"sliding_window": 260},
     },
     "qwen3": {"windows": _SLIDING | {"max_window_layers": 2, "attention_bias": True, "rms_norm_eps": 0.1}},
     "smollm3": {
@@ -354,8 +353,7 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
     "glm4": {"turned": _WIDE | _TIED | _rope(partial_rotary_factor=1.0) | {"attention_bias": False}},
     "gemma": {
         "untied, biases": _UNTIED | {"head_dim": 10, "attention_bias": True, "hidden_act": "relu"},
-        "of published files": {"head_dim": 10, "hidden_act": "gelu"},  # it means gelu_pytorch_tanh
-        "two activations": {"head_dim": 10, "hidden_act": "silu", "hidden_activation": "relu"},
+        "of published files": {"hidden_act": "gelu", "hidden_activation": "relu"},  # it means gelu_pytorch_tanh
     },
     "gemma2": {
         "low caps": _GEMMA2_MIXED | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0},
@@ -367,7 +365,6 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
     "gemma3_text": {
         "biases": _GEMMA2_MIXED | _ropes(_LINEAR | {"rope_theta": 9000.0}, _DEFAULT) | {"attention_bias": True},
         "of published files": {"layer_types": None, "sliding_window_pattern": 2, "hidden_activation": "silu"},
-        "one kind": _GEMMA2_MIXED | _layers("full", "full", "full"),
     },
     "qwen3_5_text": {
         "a state for each": _RECURRENT | _UNTIED | {"attention_bias": True},
@@ -437,8 +434,7 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
     },
     "qwen3_moe": {
         "dense layers": _EXPERTS | {"mlp_only_layers": [0], "num_experts_per_tok": 1, "attention_bias": True},
-        "every second": _EXPERTS | {"decoder_sparse_step": 2, "hidden_act": "gelu", "num_local_experts": 3},
-        "a window": _EXPERTS | _SLIDING | _TIED,
+        "a window, every second": _EXPERTS | _SLIDING | {"decoder_sparse_step": 2, "num_local_experts": 3},
     },
     "qwen2_moe": {
         "plain": _EXPERTS | _SHARED,

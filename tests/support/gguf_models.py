@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from families import FILES, SIZES, Case, Fields, configuration
 from ggml_blocks import block_bytes
@@ -221,25 +222,13 @@ def _rope_keys(rope: Any, config: Any, keys: Fields) -> Fields:
 
 
 def _factors(config: Any) -> Any | None:
-    """Divisors of the frequencies by Llama 3's rule, as converters compute them (``generate_extra_tensors``)."""
+    """Divisors of the frequencies by Llama 3's rule, as converters write them."""
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type") != "llama3":
         return None
-    dim = config.head_dim
-    frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
-    original, low, high = (
-        rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    )
-    factors = []
-    for length in 2 * np.pi / frequencies:
-        if length < original / high:
-            factors.append(1.0)
-        elif length > original / low:
-            factors.append(rope["factor"])
-        else:
-            smooth = (original / length - low) / (high - low)
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(factors, np.float32)
+    usual = 1.0 / rope["rope_theta"] ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return (usual / frequencies.numpy()).astype(np.float32)
 
 
 # Weights

@@ -78,20 +78,8 @@ def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_d
 
 
 def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
-    """Numbers of some rows of a matrix in blocks.
-
-    Args:
-        matrix: bytes, interleaved. [O, bytes of a row]
-        rows: int64 [N]
-        form: of the blocks (blocks.py).
-        width: I, numbers of a row.
-
-    Returns:
-        float32. [N, I]
-
-    Raises:
-        IndexError: a row is not there.
-    """
+    """Numbers of some rows (int64 [N]) of a matrix in blocks of a form (blocks.py), which is bytes, interleaved [O,
+    bytes of a row], for I numbers of a row. float32 [N, I]. Raises IndexError: a row is not there."""
     kernel, stored, places = library(), matrix.cpu().contiguous(), rows.cpu().contiguous()
     assert kernel is not None
     check(stored.dtype == torch.uint8 and places.dtype == torch.int64, "bytes, and rows in int64")
@@ -238,12 +226,8 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def is_done(status: int) -> bool:
-    """Whether a function of the library is done; else a row was out of range (status.h).
-
-    Raises:
-        MemoryError
-        RuntimeError: memory ran out halfway, and the states of sequences are lost.
-    """
+    """Whether a function of the library is done; else a row was out of range (status.h). Raises MemoryError; or
+    RuntimeError if memory ran out halfway, so that the states of sequences are lost."""
     if status == _NO_MEMORY:
         raise MemoryError
     if status == _LOST:

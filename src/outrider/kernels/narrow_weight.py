@@ -33,15 +33,11 @@ _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """Matrices of experts in one tensor.
+    """Matrices of experts in one tensor."""
 
-    Attributes:
-        number: E
-        num_parts: None for a tensor [E, O, I]. Else its matrices are transposed [E, I, O], and each has so many parts
-            whose columns alternate.
-    """
-
-    number: int
+    number: int  # E
+    # None for a tensor [E, O, I]. Else its matrices are transposed [E, I, O], and each has so many parts whose columns
+    # alternate:
     num_parts: int | None = None
 
     def tensor(self, rows: Tensor) -> Tensor:
@@ -110,12 +106,8 @@ class NarrowWeight(Tensor):
         empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
         experts: ExpertLayout | None = None,
     ) -> NarrowWeight:
-        """Matrix of float32 in blocks of this form.
-
-        Args:
-            rows: blocks as checkpoints have them. uint8 [O, bytes of a row]
-            empty_like: makes the tensor that they are interleaved to.
-        """
+        """Matrix of float32 in blocks of this form, as checkpoints have them (uint8 [O, bytes of a row]), interleaved
+        to a tensor that ``empty_like`` makes."""
         rows = rows.contiguous()
         width, num_threads = form.width_of(rows.shape[1]), torch.get_num_threads()
         stored = interleave(rows, form.number, width, num_threads, empty_like(rows))
@@ -127,14 +119,7 @@ class NarrowWeight(Tensor):
         return self.blocks is not None and self.blocks.num_digits > 0
 
     def stored_rows(self, rows: Tensor) -> Tensor:
-        """Some of its rows as checkpoints have them. Only for weights in blocks.
-
-        Args:
-            rows: int64 [N]
-
-        Returns:
-            uint8 [N, bytes of a row]
-        """
+        """Rows [N] (int64) of a matrix in blocks, as checkpoints have them. uint8 [N, bytes of a row]"""
         assert self.blocks is not None
         return separate(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
 

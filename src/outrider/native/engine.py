@@ -44,14 +44,8 @@ class NativeForward:
 
     @memory_errors()
     def __init__(self, model: Any, plan: Plan | None = None) -> None:
-        """
-        Args:
-            model: module of Transformers, in float32; a stand-in for one; or a head.
-            plan: of a head; None for the plan of the model's configuration.
-
-        Raises:
-            NotPlanned: its family, its configuration or the form of its weights is not known here.
-        """
+        """Take a module of Transformers, in float32, a stand-in for one, or a head with its plan. Raises NotPlanned:
+        its family, its configuration or the form of its weights is not known here."""
         kernels = library()
         if kernels is None:
             raise NotPlanned("the native library cannot be compiled here")

@@ -15,19 +15,12 @@ _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Kinds of attention in a model.
+    """Kinds of attention in a model."""
 
-    Attributes:
-        layer_types: the types of the model's attention layers.
-        window: number of tokens that a token sees in sliding attention, itself included.
-        chunk: size of the chunks in chunked attention, where a token sees its own chunk up to itself.
-        ignored_window: a window that the configuration states and the modelling code does not apply.
-    """
-
-    layer_types: tuple[str, ...]
-    window: int | None
-    chunk: int | None
-    ignored_window: int | None = None
+    layer_types: tuple[str, ...]  # the types of the model's attention layers
+    window: int | None  # number of tokens that a token sees in sliding attention, itself included
+    chunk: int | None  # size of the chunks in chunked attention, where a token sees its own chunk up to itself
+    ignored_window: int | None = None  # a window that the configuration states and the modelling code does not apply
 
     @classmethod
     def of(cls, model: Any) -> Visibility:

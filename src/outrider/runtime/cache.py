@@ -128,11 +128,8 @@ class SlotCache:
 
     @classmethod
     def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int, *, is_sparse: bool = False) -> SlotCache:
-        """Allocate an empty cache.
-
-        Args:
-            is_sparse: little of it will be used: where possible, places take memory when they are written to.
-        """
+        """Allocate an empty cache. Of a sparse one little will be used: where possible, places take memory when they
+        are written to."""
         # Zeros, since 0 * value of a masked place must not be NaN.
         zeros = _sparse_zeros if is_sparse else torch.zeros
         storage = [
@@ -313,11 +310,8 @@ class SlotCache:
         return max(least, self._most_behind)
 
     def from_anchors(self, lasts: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Start a forward that feeds the stored tokens from the anchors up to a position, -1 for none. [B]
-
-        Returns:
-            ids and positions, -1 for padding [B, W]
-        """
+        """Start a forward that feeds the stored tokens from the anchors up to a position [B], -1 for none. -> their ids
+        and positions, -1 for padding [B, W]"""
         self._reached = self.anchors + width
         self._is_full = lasts + 1 == self._reached
         positions = self.anchors[:, None] + torch.arange(width, device=lasts.device)
@@ -326,10 +320,7 @@ class SlotCache:
 
     def settle(self, num_committed: Tensor) -> None:
         """Keep the states of the last forward in rows where all tokens that it consumed are committed.
-
-        Args:
-            num_committed: tokens of each row that were fed and are committed. [B]
-        """
+        ``num_committed`` tokens of each row were fed and are. [B]"""
         if not self.has_states:
             return
         is_kept = self._is_full & (self._reached <= num_committed.to(self._reached.device))

@@ -129,12 +129,8 @@ class StateLayer(LinearAttentionLayer):
         self.begin(is_single=False)
 
     def begin(self, *, is_single: bool) -> None:
-        """Start a forward.
-
-        Args:
-            is_single: layers get one token per row at a time. Then the modelling code writes into the states that it
-                is given, so it gets copies.
-        """
+        """Start a forward. If layers get a single token per row at a time, the modelling code writes into the states
+        that it is given, so it gets copies."""
         found = {key: store.clone() if is_single else store for key, store in self._stores.items()}
         self._new = dict(found) if is_single else {}
         for (kind, index), state in found.items():

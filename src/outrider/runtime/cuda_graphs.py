@@ -146,24 +146,17 @@ class CapturedExecution(EagerExecution):
 @dataclass(frozen=True, slots=True)
 class Call:
     """A step with its arguments, taken apart: a graph knows tensors by their addresses, so that it must find them in
-    arguments of any form.
-
-    Attributes:
-        tensors: the tensors in the arguments, in order, contiguous.
-        stores: the storage of the caches in them.
-        states: those of ``stores`` that the step reads and then overwrites: running it twice on them changes the
-            result.
-        form: all else that a program depends on.
-    """
+    arguments of any form."""
 
     step: Step
     lm: Any
     static: tuple[Any, ...]
     arguments: tuple[Any, ...]
-    tensors: list[Tensor] = field(default_factory=list)
-    stores: list[Tensor] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)  # the tensors in the arguments, in order, contiguous
+    stores: list[Tensor] = field(default_factory=list)  # the storage of the caches in them
+    # Those of ``stores`` that the step reads and then overwrites: running it twice on them changes the result:
     states: list[Tensor] = field(default_factory=list)
-    form: list[Any] = field(default_factory=list)
+    form: list[Any] = field(default_factory=list)  # all else that a program depends on
 
     def __post_init__(self) -> None:
         self._take_apart(self.arguments)
@@ -234,11 +227,7 @@ class _Program:
 def _captured(
     inputs: list[Tensor], call: Callable[[], tuple[Tensor, ...]], alive: tuple[Any, ...], side: Any
 ) -> _Program:
-    """Capture a step on the current device.
-
-    Args:
-        alive: owners of tensors that the graph knows by address.
-    """
+    """Capture a step on the current device. The graph knows tensors of ``alive`` by address."""
     side.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(side):

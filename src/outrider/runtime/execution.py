@@ -11,11 +11,13 @@ This module does not know what the steps do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from outrider.runtime.cache import SlotCache
@@ -78,14 +80,37 @@ class EagerExecution:
 
 @dataclass(frozen=True, slots=True)
 class NativeResults:
-    """Results of a native forward.
+    """Results of a native forward."""
 
-    Attributes:
-        logits: [B, N, V]
-        features: hidden states, concatenated; None if none are wanted. [B, T, F]
-        broken: tokens with a key or value that is not finite; None if not looked for. [B, T]
-    """
+    logits: Tensor  # [B, N, V]
+    features: Tensor | None  # hidden states, concatenated; None if none are wanted. [B, T, F]
+    broken: Tensor | None  # tokens with a key or value that is not finite; None if not looked for. [B, T]
 
-    logits: Tensor
-    features: Tensor | None
-    broken: Tensor | None
+
+class Clock:
+    """Marks in the work of a device, and the seconds between them, without synchronizing."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_events, self._must_wait = device.type == "cuda", device.type == "mps"
+
+    def mark(self) -> Any:
+        """Mark the end of all work that was submitted so far."""
+        if self._has_events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            return event
+        if self._must_wait:
+            torch.mps.synchronize()
+        return time.perf_counter()
+
+    def wait(self, mark: Any) -> None:
+        """Wait until the work before a mark is done."""
+        if self._has_events:
+            mark.synchronize()
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks that were waited for."""
+        if self._has_events:
+            return float(begin.elapsed_time(end)) / 1e3
+        return float(end - begin)

@@ -409,12 +409,8 @@ class LM:
 
     @torch.inference_mode()
     def advance(self, cache: SlotCache, lengths: Tensor) -> None:
-        """Before a round of a model with states: advance the states of rows that are STRIDE or more tokens behind.
-        Synchronizes host and device.
-
-        Args:
-            lengths: committed tokens of each row that the cache has stored; 0 leaves a row as it is. [B]
-        """
+        """Before a round of a model with states: advance the states of rows that are STRIDE or more tokens behind the
+        committed tokens that the cache has stored [B]; 0 leaves a row as it is. Synchronizes host and device."""
         most = STRIDE if self.execution.is_prepared else PREFILL_TOKENS // len(lengths)
         self._catch_up(cache, lengths, most, self.run)
 

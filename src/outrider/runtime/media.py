@@ -125,14 +125,8 @@ def _visible(lm: LM, masks: Any, num_tokens: int) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def prefill_media(lm: LM, media: MediaPrompt, cache: SlotCache, features: Sequence[int] = ()) -> Tensor | None:
-    """Put all tokens of a prompt with images into the cache of one row.
-
-    Args:
-        features: see ``LM.forward_with_features``.
-
-    Returns:
-        The hidden states of ``features``. [1, P, F]
-    """
+    """Put all tokens of a prompt with images into the cache of one row. -> hidden states of ``features`` (see
+    ``LM.forward_with_features``) [1, P, F]"""
     positions = torch.arange(media.num_tokens, device=lm.device)[None]
     view_len = lm.view_len(media.num_tokens, cache)
     cache.at(positions, view_len, is_single=media.num_tokens == 1)

@@ -48,11 +48,8 @@ def recorded_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, T
 
 @contextmanager
 def find_mixers(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
-    """Find the mixers, which share no name, class or child: the modules that run while a state is updated.
-
-    Args:
-        layers: the layers with states, of a cache for this run alone.
-    """
+    """Find the mixers, which share no name, class or child: the modules that run while the state of one of the layers,
+    those of a cache for this run alone, is updated."""
     running: list[nn.Module] = []
     found: list[nn.Module] = []
 
@@ -99,13 +96,9 @@ def _step(forward: Callable[..., Tensor], hidden_states: Tensor, **options: Any)
 def with_finite_numbers(
     mixers: Sequence[nn.Module], num_tokens: tuple[int, int], kept: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Apply ``kept`` to the inputs and results of mixers and of the products in them. These come before the scan, and
-    may be out of range even where the inputs and results of the layer are not.
-
-    Args:
-        num_tokens: fed, B x T.
-        kept: zeroes numbers that are not finite, [B, T, D] -> [B, T, D].
-    """
+    """Apply ``kept``, which zeroes numbers that are not finite ([B, T, D] -> [B, T, D]), to the inputs and results of
+    mixers and of the products in them, for B x T tokens. These come before the scan, and may be out of range even where
+    the inputs and results of the layer are not."""
 
     def of_tokens(value: Any) -> Any:
         is_of_tokens = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3

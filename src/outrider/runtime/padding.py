@@ -15,13 +15,8 @@ from outrider.runtime.lm import PREFILL_TOKENS
 
 
 def num_together(lengths: Iterable[int], device: torch.device, most_tokens: int = PREFILL_TOKENS) -> int:
-    """Number of rows, from the first on, that should share a forward; at least one.
-
-    Args:
-        lengths: tokens to feed of each row.
-        device: device of the model.
-        most_tokens: maximum for several rows together, padding included.
-    """
+    """Number of rows, from the first on, that should share a forward; at least one. ``lengths`` are the tokens to feed
+    of each row; several have at most ``most_tokens`` together, padding included."""
     most_padding = _padding_worth_a_forward(device)
     num_rows = width = 0
     for length in lengths:

@@ -63,12 +63,8 @@ def _aligned(num_bytes: int) -> int:
 
 @torch.no_grad()
 def move_weights(model: nn.Module, others: Sequence[Tensor] = ()) -> None:
-    """Move the weights of a model on the CPU to huge pages, one by one, so that at most one is in memory twice.
-    Tensors that share memory with others stay.
-
-    Args:
-        others: weights that stay too.
-    """
+    """Move the weights of a model on the CPU to huge pages, one by one, so that at most one is in memory twice. Others,
+    and tensors that share memory with others, stay."""
     stay = set(map(id, others))
     weights = [one for one in (*model.parameters(), *model.buffers()) if id(one) not in stay]
     tensors = {id(one): one for weight in weights for one in stored_tensors(weight)}

@@ -24,32 +24,20 @@ _OF_IMAGES = ("v.", "a.", "mm.")  # beginnings of tensors that Ollama has in the
 
 @dataclass(frozen=True, slots=True)
 class StatedModel:
-    """The model that a file states.
+    """The model that a file states."""
 
-    Attributes:
-        config: Transformers' configuration.
-        mtp: names of the tensors of a head for later tokens, whose layers follow those of the model.
-        others: names of tensors that are no parameters of the model: these, and those that are part of its
-            configuration or have no effect.
-    """
-
-    config: Any
+    config: Any  # Transformers' configuration
     family: Family
-    mtp: frozenset[str]
+    mtp: frozenset[str]  # names of the tensors of a head for later tokens, whose layers follow those of the model
+    # Names of tensors that are no parameters of the model: these, and those that are part of its configuration or have
+    # no effect:
     others: frozenset[str]
 
 
 def stated_model(file: GgufFile, name: str, config: Any | None = None) -> StatedModel:
-    """The model that a file states.
-
-    Args:
-        name: for errors.
-        config: that of this file, if it was made before.
-
-    Raises:
-        UnsupportedModel: the architecture is not known here, or the file states more than is known.
-        ModelCorrupt: the file lacks a key, or has an impossible value.
-    """
+    """The model that a file states, with its configuration, if it was made before. Raises UnsupportedModel: the
+    architecture is not known here, or the file states more than is known; or ModelCorrupt: the file lacks a key, or has
+    an impossible value."""
     stated = Stated(file, name)
     if file.metadata.get("general.type", "model") != "model":
         raise UnsupportedModel(f"{name} is no model, but of GGUF's type {file.metadata['general.type']!r:.40}")

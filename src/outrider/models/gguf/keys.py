@@ -160,11 +160,7 @@ def head_size(stated: Stated, num_heads: int) -> int:
 
 
 def rope_parameters(stated: Stated, head_dim: int, *, is_partial: bool = False) -> dict[str, Any]:
-    """Base and scaling of rotary positions.
-
-    Args:
-        is_partial: the model may rotate a part of each head.
-    """
+    """Base and scaling of rotary positions, of a part of each head if the model may rotate a part."""
     found = {"rope_theta": stated.take("rope.freq_base", 10_000.0)}
     num_rotated = stated.take("rope.dimension_count", head_dim)
     if num_rotated != head_dim:
@@ -270,14 +266,9 @@ def expert_fields(
     gate: int = SOFTMAX,
     has_groups: bool = False,
 ) -> dict[str, Any]:
-    """Numbers of experts, and their width.
-
-    Args:
-        number: the field of their number.
-        is_normalized: the architecture divides the weights of the chosen experts by their sum.
-        gate: its function that weighs experts, by llama.cpp's number.
-        has_groups: the architecture chooses groups of experts first.
-    """
+    """Numbers of experts (the first under the name ``number``), and their width, of an architecture that divides the
+    weights of the chosen experts by their sum, or not; that weighs them by a function with llama.cpp's number; and that
+    chooses groups of experts first, or not."""
     stated.check("expert_weights_norm", is_normalized)
     stated.check("expert_gating_func", gate)
     for key in ("expert_group_count", "expert_group_used_count"):
@@ -291,10 +282,7 @@ def expert_fields(
 
 def routed_fields(stated: Stated, is_normalized: bool | None = None) -> dict[str, Any]:
     """Experts whose scores are logistic, some shared by all tokens, in a model whose file says how weights are scaled.
-
-    Args:
-        is_normalized: whether they are divided by their sum, if the file does not say; None: it must.
-    """
+    Whether they are divided by their sum is given if the file need not say."""
     is_normalized = stated.take("expert_weights_norm", is_normalized)
     options: Any = {"is_normalized": bool(is_normalized), "gate": SIGMOID, "has_groups": True}
     fields = expert_fields(stated, number="n_routed_experts", **options)

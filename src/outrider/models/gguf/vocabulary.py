@@ -75,16 +75,8 @@ _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # in Phi 3, whose other special
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of a GGUF file.
-
-    Args:
-        metadata: all keys of the file, with their values.
-        name: of the model, for messages.
-
-    Raises:
-        UnsupportedModel: the kind of vocabulary, its splitter, or a key is not known.
-        ModelCorrupt: the vocabulary contradicts itself.
-    """
+    """Build the tokenizer of a GGUF file from all its keys. Raises UnsupportedModel: the kind of vocabulary, its
+    splitter, or a key is not known; or ModelCorrupt: the vocabulary contradicts itself."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -244,12 +236,9 @@ def _merges(stated: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def end_ids(metadata: Mapping[str, Any], eos_id: int | None) -> list[int]:
-    """Ids of a file's end tokens. Besides the ids in its metadata, these are tokens that are known by name: converters
-    write one end, and chat models have several (``special_eog_ids`` in llama.cpp).
-
-    Args:
-        eos_id: of the tokenizer, which has a default where the file states none; it comes first.
-    """
+    """Ids of a file's end tokens: first that of the tokenizer, which has a default where the file states none. Besides
+    the ids in its metadata, these are tokens that are known by name: converters write one end, and chat models have
+    several (``special_eog_ids`` in llama.cpp)."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     ids = {token: i for i, token in enumerate(tokens)}
     found = [eos_id, *(metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
