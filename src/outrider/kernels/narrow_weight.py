@@ -10,7 +10,6 @@ model up to the order of sums. The stored numbers may be integers with a scale f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -56,22 +55,15 @@ class ExpertLayout:
 
 
 class NarrowWeight(Tensor):
-    """Matrix [O, I] of the type ``dtype``, or matrices of experts.
+    """Matrix [O, I] of the type ``dtype``, or matrices of experts."""
 
-    Attributes:
-        stored: its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row],
-            interleaved (interleaved.h). Of experts: the rows of all [E * O, ...].
-        scale: of each row, if the numbers are integers; in ``dtype``. [O, 1]
-        blocks: their form, if it is stored in blocks.
-        order: column of the matrix that each stored column is, if they are in another order. int32 [I]
-        experts: their layout; None for one matrix.
-    """
-
+    # Its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row], interleaved
+    # (interleaved.h). Of experts: the rows of all [E * O, ...]:
     stored: Tensor
-    scale: Tensor | None
-    blocks: BlockForm | None
-    order: Tensor | None
-    experts: ExpertLayout | None
+    scale: Tensor | None  # of each row, if the numbers are integers; in ``dtype``. [O, 1]
+    blocks: BlockForm | None  # their form, if it is stored in blocks
+    order: Tensor | None  # column of the matrix that each stored column is, if they are in another order. int32 [I]
+    experts: ExpertLayout | None  # their layout; None for one matrix
 
     @staticmethod
     def __new__(
@@ -224,7 +216,9 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     if x.device.type != "cpu" or stored.device.type != "cpu":
         return None
     num_rows = x.numel() // width
-    if num_rows > _most_rows(weight):
+    # With more rows, a library is faster, for stored numbers even if it needs a widened copy; but none rounds rows.
+    most_rows = _MAX_ROWS if stored.dtype == weight.dtype else _MAX_ROWS_STORED
+    if num_rows > most_rows and not weight.rounds:
         return None if weight.blocks is None else _by_panels(x, weight, bias)
     rows = (x if weight.order is None else x.index_select(-1, weight.order)).reshape(num_rows, width)
     num_digits = 0 if weight.blocks is None else weight.blocks.num_digits
@@ -233,13 +227,6 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
         result = result * weight.scale[:, 0]
     result = result.view(*x.shape[:-1], num_channels)
     return result if bias is None else result + bias
-
-
-def _most_rows(weight: NarrowWeight) -> float:
-    """Most rows for the kernel. With more, a library is faster; for stored numbers even if it needs a widened copy."""
-    if weight.rounds:
-        return math.inf  # no library rounds rows as it does
-    return _MAX_ROWS if weight.stored.dtype == weight.dtype else _MAX_ROWS_STORED
 
 
 def _by_panels(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:

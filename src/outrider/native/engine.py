@@ -79,17 +79,11 @@ class NativeForward:
         keeps_finite: bool = False,
         states: Tensor | None = None,
     ) -> NativeResults:
-        """Run a forward. Other arguments are those of ``LM.forward_with_features``. Results of padding are zeros.
-
-        Args:
-            num_logits: N, last columns whose logits are wanted; None for all.
-            features: layers whose inputs are wanted; the number of layers for the last output, one more for its norm.
-            states: of the target's tokens, for a head that reads them. [B, T, H]
-
-        Raises:
-            IndexError: an id or a place is not there.
-            DeviceError: there is not enough memory.
-        """
+        """Run a forward; other arguments are those of ``LM.forward_with_features``. Results of padding are zeros.
+        ``num_logits`` are the last columns N whose logits are wanted, None for all; ``features`` the layers whose
+        inputs are wanted, the number of layers for the last output, one more for its norm; ``states`` those of the
+        target's tokens, for a head that reads them [B, T, H]. Raises IndexError: an id or a place is not there; or
+        DeviceError: there is not enough memory."""
         (num_rows, num_columns), num_wanted = ids.shape, ids.shape[1] if num_logits is None else num_logits
         ids, places = ids.contiguous(), places.contiguous()
         check(ids.dtype == places.dtype == torch.long and ids.shape == places.shape, "ids and places [B, T], int64")

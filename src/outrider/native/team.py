@@ -56,14 +56,12 @@ class Team:
             self._try(-1, size)
 
     def _try(self, change: int, size: int) -> None:
-        """Have another number of threads in the next forwards, if there may be so many."""
         self._num_forwards = 0
         if size + change > 0:
             self._times.pop(size + change, None)
             self._num_trials, self._change = _NUM_TRIED, change
 
     def _judge_trial(self, size: int) -> None:
-        """Keep the thread that was tried, unless that made forwards slower."""
         if self._is_worse(size, size - 1, 1.0):
             self._patience = min(2 * self._patience, _LATEST)
         else:

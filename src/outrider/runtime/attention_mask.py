@@ -41,11 +41,9 @@ class Visibility:
         return cls(tuple(sorted(layer_types & _ATTENDING or {"full_attention"})), window, chunk, ignored_window)
 
     def masks(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Additive masks: 0 for visible keys, the lowest number for hidden ones. [B, 1, T, view_len]
-
-        Eager attention adds the mask; scaled-dot-product attention takes either form. Models with several layer types
-        take a dictionary by type, the others one tensor.
-        """
+        """Additive masks: 0 for visible keys, the lowest number for hidden ones. [B, 1, T, view_len] Eager attention
+        adds the mask; scaled-dot-product attention takes either form. Models with several layer types take a dictionary
+        by type, the others one tensor."""
         places = torch.arange(view_len, device=positions.device)
         queries = positions[..., None]
         masks = {}

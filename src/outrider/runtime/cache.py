@@ -86,11 +86,8 @@ class SlotCache:
     def __init__(
         self, shapes: Sequence[LayerShape], storage: Sequence[Tensor], capacity: int, *, most_behind: int | None = None
     ) -> None:
-        """
-        Args:
-            most_behind: the most tokens that a row is behind its sequence. None: each forward reads this from the
-                anchors, which synchronizes host and device.
-        """
+        # ``most_behind``: the most tokens that a row is behind its sequence. None: each forward reads this from the
+        # anchors, which synchronizes host and device.
         self.shapes = tuple(shapes)
         self.storage = tuple(storage)
         self.capacity = capacity
@@ -231,14 +228,9 @@ class SlotCache:
         return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens
 
     def at(self, positions: Tensor, view_len: int, *, is_single: bool, keeps_finite: bool = False) -> None:
-        """Set up the next forward.
-
-        Args:
-            positions: the positions of the tokens; -1 is padding. [B, T]
-            view_len: above every position.
-            is_single: layers with states are called with one token at a time.
-            keeps_finite: write zeros for numbers that are not finite (see ``find_broken``).
-        """
+        """Set up the next forward, of tokens at these positions (-1 is padding [B, T]), all below ``view_len``. Layers
+        with states are called with a single token at a time, or not. If the cache is to stay finite, zeros are written
+        for numbers that are not (see ``find_broken``)."""
         assert view_len <= self.capacity
         self._plan.places = self._places(positions)
         self._plan.view_len = view_len

@@ -190,7 +190,6 @@ class Call:
 
 @cache
 def _fields_of(kind: type) -> tuple[str, ...] | None:
-    """Field names of a dataclass in the arguments; None for other types."""
     return tuple(one.name for one in fields(kind) if one.init) if is_dataclass(kind) else None
 
 
@@ -208,11 +207,7 @@ def _put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor
 
 
 class _Program:
-    """A step that is ready to run, on static buffers.
-
-    Attributes:
-        replay: runs the step on ``inputs``, to ``results``.
-    """
+    """A step that is ready to run, on static buffers: ``replay`` runs it on ``inputs``, to ``results``."""
 
     def __init__(self, inputs: list[Tensor], results: tuple[Tensor, ...], replay: Callable[[], None]) -> None:
         self.inputs, self.results, self.replay = inputs, results, replay

@@ -30,21 +30,14 @@ OF_IMAGES = "not promised (images)"  # which the model's own code reads
 
 
 class EagerExecution:
-    """Calls steps. Other executions differ from this one.
+    """Calls steps. Other executions differ from this one."""
 
-    Attributes:
-        name: the name in tables and messages.
-        favoured_k: values of K for adaptive schedules, with every drafter.
-        lookahead: rounds that the loop starts ahead of the one that it reads next.
-        is_prepared: whether each shape is captured when it first occurs, which takes time.
-    """
-
-    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
-    lookahead = 0
-    is_prepared = False
+    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)  # values of K for adaptive schedules, with every drafter
+    lookahead = 0  # rounds that the loop starts ahead of the one that it reads next
+    is_prepared = False  # whether each shape is captured when it first occurs, which takes time
 
     def __init__(self, name: str = "eager") -> None:
-        self.name = name
+        self.name = name  # in tables and messages
 
     @property
     def same_bytes(self) -> str:

@@ -67,11 +67,8 @@ class LM:
         unknown_ids: tuple[int, ...] = (),
         layer_shapes: Sequence[LayerShape] | None = None,
     ) -> None:
-        """
-        Args:
-            layer_shapes: cache shapes of each layer; None to find them by running the model. A head, which is no model
-                by itself, states them.
-        """
+        """Take the cache shapes of each layer; None to find them by running the model. A head, which is no model by
+        itself, states them."""
         self.weights: Any = model
         self.name = name
         self.vocab_size = vocab_size
@@ -184,11 +181,6 @@ class LM:
             whole._feed(torch.zeros_like(columns), columns, cache, 2)
         return tuple(found)
 
-    @cached_property
-    def _has_attention(self) -> bool:
-        """Whether to pass a mask: a model without attention may take it for something else."""
-        return any(shape.num_heads for shape in self.layer_shapes)
-
     def check_rollback(self, k: int) -> None:
         """Raises OptionError: k tokens cannot be rolled back."""
         states = [state for shape in self.layer_shapes for state in shape.states]
@@ -260,15 +252,8 @@ class LM:
         keeps_finite: bool = False,
         spreads: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits as of ``forward``, with hidden states of the model.
-
-        Args:
-            features: layers whose inputs are wanted: 0 is the embedding, the number of layers the last output (before
-                the final norm).
-
-        Returns:
-            logits [B, T, V], and the hidden states of ``features`` concatenated [B, T, F], None if none are wanted
-        """
+        """Logits as of ``forward`` [B, T, V], with the inputs of the layers ``features``, concatenated [B, T, F], None
+        if none are wanted: 0 is the embedding, the number of layers the last output (before the final norm)."""
         device = ids.device
         ids, positions = ids.to(self.device), positions.to(self.device)
         columns = None
@@ -335,9 +320,11 @@ class LM:
             position_ids = positions.clamp_min(0)
             if cache.offsets is not None:
                 position_ids = position_ids + cache.offsets[:, None]
+            # A model without attention may take a mask for something else.
+            has_mask = any(shape.num_heads for shape in self.layer_shapes)
             output = model(
                 input_ids=ids,
-                attention_mask=self.visibility.masks(positions, view_len, self.dtype) if self._has_attention else None,
+                attention_mask=self.visibility.masks(positions, view_len, self.dtype) if has_mask else None,
                 position_ids=position_ids,
                 use_cache=True,
                 logits_to_keep=kept,
@@ -374,18 +361,10 @@ class LM:
         num_columns: int,
         features: Sequence[int] = (),
     ) -> Tensor | None:
-        """Prefill: put the tokens starts <= position < ends of each row into the cache.
-
-        Args:
-            ids: token buffer; column j holds the token at position j. [B, N]
-            starts, ends: [B]
-            latest: at least ``starts``.
-            num_columns: T, at least ``ends - starts``. (Known on the host, which need not wait for the device.)
-            features: see ``forward_with_features``; for at most PREFILL_TOKENS tokens.
-
-        Returns:
-            The hidden states of ``features``, from the column ``starts`` on. [B, T, F]
-        """
+        """Prefill: put the tokens starts <= position < ends of each row [B] into the cache, from a buffer whose column
+        j holds the token at position j [B, N]. ``latest`` is at least ``starts``, and ``num_columns``, T, at least
+        ``ends - starts`` (known on the host, which need not wait for the device). -> the hidden states of ``features``
+        (see ``forward_with_features``; for at most PREFILL_TOKENS tokens), from the column ``starts`` on [B, T, F]"""
         most = max(1, PREFILL_TOKENS // len(ids))
         assert not features or num_columns <= most
         if cache.has_states:

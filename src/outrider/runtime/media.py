@@ -43,17 +43,10 @@ class _Reached(Exception):
 
 @torch.inference_mode()
 def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPrompt:
-    """Run the parts of a model that come before its text decoder. Rounds of other threads go on meanwhile, unless they
-    may be recording a graph.
-
-    Args:
-        ids: the prompt, with a placeholder for each image token. P
-        inputs: what the model's processor returned beside them.
-
-    Raises:
-        PromptError: the model has no images, or the inputs do not fit; or it continues from images in a way that the
-            rounds do not know.
-    """
+    """Run the parts of a model that come before its text decoder, on a prompt of P ids with a placeholder for each
+    image token, and what the model's processor returned beside them. Rounds of other threads go on meanwhile, unless
+    they may be recording a graph. Raises PromptError: the model has no images, or the inputs do not fit; or it
+    continues from images in a way that the rounds do not know."""
     model = lm.model
     if not takes_images(model):
         raise PromptError(f"{lm.name} ({model.config.model_type}) takes no images: give text")

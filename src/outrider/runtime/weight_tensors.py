@@ -28,11 +28,7 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 class Room:
     """Memory for tensors of these sizes, in huge pages if the system gives them on request (madvise) and the sizes are
-    worth it.
-
-    Attributes:
-        is_huge: whether it is in huge pages.
-    """
+    worth it (``is_huge``)."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
         total, self.is_huge = sum(map(_aligned, sizes)), False
@@ -69,16 +65,16 @@ def move_weights(model: nn.Module, others: Sequence[Tensor] = ()) -> None:
     weights = [one for one in (*model.parameters(), *model.buffers()) if id(one) not in stay]
     tensors = {id(one): one for weight in weights for one in stored_tensors(weight)}
     num_users = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
-    moved = [one for one in tensors.values() if _is_movable(one) and num_users[one.untyped_storage().data_ptr()] == 1]
+    moved = [
+        one
+        for one in tensors.values()
+        if type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided and one.device.type == "cpu"
+        if one.is_contiguous() and one.numel() > 0 and num_users[one.untyped_storage().data_ptr()] == 1
+    ]
     room = Room(one.nbytes for one in moved)
     if room.is_huge:
         for one in moved:
             one.data = room.empty_like(one).copy_(one)
-
-
-def _is_movable(tensor: Tensor) -> bool:
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
 
 
 if TYPE_CHECKING:

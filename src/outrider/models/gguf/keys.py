@@ -47,15 +47,8 @@ _OF_IMAGES = ("vision.", "audio.", "mm.")
 
 
 class Stated:
-    """The keys of a file's architecture, and the tensors that are part of a configuration.
-
-    Args:
-        name: of the model, for errors.
-        is_assistant: of a head whose layers are all counted as layers for later tokens.
-
-    Attributes:
-        read_tensors: names of those that were read, or have no effect.
-    """
+    """The keys of a file's architecture, and the tensors that are part of a configuration; ``read_tensors`` names those
+    that were read, or have no effect. Layers of an assistant are all counted as layers for later tokens."""
 
     def __init__(self, file: GgufFile, name: str, *, is_assistant: bool = False) -> None:
         self.file, self.name, self._is_assistant = file, name, is_assistant
@@ -217,6 +210,12 @@ def proportional_rope(stated: Stated, head_dim: int) -> dict[str, Any]:
         raise UnsupportedModel(f"{stated.name}: the file has a tensor {_ALL} of other numbers than 1 and 1e30")
     stated.check("rope.dimension_count", head_dim)
     return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": 2 * num_rotated / head_dim}
+
+
+def two_ropes(stated: Stated, full: dict[str, Any], theta: float = 10_000.0) -> dict[str, Any]:
+    """Field of the ropes of layers without and with a window, the latter of another base."""
+    local = {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", theta)}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
 
 
 _NO_ROTATION = 1e20  # divisor of a frequency

@@ -171,7 +171,11 @@ class _Vocabulary:
 
         added = self._added_tokens()
         is_by_score = self.stated["model"] == "llama"
-        merges = self._merges_by_score(added) if is_by_score else _merges(self.stated["merges"])
+        if is_by_score:
+            merges = self._merges_by_score(added)
+        else:  # of equal ones the first counts; a token may begin with a space
+            pairs = ((one[:i], one[i + 1 :]) for one in self.stated["merges"] if (i := one.find(" ", 1)) > 0)
+            merges = [*dict.fromkeys(pairs)]
         is_raw, ignores_merges = self.splitter.is_raw, self.splitter.ignores_merges
         backend.model = BPE(self.ids, merges, byte_fallback=is_raw, ignore_merges=ignores_merges)
         steps: list[Any] = [pre_tokenizers.Split(Regex(step), "isolated") for step in self.splitter.steps]
@@ -227,12 +231,6 @@ class _Vocabulary:
             for i in range(len(text) - 1, 0, -1)
             if (left := text[:i]) in ids and (right := text[i:]) in ids
         ]
-
-
-def _merges(stated: Iterable[str]) -> list[tuple[str, str]]:
-    """Merges of a file. Of equal ones the first counts; a token may begin with a space."""
-    pairs = ((merge[:i], merge[i + 1 :]) for merge in stated if (i := merge.find(" ", 1)) > 0)
-    return [*dict.fromkeys(pairs)]
 
 
 def end_ids(metadata: Mapping[str, Any], eos_id: int | None) -> list[int]:
