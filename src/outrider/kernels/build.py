@@ -92,7 +92,6 @@ def levels_here(features: Set[str] | None = None) -> list[Level]:
 
 
 def _features() -> Set[str]:
-    """Features of this processor, as Linux names them."""
     try:
         lines = _PROCESSORS.read_text(encoding="utf-8").splitlines()
     except OSError:  # the system has no list: as far as PyTorch tells
@@ -202,7 +201,6 @@ def build(command: Sequence[str], level: Level, path: Path) -> None:
 
 
 def _output(command: Sequence[str]) -> str:
-    """Standard output of a run of the compiler."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:
