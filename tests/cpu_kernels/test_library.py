@@ -13,18 +13,13 @@ import torch
 
 from outrider.kernels import build as kernel_build
 from outrider.kernels import library as kernel_library
-from outrider.kernels.build import (
-    BASELINE,
-    SOURCES,
-    Level,
-    compiler,
-    installed_path,
-    levels_here,
-)
+from outrider.kernels.build import BASELINE, SOURCES, Level, compiler, installed_path, levels_here
 from outrider.kernels.library import FORMS, few_row_matmul
 from outrider.kernels.structures import layout
 from outrider.system.files import cache_folder
 from outrider.system.private import PrivateFolder
+
+_load = kernel_library.library.__wrapped__
 
 
 def _fail(*_: object) -> None:
@@ -62,10 +57,10 @@ def test_an_installed_library_needs_no_compiler(
     assert kernel_build.install() == path
     monkeypatch.setattr(kernel_library, "build", _fail)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert kernel_library.library.__wrapped__() is not None
+    assert _load() is not None
     better = Level("better", ("-mno-such-vectors",))  # installed elsewhere
     monkeypatch.setattr(kernel_library, "levels_here", lambda: [better, *levels_here()])
-    assert kernel_library.library.__wrapped__() is not None and not caplog.text
+    assert _load() is not None and not caplog.text
 
 
 def test_an_installed_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFixture) -> None:
@@ -73,14 +68,13 @@ def test_an_installed_library_that_cannot_be_loaded(caplog: pytest.LogCaptureFix
     kernel_build.INSTALLED.mkdir()
     installed_path(levels_here()[0]).write_bytes(b"no library")
     caplog.set_level(logging.INFO)
-    assert kernel_library.library.__wrapped__() is not None and "cannot be loaded" in caplog.text
+    assert _load() is not None and "cannot be loaded" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("script", "reason"),
     [
         (None, "there is no no-such-compiler: install g++, or set CXX"),
-        ("#!/bin/sh\nexit 3\n", "exit code 3"),
         ("#!/bin/sh\necho 'this.cpp:1: error: out of memory' >&2\nexit 1\n", "this.cpp:1: error: out of memory"),
         ("no program", "cannot be run: Exec format error"),
         # It knows all levels, and compiles nothing.
@@ -97,57 +91,49 @@ def test_machines_without_a_compiler(
         (tmp_path / "c++").write_text(script)
         (tmp_path / "c++").chmod(0o700)
         monkeypatch.setenv("CXX", str(tmp_path / "c++"))
-    assert kernel_library.library.__wrapped__() is None
+    assert _load() is None
     assert reason in caplog.text and "PyTorch alone, several times slower" in caplog.text
 
 
-def test_a_folder_that_allows_no_executables(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    """As with ``noexec``: the system refuses to load the library, the kept one and a new one."""
+def test_a_library_that_does_not_fit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The compiler states sizes and places of fields; what the headers seem to say is compared to these. Or the system
+    refuses to load the library, the kept one and a new one, as with ``noexec``."""
 
     def refuse(path: str, *_: object) -> None:
         raise OSError(f"{path}: failed to map segment from shared object")
 
-    assert kernel_library.library.__wrapped__() is not None
-    monkeypatch.setattr(ctypes, "CDLL", refuse)
-    assert kernel_library.library.__wrapped__() is None
-    assert "failed to map segment" in caplog.text and "several times slower" in caplog.text
-
-
-def test_a_library_with_fields_at_other_places(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The compiler states sizes and places; what the headers seem to say is compared to these."""
     number, *numbers = layout()
     assert number == len(numbers) > 150
-    monkeypatch.setattr(kernel_library, "layout", lambda: [number, *numbers[:-1], numbers[-1] + 8])
-    assert kernel_library.library.__wrapped__() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(kernel_library, "layout", lambda: [number, *numbers[:-1], numbers[-1] + 8])
+        assert _load() is None
     assert "its structures are not those of its headers" in caplog.text
+    assert _load() is not None
+    monkeypatch.setattr(ctypes, "CDLL", refuse)
+    assert _load() is None
+    assert "failed to map segment" in caplog.text and "several times slower" in caplog.text
 
 
 _of_linux = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one OpenMP, and its linker other options")
 
 
 @_of_linux
-def test_threads_that_another_library_numbers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As in code by Clang beside GCC's OpenMP: all have the number 0. Such a library is not used."""
-    (tmp_path / "another.cpp").write_text('extern "C" int omp_get_thread_num() { return 0; }')
+@pytest.mark.parametrize(
+    "code",
+    [
+        # As in code by Clang beside GCC's OpenMP: all threads have the number 0.
+        'extern "C" int omp_get_thread_num() { return 0; }',
+        # Of LLVM's, which PyTorch for Linux does not have.
+        'extern "C" int __kmpc_no_such(); int called = __kmpc_no_such();',
+    ],
+)
+def test_another_openmp_is_refused(code: str, tmp_path: Path) -> None:
+    (tmp_path / "another.cpp").write_text(code)
     (threads,) = (path for path in SOURCES if path.name == "threads.cpp")
     flags = ["-shared", "-fPIC", "-fopenmp", "-Wl,-Bsymbolic", "-o", str(tmp_path / "threads.so")]
     subprocess.run([*compiler(), str(threads), str(tmp_path / "another.cpp"), *flags], check=True)
     with pytest.raises(OSError, match="another OpenMP than PyTorch's: set CXX=g\\+\\+$"):
         kernel_library._load(tmp_path / "threads.so")
-
-
-@_of_linux
-def test_functions_of_another_openmp(tmp_path: Path) -> None:
-    """Code by Clang calls LLVM's, which PyTorch for Linux does not have."""
-    (tmp_path / "clang.cpp").write_text('extern "C" int __kmpc_no_such(); int called = __kmpc_no_such();')
-    flags = ["-shared", "-fPIC", "-o", str(tmp_path / "clang.so")]
-    subprocess.run([*compiler(), str(tmp_path / "clang.cpp"), *flags], check=True)
-    with pytest.raises(OSError, match="another OpenMP than PyTorch's: set CXX=g\\+\\+$"):
-        kernel_library._load(tmp_path / "clang.so")
 
 
 def test_a_library_that_another_keeps_to_itself(tmp_path: Path) -> None:
@@ -168,27 +154,24 @@ def test_a_library_that_another_keeps_to_itself(tmp_path: Path) -> None:
     ctypes.CDLL(str(needy))
 
 
-def test_no_openmp_is_linked(compiled: bytes) -> None:
-    """A second one beside PyTorch's, or none where PyTorch's has another name, as in wheels."""
-    assert b"omp.so" not in compiled and b"omp.dylib" not in compiled
-
-
 @pytest.mark.parametrize("is_damaged", [True, False])
 def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     compiled: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_damaged: bool
 ) -> None:
-    """A damaged one would end the process; another may need a library that has gone. A whole one is not."""
-    assert kernel_library.library.__wrapped__() is not None
+    """A damaged one would end the process; another may need a library that has gone. A whole one is not. No OpenMP is
+    linked: a second one beside PyTorch's, or none where PyTorch's has another name, as in wheels."""
+    assert b"omp.so" not in compiled and b"omp.dylib" not in compiled
+    assert _load() is not None
     with monkeypatch.context() as patch:
         patch.setattr(kernel_library, "build", _fail)
-        assert kernel_library.library.__wrapped__() is not None and not caplog.text
+        assert _load() is not None and not caplog.text
     (file,) = cache_folder("kernels").iterdir()
     if is_damaged:
         whole, fifth = file.read_bytes(), len(compiled) // 5
         file.write_bytes(whole[: 2 * fifth] + bytes(fifth) + whole[3 * fifth :])
     else:
         PrivateFolder(file.parent, 2**30).keep(file.name, b"no library")
-    again = kernel_library.library.__wrapped__()
+    again = _load()
     assert again is not None and ("is damaged" if is_damaged else "cannot be loaded") in caplog.text
     monkeypatch.setattr(kernel_library, "library", lambda: again)
     x, weights = torch.randn(3, 40), torch.randn(9, 40)
@@ -201,7 +184,7 @@ def test_who_comes_second_waits_for_the_first(
 ) -> None:
     """As the processes of one job do, which start together. It says so."""
     found: list[object] = []
-    second = threading.Thread(target=lambda: found.append(kernel_library.library.__wrapped__()))
+    second = threading.Thread(target=lambda: found.append(_load()))
     paths: list[Path] = []
 
     def build(command: object, level: object, path: Path) -> None:
@@ -212,7 +195,7 @@ def test_who_comes_second_waits_for_the_first(
         path.write_bytes(compiled)
 
     monkeypatch.setattr(kernel_library, "build", build)
-    assert kernel_library.library.__wrapped__() is not None
+    assert _load() is not None
     second.join()
     assert len(paths) == 1 and found[0] is not None and "another process compiles" in caplog.text
 
@@ -222,57 +205,46 @@ _ZEN_4 = f"{_ZEN_3} avx512f avx512bw avx512cd avx512dq avx512vl avx512_vnni"
 
 
 @pytest.mark.parametrize(
-    ("machine", "features", "capability", "want"),
+    ("machine", "features", "capability", "sums", "want"),
     [
-        ("x86_64", "sse4_2 avx", "", "baseline"),
-        ("x86_64", _ZEN_3, "", "avx2 baseline"),
-        ("x86_64", _ZEN_4, "", "avx512-vnni avx512 avx2 baseline"),
-        ("x86_64", f"{_ZEN_4} amx_tile amx_int8", "", "amx avx512-vnni avx512 avx2 baseline"),
-        ("x86_64", f"{_ZEN_4} amx_tile amx_int8", "avx2", "avx2 baseline"),
-        ("x86_64", _ZEN_4, "default", "baseline"),
-        ("arm64", "fp asimd asimddp", "", "dotprod baseline"),
-        ("riscv64", _ZEN_4, "", "baseline"),
+        ("x86_64", "sse4_2 avx", "", "", "baseline"),
+        ("x86_64", "sse4_2 avx", "", "fast", "baseline-fast baseline"),  # asked for, and of the baseline alone
+        ("x86_64", _ZEN_3, "", "fast", "avx2 baseline-fast baseline"),
+        ("x86_64", _ZEN_4, "", "", "avx512-vnni avx512 avx2 baseline"),
+        ("x86_64", f"{_ZEN_4} amx_tile amx_int8", "", "", "amx avx512-vnni avx512 avx2 baseline"),
+        ("x86_64", f"{_ZEN_4} amx_tile amx_int8", "avx2", "", "avx2 baseline"),
+        ("x86_64", _ZEN_4, "default", "", "baseline"),
+        ("arm64", "fp asimd asimddp", "", "", "dotprod baseline"),
+        ("riscv64", _ZEN_4, "", "", "baseline"),
+        # Where the system lists no features, as on macOS and Windows, PyTorch tells.
+        ("AMD64", None, "AVX512", "", "avx512 avx2 baseline"),
+        ("x86_64", None, "AVX2", "", "avx2 baseline"),
+        ("x86_64", None, "DEFAULT", "", "baseline"),
+        ("arm64", None, "DEFAULT", "", "dotprod baseline"),
     ],
 )
 def test_levels_of_processors(
-    machine: str, features: str, capability: str, want: str, monkeypatch: pytest.MonkeyPatch
+    machine: str,
+    features: str | None,
+    capability: str,
+    sums: str,
+    want: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those that it has, best first; PyTorch's variable forbids some."""
     monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
-    assert [level.name for level in levels_here(set(features.split()))] == want.split()
-
-
-def test_faster_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for, and of the baseline alone."""
-    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    monkeypatch.setenv("OUTRIDER_SUMS", "fast")
-    assert [level.name for level in levels_here({"avx"})] == ["baseline-fast", "baseline"]
-    assert levels_here(set(_ZEN_3.split()))[0].name == "avx2"
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "" if features is None else capability)
+    monkeypatch.setenv("OUTRIDER_SUMS", sums)
+    monkeypatch.setattr(kernel_build, "_PROCESSORS", tmp_path / "none")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert [level.name for level in levels_here(features and set(features.split()))] == want.split()
     monkeypatch.setenv("OUTRIDER_SUMS", "Fast")
     with pytest.raises(kernel_build.CompilerError, match="OUTRIDER_SUMS is 'Fast': set fast"):
         levels_here()
 
 
-def test_levels_where_the_system_lists_no_features(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS and Windows: PyTorch tells."""
-    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
-    monkeypatch.setattr(kernel_build, "_PROCESSORS", tmp_path / "none")
-    for machine, capability, want in (
-        ("AMD64", "AVX512", ["avx512", "avx2", "baseline"]),
-        ("x86_64", "AVX2", ["avx2", "baseline"]),
-        ("x86_64", "DEFAULT", ["baseline"]),
-        ("arm64", "DEFAULT", ["dotprod", "baseline"]),
-    ):
-        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda capability=capability: capability)
-        assert [level.name for level in levels_here()] == want
-
-
-def test_a_compiler_that_does_not_know_the_best_level(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_compiler_that_does_not_know_the_best_level(monkeypatch: pytest.MonkeyPatch) -> None:
     """An old one. It compiles for the next level; and not again at the next start."""
     unknown = Level("unknown", ("-mno-such-vectors",))
     monkeypatch.setattr(kernel_build, "levels_here", lambda: [unknown, BASELINE])

@@ -16,6 +16,7 @@ _LEVELS = {level.name: " ".join(level.flags) for level in (*LEVELS["x86_64"], BA
 _COMMANDS = {
     level: [
         *(f"g++ {flags} -mtune={one}" for one in _TUNINGS),
+        f"g++ -O2 {flags} -mtune=znver3",  # GCC 12 avoids some fused multiply-adds of this width, and not others
         f"clang++ {flags}",
         f"clang++-16 {flags} -mtune=znver4",
     ]
@@ -29,7 +30,7 @@ _FEW, _ALL = "5", "1"  # one of so many shapes
 
 
 # Not optimized, since it is about the code for these vectors: that takes a third of the time. (The kernels of this
-# processor, optimized as for everybody, are tested in test_few_row_matmul.py.)
+# processor, optimized as for everybody, are tested in test_matrices.py.)
 _NOT_OPTIMIZED = {level: f"g++ -O0 {flags}" for level, flags in _LEVELS.items()} | {
     _IN_AVX512: "g++ -O0 -march=x86-64-v3 -mavx512vnni -mavx512vl",  # no processor at hand has the other encoding
     "NEON": "aarch64-linux-gnu-g++ -O0 -static",
@@ -66,15 +67,6 @@ def test_nothing_is_out_of_bounds(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_compiler_that_avoids_fused_multiply_adds(tmp_path: Path) -> None:
-    """GCC 12 avoids some of this width when it tunes for Zen, and not others."""
-    command = "g++ -O2 -march=x86-64-v3 -mtune=znver3"
-    if (missing := _missing("avx2", command)) is not None:
-        pytest.skip(missing)
-    _results(command, "avx2", _FEW, tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("level", _COMMANDS)
 def test_the_kernels_by_other_compilers(level: str, tmp_path: Path) -> None:
     """Their results depend neither on the compiler nor on the processor it tunes for."""
@@ -86,7 +78,7 @@ def test_the_kernels_by_other_compilers(level: str, tmp_path: Path) -> None:
         if shutil.which(command.split()[0]) is not None and _is_known(command):
             folder = tmp_path / str(number)
             folder.mkdir()
-            results[command] = _results(f"{command} -O3", level, _ALL, folder)
+            results[command] = _results(command if "-O2" in command else f"{command} -O3", level, _ALL, folder)
     print(*results, sep="\n")  # with -s
     assert len(set(results.values())) == 1, results
 

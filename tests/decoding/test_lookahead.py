@@ -21,7 +21,7 @@ from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError
 from outrider.records import Request, Round, RowRound, TokenLogprob
 from outrider.runtime.cuda_graphs import CapturedExecution
-from outrider.runtime.device_timer import Clock
+from outrider.runtime.execution import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
 from toys import InTurn, StopAt, as_lm, llama_pair, perturbed, request, run, table_pair, tiny_llama, tokens

@@ -1,6 +1,6 @@
 """Small vocabularies of GGUF files, and a page of hard text: llama.cpp's tokens of it are in vocabularies.json.
 
-Merges cross all bounds of words, so that another splitter gives other tokens. make_vocabularies.py trains them, and
+Merges cross all bounds of words, so that another splitter gives other tokens. make_llama.py trains them, and
 runs llama.cpp.
 """
 

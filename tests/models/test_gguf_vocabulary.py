@@ -1,6 +1,5 @@
 """Tokenizers of GGUF files, against llama.cpp's tokens of the same vocabularies (golden/vocabularies.py)."""
 
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,6 @@ import golden.vocabularies as golden
 import outrider
 from gguf_models import CASES, write_case
 from outrider.errors import ModelCorrupt, OutriderError, UnsupportedModel
-from outrider.models.gguf.splitters import SPLITTERS
 from outrider.models.gguf.vocabulary import end_ids, gguf_tokenizer
 
 _STATED = golden.stated()
@@ -22,23 +20,13 @@ def _want(case: str) -> list[list[int]]:
     return [[*map(int, line.split())] for line in _STATED["tokens"][_STATED["equal"][case]]]
 
 
-def _tokens(metadata: dict[str, Any], text: str) -> list[str]:
-    """Tokens by their names, without those that the file adds to texts."""
-    tokenizer = gguf_tokenizer(metadata, "tiny")
-    return list(tokenizer.convert_ids_to_tokens(tokenizer(text, add_special_tokens=False).input_ids))
-
-
 def _with(metadata: dict[str, Any], **values: Any) -> dict[str, Any]:
     return metadata | {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
-def test_the_golden_file_is_of_this_page_and_table() -> None:
-    assert tuple(_STATED["page"]) == golden.PAGE
-    assert _STATED["equal"].keys() == _CASES.keys()
-
-
 @pytest.mark.parametrize("case", _CASES)
 def test_tokens_are_those_of_llama(case: str) -> None:
+    assert tuple(_STATED["page"]) == golden.PAGE and _STATED["equal"].keys() == _CASES.keys()
     tokenizer = gguf_tokenizer(_CASES[case], case)
     for text, want in zip(golden.PAGE, _want(case), strict=True):
         assert tokenizer(text).input_ids == want, text
@@ -48,17 +36,9 @@ def test_tokens_are_those_of_llama(case: str) -> None:
 @pytest.mark.parametrize("case", _CASES)
 def test_llama_gives_the_golden_tokens(case: str) -> None:
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
-    from golden.make_vocabularies import tokens_of_llama
+    from golden.make_llama import tokens_of
 
-    assert tokens_of_llama(_CASES[case]) == _want(case)
-
-
-def test_the_page_tells_rules_apart() -> None:
-    """But for three, whose expressions differ from another's in rare text alone."""
-    names = {splitter: name for name, splitter in reversed(SPLITTERS.items())}
-    found = {name: _STATED["equal"][f"splitter {name}"] for name in names.values()}
-    alike = {(one, other) for one, other in combinations(found, 2) if found[one] == found[other]}
-    assert {name for pair in alike for name in pair} <= {"qwen2", "smaug-bpe", "chatglm-bpe"}
+    assert tokens_of(_CASES[case]) == _want(case)
 
 
 def test_all_ids_are_texts_again() -> None:
@@ -107,7 +87,7 @@ def test_roles_of_tokens(caplog: pytest.LogCaptureFixture) -> None:
     assert gguf_tokenizer(bare, "tiny").eos_token is None  # 11 is a letter here
 
 
-def test_control_tokens_are_special() -> None:
+def test_control_tokens_and_chat_templates() -> None:
     """An end of a turn is, whatever the file says; what a user has defined is text."""
     tokenizer = gguf_tokenizer(_GPT2, "tiny")
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -115,22 +95,17 @@ def test_control_tokens_are_special() -> None:
     ids = tokenizer("a<|im_end|><tool><|end|>b").input_ids
     assert tokenizer.decode(ids, skip_special_tokens=True) == "a<tool>b"
     assert len(tokenizer) == len(_GPT2["tokenizer.ggml.tokens"])
-
-
-def test_a_byte_without_a_token_is_left_out() -> None:
-    tokens, types = (list(_GPT2[f"tokenizer.ggml.{key}"]) for key in ("tokens", "token_type"))
-    tokens[tokens.index("ÿ")] = "none"  # the byte 255, which is in no text
-    assert _tokens(_with(_GPT2, tokens=tokens, token_type=types), "a b") == _tokens(_GPT2, "a b")
-    tokens = ["a", "b", "ab"]
-    assert _tokens(_with(_GPT2, tokens=tokens, token_type=[1, 1, 1], merges=["a b"]), "ab acb") == ["ab", "a", "b"]
-
-
-def test_chat_templates() -> None:
     key = "tokenizer.chat_template"
-    assert gguf_tokenizer(_GPT2, "tiny").chat_template is None
+    assert tokenizer.chat_template is None
     assert gguf_tokenizer(_GPT2 | {key: "one"}, "tiny").chat_template == "one"
     named = {key: "one", f"{key}.tool_use": "two", "tokenizer.chat_templates": ["tool_use"]}
     assert gguf_tokenizer(_GPT2 | named, "tiny").chat_template == {"default": "one", "tool_use": "two"}
+
+
+def test_a_byte_without_a_token_is_left_out() -> None:
+    keys = {"tokens": ["a", "b", "ab"], "token_type": [1, 1, 1], "merges": ["a b"]}
+    tokenizer = gguf_tokenizer(_with(_GPT2, **keys), "tiny")
+    assert tokenizer("ab acb", add_special_tokens=False).input_ids == [2, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -158,13 +133,9 @@ def test_ends(tokens: list[str], stated: dict[str, int], ends: set[int]) -> None
 
 
 def test_texts_end_at_each(tmp_path: Path) -> None:
-    """With eos = 2 and eot = 5, a text ends at both; in float32 with blocks, and in bfloat16 without."""
-    file = write_case(tmp_path / "tiny.gguf", CASES["llama"], keys={"tokenizer.ggml.eot_token_id": 5})
-    for options in ({}, {"dtype": "bfloat16"}):
-        decoder = outrider.load(file, **options)
-        assert decoder.eos_ids == {2, 5}
-        for end in (2, 5):
-            (output,) = decoder.generate([[7, 8]], logit_bias={end: 100.0}, max_new_tokens=4)
-            assert (output.finish_reason, output.token_ids) == ("eos", (end,))
-            (output,) = decoder.generate([[7, 8]], logit_bias={end: 100.0}, max_new_tokens=4, ignore_eos=True)
-            assert (output.finish_reason, len(output.token_ids)) == ("length", 4)
+    """With eos = 2 and eot = 5, a text ends at both."""
+    decoder = outrider.load(write_case(tmp_path / "tiny.gguf", CASES["llama"], keys={"tokenizer.ggml.eot_token_id": 5}))
+    assert decoder.eos_ids == {2, 5}
+    for end in (2, 5):
+        (output,) = decoder.generate([[7, 8]], logit_bias={end: 100.0}, max_new_tokens=4)
+        assert (output.finish_reason, output.token_ids) == ("eos", (end,))

@@ -8,16 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from native_cases import CASES, VOCAB, random_model
+from native_cases import CASES, drawn, native_logits, random_model
 from outrider.errors import DeviceError
 from outrider.kernels.library import few_row_matmul, library
 from outrider.native.engine import NativeForward
 from outrider.records import Draft
-from outrider.runtime.cache import SlotCache
 from outrider.sampling.candidates import Candidates, are_here
 
 _CASES = [
-    *(("llama", "biases, tied"), ("gemma4_text", "plain"), ("qwen3_5_text", "plain")),
+    *(("llama", "llama with biases, tied"), ("gemma4_text", "plain"), ("qwen3_5_text", "plain")),
     ("nemotron_h", "wide latent experts in groups"),
 ]
 _LENGTH = 260  # more than go through the layers together, and than a part of attention has
@@ -51,12 +50,6 @@ def check(failing: _Failing, error: type[Exception], run: Callable[[], Tensor], 
     assert number >= least and torch.equal(got, want), number
 
 
-def forward(native: NativeForward) -> Tensor:
-    ids = torch.randint(1, VOCAB, (1, _LENGTH), generator=torch.Generator().manual_seed(0))
-    cache = SlotCache.empty(native.layer_shapes, 1, _LENGTH)
-    return native(ids, torch.arange(_LENGTH)[None], cache, _LENGTH).logits
-
-
 def verdict() -> Tensor:
     logits = torch.randn(1, 4, 500, generator=torch.Generator().manual_seed(0))
     rows = Candidates.of_logits(logits, torch.ones(1), None, torch.full((1,), 0.9), None)[0]
@@ -64,13 +57,12 @@ def verdict() -> Tensor:
     return rows.verify(1, draft, (torch.full((1, 7), 0.5, dtype=torch.float64), 7, None, None)).drafted_probs
 
 
-@torch.inference_mode()
-def main() -> None:
+with torch.inference_mode():
     torch.set_num_threads(2)
     for family, name in _CASES:
         native = NativeForward(random_model(family, CASES[family][name]))
         native._run = _Failing(native._run)
-        check(native._run, DeviceError, partial(forward, native), 20)
+        check(native._run, DeviceError, partial(native_logits, native, drawn(1, _LENGTH)), 20)
     kernels: Any = library()
     assert are_here(torch.device("cpu"))  # before, since this sets types of arguments
     for name in ("outrider_few_row_matmul", "outrider_verify", "outrider_candidates"):
@@ -84,6 +76,3 @@ def main() -> None:
     except MemoryError:
         kernels.outrider_candidates.number = -1
     check(kernels.outrider_verify, MemoryError, verdict, 2)
-
-
-main()

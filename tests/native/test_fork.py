@@ -10,18 +10,14 @@ import pytest
 _PROGRAM = """
 import os
 import torch
-from native_cases import CASES, random_model
+from native_cases import CASES, native_logits, random_model
 from outrider.native.engine import NativeForward
-from outrider.runtime.cache import SlotCache
 
 def run():
-    ids = torch.arange(1, 51)[None]
-    with torch.inference_mode():
-        found = native(ids, torch.arange(50)[None], SlotCache.empty(native.layer_shapes, 1, 64), 64).logits
-    return found, torch.zeros(1_000_000).add_(1).sum()
+    return native_logits(native, torch.arange(1, 51)[None]), torch.zeros(1_000_000).add_(1).sum()
 
 torch.set_num_threads(2)
-native = NativeForward(random_model("llama", CASES["llama"]["biases, tied"]))
+native = NativeForward(random_model("llama", CASES["llama"]["llama with biases, tied"]))
 want = run()
 if (child := os.fork()) == 0:
     assert torch.get_num_threads() == 1

@@ -54,7 +54,7 @@ def test_each_allocation_that_fails(tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_memory_does_not_grow_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a forward needs is part of what a cache needs, and is the same for few tokens and many."""
-    native = NativeForward(random_model("llama", CASES["llama"]["biases, tied"]))
+    native = NativeForward(random_model("llama", CASES["llama"]["llama with biases, tied"]))
     scratch = sum(shape.scratch_bytes for shape in native.layer_shapes)
     assert 100_000 < scratch < 10_000_000
     needed = sum(shape.bytes_per_token * 65 for shape in native.layer_shapes)

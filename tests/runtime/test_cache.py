@@ -63,10 +63,7 @@ def _requests() -> list[Request]:
     return [request(ids, seed=i, max_new_tokens=NUM_TOKENS[i]) for i, ids in enumerate(PROMPTS)]
 
 
-@pytest.mark.parametrize(
-    ("rule", "k", "num_slots", "is_pausing"),
-    [("block", 4, 4, False), ("rejection", 2, 2, False), ("gumbel", 1, 4, True), ("rejection", 4, 2, True)],
-)
+@pytest.mark.parametrize(("rule", "k", "num_slots", "is_pausing"), [("block", 4, 2, False), ("gumbel", 1, 4, True)])
 def test_both_caches_hold_the_committed_text_after_every_round(
     rule: str, k: int, num_slots: int, is_pausing: bool
 ) -> None:
@@ -104,16 +101,16 @@ def test_a_draft_of_shorter_context_keeps_its_window() -> None:
     assert starts == {0, 8, 16, 24, 32, 40, 48, 56}
 
 
-@pytest.mark.parametrize("context_len", [1, 2, 3, 16, 17])
-def test_windows_follow_from_the_length(context_len: int) -> None:
+def test_windows_follow_from_the_length() -> None:
     """They hold the last tokens, at most the context, more than half of it once there are tokens before; and seldom
     move."""
-    starts = [window_start(length, context_len) for length in range(1, 100)]
-    for length, start in enumerate(starts, 1):
-        assert length - start <= context_len
-        assert start == 0 if length <= context_len else length - start > context_len // 2
-    assert starts == sorted(starts)
-    assert len(set(starts)) <= 2 + 100 // ((context_len + 1) // 2)
+    for context_len in (1, 2, 3, 16, 17):
+        starts = [window_start(length, context_len) for length in range(1, 100)]
+        for length, start in enumerate(starts, 1):
+            assert length - start <= context_len
+            assert start == 0 if length <= context_len else length - start > context_len // 2
+        assert starts == sorted(starts)
+        assert len(set(starts)) <= 2 + 100 // ((context_len + 1) // 2)
 
 
 def test_slots_are_views_copies_and_zeros() -> None:
@@ -141,35 +138,12 @@ def _random_ids(num_rows: int, length: int) -> Tensor:
     return torch.randint(60, (num_rows, length), generator=torch.Generator().manual_seed(0))
 
 
-def _full_logits(lm: LM, ids: Tensor) -> Tensor:
-    with torch.inference_mode():
-        return lm.model(ids).logits
-
-
 def _forward_ragged(lm: LM, ids: Tensor, cache: SlotCache, starts: Tensor, widths: Tensor) -> Tensor:
     """Feed ``widths`` tokens of each row from ``starts`` on, padded on the right. -> logits [B, T, V]"""
     offsets = torch.arange(int(widths.max()))
     positions = torch.where(offsets < widths[:, None], starts[:, None] + offsets, -1)
     columns = (starts[:, None] + offsets).clamp_max(ids.shape[1] - 1)
     return lm.forward(ids.gather(1, columns), positions, cache, lm.view_len(int(positions.max()) + 1, cache))
-
-
-def test_ragged_blocks_equal_one_full_forward() -> None:
-    """150 tokens, so that the view grows twice; rows advance by 0 to 7 tokens at a time, each at its own pace."""
-    lm = as_lm(tiny_llama())
-    ids = _random_ids(3, 150)
-    full, cache = _full_logits(lm, ids), lm.new_cache(3, 150)
-    generator = torch.Generator().manual_seed(1)
-    done = torch.zeros(3, dtype=torch.long)
-    while (done < 150).any():
-        widths = torch.randint(8, (3,), generator=generator).minimum(150 - done)
-        if not widths.any():
-            continue
-        logits = _forward_ragged(lm, ids, cache, done, widths)
-        for row in range(3):
-            n, at = int(widths[row]), int(done[row])
-            torch.testing.assert_close(logits[row, :n], full[row, at : at + n], rtol=0.0, atol=1e-11)
-        done += widths
 
 
 def test_a_cache_is_freed_when_it_is_let_go() -> None:
@@ -186,18 +160,6 @@ def test_a_cache_is_freed_when_it_is_let_go() -> None:
         gc.enable()
 
 
-def test_padding_writes_to_no_place_in_view() -> None:
-    """Columns at position -1 change nothing that is ever seen, in any row."""
-    lm = as_lm(tiny_llama())
-    ids, cache = _random_ids(2, 10), lm.new_cache(2, 10)
-    _forward_ragged(lm, ids, cache, torch.tensor([0, 0]), torch.tensor([10, 10]))
-    before = [layer.keys[:, :-1].clone() for layer in cache.argument.layers]
-    positions = torch.tensor([[-1, -1, -1], [-1, -1, 4]])
-    lm.forward(ids[:, 2:5], positions, cache, 10)
-    for layer, keys in zip(cache.argument.layers, before, strict=True):
-        torch.testing.assert_close(layer.keys[:, :-1], keys, rtol=0.0, atol=1e-12)
-
-
 @pytest.mark.parametrize("chunk", [5, 512])
 def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """From ragged starts to ragged ends, whatever the chunk; a row with nothing to do stays as it is."""
@@ -209,13 +171,3 @@ def test_prefill_in_chunks(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     lm.prefill(ids, middles, ends, cache, latest=70, num_columns=54)
     for row, end in enumerate(ends.tolist()):
         _assert_holds(lm, cache, row, ids[row, :end].tolist())
-
-
-def test_num_logits_gives_the_last_columns() -> None:
-    lm = as_lm(tiny_llama())
-    ids = _random_ids(2, 6)
-    positions = torch.arange(6).expand(2, 6)
-    every = lm.forward(ids, positions, lm.new_cache(2, 6), 64)
-    assert every.shape == (2, 6, 60)
-    last = lm.forward(ids, positions, lm.new_cache(2, 6), 64, num_logits=2)
-    torch.testing.assert_close(last, every[:, -2:], rtol=0.0, atol=1e-12)

@@ -4,6 +4,7 @@ The loop's own tests run with this execution too (see conftest.py).
 """
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -20,21 +21,9 @@ from outrider.runtime.cache import SlotCache
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM, _advance_step
 from outrider.sampling.rules import REJECTION, RULES, Rule
-from toys import as_lm, llama_pair, perturbed, tiny_llama, tokens
+from toys import as_lm, perturbed, tiny_llama, tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3], [9]]
-
-
-def test_a_second_run_prepares_nothing() -> None:
-    """Rows end one after the other; the smaller batches take turns on storage too."""
-    target, drafter = llama_pair()
-    requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
-    want = tokens(target, drafter, requests, REJECTION, 2)
-    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
-    assert tokens(target, drafter, requests, REJECTION, 2) == want
-    before = target.execution.num_programs, drafter.lm.execution.num_programs
-    assert tokens(target, drafter, requests, REJECTION, 2) == want
-    assert (target.execution.num_programs, drafter.lm.execution.num_programs) == before
 
 
 def test_storage_is_used_again_but_not_shared() -> None:
@@ -101,10 +90,15 @@ def test_steps_that_cannot_be_captured_run_eagerly_unless_asked_for(caplog: pyte
     assert caplog.messages == ["target cannot be captured here: RuntimeError: a value is read: such steps run eagerly"]
 
 
+_DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
-    model = tiny_llama()
+@pytest.mark.parametrize("options", [{}, {"rope_parameters": _DYNAMIC}], ids=["llama", "frequencies by the position"])
+def test_recorded_steps_say_what_eager_ones_say(options: dict[str, Any], rule: Rule) -> None:
+    """Rotary frequencies may be chosen on the host, by the highest position; within the context they stay the same."""
+    model = tiny_llama(**options)
     drafter = model_drafter(as_lm(perturbed(model, 0.1).to("cuda"), "draft"))
     target = as_lm(model.to("cuda"))
     requests = [Request(ids, Sampling(seed=i, max_new_tokens=9 * i + 5)) for i, ids in enumerate(PROMPTS)]
@@ -112,18 +106,7 @@ def test_recorded_steps_say_what_eager_ones_say(rule: Rule) -> None:
     fast, fast_drafter = choose_execution(target), drafter.with_models(choose_execution)
     for _ in range(2):
         assert tokens(fast, fast_drafter, requests, rule, 2) == want
-
-
-@pytest.mark.gpu
-def test_rotary_frequencies_that_are_chosen_in_each_forward() -> None:
-    """On the host, by the highest position; within the context they are always the same."""
-    model = tiny_llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0})
-    target = as_lm(model.to("cuda"))
-    requests = [Request([1, 2, 3], Sampling(seed=0, max_new_tokens=20))]
-    drafter = model_drafter(target)
-    want = tokens(target, drafter, requests, REJECTION, 2)
-    assert tokens(choose_execution(target), drafter.with_models(choose_execution), requests, REJECTION, 2) == want
-    assert model.model.rotary_emb.rope_type == "dynamic"
+    assert not options or model.model.rotary_emb.rope_type == "dynamic"
 
 
 @pytest.mark.gpu

@@ -1,14 +1,13 @@
-"""Tiny random models of all families that are read from GGUF files, written as llama.cpp's converters write them.
+"""Tiny random models of families.py, written to GGUF files as llama.cpp's converters write them.
 
-Layouts are those of its conversion/*.py and gguf-py, in the build of llama-cpp-python 0.3.36; nothing of the reader is
-used. Each case sets its fields to unusual values.
+Keys, names and layouts are those of its conversion/*.py and gguf-py, in the build of llama-cpp-python 0.3.36; nothing
+of the reader is used.
 """
 
 import copy
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,592 +15,21 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from families import FILES, SIZES, Case, Fields, configuration
 from ggml_blocks import block_bytes
-from gguf_tensors import model_tensors
 
-VOCAB = 48
-CONTEXT = 160
-IDS = [int(i) for i in np.random.RandomState(3).randint(0, VOCAB, 150)]
-_MXFP4 = gguf.GGMLQuantizationType.MXFP4
+CASES = FILES
+IDS = [int(i) for i in np.random.RandomState(3).randint(0, SIZES["vocab_size"], 150)]
 PLACES = (7, 40, 149)  # whose logits are golden
-_SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": CONTEXT,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-}
-_RMS = {"rms_norm_eps": 3e-3}
-_ROPE = {"rope_type": "default", "rope_theta": 500.0}
-_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 5000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-_LINEAR = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
-_YARN = {"rope_type": "yarn", "rope_theta": 500.0, "factor": 4.0, "original_max_position_embeddings": 40}
-_HEAD_DIM = {"head_dim": 12}
-_LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 500.0,
-    "short_factor": [1.0, 1.5, 2.0],
-    "long_factor": [1.0, 2.5, 5.0],
-    "original_max_position_embeddings": 256,
-    "factor": 2.0,
-    "attention_factor": 1.19,
-    "partial_rotary_factor": 0.75,
-}
-_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A model, and how it is written.
-
-    Attributes:
-        model_type: Transformers' name.
-        architecture: llama.cpp's name.
-        fields: of the configuration.
-        keys: of the architecture, beside those that ``_keys`` derives.
-        tensors: added to the file.
-        has_oracle: llama.cpp computes the same model.
-        has_mxfp4: experts are of this type.
-    """
-
-    model_type: str
-    architecture: str
-    fields: dict[str, Any]
-    keys: dict[str, Any] = field(default_factory=dict)
-    tensors: dict[str, Any] = field(default_factory=dict)
-    has_oracle: bool = True
-    has_mxfp4: bool = False
-
-
-def _rope_keys(rope: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "rope.scaling.type": rope["rope_type"],
-        "rope.scaling.factor": rope["factor"],
-        "rope.scaling.original_context_length": rope.get("original_max_position_embeddings", CONTEXT),
-        "rope.scaling.finetuned": True,
-    }
-
-
-def _gemma3(num_layers: int, full: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    ropes = {"full_attention": full, "sliding_attention": {"rope_type": "default", "rope_theta": 77.0}}
-    sizes = {"num_hidden_layers": num_layers, "sliding_window": 9, "rope_parameters": ropes}
-    return _HEAD_DIM | _RMS | sizes | {"query_pre_attn_scalar": 12} | fields
-
-
-def _gemma4(layer_types: list[str], **fields: Any) -> dict[str, Any]:
-    ropes = {
-        "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 77.0},
-    }
-    sizes = {"num_hidden_layers": len(layer_types), "vocab_size_per_layer_input": VOCAB, "global_head_dim": 16}
-    sizes |= {"layer_types": layer_types, "sliding_window": 9, "rope_parameters": ropes}
-    return _HEAD_DIM | _RMS | sizes | fields
-
-
-_GEMMA4_KEYS = {
-    "attention.key_length": 16,
-    "attention.value_length": 16,
-    "attention.key_length_swa": 12,
-    "attention.value_length_swa": 12,
-    "attention.shared_kv_layers": 0,
-    "attention.sliding_window": 9,
-    "embedding_length_per_layer_input": 0,
-    "rope.dimension_count": 16,
-    "rope.dimension_count_swa": 12,
-    "rope.freq_base_swa": 77.0,
-}
-_GEMMA4_ROPE = {"rope_freqs.weight": np.array([1.0] * 2 + [1e30] * 6, np.float32)}
-_MOE_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 24}
-_QWEN35 = {
-    "rms_norm_eps": 1e-6,  # which llama.cpp has for norms of keys, too, and Transformers there in any case
-    "head_dim": 16,
-    "num_hidden_layers": 4,
-    "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
-    "linear_conv_kernel_dim": 3,
-    "linear_key_head_dim": 12,
-    "linear_value_head_dim": 12,
-    "linear_num_key_heads": 2,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
-}
-
-
-def _qwen35_keys(num_value_heads: int) -> dict[str, Any]:
-    return {
-        "attention.recurrent_layers": [True, False, True, False],
-        "full_attention_interval": 2,
-        "rope.dimension_sections": [2, 1, 1, 0],
-        "ssm.conv_kernel": 3,
-        "ssm.state_size": 12,
-        "ssm.group_count": 2,
-        "ssm.time_step_rank": num_value_heads,
-        "ssm.inner_size": 12 * num_value_heads,
-    }
-
-
-# The layer of a head for later tokens: one with attention, and what joins it to the model.
-_NORMS = ("attn_norm", "post_attention_norm", "nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm")
-_MTP_SHAPES = dict.fromkeys(_NORMS, (32,)) | {
-    "attn_q_norm": (16,),
-    "attn_k_norm": (16,),
-    "attn_q": (128, 32),
-    "attn_k": (32, 32),
-    "attn_v": (32, 32),
-    "attn_output": (32, 64),
-    "ffn_gate": (56, 32),
-    "ffn_up": (56, 32),
-    "ffn_down": (32, 56),
-    "nextn.eh_proj": (32, 64),
-}
-_MTP = {f"blk.4.{name}.weight": np.full(shape, 0.1, np.float32) for name, shape in _MTP_SHAPES.items()}
-_GEMMA3_KEYS = {"attention.sliding_window": 9, "rope.freq_base_swa": 77.0}
-_LFM2 = {
-    "rope_parameters": _ROPE,
-    "norm_eps": 3e-3,
-    "num_hidden_layers": 3,
-    "layer_types": ["conv", "full_attention", "conv"],
-    "conv_L_cache": 4,
-}
-_LFM2_KEYS = {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 4}
-_GPT_OSS = _RMS | {
-    "head_dim": 16,
-    "intermediate_size": 32,
-    "num_local_experts": 4,
-    "num_experts_per_tok": 2,
-    "sliding_window": 9,
-}
-_GPT_OSS_KEYS = {"attention.sliding_window": 9, "expert_count": 4, "expert_used_count": 2} | {
-    "expert_feed_forward_length": 32
-}
-_GRANITE = _RMS | {
-    "rope_parameters": _ROPE,
-    "attention_multiplier": 0.2,
-    "embedding_multiplier": 3.0,
-    "residual_multiplier": 0.4,
-    "logits_scaling": 2.0,
-}
-_GRANITE_KEYS = {"attention.scale": 0.2, "embedding_scale": 3.0, "residual_scale": 0.4, "logit_scale": 2.0}
-_MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 3, "mamba_n_groups": 1}
-_MAMBA_KEYS = {
-    "ssm.conv_kernel": 3,
-    "ssm.state_size": 8,
-    "ssm.group_count": 1,
-    "ssm.inner_size": 64,
-    "ssm.time_step_rank": 4,
-}
-_NEMOTRON = _HEAD_DIM | {
-    "layer_norm_epsilon": 3e-3,
-    "mamba_num_heads": 4,
-    "mamba_head_dim": 16,
-    "ssm_state_size": 8,
-    "n_groups": 2,
-    "conv_kernel": 3,
-    "num_hidden_layers": 4,
-}
-
-
-def _nemotron_keys(width: int) -> dict[str, Any]:
-    return _MAMBA_KEYS | {
-        "ssm.group_count": 2,
-        "attention.head_count_kv": [0, 2, 0, 0],
-        "feed_forward_length": [0, 0, width, 0],
-        "rope.dimension_count": 8,
-        "rope.scaling.finetuned": False,
-    }
-
-
-_NEMOTRON_MOE_KEYS = {
-    "expert_group_count": 1,
-    "expert_group_used_count": 1,
-    "expert_shared_count": 1,
-    "expert_shared_feed_forward_length": 40,
-    "expert_weights_norm": True,
-    "expert_weights_scale": 1.5,
-}
-_LLAMA = _HEAD_DIM | _RMS | {"rope_parameters": _ROPE, "tie_word_embeddings": False}
-CASES = {
-    "llama": Case("llama", "llama", _LLAMA),
-    "llama with biases, tied": Case(
-        "llama", "llama", _LLAMA | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
-    ),
-    "llama 3": Case("llama", "llama", _LLAMA | {"rope_parameters": _LLAMA3}),
-    "llama, linear": Case("llama", "llama", _LLAMA | {"rope_parameters": _LINEAR}, _rope_keys(_LINEAR)),
-    "llama, linear, old keys": Case(
-        "llama", "llama", _LLAMA | {"rope_parameters": _LINEAR}, {"rope.scale_linear": 4.0}
-    ),
-    "llama, yarn": Case("llama", "llama", _LLAMA | {"rope_parameters": _YARN}, _rope_keys(_YARN)),
-    "mistral": Case("mistral", "llama", _LLAMA | {"sliding_window": None}),
-    "qwen2, yarn": Case("qwen2", "qwen2", _RMS | {"rope_parameters": _YARN}, _rope_keys(_YARN)),
-    "qwen2, yarn of its own": Case(
-        "qwen2",
-        "qwen2",
-        _RMS | {"rope_parameters": _YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "attention_factor": 1.1386294}},
-        _rope_keys(_YARN)
-        | {
-            "rope.scaling.yarn_beta_fast": 8.0,
-            "rope.scaling.yarn_beta_slow": 2.0,
-            "rope.scaling.yarn_attn_factor": 1.1386294,
-        },
-        has_oracle=False,  # llama.cpp writes these keys, and reads none of them
-    ),
-    "qwen3": Case("qwen3", "qwen3", _HEAD_DIM | _RMS | {"rope_parameters": _ROPE, "tie_word_embeddings": True}),
-    "qwen3, yarn": Case("qwen3", "qwen3", _HEAD_DIM | _RMS | {"rope_parameters": _YARN}, _rope_keys(_YARN)),
-    "qwen3moe": Case(
-        "qwen3_moe",
-        "qwen3moe",
-        _HEAD_DIM | _RMS | _MOE | {"rope_parameters": _ROPE, "norm_topk_prob": True},
-        {"expert_feed_forward_length": 24},
-    ),
-    "gemma": Case("gemma", "gemma", _HEAD_DIM | _RMS | {"rope_parameters": {**_ROPE, "rope_theta": 10000.0}}),
-    "gemma2": Case(
-        "gemma2",
-        "gemma2",
-        _HEAD_DIM
-        | _RMS
-        | {
-            "rope_parameters": _ROPE,
-            "sliding_window": 9,
-            "attn_logit_softcapping": 3.0,
-            "final_logit_softcapping": 2.0,
-            "query_pre_attn_scalar": 12,
-        },
-        {"attention.sliding_window": 9, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0},
-    ),
-    "gemma2, 46 layers": Case(
-        "gemma2",
-        "gemma2",
-        _HEAD_DIM | _RMS | {"rope_parameters": _ROPE, "num_hidden_layers": 46, "query_pre_attn_scalar": 8},
-        {"attention.sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-    ),
-    "gemma3": Case("gemma3_text", "gemma3", _gemma3(7, _ROPE), _GEMMA3_KEYS),
-    "gemma3, linear": Case(
-        "gemma3_text",
-        "gemma3",
-        _gemma3(7, _LINEAR, final_logit_softcapping=2.0),
-        _GEMMA3_KEYS | _rope_keys(_LINEAR) | {"final_logit_softcapping": 2.0},
-    ),
-    "gemma3, other layers": Case(
-        "gemma3_text",
-        "gemma3",
-        _gemma3(4, _ROPE, layer_types=["full_attention", *["sliding_attention"] * 2, "full_attention"]),
-        _GEMMA3_KEYS | {"attention.sliding_window_pattern": [False, True, True, False]},
-    ),
-    "gemma3, 62 layers": Case("gemma3_text", "gemma3", _gemma3(62, _ROPE, query_pre_attn_scalar=8), _GEMMA3_KEYS),
-    "phi3": Case(
-        "phi3", "phi3", _RMS | {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.75}, "sliding_window": None}
-    ),
-    "phi3 with a window": Case(
-        "phi3",
-        "phi3",
-        _RMS | {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.75}, "sliding_window": 11},
-        {"attention.sliding_window": 11},
-        has_oracle=False,  # llama.cpp warns that it leaves the window out
-    ),
-    "phi3, longrope": Case(
-        "phi3",
-        "phi3",
-        _RMS
-        | {
-            "rope_parameters": _LONGROPE,
-            "sliding_window": None,
-            "max_position_embeddings": 512,
-            "original_max_position_embeddings": 256,
-        },
-        {"rope.scaling.attn_factor": 1.19, "rope.scaling.original_context_length": 256},
-        {
-            f"rope_factors_{kind}.weight": np.array(_LONGROPE[f"{kind}_factor"], np.float32)
-            for kind in ("short", "long")
-        },
-    ),
-    "starcoder2": Case(
-        "starcoder2", "starcoder2", {"rope_parameters": _ROPE, "norm_epsilon": 3e-3, "tie_word_embeddings": True}
-    ),
-    "gpt2": Case("gpt2", "gpt2", {"n_inner": 56, "layer_norm_epsilon": 3e-3}),
-    "gpt2, its own head": Case(
-        "gpt2", "gpt2", {"n_inner": 56, "layer_norm_epsilon": 3e-3, "tie_word_embeddings": False}
-    ),
-    "gemma4": Case(
-        "gemma4_text",
-        "gemma4",
-        _gemma4(
-            layer_types=["sliding_attention", "full_attention"] * 3,
-            num_kv_shared_layers=2,
-            use_double_wide_mlp=True,
-            hidden_size_per_layer_input=8,
-            final_logit_softcapping=2.0,
-        ),
-        _GEMMA4_KEYS
-        | {
-            "attention.shared_kv_layers": 2,
-            "attention.sliding_window_pattern": [True, False] * 3,
-            "embedding_length_per_layer_input": 8,
-            "feed_forward_length": [56] * 4 + [112] * 2,
-            "final_logit_softcapping": 2.0,
-        },
-        _GEMMA4_ROPE,
-    ),
-    "gemma4, keys are values": Case(
-        "gemma4_text",
-        "gemma4",
-        _gemma4(
-            layer_types=["full_attention", "sliding_attention", "full_attention"],
-            attention_k_eq_v=True,
-            num_global_key_value_heads=1,
-            hidden_size_per_layer_input=0,
-            final_logit_softcapping=30.0,  # of llama.cpp where a file states none
-        ),
-        _GEMMA4_KEYS | {"attention.sliding_window_pattern": [False, True, False], "attention.head_count_kv": [1, 2, 1]},
-        _GEMMA4_ROPE,
-    ),
-    "gemma4, experts": Case(
-        "gemma4_text",
-        "gemma4",
-        _gemma4(
-            layer_types=["sliding_attention", "full_attention"],
-            hidden_size_per_layer_input=0,
-            final_logit_softcapping=30.0,
-            enable_moe_block=True,
-            num_experts=4,
-            top_k_experts=2,
-            moe_intermediate_size=24,
-        ),
-        _GEMMA4_KEYS | {"attention.sliding_window_pattern": [True, False]} | _MOE_KEYS,
-        _GEMMA4_ROPE,
-    ),
-    "qwen35": Case("qwen3_5_text", "qwen35", _QWEN35 | {"linear_num_value_heads": 6}, _qwen35_keys(6)),
-    "qwen35, with a head": Case(
-        "qwen3_5_text",
-        "qwen35",
-        _QWEN35 | {"linear_num_value_heads": 2, "tie_word_embeddings": True},
-        {key: value for key, value in _qwen35_keys(2).items() if key != "attention.recurrent_layers"}
-        | {"block_count": 5, "nextn_predict_layers": 1},
-        _MTP,
-    ),
-    "qwen35moe": Case(
-        "qwen3_5_moe_text",
-        "qwen35moe",
-        _QWEN35 | _MOE | {"linear_num_value_heads": 4, "shared_expert_intermediate_size": 40},
-        _qwen35_keys(4) | _MOE_KEYS | {"expert_shared_feed_forward_length": 40},
-    ),
-    "lfm2": Case("lfm2", "lfm2", _LFM2 | {"block_auto_adjust_ff_dim": False}, _LFM2_KEYS),
-    "lfm2moe": Case(
-        "lfm2_moe",
-        "lfm2moe",
-        _LFM2 | _MOE | {"num_dense_layers": 1},
-        _LFM2_KEYS | _MOE_KEYS | {"expert_gating_func": 2, "leading_dense_block_count": 1},
-    ),
-    "gpt-oss": Case(
-        "gpt_oss",
-        "gpt-oss",
-        _GPT_OSS | {"rope_parameters": _ROPE, "layer_types": ["sliding_attention", "full_attention"]},
-        _GPT_OSS_KEYS,
-        has_mxfp4=True,
-    ),
-    "gpt-oss, yarn": Case(
-        "gpt_oss",
-        "gpt-oss",
-        # Of a base so small that bounds are those of the head, whether they are rounded or not.
-        _GPT_OSS | {"rope_parameters": _YARN | {"rope_theta": 2.0, "truncate": False}},
-        _GPT_OSS_KEYS | _rope_keys(_YARN),
-    ),
-    "granite": Case("granite", "granite", _GRANITE, _GRANITE_KEYS),
-    "granitemoe": Case(
-        "granitemoeshared",
-        "granitemoe",
-        _GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24},
-        _GRANITE_KEYS | {"expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 24},
-    ),
-    "granitehybrid": Case(
-        "granitemoehybrid",
-        "granitehybrid",
-        _GRANITE
-        | _MAMBA
-        | {"num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 56}
-        | {"layer_types": ["mamba", "attention", "mamba"], "num_hidden_layers": 3},
-        _GRANITE_KEYS
-        | _MAMBA_KEYS
-        | {"attention.head_count_kv": [0, 2, 0], "rope.scaling.finetuned": False, "context_length": 2**20}
-        | {"expert_count": 0, "expert_used_count": 0, "expert_shared_feed_forward_length": 56},
-    ),
-    "granitehybrid, experts": Case(
-        "granitemoehybrid",
-        "granitehybrid",
-        _GRANITE
-        | _MAMBA
-        | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 24}
-        | {"layer_types": ["mamba", "attention"], "position_embedding_type": "rope"},
-        _GRANITE_KEYS
-        | _MAMBA_KEYS
-        | {"attention.head_count_kv": [0, 2], "rope.scaling.finetuned": True}
-        | {"expert_count": 4, "expert_used_count": 2, "expert_shared_feed_forward_length": 24},
-    ),
-    "gemma3n": Case(
-        "gemma3n_text",
-        "gemma3n",
-        _gemma3(
-            4,
-            _ROPE,
-            num_kv_shared_layers=2,
-            layer_types=["sliding_attention", "full_attention"] * 2,
-            hidden_size_per_layer_input=8,
-            vocab_size_per_layer_input=VOCAB,
-            laurel_rank=6,
-            activation_sparsity_pattern=[0.75, 0.0, 0.0, 0.0],
-            altup_active_idx=1,
-            final_logit_softcapping=30.0,
-        ),
-        _GEMMA3_KEYS
-        | {
-            "altup.active_idx": 1,
-            "altup.num_inputs": 4,
-            "attention.shared_kv_layers": 2,
-            "attention.sliding_window_pattern": [True, False] * 2,
-            "activation_sparsity_scale": [0.6744897, *[float("-inf")] * 3],
-            "embedding_length_per_layer_input": 8,
-            "final_logit_softcapping": 30.0,
-            "feed_forward_length": [56] * 4,
-        },
-        has_oracle=False,  # llama.cpp has the sizes of the published models, whatever a file states
-    ),
-    "mistral3": Case("mistral", "mistral3", _LLAMA | {"sliding_window": None}),
-    "ministral3": Case(
-        "ministral3",
-        "mistral3",
-        _LLAMA
-        | {
-            "rope_parameters": _YARN
-            | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.3, "max_position_embeddings": CONTEXT}
-        },
-        _rope_keys(_YARN) | {"rope.scaling.yarn_log_multiplier": 1.0, "attention.temperature_scale": 0.3},
-    ),
-    "smollm3": Case("smollm3", "smollm3", _RMS | {"rope_parameters": _ROPE, "num_hidden_layers": 5}),
-    "olmo2": Case("olmo2", "olmo2", _RMS | {"rope_parameters": _ROPE}),
-    "olmo3": Case(
-        "olmo3",
-        "olmo2",
-        _RMS
-        | {
-            "rope_parameters": {
-                "full_attention": _YARN,
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
-            },
-            "layer_types": ["sliding_attention", "full_attention"],
-            "sliding_window": 9,
-        },
-        _rope_keys(_YARN) | {"attention.sliding_window": 9, "attention.sliding_window_pattern": [True, False]},
-    ),
-    "glm4": Case("glm4", "glm4", _HEAD_DIM | _RMS | {"rope_parameters": _ROPE | {"partial_rotary_factor": 0.5}}),
-    "glm4moe": Case(
-        "glm4_moe",
-        "glm4moe",
-        _HEAD_DIM
-        | _RMS
-        | {
-            "rope_parameters": _ROPE | {"partial_rotary_factor": 0.5},
-            "num_hidden_layers": 3,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-            "attention_bias": True,
-        },
-        _MOE_KEYS
-        | {
-            "expert_gating_func": 2,
-            "expert_shared_count": 2,
-            "expert_weights_norm": True,
-            "expert_weights_scale": 1.5,
-            "leading_dense_block_count": 1,
-        },
-    ),
-    "falcon-h1": Case(
-        "falcon_h1",
-        "falcon-h1",
-        _HEAD_DIM
-        | _RMS
-        | _MAMBA
-        | {
-            "rope_parameters": _ROPE,
-            "mamba_d_ssm": 64,
-            "mamba_n_groups": 2,
-            "mamba_rms_norm": True,
-            "mamba_norm_before_gate": False,
-            "attention_in_multiplier": 0.9,
-            "attention_out_multiplier": 1.1,
-            "key_multiplier": 0.8,
-            "ssm_in_multiplier": 1.2,
-            "ssm_out_multiplier": 0.7,
-            "mlp_multipliers": [1.3, 0.6],
-            "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 0.875],
-            "lm_head_multiplier": 0.5,
-            "embedding_multiplier": 2.0,
-        },
-        _MAMBA_KEYS | {"ssm.group_count": 2},
-    ),
-    "nemotron_h": Case("nemotron_h", "nemotron_h", _NEMOTRON | {"hybrid_override_pattern": "M*-M"}, _nemotron_keys(56)),
-    "nemotron_h_moe": Case(
-        "nemotron_h",
-        "nemotron_h_moe",
-        _NEMOTRON
-        | {
-            "hybrid_override_pattern": "M*EM",
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 40,
-            "routed_scaling_factor": 1.5,
-        },
-        _nemotron_keys(24) | _MOE_KEYS | _NEMOTRON_MOE_KEYS,
-    ),
-    "nemotron_h_moe, latent, groups": Case(
-        "nemotron_h",
-        "nemotron_h_moe",
-        _NEMOTRON
-        | {
-            "hybrid_override_pattern": "M*EM",
-            "n_routed_experts": 12,
-            "num_experts_per_tok": 3,
-            "n_group": 4,
-            "topk_group": 2,
-            "moe_latent_size": 16,
-            "moe_intermediate_size": 24,
-            "moe_shared_expert_intermediate_size": 40,
-            "routed_scaling_factor": 1.5,
-        },
-        _nemotron_keys(24)
-        | _MOE_KEYS
-        | _NEMOTRON_MOE_KEYS
-        | {"expert_count": 12, "expert_used_count": 3, "expert_group_count": 4, "expert_group_used_count": 2}
-        | {"moe_latent_size": 16},
-    ),
-}
-for _name in ("attention.key_length", "attention.value_length"):  # converters write both where configurations do
-    for _case in CASES.values():
-        if "head_dim" in _case.fields:
-            _case.keys.setdefault(_name, _case.fields["head_dim"])
+_MXFP4 = gguf.GGMLQuantizationType.MXFP4
 
 
 def config_of(case: Case) -> Any:
-    fields = copy.deepcopy(_SIZES | case.fields)  # configurations change the dictionaries that they are given
-    if case.model_type == "phi3" and "original_max_position_embeddings" not in fields:
-        fields["original_max_position_embeddings"] = CONTEXT
-    return AutoConfig.for_model(case.model_type, **fields)
+    return configuration(case.model_type, case.fields)
 
 
 def random_case(case: Case) -> PreTrainedModel:
@@ -638,9 +66,10 @@ def write_case(
     model = random_case(case) if model is None else model
     config, architecture = model.config.get_text_config(), case.architecture
     writer = gguf.GGUFWriter(file, architecture)
-    own = _keys(config) | case.keys | {key.replace("__", "."): value for key, value in more.items()}
+    own = _keys(case, config) | case.keys | {key.replace("__", "."): value for key, value in more.items()}
     for key, value in ({f"{architecture}.{key}": value for key, value in own.items()} | (keys or {})).items():
-        add_value(writer, key, value)
+        if value is not None:
+            add_value(writer, key, value)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     vocabulary = ["AB", "<s>", "</s>", *(chr(ord("A") + i) for i in range(config.vocab_size - 3))]
@@ -666,46 +95,329 @@ def write_case(
     return file
 
 
-# Widths are whole blocks of all forms.
-_WIDE = {
-    "vocab_size": 97,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_attention_heads": 2,
+def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    kinds: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool,
+        int: writer.add_int32 if isinstance(value, int) and value < 0 else writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    kinds[type(value)](key, value)
+
+
+# Keys by architecture, and the names of their fields: for all, unless an architecture is named.
+_FIELDS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "vocab_size": "vocab_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "n_head num_key_value_heads",
+    "feed_forward_length": "intermediate_size n_inner",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps norm_eps",
+    "attention.layer_norm_epsilon": "norm_epsilon layer_norm_epsilon",
+    "attention.sliding_window": "sliding_window",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "shortconv.l_cache": "conv_L_cache",
+    "moe_latent_size": "moe_latent_size",
+    "leading_dense_block_count": "first_k_dense_replace num_dense_layers",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size moe_shared_expert_intermediate_size "
+    "shared_intermediate_size",
+    "ssm.conv_kernel": "mamba_d_conv conv_kernel linear_conv_kernel_dim",
+    "ssm.state_size": "mamba_d_state ssm_state_size linear_key_head_dim",
+    "ssm.group_count": "mamba_n_groups n_groups linear_num_key_heads",
+    "ssm.time_step_rank": "mamba_n_heads mamba_num_heads linear_num_value_heads",
+}
+_OF_EXPERTS = {
+    "expert_count": "num_experts num_local_experts n_routed_experts",
+    "expert_used_count": "num_experts_per_tok top_k_experts",
+}
+_OF_ROUTERS = {"expert_shared_count": "n_shared_experts", "expert_weights_norm": "norm_topk_prob"} | {
+    "expert_weights_scale": "routed_scaling_factor"
+}
+_OF_GRANITE = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier"} | {
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+_ATTENDING = ("attention", "full_attention")
+
+
+def _keys(case: Case, config: Any) -> Fields:
+    """Keys that follow from a configuration."""
+    config, architecture = copy.deepcopy(config), case.architecture
+    config.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose layers differ
+
+    def values(fields: dict[str, str]) -> Fields:
+        found = {key: [getattr(config, name, None) for name in names.split()] for key, names in fields.items()}
+        return {key: own[0] for key, given in found.items() if (own := [one for one in given if one is not None])}
+
+    keys, types = values(_FIELDS), getattr(config, "layer_types", None) or []
+    num_kv = keys["attention.head_count_kv"]
+    if "head_dim" in case.fields:  # which converters write where configurations have it
+        keys |= dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
+    if "ssm.state_size" in keys:
+        width = values({"": "mamba_d_head mamba_head_dim linear_value_head_dim"})[""]
+        keys["ssm.inner_size"] = keys["ssm.time_step_rank"] * width
+    if architecture == "qwen35moe":
+        del keys["feed_forward_length"]
+    if architecture == "nemotron_h":  # whose configuration has numbers of experts all the same
+        del keys["expert_shared_feed_forward_length"]
+    elif values(_OF_EXPERTS).get("expert_count") or architecture == "granitehybrid":
+        keys |= values(_OF_EXPERTS)
+        width = {"gpt-oss": "intermediate_size", "granitemoe": "none", "granitehybrid": "none"}
+        keys |= values({"expert_feed_forward_length": width.get(architecture, "moe_intermediate_size")})
+    if architecture in ("glm4moe", "nemotron_h_moe"):
+        keys |= values(_OF_ROUTERS)
+    if architecture == "nemotron_h_moe":
+        keys |= values({"expert_group_count": "n_group", "expert_group_used_count": "topk_group"})
+    if architecture.startswith("granite"):
+        keys |= values(_OF_GRANITE)
+    if architecture == "granitehybrid":
+        keys["rope.scaling.finetuned"] = config.position_embedding_type == "rope"
+    if architecture in ("lfm2", "lfm2moe", "granitehybrid"):
+        keys["attention.head_count_kv"] = [num_kv * (one in _ATTENDING) for one in types]
+    if architecture.startswith("nemotron"):
+        kinds = config.layers_block_type
+        width = config.moe_intermediate_size if architecture.endswith("moe") else config.intermediate_size
+        keys |= {"attention.head_count_kv": [num_kv * (one in _ATTENDING) for one in kinds]} | {
+            "feed_forward_length": [width * (one in ("mlp", "moe")) for one in kinds],
+            "rope.scaling.finetuned": False,
+            "rope.dimension_count": config.hidden_size // config.num_attention_heads,
+        }
+    if architecture in ("gemma3n", "gemma4", "olmo2", "gemma4-assistant") and "attention.sliding_window" in keys:
+        keys["attention.sliding_window_pattern"] = [one == "sliding_attention" for one in types]
+    if architecture.startswith("gemma4"):
+        widths = {"": case.fields["global_head_dim"], "_swa": case.fields["head_dim"]}
+        for end, width in widths.items():
+            keys |= {f"{key}{end}": width for key in ("attention.key_length", "attention.value_length")}
+            keys[f"rope.dimension_count{end}"] = width
+    return keys | _rope_keys(getattr(config, "rope_parameters", None), config, keys)
+
+
+def _rope_keys(rope: Any, config: Any, keys: Fields) -> Fields:
+    if rope is None:
+        return {}
+    whole = rope.get("full_attention", rope)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    rotated = int(head_dim * whole.get("partial_rotary_factor", 1.0))
+    found = {
+        "rope.freq_base": float(whole["rope_theta"]),
+        "rope.dimension_count": keys.get("rope.dimension_count", rotated),
+    }
+    if config.model_type.startswith(("gemma3", "gemma4")):
+        found["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]
+    if whole["rope_type"] in ("linear", "yarn"):
+        original = whole.get("original_max_position_embeddings", config.max_position_embeddings)
+        found |= {"rope.scaling.type": whole["rope_type"], "rope.scaling.factor": whole["factor"]} | {
+            "rope.scaling.original_context_length": original,
+            "rope.scaling.finetuned": True,
+        }
+    return found
+
+
+def _factors(config: Any) -> Any | None:
+    """Divisors of the frequencies by Llama 3's rule, as converters write them."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "llama3":
+        return None
+    usual = 1.0 / rope["rope_theta"] ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+    frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+    return (usual / frequencies.numpy()).astype(np.float32)
+
+
+# Weights
+
+_PERMUTED = "llama mistral ministral3 smollm3 granite granitemoeshared granitemoehybrid".split()
+_MAMBA = "granitemoehybrid falcon_h1 nemotron_h".split()
+_DELTA_NET = ("qwen3_5_text", "qwen3_5_moe_text")
+_FROM_ONE = ("gemma", "gemma2", "gemma3_text", *_DELTA_NET)
+# Parts of names that converters change before they look names up.
+_RENAMED = {
+    "experts.gate_up_proj": "experts.gate_up_proj.weight",
+    "experts.down_proj": "experts.down_proj.weight",
+    "router.scale": "router.proj.scale",
+    "router.per_expert_scale": "experts.down_proj.scale",
+    "layer_scalar": "layer_scalar.weight",
+    "correct_output_scale": "correct_output_scale.weight",
+    "dt_bias": "dt_proj.bias",
+    "sinks": "sinks.weight",
+    "down_proj_bias": "down_proj.bias",
+    "expert_bias": "expert_bias.bias",
+    "e_score_correction_bias": "e_score_correction.bias",
+    "block_sparse_moe.router.weight": "block_sparse_moe.router.layer.weight",
+}
+
+
+def model_tensors(model: PreTrainedModel, architecture: str) -> dict[str, Tensor]:
+    """All weights of a model."""
+    config = model.config.get_text_config()
+    like = architecture.removesuffix("-assistant")  # which older releases of gguf do not have
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == like)
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    found: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        split = _split(name, tensor, config)
+        if split is not None:
+            found |= split
+            continue
+        for end, other in _RENAMED.items():
+            if name.endswith(end):
+                name = name.removesuffix(end) + other
+        if architecture.startswith("nemotron_h"):
+            name = name.replace("model.", "backbone.", 1)
+        new = names.get_name(name, try_suffixes=(".weight", ".bias", ".scale"))
+        assert new is not None, name
+        found[new] = _as_stored(new, tensor, config)
+    if config.model_type == "gemma3n_text":
+        for part, new in (("altup_projections", "altup_proj"), ("altup_unembed_projections", "altup_unembd_proj")):
+            layers = getattr(model.model, part)
+            found[f"{new}.weight"] = torch.stack([layer.weight for layer in layers])
+    return found
+
+
+def _split(name: str, tensor: Tensor, config: Any) -> dict[str, Tensor] | None:
+    """Parts of a parameter that a file has apart; None where it has the parameter."""
+    if name.startswith("model.altup_"):
+        return {}
+    if name in ("pre_projection.weight", "post_projection.weight"):  # of assistants
+        return {f"nextn.{name}": tensor}
+    if not name.startswith("model.layers."):
+        return None
+    layer, kind = f"blk.{name.split('.')[2]}.", config.model_type
+    if name.endswith("experts.gate_up_proj") and kind != "gemma4_text":  # which is not split
+        if kind == "gpt_oss":  # gates and others in turn
+            gate, up = tensor.mT[:, ::2], tensor.mT[:, 1::2]
+        else:
+            gate, up = tensor.chunk(2, dim=1)
+        return {f"{layer}ffn_gate_exps.weight": gate, f"{layer}ffn_up_exps.weight": up}
+    if name.endswith("experts.gate_up_proj_bias"):
+        return {f"{layer}ffn_gate_exps.bias": tensor[:, ::2], f"{layer}ffn_up_exps.bias": tensor[:, 1::2]}
+    if name.endswith("experts.down_proj") and kind == "gpt_oss":
+        return {f"{layer}ffn_down_exps.weight": tensor.mT}
+    for part in ("up", "down"):
+        if name.endswith((f"mixer.experts.{part}_proj", f"block_sparse_moe.experts.{part}_proj")):
+            return {f"{layer}ffn_{part}_exps.weight": tensor}
+    end = "_shexp" if getattr(config, "num_local_experts", 0) else ""
+    if name.endswith("shared_mlp.input_linear.weight"):
+        gate, up = tensor.chunk(2)
+        return {f"{layer}ffn_gate{end}.weight": gate, f"{layer}ffn_up{end}.weight": up}
+    if name.endswith("shared_mlp.output_linear.weight"):
+        return {f"{layer}ffn_down{end}.weight": tensor}
+    return None
+
+
+def _as_stored(name: str, tensor: Tensor, config: Any) -> Tensor:
+    leaf, kind = name.split(".")[-2:], config.model_type
+    if kind == "falcon_h1":
+        tensor = _multiplied(leaf, tensor, config)
+    if kind in _PERMUTED and leaf[0] in ("attn_q", "attn_k"):
+        num_heads = config.num_attention_heads if leaf[0] == "attn_q" else config.num_key_value_heads
+        halves = tensor.reshape(num_heads, 2, tensor.shape[0] // num_heads // 2, *tensor.shape[1:])
+        return halves.swapaxes(1, 2).reshape(tensor.shape)
+    if kind in _FROM_ONE and name.endswith("norm.weight") and leaf[0] != "ssm_norm":
+        return tensor + 1
+    if kind in _DELTA_NET:
+        return _delta_net_as_stored(leaf, tensor, config)
+    if kind in _MAMBA:
+        return _mamba_as_stored(leaf, tensor, config)
+    if kind == "gpt2" and leaf[0] in ("attn_qkv", "attn_output", "ffn_up", "ffn_down") and leaf[1] == "weight":
+        return tensor.t()
+    if leaf[0] == "conv" and tensor.ndim == 3:
+        return tensor.squeeze(1)
+    return tensor
+
+
+def _delta_net_as_stored(leaf: list[str], tensor: Tensor, config: Any) -> Tensor:
+    """Heads of values: the first of all heads of keys, then the second of all (``_LinearAttentionVReorderBase``)."""
+    num_keys = config.linear_num_key_heads
+
+    def reorder(numbers: Tensor, dim: int) -> Tensor:
+        heads = numbers.unflatten(dim, (num_keys, config.linear_num_value_heads // num_keys, -1))
+        return heads.transpose(dim, dim + 1).flatten(dim, dim + 2)
+
+    if leaf[1] == "ssm_a":
+        return reorder(-tensor.exp(), 0)
+    if leaf[0] in ("ssm_alpha", "ssm_beta", "ssm_dt", "attn_gate"):
+        return reorder(tensor, 0)
+    if leaf[0] == "ssm_out":
+        return reorder(tensor, 1)
+    if leaf[0] in ("attn_qkv", "ssm_conv1d"):
+        num_others = 2 * num_keys * config.linear_key_head_dim
+        return torch.cat((tensor[:num_others], reorder(tensor[num_others:], 0))).squeeze(1)
+    return tensor
+
+
+def _mamba_as_stored(leaf: list[str], tensor: Tensor, config: Any) -> Tensor:
+    """``Mamba2Model``."""
+    if leaf[1] in ("ssm_a", "ssm_d"):
+        return (-tensor.exp() if leaf[1] == "ssm_a" else tensor)[:, None]
+    if leaf[0] == "ssm_norm":
+        num_groups = config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups
+        return tensor.reshape(num_groups, -1)
+    return tensor.squeeze(1) if leaf == ["ssm_conv1d", "weight"] else tensor
+
+
+def _multiplied(leaf: list[str], tensor: Tensor, config: Any) -> Tensor:
+    """``FalconH1Model``: weights with the multipliers of the configuration."""
+    if leaf[0] == "ssm_in":
+        state = config.mamba_n_groups * config.mamba_d_state
+        sizes = (config.mamba_d_ssm, config.mamba_d_ssm, state, state, config.mamba_n_heads)
+        parts = [torch.full((size,), by) for size, by in zip(sizes, config.ssm_multipliers, strict=True)]
+        return tensor * config.ssm_in_multiplier * torch.cat(parts)[:, None]
+    by = {
+        "ffn_down": config.mlp_multipliers[1],
+        "ffn_gate": config.mlp_multipliers[0],
+        "attn_k": config.key_multiplier * config.attention_in_multiplier,
+        "attn_q": config.attention_in_multiplier,
+        "attn_v": config.attention_in_multiplier,
+        "attn_output": config.attention_out_multiplier,
+        "ssm_out": config.ssm_out_multiplier,
+        "output": config.lm_head_multiplier,
+        "token_embd": config.embedding_multiplier,
+    }
+    return tensor * by.get(leaf[0], 1.0)
+
+
+# Files whose matrices are in blocks: widths are whole blocks of all forms.
+_WIDE = {"vocab_size": 97, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2} | {
     "num_key_value_heads": 1,
     "head_dim": 128,
     "eos_token_id": 96,
 }
-
-
-_MANY = {
-    "token_embd": "IQ4_XS",
-    "attn_q": "IQ4_NL",
-    "attn_k": "BF16",
-    "attn_v": "IQ4_XS",
-    "attn_output": "MXFP4",
-    "ffn_gate": "Q2_K",
-    "ffn_up": "Q3_K",
-    "ffn_down": "IQ4_NL",
-    "output": "F16",
-}
-_WIDE_DELTA_NET = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_conv_kernel_dim": 4,
+_WIDE_DELTA_NET = {"layer_types": ["linear_attention", "full_attention"], "linear_conv_kernel_dim": 4} | {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.25},
 }
-_WIDE_DELTA_NET_KEYS = {
-    "attention.recurrent_layers": [True, False],
-    "rope.dimension_sections": [8, 4, 4, 0],
-    "ssm.conv_kernel": 4,
-    "ssm.state_size": 64,
-    "ssm.group_count": 2,
-    "ssm.time_step_rank": 4,
-    "ssm.inner_size": 256,
+_CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+_OF_KINDS: dict[str, tuple[str, Fields, Fields]] = {
+    "gemma2": (
+        "gemma2",
+        {},
+        dict.fromkeys(("attention.sliding_window", *_CAPS)),
+    ),  # as llama.cpp has where none is stated
+    "gemma3": ("gemma3_text", {}, dict.fromkeys(("attention.sliding_window", "rope.freq_base_swa"))),
+    "qwen3moe": ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}, {}),
+    "qwen35": (
+        *("qwen3_5_text", _WIDE_DELTA_NET),
+        {"attention.recurrent_layers": [True, False], "rope.dimension_sections": [8, 4, 4, 0]},
+    ),
+}
+_MANY = {"token_embd": "IQ4_XS", "attn_q": "IQ4_NL", "attn_k": "BF16", "attn_v": "IQ4_XS", "attn_output": "MXFP4"} | {
+    "ffn_gate": "Q2_K",
+    "ffn_up": "Q3_K",
+    "ffn_down": "IQ4_NL",
+    "output": "F16",
 }
 IN_MANY_FORMS = "llama in many forms"
 """Name of a file beside CASES."""
@@ -723,7 +435,6 @@ def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None])
         kind: of the model in Transformers, for Gemma 3 that of the file.
         form_of: the type of a tensor by its name; None for float32.
     """
-    keys = {"attention.key_length": 128, "attention.value_length": 128}
     add = gguf.GGUFWriter.add_tensor
 
     def add_in_blocks(writer: gguf.GGUFWriter, name: str, numbers: Any) -> None:
@@ -742,80 +453,7 @@ def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None])
             stored = stored.reshape(*numbers.shape[:-1], -1)
         add(writer, name, stored, raw_dtype=of_form)
 
-    fields = _WIDE
-    if kind == "qwen3moe":
-        fields = fields | {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}
-        keys["expert_feed_forward_length"] = 256
-    if kind == "qwen35":
-        keys, fields = keys | _WIDE_DELTA_NET_KEYS, fields | _WIDE_DELTA_NET
-    model_type = {"gemma3": "gemma3_text", "qwen3moe": "qwen3_moe", "qwen35": "qwen3_5_text"}.get(kind, kind)
+    model_type, fields, keys = _OF_KINDS.get(kind, (kind, {}, {}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf.GGUFWriter, "add_tensor", add_in_blocks)
-        return write_case(file, Case(model_type, kind, fields, keys))
-
-
-def add_value(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
-    kinds: dict[type, Callable[[str, Any], None]] = {
-        bool: writer.add_bool,
-        int: writer.add_int32 if isinstance(value, int) and value < 0 else writer.add_uint32,
-        float: writer.add_float32,
-        str: writer.add_string,
-        list: writer.add_array,
-    }
-    kinds[type(value)](key, value)
-
-
-def _keys(config: Any) -> dict[str, Any]:
-    config = copy.deepcopy(config)
-    config.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose layers differ
-    keys = {
-        "context_length": config.max_position_embeddings,
-        "embedding_length": config.hidden_size,
-        "block_count": config.num_hidden_layers,
-        "vocab_size": config.vocab_size,
-        "attention.head_count": config.num_attention_heads,
-        "attention.head_count_kv": config.num_key_value_heads,
-    }
-    if config.model_type != "qwen3_5_moe_text":  # of experts alone
-        keys["feed_forward_length"] = config.intermediate_size
-    if config.model_type == "gpt2":
-        keys |= {"attention.head_count_kv": config.n_head, "feed_forward_length": config.n_inner}
-    eps = {
-        "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps"),
-        "attention.layer_norm_epsilon": ("norm_epsilon", "layer_norm_epsilon"),
-    }
-    for key, names in eps.items():
-        for name in names:
-            if getattr(config, name, None) is not None:
-                keys[key] = float(getattr(config, name))
-    rope = getattr(config, "rope_parameters", None)
-    if rope is not None:
-        rope = rope.get("full_attention", rope)
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        keys["rope.freq_base"] = float(rope["rope_theta"])
-        keys["rope.dimension_count"] = int(head_dim * rope.get("partial_rotary_factor", 1.0))
-    if getattr(config, "num_experts_per_tok", None) and getattr(config, "num_experts", None):
-        keys |= {"expert_count": config.num_experts, "expert_used_count": config.num_experts_per_tok}
-    return keys
-
-
-def _factors(config: Any) -> Any | None:
-    """Divisors of the frequencies by Llama 3's rule, as converters compute them (``generate_extra_tensors``)."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "llama3":
-        return None
-    dim = config.head_dim
-    frequencies = 1.0 / rope["rope_theta"] ** (np.arange(0, dim, 2, dtype=np.float32) / dim)
-    original, low, high = (
-        rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
-    )
-    factors = []
-    for length in 2 * np.pi / frequencies:
-        if length < original / high:
-            factors.append(1.0)
-        elif length > original / low:
-            factors.append(rope["factor"])
-        else:
-            smooth = (original / length - low) / (high - low)
-            factors.append(1 / ((1 - smooth) / rope["factor"] + smooth))
-    return np.array(factors, np.float32)
+        return write_case(file, Case(model_type, kind, _WIDE | fields, keys))

@@ -12,8 +12,8 @@ from outrider.models.cpu_weights import narrow_weights
 from outrider.models.loading import context_len
 from outrider.models.memory import skeleton, weights_bytes
 from outrider.native.families import plan_of
+from outrider.native.model_structure import cache_shapes
 from outrider.native.plan import NotPlanned
-from outrider.native.stores import cache_shapes
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.runtime.shape_buckets import eager_length

@@ -17,7 +17,7 @@ import torch
 from outrider.decoder import Decoder
 from outrider.options import NumDraftTokens
 from outrider.records import Chunk, Stats, Timing
-from outrider.runtime.device_timer import Clock
+from outrider.runtime.execution import Clock
 from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import Prompt
 

@@ -23,7 +23,7 @@ from outrider.decoding.batch import Batch, Row, SlotRows
 from outrider.decoding.readback import StartedRound, copies_for_host
 from outrider.decoding.verify import VerifyResult, verify_step
 from outrider.drafters.base import CommittedTokens, Drafter, Prefill, pad
-from outrider.runtime.device_timer import Clock
+from outrider.runtime.execution import Clock
 from outrider.runtime.lm import LM, PREFILL_TOKENS
 from outrider.runtime.media import prefill_media
 from outrider.runtime.padding import num_together

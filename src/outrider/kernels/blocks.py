@@ -11,21 +11,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class BlockForm:
-    """Form of blocks.
+    """Form of blocks."""
 
-    Attributes:
-        name: in GGUF, or of a group.
-        number: of the type in ggml; groups have their own.
-        num_numbers: of a block.
-        num_bytes: of a block.
-        num_digits: of the integers to which rows are rounded before products: 1 of 8 bits, 2 of 15 bits
-            (rounded_rows.h), 0 for rows of float32.
-    """
-
-    name: str
-    number: int
-    num_numbers: int
-    num_bytes: int
+    name: str  # in GGUF, or of a group
+    number: int  # of the type in ggml; groups have their own
+    num_numbers: int  # of a block
+    num_bytes: int  # of a block
+    # Of the integers to which rows are rounded before products: 1 of 8 bits, 2 of 15 bits (rounded_rows.h), 0 for rows
+    # of float32:
     num_digits: int = 0
 
     def width_of(self, num_bytes: int) -> int:
@@ -66,16 +59,8 @@ GROUP_SIZES = (128, 64, 32)
 
 
 def in_groups(wholes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
-    """Pack integers of 4 bits as groups, which mean (integer - zero) * scale.
-
-    Args:
-        wholes: 0 to 15. uint8 [O, I]
-        scales: float16 [O, I / size], size one of GROUP_SIZES.
-        zeros: uint8 [O, I / size]; None for 8 everywhere.
-
-    Returns:
-        bytes. uint8 [O, bytes of a row]
-    """
+    """Pack integers of 4 bits (uint8 [O, I]) as groups, which mean (integer - zero) * scale: scales are float16 [O, I /
+    size], size one of GROUP_SIZES; zeros uint8 [O, I / size], None for 8 everywhere. uint8 [O, bytes of a row]"""
     number, num_groups = scales.shape
     form = GROUP_FORMS[wholes.shape[1] // num_groups, zeros is not None]
     part = min(form.num_numbers, 64)  # numbers i and i + part / 2 share a byte

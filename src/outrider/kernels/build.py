@@ -45,17 +45,11 @@ INSTALLED = _HERE / "installed"
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Set of instructions.
+    """Set of instructions."""
 
-    Attributes:
-        name: of the library.
-        flags: of the compiler.
-        features: of the processor, as Linux names them.
-    """
-
-    name: str
-    flags: tuple[str, ...] = ()
-    features: frozenset[str] = frozenset()
+    name: str  # of the library
+    flags: tuple[str, ...] = ()  # of the compiler
+    features: frozenset[str] = frozenset()  # of the processor, as Linux names them
 
 
 _AVX2 = frozenset("avx2 fma f16c bmi1 bmi2 movbe abm".split())
@@ -82,15 +76,9 @@ _WITHOUT = {"avx2": ("avx512", "amx"), "default": ("avx", "amx", "asimddp")}
 
 
 def levels_here(features: Set[str] | None = None) -> list[Level]:
-    """Levels that this processor has, best first. ``ATEN_CPU_CAPABILITY`` forbids some, as in PyTorch;
-    ``OUTRIDER_SUMS=fast`` allows faster sums to the baseline; other levels need none.
-
-    Args:
-        features: of the processor; None to ask the system.
-
-    Raises:
-        CompilerError: OUTRIDER_SUMS is something else.
-    """
+    """Levels that this processor (None to ask the system for its features) has, best first. ``ATEN_CPU_CAPABILITY``
+    forbids some, as in PyTorch; ``OUTRIDER_SUMS=fast`` allows faster sums to the baseline; other levels need none.
+    Raises CompilerError: OUTRIDER_SUMS is something else."""
     machine = platform.machine()
     without = _WITHOUT.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), ())
     found = {name for name in (_features() if features is None else features) if not name.startswith(without)}
@@ -104,21 +92,15 @@ def levels_here(features: Set[str] | None = None) -> list[Level]:
 
 
 def _features() -> Set[str]:
-    """Features of this processor, as Linux names them."""
     try:
         lines = _PROCESSORS.read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return _features_by_torch()
+    except OSError:  # the system has no list: as far as PyTorch tells
+        if platform.machine() == "arm64":  # Apple's processors all have these
+            return {"asimddp"}
+        import torch
+
+        return {"AVX512": _AVX512, "AVX2": _AVX2}.get(torch.backends.cpu.get_cpu_capability(), frozenset())
     return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
-
-
-def _features_by_torch() -> Set[str]:
-    """Features of this processor as far as PyTorch tells, where the system has no list."""
-    if platform.machine() == "arm64":  # Apple's processors all have these
-        return {"asimddp"}
-    import torch
-
-    return {"AVX512": _AVX512, "AVX2": _AVX2}.get(torch.backends.cpu.get_cpu_capability(), frozenset())
 
 
 class CompilerError(Exception):
@@ -126,11 +108,7 @@ class CompilerError(Exception):
 
 
 def compiler() -> list[str]:
-    """Command of the C++ compiler: that of the variable CXX, or the first that is there.
-
-    Raises:
-        CompilerError: none is there.
-    """
+    """Command of the C++ compiler: that of the variable CXX, or the first that is there. Raises CompilerError."""
     given = shlex.split(os.environ.get("CXX", ""))
     for command in [given] if given else [["g++"], ["clang++"]]:
         if shutil.which(command[0]) is not None:
@@ -139,11 +117,8 @@ def compiler() -> list[str]:
 
 
 def macros(command: Sequence[str], level: Level) -> str:
-    """The compiler's predefined macros for a level: its version, and all that sources may ask for.
-
-    Raises:
-        CompilerError: it does not know the level.
-    """
+    """The compiler's predefined macros for a level: its version, and all that sources may ask for. Raises
+    CompilerError: it does not know the level."""
     return _output([*command, *FLAGS, *level.flags, "-x", "c++", "-dM", "-E", os.devnull])
 
 
@@ -157,11 +132,8 @@ def machine(command: Sequence[str]) -> str:
 
 
 def best_level(command: Sequence[str]) -> tuple[Level, str]:
-    """The best level that the processor has and the compiler knows, and the compiler's macros for it.
-
-    Raises:
-        CompilerError: it does not even know the last one.
-    """
+    """The best level that the processor has and the compiler knows, and the compiler's macros for it. Raises
+    CompilerError: it does not even know the last one."""
     *better, last = levels_here()
     for level in better:
         with suppress(CompilerError):
@@ -229,7 +201,6 @@ def build(command: Sequence[str], level: Level, path: Path) -> None:
 
 
 def _output(command: Sequence[str]) -> str:
-    """Standard output of a run of the compiler."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     except OSError as error:

@@ -50,17 +50,9 @@ def check(is_so: bool, what: str) -> None:
 
 
 def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_digits: int = 0) -> Tensor:
-    """Products of few rows with a matrix, which is read once.
-
-    Args:
-        x: float32. [T, I]
-        weight: of a type in FORMS [O, I]; or bytes of blocks, interleaved [O, bytes of a row].
-        form: one of FORMS, or the number of the blocks' form (blocks.py).
-        num_digits: of the integers to which rows are rounded for products with blocks; 0 for float32.
-
-    Returns:
-        float32, accumulated in float32. [T, O]
-    """
+    """Products of few rows (float32 [T, I]) with a matrix, which is read once: of a type in FORMS [O, I]; or bytes of
+    blocks, interleaved [O, bytes of a row], with the number of their form (blocks.py). Rows are rounded to integers of
+    ``num_digits`` for products with blocks; 0 for float32. Accumulated in float32. [T, O]"""
     y = x.new_empty(x.shape[0], weight.shape[0])
     x, weight = x.contiguous(), weight.contiguous()  # named, so that copies outlive the call
     kernel = library()
@@ -78,20 +70,8 @@ def few_row_matmul(x: Tensor, weight: Tensor, form: int, num_threads: int, num_d
 
 
 def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: int) -> Tensor:
-    """Numbers of some rows of a matrix in blocks.
-
-    Args:
-        matrix: bytes, interleaved. [O, bytes of a row]
-        rows: int64 [N]
-        form: of the blocks (blocks.py).
-        width: I, numbers of a row.
-
-    Returns:
-        float32. [N, I]
-
-    Raises:
-        IndexError: a row is not there.
-    """
+    """Numbers of some rows (int64 [N]) of a matrix in blocks of a form (blocks.py), which is bytes, interleaved [O,
+    bytes of a row], for I numbers of a row. float32 [N, I]. Raises IndexError: a row is not there."""
     kernel, stored, places = library(), matrix.cpu().contiguous(), rows.cpu().contiguous()
     assert kernel is not None
     check(stored.dtype == torch.uint8 and places.dtype == torch.int64, "bytes, and rows in int64")
@@ -99,7 +79,7 @@ def widen_rows(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads:
     if not kernel.outrider_widen_rows(
         *(stored.data_ptr(), form, len(stored), width), places.data_ptr(), len(places), wide.data_ptr(), num_threads
     ):
-        raise _row_missing(stored)
+        raise IndexError(f"the matrix has {len(stored)} rows, and not all of those asked for")
     return wide.to(matrix.device)
 
 
@@ -125,12 +105,8 @@ def separate(matrix: Tensor, rows: Tensor, form: int, width: int, num_threads: i
     if not kernel.outrider_separate_rows(
         *(matrix.data_ptr(), form, len(matrix), width), places.data_ptr(), len(places), result.data_ptr(), num_threads
     ):
-        raise _row_missing(matrix)
+        raise IndexError(f"the matrix has {len(matrix)} rows, and not all of those asked for")
     return result
-
-
-def _row_missing(matrix: Tensor) -> IndexError:
-    return IndexError(f"the matrix has {len(matrix)} rows, and not all of those asked for")
 
 
 @lru_cache
@@ -208,12 +184,8 @@ def _share(function: str, user: str) -> None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load the library.
-
-    Raises:
-        OSError: it cannot be loaded, its structures have other fields than ours, or its threads are not numbered
-            (threads.cpp).
-    """
+    """Load the library. Raises OSError: that fails, its structures have other fields than ours, or its threads are not
+    numbered (threads.cpp)."""
     _share("GOMP_parallel", "libtorch_cpu.so")
     try:
         kernels = ctypes.CDLL(str(path))
@@ -242,12 +214,8 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def is_done(status: int) -> bool:
-    """Whether a function of the library is done; else a row was out of range (status.h).
-
-    Raises:
-        MemoryError
-        RuntimeError: memory ran out halfway, and the states of sequences are lost.
-    """
+    """Whether a function of the library is done; else a row was out of range (status.h). Raises MemoryError; or
+    RuntimeError if memory ran out halfway, so that the states of sequences are lost."""
     if status == _NO_MEMORY:
         raise MemoryError
     if status == _LOST:

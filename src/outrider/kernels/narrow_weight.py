@@ -10,7 +10,6 @@ model up to the order of sums. The stored numbers may be integers with a scale f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -33,15 +32,11 @@ _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 @dataclass(frozen=True, slots=True)
 class ExpertLayout:
-    """Matrices of experts in one tensor.
+    """Matrices of experts in one tensor."""
 
-    Attributes:
-        number: E
-        num_parts: None for a tensor [E, O, I]. Else its matrices are transposed [E, I, O], and each has so many parts
-            whose columns alternate.
-    """
-
-    number: int
+    number: int  # E
+    # None for a tensor [E, O, I]. Else its matrices are transposed [E, I, O], and each has so many parts whose columns
+    # alternate:
     num_parts: int | None = None
 
     def tensor(self, rows: Tensor) -> Tensor:
@@ -60,22 +55,15 @@ class ExpertLayout:
 
 
 class NarrowWeight(Tensor):
-    """Matrix [O, I] of the type ``dtype``, or matrices of experts.
+    """Matrix [O, I] of the type ``dtype``, or matrices of experts."""
 
-    Attributes:
-        stored: its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row],
-            interleaved (interleaved.h). Of experts: the rows of all [E * O, ...].
-        scale: of each row, if the numbers are integers; in ``dtype``. [O, 1]
-        blocks: their form, if it is stored in blocks.
-        order: column of the matrix that each stored column is, if they are in another order. int32 [I]
-        experts: their layout; None for one matrix.
-    """
-
+    # Its numbers, in a type that the kernel supports [O, I]; or bytes of its blocks [O, bytes of a row], interleaved
+    # (interleaved.h). Of experts: the rows of all [E * O, ...]:
     stored: Tensor
-    scale: Tensor | None
-    blocks: BlockForm | None
-    order: Tensor | None
-    experts: ExpertLayout | None
+    scale: Tensor | None  # of each row, if the numbers are integers; in ``dtype``. [O, 1]
+    blocks: BlockForm | None  # their form, if it is stored in blocks
+    order: Tensor | None  # column of the matrix that each stored column is, if they are in another order. int32 [I]
+    experts: ExpertLayout | None  # their layout; None for one matrix
 
     @staticmethod
     def __new__(
@@ -110,12 +98,8 @@ class NarrowWeight(Tensor):
         empty_like: Callable[[Tensor], Tensor] = torch.empty_like,
         experts: ExpertLayout | None = None,
     ) -> NarrowWeight:
-        """Matrix of float32 in blocks of this form.
-
-        Args:
-            rows: blocks as checkpoints have them. uint8 [O, bytes of a row]
-            empty_like: makes the tensor that they are interleaved to.
-        """
+        """Matrix of float32 in blocks of this form, as checkpoints have them (uint8 [O, bytes of a row]), interleaved
+        to a tensor that ``empty_like`` makes."""
         rows = rows.contiguous()
         width, num_threads = form.width_of(rows.shape[1]), torch.get_num_threads()
         stored = interleave(rows, form.number, width, num_threads, empty_like(rows))
@@ -127,14 +111,7 @@ class NarrowWeight(Tensor):
         return self.blocks is not None and self.blocks.num_digits > 0
 
     def stored_rows(self, rows: Tensor) -> Tensor:
-        """Some of its rows as checkpoints have them. Only for weights in blocks.
-
-        Args:
-            rows: int64 [N]
-
-        Returns:
-            uint8 [N, bytes of a row]
-        """
+        """Rows [N] (int64) of a matrix in blocks, as checkpoints have them. uint8 [N, bytes of a row]"""
         assert self.blocks is not None
         return separate(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
 
@@ -155,7 +132,8 @@ class NarrowWeight(Tensor):
                 return self.stored.index_select(0, rows).to(self.dtype)
             width = self.blocks.width_of(self.stored.shape[1])
             wide = widen_rows(self.stored, rows, self.blocks.number, width, torch.get_num_threads())
-            return _back(wide, self.order).to(self.dtype)
+            wide = wide if self.order is None else wide.index_select(-1, self.order.argsort())
+            return wide.to(self.dtype)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         parts = f"stored={self.stored}, scale={self.scale}, blocks={self.blocks}, order={self.order}"
@@ -238,34 +216,17 @@ def _product(input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor |
     if x.device.type != "cpu" or stored.device.type != "cpu":
         return None
     num_rows = x.numel() // width
-    if num_rows > _most_rows(weight):
-        if weight.blocks is None:
-            return None
-        return _by_panels(x, weight, bias)
-    rows = _order(x, weight.order).reshape(num_rows, width)
+    # With more rows, a library is faster, for stored numbers even if it needs a widened copy; but none rounds rows.
+    most_rows = _MAX_ROWS if stored.dtype == weight.dtype else _MAX_ROWS_STORED
+    if num_rows > most_rows and not weight.rounds:
+        return None if weight.blocks is None else _by_panels(x, weight, bias)
+    rows = (x if weight.order is None else x.index_select(-1, weight.order)).reshape(num_rows, width)
     num_digits = 0 if weight.blocks is None else weight.blocks.num_digits
     result = few_row_matmul(rows, stored, form, torch.get_num_threads(), num_digits)
     if weight.scale is not None:
         result = result * weight.scale[:, 0]
     result = result.view(*x.shape[:-1], num_channels)
     return result if bias is None else result + bias
-
-
-def _most_rows(weight: NarrowWeight) -> float:
-    """Most rows for the kernel. With more, a library is faster; for stored numbers even if it needs a widened copy."""
-    if weight.rounds:
-        return math.inf  # no library rounds rows as it does
-    return _MAX_ROWS if weight.stored.dtype == weight.dtype else _MAX_ROWS_STORED
-
-
-def _order(x: Tensor, order: Tensor | None) -> Tensor:
-    """Columns in the order in which a weight is stored. [..., I]"""
-    return x if order is None else x.index_select(-1, order)
-
-
-def _back(x: Tensor, order: Tensor | None) -> Tensor:
-    """Columns of a weight's order in their own again. [..., I]"""
-    return x if order is None else x.index_select(-1, order.argsort())
 
 
 def _by_panels(x: Tensor, weight: NarrowWeight, bias: Tensor | None) -> Tensor:

@@ -9,17 +9,8 @@ from dataclasses import fields, is_dataclass
 from itertools import cycle
 from typing import Any
 
-from outrider.native.plan import (
-    AttentionPlan,
-    ExpertsPlan,
-    LayerPlan,
-    MatrixPlan,
-    MlpPlan,
-    NotPlanned,
-    Plan,
-    RecurrencePlan,
-    parts,
-)
+from outrider.native import plan as plans
+from outrider.native.plan import NotPlanned, Plan, parts
 
 _LEAST = {"Count": 1, "Number": 0}  # by the name of a type; other numbers have none
 _MOST = 2**31  # the product of two is within int64
@@ -46,18 +37,18 @@ def _contradictions(part: Any) -> Iterator[tuple[str, bool]]:
     """Numbers of a part that are impossible beside each other, and whether they are there. Each is within its own
     bounds."""
     match part:
-        case MatrixPlan():
+        case plans.MatrixPlan():
             yield f"part {part.part} of {part.num_parts}", part.part >= part.num_parts
-        case AttentionPlan():
+        case plans.AttentionPlan():
             yield f"{part.num_heads} heads in {part.num_groups} groups", part.num_heads % part.num_groups > 0
-        case RecurrencePlan():
+        case plans.RecurrencePlan():
             sizes = part.num_heads, part.num_groups, part.key_width, part.value_width
             yield f"heads of the sizes {sizes}", any(sizes) if part.kind == "convolution" else not all(sizes)
             yield f"{part.num_heads} heads in {part.num_groups} groups", any(sizes) and sizes[0] % sizes[1] > 0
             yield f"{part.num_taps} taps", part.num_taps > _MOST_TAPS
-        case MlpPlan():
+        case plans.MlpPlan():
             yield f"{len(part.ups)} matrices before an activation", len(part.ups) not in (1, 2)
-        case ExpertsPlan():
+        case plans.ExpertsPlan():
             number, num_groups, num_chosen = part.number, part.num_groups, part.num_chosen
             yield f"{number} experts in {num_groups} groups", number % num_groups > 0
             # The two largest scores of a group count.
@@ -69,7 +60,7 @@ def _contradictions(part: Any) -> Iterator[tuple[str, bool]]:
             yield "a limit of experts that have no gate", part.limit is not None and len(part.ups) < 2
             # The norm would be of the latent width.
             yield "experts of another width, which have a norm", None not in (part.latent, part.post_norm)
-        case LayerPlan():
+        case plans.LayerPlan():
             yield "a gate of sides of two matrices", part.side is not None and len(part.side.ups) != 1
         case Plan():
             yield from _of_layers(part)
@@ -81,7 +72,7 @@ def _of_layers(plan: Plan) -> Iterator[tuple[str, bool]]:
     owners = set[int]()  # layers with keys and values of their own
     for i, layer in enumerate(plan.layers):
         yield f"a gate of sides in layer {i}, and no sides", layer.side is not None and plan.sides is None
-        if isinstance(layer.mixer, AttentionPlan):
+        if isinstance(layer.mixer, plans.AttentionPlan):
             rope, source = layer.mixer.rope, layer.mixer.source
             yield f"no rope {rope} for layer {i}", rope is not None and rope >= len(plan.ropes)
             yield f"no keys of layer {source} for layer {i}", source is not None and source not in owners
@@ -90,7 +81,6 @@ def _of_layers(plan: Plan) -> Iterator[tuple[str, bool]]:
 
 
 def _flat(value: Any) -> Iterator[Any]:
-    """Numbers of a field, or what stands in their place."""
     if isinstance(value, tuple):
         for one in value:
             yield from _flat(one)

@@ -37,10 +37,6 @@ def _qwen2_attention(config: Any, at: str, i: int, has_bias: bool = True) -> Fie
     return {"inputs": inputs_of(at, has_bias), "out": out, "window": window_of(config, i)}
 
 
-def _smollm3_attention(config: Any, at: str, i: int) -> Fields:
-    return {"rope": 0 if config.no_rope_layers[i] else None, "window": window_of(config, i)}
-
-
 def _ministral3_attention(config: Any, at: str, i: int) -> Fields:
     rope = config.rope_parameters
     growth = {"growth": rope["llama_4_scaling_beta"], "growth_span": rope["original_max_position_embeddings"]}
@@ -53,19 +49,12 @@ def _norms_after(config: Any, at: str, i: int) -> Fields:
     return {"mixer_norm": None, "mlp_norm": None, "mixer_post_norm": post, "mlp_post_norm": mlp_post}
 
 
-def _kinds_of_olmo(config: Any) -> list[str]:
-    return sorted(set(config.layer_types)) if config.model_type == "olmo3" else []
-
-
 def _olmo_attention(config: Any, at: str, i: int) -> Fields:
     """OLMo 2 and 3: norms of queries and keys are of whole rows."""
-    kinds = _kinds_of_olmo(config)
-    its = {"rope": kinds.index(config.layer_types[i]), "window": window_of(config, i)} if kinds else {}
-    return {"norms_whole_rows": True, **its, **head_norms(config, at)}
-
-
-def _olmo_whole(config: Any) -> Fields:
-    return {"ropes": tuple(rope_of(config, kind) for kind in _kinds_of_olmo(config)) or None}
+    found = {"norms_whole_rows": True, **head_norms(config, at)}
+    if config.model_type == "olmo3":
+        found |= {"rope": sorted({*config.layer_types}).index(config.layer_types[i]), "window": window_of(config, i)}
+    return found
 
 
 def _exaone4_attention(config: Any, at: str, i: int) -> Fields:
@@ -99,12 +88,9 @@ def _joined_mlp(config: Any, at: str, i: int) -> Fields:
     return {"mlp": mlp_of(config, f"{at}.mlp", ups=halves_of(f"{at}.mlp.gate_up_proj"))}
 
 
-def _phi3_attention(config: Any, at: str, i: int) -> Fields:
-    return {"inputs": (linear(f"{at}.self_attn.qkv_proj"),), **_window(config, at, i)}
-
-
 def _glm4_attention(config: Any, at: str, i: int) -> Fields:
-    return {"out": linear(f"{at}.self_attn.o_proj")}
+    norms = head_norms(config, at) if getattr(config, "use_qk_norm", False) else {}
+    return {"out": linear(f"{at}.self_attn.o_proj"), **norms}
 
 
 def _glm4_layer(config: Any, at: str, i: int) -> Fields:
@@ -156,7 +142,10 @@ def _gpt2_whole(config: Any) -> Fields:
 
 
 def _only_experts(config: Any, at: str, i: int) -> Fields:
-    return {"mlp": None, "experts": experts_of(config, f"{at}.mlp")}
+    if config.model_type != "granitemoe":
+        return {"mlp": None, "experts": experts_of(config, f"{at}.mlp")}
+    block = f"{at}.block_sparse_moe"
+    return {"mlp": None, "experts": experts_of(config, block, router=linear(f"{block}.router"))}
 
 
 def _qwen3_moe_layer(config: Any, at: str, i: int) -> Fields:
@@ -167,15 +156,6 @@ def _qwen3_moe_layer(config: Any, at: str, i: int) -> Fields:
 def _qwen2_moe_layer(config: Any, at: str, i: int) -> Fields:
     found, gate = _qwen3_moe_layer(config, at, i), linear(f"{at}.mlp.shared_expert_gate")
     return found and found | {"mlp": mlp_of(config, f"{at}.mlp.shared_expert", scale=gate)}
-
-
-def _granitemoe_layer(config: Any, at: str, i: int) -> Fields:
-    block = f"{at}.block_sparse_moe"
-    return {"mlp": None, "experts": experts_of(config, block, router=linear(f"{block}.router"))}
-
-
-def _glm4_moe_attention(config: Any, at: str, i: int) -> Fields:
-    return _glm4_attention(config, at, i) | (head_norms(config, at) if config.use_qk_norm else {})
 
 
 def _glm4_moe_layer(config: Any, at: str, i: int) -> Fields:
@@ -223,7 +203,6 @@ def _gpt_oss_layer(config: Any, at: str, i: int) -> Fields:
     return {"mlp": None, "experts": experts}
 
 
-_OLMO = like_llama(_olmo_attention, _norms_after, _olmo_whole)
 _BIASES = "attention_bias mlp_bias"
 _GRANITE = "embedding_multiplier attention_multiplier residual_multiplier logits_scaling"
 _EXPERTS = "num_experts_per_tok num_local_experts num_experts"
@@ -233,9 +212,18 @@ FAMILIES: Families = {
     "mistral": (like_llama(_window), ""),
     "qwen2": (like_llama(_qwen2_attention), ""),
     "qwen3": (like_llama(lambda c, at, i: {"window": window_of(c, i), **head_norms(c, at)}), _BIASES),
-    "smollm3": (like_llama(_smollm3_attention), f"{_BIASES} no_rope_layers no_rope_layer_interval"),
-    "olmo2": (_OLMO, _BIASES),
-    "olmo3": (_OLMO, _BIASES),
+    "smollm3": (
+        like_llama(lambda c, at, i: {"rope": 0 if c.no_rope_layers[i] else None, "window": window_of(c, i)}),
+        f"{_BIASES} no_rope_layers no_rope_layer_interval",
+    ),
+    "olmo2": (like_llama(_olmo_attention, _norms_after), _BIASES),
+    "olmo3": (
+        like_llama(
+            *(_olmo_attention, _norms_after),
+            lambda c: {"ropes": tuple(rope_of(c, kind) for kind in sorted({*c.layer_types}))},
+        ),
+        _BIASES,
+    ),
     "exaone4": (like_llama(_exaone4_attention, _norms_after), "sliding_window_pattern"),
     "ernie4_5": (like_llama(whole=_interleaved_rope), "use_bias"),
     "cohere2": (
@@ -244,7 +232,12 @@ FAMILIES: Families = {
     ),
     "ministral3": (like_llama(_ministral3_attention), ""),
     "granite": (like_llama(_granite_attention, whole=scales_of_granite), f"{_BIASES} {_GRANITE}"),
-    "phi3": (like_llama(_phi3_attention, _joined_mlp), "full_attn_mod interpolate_factor partial_rotary_factor"),
+    "phi3": (
+        like_llama(
+            lambda c, at, i: {"inputs": (linear(f"{at}.self_attn.qkv_proj"),), "window": c.sliding_window}, _joined_mlp
+        ),
+        "full_attn_mod interpolate_factor partial_rotary_factor",
+    ),
     "glm4": (like_llama(_glm4_attention, _glm4_layer, _interleaved_rope), f"{_BIASES} partial_rotary_factor"),
     "starcoder2": (
         like_llama(
@@ -280,11 +273,11 @@ FAMILIES: Families = {
         f"{_EXPERTS} attention_bias swiglu_alpha swiglu_limit",
     ),
     "granitemoe": (
-        like_llama(_granite_attention, _granitemoe_layer, scales_of_granite),
+        like_llama(_granite_attention, _only_experts, scales_of_granite),
         f"{_EXPERTS} attention_bias {_GRANITE}",
     ),
     "glm4_moe": (
-        like_llama(_glm4_moe_attention, _glm4_moe_layer),
+        like_llama(_glm4_attention, _glm4_moe_layer),
         f"{_EXPERTS} attention_bias moe_intermediate_size norm_topk_prob n_shared_experts n_routed_experts "
         "routed_scaling_factor n_group topk_group first_k_dense_replace use_qk_norm num_mtp_layers "
         "num_nextn_predict_layers partial_rotary_factor",

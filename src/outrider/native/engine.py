@@ -20,9 +20,8 @@ from torch import Tensor
 from outrider.kernels.library import check, library
 from outrider.kernels.structures import native
 from outrider.native.families import plan_of
-from outrider.native.model_structure import model_structure
+from outrider.native.model_structure import cache_shapes, model_structure
 from outrider.native.plan import NotPlanned, Plan
-from outrider.native.stores import cache_shapes
 from outrider.native.team import Team
 from outrider.native.weights import Weights
 from outrider.runtime.cache import SlotCache
@@ -45,14 +44,8 @@ class NativeForward:
 
     @memory_errors()
     def __init__(self, model: Any, plan: Plan | None = None) -> None:
-        """
-        Args:
-            model: module of Transformers, in float32; a stand-in for one; or a head.
-            plan: of a head; None for the plan of the model's configuration.
-
-        Raises:
-            NotPlanned: its family, its configuration or the form of its weights is not known here.
-        """
+        """Take a module of Transformers, in float32, a stand-in for one, or a head with its plan. Raises NotPlanned:
+        its family, its configuration or the form of its weights is not known here."""
         kernels = library()
         if kernels is None:
             raise NotPlanned("the native library cannot be compiled here")
@@ -86,7 +79,11 @@ class NativeForward:
         keeps_finite: bool = False,
         states: Tensor | None = None,
     ) -> NativeResults:
-        """Run a forward; see ``Native``."""
+        """Run a forward; other arguments are those of ``LM.forward_with_features``. Results of padding are zeros.
+        ``num_logits`` are the last columns N whose logits are wanted, None for all; ``features`` the layers whose
+        inputs are wanted, the number of layers for the last output, one more for its norm; ``states`` those of the
+        target's tokens, for a head that reads them [B, T, H]. Raises IndexError: an id or a place is not there; or
+        DeviceError: there is not enough memory."""
         (num_rows, num_columns), num_wanted = ids.shape, ids.shape[1] if num_logits is None else num_logits
         ids, places = ids.contiguous(), places.contiguous()
         check(ids.dtype == places.dtype == torch.long and ids.shape == places.shape, "ids and places [B, T], int64")

@@ -1,7 +1,9 @@
-"""The structure of a model for the C++ library: a native plan with the addresses of its weights."""
+"""The structure of a model for the C++ library: a native plan with the addresses of its weights; and the shapes of its
+cache."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import c_double, c_int64
 from dataclasses import fields
 from typing import Any
@@ -23,8 +25,8 @@ from outrider.native.plan import (
     RecurrencePlan,
     check_size,
 )
-from outrider.native.stores import set_stores
 from outrider.native.weights import Weights
+from outrider.runtime.cache_shapes import WINDOW, LayerShape, StateShape
 
 _ACTIVATIONS = ("silu", "gelu_tanh", "gelu", "relu", "relu2")  # functions.h
 _NUMBERS = (c_double, c_int64)
@@ -52,7 +54,7 @@ def model_structure(plan: Plan, weights: Weights) -> Any:
         if layer.attention.num_heads and layer.attention.rope >= 0:
             width = layer.attention.head_width
             check_size("rope", max(ropes[layer.attention.rope].width, width), width)
-    set_stores(layers, plan.layers)
+    _set_stores(layers, plan.layers)
     if len(weights.num_digits) > 1:
         raise NotPlanned("its matrices have several arithmetics")
     model = _filled(
@@ -93,32 +95,32 @@ def _joint(plan: JointPlan | None, hidden: int, weights: Weights) -> Any:
     if plan is None:
         return native().Joint()
     norms = (weights.norm(norm, hidden) for norm in (plan.embedding_norm, plan.state_norm))
-    matrix = native().Matrix()
-    if plan.matrix is not None:
-        matrix = weights.matrix(plan.matrix)
-        check_size(plan.matrix.weight, matrix.width, 2 * hidden)
-        check_size(plan.matrix.weight, matrix.num_channels, hidden)
+    matrix = native().Matrix() if plan.matrix is None else _matrix(plan.matrix, 2 * hidden, hidden, weights)
     return native().Joint(True, *norms, matrix, plan.adds_normed)
+
+
+def _matrix(plan: MatrixPlan, width: int, num_channels: int | None, weights: Weights) -> Any:
+    """Matrix of this size; None for any number of rows."""
+    found = weights.matrix(plan)
+    check_size(plan.weight, found.width, width)
+    check_size(plan.weight, found.num_channels, found.num_channels if num_channels is None else num_channels)
+    return found
 
 
 def _sides(plan: Plan, hidden: int, weights: Weights) -> Any:
     sides = plan.sides
     if sides is None:
         return native().Sides()
-    embedding, projection = weights.matrix(MatrixPlan(sides.embedding)), weights.matrix(sides.projection)
+    embedding = weights.matrix(MatrixPlan(sides.embedding))
+    projection = _matrix(sides.projection, hidden, embedding.width, weights)
     width = embedding.width // len(plan.layers)
     check_size(sides.embedding, embedding.width, width * len(plan.layers))
-    check_size(sides.projection.weight, projection.num_channels, embedding.width)
-    check_size(sides.projection.weight, projection.width, hidden)
     norm = weights.norm(sides.norm, width)
     return _filled(native().Sides, sides, width=width, embedding=embedding, projection=projection, norm=norm)
 
 
 def _fill(layer: Any, plan: LayerPlan, hidden: int, width: int, weights: Weights) -> None:
-    """
-    Args:
-        width: the width of the mixer's input.
-    """
+    # ``width`` is that of the mixer's input.
     for name, kind in layer._fields_:
         if kind is native().Norm:
             setattr(layer, name, weights.norm(getattr(plan, name), hidden))
@@ -181,11 +183,9 @@ def _recurrence(plan: RecurrencePlan, hidden: int, weights: Weights) -> Any:
 
 
 def _link(found: Any, plan: Mixer, width: int, hidden: int, weights: Weights) -> None:
-    """Link the matrices of a mixer."""
     found.num_inputs = len(plan.inputs)
     for i, one in enumerate(plan.inputs):
-        found.inputs[i] = weights.matrix(one)
-        check_size(one.weight, found.inputs[i].width, width)
+        found.inputs[i] = _matrix(one, width, None, weights)
     found.out = weights.matrix(plan.out)
     check_size(plan.out.weight, found.out.num_channels, hidden)
 
@@ -194,14 +194,10 @@ def _mlp(plan: MlpPlan, hidden: int, weights: Weights) -> Any:
     down = weights.matrix(plan.down)
     found = native().Mlp(len(plan.ups), _gating(plan), down=down, post_norm=weights.norm(plan.post_norm, hidden))
     for i, one in enumerate(plan.ups):
-        found.ups[i] = weights.matrix(one)
-        check_size(one.weight, found.ups[i].width, hidden)
-        check_size(one.weight, found.ups[i].num_channels, down.width)
+        found.ups[i] = _matrix(one, hidden, down.width, weights)
     check_size(plan.down.weight, down.num_channels, hidden)
     if plan.scale is not None:
-        found.scale = weights.matrix(plan.scale)
-        check_size(plan.scale.weight, found.scale.width, hidden)
-        check_size(plan.scale.weight, found.scale.num_channels, 1)
+        found.scale = _matrix(plan.scale, hidden, 1, weights)
     return found
 
 
@@ -210,7 +206,7 @@ def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
     found = _filled(
         native().Experts,
         plan,
-        router=weights.matrix(plan.router),
+        router=_matrix(plan.router, hidden, plan.number, weights),
         num_ups=len(plan.ups),
         gating=_gating(plan),
         down=weights.matrices(plan.down, plan.number),
@@ -219,16 +215,54 @@ def _experts(plan: ExpertsPlan, hidden: int, weights: Weights) -> Any:
     )
     down, width = found.down.first, hidden
     if plan.latent is not None:
-        found.latent_in, found.latent_out = map(weights.matrix, plan.latent)
+        found.latent_in = _matrix(plan.latent[0], hidden, None, weights)
         width = found.latent_in.num_channels
-        check_size(plan.latent[0].weight, found.latent_in.width, hidden)
-        check_size(plan.latent[1].weight, found.latent_out.width, width)
-        check_size(plan.latent[1].weight, found.latent_out.num_channels, hidden)
+        found.latent_out = _matrix(plan.latent[1], width, hidden, weights)
     for i, one in enumerate(plan.ups):
         found.ups[i] = weights.matrices(one, plan.number)
         check_size(one.weight, found.ups[i].first.width, width)
         check_size(one.weight, found.ups[i].first.num_channels, down.width)
     check_size(plan.down.weight, down.num_channels, width)
-    check_size(plan.router.weight, found.router.num_channels, plan.number)
-    check_size(plan.router.weight, found.router.width, hidden)
     return found
+
+
+# Caches
+
+
+def cache_shapes(plan: Plan) -> tuple[LayerShape, ...]:
+    """Shapes of the layers of a plan's cache."""
+    return tuple(map(_shape, plan.layers))
+
+
+def _shape(layer: LayerPlan) -> LayerShape:
+    mixer, states = layer.mixer, () if layer.recurrence is None else _states(layer.recurrence)
+    num_groups, width = 0, 0
+    if isinstance(mixer, AttentionPlan) and mixer.source is None:
+        num_groups, width = mixer.num_groups, mixer.head_width
+    return LayerShape(num_groups, width, width, torch.float32, torch.device("cpu"), states)
+
+
+def _set_stores(layers: Any, plans: Sequence[LayerPlan]) -> None:
+    """Set the numbers of the stores of each layer: keys and values of all layers in turn, then states."""
+    shapes = [*map(_shape, plans)]
+    num_kept, num_states = 0, 2 * sum(shape.num_heads > 0 for shape in shapes)
+    for layer, plan, shape in zip(layers, plans, shapes, strict=True):
+        if plan.recurrence is not None:
+            layer.recurrence.ring, layer.recurrence.states = num_states, num_states + 1
+            num_states += len(shape.states)
+        if not isinstance(plan.mixer, AttentionPlan):
+            continue
+        if plan.mixer.source is None:
+            layer.attention.store, num_kept = num_kept, num_kept + 2
+        else:
+            source, attention = layers[plan.mixer.source].attention, layer.attention
+            check_size(
+                "shared keys", attention.num_groups * attention.head_width, source.num_groups * source.head_width
+            )
+            attention.store = source.store
+
+
+def _states(mixer: RecurrencePlan) -> tuple[StateShape, ...]:
+    ring = StateShape("window", 0, (WINDOW, mixer.kept_width), torch.float32, mixer.num_taps - 1)
+    size = mixer.num_heads, mixer.key_width, mixer.value_width
+    return (ring, StateShape("replayed", 0, size, torch.float32)) if mixer.num_heads else (ring,)

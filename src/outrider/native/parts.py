@@ -86,10 +86,7 @@ class _PowersInDouble(TorchFunctionMode):
 
 
 def rope_of(config: Any, kind: str | None = None, *, is_interleaved: bool = False) -> RopePlan:
-    """
-    Args:
-        kind: the kind of layers, if the configuration states several ropes.
-    """
+    """Rope of the layers; of a kind of layers, if the configuration states several ropes."""
     stated = config.rope_parameters if kind is None else config.rope_parameters[kind]
     if stated["rope_type"] == "default":
         width = head_width_of(config)
@@ -119,13 +116,8 @@ def decoder_of(
     ropes: tuple[RopePlan, ...] | None = None,
     **others: Any,
 ) -> Plan:
-    """Plan with Llama's parts, unless they are stated.
-
-    Args:
-        layer: makes a layer of the beginning of its parameters' names and its number.
-        at: the beginning of the names of all layers' parameters.
-        others: fields of the plan.
-    """
+    """Plan with Llama's parts, unless they or ``others``, fields of the plan, are stated. ``layer`` makes a layer of
+    the beginning of its parameters' names (``at`` and its number) and its number."""
     fields: Fields = {
         "embedding": embedding,
         "head": MatrixPlan(embedding if config.tie_word_embeddings else "lm_head.weight"),
@@ -146,13 +138,9 @@ def like_llama(
     layer: Callable[[Any, str, int], Fields] = _none,
     whole: Callable[[Any], Fields] = _none,
 ) -> Callable[[Any], Plan]:
-    """Function that makes plans with Llama's parts, but for the fields that are stated.
-
-    Args:
-        attention, layer: fields of a layer's attention and of the layer, by the configuration, the beginning of its
-            parameters' names and its number.
-        whole: the plan's, by the configuration.
-    """
+    """Function that makes plans with Llama's parts, but for the fields that are stated: of a layer's attention and of
+    the layer, by the configuration, the beginning of its parameters' names and its number; and of the ``whole`` plan,
+    by the configuration."""
 
     def plan(config: Any) -> Plan:
         def one(at: str, i: int) -> LayerPlan:
@@ -190,11 +178,7 @@ def attention_of(config: Any, at: str, **others: Any) -> AttentionPlan:
 
 
 def mlp_of(config: Any, at: str, **others: Any) -> MlpPlan:
-    """MLP of Llama, but for other fields that are stated.
-
-    Args:
-        at: the beginning of its parameters' names.
-    """
+    """MLP of Llama with parameters' names that begin with ``at``, but for other fields that are stated."""
     bias = has_bias(config, "mlp_bias")
     fields: Fields = {
         "ups": tuple(linear(f"{at}.{name}_proj", bias) for name in ("gate", "up")),
@@ -206,11 +190,7 @@ def mlp_of(config: Any, at: str, **others: Any) -> MlpPlan:
 
 
 def experts_of(config: Any, at: str, **others: Any) -> ExpertsPlan:
-    """Experts of Qwen3, but for other fields that are stated.
-
-    Args:
-        at: the beginning of their parameters' names.
-    """
+    """Experts of Qwen3 with parameters' names that begin with ``at``, but for other fields that are stated."""
     fields: Fields = {
         "number": getattr(config, "num_local_experts", None) or config.num_experts,
         "num_chosen": getattr(config, "num_experts_per_tok", 0),

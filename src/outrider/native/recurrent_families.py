@@ -129,11 +129,6 @@ def _check_silu(config: Any) -> None:
 
 
 def _mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> RecurrencePlan:
-    """Mamba-2.
-
-    Args:
-        others: fields of the plan.
-    """
     fields: Fields = {
         "conv_width": 2 * others["num_groups"] * others["key_width"] + others["num_heads"] * others["value_width"],
         "taps": f"{at}.conv1d.weight",
@@ -148,11 +143,7 @@ def _mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> R
 
 
 def _mamba2_of(config: Any, at: str, **others: Any) -> RecurrencePlan:
-    """Mamba-2 of a configuration with the usual names.
-
-    Args:
-        others: fields of the plan.
-    """
+    """Mamba-2 of a configuration with the usual names."""
     least, most = config.time_step_limit or (0.0, _INFINITE)
     if most != _INFINITE:
         raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")

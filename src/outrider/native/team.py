@@ -32,19 +32,11 @@ class Team:
         self._num_forwards, self._patience = 0, _SOONEST  # since the last change or trial
 
     def size(self, num_threads: int) -> int:
-        """Number of threads of the next forward.
-
-        Args:
-            num_threads: the threads that the process may use.
-        """
+        """Number of threads of the next forward, of those that the process may use."""
         return max(1, num_threads - self._num_spared + (self._change if self._num_trials else 0))
 
     def learn(self, kind: Hashable, size: int, num_threads: int, seconds: float) -> None:
-        """Learn from a forward.
-
-        Args:
-            kind: forwards of one kind take the same time.
-        """
+        """Learn from a forward. Those of one kind take the same time."""
         if size == num_threads:
             self._shortest_s[kind] = min(seconds, _FORGETTING * self._shortest_s.get(kind, seconds))
         self._num_forwards += 1
@@ -64,14 +56,12 @@ class Team:
             self._try(-1, size)
 
     def _try(self, change: int, size: int) -> None:
-        """Have another number of threads in the next forwards, if there may be so many."""
         self._num_forwards = 0
         if size + change > 0:
             self._times.pop(size + change, None)
             self._num_trials, self._change = _NUM_TRIED, change
 
     def _judge_trial(self, size: int) -> None:
-        """Keep the thread that was tried, unless that made forwards slower."""
         if self._is_worse(size, size - 1, 1.0):
             self._patience = min(2 * self._patience, _LATEST)
         else:

@@ -8,26 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 _ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """Kinds of attention in a model.
+    """Kinds of attention in a model."""
 
-    Attributes:
-        layer_types: the types of the model's attention layers.
-        window: number of tokens that a token sees in sliding attention, itself included.
-        chunk: size of the chunks in chunked attention, where a token sees its own chunk up to itself.
-        ignored_window: a window that the configuration states and the modelling code does not apply.
-    """
-
-    layer_types: tuple[str, ...]
-    window: int | None
-    chunk: int | None
-    ignored_window: int | None = None
+    layer_types: tuple[str, ...]  # the types of the model's attention layers
+    window: int | None  # number of tokens that a token sees in sliding attention, itself included
+    chunk: int | None  # size of the chunks in chunked attention, where a token sees its own chunk up to itself
+    ignored_window: int | None = None  # a window that the configuration states and the modelling code does not apply
 
     @classmethod
     def of(cls, model: Any) -> Visibility:
@@ -37,7 +30,10 @@ class Visibility:
         layer_types = set(getattr(config, "layer_types", None) or ())
         ignored_window = None
         if not layer_types:
-            is_windowed = window is not None and _makes_windows(model)
+            # A configuration may state a window that the modelling code ignores.
+            homes = {type(module).__module__ for module in model.modules()}
+            makes_windows = any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)
+            is_windowed = window is not None and makes_windows
             layer_types = {"sliding_attention" if is_windowed else "full_attention"}
             if not is_windowed and hasattr(type(config), "sliding_window"):  # a field of its type, not a stray one
                 ignored_window = window
@@ -45,11 +41,9 @@ class Visibility:
         return cls(tuple(sorted(layer_types & _ATTENDING or {"full_attention"})), window, chunk, ignored_window)
 
     def masks(self, positions: Tensor, view_len: int, dtype: torch.dtype) -> Tensor | dict[str, Tensor]:
-        """Additive masks: 0 for visible keys, the lowest number for hidden ones. [B, 1, T, view_len]
-
-        Eager attention adds the mask; scaled-dot-product attention takes either form. Models with several layer types
-        take a dictionary by type, the others one tensor.
-        """
+        """Additive masks: 0 for visible keys, the lowest number for hidden ones. [B, 1, T, view_len] Eager attention
+        adds the mask; scaled-dot-product attention takes either form. Models with several layer types take a dictionary
+        by type, the others one tensor."""
         places = torch.arange(view_len, device=positions.device)
         queries = positions[..., None]
         masks = {}
@@ -64,9 +58,3 @@ class Visibility:
             mask = torch.zeros(is_hidden.shape, dtype=dtype, device=positions.device)
             masks[layer_type] = mask.masked_fill_(is_hidden, torch.finfo(dtype).min)[:, None]
         return masks if len(masks) > 1 else masks[self.layer_types[0]]
-
-
-def _makes_windows(model: nn.Module) -> bool:
-    """Whether the modelling code builds sliding-window masks. A configuration may state a window that it ignores."""
-    homes = {type(module).__module__ for module in model.modules()}
-    return any("create_sliding_window_causal_mask" in vars(sys.modules[home]) for home in homes)

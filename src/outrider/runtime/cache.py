@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from outrider.errors import DeviceError
-from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, Windows
+from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, windows_at
 from outrider.system.resources import available_bytes, memory_errors, size_text
 
 STRIDE = 8
@@ -86,11 +86,8 @@ class SlotCache:
     def __init__(
         self, shapes: Sequence[LayerShape], storage: Sequence[Tensor], capacity: int, *, most_behind: int | None = None
     ) -> None:
-        """
-        Args:
-            most_behind: the most tokens that a row is behind its sequence. None: each forward reads this from the
-                anchors, which synchronizes host and device.
-        """
+        # ``most_behind``: the most tokens that a row is behind its sequence. None: each forward reads this from the
+        # anchors, which synchronizes host and device.
         self.shapes = tuple(shapes)
         self.storage = tuple(storage)
         self.capacity = capacity
@@ -128,11 +125,8 @@ class SlotCache:
 
     @classmethod
     def empty(cls, shapes: Sequence[LayerShape], num_rows: int, capacity: int, *, is_sparse: bool = False) -> SlotCache:
-        """Allocate an empty cache.
-
-        Args:
-            is_sparse: little of it will be used: where possible, places take memory when they are written to.
-        """
+        """Allocate an empty cache. Of a sparse one little will be used: where possible, places take memory when they
+        are written to."""
         # Zeros, since 0 * value of a masked place must not be NaN.
         zeros = _sparse_zeros if is_sparse else torch.zeros
         storage = [
@@ -234,14 +228,9 @@ class SlotCache:
         return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens
 
     def at(self, positions: Tensor, view_len: int, *, is_single: bool, keeps_finite: bool = False) -> None:
-        """Set up the next forward.
-
-        Args:
-            positions: the positions of the tokens; -1 is padding. [B, T]
-            view_len: above every position.
-            is_single: layers with states are called with one token at a time.
-            keeps_finite: write zeros for numbers that are not finite (see ``find_broken``).
-        """
+        """Set up the next forward, of tokens at these positions (-1 is padding [B, T]), all below ``view_len``. Layers
+        with states are called with a single token at a time, or not. If the cache is to stay finite, zeros are written
+        for numbers that are not (see ``find_broken``)."""
         assert view_len <= self.capacity
         self._plan.places = self._places(positions)
         self._plan.view_len = view_len
@@ -249,7 +238,7 @@ class SlotCache:
         for layer in self.state_layers:
             layer.begin(is_single=is_single)
         if self._width:
-            self._plan.windows = Windows.at(positions, self._width)
+            self._plan.windows = windows_at(positions, self._width)
             lowest = positions.amax(dim=1) + 1 - (WINDOW - self._width)
             self.anchors.copy_(torch.maximum(self.anchors, lowest.to(self.anchors.device)))
 
@@ -313,11 +302,8 @@ class SlotCache:
         return max(least, self._most_behind)
 
     def from_anchors(self, lasts: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Start a forward that feeds the stored tokens from the anchors up to a position, -1 for none. [B]
-
-        Returns:
-            ids and positions, -1 for padding [B, W]
-        """
+        """Start a forward that feeds the stored tokens from the anchors up to a position [B], -1 for none. -> their ids
+        and positions, -1 for padding [B, W]"""
         self._reached = self.anchors + width
         self._is_full = lasts + 1 == self._reached
         positions = self.anchors[:, None] + torch.arange(width, device=lasts.device)
@@ -326,10 +312,7 @@ class SlotCache:
 
     def settle(self, num_committed: Tensor) -> None:
         """Keep the states of the last forward in rows where all tokens that it consumed are committed.
-
-        Args:
-            num_committed: tokens of each row that were fed and are committed. [B]
-        """
+        ``num_committed`` tokens of each row were fed and are. [B]"""
         if not self.has_states:
             return
         is_kept = self._is_full & (self._reached <= num_committed.to(self._reached.device))

@@ -42,17 +42,13 @@ def layer_shapes(model: Any, device: torch.device) -> tuple[LayerShape, ...]:
         raise ValueError("it returns no keys and values")
     shapes = tuple(_shape_of(layer, device) for layer in cache.layers)
     if not any(shape.states for shape in shapes):
-        return (*(replace(first, has_offset=_has_places(model)) for first in shapes[:1]), *shapes[1:])
+        rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        has_offset = "mrope_section" in rope  # it rotates by places in an image
+        return (*(replace(first, has_offset=has_offset) for first in shapes[:1]), *shapes[1:])
     is_recurrent = any(state.kind == "recurrent" for shape in shapes for state in shape.states)
     if is_recurrent or any(shape.states and shape.num_heads for shape in shapes):
         return shapes
     return tuple(replace(shape, states=tuple(map(_by_place, shape.states))) for shape in shapes)
-
-
-def _has_places(model: Any) -> bool:
-    """Whether it rotates by places in an image (multimodal RoPE)."""
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    return "mrope_section" in rope
 
 
 def _by_place(state: StateShape) -> StateShape:
@@ -133,12 +129,8 @@ class StateLayer(LinearAttentionLayer):
         self.begin(is_single=False)
 
     def begin(self, *, is_single: bool) -> None:
-        """Start a forward.
-
-        Args:
-            is_single: layers get one token per row at a time. Then the modelling code writes into the states that it
-                is given, so it gets copies.
-        """
+        """Start a forward. If layers get a single token per row at a time, the modelling code writes into the states
+        that it is given, so it gets copies."""
         found = {key: store.clone() if is_single else store for key, store in self._stores.items()}
         self._new = dict(found) if is_single else {}
         for (kind, index), state in found.items():
@@ -186,9 +178,9 @@ class WindowLayer(LinearAttentionLayer):
         assert windows is not None
         conv_states = self._plan.kept(conv_states, (1,))
         num_seen = shape.width + conv_states.shape[-1]
-        seen = windows.seen[:, -num_seen:].to(store.device)
+        is_fed, seen, written = (one.to(store.device) for one in windows)
+        seen = seen[:, -num_seen:]
         inputs = store.flatten(0, 1).index_select(0, seen.flatten()).unflatten(0, seen.shape).transpose(1, 2)
-        is_fed, written = windows.is_fed.to(store.device), windows.written.to(store.device)
         store.flatten(0, 1).index_copy_(0, written.flatten(), conv_states.transpose(1, 2).flatten(0, 1))
         fed = torch.where(is_fed[:, None], conv_states, inputs[..., shape.width :])
         return torch.cat((inputs[..., : shape.width], fed), dim=-1)

@@ -15,22 +15,16 @@ may be rejected, those that a convolution still sees, and those that a state has
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """One state of a row.
+    """One state of a row."""
 
-    Attributes:
-        kind: "conv", the last inputs of a convolution, or "recurrent": both are kept at an anchor, from which tokens
-            are fed again; "window", inputs by place; or "replayed": kept at an anchor, from which such inputs are
-            consumed again (the native engine's).
-        index: a layer may have several of a kind.
-        size: without the rows.
-        width: W of a window: the number of earlier tokens that a convolution sees.
-    """
-
+    # "conv", the last inputs of a convolution, or "recurrent": both are kept at an anchor, from which tokens are fed
+    # again; "window", inputs by place; or "replayed": kept at an anchor, from which such inputs are consumed again (the
+    # native engine's):
     kind: str
-    index: int
-    size: tuple[int, ...]
+    index: int  # a layer may have several of a kind
+    size: tuple[int, ...]  # without the rows
     dtype: torch.dtype
-    width: int = 0
+    width: int = 0  # W of a window: the number of earlier tokens that a convolution sees
 
     @property
     def num_bytes(self) -> int:
@@ -68,68 +62,41 @@ class LayerShape:
 
 @dataclass(slots=True)
 class Plan:
-    """The next forward, shared by all layers. (A layer that pointed back to its cache would make a reference cycle.)
+    """The next forward, shared by all layers. (A layer that pointed back to its cache would make a reference cycle.)"""
 
-    Attributes:
-        capacity: L.
-        places: indices of its tokens in the flattened block [B * (L+1)].
-        is_padding: [B, T]
-        view_len: it sees the places 0 .. view_len-1.
-        windows: the places at which layers with convolution windows read and write; None without such layers.
-        sums: if the cache is to stay finite: sums over the numbers of each token, not finite if one of them is not.
-            [B, T] each
-    """
-
-    capacity: int
-    places: Tensor
-    is_padding: Tensor
-    view_len: int = 0
-    windows: Windows | None = None
+    capacity: int  # L
+    places: Tensor  # indices of its tokens in the flattened block [B * (L+1)]
+    is_padding: Tensor  # [B, T]
+    view_len: int = 0  # it sees the places 0 .. view_len-1
+    # The places at which layers with convolution windows read and write (``windows_at``); None without such layers:
+    windows: tuple[Tensor, Tensor, Tensor] | None = None
+    # If the cache is to stay finite: sums over the numbers of each token, not finite if one of them is not. [B, T]
+    # each:
     sums: list[Tensor] | None = None
 
     def kept(self, values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        """Numbers of tokens, with zeros for those that are not finite if the cache is to stay finite.
-
-        Args:
-            dims: all but those of rows and tokens.
-        """
+        """Numbers of tokens, with zeros for those that are not finite if the cache is to stay finite. ``dims`` are all
+        but those of rows and tokens."""
         if self.sums is None:
             return values
         self.sums.append(values.sum(dim=dims, dtype=torch.promote_types(values.dtype, torch.float32)))
         return values.nan_to_num(0.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class Windows:
-    """Indices at which convolution inputs are read and written, in flattened blocks [B * (R+2)].
-
-    Attributes:
-        is_fed: tokens that are not padding. [B, T]
-        seen: the W tokens before those that are fed, then these. [B, W+T]
-        written: the tokens that are fed. [B, T]
-    """
-
-    is_fed: Tensor
-    seen: Tensor
-    written: Tensor
-
-    @classmethod
-    def at(cls, positions: Tensor, width: int) -> Windows:
-        """
-        Args:
-            positions: positions of tokens, which follow one another in each row; -1 is padding. [B, T]
-            width: W
-        """
-        num_rows, num_columns = positions.shape
-        offsets = torch.arange(-width, num_columns, device=positions.device)
-        is_fed = positions >= 0
-        # Where left padding would begin; before the sequence in a row of padding alone.
-        begins = torch.where(is_fed, positions - offsets[width:], -num_columns).amax(dim=1, keepdim=True)
-        seen = begins + offsets
-        row_starts = torch.arange(num_rows, device=positions.device)[:, None] * (WINDOW + 2)
-        is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # each place is written once
-        return cls(
-            is_fed,
-            row_starts + torch.where(seen >= 0, seen % WINDOW, WINDOW + 1),
-            row_starts + torch.where(is_kept, positions % WINDOW, WINDOW),
-        )
+def windows_at(positions: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Indices at which convolution inputs are read and written, in flattened blocks [B * (R+2)]: tokens that are not
+    padding [B, T]; the W tokens before those that are fed, then these [B, W+T]; and the tokens that are fed [B, T].
+    Positions follow one another in each row; -1 is padding. [B, T]"""
+    num_rows, num_columns = positions.shape
+    offsets = torch.arange(-width, num_columns, device=positions.device)
+    is_fed = positions >= 0
+    # Where left padding would begin; before the sequence in a row of padding alone.
+    begins = torch.where(is_fed, positions - offsets[width:], -num_columns).amax(dim=1, keepdim=True)
+    seen = begins + offsets
+    row_starts = torch.arange(num_rows, device=positions.device)[:, None] * (WINDOW + 2)
+    is_kept = is_fed & (positions > positions.amax(dim=1, keepdim=True) - WINDOW)  # each place is written once
+    return (
+        is_fed,
+        row_starts + torch.where(seen >= 0, seen % WINDOW, WINDOW + 1),
+        row_starts + torch.where(is_kept, positions % WINDOW, WINDOW),
+    )

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import OutOfMemoryError, Tensor
@@ -57,7 +57,7 @@ class CapturedExecution(EagerExecution):
     def __init__(self, *, is_required: bool = True) -> None:
         super().__init__("captured")
         self._is_required, self._has_warned = is_required, False
-        self._programs: OrderedDict[Any, Program | str] = OrderedDict()  # or why there is none
+        self._programs: OrderedDict[Any, _Program | str] = OrderedDict()  # or why there is none
         self._preparing = threading.RLock()
         self._free: dict[Any, list[tuple[Tensor, ...]]] = {}
         self._side: Any = None  # capture stream; libraries keep a workspace for each stream
@@ -95,11 +95,16 @@ class CapturedExecution(EagerExecution):
     def run(self, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
         call = Call(step, lm, static, arguments)
         program = self._program((step, id(lm.model), static, tuple(call.form)), call)
-        if isinstance(program, str):
-            return self._eagerly(program, step, lm, static, arguments)
-        return program.run(call.tensors, call.stores)
+        if isinstance(program, _Program):
+            return program.run(call.tensors)
+        if self._is_required:
+            raise ExecutionError(f"{program} (leave out execution='captured')")
+        if not self._has_warned:
+            self._has_warned = True
+            _LOG.warning("%s: such steps run eagerly", program)
+        return step(lm, *static, *arguments)
 
-    def _program(self, key: Any, call: Call) -> Program | str:
+    def _program(self, key: Any, call: Call) -> _Program | str:
         with self._preparing:
             if key not in self._programs:
                 self._programs[key] = self._prepare(call)
@@ -108,18 +113,7 @@ class CapturedExecution(EagerExecution):
             self._programs.move_to_end(key)
             return self._programs[key]
 
-    def _eagerly(
-        self, reason: str, step: Step, lm: Any, static: tuple[Any, ...], arguments: tuple[Any, ...]
-    ) -> tuple[Tensor, ...]:
-        """Run a step that cannot be captured."""
-        if self._is_required:
-            raise ExecutionError(f"{reason} (leave out execution='captured')")
-        if not self._has_warned:
-            self._has_warned = True
-            _LOG.warning("%s: such steps run eagerly", reason)
-        return step(lm, *static, *arguments)
-
-    def _prepare(self, call: Call) -> Program | str:
+    def _prepare(self, call: Call) -> _Program | str:
         """Capture a step, or tell why it cannot be."""
         try:
             return self._record(call)
@@ -129,7 +123,7 @@ class CapturedExecution(EagerExecution):
             reason = " ".join(str(error).split())[:300]
             return f"{call.lm.name} cannot be captured here: {type(error).__name__}: {reason}"
 
-    def _record(self, call: Call) -> Program:
+    def _record(self, call: Call) -> _Program:
         inputs, stores = [tensor.clone() for tensor in call.tensors], call.stores
         # On the same storage, but not the cache itself, whose end frees its storage. (Arguments are rebuilt in each
         # run, since they may keep what they derived from their tensors: see noise.py.)
@@ -140,10 +134,11 @@ class CapturedExecution(EagerExecution):
         try:
             with constant_frequencies(lm.model):
                 if lm.device.type != "cuda":
-                    return _UnrecordedGraph(inputs, run)
+                    results = tuple(result.clone() for result in run())
+                    return _Program(inputs, results, lambda: _copy(run(), results))
                 with torch.cuda.device(lm.device):
                     self._side = self._side or torch.cuda.Stream()
-                    return _Graph(inputs, stores, lm.model, run, self._side)
+                    return _captured(inputs, run, (stores, lm.model), self._side)
         finally:
             _copy(states, call.states)  # undo the warm-up runs
 
@@ -151,24 +146,17 @@ class CapturedExecution(EagerExecution):
 @dataclass(frozen=True, slots=True)
 class Call:
     """A step with its arguments, taken apart: a graph knows tensors by their addresses, so that it must find them in
-    arguments of any form.
-
-    Attributes:
-        tensors: the tensors in the arguments, in order, contiguous.
-        stores: the storage of the caches in them.
-        states: those of ``stores`` that the step reads and then overwrites: running it twice on them changes the
-            result.
-        form: all else that a program depends on.
-    """
+    arguments of any form."""
 
     step: Step
     lm: Any
     static: tuple[Any, ...]
     arguments: tuple[Any, ...]
-    tensors: list[Tensor] = field(default_factory=list)
-    stores: list[Tensor] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)  # the tensors in the arguments, in order, contiguous
+    stores: list[Tensor] = field(default_factory=list)  # the storage of the caches in them
+    # Those of ``stores`` that the step reads and then overwrites: running it twice on them changes the result:
     states: list[Tensor] = field(default_factory=list)
-    form: list[Any] = field(default_factory=list)
+    form: list[Any] = field(default_factory=list)  # all else that a program depends on
 
     def __post_init__(self) -> None:
         self._take_apart(self.arguments)
@@ -200,15 +188,8 @@ class Call:
         return self.step(self.lm, *self.static, *_put_together(self.arguments, iter(tensors), iter(stores)))
 
 
-class Program(Protocol):
-    """Step that is ready to run on other tensors of the same shapes (see ``Call``)."""
-
-    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]: ...
-
-
 @cache
 def _fields_of(kind: type) -> tuple[str, ...] | None:
-    """Field names of a dataclass in the arguments; None for other types."""
     return tuple(one.name for one in fields(kind) if one.init) if is_dataclass(kind) else None
 
 
@@ -225,49 +206,40 @@ def _put_together(value: Any, tensors: Iterator[Tensor], stores: Iterator[Tensor
     return value
 
 
-class _Graph:
-    """One captured step, on the current device."""
+class _Program:
+    """A step that is ready to run, on static buffers: ``replay`` runs it on ``inputs``, to ``results``."""
 
-    def __init__(
-        self,
-        inputs: list[Tensor],
-        stores: Sequence[Tensor],
-        model: Any,
-        call: Callable[[], tuple[Tensor, ...]],
-        side: Any,
-    ) -> None:
-        self._inputs = inputs
-        self._alive = tuple(stores), model  # the graph knows their tensors by address
-        side.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(side):
-                for _ in range(_NUM_WARM_UPS):
-                    call()
-        finally:
-            torch.cuda.current_stream().wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        # No shared pool: one graph's intermediate values would overwrite another's results.
-        # This device's stream: torch makes only one by itself, on whichever device comes first.
-        with torch.cuda.graph(self._graph, stream=side, capture_error_mode="thread_local"):
-            self._results = call()
+    def __init__(self, inputs: list[Tensor], results: tuple[Tensor, ...], replay: Callable[[], None]) -> None:
+        self.inputs, self.results, self.replay = inputs, results, replay
 
-    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        _copy(tensors, self._inputs)
-        self._graph.replay()
-        return self._results
+    def run(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the step on other tensors of the same shapes (see ``Call``)."""
+        _copy(tensors, self.inputs)
+        self.replay()
+        return self.results
 
 
-class _UnrecordedGraph:
-    """Calls the step on static buffers, without a capture."""
+def _captured(
+    inputs: list[Tensor], call: Callable[[], tuple[Tensor, ...]], alive: tuple[Any, ...], side: Any
+) -> _Program:
+    """Capture a step on the current device. The graph knows tensors of ``alive`` by address."""
+    side.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(side):
+            for _ in range(_NUM_WARM_UPS):
+                call()
+    finally:
+        torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    # No shared pool: one graph's intermediate values would overwrite another's results.
+    # This device's stream: torch makes only one by itself, on whichever device comes first.
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        results = call()
 
-    def __init__(self, inputs: list[Tensor], call: Callable[[], tuple[Tensor, ...]]) -> None:
-        self._inputs, self._call = inputs, call
-        self._results = tuple(result.clone() for result in call())
+    def replay(graph: Any = graph, alive: Any = alive) -> None:
+        graph.replay()
 
-    def run(self, tensors: Sequence[Tensor], stores: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        _copy(tensors, self._inputs)
-        _copy(self._call(), self._results)
-        return self._results
+    return _Program(inputs, results, replay)
 
 
 def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:

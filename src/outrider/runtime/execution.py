@@ -11,11 +11,13 @@ This module does not know what the steps do.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from outrider.runtime.cache import SlotCache
@@ -28,21 +30,14 @@ OF_IMAGES = "not promised (images)"  # which the model's own code reads
 
 
 class EagerExecution:
-    """Calls steps. Other executions differ from this one.
+    """Calls steps. Other executions differ from this one."""
 
-    Attributes:
-        name: the name in tables and messages.
-        favoured_k: values of K for adaptive schedules, with every drafter.
-        lookahead: rounds that the loop starts ahead of the one that it reads next.
-        is_prepared: whether each shape is captured when it first occurs, which takes time.
-    """
-
-    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
-    lookahead = 0
-    is_prepared = False
+    favoured_k: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)  # values of K for adaptive schedules, with every drafter
+    lookahead = 0  # rounds that the loop starts ahead of the one that it reads next
+    is_prepared = False  # whether each shape is captured when it first occurs, which takes time
 
     def __init__(self, name: str = "eager") -> None:
-        self.name = name
+        self.name = name  # in tables and messages
 
     @property
     def same_bytes(self) -> str:
@@ -78,47 +73,37 @@ class EagerExecution:
 
 @dataclass(frozen=True, slots=True)
 class NativeResults:
-    """Results of a native forward.
+    """Results of a native forward."""
 
-    Attributes:
-        logits: [B, N, V]
-        features: hidden states, concatenated; None if none are wanted. [B, T, F]
-        broken: tokens with a key or value that is not finite; None if not looked for. [B, T]
-    """
-
-    logits: Tensor
-    features: Tensor | None
-    broken: Tensor | None
+    logits: Tensor  # [B, N, V]
+    features: Tensor | None  # hidden states, concatenated; None if none are wanted. [B, T, F]
+    broken: Tensor | None  # tokens with a key or value that is not finite; None if not looked for. [B, T]
 
 
-class Native(Protocol):
-    """Forward in place of the model's own code."""
+class Clock:
+    """Marks in the work of a device, and the seconds between them, without synchronizing."""
 
-    def __call__(
-        self,
-        ids: Tensor,
-        places: Tensor,
-        cache: SlotCache,
-        view_len: int,
-        *,
-        num_logits: int | None = None,
-        features: Sequence[int] = (),
-        keeps_finite: bool = False,
-        states: Tensor | None = None,
-    ) -> NativeResults:
-        """Run a forward. Other arguments are those of ``LM.forward_with_features``. Results of padding are zeros.
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._has_events, self._must_wait = device.type == "cuda", device.type == "mps"
 
-        Args:
-            num_logits: N, last columns whose logits are wanted; None for all.
-            features: layers whose inputs are wanted; the number of layers for the last output, one more for its norm.
-            states: of the target's tokens, for a head that reads them. [B, T, H]
+    def mark(self) -> Any:
+        """Mark the end of all work that was submitted so far."""
+        if self._has_events:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            return event
+        if self._must_wait:
+            torch.mps.synchronize()
+        return time.perf_counter()
 
-        Raises:
-            IndexError: an id or a place is not there.
-            DeviceError: there is not enough memory.
-        """
-        ...
+    def wait(self, mark: Any) -> None:
+        """Wait until the work before a mark is done."""
+        if self._has_events:
+            mark.synchronize()
 
-    def without_rounding(self) -> AbstractContextManager[None]:
-        """Multiply rows of float32 with blocks for a while."""
-        ...
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks that were waited for."""
+        if self._has_events:
+            return float(begin.elapsed_time(end)) / 1e3
+        return float(end - begin)

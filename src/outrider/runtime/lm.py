@@ -25,7 +25,7 @@ from outrider.errors import OptionError
 from outrider.runtime.attention_mask import Visibility
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW, LayerShape
-from outrider.runtime.execution import EagerExecution, Native, Step
+from outrider.runtime.execution import EagerExecution, Step
 from outrider.runtime.modules import cache_argument, find_mixers, recorded_states, token_by_token, with_finite_numbers
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.vocabulary import UNKNOWN, spread
@@ -54,7 +54,7 @@ class LM:
         least_columns: minimum width of a forward of a model with states: 2 if a single token gets other logits than
             the same token among several.
         is_stepped: call layers with states token by token, since they can continue from a state by one token only.
-        native: runs the forwards in place of the model's own code; None for the model.
+        native: runs the forwards in place of the model's own code (native/engine.py); None for the model.
     """
 
     def __init__(
@@ -67,11 +67,8 @@ class LM:
         unknown_ids: tuple[int, ...] = (),
         layer_shapes: Sequence[LayerShape] | None = None,
     ) -> None:
-        """
-        Args:
-            layer_shapes: cache shapes of each layer; None to find them by running the model. A head, which is no model
-                by itself, states them.
-        """
+        """Take the cache shapes of each layer; None to find them by running the model. A head, which is no model by
+        itself, states them."""
         self.weights: Any = model
         self.name = name
         self.vocab_size = vocab_size
@@ -89,7 +86,7 @@ class LM:
             self.layer_shapes = tuple(layer_shapes)
         self.least_columns = 1
         self.is_stepped = False
-        self.native: Native | None = None
+        self.native: Any | None = None
 
     @property
     def model(self) -> Any:
@@ -184,11 +181,6 @@ class LM:
             whole._feed(torch.zeros_like(columns), columns, cache, 2)
         return tuple(found)
 
-    @cached_property
-    def _has_attention(self) -> bool:
-        """Whether to pass a mask: a model without attention may take it for something else."""
-        return any(shape.num_heads for shape in self.layer_shapes)
-
     def check_rollback(self, k: int) -> None:
         """Raises OptionError: k tokens cannot be rolled back."""
         states = [state for shape in self.layer_shapes for state in shape.states]
@@ -260,15 +252,8 @@ class LM:
         keeps_finite: bool = False,
         spreads: bool = True,
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits as of ``forward``, with hidden states of the model.
-
-        Args:
-            features: layers whose inputs are wanted: 0 is the embedding, the number of layers the last output (before
-                the final norm).
-
-        Returns:
-            logits [B, T, V], and the hidden states of ``features`` concatenated [B, T, F], None if none are wanted
-        """
+        """Logits as of ``forward`` [B, T, V], with the inputs of the layers ``features``, concatenated [B, T, F], None
+        if none are wanted: 0 is the embedding, the number of layers the last output (before the final norm)."""
         device = ids.device
         ids, positions = ids.to(self.device), positions.to(self.device)
         columns = None
@@ -296,15 +281,8 @@ class LM:
         num_logits: int = 1,
         keeps_finite: bool = False,
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Run the model on these tokens.
-
-        Args:
-            columns: whose logits are wanted; None for all. [B, T]
-            num_logits: the last ones of those, 0 for all.
-
-        Returns:
-            logits [B, T, V]; and hidden states of all columns, by the index of the feature
-        """
+        """Logits of the last ``num_logits`` (0 for all) of ``columns`` (None for all, [B, T]); and hidden states of all
+        columns, by the index of the feature."""
         if self.unknown_ids:
             ids = ids.clamp_max(len(self.weights.get_input_embeddings().weight) - 1)
         if self.own_ids:
@@ -342,9 +320,11 @@ class LM:
             position_ids = positions.clamp_min(0)
             if cache.offsets is not None:
                 position_ids = position_ids + cache.offsets[:, None]
+            # A model without attention may take a mask for something else.
+            has_mask = any(shape.num_heads for shape in self.layer_shapes)
             output = model(
                 input_ids=ids,
-                attention_mask=self.visibility.masks(positions, view_len, self.dtype) if self._has_attention else None,
+                attention_mask=self.visibility.masks(positions, view_len, self.dtype) if has_mask else None,
                 position_ids=position_ids,
                 use_cache=True,
                 logits_to_keep=kept,
@@ -353,12 +333,8 @@ class LM:
         return self._finished(output.logits, cache.find_broken(), wanted), states
 
     def _finished(self, logits: Tensor, broken: Tensor | None, wanted: Tensor | None) -> Tensor:
-        """Logits of the tokens of ``vocab_size``, or of ``token_ids``, NaN from a broken token on. [B, N, V]
-
-        Args:
-            broken: tokens with a number that is not finite; None if there are none, or if nobody looked. [B, T]
-            wanted: their columns whose logits these are; None for the last ones. [B, N]
-        """
+        """Logits of the tokens of ``vocab_size``, or of ``token_ids``, NaN from a broken token ([B, T]) on. They are
+        those of the columns ``wanted`` [B, N], None for the last ones. [B, N, V]"""
         if self.own_ids and self.token_ids is None:
             own = self._own.to(logits.device)
             logits = logits.index_select(-1, own.clamp_min(0)).masked_fill(own < 0, UNKNOWN)
@@ -385,18 +361,10 @@ class LM:
         num_columns: int,
         features: Sequence[int] = (),
     ) -> Tensor | None:
-        """Prefill: put the tokens starts <= position < ends of each row into the cache.
-
-        Args:
-            ids: token buffer; column j holds the token at position j. [B, N]
-            starts, ends: [B]
-            latest: at least ``starts``.
-            num_columns: T, at least ``ends - starts``. (Known on the host, which need not wait for the device.)
-            features: see ``forward_with_features``; for at most PREFILL_TOKENS tokens.
-
-        Returns:
-            The hidden states of ``features``, from the column ``starts`` on. [B, T, F]
-        """
+        """Prefill: put the tokens starts <= position < ends of each row [B] into the cache, from a buffer whose column
+        j holds the token at position j [B, N]. ``latest`` is at least ``starts``, and ``num_columns``, T, at least
+        ``ends - starts`` (known on the host, which need not wait for the device). -> the hidden states of ``features``
+        (see ``forward_with_features``; for at most PREFILL_TOKENS tokens), from the column ``starts`` on [B, T, F]"""
         most = max(1, PREFILL_TOKENS // len(ids))
         assert not features or num_columns <= most
         if cache.has_states:
@@ -420,12 +388,8 @@ class LM:
 
     @torch.inference_mode()
     def advance(self, cache: SlotCache, lengths: Tensor) -> None:
-        """Before a round of a model with states: advance the states of rows that are STRIDE or more tokens behind.
-        Synchronizes host and device.
-
-        Args:
-            lengths: committed tokens of each row that the cache has stored; 0 leaves a row as it is. [B]
-        """
+        """Before a round of a model with states: advance the states of rows that are STRIDE or more tokens behind the
+        committed tokens that the cache has stored [B]; 0 leaves a row as it is. Synchronizes host and device."""
         most = STRIDE if self.execution.is_prepared else PREFILL_TOKENS // len(lengths)
         self._catch_up(cache, lengths, most, self.run)
 
@@ -437,15 +401,9 @@ class LM:
         run: Callable[..., tuple[Tensor, ...]],
         features: Sequence[int] = (),
     ) -> list[tuple[Tensor, ...]]:
-        """Run forwards from the anchors over multiples of STRIDE, and keep their states.
-
-        Args:
-            most: maximum width of a forward; STRIDE if it is less.
-
-        Returns:
-            Positions and hidden states of the tokens fed, forward by forward, if ``features`` are wanted. Then the last
-            tokens are fed, too, without keeping their states.
-        """
+        """Run forwards from the anchors over multiples of STRIDE, at most as wide as ``most`` or STRIDE, and keep their
+        states. With ``features``, return positions and hidden states of the tokens fed, forward by forward; then the
+        last tokens are fed, too, without keeping their states."""
         lengths = lengths.to(self.device)
         found: list[tuple[Tensor, ...]] = []
         while True:
@@ -472,14 +430,8 @@ class LM:
 def _advance_step(
     lm: LM, width: int, view_len: int, features: tuple[int, ...], is_kept: bool, cache: SlotCache, lengths: Tensor
 ) -> tuple[Tensor, ...]:
-    """Feed tokens from the anchors on.
-
-    Args:
-        is_kept: feed rows that are ``width`` or more tokens behind, and keep their states; else feed all rows.
-
-    Returns:
-        positions of the tokens fed, -1 for padding [B, W], and the hidden states of ``features`` if any [B, W, F]
-    """
+    """Feed tokens from the anchors on: ``is_kept`` of rows that are ``width`` or more tokens behind, whose states are
+    kept; else of all rows. -> positions of the tokens fed, -1 for padding [B, W], and any hidden states [B, W, F]"""
     lasts = torch.minimum(cache.anchors + width, lengths) - 1
     if is_kept:
         lasts = torch.where(lengths - cache.anchors >= width, lasts, -1)
@@ -493,14 +445,8 @@ def _advance_step(
 
 
 def _by_position(found: Sequence[tuple[Tensor, ...]], starts: Tensor, num_columns: int) -> Tensor | None:
-    """Hidden states of the tokens from the column ``starts`` on.
-
-    Args:
-        found: positions [B, W] and hidden states [B, W, F] of several forwards.
-
-    Returns:
-        [B, num_columns, F]; None if nothing was fed.
-    """
+    """Hidden states of the tokens from the column ``starts`` on, of several forwards with positions [B, W] and states
+    [B, W, F]. [B, num_columns, F]; None if nothing was fed."""
     if not found:
         return None
     results = found[0][1].new_zeros(len(starts), num_columns + 1, found[0][1].shape[-1])

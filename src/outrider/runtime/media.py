@@ -43,23 +43,21 @@ class _Reached(Exception):
 
 @torch.inference_mode()
 def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPrompt:
-    """Run the parts of a model that come before its text decoder. Rounds of other threads go on meanwhile, unless they
-    may be recording a graph.
-
-    Args:
-        ids: the prompt, with a placeholder for each image token. P
-        inputs: what the model's processor returned beside them.
-
-    Raises:
-        PromptError: the model has no images, or the inputs do not fit; or it continues from images in a way that the
-            rounds do not know.
-    """
+    """Run the parts of a model that come before its text decoder, on a prompt of P ids with a placeholder for each
+    image token, and what the model's processor returned beside them. Rounds of other threads go on meanwhile, unless
+    they may be recording a graph. Raises PromptError: the model has no images, or the inputs do not fit; or it
+    continues from images in a way that the rounds do not know."""
     model = lm.model
     if not takes_images(model):
         raise PromptError(f"{lm.name} ({model.config.model_type}) takes no images: give text")
     if any(shape.states for shape in lm.layer_shapes):
         raise PromptError(f"{lm.name} ({model.config.model_type}) keeps states, which images are not supported with")
-    given = {name: _placed(value, lm) for name, value in inputs.items()}
+    given = {
+        name: value.to(lm.device, lm.dtype if value.is_floating_point() else None)
+        if isinstance(value, Tensor)
+        else value
+        for name, value in inputs.items()
+    }
     fed = torch.tensor([list(ids)], device=lm.device)
     arguments: dict[str, Any] = {}
     me = threading.get_ident()
@@ -108,12 +106,6 @@ def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPr
     return MediaPrompt(arguments["inputs_embeds"], position_ids, offset, visible, more)
 
 
-def _placed(value: Any, lm: LM) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    return value.to(lm.device, lm.dtype) if value.is_floating_point() else value.to(lm.device)
-
-
 def _visible(lm: LM, masks: Any, num_tokens: int) -> dict[str, Tensor]:
     """Keys that tokens see, by layer type, from masks of the model's own: bool, or added to scores."""
     by_type = masks if isinstance(masks, dict) else dict.fromkeys(lm.visibility.layer_types, masks)
@@ -126,14 +118,8 @@ def _visible(lm: LM, masks: Any, num_tokens: int) -> dict[str, Tensor]:
 
 @torch.inference_mode()
 def prefill_media(lm: LM, media: MediaPrompt, cache: SlotCache, features: Sequence[int] = ()) -> Tensor | None:
-    """Put all tokens of a prompt with images into the cache of one row.
-
-    Args:
-        features: see ``LM.forward_with_features``.
-
-    Returns:
-        The hidden states of ``features``. [1, P, F]
-    """
+    """Put all tokens of a prompt with images into the cache of one row. -> hidden states of ``features`` (see
+    ``LM.forward_with_features``) [1, P, F]"""
     positions = torch.arange(media.num_tokens, device=lm.device)[None]
     view_len = lm.view_len(media.num_tokens, cache)
     cache.at(positions, view_len, is_single=media.num_tokens == 1)

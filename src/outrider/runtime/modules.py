@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -29,38 +29,29 @@ def recorded_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, T
     """Record the inputs of decoder layers in a dictionary while the model runs. The hooks exist for this run only, and
     are traced and captured with it."""
     states: dict[int, Tensor] = {}
-    hooks = []
 
     def keep(index: int, output: Any) -> None:
         states[index] = output[0] if isinstance(output, tuple) else output
 
-    if features:
-        decoder = model.get_decoder()
+    with ExitStack() as hooks:
         for i in set(features):
+            layers = model.get_decoder().layers
             if i == 0:
-                hook = decoder.layers[0].register_forward_pre_hook(
+                hook = layers[0].register_forward_pre_hook(
                     lambda _, args, kwargs: keep(0, args[0] if args else kwargs["hidden_states"]), with_kwargs=True
                 )
             else:
-                hook = decoder.layers[i - 1].register_forward_hook(lambda _, args, output, i=i: keep(i, output))
-            hooks.append(hook)
-    try:
+                hook = layers[i - 1].register_forward_hook(lambda _, args, output, i=i: keep(i, output))
+            hooks.enter_context(hook)
         yield states
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
 def find_mixers(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
-    """Find the mixers, which share no name, class or child: the modules that run while a state is updated.
-
-    Args:
-        layers: the layers with states, of a cache for this run alone.
-    """
+    """Find the mixers, which share no name, class or child: the modules that run while the state of one of the layers,
+    those of a cache for this run alone, is updated."""
     running: list[nn.Module] = []
     found: list[nn.Module] = []
-    hooks = []
 
     def note(update: Callable[..., Tensor], *args: Any, **options: Any) -> Tensor:
         if running[-1] not in found:
@@ -70,19 +61,14 @@ def find_mixers(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Mod
     def leave(*_: Any) -> None:
         running.pop()
 
-    for module in model.modules():
-        hooks += [
-            module.register_forward_pre_hook(lambda module, _: running.append(module)),
-            module.register_forward_hook(leave),
-        ]
-    try:
+    with ExitStack() as hooks:
+        for module in model.modules():
+            hooks.enter_context(module.register_forward_pre_hook(lambda module, _: running.append(module)))
+            hooks.enter_context(module.register_forward_hook(leave))
         for layer in layers:
             layer.update_conv_state = partial(note, layer.update_conv_state)
             layer.update_recurrent_state = partial(note, layer.update_recurrent_state)
         yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @contextmanager
@@ -110,13 +96,9 @@ def _step(forward: Callable[..., Tensor], hidden_states: Tensor, **options: Any)
 def with_finite_numbers(
     mixers: Sequence[nn.Module], num_tokens: tuple[int, int], kept: Callable[[Tensor], Tensor]
 ) -> Iterator[None]:
-    """Apply ``kept`` to the inputs and results of mixers and of the products in them. These come before the scan, and
-    may be out of range even where the inputs and results of the layer are not.
-
-    Args:
-        num_tokens: fed, B x T.
-        kept: zeroes numbers that are not finite, [B, T, D] -> [B, T, D].
-    """
+    """Apply ``kept``, which zeroes numbers that are not finite ([B, T, D] -> [B, T, D]), to the inputs and results of
+    mixers and of the products in them, for B x T tokens. These come before the scan, and may be out of range even where
+    the inputs and results of the layer are not."""
 
     def of_tokens(value: Any) -> Any:
         is_of_tokens = isinstance(value, Tensor) and value.is_floating_point() and value.ndim == 3
@@ -128,18 +110,14 @@ def with_finite_numbers(
     def after(_: nn.Module, args: tuple[Any, ...], result: Any) -> Any:
         return of_tokens(result)
 
-    hooks = []
-    for mixer in mixers:
-        hooks.append(mixer.register_forward_pre_hook(before, with_kwargs=True))
-        for part in mixer.modules():
-            # Convolutions return [B, C, T].
-            if part is not mixer and not any(part.children()) and not isinstance(part, nn.Conv1d):
-                hooks.append(part.register_forward_hook(after))
-    try:
+    with ExitStack() as hooks:
+        for mixer in mixers:
+            hooks.enter_context(mixer.register_forward_pre_hook(before, with_kwargs=True))
+            for part in mixer.modules():
+                # Convolutions return [B, C, T].
+                if part is not mixer and not any(part.children()) and not isinstance(part, nn.Conv1d):
+                    hooks.enter_context(part.register_forward_hook(after))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 _CHOSEN = ("dynamic", "longrope")

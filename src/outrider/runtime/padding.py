@@ -15,14 +15,11 @@ from outrider.runtime.lm import PREFILL_TOKENS
 
 
 def num_together(lengths: Iterable[int], device: torch.device, most_tokens: int = PREFILL_TOKENS) -> int:
-    """Number of rows, from the first on, that should share a forward; at least one.
-
-    Args:
-        lengths: tokens to feed of each row.
-        device: device of the model.
-        most_tokens: maximum for several rows together, padding included.
-    """
-    most_padding = _padding_worth_a_forward(device)
+    """Number of rows, from the first on, that should share a forward; at least one. ``lengths`` are the tokens to feed
+    of each row; several have at most ``most_tokens`` together, padding included."""
+    # Tokens that cost as much as the fixed part of a forward: 50 to 70 on a two-core Xeon, for targets of 6M and 110M
+    # parameters (docs/internals/log/2026.md). For GPUs estimated from arithmetic per byte of memory traffic.
+    most_padding = 64 if device.type == "cpu" else 256
     num_rows = width = 0
     for length in lengths:
         wider = max(width, length)
@@ -31,10 +28,3 @@ def num_together(lengths: Iterable[int], device: torch.device, most_tokens: int 
             break
         num_rows, width = num_rows + 1, wider
     return num_rows
-
-
-def _padding_worth_a_forward(device: torch.device) -> int:
-    """Tokens that cost as much as the fixed part of a forward: 50 to 70 on a two-core Xeon, for targets of 6M and 110M
-    parameters (docs/internals/log/2026.md). For GPUs estimated from arithmetic per byte of memory traffic, not
-    measured."""
-    return 64 if device.type == "cpu" else 256

@@ -32,14 +32,9 @@ class StandIn(nn.Module):
         generation_config: Any,
         build: Callable[[], nn.Module],
     ) -> None:
-        """Parameters have no numbers yet: they are on the device "meta".
-
-        Args:
-            shapes: the shape of each parameter, by name.
-            tied: names of parameters that are the same as another, with the other's name.
-            embedding: name of the module that embeds tokens.
-            build: makes the model, whose parameters are replaced by these.
-        """
+        """Take the shapes of parameters by name, without numbers yet (on the device "meta"); names of those that are
+        the same as another, with the other's; the name of the module that embeds tokens; and what builds the model,
+        whose parameters are replaced by these."""
         super().__init__()
         self.plan, self.config, self.generation_config = plan, config, generation_config
         self._embedding, self._build = embedding, build
@@ -100,10 +95,6 @@ class StatedConfig:
     _attn_implementation = "sdpa"
 
     def __init__(self, fields: Mapping[str, Any], aliases: Mapping[str, str]) -> None:
-        """
-        Args:
-            aliases: other names of fields.
-        """
         self._fields = dict(fields)
         vars(self).update(fields)
         vars(self).update({alias: fields[name] for alias, name in aliases.items() if name in fields})

@@ -9,11 +9,8 @@ UNKNOWN = -1e4
 
 
 def spread(logits: Tensor, token_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits over the whole vocabulary: [..., D] -> [..., V]
-
-    Args:
-        token_ids: the ids of the D tokens, below V; None if they are the first ones. D numbers
-    """
+    """Logits over the whole vocabulary, of D tokens with these ids, below V; None if they are the first ones. [..., D]
+    -> [..., V]"""
     if token_ids is None:
         return logits[..., :vocab_size]
     results = logits.new_full((*logits.shape[:-1], vocab_size), UNKNOWN)

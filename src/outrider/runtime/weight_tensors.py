@@ -13,6 +13,7 @@ import mmap
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
@@ -27,15 +28,13 @@ _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 class Room:
     """Memory for tensors of these sizes, in huge pages if the system gives them on request (madvise) and the sizes are
-    worth it.
-
-    Attributes:
-        is_huge: whether it is in huge pages.
-    """
+    worth it (``is_huge``)."""
 
     def __init__(self, sizes: Iterable[int]) -> None:
-        total = sum(map(_aligned, sizes))
-        self.is_huge = total >= _PAGE_BYTES and _are_there()
+        total, self.is_huge = sum(map(_aligned, sizes)), False
+        with suppress(OSError):
+            self.is_huge = hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _SETTING.read_text()
+        self.is_huge &= total >= _PAGE_BYTES
         if self.is_huge:
             try:
                 self._memory = mmap.mmap(-1, total + _PAGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -58,35 +57,24 @@ def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
 
 
-def _are_there() -> bool:
-    try:
-        return hasattr(mmap, "MADV_HUGEPAGE") and "[never]" not in _SETTING.read_text()
-    except OSError:
-        return False
-
-
 @torch.no_grad()
 def move_weights(model: nn.Module, others: Sequence[Tensor] = ()) -> None:
-    """Move the weights of a model on the CPU to huge pages, one by one, so that at most one is in memory twice.
-    Tensors that share memory with others stay.
-
-    Args:
-        others: weights that stay too.
-    """
+    """Move the weights of a model on the CPU to huge pages, one by one, so that at most one is in memory twice. Others,
+    and tensors that share memory with others, stay."""
     stay = set(map(id, others))
     weights = [one for one in (*model.parameters(), *model.buffers()) if id(one) not in stay]
     tensors = {id(one): one for weight in weights for one in stored_tensors(weight)}
     num_users = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
-    moved = [one for one in tensors.values() if _is_movable(one) and num_users[one.untyped_storage().data_ptr()] == 1]
+    moved = [
+        one
+        for one in tensors.values()
+        if type(one) in (Tensor, nn.Parameter) and one.layout == torch.strided and one.device.type == "cpu"
+        if one.is_contiguous() and one.numel() > 0 and num_users[one.untyped_storage().data_ptr()] == 1
+    ]
     room = Room(one.nbytes for one in moved)
     if room.is_huge:
         for one in moved:
             one.data = room.empty_like(one).copy_(one)
-
-
-def _is_movable(tensor: Tensor) -> bool:
-    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
-    return is_plain and tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.numel() > 0
 
 
 if TYPE_CHECKING:

@@ -65,14 +65,9 @@ def gguf_weights(
     num_digits: int = 0,
     config: Any | None = None,
 ) -> StoredWeights:
-    """Find the matrices of a GGUF file that can stay as they are. They remain in the file until they are loaded.
-
-    Args:
-        bare: the skeleton.
-        large: names of matrices that may stay, and layouts of those of experts.
-        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
-        config: that of this file, if it was made before.
-    """
+    """Find the matrices of a GGUF file that can stay as they are, among those that are named, with layouts of those of
+    experts. They remain in the file until they are loaded. Rows are rounded to ``num_digits`` before products
+    (``BlockForm``); ``bare`` is the skeleton, ``config`` that of this file, if it was made before."""
     file = gguf_file(spec)
     found = _sources(file, stated_model(file, spec.name, config), bare, spec.name)
     large = {name: layout for name, layout in sorted(large.items()) if name in found}
@@ -108,19 +103,12 @@ def _tell_widened(name: str, sources: Sequence[Source]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a parameter is in a file.
+    """Where a parameter is in a file."""
 
-    Attributes:
-        tensors: joined along their rows if there are several.
-        order: rows by their places in the file; None for the file's order.
-        columns: likewise.
-        change: undoes the file's own form of the numbers; None if there is none.
-    """
-
-    tensors: tuple[StoredTensor, ...]
-    order: Tensor | None
-    columns: Tensor | None
-    change: Callable[[Tensor], Tensor] | None
+    tensors: tuple[StoredTensor, ...]  # joined along their rows if there are several
+    order: Tensor | None  # rows by their places in the file; None for the file's order
+    columns: Tensor | None  # likewise
+    change: Callable[[Tensor], Tensor] | None  # undoes the file's own form of the numbers; None if there is none
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -174,16 +162,8 @@ class Source:
 
 
 def _sources(file: GgufFile, model: StatedModel, bare: nn.Module, name: str) -> dict[str, Source]:
-    """Sources of all parameters of a model, by name; of shared ones, under one of their names.
-
-    Args:
-        bare: the skeleton of the model.
-        name: for errors.
-
-    Raises:
-        UnsupportedModel: a tensor of the file has no place in the model.
-        ModelCorrupt: a parameter is missing, or has another shape.
-    """
+    """Sources of all parameters of a model by name; of shared ones, under one of their names. Raises UnsupportedModel
+    for a tensor without a place in the model, ModelCorrupt for a parameter that is missing or has another shape."""
     parameters = bare.state_dict(keep_vars=True)
     parts: dict[str, list[str]] = {}
     changes: dict[str, Callable[[Tensor], Tensor]] = {}

@@ -20,6 +20,7 @@ from outrider.models.gguf.keys import (
     head_fields,
     layer_types,
     routed_fields,
+    two_ropes,
     whole_fields,
     window_of_all,
 )
@@ -76,14 +77,8 @@ def _olmo2(stated: Stated) -> dict[str, Any]:
     if not window:
         return fields
     full = fields["rope_parameters"]
-    local = {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", full["rope_theta"])}
-    return {
-        **fields,
-        "model_type": "olmo3",
-        "sliding_window": window,
-        "layer_types": layer_types(stated, 4),
-        "rope_parameters": {"full_attention": full, "sliding_attention": local},
-    }
+    fields |= two_ropes(stated, full, full["rope_theta"])
+    return fields | {"model_type": "olmo3", "sliding_window": window, "layer_types": layer_types(stated, 4)}
 
 
 def _mistral3(stated: Stated) -> dict[str, Any]:

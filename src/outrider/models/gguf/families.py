@@ -14,43 +14,30 @@ from outrider.models.gguf.decoders import DECODERS
 from outrider.models.gguf.family import Family, place_of
 from outrider.models.gguf.file import GgufFile
 from outrider.models.gguf.gemmas import GEMMAS
-from outrider.models.gguf.granite import GRANITES
 from outrider.models.gguf.hybrids import HYBRIDS
 from outrider.models.gguf.keys import Stated
 
-FAMILIES = DECODERS | GEMMAS | GRANITES | HYBRIDS
+FAMILIES = DECODERS | GEMMAS | HYBRIDS
 _LOG = logging.getLogger(__name__)
 _OF_IMAGES = ("v.", "a.", "mm.")  # beginnings of tensors that Ollama has in the file of a model
 
 
 @dataclass(frozen=True, slots=True)
 class StatedModel:
-    """The model that a file states.
+    """The model that a file states."""
 
-    Attributes:
-        config: Transformers' configuration.
-        mtp: names of the tensors of a head for later tokens, whose layers follow those of the model.
-        others: names of tensors that are no parameters of the model: these, and those that are part of its
-            configuration or have no effect.
-    """
-
-    config: Any
+    config: Any  # Transformers' configuration
     family: Family
-    mtp: frozenset[str]
+    mtp: frozenset[str]  # names of the tensors of a head for later tokens, whose layers follow those of the model
+    # Names of tensors that are no parameters of the model: these, and those that are part of its configuration or have
+    # no effect:
     others: frozenset[str]
 
 
 def stated_model(file: GgufFile, name: str, config: Any | None = None) -> StatedModel:
-    """The model that a file states.
-
-    Args:
-        name: for errors.
-        config: that of this file, if it was made before.
-
-    Raises:
-        UnsupportedModel: the architecture is not known here, or the file states more than is known.
-        ModelCorrupt: the file lacks a key, or has an impossible value.
-    """
+    """The model that a file states, with its configuration, if it was made before. Raises UnsupportedModel: the
+    architecture is not known here, or the file states more than is known; or ModelCorrupt: the file lacks a key, or has
+    an impossible value."""
     stated = Stated(file, name)
     if file.metadata.get("general.type", "model") != "model":
         raise UnsupportedModel(f"{name} is no model, but of GGUF's type {file.metadata['general.type']!r:.40}")

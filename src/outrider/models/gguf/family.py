@@ -70,30 +70,21 @@ def place_of(tensor: str) -> tuple[str | None, str]:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """How a family of models is written in GGUF files.
+    """How a family of models is written in GGUF files."""
 
-    Attributes:
-        model_type: Transformers' name of it.
-        fields: fields of the configuration that are more than sizes.
-        eps: the field and the key of the epsilon of norms.
-        layers: prefix of a layer's parameters.
-        tensors: the file's name of a layer's tensor -> the module.
-        ends: names of tensors outside of layers -> the module.
-        order: takes the name of a tensor and the configuration; returns the place in the file of each row of the
-            parameter, or None where rows are in the same order.
-        columns: returns that of each column, likewise.
-        changes: name of a tensor -> function from the file's form of the numbers to the model's.
-        stacks: name of a tensor, outside of layers, of which each part is a parameter -> their names, with "{}" for the
-            number.
-    """
-
-    model_type: str
-    fields: Callable[[Stated], dict[str, Any]]
+    model_type: str  # Transformers' name of it
+    fields: Callable[[Stated], dict[str, Any]]  # fields of the configuration that are more than sizes
+    # The field and the key of the epsilon of norms:
     eps: tuple[str, str] = ("rms_norm_eps", "attention.layer_norm_rms_epsilon")
-    layers: str = "model.layers"
+    layers: str = "model.layers"  # prefix of a layer's parameters
+    # The file's name of a layer's tensor -> the module:
     tensors: Mapping[str, str] = field(default_factory=lambda: DECODER)
-    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)
+    ends: Mapping[str, str] = field(default_factory=lambda: ENDS)  # names of tensors outside of layers -> the module
+    # Takes the name of a tensor and the configuration; returns the place in the file of each row of the parameter, or
+    # None where rows are in the same order:
     order: Callable[[str, Any], Tensor | None] = lambda name, config: None
-    columns: Callable[[str, Any], Tensor | None] = lambda name, config: None
+    columns: Callable[[str, Any], Tensor | None] = lambda name, config: None  # returns that of each column, likewise
+    # Name of a tensor -> function from the file's form of the numbers to the model's:
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    # Name of a tensor, outside of layers, of which each part is a parameter -> their names, with "{}" for the number:
     stacks: Mapping[str, str] = field(default_factory=dict)

@@ -37,19 +37,13 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file.
-
-    Attributes:
-        shape: of its numbers, the last one along a row.
-        kind: ggml's number of its type.
-        begin: byte in the file.
-    """
+    """A tensor in a file."""
 
     file: Path
     name: str
-    shape: tuple[int, ...]
-    kind: int
-    begin: int
+    shape: tuple[int, ...]  # of its numbers, the last one along a row
+    kind: int  # ggml's number of its type
+    begin: int  # byte in the file
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
@@ -73,25 +67,16 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class GgufFile:
-    """A GGUF file, or all shards of one.
-
-    Attributes:
-        metadata: by key; lists of numbers and texts are lists.
-        tensors: by name.
-    """
+    """A GGUF file, or all shards of one."""
 
     path: Path
-    metadata: Mapping[str, Any]
-    tensors: Mapping[str, StoredTensor]
+    metadata: Mapping[str, Any]  # by key; lists of numbers and texts are lists
+    tensors: Mapping[str, StoredTensor]  # by name
 
     @classmethod
     def open(cls, path: Path) -> GgufFile:
-        """Read the header of a file, and of its other shards.
-
-        Raises:
-            ModelNotFound: a shard is missing.
-            ModelCorrupt: the file is of another format, or damaged.
-        """
+        """Read the header of a file, and of its other shards. Raises ModelNotFound: a shard is missing; or
+        ModelCorrupt: the file is of another format, or damaged."""
         shards = shards_of(path)
         missing = [shard.name for shard in shards if not shard.is_file()]
         if missing and len(shards) > 1:

@@ -10,7 +10,15 @@ from typing import Any
 
 from outrider.errors import ModelCorrupt
 from outrider.models.gguf.family import DECODER, ENDS, FROM_ONE, NORMS_OF_HEADS, Family
-from outrider.models.gguf.keys import Stated, decoder_fields, expert_fields, layer_types, proportional_rope, query_scale
+from outrider.models.gguf.keys import (
+    Stated,
+    decoder_fields,
+    expert_fields,
+    layer_types,
+    proportional_rope,
+    query_scale,
+    two_ropes,
+)
 
 
 def _gemma2(stated: Stated) -> dict[str, Any]:
@@ -29,11 +37,10 @@ def _gemma2(stated: Stated) -> dict[str, Any]:
 def _gemma3(stated: Stated) -> dict[str, Any]:
     fields = decoder_fields(stated)
     window, types = stated.take("attention.sliding_window", 0), layer_types(stated, 6)
-    local = {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", 10_000.0)}
     return {
         **fields,
         **query_scale(stated, fields, 62),
-        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": local},
+        **two_ropes(stated, fields["rope_parameters"]),
         "final_logit_softcapping": stated.take("final_logit_softcapping", 0.0) or None,
         "sliding_window": window,
         "layer_types": types if window else ["full_attention"] * len(types),
@@ -98,10 +105,7 @@ def _gemma4_fields(stated: Stated) -> dict[str, Any]:
         "sliding_window": stated.take("attention.sliding_window"),
         "intermediate_size": widths[0],
         "use_double_wide_mlp": any(is_wider),
-        "rope_parameters": {
-            "full_attention": proportional_rope(stated, sizes["key_length"]),
-            "sliding_attention": {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", 10_000.0)},
-        },
+        **two_ropes(stated, proportional_rope(stated, sizes["key_length"])),
         "hidden_size_per_layer_input": stated.take("embedding_length_per_layer_input"),
         "final_logit_softcapping": stated.take("final_logit_softcapping", 30.0) or None,
     }
@@ -117,10 +121,9 @@ def _gemma3n(stated: Stated) -> dict[str, Any]:
     fields = decoder_fields(stated)
     num_shared = _num_shared(stated)
     sparsity = stated.each("activation_sparsity_scale")
-    local = {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", 10_000.0)}
     return {
         **fields,
-        "rope_parameters": {"full_attention": fields["rope_parameters"], "sliding_attention": local},
+        **two_ropes(stated, fields["rope_parameters"]),
         "layer_types": layer_types(stated, 5),
         "sliding_window": stated.take("attention.sliding_window"),
         "num_kv_shared_layers": num_shared,

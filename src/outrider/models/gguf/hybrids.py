@@ -1,16 +1,26 @@
-"""Models with recurrent or convolutional layers, as GGUF files state them.
+"""Models with recurrent or convolutional layers, and Granite's, as GGUF files state them.
 
 Source: llama.cpp's src/models/*.cpp and conversion/*.py, in the build of llama-cpp-python 0.3.36.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from outrider.models.gguf.family import DECODER, ENDS, EXPERTS, FROM_ONE, NORMS_OF_HEADS, SHARED_EXPERT, Family
+from outrider.models.gguf.family import (
+    DECODER,
+    ENDS,
+    EXPERTS,
+    FROM_ONE,
+    NORMS_OF_HEADS,
+    SHARED_EXPERT,
+    Family,
+    pairs_to_halves,
+)
 from outrider.models.gguf.keys import (
     SIGMOID,
     Stated,
@@ -20,7 +30,107 @@ from outrider.models.gguf.keys import (
     routed_fields,
     whole_fields,
 )
-from outrider.models.gguf.mamba import MAMBA_CHANGES, mamba_sizes, mamba_tensors, rates_of
+
+# Mamba-2 (src/models/mamba-base.cpp and conversion/mamba.py)
+
+
+def _mamba_sizes(stated: Stated) -> dict[str, Any]:
+    """Sizes of all layers, under their names in most configurations."""
+    inner, num_heads = stated.take("ssm.inner_size"), stated.take("ssm.time_step_rank")
+    return {
+        "mamba_d_conv": stated.take("ssm.conv_kernel"),
+        "mamba_d_state": stated.take("ssm.state_size"),
+        "mamba_n_groups": stated.take("ssm.group_count"),
+        "mamba_n_heads": num_heads,
+        "mamba_d_head": inner // num_heads,
+    }
+
+
+def _mamba_tensors(module: str) -> dict[str, str]:
+    """Names of tensors -> those of parameters, in a module of this name."""
+    parameters = {
+        "ssm_in": "in_proj",
+        "ssm_conv1d": "conv1d",
+        "ssm_norm": "norm",
+        "ssm_out": "out_proj",
+        "ssm_dt.bias": "dt_bias",
+        "ssm_a": "A_log",
+        "ssm_d": "D",
+    }
+    return {name: f"{module}.{parameter}" for name, parameter in parameters.items()}
+
+
+def _rates_of(numbers: Tensor) -> Tensor:
+    """Logarithms of the rates of decay. In float64, since the last bit of PyTorch's float32 depends on its build."""
+    return numbers.neg().double().log().float()
+
+
+_MAMBA_CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "ssm_conv1d.weight": lambda numbers: numbers.unsqueeze(1),
+    "ssm_norm.weight": torch.flatten,  # a row for each group
+    "ssm_a": lambda numbers: _rates_of(numbers).flatten(),
+    "ssm_d": torch.flatten,
+}
+
+
+# Granite (conversion/granite.py)
+
+
+def _granite(stated: Stated) -> dict[str, Any]:
+    has_rope = stated.take("rope.scaling.finetuned", True)
+    if not has_rope and stated.architecture != "granitehybrid":
+        raise stated.refusal("rope.scaling.finetuned", has_rope)
+    return {
+        **whole_fields(stated),
+        "attention_bias": stated.has("blk.0.attn_output.bias"),
+        # 0 stands for none.
+        "attention_multiplier": stated.take("attention.scale", 0.0) or head_fields(stated)["head_dim"] ** -0.5,
+        "embedding_multiplier": stated.take("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": stated.take("residual_scale", 0.0) or 1.0,
+        "logits_scaling": stated.take("logit_scale", 0.0) or 1.0,
+    }
+
+
+def _granitemoe(stated: Stated) -> dict[str, Any]:
+    moe = expert_fields(stated, number="num_local_experts")
+    del moe["moe_intermediate_size"]
+    return _granite(stated) | moe | {"shared_intermediate_size": stated.take("expert_shared_feed_forward_length", 0)}
+
+
+def _granitehybrid(stated: Stated) -> dict[str, Any]:
+    has_experts = stated.take("expert_count", 0) > 0
+    fields = _granitemoe(stated) if has_experts else _granite(stated) | {"num_local_experts": 0}
+    width = stated.take("expert_shared_feed_forward_length", fields["intermediate_size"])
+    sizes = _mamba_sizes(stated)
+    if sizes["mamba_n_groups"] != 1:  # of which llama.cpp takes norms apart, and Transformers together
+        raise stated.refusal("ssm.group_count", sizes["mamba_n_groups"])
+    return {
+        **fields,
+        **sizes,
+        "shared_intermediate_size": width,
+        "mamba_expand": sizes["mamba_n_heads"] * sizes["mamba_d_head"] // stated.take("embedding_length"),
+        "layer_types": ["attention" if count else "mamba" for count in stated.each("attention.head_count_kv")],
+        "position_embedding_type": "rope" if stated.take("rope.scaling.finetuned", True) else "nope",
+    }
+
+
+_GRANITE_EXPERTS = DECODER | {
+    "ffn_gate_inp": "block_sparse_moe.router",
+    "ffn_gate_exps": "block_sparse_moe.experts.gate_up_proj",
+    "ffn_up_exps": "block_sparse_moe.experts.gate_up_proj",
+    "ffn_down_exps": "block_sparse_moe.experts.down_proj",
+    "ffn_gate_shexp": "shared_mlp.input_linear",
+    "ffn_up_shexp": "shared_mlp.input_linear",
+    "ffn_down_shexp": "shared_mlp.output_linear",
+}
+_GRANITE_SHARED = {  # of hybrids without experts
+    "ffn_gate": "shared_mlp.input_linear",
+    "ffn_up": "shared_mlp.input_linear",
+    "ffn_down": "shared_mlp.output_linear",
+}
+
+
+# Others
 
 
 def _lfm2(stated: Stated) -> dict[str, Any]:
@@ -94,7 +204,7 @@ _DELTA_NET: dict[str, Any] = {
     "changes": {
         **FROM_ONE,
         "ssm_conv1d.weight": lambda numbers: numbers.unsqueeze(1),
-        "ssm_a": rates_of,
+        "ssm_a": _rates_of,
         "ffn_gate_inp_shexp.weight": lambda numbers: numbers.reshape(1, -1),
     },
 }
@@ -107,7 +217,7 @@ def _lfm2moe(stated: Stated) -> dict[str, Any]:
 
 
 def _falcon_h1(stated: Stated) -> dict[str, Any]:
-    fields, sizes = decoder_fields(stated), mamba_sizes(stated)
+    fields, sizes = decoder_fields(stated), _mamba_sizes(stated)
     # The multipliers of its configuration are part of the file's weights.
     return {
         **fields,
@@ -122,7 +232,7 @@ def _falcon_h1(stated: Stated) -> dict[str, Any]:
 
 
 def _nemotron_h(stated: Stated) -> dict[str, Any]:
-    sizes, widths = mamba_sizes(stated), stated.each("feed_forward_length")
+    sizes, widths = _mamba_sizes(stated), stated.each("feed_forward_length")
     if len({*widths} - {0}) > 1:
         raise stated.refusal("feed_forward_length", widths)
     for key in ("rope.freq_base", "rope.dimension_count", "rope.scaling.finetuned"):
@@ -162,7 +272,7 @@ _NEMOTRON = Family(
     ("layer_norm_epsilon", _LAYER_NORM),
     tensors={
         **{name: module.replace("self_attn", "mixer") for name, module in DECODER.items() if name.startswith("attn")},
-        **mamba_tensors("mixer"),
+        **_mamba_tensors("mixer"),
         "attn_norm": "norm",
         "ffn_up": "mixer.up_proj",
         "ffn_down": "mixer.down_proj",
@@ -176,7 +286,7 @@ _NEMOTRON = Family(
         "ffn_latent_up": "mixer.fc2_latent_proj",
     },
     ends={"token_embd": "model.embeddings", "output_norm": "model.norm_f", "output": "lm_head"},
-    changes=MAMBA_CHANGES,
+    changes=_MAMBA_CHANGES,
 )
 
 _LFM2: dict[str, str] = {
@@ -202,6 +312,15 @@ _CONVOLUTION: dict[str, Any] = {
 }
 
 HYBRIDS = {
+    "granite": Family("granite", _granite, order=pairs_to_halves),
+    "granitemoe": Family("granitemoeshared", _granitemoe, tensors=_GRANITE_EXPERTS, order=pairs_to_halves),
+    "granitehybrid": Family(
+        "granitemoehybrid",
+        _granitehybrid,
+        tensors=_GRANITE_EXPERTS | _GRANITE_SHARED | _mamba_tensors("mamba"),
+        order=pairs_to_halves,
+        changes=_MAMBA_CHANGES,
+    ),
     "qwen35": Family("qwen3_5_text", _qwen35, tensors=_QWEN35, **_DELTA_NET),
     "qwen35moe": Family("qwen3_5_moe_text", _qwen35moe, tensors=_QWEN35 | EXPERTS | SHARED_EXPERT, **_DELTA_NET),
     "lfm2": Family("lfm2", _lfm2, tensors=_LFM2, **_CONVOLUTION),
@@ -223,11 +342,11 @@ HYBRIDS = {
         _falcon_h1,
         tensors={
             **{name: module.replace("mlp", "feed_forward") for name, module in DECODER.items()},
-            **mamba_tensors("mamba"),
+            **_mamba_tensors("mamba"),
             "ffn_norm": "pre_ff_layernorm",
         },
         ends=ENDS | {"output_norm": "model.final_layernorm"},
-        changes=MAMBA_CHANGES,
+        changes=_MAMBA_CHANGES,
     ),
     "nemotron_h": _NEMOTRON,
     "nemotron_h_moe": _NEMOTRON,

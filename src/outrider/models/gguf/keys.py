@@ -47,15 +47,8 @@ _OF_IMAGES = ("vision.", "audio.", "mm.")
 
 
 class Stated:
-    """The keys of a file's architecture, and the tensors that are part of a configuration.
-
-    Args:
-        name: of the model, for errors.
-        is_assistant: of a head whose layers are all counted as layers for later tokens.
-
-    Attributes:
-        read_tensors: names of those that were read, or have no effect.
-    """
+    """The keys of a file's architecture, and the tensors that are part of a configuration; ``read_tensors`` names those
+    that were read, or have no effect. Layers of an assistant are all counted as layers for later tokens."""
 
     def __init__(self, file: GgufFile, name: str, *, is_assistant: bool = False) -> None:
         self.file, self.name, self._is_assistant = file, name, is_assistant
@@ -160,11 +153,7 @@ def head_size(stated: Stated, num_heads: int) -> int:
 
 
 def rope_parameters(stated: Stated, head_dim: int, *, is_partial: bool = False) -> dict[str, Any]:
-    """Base and scaling of rotary positions.
-
-    Args:
-        is_partial: the model may rotate a part of each head.
-    """
+    """Base and scaling of rotary positions, of a part of each head if the model may rotate a part."""
     found = {"rope_theta": stated.take("rope.freq_base", 10_000.0)}
     num_rotated = stated.take("rope.dimension_count", head_dim)
     if num_rotated != head_dim:
@@ -223,6 +212,12 @@ def proportional_rope(stated: Stated, head_dim: int) -> dict[str, Any]:
     return {"rope_type": "proportional", "rope_theta": base, "partial_rotary_factor": 2 * num_rotated / head_dim}
 
 
+def two_ropes(stated: Stated, full: dict[str, Any], theta: float = 10_000.0) -> dict[str, Any]:
+    """Field of the ropes of layers without and with a window, the latter of another base."""
+    local = {"rope_type": "default", "rope_theta": stated.take("rope.freq_base_swa", theta)}
+    return {"rope_parameters": {"full_attention": full, "sliding_attention": local}}
+
+
 _NO_ROTATION = 1e20  # divisor of a frequency
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3  # functions that weigh experts, by llama.cpp's numbers
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
@@ -270,14 +265,9 @@ def expert_fields(
     gate: int = SOFTMAX,
     has_groups: bool = False,
 ) -> dict[str, Any]:
-    """Numbers of experts, and their width.
-
-    Args:
-        number: the field of their number.
-        is_normalized: the architecture divides the weights of the chosen experts by their sum.
-        gate: its function that weighs experts, by llama.cpp's number.
-        has_groups: the architecture chooses groups of experts first.
-    """
+    """Numbers of experts (the first under the name ``number``), and their width, of an architecture that divides the
+    weights of the chosen experts by their sum, or not; that weighs them by a function with llama.cpp's number; and that
+    chooses groups of experts first, or not."""
     stated.check("expert_weights_norm", is_normalized)
     stated.check("expert_gating_func", gate)
     for key in ("expert_group_count", "expert_group_used_count"):
@@ -291,10 +281,7 @@ def expert_fields(
 
 def routed_fields(stated: Stated, is_normalized: bool | None = None) -> dict[str, Any]:
     """Experts whose scores are logistic, some shared by all tokens, in a model whose file says how weights are scaled.
-
-    Args:
-        is_normalized: whether they are divided by their sum, if the file does not say; None: it must.
-    """
+    Whether they are divided by their sum is given if the file need not say."""
     is_normalized = stated.take("expert_weights_norm", is_normalized)
     options: Any = {"is_normalized": bool(is_normalized), "gate": SIGMOID, "has_groups": True}
     fields = expert_fields(stated, number="n_routed_experts", **options)

@@ -59,24 +59,16 @@ _LINES = r"\n+"
 
 @dataclass(frozen=True, slots=True)
 class Splitter:
-    """Rule of words, and what depends on its name besides.
+    """Rule of words, and what depends on its name besides."""
 
-    Attributes:
-        steps: expressions, each applied to the pieces that those before it left: a match is a piece of its own, and so
-            is the text between two.
-        is_raw: words are text, with "▁" for spaces; else each byte of them is written as a letter.
-        ignores_merges: a word that is a token is that token, whatever the merges.
-        adds_bos: a text begins with BOS if the file does not say.
-        always_adds_bos: it does, whatever the file says: a converter of Gemma 4 was wrong there.
-        bos_id: BOS of a file that states none.
-    """
-
+    # Expressions, each applied to the pieces that those before it left: a match is a piece of its own, and so is the
+    # text between two:
     steps: tuple[str, ...]
-    is_raw: bool = False
-    ignores_merges: bool = False
-    adds_bos: bool = False
-    always_adds_bos: bool = False
-    bos_id: int | None = 11
+    is_raw: bool = False  # words are text, with "▁" for spaces; else each byte of them is written as a letter
+    ignores_merges: bool = False  # a word that is a token is that token, whatever the merges
+    adds_bos: bool = False  # a text begins with BOS if the file does not say
+    always_adds_bos: bool = False  # it does, whatever the file says: a converter of Gemma 4 was wrong there
+    bos_id: int | None = 11  # BOS of a file that states none
 
 
 # The first name of a rule is the one that an export writes.

@@ -75,16 +75,8 @@ _KEEP_SPACE = ("<unk>", "<s>", "<|endoftext|>")  # in Phi 3, whose other special
 
 
 def gguf_tokenizer(metadata: Mapping[str, Any], name: str) -> PreTrainedTokenizerFast:
-    """Build the tokenizer of a GGUF file.
-
-    Args:
-        metadata: all keys of the file, with their values.
-        name: of the model, for messages.
-
-    Raises:
-        UnsupportedModel: the kind of vocabulary, its splitter, or a key is not known.
-        ModelCorrupt: the vocabulary contradicts itself.
-    """
+    """Build the tokenizer of a GGUF file from all its keys. Raises UnsupportedModel: the kind of vocabulary, its
+    splitter, or a key is not known; or ModelCorrupt: the vocabulary contradicts itself."""
     from tokenizers import Tokenizer
     from tokenizers.models import BPE
     from transformers import PreTrainedTokenizerFast
@@ -140,21 +132,13 @@ def _splitter(stated: Mapping[str, Any], name: str) -> Splitter:
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """The vocabulary of a file.
+    """The vocabulary of a file."""
 
-    Attributes:
-        name: of the model, for messages.
-        stated: values by their keys, without the beginning that all have.
-        texts: of all tokens, by their ids.
-        ids: of all tokens, by their texts.
-        is_phi3: whether the model is called so.
-    """
-
-    name: str
-    stated: Mapping[str, Any]
+    name: str  # of the model, for messages
+    stated: Mapping[str, Any]  # by keys without their common beginning
     splitter: Splitter
-    texts: list[str]
-    ids: dict[str, int]
+    texts: list[str]  # by ids
+    ids: dict[str, int]  # by texts
     is_phi3: bool
 
     def text_of(self, role: str) -> str | None:
@@ -187,7 +171,11 @@ class _Vocabulary:
 
         added = self._added_tokens()
         is_by_score = self.stated["model"] == "llama"
-        merges = self._merges_by_score(added) if is_by_score else _merges(self.stated["merges"])
+        if is_by_score:
+            merges = self._merges_by_score(added)
+        else:  # of equal ones the first counts; a token may begin with a space
+            pairs = ((one[:i], one[i + 1 :]) for one in self.stated["merges"] if (i := one.find(" ", 1)) > 0)
+            merges = [*dict.fromkeys(pairs)]
         is_raw, ignores_merges = self.splitter.is_raw, self.splitter.ignores_merges
         backend.model = BPE(self.ids, merges, byte_fallback=is_raw, ignore_merges=ignores_merges)
         steps: list[Any] = [pre_tokenizers.Split(Regex(step), "isolated") for step in self.splitter.steps]
@@ -245,19 +233,10 @@ class _Vocabulary:
         ]
 
 
-def _merges(stated: Iterable[str]) -> list[tuple[str, str]]:
-    """Merges of a file. Of equal ones the first counts; a token may begin with a space."""
-    pairs = ((merge[:i], merge[i + 1 :]) for merge in stated if (i := merge.find(" ", 1)) > 0)
-    return [*dict.fromkeys(pairs)]
-
-
 def end_ids(metadata: Mapping[str, Any], eos_id: int | None) -> list[int]:
-    """Ids of a file's end tokens. Besides the ids in its metadata, these are tokens that are known by name: converters
-    write one end, and chat models have several (``special_eog_ids`` in llama.cpp).
-
-    Args:
-        eos_id: of the tokenizer, which has a default where the file states none; it comes first.
-    """
+    """Ids of a file's end tokens: first that of the tokenizer, which has a default where the file states none. Besides
+    the ids in its metadata, these are tokens that are known by name: converters write one end, and chat models have
+    several (``special_eog_ids`` in llama.cpp)."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     ids = {token: i for i, token in enumerate(tokens)}
     found = [eos_id, *(metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eot", "eom"))]
