@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from commands import Outrider, only_document, rows_of
 from outrider.errors import OptionError
-from outrider.offline.prompt_file import Shard, by_length
+from outrider.offline.prompt_file import by_length, parse_shard
 
 NUM_PROMPTS = 12
 OPTIONS = ("--seed", 20, "--dtype", "float64", "--batch-size", 2)
@@ -91,7 +91,7 @@ def test_a_shard_does_not_continue_the_file_of_another(outrider: Outrider, promp
 @pytest.mark.parametrize("text", ["", "3", "0/4", "5/4", "1/0", "1.5/4", "1/4/2", "1/" + "9" * 99])
 def test_shards_that_there_are_not(text: str) -> None:
     with pytest.raises(OptionError) as error:
-        Shard.parse(text)
+        parse_shard(text)
     assert str(error.value) == (
         f"--shard = {text!r} is invalid: give NUMBER/COUNT: four processes take 1/4, 2/4, 3/4 and 4/4"
     )

@@ -315,8 +315,8 @@ def _fails(*_: object, **__: object) -> Any:
         (race, "race_events", "race", {}),
         (app, "whole_answer", "completions", {}),
         (answers, "usage_of", "completions", {"stream": True, "stream_options": {"include_usage": True}}),
-        (answers, "metrics_of", "responses", {"stream": True}),
-        (answers, "metrics_of", "responses", {}),
+        (answers, "_drafts", "responses", {"stream": True}),
+        (answers, "_drafts", "responses", {}),
     ],
 )
 def test_errors_of_ours_are_in_the_log(

@@ -233,16 +233,16 @@ def test_texts_of_a_vocabulary() -> None:
     texts = TokenTexts(spaced(), False)
     ids = spaced().convert_tokens_to_ids(["▁a", "<0x41>", "<0xF0>", "<end>", "▁"])
     assert [texts.of(i) for i in ids] == [" a", "A", r"bytes:\xf0", "<end>", " "]
-    assert [texts.token(i).bytes for i in ids] == [b" a", b"A", b"\xf0", b"<end>", b" "]
+    assert [texts.token(i)[1] for i in ids] == [b" a", b"A", b"\xf0", b"<end>", b" "]
     assert texts.of(ids[0], "a") == "a" and texts.of(ids[2], "x") == r"bytes:\xf0" and texts.of(10**6) == ""
     gemma = spaced()
     gemma.add_tokens(["▁▁", "<b>"])
     assert [TokenTexts(gemma, False).of(i) for i in gemma.convert_tokens_to_ids(["▁▁", "<b>"])] == ["  ", "<b>"]
     words = TokenTexts(word_tokenizer(), False)
-    assert words.of(3) == " w3" and words.token(3).bytes == b" w3"
+    assert words.of(3) == " w3" and words.token(3)[1] == b" w3"
     fable = embedded_tokenizer()
     texts = TokenTexts(fable, False)
     for token_id in range(0, len(fable), 7):
-        token, text = texts.token(token_id), fable.decode([token_id])
-        assert token.is_part == ("\ufffd" in text) and token.bytes is not None
-        assert token.is_part or (token.text, token.bytes) == (text, text.encode())
+        (token, bytes_, is_part), text = texts.token(token_id), fable.decode([token_id])
+        assert is_part == ("\ufffd" in text) and bytes_ is not None
+        assert is_part or (token, bytes_) == (text, text.encode())

@@ -26,6 +26,7 @@ _LOG = logging.getLogger(__name__)
 _ROW_BEGINS = b'{"index": '  # the prefix of every line
 # Settings that a resumed run may change: no native text depends on them, and eager ones depend on the processor, too.
 _OF_MACHINE = ("threads", "allow_pickle")
+_Prompts = PromptFile | Sequence[PromptLine]
 _ZERO = b"\0"  # never in a line; a power loss leaves it in place of written data
 
 
@@ -39,21 +40,18 @@ def row_of(
         done: None if it was interrupted before the first token.
     """
     fields: dict[str, Any] = {"text": "", "token_ids": [], "origins": [], "finish_reason": None}
+    last: dict[str, Any] = {}
     if isinstance(done, Completion):
-        fields["text"], fields["finish_reason"] = done.text, done.finish_reason
-        fields["token_ids"], fields["origins"] = list(done.token_ids), list(done.origins)
-        seed = done.seed
+        fields |= {"text": done.text, "token_ids": list(done.token_ids), "origins": list(done.origins)}
+        fields["finish_reason"], seed = done.finish_reason, done.seed
+        last = {} if done.logprobs is None else {"logprobs": [asdict(item) for item in done.logprobs]}
     elif done is not None:
-        fields["finish_reason"] = "error"
-    fields["stats"] = stats_of(done).to_json()
-    if isinstance(done, Completion) and done.logprobs is not None:
-        fields["logprobs"] = [asdict(item) for item in done.logprobs]
-    if isinstance(done, OutriderError):
-        fields["error"] = str(done)
+        fields["finish_reason"], last = "error", {"error": str(done)}
+    fields |= {"stats": stats_of(done).to_json(), **last}
     return {"index": index, **line.source, "prompt_ids": prompt_ids, **fields, "seed": seed, **line.labels}
 
 
-def stats_of(done: Completion | OutriderError | None) -> Stats:
+def stats_of(done: Any) -> Stats:
     return done.stats if isinstance(done, Completion) else Stats()
 
 
@@ -86,19 +84,12 @@ class Totals:
         return self.stats.num_generated_tokens / total_s if total_s else 0.0
 
     def summary(self, pair: str) -> str:
-        """Summary line.
-
-        Args:
-            pair: description of the models and their use.
-        """
+        """Summary line, with the description of the models and their use."""
         tau = self.stats.mean_acceptance_length
         speed = f", {self.tokens_per_s:.1f} tokens/s, tau {1.0 if tau is None else tau:.2f} tokens/round"
-        return (
-            f"{self.stats.num_generated_tokens} tokens{speed if self.stats.num_generated_tokens else ''} ({pair})"
-            + (f", {self.seed}" if self.seed else "")
-            + (f", {self.num_failed} failed" if self.num_failed else "")
-            + (", interrupted" if self.is_interrupted else "")
-        )
+        parts = [f"{self.stats.num_generated_tokens} tokens{speed if self.stats.num_generated_tokens else ''} ({pair})"]
+        parts += [self.seed, f"{self.num_failed} failed" if self.num_failed else ""]
+        return ", ".join(filter(None, [*parts, "interrupted" if self.is_interrupted else ""]))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -113,11 +104,8 @@ class Totals:
 
 @contextmanager
 def open_output(path: Path) -> Iterator[OutputFile]:
-    """Open the output file for this process alone. A file that was made here and is empty at the end is removed.
-
-    Raises:
-        FileError: it cannot be written, or another process writes to it.
-    """
+    """Open the output file for this process alone. A file that was made here and is empty at the end is removed. Raises
+    FileError: it cannot be written, or another process writes to it."""
     path = current_ranks().own_path(path)
     existed = path.exists()
     stream = _open(path)
@@ -135,19 +123,7 @@ def open_output(path: Path) -> Iterator[OutputFile]:
             raise FileError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _open(path: Path) -> FileIO:
-    """Open a file to append to, and lock it. Raises FileError."""
-    try:
-        stream = FileIO(path, "a")
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}") from None
-    if _is_regular(stream):
-        _lock(stream, path)
-    return stream
-
-
 def _is_at(stream: FileIO, path: Path) -> bool:
-    """Whether an open file is the one at this path."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:
@@ -159,8 +135,14 @@ def _is_regular(stream: FileIO) -> bool:
     return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
 
 
-def _lock(stream: FileIO, path: Path) -> None:
-    """Exclude other runs until the file is closed. Windows and some network file systems cannot: a warning says so."""
+def _open(path: Path) -> FileIO:
+    """Open a file to append to, and exclude other runs until it is closed. Raises FileError."""
+    try:
+        stream = FileIO(path, "a")
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror}") from None
+    if not _is_regular(stream):
+        return stream
     try:
         import fcntl
 
@@ -170,8 +152,9 @@ def _lock(stream: FileIO, path: Path) -> None:
         raise FileError(
             f"cannot write {path}: another run is writing to it: wait until it has ended, or choose another file"
         ) from None
-    except (ImportError, OSError):
+    except (ImportError, OSError):  # on Windows, and on some network file systems
         _LOG.warning("%s cannot be locked on this system: make sure that no other run writes to it", path)
+    return stream
 
 
 class OutputFile:
@@ -181,11 +164,7 @@ class OutputFile:
         self._path, self._stream = path, stream
 
     def write(self, line: str) -> None:
-        """Append a line.
-
-        Raises:
-            FileError: it could not be written, and was removed.
-        """
+        """Append a line. Raises FileError: it could not be written, and was removed."""
         start = os.fstat(self._stream.fileno()).st_size
         rest = memoryview(line.encode())
         try:
@@ -203,10 +182,7 @@ class OutputFile:
             raise
 
     def read_finished(
-        self,
-        prompts: PromptFile | Sequence[PromptLine],
-        indices: range,
-        settings_of: Callable[[PromptLine], dict[str, Any]],
+        self, prompts: _Prompts, indices: range, settings_of: Callable[[PromptLine], dict[str, Any]]
     ) -> tuple[bytearray, int]:
         """Read the progress of earlier runs. Cuts off an incomplete last line, or one with zeros in it.
 
@@ -244,11 +220,7 @@ class OutputFile:
         return finished, num_failed
 
     def _check(
-        self,
-        number: int,
-        row: dict[str, Any],
-        prompts: PromptFile | Sequence[PromptLine],
-        settings_of: Callable[[PromptLine], dict[str, Any]],
+        self, number: int, row: dict[str, Any], prompts: _Prompts, settings_of: Callable[[PromptLine], dict[str, Any]]
     ) -> int:
         """Index of a row, checked to belong to this run."""
         index = row.get("index")
@@ -281,6 +253,5 @@ class OutputFile:
 
 def _of_text(settings: Any) -> Any:
     """Settings on which a text may depend."""
-    if not isinstance(settings, dict):
-        return settings
-    return {name: value for name, value in settings.items() if name not in _OF_MACHINE}
+    is_read = isinstance(settings, dict)
+    return {name: settings[name] for name in settings if name not in _OF_MACHINE} if is_read else settings

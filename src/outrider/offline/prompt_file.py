@@ -9,7 +9,6 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import IO
@@ -32,21 +31,20 @@ class PromptFile:
     If the first non-blank line begins with ``{``, the file is JSON lines (see ``prompt_of``). A JSON array has the same
     objects as items, or strings. In any other file each non-blank line is a prompt.
 
+    Args:
+        files: closes opened files.
+
     Raises:
         FileError: with file and place. Lines are parsed on demand, an array at once.
     """
 
     def __init__(self, path: Path, stream: IO[bytes], files: ExitStack) -> None:
-        """
-        Args:
-            files: closes opened files.
-        """
-        self.path = path
-        self._stream = stream
-        self._kind = _kind_of(stream)
+        self.path, self._stream, self._kind = path, stream, _kind_of(stream)
         if self._kind == "array":
+            text = stream.read().removeprefix(_BYTE_ORDER_MARK)
             self._stream = files.enter_context(tempfile.TemporaryFile())
-            _write_items(path, stream, self._stream)
+            for item in parse_json(f"{path}, which begins like a JSON array", text):
+                self._stream.write(json.dumps(item).encode() + b"\n")
         self._starts, self._numbers = array("Q"), array("Q")
         start = 0
         self._stream.seek(0)
@@ -63,7 +61,13 @@ class PromptFile:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> PromptLine:
-        place, text = self.place(index), self._text(index)
+        start, place = self._starts[index], f"{'item' if self._kind == 'array' else 'line'} {self._numbers[index]}"
+        self._stream.seek(start)
+        try:
+            text = _without_mark(start, self._stream.readline()).decode().removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            remedy = "convert it, e.g. with iconv"
+            raise FileError(f"{self.path}, {place}: not UTF-8 (byte {start + error.start}): {remedy}") from None
         if self._kind == "plain":
             return PromptLine(place, text)
         where = f"{self.path}, {place}"
@@ -76,19 +80,6 @@ class PromptFile:
 
     def __iter__(self) -> Iterator[PromptLine]:
         return (self[index] for index in range(len(self)))
-
-    def place(self, index: int) -> str:
-        return f"{'item' if self._kind == 'array' else 'line'} {self._numbers[index]}"
-
-    def _text(self, index: int) -> str:
-        start = self._starts[index]
-        self._stream.seek(start)
-        try:
-            return _without_mark(start, self._stream.readline()).decode().removesuffix("\n").removesuffix("\r")
-        except UnicodeDecodeError as error:
-            raise FileError(
-                f"{self.path}, {self.place(index)}: not UTF-8 (byte {start + error.start}): convert it, e.g. with iconv"
-            ) from None
 
 
 def _without_mark(start: int, line: bytes) -> bytes:
@@ -110,19 +101,9 @@ def _kind_of(stream: IO[bytes]) -> str:
         return "plain"
 
 
-def _write_items(path: Path, stream: IO[bytes], lines: IO[bytes]) -> None:
-    """Write the items of an array as JSON lines."""
-    for item in parse_json(f"{path}, which begins like a JSON array", stream.read().removeprefix(_BYTE_ORDER_MARK)):
-        lines.write(json.dumps(item).encode() + b"\n")
-
-
 @contextmanager
 def open_prompts(path: Path) -> Iterator[PromptFile]:
-    """Open the prompts of a file or a pipe.
-
-    Raises:
-        FileError: with file and line number.
-    """
+    """Open the prompts of a file or a pipe. Raises FileError, with file and line number."""
     with ExitStack() as files:
         try:
             stream: IO[bytes] = files.enter_context(path.open("rb"))
@@ -140,11 +121,7 @@ def open_prompts(path: Path) -> Iterator[PromptFile]:
 
 
 def read_prompts(path: Path) -> list[PromptLine]:
-    """Read all prompts, for commands without per-prompt sampling options.
-
-    Raises:
-        FileError: with file and line number.
-    """
+    """Read all prompts, for commands without per-prompt sampling options. Raises FileError, with file and line."""
     with open_prompts(path) as prompts:
         lines = list(prompts)
     check_without_options(path, lines)
@@ -161,37 +138,14 @@ def check_without_options(path: Path, lines: Iterable[PromptLine]) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One part of a file: prompt ``number`` and every ``count``-th after it. The parts are alike even if the file is
-    sorted.
-
-    Attributes:
-        number: 1 <= number <= count.
-    """
-
-    number: int = 1
-    count: int = 1
-
-    @classmethod
-    def parse(cls, text: str) -> Shard:
-        """Parse "2/4": the second of four.
-
-        Raises:
-            OptionError
-        """
-        match = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", text)
-        number, count = (int(match[1]), int(match[2])) if match else (0, 0)
-        if not 1 <= number <= count:
-            raise OptionError("--shard", text, "give NUMBER/COUNT: four processes take 1/4, 2/4, 3/4 and 4/4")
-        return cls(number, count)
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-    def indices(self, num_prompts: int) -> range:
-        """Indices of its prompts, from 0, in a file of ``num_prompts``."""
-        return range(self.number - 1, num_prompts, self.count)
+def parse_shard(text: str | None) -> slice:
+    """Parse "2/4": of each four prompts the second, so that parts are alike even if the file is sorted; None for all.
+    Raises OptionError."""
+    match = re.fullmatch("([0-9]{1,9})/([0-9]{1,9})", "1/1" if text is None else text)
+    number, count = (int(match[1]), int(match[2])) if match else (0, 0)
+    if not 1 <= number <= count:
+        raise OptionError("--shard", text, "give NUMBER/COUNT: four processes take 1/4, 2/4, 3/4 and 4/4")
+    return slice(number - 1, None, count)
 
 
 def by_length(indices: Iterable[int], lengths: Sequence[int], num_slots: int) -> Iterator[int]:

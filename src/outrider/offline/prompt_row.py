@@ -103,7 +103,7 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
 
 def _chat(where: str, row: Mapping[str, Any]) -> Chat:
     """Parse messages as the server would."""
-    from outrider.serve.chats import read_messages
+    from outrider.serve.bodies import read_messages
     from outrider.serve.http_errors import Refusal
 
     options = {name: row[name] for name in FIELDS if row.get(name) is not None}

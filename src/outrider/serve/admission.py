@@ -28,6 +28,7 @@ _MOST_UNREAD_BYTES = 2**28  # of answers that clients do not read; those under w
 _BYTES_A_CHUNK = 2**12  # about the memory of one that waits
 
 Event = tuple[int, Chunk | Exception]
+"""A row's number in its ticket, and its next chunk or its error. The last chunk has a ``finish_reason``."""
 _Item = TypeVar("_Item")
 
 
@@ -68,7 +69,7 @@ class Ticket:
         client: the sender.
         priority: within a client, the lowest number goes first.
         submitted_s: when the rows were queued.
-        events: (row's number, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
+        events: in order.
         num_open: unfinished rows, as the event loop knows.
         has_begun: tokens of one of the rows have come, as the engine thread knows.
         scored: tokens of each prompt but the first, if their log-probabilities are requested.
@@ -141,7 +142,7 @@ class Admission:
     def unread(self) -> Counter[str]:
         """About the bytes of answers that clients have not read, by client."""
         self.unsent = +self.unsent  # without zeros
-        waiting = Counter({ticket.client: 0 for ticket in self.tickets})
+        waiting: Counter[str] = Counter()
         for ticket in self.tickets:
             waiting[ticket.client] += _BYTES_A_CHUNK * ticket.events.qsize()
         return self.unsent + waiting
@@ -158,11 +159,9 @@ class Admission:
         self.check_ready()
         taken = [(one.client, one.num_taken) for one in self.tickets]
         taken += [(one, 1) for one in (*(task.client for task in self.tasks), *self._reserved)]
-        num_all = sum(count for _, count in taken)
+        num_all, num_own = (sum(count for one, count in taken if who in (None, one)) for who in (None, client))
         if num_all + num_rows > self._most_rows:
-            message = f"the queue is full (running or waiting: {num_all}): try again later"
-            raise unavailable(message, retry_after_s)
-        num_own = sum(count for one, count in taken if one == client)
+            raise unavailable(f"the queue is full (running or waiting: {num_all}): try again later", retry_after_s)
         if num_own + num_rows > self.most_of_one:
             message = f"{num_own} of your requests are running or waiting (limit: {self.most_of_one}): try again later"
             raise too_many(message, retry_after_s)

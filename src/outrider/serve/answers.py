@@ -17,13 +17,14 @@ from typing import Any
 
 from outrider.records import Chunk, Completion, FinishReason
 from outrider.requests.state import RequestState
-from outrider.serve.admission import Ticket, TicketRow, arrival
+from outrider.serve.admission import Ticket, arrival
 from outrider.serve.generation_body import ParsedRequest
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.logprobs import TokenTexts
 from outrider.serve.metrics import num_spec_steps
 from outrider.serve.served_model import ServedModel
-from outrider.text.output_parser import OutputParser
+from outrider.text.output_parser import OutputParser, Piece
+from outrider.text.tool_formats import ToolFormat
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"  # after the last event of OpenAI's completions
@@ -40,7 +41,7 @@ class Answer(ABC):
         jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
         tokens: texts of single tokens.
         new_parser: makes the parser of one output.
-        new_call_id: makes a number for a call.
+        tool_format: how the model writes calls, if that is known.
         num_thoughts: how many of the tokens of an output are thoughts; None if they are not split off.
         ticket: set when the rows are queued.
     """
@@ -51,7 +52,7 @@ class Answer(ABC):
     jobs: list[RequestState]
     tokens: TokenTexts
     new_parser: Callable[[], OutputParser]
-    new_call_id: Callable[[], str]
+    tool_format: ToolFormat | None
     served: ServedModel
     num_thoughts: Callable[[Sequence[int]], int] | None
     ticket: Ticket = field(init=False)
@@ -78,6 +79,11 @@ class Answer(ABC):
     def failure(self, refusal: Refusal) -> bytes:
         """Last event of an answer that cannot go on."""
 
+    def call_id(self) -> str:
+        """A new call's number."""
+        assert self.tool_format is not None
+        return self.tool_format.new_id()
+
     def totals(self) -> dict[str, Any]:
         """Usage; with one sequence also its metrics: those of several do not add up."""
         completions = [job.completion for job in self.jobs]
@@ -89,12 +95,20 @@ class Answer(ABC):
         return {"usage": usage} | self.metrics()
 
     def metrics(self) -> dict[str, Any]:
-        """Times and draft statistics of the only sequence, in vLLM's form; none of several."""
+        """Times in milliseconds and draft statistics of the only sequence, in vLLM's form; none of several."""
         if len(self.jobs) != 1:
             return {}
-        (job,), own_k = self.jobs, self.jobs[0].request.num_draft_tokens
-        max_k = self.served.schedule.max_k if own_k is None else own_k
-        return {"metrics": metrics_of(job.completion, self.ticket.rows[0], max_k)}
+        own_k, row, completion = self.jobs[0].request.num_draft_tokens, self.ticket.rows[0], self.jobs[0].completion
+        num_tokens, decode_s, whole_s = len(completion.token_ids), row.last_s - row.first_s, row.last_s - row.begun_s
+        found = {
+            "time_to_first_token_ms": 1e3 * (row.first_s - row.begun_s),
+            "generation_time_ms": 1e3 * decode_s,
+            "queue_time_ms": 1e3 * (row.begun_s - row.submitted_s),
+            "mean_itl_ms": 1e3 * decode_s / (num_tokens - 1) if num_tokens > 1 else None,
+            "tokens_per_second": num_tokens / whole_s,
+            "speculative_decoding": _drafts(completion, self.served.schedule.max_k if own_k is None else own_k),
+        }
+        return {"metrics": found}
 
     @property
     def name(self) -> str:
@@ -116,8 +130,12 @@ class ItemsAnswer(Answer):
         self.parser = self.new_parser()
 
     @abstractmethod
-    def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
-        """Events of more text."""
+    def piece(self, piece: Piece) -> Iterator[bytes]:
+        """Events of a part of the output."""
+
+    @abstractmethod
+    def ending(self, reason: FinishReason) -> Iterable[bytes]:
+        """Events after the last part."""
 
     @abstractmethod
     def so_far(self, reason: FinishReason | None, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -128,14 +146,20 @@ class ItemsAnswer(Answer):
         """
 
     def whole(self) -> dict[str, Any]:
-        completion = self.jobs[0].completion
-        for _ in self.parts(completion.text, completion.finish_reason):
+        completion, totals = self.jobs[0].completion, self.totals()
+        for _ in self._parts(completion.text, completion.finish_reason):
             pass
-        totals = self.totals()
         return self.so_far(completion.finish_reason, totals["usage"]) | {"metrics": totals["metrics"]}
 
     def part(self, which: int, chunk: Chunk) -> Iterator[bytes]:
-        yield from self.parts(chunk.text, chunk.finish_reason)
+        return self._parts(chunk.text, chunk.finish_reason)
+
+    def _parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
+        for piece in self.parser.feed(text, is_end=reason is not None):
+            if piece.kind != "reasoning" or self.ask.body.include_reasoning:
+                yield from self.piece(piece)
+        if reason is not None:
+            yield from self.ending(reason)
 
 
 async def whole_answer(answer: Answer) -> dict[str, Any]:
@@ -149,26 +173,20 @@ async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
     """The answer as server-sent events, errors included. An error before the first event is raised, since the
     status can still report it."""
     arrivals = _arrivals(answer)
-    first = [await anext(arrivals)] if answer.jobs else []
+    item: Any = await anext(arrivals, DONE)
     try:
         # With echo these may be long log-probabilities.
         begun = await asyncio.to_thread(lambda: list(answer.begin())) if answer.ask.body.echo else answer.begin()
         for event in begun:
             yield event
-        for item in first:
-            for event in _events(answer, item):
+        while item is not DONE:
+            for event in [KEEP_ALIVE] if item is None else answer.part(*item):
                 yield event
-        async for item in arrivals:
-            for event in _events(answer, item):
-                yield event
+            item = await anext(arrivals, DONE)
         for event in answer.end():
             yield event
     except Exception as error:
         yield answer.failure(refusal_of(error))
-
-
-def _events(answer: Answer, item: tuple[int, Chunk] | None) -> Iterable[bytes]:
-    return [KEEP_ALIVE] if item is None else answer.part(*item)
 
 
 async def _arrivals(answer: Answer) -> AsyncIterator[tuple[int, Chunk] | None]:
@@ -234,26 +252,12 @@ def usage_of(num_prompt_tokens: int, num_completion_tokens: int, num_cached_toke
     }
 
 
-def metrics_of(completion: Completion, row: TicketRow, max_k: int) -> dict[str, Any]:
-    """Metrics of one sequence, in vLLM's form. Times in milliseconds.
+def _drafts(completion: Completion, max_k: int) -> dict[str, Any] | None:
+    """Draft statistics; None without drafts. Leaves out the last round if tokens after the end were dropped.
 
     Args:
         max_k: maximum tokens drafted per round for this sequence.
     """
-    num_tokens = len(completion.token_ids)
-    decode_s, whole_s = row.last_s - row.first_s, row.last_s - row.begun_s
-    return {
-        "time_to_first_token_ms": 1e3 * (row.first_s - row.begun_s),
-        "generation_time_ms": 1e3 * decode_s,
-        "queue_time_ms": 1e3 * (row.begun_s - row.submitted_s),
-        "mean_itl_ms": 1e3 * decode_s / (num_tokens - 1) if num_tokens > 1 else None,
-        "tokens_per_second": num_tokens / whole_s,
-        "speculative_decoding": _drafts(completion, max_k),
-    }
-
-
-def _drafts(completion: Completion, max_k: int) -> dict[str, Any] | None:
-    """Draft statistics; None without drafts. Leaves out the last round if tokens after the end were dropped."""
     stats = completion.stats
     num_steps = num_spec_steps(stats)
     if num_steps == 0:

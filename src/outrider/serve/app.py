@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -54,9 +55,13 @@ _OTHER_KINDS = {"embeddings", "images", "moderations"}  # OpenAI's endpoints for
 
 
 class App:
-    """ASGI application."""
+    """ASGI application.
 
-    _preparer: Preparer
+    Attributes:
+        preparer: set once the model is loaded.
+    """
+
+    preparer: Preparer
 
     def __init__(self, model: ServedModel, api_keys: tuple[str, ...]) -> None:
         self._model, self._num_keys = model, len(api_keys)
@@ -105,10 +110,6 @@ class App:
                 Exception: _fail,
             },
         )
-
-    def open(self, preparer: Preparer) -> None:
-        """Take what prepares requests, once the model is loaded."""
-        self._preparer = preparer
 
     def close(self) -> None:
         self._tokenizing.close()
@@ -200,21 +201,15 @@ class App:
         return JSONResponse(self._preparer_of(request.query_params.get("model")).tokenizer_info())
 
     def _preparer_of(self, name: Any) -> Preparer:
-        """Find what prepares a request. May be called from any thread.
-
-        Args:
-            name: the model that the request asks for; None for any.
-
-        Raises:
-            Refusal: not ready, or the model has another name.
-        """
+        """Find what prepares a request for a model of this name, None for any. Raises Refusal: not ready, or the model
+        has another name. May be called from any thread."""
         self._model.admission.check_ready()
         if not isinstance(name, str | None):
             raise Refusal("model must be a string", param="model")
         if name not in (None, *self._model.names):
             message = f"unknown model {name!r:.100}: this server has {', '.join(self._model.names)}"
             raise Refusal(message, status=404, type_="NotFoundError", param="model", code="model_not_found")
-        return self._preparer
+        return self.preparer
 
     async def _json_response(
         self, make: Callable[[Preparer, Mapping[str, Any]], dict[str, Any]], request: Request
@@ -230,33 +225,31 @@ class App:
             return await self._tokenizing.run(make_it, client)
 
 
+@dataclass(frozen=True)
 class Generation:
-    """An endpoint that generates. (An object, not a function: it must see disconnects.)"""
+    """An endpoint that generates. (An object, not a function: it must see disconnects.)
 
-    def __init__(
-        self,
-        app: App,
-        body: type[GenerationBody],
-        prepare: Prepare,
-        answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]],
-    ) -> None:
-        """
-        Args:
-            answer: takes what ``prepare`` returns, and the client.
-        """
-        self._app, self._body, self._prepare, self._answer = app, body, prepare, answer
+    Args:
+        answer: takes what ``prepare`` returns, and the client.
+    """
+
+    app: App
+    body: type[GenerationBody]
+    prepare: Prepare
+    answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = self._app.client_of(scope)
-        with ExitStack() as reserved:
-            reserved.enter_context(self._app._model.reserve(client))  # before the body takes memory
-            sent = await _body(Request(scope, receive))
-            await _until_disconnect(receive, self._respond(sent, client, send, reserved))
+        client = self.app.client_of(scope)
 
-    async def _respond(self, sent: bytes, client: str, send: Send, reserved: ExitStack) -> None:
-        prepared = await self._app.prepare(self._body, self._prepare, sent, client)
-        reserved.close()  # its rows are queued next, without a pause
-        await self._answer(prepared, client, send)
+        async def respond(sent: bytes, reserved: ExitStack) -> None:
+            prepared = await self.app.prepare(self.body, self.prepare, sent, client)
+            reserved.close()  # its rows are queued next, without a pause
+            await self.answer(prepared, client, send)
+
+        with ExitStack() as reserved:
+            reserved.enter_context(self.app._model.reserve(client))  # before the body takes memory
+            sent = await _body(Request(scope, receive))
+            await _until_disconnect(receive, respond(sent, reserved))
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -28,6 +28,8 @@ from outrider.text.tokenizer import Prompt
 MOST_CHOICES = 16  # n
 _MOST_LOGPROBS = 20
 _MOST_OF_WORDS = 2**16
+_PARTS = {"json": "json_", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_KINDS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,6 @@ class ParsedRequest:
             raise Refusal("the client has left", status=499)
 
     @property
-    def num_logprobs(self) -> int | None:
-        value: int | None = self.options.get("logprobs")
-        return value
-
-    @property
     def num_draft_tokens(self) -> int | None:
         """K; None for the server's default."""
         return self.body.num_draft_tokens if self.body.draft else 0
@@ -69,7 +66,7 @@ class ParsedRequest:
     @property
     def scores(self) -> dict[str, int]:
         """The fields for which the prompts are scored, with the number of alternatives."""
-        echoed = self.num_logprobs if self.body.echo else None
+        echoed = self.options.get("logprobs") if self.body.echo else None
         found = {"prompt_logprobs": self.body.prompt_logprobs, "logprobs": echoed}
         return {name: num_top for name, num_top in found.items() if num_top is not None}
 
@@ -281,21 +278,19 @@ class GenerationBody(Body):
     def _ask(
         self,
         prompts: Sequence[Prompt],
-        *,
         max_tokens: int | None,
         stop: Sequence[str],
         form: tuple[str, Format | None],
+        *,
         logprobs: int | None = None,
         tools: ToolUse | None = None,
         thinking_budget: int | None = None,
     ) -> ParsedRequest:
-        """
+        """Check the fields of all endpoints. Raises Refusal.
+
         Args:
             form: of the output, with its field.
             thinking_budget: in place of ``thinking_token_budget``.
-
-        Raises:
-            Refusal
         """
         if max_tokens is not None and self.min_tokens > max_tokens:
             name = self.name_of("min_tokens")
@@ -311,8 +306,7 @@ class GenerationBody(Body):
         options = {name: value for name in own if (value := getattr(self, name)) is not None} | structure
         options |= {"seed": self.seed, "ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}
         options |= {"stop": tuple(stop), "logprobs": logprobs}
-        if self.top_k is not None:
-            options["top_k"] = max(self.top_k, 0)
+        options |= {} if self.top_k is None else {"top_k": max(self.top_k, 0)}
         budget = self.thinking_token_budget if thinking_budget is None else thinking_budget
         options["thinking_budget"] = None if budget == -1 else budget
         return ParsedRequest(self, prompts, max_tokens, options, structured_by, tools)
@@ -322,11 +316,9 @@ class GenerationBody(Body):
         # field -> kind and value
         found: dict[str, tuple[str, Any]] = {name: ("json", None if form is None else form.constraint())}
         if (parts := self.structured_outputs) is not None:
-            of_parts = {"json": parts.json_, "regex": parts.regex, "choice": parts.choice, "grammar": parts.grammar}
-            found |= {f"structured_outputs.{kind}": (kind, value) for kind, value in of_parts.items()}
+            found |= {f"structured_outputs.{kind}": (kind, getattr(parts, name)) for kind, name in _PARTS.items()}
             found["structured_outputs.json_object"] = "json", {"type": "object"} if parts.json_object else None
-        kinds = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
-        kinds |= {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar"}
+        kinds = {f"guided_{kind}": kind for kind in _PARTS} | _KINDS
         found |= {name: (kind, getattr(self, name)) for name, kind in kinds.items()}
         given = {name: pair for name, pair in found.items() if pair[1] is not None}
         # The same constraint twice is one: clients send it under older and newer names.

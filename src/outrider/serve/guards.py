@@ -51,7 +51,11 @@ class HostGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "")
-        if is_loopback(_name_of(host)):
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+        except ValueError:
+            name = ""
+        if is_loopback(name):
             await self._app(scope, receive, send)
             return
         message = f"{host!r:.100} is not a name of this machine: use localhost, or an API key (--api-key)"
@@ -81,14 +85,6 @@ def key_of(scope: Scope) -> bytes | None:
     headers = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")  # Anthropic's
-
-
-def _name_of(host: str) -> str:
-    """Host name without port; empty if malformed."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-    except ValueError:
-        return ""
 
 
 def is_loopback(host: str) -> bool:

@@ -18,7 +18,7 @@ from outrider.serve.answers import ItemsAnswer, event_of
 from outrider.serve.body import Strict
 from outrider.serve.generation_body import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
-from outrider.serve.tools import Choice, Part, Tools, ToolUse, descriptions_of
+from outrider.serve.tools import Choice, Part, Tools, ToolUse, as_parts, descriptions_of
 from outrider.text.chat import ChatOptions
 from outrider.text.output_parser import Piece
 
@@ -35,10 +35,6 @@ def error_json(refusal: Refusal) -> dict[str, Any]:
     """An error in the form of this endpoint, which is OpenAI's with a type around it and other names of errors."""
     kind = "overloaded_error" if refusal.status == _OVERLOADED else _ERRORS.get(refusal.status, refusal.type)
     return {"type": "error", "error": {**refusal.to_json()["error"], "type": kind}}
-
-
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class _Source(Part):
@@ -66,7 +62,7 @@ class _Block(Part):
         return self
 
 
-_Blocks = Annotated[list[_Block], Field(fail_fast=True), BeforeValidator(_as_blocks)]
+_Blocks = Annotated[list[_Block], Field(fail_fast=True), BeforeValidator(as_parts)]
 _READ = {  # by role; thoughts of earlier turns are left out, as templates do
     "system": ("text",),
     "user": ("text", "image", "tool_result", "thinking", "redacted_thinking"),
@@ -188,9 +184,9 @@ class MessageBody(GenerationBody):
         )
         return self._ask(
             [self.chat_prompt(messages, options)],
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            form=("output_config.format", self.output_config.format),
+            self.max_tokens,
+            self.stop_sequences,
+            ("output_config.format", self.output_config.format),
             tools=tools,
             thinking_budget=self._budget,
         )
@@ -220,7 +216,7 @@ class MessageAnswer(ItemsAnswer):
 
     def end(self) -> Iterator[bytes]:
         reason, usage = self.jobs[0].completion.finish_reason, self.totals()["usage"]
-        yield self._event("message_delta", delta=self._ending(reason), usage=self._usage(usage))
+        yield self._event("message_delta", delta=self._stop(reason), usage=self._usage(usage))
         yield self._event("message_stop")
 
     def failure(self, refusal: Refusal) -> bytes:
@@ -233,18 +229,17 @@ class MessageAnswer(ItemsAnswer):
             "role": "assistant",
             "model": self.name,
             "content": [_filled(*one) for one in zip(self._blocks, self._texts, strict=True)],
-            **self._ending(reason),
+            **self._stop(reason),
             "usage": self._usage(usage),
         }
 
-    def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
-        for piece in self.parser.feed(text, is_end=reason is not None):
-            if piece.kind != "reasoning" or self.ask.body.include_reasoning:
-                yield from self._piece(piece)
-        if reason is not None:
-            yield from self._close()
+    def ending(self, reason: FinishReason | None = None) -> Iterator[bytes]:
+        """End the last block."""
+        if self._is_open:
+            self._is_open = False
+            yield self._block_event("content_block_stop")
 
-    def _ending(self, reason: FinishReason | None) -> dict[str, Any]:
+    def _stop(self, reason: FinishReason | None) -> dict[str, Any]:
         found = self.jobs[0].text.stop_reason
         stop = found if reason == "stop" and isinstance(found, str) else None
         shown = None if reason is None else "stop_sequence" if stop is not None else _REASONS[reason]
@@ -253,15 +248,15 @@ class MessageAnswer(ItemsAnswer):
             shown, stop = "tool_use", None
         return {"stop_reason": shown, "stop_sequence": stop}
 
-    def _piece(self, piece: Piece) -> Iterator[bytes]:
+    def piece(self, piece: Piece) -> Iterator[bytes]:
         kind = _KINDS[piece.kind]
         if piece.kind == "call" or not self._is_open or self._blocks[-1]["type"] != kind:
-            yield from self._close()
+            yield from self.ending()
             block: dict[str, Any] = {"type": kind, "text": "", "citations": None}
             if kind == "thinking":
                 block = {"type": kind, "thinking": "", "signature": ""}
             elif kind == "tool_use":
-                block = {"type": kind, "id": self.new_call_id(), "name": piece.text, "input": {}}
+                block = {"type": kind, "id": self.call_id(), "name": piece.text, "input": {}}
             self._blocks.append(block)
             self._texts.append("")
             self._is_open = True
@@ -269,12 +264,6 @@ class MessageAnswer(ItemsAnswer):
         if piece.kind != "call":
             self._texts[-1] += piece.text
             yield self._block_event("content_block_delta", delta={"type": _DELTAS[kind], _KEYS[kind]: piece.text})
-
-    def _close(self) -> Iterator[bytes]:
-        """End the last block."""
-        if self._is_open:
-            self._is_open = False
-            yield self._block_event("content_block_stop")
 
     def _block_event(self, kind: str, **more: Any) -> bytes:
         return self._event(kind, index=len(self._blocks) - 1, **more)

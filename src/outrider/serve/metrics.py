@@ -48,22 +48,16 @@ class Metrics(Collector):
         one = Histogram(f"outrider:{name}_seconds", about, ["model_name"], buckets=bounds, registry=self.registry)
         return one.labels(self._model_name)
 
-    def count_time(self, timing: Timing) -> None:
-        """Add the time of a round."""
-        self.timing += timing
-
-    def count_queue(self, seconds: float) -> None:
-        """Add the queue time of a row whose first tokens have come."""
-        self._queue.observe(seconds)
+    def count_chunk(self, chunk: Chunk) -> None:
+        self.timing += chunk.timing
+        self.stats += chunk.stats
 
     def count_first(self, chunk: Chunk, row: TicketRow) -> None:
         """Add the first chunk of a row."""
         self.num_prompt_tokens += row.job.num_prompt_tokens
         self.num_cached_tokens += chunk.num_cached_tokens
+        self._queue.observe(row.begun_s - row.submitted_s)
         self._first.observe(row.first_s - row.submitted_s)
-
-    def count_chunk(self, chunk: Chunk) -> None:
-        self.stats += chunk.stats
 
     def count_end(self, reason: str, num_rows: int = 1) -> None:
         if num_rows:

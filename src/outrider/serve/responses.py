@@ -16,11 +16,11 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.records import FinishReason
 from outrider.serve.answers import ItemsAnswer, event_of
+from outrider.serve.bodies import read_arguments
 from outrider.serve.body import Strict
-from outrider.serve.chats import read_arguments
 from outrider.serve.generation_body import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
-from outrider.serve.tools import Functions, Part, ToolChoice, ToolUse, descriptions_of
+from outrider.serve.tools import Functions, Part, ToolChoice, ToolUse, as_parts, descriptions_of
 from outrider.text.chat import Chat, ChatOptions
 from outrider.text.output_parser import Piece
 
@@ -51,11 +51,7 @@ class _Part(Part):
     refusal: str | None = None
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-_Parts = Annotated[list[_Part], Field(fail_fast=True), BeforeValidator(_as_parts)]
+_Parts = Annotated[list[_Part], Field(fail_fast=True), BeforeValidator(as_parts)]
 
 
 class _Item(Part):
@@ -128,8 +124,7 @@ class ResponseBody(GenerationBody):
         tools = ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
         effort = {} if self.reasoning.effort is None else {"reasoning_effort": self.reasoning.effort}
         chat = Chat(self._messages(), ChatOptions(tools=descriptions_of(tools), chat_template_kwargs=effort))
-        form = "text.format", self.text.format
-        return self._ask([chat], max_tokens=self.max_output_tokens, stop=self.stop, form=form, tools=tools)
+        return self._ask([chat], self.max_output_tokens, self.stop, ("text.format", self.text.format), tools=tools)
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -193,17 +188,13 @@ class ResponseAnswer(ItemsAnswer):
             **{name: defaults[name] if sent.get(name) is None else sent[name] for name in _REPEATED},
         }
 
-    def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
-        for piece in self.parser.feed(text, is_end=reason is not None):
-            if piece.kind != "reasoning" or self.ask.body.include_reasoning:
-                yield from self._piece(piece)
-        if reason is not None:
-            if not self._items:  # an output without text is an empty message
-                yield from self._open("message")
-            is_cut = reason == "length" or self.parser.is_in_call  # by a stop string
-            yield from self._close("incomplete" if is_cut else "completed")
+    def ending(self, reason: FinishReason) -> Iterator[bytes]:
+        if not self._items:  # an output without text is an empty message
+            yield from self._open("message")
+        is_cut = reason == "length" or self.parser.is_in_call  # by a stop string
+        yield from self._close("incomplete" if is_cut else "completed")
 
-    def _piece(self, piece: Piece) -> Iterator[bytes]:
+    def piece(self, piece: Piece) -> Iterator[bytes]:
         kinds = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
         kind = kinds[piece.kind]
         if piece.kind == "call" or not self._items or self._items[-1]["type"] != kind:
@@ -224,7 +215,7 @@ class ResponseAnswer(ItemsAnswer):
         item: dict[str, Any] = {"id": _PREFIXES[kind] + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
         part: dict[str, Any] | None = None
         if kind == "function_call":
-            item |= {"call_id": self.new_call_id(), "name": name, "arguments": ""}
+            item |= {"call_id": self.call_id(), "name": name, "arguments": ""}
         elif kind == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
             item |= {"summary": [], "content": []}

@@ -135,9 +135,7 @@ class ServedModel:
     @property
     def load(self) -> Load:
         """Load of the engine."""
-        if not self._is_open:
-            return _NO_LOAD
-        return self._engine.load
+        return self._engine.load if self._is_open else _NO_LOAD
 
     @property
     def most_rows(self) -> int:
@@ -246,19 +244,16 @@ class ServedModel:
         self.capacity = min(self._context_len, decoder.target.context_len)
         self.fingerprint = fingerprint_of(decoder)
         # The costs of a pair are kept under its own names.
-        self._engine, self._own_name = (
-            loaded.engine(self.num_slots, self.capacity, queue=self._queue),
-            loaded.target.name,
-        )
+        self._engine = loaded.engine(self.num_slots, self.capacity, queue=self._queue)
+        self._own_name = loaded.target.name
         shared = [encode(decoder.tokenizer, text) for text in self._shared_prompts]
         for text in self._shared_prompts:
             with suppress(PromptError):  # no chat template, or it has no system messages
                 chat = [{"role": "system", "content": text}, {"role": "user", "content": ""}]
                 shared.append(encode(decoder.tokenizer, chat))
         self._engine.share(shared)
-        self._loop = EngineLoop(
-            lambda capacity: self._engine, least_capacity=self.capacity, most_capacity=self.capacity
-        )
+        bounds = {"least_capacity": self.capacity, "most_capacity": self.capacity}
+        self._loop = EngineLoop(lambda capacity: self._engine, **bounds)
         self.schedule = self._engine.schedule
         self._is_open = True
         # Warm up: generating once detects models that cannot generate, and does one-time work like capturing. (NaN in
@@ -324,12 +319,10 @@ class ServedModel:
         ticket.has_begun = True
         if isinstance(item, Chunk):
             reason = item.finish_reason
-            self.metrics.count_time(item.timing)
+            self.metrics.count_chunk(item)
             if row.first_s == 0.0:
                 row.begun_s, row.first_s = row.begun_s + item.queued_s, now_s
-                self.metrics.count_queue(row.begun_s - row.submitted_s)
                 self.metrics.count_first(item, row)
-            self.metrics.count_chunk(item)
         else:
             reason = "error"
             if isinstance(item, NumericsError):
@@ -364,11 +357,7 @@ class ServedModel:
 
 
 def _client_view(decoder: Decoder, name: str) -> Decoder:
-    """A decoder that shows clients no path of this machine.
-
-    Args:
-        name: of the target. Those of drafts lose their folders.
-    """
+    """A decoder that shows clients no path of this machine: its target has this name, and drafts lose their folders."""
 
     def without_folders(name: str) -> str:
         return "+".join(Path(part).absolute().name for part in name.split("+"))

@@ -133,10 +133,9 @@ class Server:
             self.model.stop()
 
     def _set_ready(self) -> None:
-        options = self._options
-        tokenizer = self.model.decoder.tokenizer
+        options, tokenizer = self._options, self.model.decoder.tokenizer
         tool_format = tool_format_of(tokenizer, options.tool_parser)
-        self._app.open(Preparer(self.model, tool_format, thinking_of(tokenizer, options.reasoning_parser)))
+        self._app.preparer = Preparer(self.model, tool_format, thinking_of(tokenizer, options.reasoning_parser))
         self._on_ready(self.model)
 
     async def _drain(self) -> None:

@@ -150,10 +150,9 @@ class RayWorkers:
         return self._first()[1] | {"argv": sys.argv[1:]}
 
     def _first(self) -> tuple[str, dict[str, Any]]:
-        """Pair and provenance of the first worker that answers."""
         import ray
 
-        (answer, *_), _ = ray.wait(self._about)
+        (answer, *_), _ = ray.wait(self._about)  # of the first worker that answers
         with _own_errors():
             about: tuple[str, dict[str, Any]] = ray.get(answer)
         return about
