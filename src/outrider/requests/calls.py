@@ -30,14 +30,7 @@ class GenerationCalls(ABC):
         n: int,
         options: Mapping[str, Any],
     ) -> tuple[list[RequestState], EngineLoop]:
-        """Check a call, and make its requests.
-
-        Args:
-            options: see ``CallOptions``.
-
-        Raises:
-            OptionError, PromptError, SessionError
-        """
+        """Check a call, and make its requests. Raises OptionError, PromptError, SessionError."""
 
     def _open_one(
         self, prompt: Prompt, sampling: Sampling | None, resume_ids: Sequence[int], options: Mapping[str, Any]

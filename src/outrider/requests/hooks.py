@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,8 +75,11 @@ def constraint_of(
             raise OptionError("min_tokens", sampling.min_tokens, remedy)
     if thinking is not None and (structure is not None or budget is not None):
         stage = thinking.stage_of(tokenizer, prompt_ids, begun)
-        is_blank = partial(_is_blank, tokenizer)
         head = thinking.head_of(prompt_ids)
+
+        def is_blank(token_id: int) -> bool:
+            return not tokenizer.decode([token_id]).strip()
+
         structure = Thoughts(structure, thinking, stage, vocab_size, eos_ids, budget, is_blank, head)
     hooks: dict[str, Hook] = {}
     if masks.forbidding is not None:
@@ -91,10 +93,6 @@ def constraint_of(
         return structure
     ends = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
     return Hooked(hooks, structure, prompt_ids, vocab_size, ends, _always_forbidden(sampling, vocab_size, eos_ids))
-
-
-def _is_blank(tokenizer: Any, token_id: int) -> bool:
-    return not tokenizer.decode([token_id]).strip()
 
 
 class Hooked:

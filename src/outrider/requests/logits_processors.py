@@ -1,4 +1,4 @@
-"""Logits processors of Transformers as options of a row, and as its constraint.
+"""Logits processors of Transformers as options of a row, and as its constraint; and its stopping criteria.
 
 Those at the ends of the list that ``Sampling`` has as well become options. The others run on the host, on the
 would-be prefix of each token, for p and q alike; so they must depend on the ids and the logits alone.
@@ -43,6 +43,8 @@ _REFUSED = tuple(
     )
 )
 
+_TAKES_TURNS = "it changes itself when called, and rows take turns: make it a function of its arguments"
+
 
 def processors_of_row(processors: Sequence[Processor], row: int) -> list[Processor]:
     """The processors as they act on one row of the batch. Raises OptionError: one has a state, or reads other rows."""
@@ -62,12 +64,13 @@ def _of_row(processor: Any, row: int) -> Processor:
     ):
         own = hf.RepetitionPenaltyLogitsProcessor(processor.penalty, lengths[row : row + 1])
         return own
-    is_own = type(processor).__module__.partition(".")[0] == "transformers"
-    remedy = (
-        "it changes itself when called, also for drafted tokens that are rejected: make it a function of its arguments"
-    )
-    own = processor if is_own else Watched(processor, "logits_processor", remedy)
-    return own
+    remedy = "also for drafted tokens that are rejected: make it a function of its arguments"
+    watched = Watched(processor, "logits_processor", f"it changes itself when called, {remedy}")
+    return processor if _is_transformers(processor) else watched
+
+
+def _is_transformers(given: Any) -> bool:
+    return type(given).__module__.partition(".")[0] == "transformers"
 
 
 class Watched:
@@ -209,3 +212,39 @@ class ProcessedRow:
 
     def pop(self, num_tokens: int) -> None:
         del self._ids[len(self._ids) - num_tokens :]
+
+
+class Criteria:
+    """Stopping criteria of a batch, called with one row at a time.
+
+    Attributes:
+        ends: the end tokens among them.
+    """
+
+    def __init__(self, criteria: Sequence[Callable[..., Any]], num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._criteria: list[Any] = [
+            Watched(one, "stopping_criteria", _TAKES_TURNS) if num_rows > 1 and not _is_transformers(one) else one
+            for one in criteria
+        ]
+        own: list[Tensor] = [one.eos_token_id for one in criteria if isinstance(one, hf.EosTokenCriteria)]
+        self.ends = frozenset(int(token) for ids in own for token in ids.tolist())
+
+    def is_met(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> bool:
+        """Whether one of them is; all are called, as in ``generate``.
+
+        Args:
+            ids: the tokens of one row. [1, N]
+
+        Raises:
+            OptionError: one has a state, or reads other rows.
+        """
+        found = []
+        for one in self._criteria:
+            met = torch.as_tensor(one(ids, scores))
+            # A plain bool is about the whole batch.
+            if met.shape != (1,) and (met.numel() != 1 or self._num_rows > 1):
+                name, remedy = type(getattr(one, "inner", one)).__name__, "for one row: give shape [1]"
+                raise OptionError("stopping_criteria", name, f"it gave shape {list(met.shape)} {remedy}")
+            found.append(bool(met))
+        return any(found)

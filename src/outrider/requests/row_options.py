@@ -79,21 +79,20 @@ def rows_of(
     if sampling is None:
         given = [{**defaults}] * num_rows
     elif isinstance(sampling, Sampling):
-        own = fields_of(sampling)
+        own = _fields_of(sampling)
         given = [own | {"seed": seed_of(sampling.seed, index * n)} for index in range(num_rows)]
     elif isinstance(sampling, Sequence) and all(isinstance(one, Sampling) for one in sampling):
         if len(sampling) != num_rows:
             raise OptionError("sampling", f"{len(sampling)} items", f"one for each of the {num_rows} prompts")
-        given = [fields_of(one) for one in sampling]
+        given = [_fields_of(one) for one in sampling]
     else:
-        raise OptionError(
-            "sampling", type(sampling).__name__, "an outrider.Sampling, or a list with one for each prompt"
-        )
+        remedy = "an outrider.Sampling, or a list with one for each prompt"
+        raise OptionError("sampling", type(sampling).__name__, remedy)
     rows = [own | row_options(changes, index, num_rows, n) for index, own in enumerate(given)]
     return [own | {"seed": seed_of(own.get("seed"), copy)} for own in rows for copy in range(n)]
 
 
-def fields_of(sampling: Sampling) -> dict[str, Any]:
+def _fields_of(sampling: Sampling) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in _OPTIONS}
 
 

@@ -59,11 +59,7 @@ class OutputParser:
         return self._calls is not None and self._calls.is_in_call
 
     def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
-        """Add text; return the parts that are certain, at the end all.
-
-        Args:
-            is_end: there is no more.
-        """
+        """Add text; return the parts that are certain, at the end all."""
         parts = [Piece("content", text)] if self._thoughts is None else self._thoughts.feed(text, is_end=is_end)
         parts = [part for part in parts if part.text]
         if self._calls is None:
@@ -390,13 +386,11 @@ class CallReader:
             self._arguments.append(part)
 
     def _set_name(self, name: object) -> None:
-        """Raises ValueError."""
         if not isinstance(name, str) or (self._names is not None and name not in self._names):
             raise ValueError
         self._name = name
 
     def _end(self, text: str) -> None:
-        """Raises ValueError."""
         if self._name is None:
             call = json.loads(text)
             self._set_name(call.get("name"))

@@ -121,10 +121,8 @@ def check_padding(tokenizer: Any | None, prompts: Sequence[Any]) -> None:
     padded = next((i for i, num in runs.items() if num > num_own), None)
     if padded is None:
         return
-    message = (
-        f"prompt {padded} begins with the padding token ({pad}) and has no mask: give what the tokenizer returns, with "
-        "its 'attention_mask', or lists of ids without padding"
-    )
+    remedy = "give what the tokenizer returns, with its 'attention_mask', or lists of ids without padding"
+    message = f"prompt {padded} begins with the padding token ({pad}) and has no mask: {remedy}"
     if not is_meant:
         raise PromptError(message)
     warnings.warn(message, stacklevel=4)
@@ -162,8 +160,6 @@ def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any, has_images: boo
                     if token_id == ids[-1]:
                         raise PromptError(f"the prompt ends with {thing} (token {token_id}): text must follow it")
                 elif isinstance(token_id, int) and token_id in ids:
-                    is_lacking = "which is not given: pass it too" if kind == "image" else "which is not supported"
-                    raise PromptError(
-                        f"the prompt has the token {token_id}, the placeholder of {thing}, {is_lacking}, or leave the "
-                        "token out"
-                    )
+                    lacks = "which is not given: pass it too" if kind == "image" else "which is not supported"
+                    message = f"the prompt has the token {token_id}, the placeholder of {thing}, {lacks}"
+                    raise PromptError(f"{message}, or leave the token out")

@@ -74,9 +74,9 @@ class Thinking:
         if after == 0:
             return "before"
         rest = tokenizer.decode(last[after:]).strip()
-        return (
-            "before" if rest != (self.label if is_begin else self.turn + self.answer) else "in" if is_begin else "after"
-        )
+        if rest != (self.label if is_begin else self.turn + self.answer):
+            return "before"
+        return "in" if is_begin else "after"
 
     def num_thoughts(self, tokenizer: Any, stage: Stage, token_ids: Sequence[int]) -> int:
         """Number of tokens of an output between the markers; without the second one, to the end."""
