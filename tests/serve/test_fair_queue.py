@@ -12,8 +12,7 @@ from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.decoding.fair_queue import FairQueue
 from outrider.serve import admission
-from outrider.serve.admission import Admission
-from outrider.serve.fair_threads import FairThreads
+from outrider.serve.admission import Admission, FairThreads
 from outrider.text.tokenizer import encode
 
 

@@ -22,8 +22,8 @@ from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import ModelNotFound
 from outrider.serve import admission, answers, app, prepare, race, served_model
-from outrider.serve.served_model import ServedModel
-from outrider.serve.server import Server, ServerOptions, listen
+from outrider.serve.served_model import ServedModel, ServerOptions
+from outrider.serve.server import Server, listen
 from pairs import broken_model, word_tokenizer
 
 LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}

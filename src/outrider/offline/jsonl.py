@@ -34,13 +34,10 @@ class SampleLine:
 def read_samples(path: Path, known: Sequence[str]) -> list[SampleLine]:
     """Read samples from JSON lines, each with ``prompt_ids`` or ``prompt``, ``token_ids`` or ``text``, and optionally
     ``options``, or the ``settings`` that ``outrider generate --output`` writes; ``num_tokens`` and ``has_ended``. Skips
-    rows with an error.
+    rows with an error. Raises FileError: with file and line number.
 
     Args:
         known: names of options.
-
-    Raises:
-        FileError: with file and line number.
     """
     # Not splitlines(): see PromptFile.
     numbered = enumerate(read_text(path).split("\n"), start=1)

@@ -64,11 +64,7 @@ class PromptLine:
 
 
 def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
-    """Parse a row as a prompt.
-
-    Raises:
-        FileError: with file and place.
-    """
+    """Parse a row as a prompt. Raises FileError: with file and place."""
     where = f"{path}, {place}"
     labels = {name: row[name] for name in _LABELS if row.get(name) is not None}
     _check_characters(where, labels)

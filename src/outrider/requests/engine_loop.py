@@ -51,12 +51,8 @@ class EngineLoop:
             raise SessionError("the session is closed: open another")
 
     def chunks(self, states: Sequence[RequestState]) -> Iterator[Chunk]:
-        """Generate for requests, one chunk per row and round; the requests are submitted with the first chunk.
-
-        Raises:
-            NumericsError: of a row.
-            SessionError, Exception: see ``step``.
-        """
+        """Generate for requests, one chunk per row and round; the requests are submitted with the first chunk. Raises
+        NumericsError: of a row; SessionError, Exception: see ``step``."""
         arrived: deque[tuple[int, Chunk | OutriderError]] = deque()
         unfinished = dict(enumerate(states))
         try:

@@ -231,13 +231,11 @@ class Criteria:
         self.ends = frozenset(int(token) for ids in own for token in ids.tolist())
 
     def is_met(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> bool:
-        """Whether one of them is; all are called, as in ``generate``.
+        """Whether one of them is; all are called, as in ``generate``. Raises OptionError: one has a state, or reads
+        other rows.
 
         Args:
             ids: the tokens of one row. [1, N]
-
-        Raises:
-            OptionError: one has a state, or reads other rows.
         """
         found = []
         for one in self._criteria:

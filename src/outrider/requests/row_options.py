@@ -79,12 +79,12 @@ def rows_of(
     if sampling is None:
         given = [{**defaults}] * num_rows
     elif isinstance(sampling, Sampling):
-        own = _fields_of(sampling)
+        own = fields_of(sampling)
         given = [own | {"seed": seed_of(sampling.seed, index * n)} for index in range(num_rows)]
     elif isinstance(sampling, Sequence) and all(isinstance(one, Sampling) for one in sampling):
         if len(sampling) != num_rows:
             raise OptionError("sampling", f"{len(sampling)} items", f"one for each of the {num_rows} prompts")
-        given = [_fields_of(one) for one in sampling]
+        given = [fields_of(one) for one in sampling]
     else:
         remedy = "an outrider.Sampling, or a list with one for each prompt"
         raise OptionError("sampling", type(sampling).__name__, remedy)
@@ -92,7 +92,7 @@ def rows_of(
     return [own | {"seed": seed_of(own.get("seed"), copy)} for own in rows for copy in range(n)]
 
 
-def _fields_of(sampling: Sampling) -> dict[str, Any]:
+def fields_of(sampling: Sampling) -> dict[str, Any]:
     return {name: getattr(sampling, name) for name in _OPTIONS}
 
 

@@ -28,11 +28,11 @@ from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve import messages
 from outrider.serve.about import same_bytes_of
+from outrider.serve.admission import FairThreads
 from outrider.serve.answers import Answer, answer_events, json_text, whole_answer
 from outrider.serve.bodies import ChatBody, CompletionBody, RaceBody
 from outrider.serve.body import parse_json
 from outrider.serve.choices import ChatAnswer, CompletionAnswer
-from outrider.serve.fair_threads import FairThreads
 from outrider.serve.generation_body import GenerationBody, ParsedRequest
 from outrider.serve.guards import HostGuard, KeyGuard, in_pieces, key_of, response_of, send_whole
 from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable

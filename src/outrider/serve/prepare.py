@@ -43,6 +43,7 @@ class Preparer:
     def __init__(self, model: ServedModel, tool_format: ToolFormat | None, thinking: Thinking | None) -> None:
         self.model, self._tool_format, self._thinking = model, tool_format, thinking
         self.decoder, self.capacity = model.decoder, model.capacity
+        assert model.decoder.tokenizer is not None
         self._tokenizer: Any = model.decoder.tokenizer
         vocabulary = self._tokenizer.get_vocab()
         longest = max(len(token.encode()) for token in vocabulary)

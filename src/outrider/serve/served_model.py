@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +44,39 @@ LoadDecoder = Callable[[], Decoder]
 _Step = TypeVar("_Step")
 
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Server options.
+
+    Attributes:
+        num_slots: sequences generated concurrently.
+        context_len: maximum tokens of a sequence, prompt included.
+        max_queue: maximum sequences waiting for a slot.
+        max_per_client: maximum sequences per client, running or waiting; None is three quarters of all.
+        max_connections: maximum open connections; requests beyond it get 503.
+        has_priority_across_clients: a request's ``priority`` is compared across clients.
+        queue_timeout_s: maximum wait for a first slot.
+        api_keys: accepted API keys; without any, no key is needed.
+        shutdown_timeout_s: how long running sequences may continue after a signal.
+        tool_parser: the format of the model's calls: see ``tool_format_of``.
+        reasoning_parser: the format of its thoughts: see ``thinking_of``.
+        shared_prompts: system prompts, or beginnings of texts, that all clients share in the cache.
+    """
+
+    num_slots: int = 8
+    context_len: int = 8192
+    max_queue: int = 256
+    max_per_client: int | None = None
+    max_connections: int = 1024
+    has_priority_across_clients: bool = False
+    queue_timeout_s: float = 600.0
+    api_keys: tuple[str, ...] = ()
+    shutdown_timeout_s: float = 30.0
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    shared_prompts: tuple[str, ...] = ()
+
+
 class ServedModel:
     """Takes requests and delivers chunks. Call all methods from the event loop, except ``*_on_thread`` and ``join``.
 
@@ -62,33 +95,17 @@ class ServedModel:
     _engine: engine.Engine
     _own_name: str
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        load: LoadDecoder,
-        *,
-        num_slots: int,
-        context_len: int,
-        admission: Admission,
-        queue: FairQueue[Row],
-        queue_timeout_s: float,
-        shared_prompts: Sequence[str],
-    ) -> None:
+    def __init__(self, names: Sequence[str], load: LoadDecoder, options: ServerOptions) -> None:
         """
         Args:
             load: loads the decoder, in the thread that will own it.
-            context_len: maximum tokens of a sequence, prompt included.
-            queue: decides which row gets the next slot.
-            queue_timeout_s: maximum wait for a first slot.
-            shared_prompts: system prompts, or beginnings of texts, that all clients share in the cache.
         """
-        self.names, self.num_slots, self.admission = tuple(names), num_slots, admission
-        self.metrics = Metrics(lambda: self.load, lambda: admission.unread().total(), self.names[0])
+        self.names, self._options, self._load = tuple(names), options, load
+        self.admission = Admission(options.num_slots + options.max_queue, options.max_per_client)
+        self.metrics = Metrics(lambda: self.load, lambda: self.admission.unread().total(), self.names[0])
         self.error: BaseException | None = None
         self._is_open = False
-        self._thread, self._queue, self._load = LoopThread("outrider-engine"), queue, load
-        self._context_len, self._queue_timeout_s = context_len, queue_timeout_s
-        self._shared_prompts = shared_prompts
+        self._thread = LoopThread("outrider-engine")
         self._rows: dict[int, tuple[Ticket, TicketRow]] = {}  # unfinished rows, as the thread numbers them
         self._num_submitted = 0
         self._arrived: list[tuple[Ticket, Event]] = []  # in the current round
@@ -164,12 +181,8 @@ class ServedModel:
 
     async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[ScoredToken]]:
         """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
-        with ``num_top`` alternatives. For a request already accepted (``submit``): it is not refused halfway.
-
-        Raises:
-            Refusal: it waited too long.
-            NumericsError: the target returned NaN.
-        """
+        with ``num_top`` alternatives. For a request already accepted (``submit``): it is not refused halfway. Raises
+        Refusal: it waited too long; NumericsError: the target returned NaN."""
         steps = (
             (which, part)
             for which, token_ids in enumerate(prompts)
@@ -188,13 +201,11 @@ class ServedModel:
         self, steps: Generator[_Step], client: str, *, is_taken: bool = False
     ) -> AsyncGenerator[_Step | None]:
         """Run another task on the thread, one step after each round, in turn with other tasks. Yields None as a
-        keep-alive. Close the iterator (``aclosing``) so that the task ends when the client disconnects.
+        keep-alive. Close the iterator (``aclosing``) so that the task ends when the client disconnects. Raises Refusal:
+        not ready, the queue is full, or it waited too long.
 
         Args:
             is_taken: it belongs to an accepted request.
-
-        Raises:
-            Refusal: not ready, the queue is full, or it waited too long.
         """
         if not is_taken:
             self.admission.check(1, client, self._retry_after_s())
@@ -222,7 +233,7 @@ class ServedModel:
 
     def _retry_after_s(self) -> int:
         """Estimated time until the rows waiting now have slots."""
-        wait_s = self._row_s * self.load.num_waiting / self.num_slots
+        wait_s = self._row_s * self.load.num_waiting / self._options.num_slots
         return min(max(math.ceil(wait_s), LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
 
     # In the event loop, called by the thread
@@ -239,15 +250,16 @@ class ServedModel:
 
     def _open_on_thread(self) -> None:
         """Load the model, build its engine, and run it once."""
-        loaded = self._load()
+        loaded, options = self._load(), self._options
         self.decoder = decoder = _client_view(loaded, self.names[0])
-        self.capacity = min(self._context_len, decoder.target.context_len)
+        self.capacity = min(options.context_len, decoder.target.context_len)
         self.fingerprint = fingerprint_of(decoder)
         # The costs of a pair are kept under its own names.
-        self._engine = loaded.engine(self.num_slots, self.capacity, queue=self._queue)
+        queue: FairQueue[Row] = FairQueue(has_priority_across_clients=options.has_priority_across_clients)
+        self._engine = loaded.engine(options.num_slots, self.capacity, queue=queue)
         self._own_name = loaded.target.name
-        shared = [encode(decoder.tokenizer, text) for text in self._shared_prompts]
-        for text in self._shared_prompts:
+        shared = [encode(decoder.tokenizer, text) for text in options.shared_prompts]
+        for text in options.shared_prompts:
             with suppress(PromptError):  # no chat template, or it has no system messages
                 chat = [{"role": "system", "content": text}, {"role": "user", "content": ""}]
                 shared.append(encode(decoder.tokenizer, chat))
@@ -259,10 +271,10 @@ class ServedModel:
         # Warm up: generating once detects models that cannot generate, and does one-time work like capturing. (NaN in
         # this sequence is no reason to refuse all requests.)
         is_prepared = decoder.target.execution.is_prepared
-        sizes = [2**i for i in range(self.num_slots.bit_length())] if is_prepared else [1]
-        options = {"max_new_tokens": min(2 * (self.schedule.max_k + 1), self.capacity - 1), "ignore_eos": True}
+        sizes = [2**i for i in range(options.num_slots.bit_length())] if is_prepared else [1]
+        own = {"max_new_tokens": min(2 * (self.schedule.max_k + 1), self.capacity - 1), "ignore_eos": True}
         for size in sizes:
-            self._loop.submit([decoder.request([0], options) for _ in range(size)], discard)
+            self._loop.submit([decoder.request([0], own) for _ in range(size)], discard)
             while self._loop.step():
                 pass
 
@@ -292,7 +304,7 @@ class ServedModel:
 
     def _time_out_on_thread(self) -> None:
         """Refuse requests that waited too long for a first slot or forward."""
-        least_s = time.perf_counter() - self._queue_timeout_s
+        least_s = time.perf_counter() - self._options.queue_timeout_s
         late = {ticket for ticket, _ in self._rows.values() if ticket.submitted_s < least_s and not ticket.has_begun}
         if late:
             waiting = set(self._loop.waiting())
@@ -300,7 +312,7 @@ class ServedModel:
         tasks = {one for one in self._tasks_on_thread if one.submitted_s < least_s and not one.has_begun}
         if not (late or tasks):
             return
-        message = f"the request waited {self._queue_timeout_s:g} seconds in the queue: try again later"
+        message = f"the request waited {self._options.queue_timeout_s:g} seconds in the queue: try again later"
         error = unavailable(message, self._retry_after_s())
         for ticket in late:
             self._cancel_on_thread(ticket, "timeout")

@@ -144,11 +144,8 @@ class ChatChanges(CallOptions, total=False):
 
 def chat_text(tokenizer: Any | None, chat: Chat) -> str:
     """Prompt text of a chat. Many templates take one system message: for these, those at the beginning are joined.
-
-    Raises:
-        PromptError: there is no template, or it does not accept these messages.
-        OptionError: the template does not read an option.
-    """
+    Raises PromptError: there is no template, or it does not accept these messages; OptionError: the template does not
+    read an option."""
     options = chat.options
     if tokenizer is None or not (tokenizer.chat_template or options.chat_template):
         raise PromptError("this model has no chat template: give the prompt as text")
@@ -292,12 +289,10 @@ def read_message(
 ) -> dict[str, Any]:
     """A message as chat templates know it: its text in one piece, a refusal as text, and the role ``developer`` as
     ``system``, its older name. The text of an assistant may be missing: it is None beside calls of tools, else empty.
+    Raises PromptError: the message is no object, has no role, or has no text.
 
     Args:
         read_image: makes a part of the template's for each image, and the text stays in parts; None: refuse images.
-
-    Raises:
-        PromptError: the message is no object, has no role, or has no text.
     """
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"message {index} is not an object with a 'role' and a 'content'")

@@ -211,8 +211,8 @@ def _can_be_read(grammar: str) -> bool:
     ConstraintNotRead: the machine is too busy. (This is not remembered.)"""
     command = [sys.executable, "-P", "-c", _PROGRAM, str(_MOST_CPU_S), str(_MOST_MEMORY)]
     try:
-        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        done = subprocess.run(command, input=grammar.encode(), timeout=_MOST_CHECK_S, **pipes)
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        done = subprocess.run(command, input=grammar.encode(), stdout=pipe, stderr=null, timeout=_MOST_CHECK_S)
     except OSError as error:
         raise ConstraintNotRead(f"no process can be started to read the constraint ({error.strerror})") from None
     except subprocess.TimeoutExpired:

@@ -121,13 +121,10 @@ class Thinking:
 
 
 def thinking_of(tokenizer: Any, name: str) -> Thinking | None:
-    """Markers of a model's thoughts.
+    """Markers of a model's thoughts. Raises OptionError: there is no such format, or its markers are no tokens.
 
     Args:
         name: of the format; "none"; or "auto": the one whose markers are tokens.
-
-    Raises:
-        OptionError: there is no such format, or its markers are no tokens.
     """
     if name not in ("auto", "none", *_FORMATS):
         raise OptionError("--reasoning-parser", name, f"choose auto, none, {' or '.join(_FORMATS)}")

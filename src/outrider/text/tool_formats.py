@@ -110,16 +110,13 @@ TOOL_FORMATS = {"hermes": _HERMES, "llama3_json": _LLAMA, "mistral": _MISTRAL, "
 
 
 def tool_format_of(tokenizer: Any, name: str) -> ToolFormat | None:
-    """Format of a model's calls.
+    """Format of a model's calls. Raises OptionError: there is no such format.
 
     Args:
         name: of the format; or "auto": the chat template and the vocabulary tell.
 
     Returns:
         None if the model has none of these ("auto").
-
-    Raises:
-        OptionError: there is no such format.
     """
     vocabulary = tokenizer.get_vocab()
     found = _name_of(tokenizer, vocabulary) if name == "auto" else name

@@ -186,7 +186,8 @@ def run_job(
     write: Callable[[str], None] | None = None,
     part: slice = slice(None),
 ) -> Workers:
-    """Write a JSON line for each prompt that has none yet, as outputs end.
+    """Write a JSON line for each prompt that has none yet, as outputs end. Raises FileError: a prompt is invalid, or
+    the output file is another job's.
 
     Args:
         files: closes what is opened.
@@ -198,9 +199,6 @@ def run_job(
 
     Returns:
         The workers, which know the models.
-
-    Raises:
-        FileError: a prompt is invalid, or the output file is another job's.
     """
     indices, is_done = range(len(lines))[part], bytearray(len(lines))
     for index in indices:
