@@ -101,31 +101,16 @@ def test_thoughts_have_a_budget(template: str) -> None:
                 (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
                 begun = template == "<think>"
                 assert choice["message"]["content"] == "".join([*SCRIPT[begun : num + 1], *SCRIPT[5:]])
-    (alone,) = decoder.generate([[1]], thinking_budget=1)
-    assert alone.text == "".join([SCRIPT[1], *SCRIPT[5:]])
-
-
-def test_a_continued_thought_has_the_budget_of_its_output() -> None:
-    """Of a chat, and of a prompt that is none, in the library and at the server."""
-    decoder = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", MARKERS)
-    messages = [*ASK, {"role": "assistant", "content": "<think>Hm,"}]
-    chat = Chat(messages, ChatOptions(continue_final_message=True))
-    (completion,) = decoder.generate([chat], thinking_budget=2)
+    # Of a chat that goes on, and of a prompt that is none, in the library and at the server.
+    continued = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", MARKERS)
+    begun = Chat([*ASK, {"role": "assistant", "content": "<think>Hm,"}], ChatOptions(continue_final_message=True))
+    (completion,) = continued.generate([begun], thinking_budget=2)
     assert completion.text == "".join([*SCRIPT[1:3], *SCRIPT[5:]])
-    with running(decoder) as server, server.http() as http:
+    with running(continued) as server, server.http() as http:
         body = {"prompt": "<think>Hm,", "thinking_token_budget": 2, "max_tokens": 50}
         assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == completion.text
-
-
-def test_a_label_is_no_thought() -> None:
-    """As in Gemma 4; a budget of nothing ends the thought before its label."""
-    script = ["<|channel>", "thought", "\n", "Hm", ".", "<channel|>", "Yes"]
-    markers = {"<|channel>": False, "<channel|>": False}
-    with running(scripted(script, "{{ messages[0].content }}", markers, has_draft=True)) as server:
-        for budget, thoughts in ((0, ""), (1, ""), (3, "Hm"), (50, "Hm.")):
-            for is_stream in (False, True):
-                found = said(server, "chat/completions", is_stream=is_stream, thinking_token_budget=budget)
-                assert found[:2] == (thoughts, "Yes")
+    (alone,) = decoder.generate([[1]], thinking_budget=1)
+    assert alone.text == "".join([SCRIPT[1], *SCRIPT[5:]])
 
 
 CHANNELS = dict.fromkeys(("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"), True)
@@ -162,9 +147,11 @@ def test_channels_are_told_apart() -> None:
             client.chat.completions.create(**body, tools=tools)
 
 
-def test_a_budget_needs_markers() -> None:
+def test_without_markers_thoughts_are_content_and_have_no_budget() -> None:
     decoder = scripted(SCRIPT, "<think>", MARKERS)
     with running(decoder, reasoning_parser="none") as server, server.http() as http:
+        message = http.post("/v1/chat/completions", json={"messages": ASK}).json()["choices"][0]["message"]
+        assert message["content"] == "".join(SCRIPT[1:]) and "reasoning_content" not in message
         for path, name, extra in (
             ("chat/completions", "thinking_token_budget", {"thinking_token_budget": 3}),
             ("responses", "thinking_budget", {"thinking_budget": 3, "input": "Hm?"}),
@@ -202,13 +189,6 @@ def test_a_thought_and_several_calls_in_one_round() -> None:
                 message = answer.json()["choices"][0]["message"]
                 assert message["reasoning_content"] == "Hm" and not message["content"]
                 assert [one["function"]["name"] for one in message["tool_calls"]] == ["time", "time"]
-
-
-def test_thoughts_may_be_content() -> None:
-    decoder = scripted(SCRIPT, "<think>", MARKERS)
-    with running(decoder, reasoning_parser="none") as server, server.openai() as client:
-        message = client.chat.completions.create(model="toy", messages=ASK).choices[0].message
-        assert message.content == "".join(SCRIPT[1:]) and not hasattr(message, "reasoning_content")
 
 
 def test_a_thought_can_be_continued() -> None:
@@ -255,30 +235,27 @@ def said(server: Running, door: str, *, is_stream: bool, **body: Any) -> tuple[s
     return texts[0], texts[1], deltas[-1]["stop_sequence"]
 
 
-@pytest.mark.parametrize(
-    ("script", "template", "expected"),
-    [
-        (["<think>", "Hm, Q: a", "\n\n", "</think>", "\n\n", "Yes", ".", " Q", ": b"], "", ("Hm, Q: a", "Yes. ")),
-        (["<think>", "Hm, Q: a", " Q", ": </think>", "\n\n", "Yes.\n", "\nQ: b"], "<think>", ("Hm, Q: a Q:", "Yes.")),
-        (["<think>", "Q: a", "</", "thi", "nk>", "Yes Q", ":"], "", ("Q: a", "Yes ")),  # a marker of several tokens
-        (["<think>", "Q: a Q", "</th", "ink>: \n\nYes Q: b"], "", ("Q: a Q", ": ")),  # the end and a stop in one
-        (["\n", " Yes", ".", " Q:", " b"], "", ("", "\n Yes. ")),  # no thought
-        (["</think>", "\n\n", "Yes", ". Q: <think>", "Q"], "</think>", ("", "Yes. ")),
-        (["<think>", "Q: a", " Q:"], "", ("Q: a Q:", "")),  # cut
-    ],
-)
-def test_stop_strings_wait_for_the_end_of_a_thought(
-    script: list[str], template: str, expected: tuple[str, str]
-) -> None:
+STOPPED: list[tuple[list[str], str, tuple[str, str]]] = [
+    (["<think>", "Hm, Q: a", "\n\n", "</think>", "\n\n", "Yes", ".", " Q", ": b"], "", ("Hm, Q: a", "Yes. ")),
+    (["<think>", "Hm, Q: a", " Q", ": </think>", "\n\n", "Yes.\n", "\nQ: b"], "<think>", ("Hm, Q: a Q:", "Yes.")),
+    (["<think>", "Q: a", "</", "thi", "nk>", "Yes Q", ":"], "", ("Q: a", "Yes ")),  # a marker of several tokens
+    (["<think>", "Q: a Q", "</th", "ink>: \n\nYes Q: b"], "", ("Q: a Q", ": ")),  # the end and a stop in one
+    (["\n", " Yes", ".", " Q:", " b"], "", ("", "\n Yes. ")),  # no thought
+    (["</think>", "\n\n", "Yes", ". Q: <think>", "Q"], "</think>", ("", "Yes. ")),
+    (["<think>", "Q: a", " Q:"], "", ("Q: a Q:", "")),  # cut
+]
+
+
+def test_stop_strings_wait_for_the_end_of_a_thought() -> None:
     """However long a round is, whole and streamed."""
     stop = ["Q:", "\n\n"]
-    decoder = scripted(script, template or "{{ messages[0].content }}", MARKERS, has_draft=True)
-    doors = ("chat/completions", "responses", "messages")
-    with running(decoder) as server:
-        for door, is_stream, k in itertools.product(doors, (False, True), (0, 1, 8)):
-            thoughts, content, reason = said(server, door, is_stream=is_stream, stop=stop, num_draft_tokens=k)
-            assert (thoughts, content) == expected
-            assert reason in ([None] if door == "responses" or script[-1] == " Q:" else stop)
+    for script, template, expected in STOPPED:
+        decoder = scripted(script, template or "{{ messages[0].content }}", MARKERS, has_draft=True)
+        with running(decoder) as server:
+            for door, is_stream, k in itertools.product(BUDGETS, (False, True), (0, 1, 8)):
+                thoughts, content, reason = said(server, door, is_stream=is_stream, stop=stop, num_draft_tokens=k)
+                assert (thoughts, content) == expected
+                assert reason in ([None] if door == "responses" or script[-1] == " Q:" else stop)
 
 
 def test_whoever_reads_no_thoughts_stops_in_them() -> None:

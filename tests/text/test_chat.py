@@ -240,7 +240,7 @@ _CHATML = (
 _TEMPLATES = {
     _CHATML: "<|im_end|>",
     # As in channels: other turns end with another token.
-    "{% for m in messages %}{{ m.content }}{% if loop.last %} <eos>{% else %}<|im_end|>{% endif %}{% endfor %}": "<eos>",
+    "{% for m in messages %}{{ m.content }}{{ ' <eos>' if loop.last else '<|im_end|>' }}{% endfor %}": "<eos>",
     "{% for m in messages %}{{ m.content }} {{ eos_token }}{% endfor %}": "<eos>",
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}": None,
     "{% for m in messages %}{{ m.content[:3] }}<|im_end|>{% endfor %}": None,

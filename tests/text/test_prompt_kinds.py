@@ -78,7 +78,7 @@ def test_other_mappings_are_refused() -> None:
 
 
 def test_padding_without_a_mask_is_refused_or_warned_of() -> None:
-    """In an array of ids; in a list each token is meant. A warning where it may be an end or the beginning of a text."""
+    """In an array of ids; in a list each token is meant. A warning where it may be an end or a beginning."""
     decoder = decoder_of()
     ids = decoder.tokenizer(TEXTS, padding=True).input_ids  # type: ignore[misc]
     for form in (torch.as_tensor, np.asarray):
@@ -105,7 +105,9 @@ def test_template_text_gets_no_second_bos(adds: bool) -> None:
     tokenizer.add_special_tokens({"bos_token": "<s>"})
     bos = tokenizer.bos_token_id
     if adds:
-        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", bos)])
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            "<s> $A", special_tokens=[("<s>", bos)]
+        )
     assert encode(tokenizer, "<s>w1 w2") == [bos, 1, 2] and encode(tokenizer, "<s><s>w1") == [bos, bos, 1]
     assert encode(tokenizer, "w1 <s>") == [bos, 1, bos][1 - adds :]
     tokenizer.chat_template = "<s>{{ messages[0].content }}"

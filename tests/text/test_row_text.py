@@ -194,7 +194,11 @@ def test_the_end_of_a_row() -> None:
     row = RowText(Pieces(["a", "b", "c"]), {2}, (), stop_ids={1, 2})  # type: ignore[arg-type]
     assert [row.push(i) for i in (0, 1, 2)] == [None, "stop", "eos"] and row.stop_reason == 1
     row = RowText(Pieces(["ab", "x", "b"]), (), ["b", "abc"], min_tokens=1)  # type: ignore[arg-type]
-    assert [row.push(i) for i in range(3)] == [None, None, "stop"] and row.stop_reason == "b"  # the first came too early
+    assert [row.push(i) for i in range(3)] == [
+        None,
+        None,
+        "stop",
+    ] and row.stop_reason == "b"  # one came too early
     row = RowText(None, {EOS}, ())
     assert [row.push(i) for i in (1, 2, EOS)] == [None, None, "eos"]
     row.finish()

@@ -1,4 +1,4 @@
-"""Fields of vLLM: which tokens may be generated, which have text, how much of a prompt is kept, and its scores."""
+"""Fields of requests: scores of prompts, the end of a text, tokens that the tokenizer adds, options of the template."""
 
 import json
 from collections.abc import Iterator
@@ -7,11 +7,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from scripted import MARKERS, TEMPLATES, scripted
+from scripted import TEMPLATES, scripted
 from servers import running, words
 from tokenizers import processors
 
+from outrider.api import load
 from outrider.serve import logprobs
+from pairs import random_llama, word_tokenizer
 from toys import random_table
 
 CHAT: Any = [{"role": "user", "content": "w3 w7"}]
@@ -25,20 +27,16 @@ def http() -> Iterator[httpx.Client]:
         yield one
 
 
-def test_special_tokens_may_have_text() -> None:
-    decoder = scripted(["Yes", "[TOOL_CALLS]", "no"], TEMPLATES["mistral"], MARKERS["mistral"])
-    with running(decoder) as server, server.http() as client:
-        for skips, text in [(True, "Yesno"), (False, "Yes[TOOL_CALLS]no")]:
-            answer = client.post("/v1/completions", json={"prompt": "a", "skip_special_tokens": skips})
-            assert answer.json()["choices"][0]["text"] == text
-
-
 def test_prompts_are_scored(http: httpx.Client) -> None:
-    """By the raw logits, whatever the options; beside the scores of an echo."""
+    """By the raw logits, whatever the options; beside the scores of an echo, and alone."""
+    body: dict[str, Any]
     scores = random_table(50, 0).log_softmax(dim=-1)
+    body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "prompt_logprobs": 1}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["logprobs"] is None and "2" in choice["prompt_logprobs"][1]
     for token, place in ((5, scores[1].sort(descending=True).indices.tolist().index(5)), (int(scores[1].argmax()), 0)):
         prompts = [[1, token, 9], [4]]
-        body: dict[str, Any] = {"prompt": prompts, "max_tokens": 2, "n": 2, "temperature": 0.1, "top_k": 2}
+        body = {"prompt": prompts, "max_tokens": 2, "n": 2, "temperature": 0.1, "top_k": 2}
         body |= {"prompt_logprobs": 3, "logit_bias": {"5": -9}, "logprobs": 1, "echo": True}
         choices = http.post("/v1/completions", json=body).json()["choices"]
         assert [len(choice["prompt_logprobs"]) for choice in choices] == [3, 3, 1, 1]
@@ -56,12 +54,6 @@ def test_prompts_are_scored(http: httpx.Client) -> None:
     first, second = answer["prompt_logprobs"]
     assert first is None and "prompt_logprobs" not in answer["choices"][0]
     assert second["7"]["logprob"] == pytest.approx(float(scores[3, 7])) and len(second) == 1
-
-
-def test_scores_without_generating(http: httpx.Client) -> None:
-    body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "prompt_logprobs": 1}
-    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
-    assert choice["logprobs"] is None and "2" in choice["prompt_logprobs"][1]
 
 
 def test_too_many_scores_are_refused(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,3 +114,65 @@ def test_tokens_that_the_tokenizer_adds() -> None:
             body = {"messages": CHAT, "add_special_tokens": given}
             assert client.post("/tokenize", json=body).json()["count"] == of_chat
         assert client.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json()["count"] == 0
+
+
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }} {% endfor %}{% for one in documents or [] %}w7 {% endfor %}"
+    "{% if reasoning_effort %}{{ {'low': 'w4', 'high': 'w5'}[reasoning_effort] }} {% endif %}"
+    "{% if enable_thinking is false %}w6 {% endif %}{% if add_generation_prompt %}{% endif %}"
+)
+
+
+def test_options_of_the_template() -> None:
+    """In a request, and where its tokens are counted."""
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = _TEMPLATE
+    messages = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w8"}]
+    options: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, [8]),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, [8, 5, 6]),
+        ({"documents": [{"title": "a", "text": "b"}]}, [8, 7]),
+        ({"continue_final_message": True, "add_generation_prompt": False}, [8]),
+    ]
+    decoder = load(random_llama(), tokenizer=tokenizer)
+    with running(decoder) as server, server.http() as client:
+        for fields, more in options:
+            body = {"messages": messages, **fields}
+            (expected,) = decoder.generate([[3, *more]], seed=1, max_new_tokens=8)
+            assert client.post("/tokenize", json=body).json()["tokens"] == [3, *more]
+            answer = client.post("/v1/chat/completions", json=body | {"seed": 1, "max_tokens": 8}).json()
+            assert answer["choices"][0]["message"]["content"] == expected.text
+            assert answer["usage"]["prompt_tokens"] == 1 + len(more)
+
+
+_ONE_SYSTEM = (
+    "{% if messages[1].role == 'system' %}{{ raise_exception('one system message') }}{% endif %}"
+    "{% set roles = {'system': 'w9', 'user': 'w8', 'assistant': 'w7'} %}"
+    "{% for m in messages %}{{ roles[m.role] }} {{ m.content }} {% endfor %}"
+)
+
+
+def test_messages_as_openai_takes_them() -> None:
+    """Without a text, refused, and with several messages of the system for a template of one."""
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = _ONE_SYSTEM
+    messages = [
+        {"role": "developer", "content": "w1"},
+        {"role": "system", "content": "w2"},
+        {"role": "user", "content": []},
+        {"role": "assistant", "content": None, "refusal": None},
+        {"role": "user", "content": "w3"},
+        {"role": "assistant", "content": None, "refusal": "w4"},
+        {"role": "user", "content": "w5"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "w6"}]},
+    ]
+    ids = [9, 1, 2, 8, 7, 8, 3, 7, 4, 8, 5, 7, 6]
+    with running(load(random_llama(), tokenizer=tokenizer)) as server, server.http() as http:
+        body = {"messages": messages, "max_tokens": 1, "top_k": 1}
+        assert http.post("/tokenize", json={"messages": messages}).json()["tokens"] == ids
+        answer = http.post("/v1/chat/completions", json=body).json()
+        assert answer["usage"]["prompt_tokens"] == len(ids)
+        # Output of the assistant has its refusals in parts there.
+        items = [one if one.get("content") is not None else one | {"content": one["refusal"] or ""} for one in messages]
+        body = {"instructions": "w1", "input": items[1:], "max_output_tokens": 1, "top_k": 1}
+        assert http.post("/v1/responses", json=body).json()["usage"]["input_tokens"] == len(ids)
