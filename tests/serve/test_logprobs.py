@@ -15,7 +15,6 @@ from transformers import PreTrainedTokenizerFast
 from outrider.decoder import Decoder
 from outrider.drafters.model import model_drafter
 from outrider.serve.logprobs import TokenTexts
-from outrider.text.tokenizer import pieces_of
 from pairs import embedded_tokenizer, metaspace_tokenizer, word_tokenizer
 from toys import random_table, table_lm
 
@@ -177,14 +176,6 @@ def test_an_echo() -> None:
         choices = asked(server, "completions", {"prompt": ["Once", "Once a"], "n": 2, "echo": True, "logprobs": 1})
         places = [choice["logprobs"]["text_offset"] for choice in choices]
         assert places == [[0, 4, 9, 14]] * 2 + [[0, 4, 6, 11, 16]] * 2
-
-
-def test_special_tokens_that_were_added_have_no_place() -> None:
-    tokenizer = spaced()
-    once, upon = tokenizer.convert_tokens_to_ids(["▁Once", "▁upon"])
-    assert pieces_of(tokenizer, [tokenizer.bos_token_id, once, upon], "Once upon") == ["", "Once", " upon"]
-    assert pieces_of(tokenizer, [tokenizer.bos_token_id, once], "<s> Once") == ["<s>", " Once"]
-    assert pieces_of(tokenizer, [once, upon], "ONCE  UPON") == ["Once", "  UPON"]
 
 
 def test_tokens_of_a_chat() -> None:

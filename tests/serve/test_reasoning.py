@@ -170,27 +170,6 @@ def test_without_markers_thoughts_are_content_and_have_no_budget() -> None:
         decoder.generate("a", thinking_budget=-1)
 
 
-def test_a_thought_and_several_calls_in_one_round() -> None:
-    """A draft of eight tokens holds the end of the thought, and two calls."""
-    call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
-    script = ["<think>", "Hm", "</think>", "\n\n", call[:20], call[20:], call[:14], call[14:]]
-    with running(scripted(script, TEMPLATES["hermes"], MARKERS, has_draft=True)) as server:
-        for is_stream, k in itertools.product((False, True), (0, 1, 8)):
-            body = {"messages": ASK, "tools": [tool("time", {"type": "object"})], "num_draft_tokens": k}
-            with server.http() as http:
-                answer = http.post("/v1/chat/completions", json=body | {"stream": is_stream})
-            if is_stream:
-                lines = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-                deltas = [line["choices"][0]["delta"] for line in lines]
-                assert "".join(one.get("reasoning_content") or "" for one in deltas) == "Hm"
-                names = [part["function"].get("name") for one in deltas for part in one.get("tool_calls") or []]
-                assert [name for name in names if name] == ["time", "time"]
-            else:
-                message = answer.json()["choices"][0]["message"]
-                assert message["reasoning_content"] == "Hm" and not message["content"]
-                assert [one["function"]["name"] for one in message["tool_calls"]] == ["time", "time"]
-
-
 def test_a_thought_can_be_continued() -> None:
     """The last message tells where the output begins."""
     decoder = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", MARKERS)

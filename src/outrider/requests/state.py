@@ -55,7 +55,10 @@ class RequestState:
             self.text.finish()
         seed = self.request.sampling.seed
         assert seed is not None
-        return Chunk.of(round_, _pieces(self.text.take(), self.origins), timing, seed, row=self.number)
+        # Text by origin: neighbouring tokens of the same origin are joined.
+        groups = groupby(self.text.take(), key=lambda item: self.origins[item[0]])
+        pieces = tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)
+        return Chunk.of(round_, pieces, timing, seed, row=self.number)
 
     @property
     def completion(self) -> Completion:
@@ -68,9 +71,3 @@ def collect(states: Sequence[RequestState], chunks: Iterable[Chunk]) -> list[Com
     for chunk in chunks:
         states[chunk.row].chunks.append(chunk)
     return [state.completion for state in states]
-
-
-def _pieces(text: Sequence[tuple[int, str]], origins: Sequence[Origin]) -> tuple[tuple[str, Origin], ...]:
-    """Group text by origin: neighbouring tokens of the same origin are joined."""
-    groups = groupby(text, key=lambda item: origins[item[0]])
-    return tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)

@@ -13,7 +13,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.records import Chunk, Completion, FinishReason
 from outrider.requests.state import RequestState
@@ -23,7 +23,7 @@ from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.logprobs import TokenTexts
 from outrider.serve.metrics import num_spec_steps
 from outrider.serve.served_model import ServedModel
-from outrider.text.output_parser import OutputParser, Piece
+from outrider.text.output_parser import OutputParser
 from outrider.text.tool_formats import ToolFormat
 
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -122,20 +122,31 @@ class Answer(ABC):
 
 @dataclass(eq=False)
 class ItemsAnswer(Answer):
-    """One output in items: messages, thoughts and calls."""
+    """One output in items, one after another: messages, thoughts and calls.
 
+    Attributes:
+        types: of items, by the kind of a piece.
+    """
+
+    types: ClassVar[Mapping[str, str]]
     parser: OutputParser = field(init=False)
+    items: list[dict[str, Any]] = field(init=False, default_factory=list)
+    is_open: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.parser = self.new_parser()
 
     @abstractmethod
-    def piece(self, piece: Piece) -> Iterator[bytes]:
-        """Events of a part of the output."""
+    def begin_item(self, kind: str, name: str) -> Iterator[bytes]:
+        """Add an item, of a call with the tool's name."""
 
     @abstractmethod
-    def ending(self, reason: FinishReason) -> Iterable[bytes]:
-        """Events after the last part."""
+    def add(self, text: str) -> bytes:
+        """Add text to the last item."""
+
+    @abstractmethod
+    def end_item(self, *, is_cut: bool) -> Iterator[bytes]:
+        """End the last item."""
 
     @abstractmethod
     def so_far(self, reason: FinishReason | None, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -156,10 +167,26 @@ class ItemsAnswer(Answer):
 
     def _parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
         for piece in self.parser.feed(text, is_end=reason is not None):
-            if piece.kind != "reasoning" or self.ask.body.include_reasoning:
-                yield from self.piece(piece)
+            if piece.kind == "reasoning" and not self.ask.body.include_reasoning:
+                continue
+            kind = self.types[piece.kind]
+            if piece.kind == "call" or not self.is_open or self.items[-1]["type"] != kind:
+                yield from self._close(is_cut=False)
+                yield from self._open(kind, piece.text)
+            if piece.kind != "call":
+                yield self.add(piece.text)
         if reason is not None:
-            yield from self.ending(reason)
+            if not self.items and self.types["content"] == "message":  # a response is never empty
+                yield from self._open("message", "")
+            yield from self._close(is_cut=reason == "length" or self.parser.is_in_call)  # by a stop string
+
+    def _open(self, kind: str, name: str) -> Iterator[bytes]:
+        self.is_open = True
+        return self.begin_item(kind, name)
+
+    def _close(self, *, is_cut: bool) -> Iterator[bytes]:
+        was_open, self.is_open = self.is_open, False
+        return self.end_item(is_cut=is_cut) if was_open else iter(())
 
 
 async def whole_answer(answer: Answer) -> dict[str, Any]:

@@ -75,19 +75,17 @@ class App:
             ("/v1/responses", ResponseBody, ResponseAnswer),
             (messages.PATH, MessageBody, MessageAnswer),
         )
-        generation = [
-            (path, Generation(self, body, partial(Preparer.prepare, answer=answer), self.answer))
+        posts: dict[str, Any] = {
+            path: Generation(self, body, partial(Preparer.prepare, answer=answer), self.answer)
             for path, body, answer in answers
-        ]
-        generation.append(("/v1/race", Generation(self, RaceBody, prepare_race, self.answer_race)))
-        others = [
+        }
+        posts["/v1/race"] = Generation(self, RaceBody, prepare_race, self.answer_race)
+        posts["/tokenize"] = partial(self._json_response, Preparer.tokenize)
+        posts["/detokenize"] = partial(self._json_response, Preparer.detokenize)
+        posts[f"{messages.PATH}/count_tokens"] = partial(self._json_response, Preparer.count_tokens)
+        gets = [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._card),
-            Route("/tokenize", partial(self._json_response, Preparer.tokenize), methods=["POST"]),
-            Route("/detokenize", partial(self._json_response, Preparer.detokenize), methods=["POST"]),
-            Route(
-                f"{messages.PATH}/count_tokens", partial(self._json_response, Preparer.count_tokens), methods=["POST"]
-            ),
             Route("/tokenizer_info", self._tokenizer_info),
             Route("/health", self._health),
             Route("/ping", self._health),
@@ -97,7 +95,7 @@ class App:
             *(Route(path, _static(name)) for path, name in PAGE.items()),
         ]
         self.asgi: ASGIApp = Starlette(
-            routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
+            routes=[*(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()), *gets],
             middleware=[
                 Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard),
                 Middleware(in_pieces, unsent=lambda: model.admission.unsent, client_of=self.client_of),
@@ -168,21 +166,18 @@ class App:
         return JSONResponse({"version": version("outrider")})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(
-            generate_latest(self._model.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        content = generate_latest(self._model.metrics.registry)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _list_models(self, request: Request) -> Response:
         self._model.admission.check_ready()
         return JSONResponse({"object": "list", "data": [self._card_of(name) for name in self._model.names]})
 
     async def _card(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self._preparer_of(name)
+        self._preparer_of(name := request.path_params["name"])
         return JSONResponse(self._card_of(name))
 
     def _card_of(self, name: str) -> dict[str, Any]:
-        """The model under one of its names."""
         return {
             "id": name,
             "object": "model",
@@ -254,8 +249,12 @@ class Generation:
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run ``work``; cancel it if the client disconnects."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -266,14 +265,8 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _body(request: Request) -> bytes:
-    """Read a JSON body. Raises Refusal if it is too long or not declared as JSON: browsers send other types across
-    sites without asking."""
+    """Raises Refusal: too long, or not declared as JSON, since browsers send other types across sites unasked."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal("send the body with 'Content-Type: application/json'", status=415)
@@ -286,16 +279,15 @@ async def _body(request: Request) -> bytes:
 
 
 async def _send_stream(pieces: AsyncIterator[bytes], send: Send) -> None:
-    piece = await anext(pieces)  # before the status is sent, since it may be an error
+    piece: bytes | None = await anext(pieces)  # before the status is sent, since it may be an error
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-    await send({"type": "http.response.body", "body": piece, "more_body": True})
-    async for piece in pieces:
+    while piece is not None:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
+        piece = await anext(pieces, None)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """Endpoint that serves a file of the page."""
     kind, content = read_file(name)
 
     async def respond(request: Request) -> Response:

@@ -44,8 +44,8 @@ def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
             has_image = isinstance(content, list) and any(map(_is_image, content))
             read.append({**message} if has_image else read_message(index, message))
         except PromptError:
-            parts = "text parts and image_url parts"
-            raise Refusal(f"{where}.content must be a string, or a list of {parts}", param=where) from None
+            forms = "a string, or a list of text parts and image_url parts"
+            raise Refusal(f"{where}.content must be {forms}", param=where) from None
     return read
 
 
@@ -55,7 +55,6 @@ def _is_image(part: Any) -> bool:
 
 
 def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Raises Refusal."""
     found = calls if isinstance(calls, list) else [None]
     functions: list[Any] = [call.get("function") if isinstance(call, dict) else None for call in found]
     if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):

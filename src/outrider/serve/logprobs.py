@@ -157,15 +157,8 @@ def check_scores(scores: Mapping[str, int], num_tokens: int) -> None:
 
 @torch.inference_mode()
 def prompt_logprobs(target: LM, token_ids: Sequence[int], num_top: int) -> Generator[list[ScoredToken]]:
-    """Score all tokens but the first, with the ``num_top`` most probable ones at each position, from the raw logits.
-    Raises NumericsError.
-
-    Args:
-        token_ids: at least two.
-
-    Yields:
-        Log-probabilities of a few tokens, so that other work can run in between.
-    """
+    """Score all tokens but the first, of at least two, with the ``num_top`` most probable ones at each position, from
+    the raw logits. Yields a few at a time, so that other work can run in between. Raises NumericsError."""
     for forced in force(target, [Text(token_ids)], most_columns=32):  # streams wait; more save no time
         logprobs = wide(forced.logits).log_softmax(dim=-1)  # [M, V]
         chosen = logprobs.gather(-1, forced.ids[:, None])  # [M, 1]

@@ -23,12 +23,8 @@ _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 
 class Metrics(Collector):
-    """The counts of the server. Written by the engine thread, read by any.
-
-    Args:
-        load: tells the load of the engine.
-        unread_bytes: tells the size of the answers that clients have not read.
-    """
+    """The counts of the server, with the load of the engine and the size of the answers that clients have not read.
+    Written by the engine thread, read by any."""
 
     def __init__(self, load: Callable[[], Load], unread_bytes: Callable[[], int], model_name: str) -> None:
         self._load, self._unread_bytes, self._model_name = load, unread_bytes, model_name

@@ -81,7 +81,7 @@ class Preparer:
         if ask.num_draft_tokens is not None and ask.num_draft_tokens > (max_k := self.model.schedule.max_k):
             message = f"num_draft_tokens = {ask.num_draft_tokens} is not supported: this server drafts at most {max_k}"
             raise Refusal(message, param="num_draft_tokens")
-        most_rows = self.model.most_rows
+        most_rows = self.model.admission.most_of_one
         if len(ask.prompts) * ask.body.n > most_rows:  # before they are tokenized
             message = f"the request needs {len(ask.prompts) * ask.body.n} completions: this server allows {most_rows}"
             raise Refusal(message, param="n" if len(ask.prompts) <= most_rows else ask.body.PROMPT)

@@ -22,7 +22,6 @@ from outrider.serve.generation_body import Format, GenerationBody, Integer, Pars
 from outrider.serve.http_errors import Refusal
 from outrider.serve.tools import Functions, Part, ToolChoice, ToolUse, as_parts, descriptions_of
 from outrider.text.chat import Chat, ChatOptions
-from outrider.text.output_parser import Piece
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # types of parts
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
@@ -154,7 +153,7 @@ def _text_of(parts: Sequence[_Part] | None) -> str:
 class ResponseAnswer(ItemsAnswer):
     """One response."""
 
-    _items: list[dict[str, Any]] = field(init=False, default_factory=list)
+    types = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
     _num_events: int = field(init=False, default=0)
 
     def begin(self) -> Iterator[bytes]:
@@ -183,35 +182,21 @@ class ResponseAnswer(ItemsAnswer):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
-            "output": self._items,
+            "output": self.items,
             "usage": None if usage is None else _usage(usage),
             **{name: defaults[name] if sent.get(name) is None else sent[name] for name in _REPEATED},
         }
 
-    def ending(self, reason: FinishReason) -> Iterator[bytes]:
-        if not self._items:  # an output without text is an empty message
-            yield from self._open("message")
-        is_cut = reason == "length" or self.parser.is_in_call  # by a stop string
-        yield from self._close("incomplete" if is_cut else "completed")
+    def add(self, text: str) -> bytes:
+        item = self.items[-1]
+        if item["type"] == "function_call":
+            item["arguments"] += text
+            return self._of_item("response.function_call_arguments.delta", delta=text)
+        item["content"][0]["text"] += text
+        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        return self._of_item(f"response.{item['content'][0]['type']}.delta", content_index=0, delta=text, **more)
 
-    def piece(self, piece: Piece) -> Iterator[bytes]:
-        kinds = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
-        kind = kinds[piece.kind]
-        if piece.kind == "call" or not self._items or self._items[-1]["type"] != kind:
-            yield from self._close("completed")
-            yield from self._open(kind, piece.text)
-        if piece.kind == "call":
-            return
-        item = self._items[-1]
-        if kind == "function_call":
-            item["arguments"] += piece.text
-            yield self._of_item("response.function_call_arguments.delta", delta=piece.text)
-            return
-        item["content"][0]["text"] += piece.text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._of_item(f"response.{item['content'][0]['type']}.delta", content_index=0, delta=piece.text, **more)
-
-    def _open(self, kind: str, name: str = "") -> Iterator[bytes]:
+    def begin_item(self, kind: str, name: str) -> Iterator[bytes]:
         item: dict[str, Any] = {"id": _PREFIXES[kind] + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
         part: dict[str, Any] | None = None
         if kind == "function_call":
@@ -222,18 +207,15 @@ class ResponseAnswer(ItemsAnswer):
         else:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item |= {"role": "assistant", "content": []}
-        self._items.append(item)
-        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        self.items.append(item)
+        yield self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
         if part is not None:
             item["content"] = [part]
             yield self._of_item("response.content_part.added", content_index=0, part=part)
 
-    def _close(self, status: str) -> Iterator[bytes]:
-        """End the last item."""
-        if not self._items or self._items[-1]["status"] != "in_progress":
-            return
-        item = self._items[-1]
-        item["status"] = status
+    def end_item(self, *, is_cut: bool) -> Iterator[bytes]:
+        item = self.items[-1]
+        item["status"] = "incomplete" if is_cut else "completed"
         if item["type"] == "function_call":
             name, arguments = item["name"], item["arguments"]
             yield self._of_item("response.function_call_arguments.done", name=name, arguments=arguments)
@@ -242,10 +224,10 @@ class ResponseAnswer(ItemsAnswer):
             more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
             yield self._of_item(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._of_item("response.content_part.done", content_index=0, part=part)
-        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        yield self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _of_item(self, kind: str, **more: Any) -> bytes:
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
+        return self._event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **more)
 
     def _event(self, kind: str, **more: Any) -> bytes:
         self._num_events += 1

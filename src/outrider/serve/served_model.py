@@ -85,6 +85,7 @@ class ServedModel:
         decoder, capacity, schedule, fingerprint: set once the model is loaded; the decoder's models have names for
             clients.
         admission: the state of the server, and accepted requests.
+        thread: runs the engine.
         error: the reason of a failure.
     """
 
@@ -96,16 +97,13 @@ class ServedModel:
     _own_name: str
 
     def __init__(self, names: Sequence[str], load: LoadDecoder, options: ServerOptions) -> None:
-        """
-        Args:
-            load: loads the decoder, in the thread that will own it.
-        """
+        """``load`` loads the decoder, in the thread that will own it."""
         self.names, self._options, self._load = tuple(names), options, load
         self.admission = Admission(options.num_slots + options.max_queue, options.max_per_client)
         self.metrics = Metrics(lambda: self.load, lambda: self.admission.unread().total(), self.names[0])
         self.error: BaseException | None = None
         self._is_open = False
-        self._thread = LoopThread("outrider-engine")
+        self.thread = LoopThread("outrider-engine")
         self._rows: dict[int, tuple[Ticket, TicketRow]] = {}  # unfinished rows, as the thread numbers them
         self._num_submitted = 0
         self._arrived: list[tuple[Ticket, Event]] = []  # in the current round
@@ -127,22 +125,14 @@ class ServedModel:
 
         def begin_on_thread() -> None:
             self._open_on_thread()
-            self._thread.call(set_ready)
+            self.thread.call(set_ready)
 
         def fail_on_thread(error: BaseException) -> None:
             if not isinstance(error, OutriderError):
                 _LOG.error("the engine has failed", exc_info=error)
-            self._thread.call(set_failed, error)
+            self.thread.call(set_failed, error)
 
-        self._thread.start(self._run_on_thread, begin=begin_on_thread, fail=fail_on_thread)
-
-    def stop(self) -> None:
-        """Stop the thread after its current round."""
-        self._thread.stop()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end."""
-        self._thread.join(timeout_s)
+        self.thread.start(self._run_on_thread, begin=begin_on_thread, fail=fail_on_thread)
 
     def drain(self) -> None:
         """Accept no more requests."""
@@ -154,11 +144,6 @@ class ServedModel:
         """Load of the engine."""
         return self._engine.load if self._is_open else _NO_LOAD
 
-    @property
-    def most_rows(self) -> int:
-        """Maximum rows per client, running or waiting."""
-        return self.admission.most_of_one
-
     def reserve(self, client: str) -> AbstractContextManager[None]:
         """Count a request as one row while the request is prepared. Raises Refusal: not ready, or the queue is full."""
         return self.admission.reserve(client, self._retry_after_s())
@@ -169,7 +154,7 @@ class ServedModel:
         now_s = time.perf_counter()
         ticket = Ticket([TicketRow(job, which, now_s) for which, job in enumerate(jobs)], client, priority, now_s)
         self.admission.tickets.add(ticket)
-        self._thread.post(lambda: self._submit_on_thread(ticket))
+        self.thread.post(lambda: self._submit_on_thread(ticket))
         return ticket
 
     def close(self, ticket: Ticket) -> None:
@@ -177,7 +162,7 @@ class ServedModel:
         self.admission.tickets.discard(ticket)
         if ticket.num_open:
             ticket.num_open = 0
-            self._thread.post(lambda: self._cancel_on_thread(ticket, "abort"))
+            self.thread.post(lambda: self._cancel_on_thread(ticket, "abort"))
 
     async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[ScoredToken]]:
         """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
@@ -211,7 +196,7 @@ class ServedModel:
             self.admission.check(1, client, self._retry_after_s())
         task = EngineTask(steps, client, time.perf_counter())
         self.admission.tasks.add(task)
-        self._thread.post(lambda: self._tasks_on_thread.push(task, client))
+        self.thread.post(lambda: self._tasks_on_thread.push(task, client))
         try:
             while not isinstance(found := await arrival(task.found), StopIteration):
                 if isinstance(found, Exception):
@@ -283,7 +268,7 @@ class ServedModel:
         self._time_out_on_thread()
         has_more = self._loop.step()
         if self._arrived:
-            self._thread.call(self._deliver, self._arrived)
+            self.thread.call(self._deliver, self._arrived)
             self._arrived = []
         self._work_on_thread()
         return has_more or bool(self._tasks_on_thread)
@@ -316,10 +301,10 @@ class ServedModel:
         error = unavailable(message, self._retry_after_s())
         for ticket in late:
             self._cancel_on_thread(ticket, "timeout")
-        self._thread.call(self._deliver, [(ticket, (0, error)) for ticket in late])
+        self.thread.call(self._deliver, [(ticket, (0, error)) for ticket in late])
         self._tasks_on_thread.remove(lambda task: task in tasks)
         for task in tasks:
-            self._thread.call(task.found.put_nowait, error)
+            self.thread.call(task.found.put_nowait, error)
 
     def _cancel_on_thread(self, ticket: Ticket, reason: str) -> None:
         numbers = [number for number, (own, _) in self._rows.items() if own is ticket]
@@ -365,7 +350,7 @@ class ServedModel:
             found = error
         if not isinstance(found, Exception):
             self._tasks_on_thread.push(task, client)
-        self._thread.call(task.found.put_nowait, found)
+        self.thread.call(task.found.put_nowait, found)
 
 
 def _client_view(decoder: Decoder, name: str) -> Decoder:

@@ -70,7 +70,7 @@ class Server:
             asyncio.run(self._run())
         finally:
             self._app.close()
-            self.model.join(_GRACE_S)  # a thread that still computes at exit may crash
+            self.model.thread.join(_GRACE_S)  # a thread that still computes at exit may crash
         if self.model.error is not None:
             raise self.model.error
 
@@ -85,7 +85,7 @@ class Server:
             await self._uvicorn.serve([self._listener])
         finally:
             draining.cancel()
-            self.model.stop()
+            self.model.thread.stop()
 
     def _set_ready(self) -> None:
         options, tokenizer = self._options, self.model.decoder.tokenizer
@@ -111,11 +111,7 @@ class Server:
 
 def close_stalled(connections: Iterable[Any], seen: _Seen, now_s: float) -> _Seen:
     """Close connections that have waited too long for their client: for a head, all the rest of a body, or a reader,
-    since uvicorn limits none of these times. Returns the waiting connections, each with its state and since when.
-
-    Args:
-        seen: by the last call.
-    """
+    since uvicorn limits none of these times. Takes and returns the waiting ones, each with its state and since when."""
     found: _Seen = {}
     for one in list(connections):
         cycle = one.cycle  # of the latest request

@@ -40,8 +40,12 @@ def prompts_of(given: Any) -> Iterable[Any]:
 def one_prompt(prompt: Any) -> list[Any]:
     """A list of one prompt, in which a tokenizer's output is token ids. (In a list, a single message of a chat would be
     taken for the chat.) Raises PromptError: a tokenizer's output has several prompts; or see ``rows_of``."""
-    is_encoded = isinstance(prompt, Mapping) and not media_of(prompt)
-    return [only_row(prompt)] if is_encoded else [prompt]
+    if not isinstance(prompt, Mapping) or media_of(prompt):
+        return [prompt]
+    rows = rows_of(prompt)
+    if len(rows) != 1:
+        raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
+    return rows
 
 
 def is_chat(prompt: Any) -> bool:
@@ -87,14 +91,6 @@ def rows_of(encoded: Mapping[str, Any]) -> list[list[int]]:
     if list(map(len, rows)) != list(map(len, masks)) or any(bit not in (0, 1) for mask in masks for bit in mask):
         raise PromptError(f"{_MASK!r} is a 0 or a 1 for each of the {_IDS!r}")
     return [[i for i, bit in zip(row, mask, strict=True) if bit] for row, mask in zip(rows, masks, strict=True)]
-
-
-def only_row(encoded: Mapping[str, Any]) -> list[int]:
-    """Token ids of a tokenizer's output for one prompt. Raises PromptError: there are several; or see ``rows_of``."""
-    rows = rows_of(encoded)
-    if len(rows) != 1:
-        raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
-    return rows[0]
 
 
 def _lists(value: Any) -> list[list[int]]:
