@@ -180,7 +180,6 @@ class Endpoint:
         return {**output, "has_ended": has_ended, **read, "seed": seed if self.has_seeds else None}
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request, again after a while if the server is busy or gone."""
         for wait_s in (*_WAITS_S, None):
             try:
                 response = self.client.post(path, json=body)
@@ -275,7 +274,6 @@ def _read(response: httpx.Response) -> Any:
 
 
 def _token_ids(answer: Any, choice: Any, ids_of: Mapping[bytes, int]) -> list[int] | None:
-    """Token ids of a response, in any field; None if some are unknown."""
     logprobs = choice.get("logprobs") or {}
     listed = logprobs.get("content") or logprobs.get("tokens") or []
     verbose = answer.get("__verbose") or {}

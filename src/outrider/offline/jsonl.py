@@ -32,13 +32,9 @@ class SampleLine:
 
 
 def read_samples(path: Path, known: Sequence[str]) -> list[SampleLine]:
-    """Read samples from JSON lines, each with ``prompt_ids`` or ``prompt``, ``token_ids`` or ``text``, and optionally
-    ``options``, or the ``settings`` that ``outrider generate --output`` writes; ``num_tokens`` and ``has_ended``. Skips
-    rows with an error. Raises FileError: with file and line number.
-
-    Args:
-        known: names of options.
-    """
+    """Read samples from JSON lines with these known options, each with ``prompt_ids`` or ``prompt``, ``token_ids`` or
+    ``text``, and optionally ``options``, or the ``settings`` that ``outrider generate --output`` writes; ``num_tokens``
+    and ``has_ended``. Skips rows with an error. Raises FileError: with file and line number."""
     # Not splitlines(): see PromptFile.
     numbered = enumerate(read_text(path).split("\n"), start=1)
     rows = [(number, parse_row(f"{path}, line {number}", line)) for number, line in numbered if line.strip()]

@@ -222,7 +222,6 @@ class OutputFile:
     def _check(
         self, number: int, row: dict[str, Any], prompts: _Prompts, settings_of: Callable[[PromptLine], dict[str, Any]]
     ) -> int:
-        """Index of a row, checked to belong to this run."""
         index = row.get("index")
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             differing = ["index"]

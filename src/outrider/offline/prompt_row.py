@@ -98,7 +98,6 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
 
 
 def _chat(where: str, row: Mapping[str, Any]) -> Chat:
-    """Parse messages as the server would."""
     from outrider.serve.bodies import read_messages
     from outrider.serve.http_errors import Refusal
 

@@ -144,7 +144,6 @@ class EngineLoop:
                 self._owner = None
 
     def _begin(self) -> None:
-        """Submit requests to the engine in the order of their arrival."""
         while self._arriving:
             state = self._arriving[0]
             if self._engine is None or min(state.room, self._most_capacity) > self._capacity:

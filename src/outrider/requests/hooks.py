@@ -167,7 +167,6 @@ class Hooked:
         return self._here
 
     def _evaluated(self) -> NDArray[Any]:
-        """Raises _UnusableResult."""
         inner = None if self._inner is None else self._inner.effect()
         assert inner is None or isinstance(inner, np.ndarray)
         effect: NDArray[Any] = np.ones(self._vocab_size, np.bool_) if inner is None else inner
@@ -232,7 +231,6 @@ def _always_forbidden(
 
 
 def _word_ids(words: Sequence[str | Sequence[int]], tokenizer: Any, vocab_size: int) -> list[list[int]]:
-    """Token ids of ``bad_words``. Raises OptionError."""
     found: list[list[int]] = []
     for word in words:
         if not isinstance(word, str):

@@ -105,11 +105,8 @@ def _state(processor: Any) -> list[tuple[Any, ...]]:
 def as_options(
     processors: Sequence[Processor], row_ids: Sequence[int], num_padding: int
 ) -> tuple[dict[str, Any], list[Processor]]:
-    """Fields of ``Sampling`` for the processors that have one, and the others, which act before the temperature.
-
-    Args:
-        row_ids: the tokens of the prompt, padding included.
-    """
+    """Fields of ``Sampling`` for the processors that have one, and the others, which act before the temperature. The
+    ids of the row have its padding."""
     rest, options = list(processors), dict[str, Any]()
     if rest and type(rest[-1]) is hf.LogitNormalization:  # changes scores, and no probability
         rest.pop()
@@ -215,11 +212,7 @@ class ProcessedRow:
 
 
 class Criteria:
-    """Stopping criteria of a batch, called with one row at a time.
-
-    Attributes:
-        ends: the end tokens among them.
-    """
+    """Stopping criteria of a batch, called with one row at a time; their end tokens are in ``ends``."""
 
     def __init__(self, criteria: Sequence[Callable[..., Any]], num_rows: int) -> None:
         self._num_rows = num_rows
@@ -231,12 +224,8 @@ class Criteria:
         self.ends = frozenset(int(token) for ids in own for token in ids.tolist())
 
     def is_met(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> bool:
-        """Whether one of them is; all are called, as in ``generate``. Raises OptionError: one has a state, or reads
-        other rows.
-
-        Args:
-            ids: the tokens of one row. [1, N]
-        """
+        """Whether one of them is for the tokens of one row [1, N]; all are called, as in ``generate``. Raises
+        OptionError: one has a state, or reads other rows."""
         found = []
         for one in self._criteria:
             met = torch.as_tensor(one(ids, scores))

@@ -122,11 +122,8 @@ class Answer(ABC):
 
 @dataclass(eq=False)
 class ItemsAnswer(Answer):
-    """One output in items, one after another: messages, thoughts and calls.
-
-    Attributes:
-        types: of items, by the kind of a piece.
-    """
+    """One output in items, one after another: messages, thoughts and calls. ``types`` has the type of an item by the
+    kind of a piece."""
 
     types: ClassVar[Mapping[str, str]]
     parser: OutputParser = field(init=False)
@@ -150,11 +147,7 @@ class ItemsAnswer(Answer):
 
     @abstractmethod
     def so_far(self, reason: FinishReason | None, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer so far.
-
-        Args:
-            reason: None while it goes on.
-        """
+        """The answer so far, without a reason while it goes on."""
 
     def whole(self) -> dict[str, Any]:
         completion, totals = self.jobs[0].completion, self.totals()
@@ -238,11 +231,8 @@ async def _arrivals(answer: Answer) -> AsyncIterator[tuple[int, Chunk] | None]:
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """Encode JSON as ``json.dumps`` does, which stops all other threads: in pieces of a few milliseconds.
-
-    Args:
-        options: of ``JSONEncoder``.
-    """
+    """Encode JSON as ``json.dumps`` does with these options, which stops all other threads: in pieces of a few
+    milliseconds."""
     return "".join(_pieces(value, json.JSONEncoder(allow_nan=False, **options), _DEEPEST_SPLIT))
 
 
@@ -280,11 +270,8 @@ def usage_of(num_prompt_tokens: int, num_completion_tokens: int, num_cached_toke
 
 
 def _drafts(completion: Completion, max_k: int) -> dict[str, Any] | None:
-    """Draft statistics; None without drafts. Leaves out the last round if tokens after the end were dropped.
-
-    Args:
-        max_k: maximum tokens drafted per round for this sequence.
-    """
+    """Draft statistics, with at most ``max_k`` drafted tokens per round; None without drafts. Leaves out the last round
+    if tokens after the end were dropped."""
     stats = completion.stats
     num_steps = num_spec_steps(stats)
     if num_steps == 0:

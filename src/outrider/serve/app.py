@@ -55,11 +55,7 @@ _OTHER_KINDS = {"embeddings", "images", "moderations"}  # OpenAI's endpoints for
 
 
 class App:
-    """ASGI application.
-
-    Attributes:
-        preparer: set once the model is loaded.
-    """
+    """ASGI application. The preparer is set once the model is loaded."""
 
     preparer: Preparer
 
@@ -222,11 +218,8 @@ class App:
 
 @dataclass(frozen=True)
 class Generation:
-    """An endpoint that generates. (An object, not a function: it must see disconnects.)
-
-    Args:
-        answer: takes what ``prepare`` returns, and the client.
-    """
+    """An endpoint that generates: ``answer`` takes what ``prepare`` returns, and the client. (An object, not a
+    function: it must see disconnects.)"""
 
     app: App
     body: type[GenerationBody]

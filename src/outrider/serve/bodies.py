@@ -150,7 +150,6 @@ class OpenAIBody(GenerationBody):
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """One or many prompts, as strings or token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:

@@ -26,11 +26,8 @@ _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 @dataclass(eq=False)
 class ChoicesAnswer(Answer):
-    """Choices, the outputs of a request.
-
-    Attributes:
-        repeats_prompt: each choice has the log-probabilities of its prompt; else the response has them.
-    """
+    """Choices, the outputs of a request. The log-probabilities of a prompt are in each choice (``repeats_prompt``), or
+    in the response."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -116,7 +113,6 @@ class ChoicesAnswer(Answer):
         return len(self.prompt_ids) * self.ask.body.n
 
     def _opening(self, kind: str) -> dict[str, Any]:
-        """Fields that all responses and chunks have."""
         return {
             "id": self.id_prefix + self.id,
             "object": kind,
@@ -134,7 +130,6 @@ class ChoicesAnswer(Answer):
         return event_of(value, is_long=self.ask.body.echo)
 
     def _echoed(self, index: int) -> tuple[str, Scored | None]:
-        """Prompt, as the beginning of a choice."""
         at, num_top = index // self.ask.body.n, self.ask.options["logprobs"]
         if not self.ask.body.echo:
             return "", None

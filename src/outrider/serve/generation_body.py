@@ -88,7 +88,6 @@ def _whole(value: Any) -> Any:
 
 
 def _read_schema(value: Any) -> Any:
-    """A schema may come as text."""
     return from_json(value) if isinstance(value, str) else value
 
 
@@ -259,11 +258,8 @@ class GenerationBody(Body):
             raise body.refusal_of(error) from None
 
     def chat_prompt(self, messages: list[dict[str, Any]], options: ChatOptions, *others: str) -> Prompt:
-        """A chat; or with images its messages, which have no options. Raises Refusal, PromptError, OptionError.
-
-        Args:
-            others: further fields that cannot be given beside images.
-        """
+        """A chat; or with images its messages, beside which there are no options and no ``others``. Raises Refusal,
+        PromptError, OptionError."""
         if not has_images(messages):
             return Chat(messages, options)
         # Scoring does not read images.

@@ -27,11 +27,7 @@ _UNFINISHED = "\ufffd"  # output of decoders for a part of a character
 
 
 class TokenTexts:
-    """Texts of a tokenizer's tokens.
-
-    Args:
-        as_ids: return ``token_id:7`` instead.
-    """
+    """Texts of a tokenizer's tokens, or ``token_id:7``."""
 
     def __init__(self, tokenizer: Any, as_ids: bool) -> None:
         self.tokenizer, self._as_ids = tokenizer, as_ids
@@ -39,11 +35,7 @@ class TokenTexts:
         self._tokens: dict[int, tuple[str, bytes | None, bool]] = {}
 
     def of(self, token_id: int, piece: str = "") -> str:
-        """Text of a token.
-
-        Args:
-            piece: of the output: at its beginning some tokens lack their space.
-        """
+        """Text of a token; its piece of the output, at whose beginning some tokens lack their space."""
         if self._as_ids:
             return id_text(token_id)
         text, _, is_part = self.token(token_id)

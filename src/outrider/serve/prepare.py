@@ -130,11 +130,8 @@ class Preparer:
         return answer(ask, all_ids, texts, jobs, tokens, new_parser, self._tool_format, self.model, num_thoughts)
 
     def token_ids(self, prompt: Prompt, has_special: bool | None = None) -> list[int]:
-        """Token ids of a prompt that fits; with images it is the processor's output. Raises PromptError, OptionError.
-
-        Args:
-            has_special: see ``encode``.
-        """
+        """Token ids of a prompt that fits, encoded with special tokens or without; with images it is the processor's
+        output. Raises PromptError, OptionError."""
         if isinstance(prompt, Mapping):
             ids = rows_of(without_media(prompt))[0]
         else:

@@ -185,13 +185,9 @@ class ServedModel:
     async def between_rounds(
         self, steps: Generator[_Step], client: str, *, is_taken: bool = False
     ) -> AsyncGenerator[_Step | None]:
-        """Run another task on the thread, one step after each round, in turn with other tasks. Yields None as a
-        keep-alive. Close the iterator (``aclosing``) so that the task ends when the client disconnects. Raises Refusal:
-        not ready, the queue is full, or it waited too long.
-
-        Args:
-            is_taken: it belongs to an accepted request.
-        """
+        """Run another task on the thread, one step after each round, in turn with other tasks; of an accepted request,
+        or counted as one. Yields None as a keep-alive. Close the iterator (``aclosing``) so that the task ends when the
+        client disconnects. Raises Refusal: not ready, the queue is full, or it waited too long."""
         if not is_taken:
             self.admission.check(1, client, self._retry_after_s())
         task = EngineTask(steps, client, time.perf_counter())
@@ -335,7 +331,6 @@ class ServedModel:
         self._arrived.append((ticket, (row.which, item)))
 
     def _work_on_thread(self) -> None:
-        """Run one step of the next task."""
         if (next_task := self._tasks_on_thread.pop()) is None:
             return
         client, task = next_task

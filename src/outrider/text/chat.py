@@ -275,7 +275,6 @@ def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _variables_of(template: str) -> frozenset[str]:
-    """The variables that a template reads. Raises jinja2.TemplateError."""
     from jinja2 import Environment
     from jinja2.meta import find_undeclared_variables
 
@@ -287,13 +286,10 @@ def _variables_of(template: str) -> frozenset[str]:
 def read_message(
     index: int, message: Any, read_image: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """A message as chat templates know it: its text in one piece, a refusal as text, and the role ``developer`` as
-    ``system``, its older name. The text of an assistant may be missing: it is None beside calls of tools, else empty.
-    Raises PromptError: the message is no object, has no role, or has no text.
-
-    Args:
-        read_image: makes a part of the template's for each image, and the text stays in parts; None: refuse images.
-    """
+    """A message as chat templates know it: its text in one piece (in parts where ``read_image`` makes one of each
+    image), a refusal as text, and the role ``developer`` as ``system``, its older name. The text of an assistant may be
+    missing: it is None beside calls of tools, else empty. Raises PromptError: the message is no object, has no role, or
+    has no text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"message {index} is not an object with a 'role' and a 'content'")
     read = {name: value for name, value in message.items() if name != "refusal"}

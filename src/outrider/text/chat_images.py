@@ -58,13 +58,9 @@ def chat_of(
 
 
 def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: bool = True) -> dict[str, Any]:
-    """Token ids, mask and images of a chat, as the processor returns them. Raises PromptError: there is no processor;
-    an image cannot be read, or would have to be fetched; or the template or the processor does not accept the messages;
-    MissingExtra.
-
-    Args:
-        reads_files: images may be files of this machine.
-    """
+    """Token ids, mask and images of a chat, as the processor returns them; images may be files if ``reads_files``.
+    Raises PromptError: there is no processor; an image cannot be read, or would have to be fetched; or the template or
+    the processor does not accept the messages; MissingExtra."""
     if processor is None or not getattr(processor, "chat_template", None):
         remedy = "leave them out of the messages"
         raise PromptError(f"this model reads no images (it has no processor with a chat template): {remedy}")

@@ -111,7 +111,6 @@ class ThoughtSplitter:
         return pieces
 
     def _think(self, pieces: list[Piece], *, is_end: bool) -> bool:
-        """Read thoughts, and return whether they have ended."""
         self._drop_space()
         if self._label and not is_end and self._text != self._label and self._label.startswith(self._text):
             return False
@@ -152,13 +151,9 @@ class ThoughtSplitter:
 
 
 class CallParser:
-    """Splits one output into content and calls of tools, as it arrives.
+    """Splits one output into content and calls of these tools, as it arrives.
 
-    White space before a call is no content. Text that begins like a call, and is none, is content.
-
-    Args:
-        names: of the tools.
-    """
+    White space before a call is no content. Text that begins like a call, and is none, is content."""
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self._form, self._names = form, frozenset(names)
@@ -241,7 +236,6 @@ class CallParser:
         return self._begin(name)
 
     def _begin(self, name: str | None = None) -> bool:
-        """Begin to read a call: see ``CallReader``."""
         self._reader = CallReader(self._num_calls, None if self._form.has_marker else self._names, name)
         self._state = self._in_call
         return True

@@ -91,15 +91,11 @@ def processor_of(given: Any | None) -> Any | None:
 
 
 class Detokenizer:
-    """Incremental detokenizer that never returns incomplete characters.
+    """Incremental detokenizer that never returns incomplete characters. Special tokens have no text, but those shown.
 
     Tokens cannot be decoded one by one: a character may span several, and a leading space may depend on earlier tokens.
     So the last few tokens are decoded together, and the characters already returned are counted. A push never decodes
-    more than these few tokens.
-
-    Args:
-        shown_ids: special tokens that have text nevertheless.
-    """
+    more than these few tokens."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], shown_ids: Collection[int] = ()) -> None:
         self._decode = _decoder_of(tokenizer)
@@ -158,11 +154,7 @@ class Detokenizer:
 
 
 def pieces_of(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str]:
-    """Split a prompt's text into those of its tokens.
-
-    Args:
-        text: decoded from the tokens; or encoded, and then without special tokens that were added.
-    """
+    """Split a prompt's text, as decoded or as encoded, into those of its tokens."""
     shown_ids = [i for i in special_ids(tokenizer).intersection(token_ids) if tokenizer.decode([i]) in text]
     detokenizer = Detokenizer(tokenizer, (), shown_ids)
     pieces = [detokenizer.push(token_id) for token_id in token_ids[:-1]]

@@ -93,11 +93,7 @@ class Workers(Protocol):
 
 
 class LocalWorker:
-    """A worker in this process. Loads the models when first needed.
-
-    Args:
-        num_slots: prompts generated concurrently.
-    """
+    """A worker in this process, which generates ``num_slots`` prompts at a time. Loads the models when first needed."""
 
     def __init__(self, setup: Setup, num_slots: int) -> None:
         self._setup, self._num_slots = setup, num_slots

@@ -108,11 +108,8 @@ def _own_errors() -> Iterator[None]:
 
 
 class RayWorkers:
-    """Implements ``Workers`` on Ray: batches of prompts go to actors that are free.
-
-    Args:
-        num_workers: None for as many as fit.
-    """
+    """Implements ``Workers`` on Ray: batches of prompts go to actors that are free; as many as fit, unless a number is
+    given."""
 
     def __init__(self, setup: Setup, num_slots: int, num_workers: int | None, num_prompts: int) -> None:
         import ray
