@@ -83,12 +83,8 @@ class _Refused(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The endpoint of a server for one model, with the sampling options of all requests.
-
-    Attributes:
-        engine: name of its API.
-        ids_of: id of each token by its bytes, for servers that return tokens as text.
-    """
+    """The endpoint of a server for one model, with the sampling options of all requests; and the id of each token by
+    its bytes, for servers that return tokens as text."""
 
     url: str
     client: httpx.Client
@@ -210,13 +206,8 @@ def _engine_of(listed: Sequence[Mapping[str, Any]]) -> str:
 def samples(
     endpoint: Endpoint, jobs: Iterable[tuple[int, str | Chat, int]], concurrency: int, rate: float | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the index and the fields of each sample, in any order.
-
-    Args:
-        jobs: index, prompt and seed of each.
-        concurrency: requests that run at a time.
-        rate: most requests per second.
-    """
+    """Yield the index and the fields of each sample, in any order, of jobs with an index, a prompt and a seed: at most
+    ``concurrency`` at a time, and ``rate`` per second."""
     running: dict[Future[dict[str, Any]], int] = {}
     next_s = time.monotonic()
     with ThreadPoolExecutor(concurrency) as pool:

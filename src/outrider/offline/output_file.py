@@ -33,12 +33,8 @@ _ZERO = b"\0"  # never in a line; a power loss leaves it in place of written dat
 def row_of(
     index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, done: Completion | OutriderError | None
 ) -> dict[str, Any]:
-    """Output row. The index comes first: it identifies a half-written line.
-
-    Args:
-        seed: where there is no completion.
-        done: None if it was interrupted before the first token.
-    """
+    """Output row. The index comes first: it identifies a half-written line. Where there is no completion (``done`` is
+    None if it was interrupted before the first token), the row has this seed."""
     fields: dict[str, Any] = {"text": "", "token_ids": [], "origins": [], "finish_reason": None}
     last: dict[str, Any] = {}
     if isinstance(done, Completion):

@@ -50,7 +50,9 @@ class PromptFile:
         self._stream.seek(0)
         # Not splitlines(), which also splits at characters that are valid inside a JSON string.
         for number, line in enumerate(self._stream, start=1):
-            if _without_mark(start, line).decode(errors="replace").strip():
+            if number == 1 and line.startswith(_BYTE_ORDER_MARK):
+                line, start = line.removeprefix(_BYTE_ORDER_MARK), len(_BYTE_ORDER_MARK)
+            if line.decode(errors="replace").strip():
                 self._starts.append(start)
                 self._numbers.append(number)
             start += len(line)
@@ -64,7 +66,7 @@ class PromptFile:
         start, place = self._starts[index], f"{'item' if self._kind == 'array' else 'line'} {self._numbers[index]}"
         self._stream.seek(start)
         try:
-            text = _without_mark(start, self._stream.readline()).decode().removesuffix("\n").removesuffix("\r")
+            text = self._stream.readline().decode().removesuffix("\n").removesuffix("\r")
         except UnicodeDecodeError as error:
             remedy = "convert it, e.g. with iconv"
             raise FileError(f"{self.path}, {place}: not UTF-8 (byte {start + error.start}): {remedy}") from None
@@ -80,10 +82,6 @@ class PromptFile:
 
     def __iter__(self) -> Iterator[PromptLine]:
         return (self[index] for index in range(len(self)))
-
-
-def _without_mark(start: int, line: bytes) -> bytes:
-    return line.removeprefix(_BYTE_ORDER_MARK) if start == 0 else line
 
 
 def _kind_of(stream: IO[bytes]) -> str:

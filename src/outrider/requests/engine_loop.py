@@ -30,11 +30,7 @@ class EngineLoop:
     """
 
     def __init__(self, make: Callable[[int], Engine], *, least_capacity: int = 0, most_capacity: int) -> None:
-        """
-        Args:
-            make: a capacity -> an engine.
-            least_capacity, most_capacity: the bounds of the engine's capacity.
-        """
+        """``make`` makes an engine of a capacity between these bounds."""
         self._make, self._least_capacity, self._most_capacity = make, least_capacity, most_capacity
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that has the lock

@@ -24,13 +24,8 @@ Hook = Callable[[list[int]], Any]
 
 
 class ReadMasks(NamedTuple):
-    """The options that forbid tokens, read once for any number of sequences.
-
-    Attributes:
-        grammar: see ``structure_of``.
-        words: ``bad_words`` as token ids.
-        forbidding: their hook; None without any.
-    """
+    """The options that forbid tokens, read once for any number of sequences: the grammar, and ``bad_words`` as token
+    ids with their hook."""
 
     grammar: str | None
     words: Sequence[Sequence[int]]

@@ -77,10 +77,7 @@ class Watched:
     """A caller's function, as long as it does not change from call to call."""
 
     def __init__(self, inner: Callable[..., Any], option: str, remedy: str) -> None:
-        """
-        Args:
-            option, remedy: the parts of the error's message.
-        """
+        """The option and the remedy are for the error's message."""
         self.inner, self._option, self._remedy = inner, option, remedy
         self._num_calls = 0
 
@@ -111,7 +108,11 @@ def as_options(
     if rest and type(rest[-1]) is hf.LogitNormalization:  # changes scores, and no probability
         rest.pop()
     kinds, before = list(_FILTERS), len(_FILTERS)
-    while rest and type(rest[-1]) in kinds[:before] and _is_plain(rest[-1]):
+    # Some values and settings are Transformers' alone.
+    own = {"filter_value": -torch.inf, "min_tokens_to_keep": 1}
+    while rest and type(rest[-1]) in kinds[:before] and getattr(rest[-1], "top_p", 1.0) > 0:
+        if any(getattr(rest[-1], name, value) != value for name, value in own.items()):
+            break
         before = kinds.index(type(rest[-1]))
         name = _FILTERS[kinds[before]]
         options[name] = getattr(rest.pop(), name)
@@ -135,13 +136,6 @@ def as_options(
         if len(ends) == 1:
             return options | {"min_tokens": max(0, *nums), "stop_token_ids": ends.pop()}, []
     return options, rest
-
-
-def _is_plain(filter_: Any) -> bool:
-    """Whether a filter is ours: some values and settings are Transformers' alone."""
-    if getattr(filter_, "filter_value", -torch.inf) != -torch.inf or getattr(filter_, "min_tokens_to_keep", 1) != 1:
-        return False
-    return getattr(filter_, "top_p", 1.0) > 0
 
 
 def process(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Tensor:
@@ -173,12 +167,7 @@ class ProcessedRow:
     def __init__(
         self, processors: Sequence[Processor], row_ids: Sequence[int], device: torch.device, ends: frozenset[int]
     ) -> None:
-        """
-        Args:
-            row_ids: the tokens of the prompt, padding included.
-            device: the device of the ids that the processors see.
-            ends: tokens that end the sequence.
-        """
+        """The ids of the row have its padding; the processors see ids on this device."""
         self._processors, self._ids, self._device = processors, list(row_ids), device
         self._ends, self._num_given = ends, len(row_ids)
         self.errors: dict[int, Exception] = {}

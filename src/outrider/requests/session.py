@@ -40,11 +40,7 @@ class Session(GenerationCalls):
     def __init__(
         self, requests: Callable[..., list[RequestState]], loop: EngineLoop, target: LM, capacity: int | None
     ) -> None:
-        """
-        Args:
-            requests: makes the requests of a call, from the arguments of ``_open``.
-            capacity: the most tokens in a row, prompt included; None for the target's context.
-        """
+        """Requests are made from the arguments of ``_open``. A capacity counts the tokens of a row, prompt included."""
         self._requests, self.loop, self._target, self._capacity = requests, loop, target, capacity
 
     def _open(self, prompts: Any, sampling: Any, resume_ids: Any, n: int, options: Mapping[str, Any]) -> _Opened:

@@ -153,15 +153,11 @@ def _prompts(value: Any) -> list[Prompt]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if _are_ids(value):
+        if {*map(type, value)} == {int}:
             return [value]
-        if all(isinstance(item, str) or (isinstance(item, list) and item and _are_ids(item)) for item in value):
+        if all(isinstance(one, str) or (isinstance(one, list) and {*map(type, one)} == {int}) for one in value):
             return value
     raise ValueError("give a string, a list of strings, a list of token ids, or a list of these")
-
-
-def _are_ids(value: Sequence[Any]) -> bool:
-    return all(type(item) is int for item in value)
 
 
 class CompletionBody(OpenAIBody):

@@ -214,11 +214,12 @@ class ChatAnswer(ChoicesAnswer):
         delta, logprobs = self._delta(pieces, index), self._logprobs(index, text, pieces, scored)
         if not (delta or reason):
             return None
+        has_calls = index in self._callers and not self._parsers[index].is_in_call  # stop strings may cut a call
         return {
             "index": index,
             "delta": delta,
             "logprobs": logprobs,
-            "finish_reason": None if reason is None else self._finish_reason(index, reason),
+            "finish_reason": "tool_calls" if has_calls and reason in ("eos", "stop") else reason and _FINISH[reason],
         }
 
     def _delta(self, pieces: Sequence[Piece], index: int) -> dict[str, Any]:
@@ -240,10 +241,6 @@ class ChatAnswer(ChoicesAnswer):
         if calls:
             delta["tool_calls"] = [{"index": number, **call} for number, call in calls.items()]
         return delta
-
-    def _finish_reason(self, index: int, reason: FinishReason) -> str:
-        has_calls = index in self._callers and not self._parsers[index].is_in_call  # stop strings may cut a call
-        return "tool_calls" if has_calls and reason != "length" else _FINISH[reason]
 
     def _logprobs(self, index: int, text: str, pieces: Sequence[Piece], scored: Scored | None) -> dict[str, Any] | None:
         """Those of the content: without thoughts, calls, their markers and the end."""

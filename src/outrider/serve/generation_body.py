@@ -87,19 +87,11 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _read_schema(value: Any) -> Any:
-    return from_json(value) if isinstance(value, str) else value
-
-
 def _biases(value: Any) -> Any:
     try:
         return {int(token_id): bias for token_id, bias in value.items()}
     except (AttributeError, ValueError):
         raise ValueError("map token ids to numbers") from None
-
-
-def _many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _short(words: list[Any]) -> list[Any]:
@@ -120,9 +112,11 @@ Seed = Annotated[Integer, AfterValidator(_seed)]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1000)]],
     Field(max_length=16, fail_fast=True),
-    BeforeValidator(_many),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
-_Schema = Annotated[dict[str, Any], BeforeValidator(_read_schema)]
+_Schema = Annotated[
+    dict[str, Any], BeforeValidator(lambda value: from_json(value) if isinstance(value, str) else value)
+]
 _Text = Annotated[str, Field(min_length=1)]
 _Choices = Annotated[list[_Text], Field(min_length=1, max_length=5000, fail_fast=True)]
 NumLogprobs = Annotated[Integer, Field(ge=0, le=_MOST_LOGPROBS)]
@@ -282,12 +276,8 @@ class GenerationBody(Body):
         tools: ToolUse | None = None,
         thinking_budget: int | None = None,
     ) -> ParsedRequest:
-        """Check the fields of all endpoints. Raises Refusal.
-
-        Args:
-            form: of the output, with its field.
-            thinking_budget: in place of ``thinking_token_budget``.
-        """
+        """Check the fields of all endpoints. The form of the output comes with its field; ``thinking_budget`` is in
+        place of ``thinking_token_budget``. Raises Refusal."""
         if max_tokens is not None and self.min_tokens > max_tokens:
             name = self.name_of("min_tokens")
             raise Refusal(f"{name} is more than {self.name_of('max_new_tokens')}, {max_tokens}", param=name)

@@ -16,13 +16,8 @@ _RETRY_S = 10  # when the machine is overloaded
 
 
 class Refusal(Exception):
-    """A refused request, or the refused rest of one.
-
-    Attributes:
-        status: HTTP status.
-        param: the field at fault, if any.
-        retry_after_s: when to retry, if that may help.
-    """
+    """A refused request, or the refused rest of one: an HTTP status, the field at fault (``param``), and when to retry,
+    if that may help."""
 
     def __init__(
         self,

@@ -135,12 +135,8 @@ ScoredToken = tuple[TokenLogprob, int]
 
 
 def check_scores(scores: Mapping[str, int], num_tokens: int) -> None:
-    """Check that a response with log-probabilities of prompts is not too long. Raises Refusal.
-
-    Args:
-        scores: fields that request them, with the number of alternatives.
-        num_tokens: of all prompts, for each of their choices.
-    """
+    """Check that a response is not too long with these log-probabilities: fields with their number of alternatives, for
+    the tokens of all prompts and choices. Raises Refusal."""
     for name, num_top in scores.items():
         if (num := num_tokens * (num_top + 1)) > _MOST_SCORES:
             message = f"{num} log-probabilities of prompt tokens are too many for one response, of at most"

@@ -33,12 +33,7 @@ _MOST_TOKENIZED_BYTES = 2**20  # for /tokenize, which has no other limit
 
 
 class Preparer:
-    """Prepares requests for the model.
-
-    Args:
-        tool_format: how the model writes calls; None if that is not known.
-        thinking: markers of the model's thoughts; None if it has none.
-    """
+    """Prepares requests for the model, which may have a known format of calls and known markers of thoughts."""
 
     def __init__(self, model: ServedModel, tool_format: ToolFormat | None, thinking: Thinking | None) -> None:
         self.model, self._tool_format, self._thinking = model, tool_format, thinking

@@ -325,7 +325,16 @@ def turn_end(tokenizer: Any | None) -> int | None:
     """Token that a tokenizer's chat template writes after an answer; None if it writes none, or there is none."""
     if tokenizer is None or not tokenizer.chat_template:
         return None
-    text = _answered(tokenizer, {})
+
+    def answered(part: Mapping[str, Any]) -> str:
+        messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER, **part}]
+        try:
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # templates raise what they like, and may want other messages
+            return ""
+        return text
+
+    text = answered({})
     if _ANSWER not in text:
         return None
     added: dict[str, int] = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
@@ -333,18 +342,8 @@ def turn_end(tokenizer: Any | None) -> int | None:
     end = max((name for name in added if after.startswith(name)), key=len, default=None)
     if end is None:
         return None
-    others = [other for part in _PARTS if _ANSWER in (other := _answered(tokenizer, part))]
+    others = [other for part in _PARTS if _ANSWER in (other := answered(part))]
     return None if any(other.count(end) > text.count(end) for other in others) else added[end]
-
-
-def _answered(tokenizer: Any, part: Mapping[str, Any]) -> str:
-    """Text of a chat whose answer has another part; empty if the template does not take it."""
-    messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER, **part}]
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # templates raise what they like, and may want other messages
-        return ""
-    return text
 
 
 def ends_text(name: str, tokenizer: Any | None, eos_ids: Collection[int], turn_ids: Collection[int]) -> str:

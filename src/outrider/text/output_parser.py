@@ -40,13 +40,8 @@ class Piece:
 
 
 class OutputParser:
-    """Parser of one output.
-
-    Args:
-        thoughts: splits them off; None if there are none.
-        calls: finds calls; None if there are none.
-        has_content: otherwise what looks like content is the beginning of a call that was cut.
-    """
+    """Parser of one output with thoughts, calls, or both; without content, what looks like it is the beginning of a
+    call that was cut."""
 
     def __init__(
         self, thoughts: ThoughtSplitter | None = None, calls: CallParser | None = None, *, has_content: bool = True
@@ -73,12 +68,8 @@ class OutputParser:
 
 
 class ThoughtSplitter:
-    """Splits one output into thoughts and the rest, as it arrives, without the white space between them.
-
-    Args:
-        stage: where the output begins.
-        is_continued: in the middle of a text, so that white space counts from the beginning.
-    """
+    """Splits one output into thoughts and the rest, as it arrives, without the white space between them; in the middle
+    of a text (``is_continued``), white space counts from the beginning."""
 
     def __init__(self, thinking: Thinking, stage: Stage, *, is_continued: bool = False) -> None:
         self._thinking, self._stage = thinking, stage

@@ -140,12 +140,8 @@ def without_second_bos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
 
 def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any, has_images: bool = False) -> None:
     """Check that all ids are tokens, and none a placeholder of an image that is not there, or of a video or a sound,
-    which are not supported. Raises PromptError.
-
-    Args:
-        owners: have names of such tokens: the model's configuration, the tokenizer.
-        has_images: images are there, and do not end the prompt.
-    """
+    which are not supported. The model's configuration and the tokenizer have the names of such tokens. Images that are
+    there do not end the prompt. Raises PromptError."""
     if max(ids) >= vocab_size or min(ids) < 0:
         raise PromptError(f"the prompt has a token id outside 0..{vocab_size - 1}")
     for kind, thing in _MEDIA.items():

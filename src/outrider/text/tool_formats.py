@@ -180,8 +180,9 @@ def calls_grammar(
     elif answer is not None:
         lines += [f"start: answer | {calls}", f"answer: {lark_json(answer)}"]
     else:
+        escaped = re.sub(r"([^\w<>])", r"\\\1", trigger)
         lines.append(f"start: TEXT | {'head ' if has_head else ''}{calls}")
-        lines.append(f"TEXT: /{_ANY if form.has_marker else _NO_OBJECT}/ & ~/{_ANY}{_escaped(trigger)}{_ANY}/")
+        lines.append(f"TEXT: /{_ANY if form.has_marker else _NO_OBJECT}/ & ~/{_ANY}{escaped}{_ANY}/")
         if has_head and trigger in ids:
             lines.append(f"head: TEXT {_marker(trigger, ids)}")
         elif has_head:
@@ -195,7 +196,3 @@ def calls_grammar(
 
 def _marker(token: str, ids: Mapping[str, int]) -> str:
     return f"<[{ids[token]}]>" if token in ids else json.dumps(token)
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([^\w<>])", r"\\\1", text)

@@ -40,12 +40,8 @@ Length = tuple[int, int, bool]
 
 @dataclass(frozen=True)
 class Setup:
-    """Models and options of a worker.
-
-    Attributes:
-        options: fields of ``Sampling``, overridden by a prompt's own.
-        has_probs: whether to keep p of each token.
-    """
+    """Models and options of a worker: fields of ``Sampling``, overridden by a prompt's own, and whether p of each token
+    is kept."""
 
     pair: PairOptions
     draft: str
