@@ -81,17 +81,6 @@ def test_constrained_rows_among_others() -> None:
         decoder.stream(PROMPT, resume_ids=[11, 12, 13], regex=REGEX)
 
 
-def test_stop_strings_and_limits_still_end_a_text() -> None:
-    """An ampersand in quotes is no operator, of which there is a limit."""
-    decoder = embedded()
-    (one,) = decoder.generate(PROMPT, regex="( a)+", stop=" a a a", max_new_tokens=50, seed=1, logit_bias={0: -100.0})
-    assert (one.finish_reason, one.text) == ("stop", "")
-    (one,) = decoder.generate(PROMPT, regex=REGEX, max_new_tokens=1, seed=1)
-    assert one.finish_reason == "length"
-    (one,) = decoder.generate(PROMPT, grammar='start: " &&&&&" /&&&&&/ // & & & & & &', max_new_tokens=40, seed=1)
-    assert one.text == " " + "&" * 10
-
-
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(a"}, r"regex = '\(a' is invalid: .*unclosed group"),
     ({"json_schema": {"type": "foo"}}, "json_schema = .* is invalid: Invalid type: foo"),

@@ -17,7 +17,7 @@ from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError, OptionError, SessionError
 from outrider.records import Chunk, RowRound, Timing
-from outrider.requests.state import RequestState
+from outrider.requests.engine_loop import RequestState
 from outrider.runtime.lm import LM
 from pairs import random_llama
 from toys import llama_pair, perturbed
@@ -241,20 +241,3 @@ def test_copies_share_their_prefill(make: Any, monkeypatch: pytest.MonkeyPatch) 
         fed.clear()
         assert [one.token_ids for one in session.generate([PROMPT, other], n=3, seed=5, max_new_tokens=7)] == alone
         assert sum(fed) == 2 * (len(PROMPT) - 1)
-
-
-def test_seeds_of_copies() -> None:
-    decoder = _decoder()
-
-    def seeds(**options: Any) -> list[int]:
-        return [one.seed for one in decoder.generate([[1], [2]], n=2, max_new_tokens=1, **options)]
-
-    assert seeds(seed=7) == [7, 8, 9, 10]
-    assert seeds(seed=[7, 20]) == [7, 8, 20, 21]
-    assert len(set(seeds())) == 4
-    with pytest.raises(OptionError, match="n = True"):
-        decoder.generate([[1]], n=True)
-    with pytest.raises(OptionError, match="'generate' and 'stream_many' take it"):
-        decoder.stream([1], n=2)  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match="one list for each of the 4 completions"):
-        decoder.generate([[1], [2]], n=2, resume_ids=[[1], [2]])

@@ -1,13 +1,11 @@
 """Fields of requests: scores of prompts, the end of a text, tokens that the tokenizer adds, options of the template."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from scripted import TEMPLATES, scripted
 from servers import running, words
 from tokenizers import processors
 
@@ -65,29 +63,6 @@ def test_too_many_scores_are_refused(http: httpx.Client, monkeypatch: pytest.Mon
             answer = http.post("/v1/completions", json=body)
             assert answer.status_code == status
             assert status == 200 or answer.json()["error"]["param"] == name
-
-
-def test_the_end_may_have_text() -> None:
-    """A stop string, a stop token, and an end token unless it is special."""
-    decoder = scripted(["Oh", " yes", ".", " no"], TEMPLATES["hermes"], {})
-    with running(decoder) as server, server.http() as client:
-        for body, without, text in [
-            ({"stop": ["y", "es."]}, "Oh ", "Oh y"),
-            ({"stop": ["s. n"]}, "Oh ye", "Oh yes. n"),
-            ({"stop_token_ids": [3]}, "Oh yes", "Oh yes."),
-            ({}, "Oh yes. no", "Oh yes. no"),
-            ({"skip_special_tokens": False}, "Oh yes. no", "Oh yes. no<end>"),
-            ({"max_tokens": 2, "stop": ["s."]}, "Oh yes", "Oh yes"),
-        ]:
-            for includes, expected in ((False, without), (True, text)):
-                asked: Any = {"prompt": "a", "include_stop_str_in_output": includes} | body
-                choice = client.post("/v1/completions", json=asked).json()["choices"][0]
-                assert choice["text"] == expected
-                lines = client.post("/v1/completions", json=asked | {"stream": True}).text.split("\n\n")
-                parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-                assert "".join(part["choices"][0]["text"] for part in parts) == expected
-                message = client.post("/v1/chat/completions", json=asked | {"prompt": None, "messages": CHAT}).json()
-                assert message["choices"][0]["message"]["content"] == expected
 
 
 def test_tokens_that_the_tokenizer_adds() -> None:

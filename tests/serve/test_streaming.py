@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from openai import NOT_GIVEN, OpenAI
+from openai import OpenAI
 from servers import Running, running
 
 from outrider.api import load
@@ -196,17 +196,6 @@ def test_names_of_options() -> None:
         assert understood(fields) == understood({}) | options
 
 
-def test_echo_without_generating(client: OpenAI) -> None:
-    for logprobs in (NOT_GIVEN, 0):
-        options = {"model": "fable", "prompt": ["The king", "A"], "echo": True, "max_tokens": 0, "logprobs": logprobs}
-        whole = client.completions.create(**options)
-        assert [choice.text for choice in whole.choices] == ["The king", "A"]
-        assert whole.usage.completion_tokens == 0
-        parts = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True)]
-        assert [part.text for part in parts] == ["The king", "A"]
-        assert [part.finish_reason for part in parts] == ["length", "length"]
-
-
 def test_what_became_of_the_drafts(monkeypatch: pytest.MonkeyPatch, decoder: Decoder, server: Running) -> None:
     """vLLM's names, as AIPerf checks them; and its counters, as its benchmark reads them. K is that of the request, the
     constant one of a text with a seed under ``auto``, or the most that ``auto`` may choose."""
@@ -232,29 +221,6 @@ def test_what_became_of_the_drafts(monkeypatch: pytest.MonkeyPatch, decoder: Dec
         for own, k in (({"num_draft_tokens": 2}, 2), ({"seed": 3}, 4), ({}, 8)):
             found = http.post("/v1/completions", json=body | own).json()["metrics"]["speculative_decoding"]
             assert found["num_spec_tokens"] == len(found["acceptance_histogram"]) - 1 == k
-
-
-def test_times_of_a_text(server: Running) -> None:
-    """Whole and streamed; none for several texts."""
-    body = {"prompt": PROMPT, "seed": 3, "max_tokens": 24}
-    with server.http() as http:
-        whole = http.post("/v1/completions", json=body).json()
-        options = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-        *parts, last = events(http.post("/v1/completions", json=body | options).text)
-        counts = [part["usage"]["completion_tokens"] for part in parts]
-        assert counts == sorted(counts) and counts[-1] == 24 and not any("metrics" in part for part in parts)
-        *parts, without_usage = events(http.post("/v1/completions", json=body | {"stream": True}).text)
-        assert not any("metrics" in part for part in parts)
-        several = http.post("/v1/completions", json=body | {"n": 2, "max_tokens": 1}).json()
-        of_one_round = http.post("/v1/completions", json=body | {"max_tokens": 1}).json()
-    assert "metrics" not in several and of_one_round["metrics"]["mean_itl_ms"] is None
-    for answer in (whole, last, without_usage):
-        metrics = answer["metrics"]
-        assert metrics["queue_time_ms"] >= 0
-        assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 23)
-        whole_ms = metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]
-        assert metrics["tokens_per_second"] == pytest.approx(24 / whole_ms * 1e3)
-        assert metrics["speculative_decoding"] == whole["metrics"]["speculative_decoding"]
 
 
 def test_a_request_may_do_without_the_draft(decoder: Decoder, server: Running) -> None:

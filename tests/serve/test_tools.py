@@ -43,17 +43,6 @@ def test_a_named_tool_is_called(client: OpenAI) -> None:
     assert id_.startswith("call_") and id_ != call.id
 
 
-def test_some_tool_is_called(client: OpenAI) -> None:
-    """Without a schema there are no arguments."""
-    tools: Any = [{"type": "function", "function": {"name": "time"}}]
-    body: Any = {"messages": ASK, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    (choice,) = client.chat.completions.create(model="toy", **body).choices
-    ((name, arguments),) = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
-    assert (choice.finish_reason, name, json.loads(arguments)) == ("tool_calls", "time", {})
-    (choice,) = client.chat.completions.create(model="toy", **body, max_tokens=12).choices
-    assert choice.finish_reason == "length"
-
-
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_forced_call_that_is_cut_shows_no_marker(kind: str) -> None:
     """There is no text beside a call that is forced: half a marker is none."""

@@ -140,18 +140,6 @@ def test_any_cuts_give_the_same_parts(case: Any, cuts: list[int]) -> None:
     assert parsed(name, chunks) == (content, calls)
 
 
-def test_arguments_are_passed_on_while_they_are_written() -> None:
-    """All of them that can be known."""
-    for name, text, *_ in CASES[1:2] + CASES[15:16] + CASES[24:25]:
-        parser, fed, arguments = CallParser(TOOL_FORMATS[name], NAMES), "", ""
-        for character in text:
-            fed += character
-            arguments += "".join(piece.text for piece in parser.feed(character) if piece.kind == "arguments")
-            begun = fed.partition(ROME[:8])
-            if begun[1] and ROME not in fed:
-                assert arguments == ROME[:8] + begun[2]
-
-
 MARKERS = Thinking("<think>", "</think>", (90,), 91)
 CALL = '<tool_call>\n{"name": "time"}\n</tool_call>'
 

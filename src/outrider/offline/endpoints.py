@@ -185,10 +185,8 @@ class Endpoint:
                 wait_s = min(max(wait_s, float(asked) if asked.isdigit() else 0.0), _MOST_WAIT_S)
             except httpx.TransportError as error:
                 if wait_s is None:
-                    raise WorkerError(
-                        f"{self.url} does not answer ({error or type(error).__name__}): the samples so far are kept, "
-                        "and the same command continues after them"
-                    ) from None
+                    kept = "the samples so far are kept, and the same command continues after them"
+                    raise WorkerError(f"{self.url} does not answer ({error or type(error).__name__}): {kept}") from None
             time.sleep(wait_s)
         raise AssertionError("the last try returns or raises")
 

@@ -6,6 +6,7 @@ The file has one JSON line per prompt, in the order in which prompts finish.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -76,8 +77,7 @@ class Totals:
 
     @property
     def tokens_per_s(self) -> float:
-        total_s = self.time_s.get("total")
-        return self.stats.num_generated_tokens / total_s if total_s else 0.0
+        return self.stats.num_generated_tokens / (self.time_s.get("total") or math.inf)
 
     def summary(self, pair: str) -> str:
         """Summary line, with the description of the models and their use."""
@@ -145,9 +145,8 @@ def _open(path: Path) -> FileIO:
         fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         stream.close()
-        raise FileError(
-            f"cannot write {path}: another run is writing to it: wait until it has ended, or choose another file"
-        ) from None
+        remedy = "wait until it has ended, or choose another file"
+        raise FileError(f"cannot write {path}: another run is writing to it: {remedy}") from None
     except (ImportError, OSError):  # on Windows, and on some network file systems
         _LOG.warning("%s cannot be locked on this system: make sure that no other run writes to it", path)
     return stream
@@ -171,23 +170,16 @@ class OutputFile:
                 with suppress(OSError):  # else the next run cuts it off
                     self._stream.truncate(start)
             if isinstance(error, OSError):
-                raise FileError(
-                    f"cannot write {self._path}: {error.strerror}; the lines in it are whole, and the same command "
-                    "continues after them"
-                ) from None
+                kept = "the lines in it are whole, and the same command continues after them"
+                raise FileError(f"cannot write {self._path}: {error.strerror}; {kept}") from None
             raise
 
     def read_finished(
         self, prompts: _Prompts, indices: range, settings_of: Callable[[PromptLine], dict[str, Any]]
     ) -> tuple[bytearray, int]:
-        """Read the progress of earlier runs. Cuts off an incomplete last line, or one with zeros in it.
-
-        Args:
-            indices: of this run's prompts.
-            settings_of: the ``settings`` that this run would write for a prompt.
-
-        Returns:
-            Whether each prompt of the file is done (one byte each: files may be large), and how many ended in an error.
+        """Read the progress of earlier runs: whether each prompt of the file is done (one byte each: files may be
+        large), and how many of those at these indices ended in an error. Cuts off an incomplete last line, or one with
+        zeros in it. ``settings_of`` tells the settings that this run would write for a prompt.
 
         Raises:
             FileError: a line belongs to another run (another prompt or other settings) or shard, or is not output at
@@ -205,9 +197,8 @@ class OutputFile:
                 row = parse_row(f"{self._path}, line {number}", line)
                 index = self._check(number, row, prompts, settings_of)
                 if index not in indices:
-                    raise FileError(
-                        f"{self._path}, line {number} is of another shard (prompt {index}): choose another output file"
-                    )
+                    other = f"of another shard (prompt {index}): choose another output file"
+                    raise FileError(f"{self._path}, line {number} is {other}")
                 if finished[index]:
                     raise FileError(f"{self._path}, line {number}: duplicates prompt {index}: remove one of the two")
                 finished[index] = True
@@ -230,19 +221,15 @@ class OutputFile:
             differing = [key for key, value in expected.items() if found.get(key) != value]
             if not differing:
                 return index
-        raise FileError(
-            f"{self._path}, line {number} belongs to another run (different {', '.join(differing)}): "
-            "choose another output file, or remove this one"
-        )
+        message = f"{self._path}, line {number} belongs to another run (different {', '.join(differing)})"
+        raise FileError(f"{message}: choose another output file, or remove this one")
 
     def _cut(self, num_bytes: int, number: int, half: bytes, *, is_last: bool) -> None:
         if not half.startswith(_ROW_BEGINS) and not _ROW_BEGINS.startswith(half.rstrip(_ZERO + b"\n")):
             raise FileError(f"{self._path}, line {number} was not written by this command: choose another output file")
         if not is_last:
-            raise FileError(
-                f"{self._path}, line {number} has zeros in it, as a power loss leaves them, and more lines follow: "
-                "remove the line, and its prompt is generated again"
-            )
+            message = f"{self._path}, line {number} has zeros in it, as a power loss leaves them, and more lines follow"
+            raise FileError(f"{message}: remove the line, and its prompt is generated again")
         self._stream.truncate(num_bytes)
 
 

@@ -29,10 +29,7 @@ class PromptFile:
     """Prompts of a file, read on demand. Only the line offsets are kept.
 
     If the first non-blank line begins with ``{``, the file is JSON lines (see ``prompt_of``). A JSON array has the same
-    objects as items, or strings. In any other file each non-blank line is a prompt.
-
-    Args:
-        files: closes opened files.
+    objects as items, or strings. In any other file each non-blank line is a prompt. ``files`` closes opened files.
 
     Raises:
         FileError: with file and place. Lines are parsed on demand, an array at once.
@@ -130,10 +127,8 @@ def check_without_options(path: Path, lines: Iterable[PromptLine]) -> None:
     """Raises FileError: a prompt has sampling options of its own."""
     for line in lines:
         for name in line.options:
-            raise FileError(
-                f"{path}, {line.place}: this command does not support per-prompt options ({name!r}), only 'outrider "
-                "generate' does: give them on the command line, for all prompts"
-            )
+            message = f"this command does not support per-prompt options ({name!r}), only 'outrider generate' does"
+            raise FileError(f"{path}, {line.place}: {message}: give them on the command line, for all prompts")
 
 
 def parse_shard(text: str | None) -> slice:
@@ -152,11 +147,7 @@ def by_length(indices: Iterable[int], lengths: Sequence[int], num_slots: int) ->
     Rows generated together then have similar lengths: prefill needs little padding, attention reads no more of the
     cache than most rows need, and the last rows of a window are short, so few slots idle. Longest first also keeps the
     cache from growing repeatedly, for which all rows must end. With one slot nothing is gained, and prompts keep their
-    order.
-
-    Args:
-        lengths: maximum tokens of each prompt, output included: its space in the cache.
-        num_slots: rows generated concurrently.
+    order. The length of a prompt counts its maximum tokens, output included: its space in the cache.
     """
     size = 1 if num_slots == 1 else _WINDOW_ROUNDS * num_slots
     rest = iter(indices)

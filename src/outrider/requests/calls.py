@@ -8,8 +8,7 @@ from typing import Any, Unpack
 
 from outrider.options import CallOptions, Sampling
 from outrider.records import Chunk, Completion
-from outrider.requests.engine_loop import EngineLoop
-from outrider.requests.state import RequestState, collect
+from outrider.requests.engine_loop import EngineLoop, RequestState, collect
 from outrider.text.chat import ChatChanges
 from outrider.text.chat_images import chat_of
 from outrider.text.prompts import one_prompt

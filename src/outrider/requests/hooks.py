@@ -106,12 +106,8 @@ class Hooked:
         ends: frozenset[int],
         forbidden: Callable[[int], NDArray[np.bool_] | None],
     ) -> None:
-        """
-        Args:
-            hooks: by the names for messages.
-            inner: another constraint of the sequence, at its beginning.
-            ends: tokens that end the sequence.
-            forbidden: number of tokens in the output -> the next tokens that other options forbid [V]; None for none.
+        """Hooks come by their names for messages; ``inner`` is another constraint, at its beginning; the ends are tokens.
+        ``forbidden``: number of tokens in the output -> the next tokens that other options forbid [V]; None for none.
         """
         self._hooks, self._inner, self._vocab_size = hooks, inner, vocab_size
         self._ends, self._forbidden = ends, forbidden
@@ -181,8 +177,7 @@ class Hooked:
         return effect
 
 
-class _UnusableResult(Exception):
-    pass
+class _UnusableResult(Exception): ...
 
 
 def _checked(name: str, given: Any, vocab_size: int) -> NDArray[Any] | None:

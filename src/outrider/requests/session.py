@@ -14,8 +14,7 @@ from outrider.errors import OptionError, OutriderError, SessionError
 from outrider.options import CallOptions, Sampling
 from outrider.records import Chunk, Completion
 from outrider.requests.calls import GenerationCalls
-from outrider.requests.engine_loop import EngineLoop, LoopThread, chunk_of
-from outrider.requests.state import RequestState, collect
+from outrider.requests.engine_loop import EngineLoop, LoopThread, RequestState, chunk_of, collect
 from outrider.runtime.lm import LM
 from outrider.text.chat import ChatChanges
 from outrider.text.chat_images import chat_of

@@ -36,8 +36,7 @@ def fingerprint_of(decoder: Decoder) -> str:
     k = decoder.num_draft_tokens
     weights = [sample_of(lm.weights) for lm in (target, *drafter.models)]
     facts: tuple[object, ...] = version("outrider"), names, dtype, decoder.acceptance, k, target.execution.name, weights
-    if decoder.sampling_defaults:
-        facts = *facts, sorted(decoder.sampling_defaults.items())
+    facts += (sorted(decoder.sampling_defaults.items()),) if decoder.sampling_defaults else ()
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     return f"outrider-{facts[0]}-{names}-{dtype}-{decoder.acceptance}-k{k}-{digest}"
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 
 from outrider.decoding.fair_queue import FairQueue
 from outrider.records import Chunk
-from outrider.requests.state import RequestState
+from outrider.requests.engine_loop import RequestState
 from outrider.serve.http_errors import too_many, unavailable
 from outrider.serve.logprobs import ScoredToken
 
@@ -71,7 +71,6 @@ class Ticket:
     Attributes:
         client: the sender.
         priority: within a client, the lowest number goes first.
-        submitted_s: when the rows were queued.
         events: in order.
         num_open: unfinished rows, as the event loop knows.
         has_begun: tokens of one of the rows have come, as the engine thread knows.
@@ -81,7 +80,6 @@ class Ticket:
     rows: Sequence[TicketRow]
     client: str
     priority: int
-    submitted_s: float
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     num_open: int = field(init=False)
     has_begun: bool = False

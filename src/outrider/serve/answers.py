@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from outrider.records import Chunk, Completion, FinishReason
-from outrider.requests.state import RequestState
+from outrider.requests.engine_loop import RequestState
 from outrider.serve.admission import Ticket, arrival
 from outrider.serve.generation_body import ParsedRequest
 from outrider.serve.http_errors import Refusal, refusal_of

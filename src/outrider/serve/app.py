@@ -34,7 +34,7 @@ from outrider.serve.bodies import ChatBody, CompletionBody, RaceBody
 from outrider.serve.body import parse_json
 from outrider.serve.choices import ChatAnswer, CompletionAnswer
 from outrider.serve.generation_body import GenerationBody, ParsedRequest
-from outrider.serve.guards import HostGuard, KeyGuard, in_pieces, key_of, response_of, send_whole
+from outrider.serve.guards import in_pieces, key_of, response_of, send_whole, with_keys, with_local_hosts
 from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable
 from outrider.serve.messages import MessageAnswer, MessageBody
 from outrider.serve.prepare import Preparer
@@ -93,7 +93,7 @@ class App:
         self.asgi: ASGIApp = Starlette(
             routes=[*(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()), *gets],
             middleware=[
-                Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard),
+                Middleware(with_keys, api_keys=api_keys) if api_keys else Middleware(with_local_hosts),
                 Middleware(in_pieces, unsent=lambda: model.admission.unsent, client_of=self.client_of),
             ],
             exception_handlers={

@@ -37,6 +37,7 @@ class ChoicesAnswer(Answer):
     _num_generated: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        self._num_choices = len(self.prompt_ids) * self.ask.body.n
         self._pieces = [iter(job.text.pieces) for job in self.jobs]  # a row may be ahead of its chunks
 
     def first_choice(self, index: int) -> dict[str, Any] | None:
@@ -107,10 +108,6 @@ class ChoicesAnswer(Answer):
 
     def failure(self, refusal: Refusal) -> bytes:
         return event_of(refusal.to_json()) + DONE
-
-    @property
-    def _num_choices(self) -> int:
-        return len(self.prompt_ids) * self.ask.body.n
 
     def _opening(self, kind: str) -> dict[str, Any]:
         return {

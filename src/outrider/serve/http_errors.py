@@ -50,9 +50,8 @@ def unavailable(message: str, retry_after_s: int) -> Refusal:
 
 def too_many(message: str, retry_after_s: int) -> Refusal:
     """Temporary refusal for one client (429)."""
-    return Refusal(
-        message, status=429, type_="rate_limit_error", code="rate_limit_exceeded", retry_after_s=retry_after_s
-    )
+    kind = {"type_": "rate_limit_error", "code": "rate_limit_exceeded"}
+    return Refusal(message, status=429, retry_after_s=retry_after_s, **kind)
 
 
 def internal_error() -> Refusal:

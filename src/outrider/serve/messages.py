@@ -71,8 +71,8 @@ _READ = {  # by role; thoughts of earlier turns are left out, as templates do
 }
 
 
-def _text_of(blocks: Sequence[_Block]) -> str:
-    return "".join(block.text or "" for block in blocks if block.type == "text")
+def _text_of(blocks: Sequence[_Block] | None) -> str:
+    return "".join(block.text or "" for block in blocks or () if block.type == "text")
 
 
 def _checked(blocks: list[_Block], role: str = "system") -> list[_Block]:
@@ -106,8 +106,8 @@ class _Message(Part):
                 function = {"name": block.name, "arguments": block.input or {}}
                 calls.append({"id": block.id, "type": "function", "function": function})
             elif block.type == "tool_result":
-                text = _text_of(block.content or ())
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                result = {"tool_call_id": block.tool_use_id, "content": _text_of(block.content)}
+                results.append({"role": "tool", **result})
             elif block.source is not None:
                 source = block.source
                 url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"

@@ -11,7 +11,7 @@ from typing import Any
 from outrider.decoder import ReadOptions, ReadPrompt
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS, with_checked
-from outrider.requests.state import RequestState
+from outrider.requests.engine_loop import RequestState
 from outrider.serve.answers import Answer
 from outrider.serve.bodies import DetokenizeBody, TokenizeBody
 from outrider.serve.generation_body import GenerationBody, ParsedRequest
@@ -117,7 +117,7 @@ class Preparer:
         def new_parser() -> OutputParser:
             calls = None
             if ask.tools is not None and self._tool_format is not None:
-                calls = CallParser(self._tool_format, ask.tools.names)
+                calls = CallParser(self._tool_format, [tool.name for tool in ask.tools.callable])
             thoughts = None if new_splitter is None else new_splitter()
             return OutputParser(thoughts, calls, has_content=ask.tools is None or not ask.tools.is_forced)
 
@@ -225,8 +225,7 @@ class Preparer:
             raise PromptError(f"the prompt has {size} {unit}, but {context}: shorten it")
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        return text
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _num_bytes(prompt: Prompt) -> int:

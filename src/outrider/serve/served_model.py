@@ -25,8 +25,7 @@ from outrider.decoding.schedule import Schedule
 from outrider.decoding.scheduler import Load
 from outrider.errors import NumericsError, OutriderError, PromptError
 from outrider.records import Chunk
-from outrider.requests.engine_loop import EngineLoop, LoopThread
-from outrider.requests.state import RequestState, discard
+from outrider.requests.engine_loop import EngineLoop, LoopThread, RequestState, discard
 from outrider.serve.about import fingerprint_of
 from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission, EngineTask, Event, Ticket, TicketRow, arrival
 from outrider.serve.http_errors import Refusal, unavailable
@@ -152,7 +151,7 @@ class ServedModel:
         """Queue rows. The caller must ``close`` the ticket. Raises Refusal: not ready, or the queue is full."""
         self.admission.check(len(jobs), client, self._retry_after_s())
         now_s = time.perf_counter()
-        ticket = Ticket([TicketRow(job, which, now_s) for which, job in enumerate(jobs)], client, priority, now_s)
+        ticket = Ticket([TicketRow(job, which, now_s) for which, job in enumerate(jobs)], client, priority)
         self.admission.tickets.add(ticket)
         self.thread.post(lambda: self._submit_on_thread(ticket))
         return ticket
@@ -286,7 +285,7 @@ class ServedModel:
     def _time_out_on_thread(self) -> None:
         """Refuse requests that waited too long for a first slot or forward."""
         least_s = time.perf_counter() - self._options.queue_timeout_s
-        late = {ticket for ticket, _ in self._rows.values() if ticket.submitted_s < least_s and not ticket.has_begun}
+        late = {ticket for ticket, row in self._rows.values() if row.submitted_s < least_s and not ticket.has_begun}
         if late:
             waiting = set(self._loop.waiting())
             late = {ticket for ticket in late if all(row.job in waiting for row in ticket.rows)}
@@ -338,13 +337,11 @@ class ServedModel:
         try:
             if task.is_closed:
                 task.steps.close()
-                raise StopIteration
             task.has_begun = True
             found = next(task.steps)
-        except Exception as error:  # of this task alone: the engine continues
-            found = error
-        if not isinstance(found, Exception):
             self._tasks_on_thread.push(task, client)
+        except Exception as error:  # of this task alone: the engine continues; StopIteration at its end
+            found = error
         self.thread.call(task.found.put_nowait, found)
 
 

@@ -7,6 +7,7 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import uvicorn
@@ -94,8 +95,7 @@ class Server:
         self._on_ready(self.model)
 
     async def _drain(self) -> None:
-        """Close connections that have stalled. After a shutdown signal refuse new requests; running ones may finish in
-        time."""
+        """Close stalled connections. After a shutdown signal refuse new requests; running ones may finish in time."""
         loop, seen = asyncio.get_running_loop(), _Seen()
         while not self._uvicorn.should_exit:
             await asyncio.sleep(_TICK_S)
@@ -149,14 +149,12 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # The protocol is named because asyncio sets TCP_NODELAY only on sockets that declare TCP; without it every
         # response takes 40 ms more.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        try:
+        with ExitStack() as on_error:
+            listener = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen()
-        except OSError:
-            listener.close()
-            raise
+            on_error.pop_all()
         return listener
     except (OSError, UnicodeError) as error:  # UnicodeError: an impossible name, like a..b
         reason = getattr(error, "strerror", None) or str(error)

@@ -146,10 +146,6 @@ class ToolUse:
         # A named function is called once.
         return cls(tools, chosen, is_forced, not is_single and name is None)
 
-    @property
-    def names(self) -> list[str]:
-        return [tool.name for tool in self.callable]
-
     def constraint(
         self, form: ToolFormat, marker_ids: Mapping[str, int], answer: Mapping[str, Any], answer_by: str | None
     ) -> dict[str, Any] | None:

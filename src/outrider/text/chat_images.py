@@ -84,10 +84,9 @@ def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: 
         if len(sizes) > MOST_IMAGES:
             raise PromptError(f"the prompt has more than {MOST_IMAGES} images: give fewer")
         if (num_pixels := sum(sizes)) > _MOST_PIXELS:
-            raise PromptError(
-                f"the images of the prompt have {num_pixels} pixels, more than {_MOST_PIXELS} in all: "
-                f"give fewer or smaller ones (the pixels of a JPEG count once for every {_NUM_SCANS} scans)"
-            )
+            remedy = f"give fewer or smaller ones (the pixels of a JPEG count once for every {_NUM_SCANS} scans)"
+            found = f"have {num_pixels} pixels, more than {_MOST_PIXELS} in all"
+            raise PromptError(f"the images of the prompt {found}: {remedy}")
         return {"type": "image"}
 
     written = [

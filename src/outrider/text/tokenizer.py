@@ -205,11 +205,9 @@ def check_same_tokens(target: Any, draft: Any, target_name: str, draft_name: str
     """Compare two tokenizers by the tokens of their ids. Raises TokenizerMismatch: an id has different tokens; the
     message shows some."""
     if differing := differing_tokens(target, draft):
-        raise TokenizerMismatch(
-            f"{target_name} and {draft_name} have different tokenizers: {len(differing)} of "
-            f"{len(target.get_vocab())} tokens differ ({examples_of(differing)}); choose a draft of the same family, "
-            "or the draft 'ngram', which needs none"
-        )
+        found = f"{len(differing)} of {len(target.get_vocab())} tokens differ ({examples_of(differing)})"
+        remedy = "choose a draft of the same family, or the draft 'ngram', which needs none"
+        raise TokenizerMismatch(f"{target_name} and {draft_name} have different tokenizers: {found}; {remedy}")
 
 
 def differing_tokens(target: Any, draft: Any) -> dict[int, tuple[str, str]]:

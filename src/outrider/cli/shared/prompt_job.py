@@ -178,8 +178,8 @@ def run_job(
     write: Callable[[str], None] | None = None,
     part: slice = slice(None),
 ) -> Workers:
-    """Write a JSON line for each prompt that has none yet, as outputs end. Raises FileError: a prompt is invalid, or
-    the output file is another job's.
+    """Write a JSON line for each prompt that has none yet, as outputs end, and return the workers, which know the
+    models. Raises FileError: a prompt is invalid, or the output file is another job's.
 
     Args:
         files: closes what is opened.
@@ -188,9 +188,6 @@ def run_job(
         num_slots: prompts that run concurrently.
         output: the file of the lines; an interrupted job resumes. None: ``write`` takes the lines.
         part: of the prompts.
-
-    Returns:
-        The workers, which know the models.
     """
     indices, is_done = range(len(lines))[part], bytearray(len(lines))
     for index in indices:
