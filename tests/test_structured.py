@@ -14,7 +14,7 @@ from outrider.api import load
 from outrider.errors import ConstraintNotRead, MissingExtra, NumericsError, OptionError
 from outrider.options import Sampling
 from outrider.text import structure
-from outrider.text.structure import _at_the_beginning, _can_be_read, structure_of
+from outrider.text.structure import _can_be_read, structure_of
 from pairs import embedded, random_llama, word_tokenizer
 
 PROMPT = "Once upon a time there was a"
@@ -23,7 +23,7 @@ SCHEMA: dict[str, Any] = {
     "properties": {
         "name": {"enum": ["fox", "hen", "king"]},
         "age": {"type": "integer", "minimum": 0, "maximum": 99},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6}, "maxItems": 2},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 6, "format": "unknown"}, "maxItems": 2},
     },
     "required": ["name", "age", "tags"],
     "additionalProperties": False,
@@ -33,23 +33,14 @@ REGEX = r" [a-z]{2,9}( [a-z]{1,9}){0,3}\."
 _PATTERNS = [f".*a{i}.*b{i}.*" for i in range(30)]
 
 
-def is_right(text: str) -> bool:
-    value = json.loads(text)
-    return (
-        value.keys() == {"name", "age", "tags"}
-        and value["name"] in ("fox", "hen", "king")
-        and 0 <= value["age"] <= 99
-        and len(value["tags"]) <= 2
-        and all(len(tag) <= 6 for tag in value["tags"])
-    )
-
-
 def test_every_text_matches() -> None:
     """And ends by itself, with an end token; the regular expression and the grammar as wholes."""
     decoder = embedded("float64")
     options = {"max_new_tokens": 250, "seed": list(range(4))}
     texts = decoder.generate([PROMPT] * 4, json_schema=SCHEMA, **options)
-    assert all(is_right(one.text) for one in texts)
+    for value in (json.loads(one.text) for one in texts):
+        assert value.keys() == {"name", "age", "tags"} and value["name"] in ("fox", "hen", "king")
+        assert 0 <= value["age"] <= 99 and len(value["tags"]) <= 2 and all(len(tag) <= 6 for tag in value["tags"])
     matched = decoder.generate([PROMPT] * 4, regex=REGEX, **options)
     assert all(re.fullmatch(REGEX, one.text) for one in matched)
     spoken = decoder.generate([PROMPT] * 4, grammar=GRAMMAR, temperature=0.7, **options)
@@ -81,105 +72,61 @@ def test_constrained_rows_among_others() -> None:
         assert (alone.text, alone.token_ids) == (one.text, one.token_ids)
         (plain,) = decoder.plain().generate(PROMPT, **mine)
         assert plain.token_ids == one.token_ids
+        ids = one.token_ids[: len(one.token_ids) // 2]
+        resumed = [i for chunk in decoder.stream(PROMPT, resume_ids=ids, **mine) for i in chunk.token_ids]
+        assert (*ids, *resumed) == one.token_ids
     assert together[3].text in (" yes", " no")
     assert re.fullmatch(" a[b-d]+!?", together[4].text)
-
-
-def test_resumed_where_it_was_cut() -> None:
-    decoder = embedded("float64")
-    options: dict[str, Any] = {"regex": REGEX, "seed": 5, "max_new_tokens": 40}
-    (uncut,) = decoder.generate(PROMPT, **options)
-    chunks = list(decoder.stream(PROMPT, **options))
-    for cut in range(1, len(chunks)):
-        ids = [token_id for chunk in chunks[:cut] for token_id in chunk.token_ids]
-        rest = list(decoder.stream(PROMPT, resume_ids=ids, **options))
-        assert (*ids, *(token_id for chunk in rest for token_id in chunk.token_ids)) == uncut.token_ids
     with pytest.raises(OptionError, match="resume_ids = .* the constraint forbids this token"):
-        decoder.stream(PROMPT, resume_ids=[11, 12, 13], **options)
+        decoder.stream(PROMPT, resume_ids=[11, 12, 13], regex=REGEX)
 
 
-def test_a_grammar_is_read_once_for_several_texts() -> None:
-    """Each goes on by itself."""
-    num_read = _at_the_beginning.cache_info().misses
-    completions = embedded().generate([PROMPT] * 3, regex=" (a|the) [a-z]{3}", max_new_tokens=20, seed=[1, 2, 3])
-    assert _at_the_beginning.cache_info().misses == num_read + 1
-    assert all(re.fullmatch(" (a|the) [a-z]{3}", one.text) for one in completions)
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "(a"}, r"regex = '\(a' is invalid: .*unclosed group"),
+    ({"json_schema": {"type": "foo"}}, "json_schema = .* is invalid: Invalid type: foo"),
+    ({"json_schema": {"not": {}}}, "Unimplemented keys"),
+    ({"grammar": "start: x"}, 'grammar = .* unknown name: "x"'),
+    ({"regex": "a[^\\s\\S]"}, "regex = .* is invalid: no text matches it"),
+    ({"grammar": "start: start"}, "grammar = .* is invalid: no text matches it"),
+    ({"regex": ""}, "regex = '' is invalid: a string that is not empty"),
+    ({"regex": "a", "grammar": "b"}, "grammar = 'b' is invalid: give it or regex, not both"),
+    ({"regex": "a", "ignore_eos": True}, "ignore_eos = True is invalid: with regex the output ends when"),
+    ({"regex": "a", "min_tokens": 2}, "min_tokens = 2 is invalid: with regex"),
+    ({"regex": "a", "logit_bias": {5: -float("inf")}}, "logit_bias = -inf .* it may forbid what regex requires"),
+    ({"json_schema": ["a"]}, "a list needs one value for each of the 1 prompts|a JSON schema, which is an object"),
+    (
+        {"json_schema": {"type": "string", "allOf": [{"pattern": one} for one in _PATTERNS]}},
+        "too much time or memory",
+    ),
+    (
+        {"grammar": "start: T\nT: " + " & ".join(f"/{one}/" for one in _PATTERNS)},
+        "more than 5 operators &",
+    ),
+    ({"grammar": "start: a\na[max_tokens=3]: /.*/"}, "max_tokens of a rule is not supported"),
+    ({"grammar": "start: a\na[capture, temperature=0.5]: /a+/"}, "temperature of a rule is not supported"),
+    ({"regex": "a" * 300_000}, "it has 300000 bytes, the limit is 262144"),
+    ({"json_schema": {"anyOf": [{"pattern": "a"}] * 1001}}, "it has 1001 patterns, the limit is 1000"),
+    ({"regex": "\ud800"}, "surrogates not allowed"),
+    ({"json_schema": {"enum": {1}}}, "not JSON serializable"),
+]
 
 
-def test_stop_strings_and_limits_still_end_a_text() -> None:
-    """An ampersand in quotes is no operator, of which there is a limit."""
-    decoder = embedded()
-    (one,) = decoder.generate(PROMPT, regex="( a)+", stop=" a a a", max_new_tokens=50, seed=1, logit_bias={0: -100.0})
-    assert (one.finish_reason, one.text) == ("stop", "")
-    (one,) = decoder.generate(PROMPT, regex=REGEX, max_new_tokens=1, seed=1)
-    assert one.finish_reason == "length"
-    (one,) = decoder.generate(PROMPT, grammar='start: " &&&&&" /&&&&&/ // & & & & & &', max_new_tokens=40, seed=1)
-    assert one.text == " " + "&" * 10
+def test_constraints_that_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line of moderate length; so are models that cannot, and a package that is missing is named."""
+    for options, message in REFUSED:
+        with pytest.raises(OptionError, match=message) as caught:
+            embedded().generate(PROMPT, **options)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
+    with pytest.raises(OptionError, match="no end token"):
+        load(random_llama(97, eos_token_id=None), tokenizer=None).generate([[1, 2]], regex="a")
+    with pytest.raises(OptionError, match="the tokenizer cannot be used"):
+        load(random_llama(97), tokenizer=word_tokenizer()).generate("w1 w2", regex="w3")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(MissingExtra, match=r"structured output needs llguidance: pip install '\.\[structured\]'"):
+        embedded().generate(PROMPT, regex="a")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"regex": "(a"}, r"regex = '\(a' is invalid: .*unclosed group"),
-        ({"json_schema": {"type": "foo"}}, "json_schema = .* is invalid: Invalid type: foo"),
-        ({"json_schema": {"not": {}}}, "Unimplemented keys"),
-        ({"grammar": "start: x"}, 'grammar = .* unknown name: "x"'),
-        ({"regex": "a[^\\s\\S]"}, "regex = .* is invalid: no text matches it"),
-        ({"grammar": "start: start"}, "grammar = .* is invalid: no text matches it"),
-        ({"regex": ""}, "regex = '' is invalid: a string that is not empty"),
-        ({"regex": "a", "grammar": "b"}, "grammar = 'b' is invalid: give it or regex, not both"),
-        ({"regex": "a", "ignore_eos": True}, "ignore_eos = True is invalid: with regex the output ends when"),
-        ({"regex": "a", "min_tokens": 2}, "min_tokens = 2 is invalid: with regex"),
-        ({"regex": "a", "logit_bias": {5: -float("inf")}}, "logit_bias = -inf .* it may forbid what regex requires"),
-        ({"json_schema": ["a"]}, "a list needs one value for each of the 1 prompts|a JSON schema, which is an object"),
-        (
-            {"json_schema": {"type": "string", "allOf": [{"pattern": one} for one in _PATTERNS]}},
-            "too much time or memory",
-        ),
-        (
-            {"grammar": "start: T\nT: " + " & ".join(f"/{one}/" for one in _PATTERNS)},
-            "more than 5 operators &",
-        ),
-        ({"grammar": "start: a\na[max_tokens=3]: /.*/"}, "max_tokens of a rule is not supported"),
-        ({"grammar": "start: a\na[capture, temperature=0.5]: /a+/"}, "temperature of a rule is not supported"),
-        ({"regex": "a" * 300_000}, "it has 300000 bytes, the limit is 262144"),
-        ({"json_schema": {"anyOf": [{"pattern": "a"}] * 1001}}, "it has 1001 patterns, the limit is 1000"),
-        ({"regex": "\ud800"}, "surrogates not allowed"),
-        ({"json_schema": {"enum": {1}}}, "not JSON serializable"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_what_is_refused(options: dict[str, Any], message: str) -> None:
-    """In one line of moderate length."""
-    with pytest.raises(OptionError, match=message) as caught:
-        embedded().generate(PROMPT, **options)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 500
-
-
-def test_an_unknown_format_is_any_string() -> None:
-    """But data is not changed, nor a property of that name."""
-    schema = {
-        "type": "object",
-        "properties": {
-            "format": {"type": "string", "format": "phone", "maxLength": 3},
-            "a": {"const": {"format": "phone"}},
-        },
-        "required": ["format", "a"],
-        "additionalProperties": False,
-    }
-    (one,) = embedded().generate(PROMPT, json_schema=schema, max_new_tokens=120, seed=1)
-    value = json.loads(one.text)
-    assert value.keys() == {"format", "a"} and value["a"] == {"format": "phone"}
-
-
-def test_an_ambiguous_grammar_ends_its_text_alone() -> None:
-    ambiguous = 'start: a\na: a a | /[a-z ]/ | ""'
-    options = {"max_new_tokens": 100, "seed": 1, "logit_bias": dict.fromkeys(embedded().eos_ids, -1e6)}
-    rows = dict(embedded().complete([(PROMPT, {"grammar": ambiguous}), PROMPT], **options))
-    assert isinstance(rows[0], NumericsError) and "Too many items" in str(rows[0]) and "\n" not in str(rows[0])
-    assert len(rows[1].token_ids) == 100  # type: ignore[union-attr]
-
-
+_AMBIGUOUS = 'start: a\na: a a | /[a-z ]/ | ""'
 _HEAVY = 'start: "A" | "B" a\na: a a | /[a-z ]/ | ""'
 
 
@@ -192,6 +139,11 @@ def test_a_drafts_fault_ends_no_text() -> None:
         (plain,) = decoder.plain().generate(prompt, grammar=_HEAVY, **{"max_new_tokens": 100, **options})
         assert (one.text, one.token_ids) == (plain.text, plain.token_ids) == ("A", plain.token_ids)
         assert one.stats.num_draft_tokens > 100 or options.get("max_new_tokens") == 1
+    # The target's own ends its text alone.
+    sampled = {"max_new_tokens": 100, "seed": 1, "logit_bias": dict.fromkeys(embedded().eos_ids, -1e6)}
+    rows = dict(embedded().complete([(PROMPT, {"grammar": _AMBIGUOUS}), PROMPT], **sampled))
+    assert isinstance(rows[0], NumericsError) and "Too many items" in str(rows[0]) and "\n" not in str(rows[0])
+    assert len(rows[1].token_ids) == 100  # type: ignore[union-attr]
 
 
 def test_a_failed_matcher_is_rolled_back() -> None:
@@ -216,21 +168,6 @@ def test_a_failed_matcher_is_rolled_back() -> None:
     assert (one.effect() == fresh.effect()).all()
     assert all(map(one.push, path[1:])), "the place itself may be reached"
     assert "Too many items" in str(one.error) and not one.push(rest[0])
-
-
-def test_models_that_cannot() -> None:
-    without_end = load(random_llama(97, eos_token_id=None), tokenizer=None)
-    with pytest.raises(OptionError, match="no end token"):
-        without_end.generate([[1, 2]], regex="a")
-    strange = load(random_llama(97), tokenizer=word_tokenizer())
-    with pytest.raises(OptionError, match="the tokenizer cannot be used"):
-        strange.generate("w1 w2", regex="w3")
-
-
-def test_the_package_may_be_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(MissingExtra, match=r"structured output needs llguidance: pip install '\.\[structured\]'"):
-        embedded().generate(PROMPT, regex="a")
 
 
 # Constraints are read first by a process with limits.

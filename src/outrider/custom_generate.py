@@ -26,9 +26,15 @@ from outrider.decoder import Decoder
 from outrider.errors import OptionError, PromptError, UnsupportedModel
 from outrider.models.registry import Placement
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
-from outrider.requests.criteria import Criteria
-from outrider.requests.logits_processors import ProcessedRow, Processor, as_options, process, processors_of_row
-from outrider.requests.state import RequestState
+from outrider.requests.engine_loop import RequestState
+from outrider.requests.logits_processors import (
+    Criteria,
+    ProcessedRow,
+    Processor,
+    as_options,
+    process,
+    processors_of_row,
+)
 from outrider.runtime.modules import CACHE_NAMES
 
 _MODES = ("greedy_search", "sample")

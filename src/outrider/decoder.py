@@ -31,11 +31,10 @@ from outrider.options import (
 )
 from outrider.records import Chunk, Completion, MediaPrompt, Request
 from outrider.requests.calls import GenerationCalls
-from outrider.requests.engine_loop import EngineLoop
+from outrider.requests.engine_loop import EngineLoop, RequestState
 from outrider.requests.hooks import ReadMasks, constraint_of
 from outrider.requests.row_options import LISTS, check_names, check_resume_ids, check_tokens, rows_of, seed_of
 from outrider.requests.session import AsyncSession, Session
-from outrider.requests.state import RequestState
 from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
 from outrider.sampling.rules import GUMBEL, RULES

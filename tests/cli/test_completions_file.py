@@ -62,13 +62,23 @@ def test_ctrl_c_in_the_middle_of_a_line_leaves_none(output: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("unloaded")
-def test_one_run_at_a_time(outrider: Outrider, prompts: Path, output: Path) -> None:
-    """The second is told so, at once, and before its model is read."""
+def test_one_run_at_a_time(
+    outrider: Outrider,
+    prompts: Path,
+    output: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The second is told so, at once, and before its model is read; and a system without locks is told, too."""
     with open_output(output) as file:
         file.write("first\n")
         message = outrider("generate", "--prompts", prompts, "--output", output).error
     remedy = "another run is writing to it: wait until it has ended, or choose another file"
     assert message == f"cannot write {output}: {remedy}" and output.read_text() == "first\n"
+    monkeypatch.setitem(sys.modules, "fcntl", None)
+    with open_output(output), open_output(output):
+        pass
+    assert f"{output} cannot be locked on this system" in caplog.text
 
 
 def test_a_pipe_may_be_read_and_a_device_written(outrider: Outrider, prompts: Path) -> None:
@@ -82,15 +92,6 @@ def test_a_pipe_may_be_read_and_a_device_written(outrider: Outrider, prompts: Pa
     if FULL.exists():
         message = outrider("generate", "--prompts", prompts, "--output", FULL, *OPTIONS).error
         assert f"cannot write {FULL}: No space left on device" in message
-
-
-def test_a_system_without_locks_is_told(
-    output: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    with open_output(output), open_output(output):
-        pass
-    assert f"{output} cannot be locked on this system" in caplog.text
 
 
 def test_a_prompt_that_fails_does_not_end_the_run(outrider: Outrider, tmp_path: Path) -> None:

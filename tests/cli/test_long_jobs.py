@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,7 @@ from hypothesis import strategies as st
 
 from commands import Outrider, only_document, rows_of
 from outrider.errors import OptionError
-from outrider.offline.prompt_file import Shard, by_length
+from outrider.offline.prompt_file import by_length, parse_shard
 
 NUM_PROMPTS = 12
 OPTIONS = ("--seed", 20, "--dtype", "float64", "--batch-size", 2)
@@ -27,11 +26,6 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def lines_of(*paths: Path) -> list[dict[str, Any]]:
-    """In the order of the prompts."""
-    return rows_of("".join(path.read_text() for path in paths))
-
-
 @given(st.lists(st.integers(0, 50), max_size=500), st.integers(2, 3))
 def test_windows_are_sorted_by_length(lengths: list[int], num_slots: int) -> None:
     """The longest first; those of one length as they were; each once, and none far from its place. With one
@@ -42,14 +36,11 @@ def test_windows_are_sorted_by_length(lengths: list[int], num_slots: int) -> Non
         window = range(start, min(start + size, len(lengths)))
         assert order[start : start + size] == sorted(window, key=lambda index: (-lengths[index], index))
     assert list(by_length(iter(order), lengths, 1)) == order
-
-
-def test_a_window_is_all_that_is_held() -> None:
     taken: list[int] = []
-    order = by_length((taken.append(i) or i for i in range(10**6)), range(10**6), 2)
+    unending = by_length((taken.append(i) or i for i in range(10**6)), range(10**6), 2)
     for _ in range(129):
-        next(order)
-    assert len(taken) == 256
+        next(unending)
+    assert len(taken) == 256  # a window is all that is held
 
 
 def test_shards_are_the_whole(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -64,34 +55,20 @@ def test_shards_are_the_whole(outrider: Outrider, prompts: Path, tmp_path: Path)
         ended = outrider(*arguments, "--shard", f"{number}/3", "--output", output, "--json", document)
         assert ended.code == 0, ended.err
         assert only_document(document.read_text(), "generate")["options"]["shard"] == f"{number}/3"
-    assert lines_of(*outputs) == lines_of(whole)
     joined.write_bytes(b"".join(output.read_bytes() for output in outputs))
+    assert rows_of(joined.read_text()) == rows_of(whole.read_text())
     assert outrider(*arguments, "--output", joined).err.startswith("0 tokens")
-    assert lines_of(joined) == lines_of(whole)
-
-
-def test_a_shard_does_not_continue_the_file_of_another(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """It is left as it is. Its own shard goes on, and so may the whole run."""
-    output = tmp_path / "out.jsonl"
-    arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS, "--shard")
-    assert outrider(*arguments, "2/3").code == 0
-    whole = output.read_bytes()
+    # A shard does not continue the file of another, which is left as it is; its own goes on, and so may the whole run.
+    second, text = (*arguments, "--output", outputs[1], "--shard"), outputs[1].read_bytes()
     for other in ("1/3", "1/2"):
-        message = outrider(*arguments, other).error
-        assert message.startswith(f"{output}, line ") and message.endswith(": choose another output file")
-        assert "is of another shard (prompt " in message
-        assert output.read_bytes() == whole
-    output.write_bytes(b"".join(whole.splitlines(keepends=True)[:3]))
-    assert outrider(*arguments, "2/3").code == 0
-    assert sorted(output.read_bytes().splitlines()) == sorted(whole.splitlines())
-    assert outrider(*arguments[:-1]).code == 0
-    assert [row["index"] for row in lines_of(output)] == list(range(NUM_PROMPTS))
-
-
-@pytest.mark.parametrize("text", ["", "3", "0/4", "5/4", "1/0", "1.5/4", "1/4/2", "1/" + "9" * 99])
-def test_shards_that_there_are_not(text: str) -> None:
-    with pytest.raises(OptionError) as error:
-        Shard.parse(text)
-    assert str(error.value) == (
-        f"--shard = {text!r} is invalid: give NUMBER/COUNT: four processes take 1/4, 2/4, 3/4 and 4/4"
-    )
+        message = outrider(*second, other).error
+        assert message.startswith(f"{outputs[1]}, line ") and "is of another shard (prompt " in message
+        assert outputs[1].read_bytes() == text
+    outputs[1].write_bytes(b"".join(text.splitlines(keepends=True)[:3]))
+    assert outrider(*second, "2/3").code == 0
+    assert sorted(outputs[1].read_bytes().splitlines()) == sorted(text.splitlines())
+    assert outrider(*second[:-1]).code == 0
+    assert rows_of(outputs[1].read_text()) == rows_of(whole.read_text())
+    for wrong in ("", "3", "0/4", "5/4", "1/0", "1.5/4", "1/4/2", "1/" + "9" * 99):
+        with pytest.raises(OptionError, match=r"--shard = '.*' is invalid: give NUMBER/COUNT: four processes take 1/4"):
+            parse_shard(wrong)

@@ -37,65 +37,24 @@ def test_an_array_has_the_rows_of_json_lines(tmp_path: Path, indent: int | None)
     assert [one.place for one in array] == ["item 1", "item 2", "item 3"]
 
 
-def test_lines_end_where_other_programs_end_them(tmp_path: Path) -> None:
-    """At LF or CRLF: not at the other characters that Python takes for line ends, which JSON may hold as they are."""
+def test_plain_lines_are_prompts(tmp_path: Path) -> None:
+    """Some begin with a bracket. Lines end at LF or CRLF, not at the other characters that Python takes for line ends,
+    which JSON may hold as they are. Fields of other projects are left alone."""
+    for text in ("[INST] Hello [/INST]", "[1] A source.", "[1, 2, and 3]", f"[{'9' * 5000}]"):
+        assert [one.prompt for one in read(tmp_path / "plain", f"{text}\nmore\n")] == [text, "more"]
+    plain = read(tmp_path / "plain", "Once upon\x0ca time\r\nThere was")
+    assert [one.prompt for one in plain] == ["Once upon\x0ca time", "There was"]
     prompt = "Once\u2028upon\u0085a\u2029time\x0c"
     row = json.dumps({"prompt": prompt}, ensure_ascii=False)
     assert [one.prompt for one in read(tmp_path / "lines", f"{row}\r\n{row}\r\n")] == [prompt, prompt]
-    plain = read(tmp_path / "plain", "Once upon\x0ca time\r\nThere was")
-    assert [one.prompt for one in plain] == ["Once upon\x0ca time", "There was"]
-
-
-@pytest.mark.parametrize("text", ["[INST] Hello [/INST]", "[1] A source.", "[1, 2, and 3]", f"[{'9' * 5000}]"])
-def test_plain_prompts_may_begin_with_a_bracket(tmp_path: Path, text: str) -> None:
-    assert [one.prompt for one in read(tmp_path / "plain", f"{text}\nmore\n")] == [text, "more"]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            '[{"prompt": "a"},\n{"prompt": "b"},\n',
-            ", which begins like a JSON array: not JSON (Expecting value at line",
-        ),
-        ('["a"]\n["b"]\n', ", which begins like a JSON array: not JSON (Extra data at line 2, column 1)"),
-        ('["a", 3]', ", item 2: neither a string nor a JSON object"),
-        ("[]", " contains no prompts"),
-        ('["a", {"promt": "b"}]', ", item 2: a prompt has no field 'promt': did you mean 'prompt'?"),
-    ],
-)
-def test_arrays_that_are_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(FileError) as error:
-        read(tmp_path / "array", text)
-    assert str(error.value).startswith(f"{tmp_path / 'array'}{message}")
-
-
-def test_rows_repeat_what_names_them(outrider: Outrider, tmp_path: Path) -> None:
-    """``id``, whatever it is. Other names are another run."""
-    path, output = tmp_path / "prompts.json", tmp_path / "out.jsonl"
-    first = {"question_id": 81, "category": "writing", "turns": ["Once", "More"]}  # as in Spec-Bench
-    rows = [*ROWS, {"prompt": "Hen", "id": {"a": [1, None]}}, "Hen", first]
-    path.write_text(json.dumps(rows))
-    arguments = ("generate", "--prompts", path, "--output", output, *OPTIONS)
-    assert outrider(*arguments).code == 0
-    written = rows_of(output.read_text())
-    names = [{name: row[name] for name in ("category", "id") if name in row} for row in written]
-    assert names[:3] == [{"id": 7}, {"category": "x", "id": "b"}, {"id": {"a": [1, None]}}]
-    assert names[3:] == [{}, {"category": "writing"}] and written[4]["prompt"] == "Once"
-    assert outrider(*arguments).err.startswith("0 tokens")
-    path.write_text(json.dumps([rows[0] | {"id": 8}, *rows[1:]]))
-    assert "line 1 belongs to another run (different id)" in outrider(*arguments).error
-
-
-def test_fields_of_other_projects_are_left_alone(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
-        {"id": 4, "metadata": {"colour": "red"}},
-        {"question_id": 81, "category": "math", "turns": ["a", "b"], "reference": ["c", ""]},
-        {"task_id": "HumanEval/0", "entry_point": "f", "canonical_solution": "1", "test": "def check(f): ..."},
-        {"question": "How many?", "answer": "#### 3"},
-        {"ind": 4, "activity_label": "Sailing", "ctx": "a b", "ctx_a": "a", "ctx_b": "b", "endings": ["c"], "label": 0},
+        {"prompt": "Once", "id": 4, "metadata": {"colour": "red"}},
+        {"question_id": 81, "category": "math", "turns": ["Once", "b"], "reference": ["c", ""]},
+        {"prompt": "Once", "task_id": "HumanEval/0", "entry_point": "f", "test": "def check(f): ..."},
+        {"prompt": "Once", "question": "How many?", "answer": "#### 3"},
+        {"prompt": "Once", "ind": 4, "activity_label": "Sailing", "ctx": "a b", "endings": ["c"], "label": 0},
     ]
-    assert len(read(tmp_path / "prompts", jsonl(*({"prompt": "Once"} | row for row in rows)))) == len(rows)
+    assert [one.prompt for one in read(tmp_path / "prompts", jsonl(*rows))] == ["Once"] * len(rows)
 
 
 def test_chats_of_a_file(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,10 +88,11 @@ OWN: list[tuple[dict[str, Any], dict[str, Any]]] = [  # options of a row in the 
 
 
 def test_options_of_rows_override_those_of_the_command(outrider: Outrider, tmp_path: Path) -> None:
-    """Each row is that of the library with the same options, and its settings say what they were. Changed options are
-    another run."""
+    """Each row is that of the library with the same options, and its settings say what they were. Changed options, and
+    changed names of rows, are another run."""
     path, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    path.write_text(jsonl(*({"prompt": "Once", **own} for own, _ in OWN)))
+    rows = [{"prompt": "Once", **own} for own, _ in OWN]
+    path.write_text(jsonl(rows[0] | {"id": {"a": [1, None]}, "category": "x"}, *rows[1:]))
     arguments = ("generate", "--prompts", path, "--batch-size", 4, *OPTIONS, "-t", 0.9, "--output", output)
     ended = outrider(*arguments)
     assert ended.code == 0, ended.err
@@ -148,25 +108,23 @@ def test_options_of_rows_override_those_of_the_command(outrider: Outrider, tmp_p
         assert settings["seed"] == own.get("seed", 20)
         assert settings["logit_bias"] == (["5=3.0", "300=-inf"] if "logit_bias" in own else None)
     assert outrider(*arguments).err.startswith("0 tokens")
-    for old, new in (('"5": 3,', ""), ('"max_new_tokens": 20', '"max_new_tokens": 21')):
-        path.write_text(path.read_text().replace(old, new))
-        assert "belongs to another run (different settings)" in outrider(*arguments).error
+    names = [{name: row[name] for name in ("category", "id") if name in row} for row in rows_of(output.read_text())]
+    assert names[:2] == [{"category": "x", "id": {"a": [1, None]}}, {}]
+    changes = (('"5": 3,', "", "settings"), ('"max_new_tokens": 20', '"max_new_tokens": 21', "settings"))
+    for old, new, differing in (*changes, ('{"a": [1, null]}', "8", "id")):
+        changed = path.read_text().replace(old, new)
+        assert changed != path.read_text()
+        path.write_text(changed)
+        assert f"belongs to another run (different {differing}" in outrider(*arguments).error
 
 
-def test_a_row_with_a_seed_keeps_a_constant_k(outrider: Outrider, tmp_path: Path) -> None:
-    """Or its text would depend on the times of this machine: K = 4 in every round, whatever is chosen for the others.
-    So its text is the same alone and beside others."""
-    path, found = tmp_path / "prompts.jsonl", []
-    for others in ([], [{"prompt": "Once"}] * 2):
-        path.write_text(jsonl({"prompt": "Once", "seed": 3}, *others))
-        rows = rows_of(outrider("generate", "--prompts", path, "--batch-size", 3, "-n", 16, "--dtype", "float64").out)
-        assert {one["settings"]["num_draft_tokens"] for one in rows} == {"auto"}
-        found.append(rows[0]["token_ids"])
-        drafted = rows[0]["stats"]["drafted_histogram"]
-        assert len(drafted) == 5 and drafted[4] > 0  # fewer only near the end
-    assert found[0] == found[1]
-
-
+ARRAYS = [
+    ('[{"prompt": "a"},\n{"prompt": "b"},\n', ", which begins like a JSON array: not JSON (Expecting value at line"),
+    ('["a"]\n["b"]\n', ", which begins like a JSON array: not JSON (Extra data at line 2, column 1)"),
+    ('["a", 3]', ", item 2: neither a string nor a JSON object"),
+    ("[]", " contains no prompts"),
+    ('["a", {"promt": "b"}]', ", item 2: a prompt has no field 'promt': did you mean 'prompt'?"),
+]
 ASKED = [{"role": "user", "content": "a"}]
 REFUSED: list[tuple[Any, str]] = [
     ({"messages": []}, ": messages must be a list with at least one message"),
@@ -200,18 +158,16 @@ REFUSED: list[tuple[Any, str]] = [
 
 @pytest.mark.usefixtures("unloaded")
 def test_rows_that_are_refused(outrider: Outrider, tmp_path: Path) -> None:
-    """Each by name, with its line."""
+    """Each by name, with its line; and options of a prompt where they would mean something else, or nothing."""
     path = tmp_path / "prompts.jsonl"
+    for text, message in ARRAYS:
+        with pytest.raises(FileError) as error:
+            read(path, text)
+        assert str(error.value).startswith(f"{path}{message}")
     for row, message in REFUSED:
         path.write_bytes(b'{"prompt": "a"}\n' + (row if isinstance(row, bytes) else json.dumps(row).encode()) + b"\n")
         assert outrider("generate", "--prompts", path, *OPTIONS).error.startswith(f"{path}, line 2{message}")
-
-
-@pytest.mark.parametrize("command", [("record", "--output", "log"), ("certify",), ("alpha",), ("plan",)])
-@pytest.mark.usefixtures("unloaded")
-def test_other_commands_take_texts(outrider: Outrider, tmp_path: Path, command: tuple[str, ...]) -> None:
-    """Options of a prompt would mean something else there, or nothing."""
-    path = tmp_path / "prompts.jsonl"
     path.write_text(jsonl({"prompt": "a"}, {"messages": ASKED, "seed": 1}))
-    message = outrider(*command, "--prompts", path).error
-    assert f"{path}, line 2: this command does not support per-prompt options " in message
+    for command in ("certify", "plan"):
+        message = outrider(command, "--prompts", path).error
+        assert f"{path}, line 2: this command does not support per-prompt options " in message

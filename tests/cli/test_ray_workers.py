@@ -5,15 +5,12 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import outrider.errors
 from commands import Outrider, only_document
-from outrider.errors import OutriderError
 
 NUM_PROMPTS = 60
 OPTIONS = ("-n", 3, "--seed", 20, "--dtype", "float64", "--batch-size", 2)
@@ -36,57 +33,38 @@ def test_without_ray_the_extra_is_named(
     assert not output.exists()
 
 
-@pytest.mark.parametrize("name", outrider.errors.__all__)
-def test_errors_go_from_one_process_to_another(name: str) -> None:
-    kind: type[OutriderError] = getattr(outrider.errors, name)
-    arguments = {"OptionError": ("--top-p", 7, "0 < top_p <= 1"), "MissingExtra": ("ray", "ray")}.get(name, ("text",))
-    error = kind(*arguments)
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is kind and str(copy) == str(error) and vars(copy) == vars(error)
+def test_errors_go_from_one_process_to_another() -> None:
+    own = {"OptionError": ("--top-p", 7, "0 < top_p <= 1"), "MissingExtra": ("ray", "ray")}
+    for name in outrider.errors.__all__:
+        error = getattr(outrider.errors, name)(*own.get(name, ("text",)))
+        copy = pickle.loads(pickle.dumps(error))
+        assert type(copy) is type(error) and str(copy) == str(error) and vars(copy) == vars(error)
 
 
 # With Ray itself: each test starts a cluster of two workers, which takes about ten seconds.
 
 
-def arguments_of(prompts: Path, output: Path, *more: object) -> list[str]:
-    arguments = ["generate", "--prompts", prompts, "--output", output, *OPTIONS, *more]
-    return [str(argument) for argument in arguments]
-
-
-@contextmanager
-def started(prompts: Path, output: Path, *more: object) -> Iterator[subprocess.Popen[str]]:
-    """The command on Ray, in a process of its own: Ray starts threads and handles signals."""
+def on_ray(prompts: Path, output: Path, *more: object) -> tuple[int, str]:
+    """Exit code and standard error of the command on Ray, in a process of its own: Ray starts threads and handles
+    signals."""
     pytest.importorskip("ray", reason="needs the extra 'ray'")
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two workers need two cores")
-    command = [sys.executable, "-m", "outrider", *arguments_of(prompts, output, "--ray", "local", "--ray-workers", 2)]
-    with subprocess.Popen([*command, *map(str, more)], stderr=subprocess.PIPE, text=True) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
-
-
-def lines_of(output: Path) -> list[str]:
-    return sorted(output.read_text().splitlines()) if output.exists() else []
-
-
-@pytest.fixture
-def whole(outrider: Outrider, prompts: Path, tmp_path: Path) -> list[str]:
-    """The lines that one process writes."""
-    output = tmp_path / "whole.jsonl"
-    assert outrider(*arguments_of(prompts, output)).code == 0
-    return lines_of(output)
+    command = [sys.executable, "-m", "outrider", "generate", "--prompts", prompts, "--output", output, *OPTIONS]
+    command += ["--ray", "local", "--ray-workers", 2, *more]
+    done = subprocess.run([str(one) for one in command], stderr=subprocess.PIPE, text=True)
+    return done.returncode, done.stderr
 
 
 @pytest.mark.slow
-def test_two_workers_write_what_one_process_writes(prompts: Path, tmp_path: Path, whole: list[str]) -> None:
-    output, document = tmp_path / "out.jsonl", tmp_path / "out.json"
-    with started(prompts, output, "--json", document) as process:
-        _, message = process.communicate()
-    assert process.returncode == 0, message
+def test_two_workers_write_what_one_process_writes(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    output, document, alone = (tmp_path / name for name in ("out.jsonl", "out.json", "alone.jsonl"))
+    code, message = on_ray(prompts, output, "--json", document)
+    assert code == 0, message
     assert message.count("\n") == 1 and "(fable with fable-draft, K = 4, block, same" in message
-    assert lines_of(output) == whole
+    assert outrider("generate", "--prompts", prompts, "--output", alone, *OPTIONS).code == 0
+    whole = sorted(alone.read_text().splitlines())
+    assert sorted(output.read_text().splitlines()) == whole
     summary = only_document(document.read_text(), "generate")
     num_tokens = sum(len(json.loads(line)["token_ids"]) for line in whole)
     assert summary["stats"]["num_generated_tokens"] == num_tokens
@@ -109,9 +87,8 @@ def test_errors_are_one_line(prompts: Path, tmp_path: Path, more: tuple[str, ...
     output = tmp_path / "out.jsonl"
     with prompts.open("a") as stream:
         stream.write("word " * 2000 + "\n")
-    with started(prompts, output, *more) as process:
-        _, message = process.communicate()
-    assert process.returncode == 2
+    code, message = on_ray(prompts, output, *more)
+    assert code == 2
     assert message.startswith("error: ") and message.count("\n") == 1
     assert reason.format(prompts=prompts) in message
     assert not output.exists()

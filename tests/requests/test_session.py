@@ -1,7 +1,6 @@
 """Sessions: engine and prefixes stay between calls, streams come and go, and the output is the decoder's own."""
 
 import gc
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,12 +15,11 @@ from outrider.decoding.engine import Engine
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
-from outrider.errors import DeviceError, NumericsError, OptionError, PromptError, SessionError
+from outrider.errors import NumericsError, OptionError, SessionError
 from outrider.records import Chunk, RowRound, Timing
-from outrider.requests.engine_loop import EngineLoop
-from outrider.requests.state import RequestState
+from outrider.requests.engine_loop import RequestState
 from outrider.runtime.lm import LM
-from pairs import random_llama, word_tokenizer
+from pairs import random_llama
 from toys import llama_pair, perturbed
 
 PROMPT = [7, 3, 9, 4, 5, 1, 2, 8] * 3
@@ -88,15 +86,9 @@ def test_streams_join_and_leave() -> None:
         for chunk in many:
             rows[chunk.row].append(chunk)
         assert list(map(_ids, rows)) == alone and all(chunk.drafted is not None for row in rows for chunk in row)
-
-
-def test_threads_take_turns() -> None:
-    decoder = _decoder()
-    prompts = [[*PROMPT, i] for i in range(8)]
-    alone = [_ids(decoder.stream(one, seed=i, max_new_tokens=9)) for i, one in enumerate(prompts)]
-    with decoder.session(slots=3) as session, ThreadPoolExecutor(8) as pool:
-        got = pool.map(lambda i: _ids(session.stream(prompts[i], seed=i, max_new_tokens=9)), range(8))
-        assert list(got) == alone
+        with ThreadPoolExecutor(4) as pool:  # threads take turns
+            got = list(pool.map(lambda i: _ids(session.stream(prompts[i], seed=i, max_new_tokens=14)), range(4)))
+        assert got == alone
 
 
 @pytest.fixture
@@ -128,57 +120,11 @@ def test_the_cache_grows_when_no_row_is_running(sizes: list[int]) -> None:
     assert got == alone
 
 
-def test_an_error_does_not_enlarge_the_cache(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next engine has the size of the first, also with a given capacity."""
-    for capacity, size in ((None, 48), (40, 44)):
-        sizes.clear()
-        with _decoder(num_draft_tokens=4).session(capacity=capacity) as session:
-            session.generate([PROMPT], max_new_tokens=8)
-            for failure in (KeyboardInterrupt, RuntimeError):
-                with monkeypatch.context() as patch, pytest.raises(failure):
-                    patch.setattr(Engine, "step", _raising(failure))
-                    session.generate([PROMPT], max_new_tokens=8)
-            session.generate([PROMPT], max_new_tokens=8)
-        assert sizes == [size] * 3
-
-
 def _raising(error: type[BaseException]) -> Callable[[Engine], None]:
     def step(engine: Engine) -> None:
         raise error
 
     return step
-
-
-def test_a_larger_cache_that_does_not_fit_is_freed_first() -> None:
-    """Before the one that is as large as needed is allocated."""
-    made: list[weakref.ref[Any]] = []
-
-    class Half:
-        def __init__(self, capacity: int) -> None:
-            made.append(weakref.ref(self))
-            if capacity > 8:
-                raise DeviceError("no memory")
-            assert [one() for one in made[:-1]] == [None] * (len(made) - 1)
-
-    engine = EngineLoop(Half, least_capacity=16, most_capacity=64)  # type: ignore[arg-type]
-    engine._enlarge(8)
-    assert len(made) == 2 and engine._capacity == 8
-
-
-def test_room_for_drafts_beyond_the_capacity_is_not_waited_for() -> None:
-    """As of a server whose context is shorter than the model's: rows that may fill their slots run together."""
-    decoder = _decoder(acceptance="block", num_draft_tokens=4)
-    capacity = len(PROMPT) + 16
-    engine = decoder.engine(2, capacity)
-    loop = EngineLoop(lambda _: engine, least_capacity=capacity, most_capacity=capacity)
-    states = [decoder.request([*PROMPT[:-1], i], {"seed": i, "max_new_tokens": 16}) for i in range(2)]
-    assert states[0].room > capacity
-    loop.submit(states, lambda number, item: states[number].chunks.append(item))  # type: ignore[arg-type]
-    loop.step()
-    assert engine.load.num_running == 2
-    while loop.step():
-        pass
-    assert [len(state.completion.token_ids) for state in states] == [16, 16]
 
 
 def test_a_capacity_is_a_limit() -> None:
@@ -207,8 +153,6 @@ def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> Non
             session.stream([1], temprature=1.0)
         with pytest.raises(OptionError, match="where the session is opened"):
             session.generate([[1]], acceptance="gumbel")  # type: ignore[call-arg]
-        with pytest.raises(PromptError):
-            session.generate([[]])
         other = session.stream([3], **options)
         next(other)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -249,11 +193,7 @@ def test_a_hook_cannot_use_its_own_session() -> None:
     with decoder.session() as session, decoder.session() as other:
         open_stream = session.stream(PROMPT, seed=1, max_new_tokens=30)
         next(open_stream)
-        uses: list[Callable[[], Any]] = [
-            lambda: session.generate([[1]], max_new_tokens=1),
-            lambda: next(open_stream),
-            session.close,
-        ]
+        uses: tuple[Callable[[], Any], ...] = (lambda: next(open_stream), session.close)
         for use in uses:
             with pytest.raises(NumericsError, match="a hook cannot use the session that calls it"):
                 session.generate([PROMPT], max_new_tokens=2, processor=lambda ids, use=use: use())
@@ -265,19 +205,6 @@ def test_a_hook_cannot_use_its_own_session() -> None:
             other.generate([[1]], max_new_tokens=1)
 
         assert session.generate([PROMPT], seed=1, max_new_tokens=3, processor=hook)[0].token_ids == alone
-
-
-def test_chats_are_prompts() -> None:
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    model = random_llama(context_len=128)
-    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=128), tokenizer, frozenset(), NO_DRAFTER)
-    messages = [{"role": "user", "content": "w1 w2 w3 " * 6}]
-    with decoder.session() as session:
-        one = session.chat(messages, seed=1, max_new_tokens=4)
-        assert one == decoder.chat(messages, seed=1, max_new_tokens=4)
-        again = "".join(chunk.text for chunk in session.stream_chat(messages, seed=1, max_new_tokens=4))
-        assert again == one.text
 
 
 def _count_fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -314,35 +241,3 @@ def test_copies_share_their_prefill(make: Any, monkeypatch: pytest.MonkeyPatch) 
         fed.clear()
         assert [one.token_ids for one in session.generate([PROMPT, other], n=3, seed=5, max_new_tokens=7)] == alone
         assert sum(fed) == 2 * (len(PROMPT) - 1)
-
-
-def test_seeds_of_copies() -> None:
-    decoder = _decoder()
-
-    def seeds(**options: Any) -> list[int]:
-        return [one.seed for one in decoder.generate([[1], [2]], n=2, max_new_tokens=1, **options)]
-
-    assert seeds(seed=7) == [7, 8, 9, 10]
-    assert seeds(seed=[7, 20]) == [7, 8, 20, 21]
-    assert len(set(seeds())) == 4
-    for n in (0, 1.5, True):
-        with pytest.raises(OptionError, match="n = "):
-            decoder.generate([[1]], n=n)
-    with pytest.raises(OptionError, match="'generate' and 'stream_many' take it"):
-        decoder.stream([1], n=2)  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match="did you mean n"):
-        decoder.generate([[1]], num_return_sequences=2)  # type: ignore[call-arg]
-    with pytest.raises(OptionError, match="one list for each of the 4 completions"):
-        decoder.generate([[1], [2]], n=2, resume_ids=[[1], [2]])
-
-
-def test_prompts_that_share_less_than_half_are_fed_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: waiting for a short prefix would cost a forward and gain little."""
-    fed = _count_fed(monkeypatch)
-    far = [[*PROMPT[:16], *(range(i, i + 30))] for i in (10, 20)]
-    _decoder().generate(far, max_new_tokens=1)
-    assert fed[0] == 2 * 45
-    fed.clear()
-    near = [[*PROMPT, i] for i in (10, 20)]
-    _decoder().generate(near, max_new_tokens=1)
-    assert sum(fed) == len(PROMPT)

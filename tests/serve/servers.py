@@ -13,8 +13,8 @@ from openai import OpenAI
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER
-from outrider.serve.served_model import LoadDecoder, ServedModel
-from outrider.serve.server import Server, ServerOptions, listen
+from outrider.serve.served_model import LoadDecoder, ServedModel, ServerOptions
+from outrider.serve.server import Server, listen
 from pairs import word_tokenizer
 from toys import random_table, table_lm
 

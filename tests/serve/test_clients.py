@@ -31,16 +31,17 @@ def test_the_count_of_cached_tokens_confirms_no_guess() -> None:
         assert [cached(http, "alice", SECRET) for _ in range(2)] == [0, 29]
         assert cached(http, "bob", SECRET[:20]) == cached(http, "bob", [*SECRET[:18], "w1", "w1"]) - 18 == 0
         assert cached(http, "alice", SECRET[:25]) == 24
-
-
-@pytest.mark.parametrize("keys", [(), ("alice",)])
-def test_without_several_keys_all_are_one_client(keys: tuple[str, ...]) -> None:
-    with running(words(), api_keys=keys) as one, one.http() as http:
-        assert [cached(http, "alice", SECRET), cached(http, keys[0] if keys else "bob", SECRET)] == [0, 29]
+    for keys in ((), ("alice",)):  # without several keys all are one client
+        with running(words(), api_keys=keys) as one, one.http() as http:
+            assert [cached(http, "alice", SECRET), cached(http, keys[0] if keys else "bob", SECRET)] == [0, 29]
 
 
 def test_a_shared_prompt() -> None:
-    """As text, and as system message."""
+    """As text, and as system message; as text alone beside a template without these."""
+    without = words()
+    without.tokenizer.chat_template = "{{ raise_exception('no system') if messages[0].role == 'system' else 'w7' }}"
+    with running(without, api_keys=("a", "b"), shared_prompts=(" ".join(SECRET[:20]),)) as one, one.http() as http:
+        assert [cached(http, key, SECRET) for key in ("a", "b")] == [0, 20]
     decoder, shared = words(), " ".join(SECRET[:20])
     decoder.tokenizer.chat_template = "{% for m in messages %}w7 {{ m.content }} {% endfor %}"
     with (
@@ -52,26 +53,6 @@ def test_a_shared_prompt() -> None:
         for key, expected in (("alice", 0), ("bob", 22)):
             system, user = {"role": "system", "content": shared}, {"role": "user", "content": " ".join(SECRET)}
             assert cached(http, key, (), messages=[system, user]) == expected
-
-
-def test_a_shared_prompt_beside_a_template_without_system_messages() -> None:
-    """As text alone."""
-    decoder = words()
-    decoder.tokenizer.chat_template = "{{ raise_exception('no system') if messages[0].role == 'system' else 'w7' }}"
-    with (
-        running(decoder, api_keys=("alice", "bob"), shared_prompts=(" ".join(SECRET[:20]),)) as one,
-        one.http() as http,
-    ):
-        assert [cached(http, key, SECRET) for key in ("alice", "bob")] == [0, 20]
-
-
-def test_a_request_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While its body is read and prepared: else another one takes the place in between."""
-    places, reserve = [], admission.Admission.reserve
-    monkeypatch.setattr(admission.Admission, "reserve", lambda *given: places.append(given[1]) or reserve(*given))
-    with running(words(), num_slots=1, max_per_client=1) as one, one.http() as http:
-        http.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}).raise_for_status()
-        assert places == [""] and not one.model.admission._reserved
 
 
 def test_other_headers_make_no_other_client(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,7 @@ from servers import LIMIT_S, Running, running, wait_until, words
 
 from outrider.decoding.fair_queue import FairQueue
 from outrider.serve import admission
-from outrider.serve.admission import Admission
-from outrider.serve.fair_threads import FairThreads
+from outrider.serve.admission import Admission, FairThreads
 from outrider.text.tokenizer import encode
 
 
@@ -24,38 +23,30 @@ def order(turns: FairQueue[str]) -> list[str]:
     return found
 
 
-def test_clients_take_turns() -> None:
-    turns: FairQueue[str] = FairQueue()
-    for name in ("a1", "a2", "a3", "b1", "a4", "c1", "b2"):
-        turns.push(name, name[0])
-    assert len(turns) == 7 and sorted(turns) == ["a1", "a2", "a3", "a4", "b1", "b2", "c1"]
-    assert order(turns) == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
-    assert len(turns) == 0
-
-
 @pytest.mark.parametrize(
     ("priorities", "is_across", "expected"),
     [
         ({"a1": 0, "a2": 5, "a3": -2, "b1": 0, "b2": -1}, False, ["a3", "b2", "a1", "b1", "a2"]),
         ({"a1": 0, "a2": 5, "a3": -2, "b1": 0, "b2": -1}, True, ["a3", "b2", "a1", "b1", "a2"]),
         ({"a1": 0, "a2": 0, "b1": -9, "b2": -9}, False, ["a1", "b1", "a2", "b2"]),
+        (
+            dict.fromkeys(("a1", "a2", "a3", "b1", "a4", "c1", "b2"), 0),
+            False,
+            ["a1", "b1", "c1", "a2", "b2", "a3", "a4"],
+        ),
         ({"a1": 0, "a2": 0, "b1": -9, "b2": -9}, True, ["b1", "b2", "a1", "a2"]),
     ],
 )
-def test_priority_within_a_client(priorities: dict[str, int], is_across: bool, expected: list[str]) -> None:
-    """And across clients only where it is allowed."""
+def test_clients_take_turns_by_priority(priorities: dict[str, int], is_across: bool, expected: list[str]) -> None:
+    """And across clients only where it is allowed. Removed items lose their turn."""
     turns: FairQueue[str] = FairQueue(has_priority_across_clients=is_across)
     for name, priority in priorities.items():
         turns.push(name, name[0], priority)
-    assert order(turns) == expected
-
-
-def test_removed_items_lose_their_turn() -> None:
-    turns: FairQueue[str] = FairQueue()
-    for name in ("a1", "a2", "b1", "b2"):
+    for name in ("d1", "d2"):
         turns.push(name, name[0])
-    assert turns.remove(lambda name: name in ("a1", "b1", "b2")) == 3
-    assert order(turns) == ["a2"]
+    assert turns.remove(lambda name: name in ("d1", "d2")) == 2
+    assert len(turns) == len(expected) and sorted(turns) == sorted(expected)
+    assert order(turns) == expected and len(turns) == 0
 
 
 def test_a_client_never_has_all_threads() -> None:

@@ -22,8 +22,8 @@ from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import ModelNotFound
 from outrider.serve import admission, answers, app, prepare, race, served_model
-from outrider.serve.served_model import ServedModel
-from outrider.serve.server import Server, ServerOptions, listen
+from outrider.serve.served_model import ServedModel, ServerOptions
+from outrider.serve.server import Server, listen
 from pairs import broken_model, word_tokenizer
 
 LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}
@@ -315,8 +315,8 @@ def _fails(*_: object, **__: object) -> Any:
         (race, "race_events", "race", {}),
         (app, "whole_answer", "completions", {}),
         (answers, "usage_of", "completions", {"stream": True, "stream_options": {"include_usage": True}}),
-        (answers, "metrics_of", "responses", {"stream": True}),
-        (answers, "metrics_of", "responses", {}),
+        (answers, "_drafts", "responses", {"stream": True}),
+        (answers, "_drafts", "responses", {}),
     ],
 )
 def test_errors_of_ours_are_in_the_log(

@@ -14,9 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from outrider.decoder import Decoder
 from outrider.drafters.model import model_drafter
-from outrider.serve.logprobs import TokenTexts
-from outrider.text.tokenizer import pieces_of
-from pairs import embedded_tokenizer, metaspace_tokenizer, word_tokenizer
+from pairs import metaspace_tokenizer
 from toys import random_table, table_lm
 
 KS = (0, 1, 2, 8)
@@ -110,25 +108,6 @@ def test_texts_and_places() -> None:
                     assert top[token] == value and len(top) == 20
 
 
-def test_tokens_with_equal_texts_do_not_overwrite_one_another() -> None:
-    """The chosen one has the text, else the most probable."""
-    tokenizer = spaced()
-    decoder = saying(tokenizer, ["▁upon", "s"])
-    ids = dict(zip(("▁upon", "▁a", "s", "<0x73>", ".", "<0x2E>"), tokenizer.convert_tokens_to_ids(
-        ["▁upon", "▁a", "s", "<0x73>", ".", "<0x2E>"]), strict=True))  # fmt: skip
-    table = decoder.target.model.table
-    table[ids["▁upon"], ids["<0x73>"]], table[ids["▁upon"], ids["s"]] = 201.0, 200.0
-    table[ids["▁upon"], ids["."]], table[ids["▁upon"], ids["<0x2E>"]] = 198.0, 199.0
-    with running(decoder) as server:
-        forced = {"max_tokens": 2, "logprobs": 4, "logit_bias": {str(ids["s"]): 50}}
-        (choice,) = asked(server, "completions", forced)
-        assert list(choice["logprobs"]["top_logprobs"][1]) == [
-            f"token_id:{ids['<0x73>']}", "s", ".", f"token_id:{ids['.']}"]  # fmt: skip
-        found = choice["logprobs"]["top_logprobs"][1]
-        assert found["s"] == choice["logprobs"]["token_logprobs"][1] < found[f"token_id:{ids['<0x73>']}"]
-        assert found["."] > found[f"token_id:{ids['.']}"]
-
-
 def test_places_beyond_a_stop_string() -> None:
     """They are at the end of the text."""
     with running(saying(spaced(), ["▁upon", "▁a", "▁time", "s", "."])) as server:
@@ -179,14 +158,6 @@ def test_an_echo() -> None:
         assert places == [[0, 4, 9, 14]] * 2 + [[0, 4, 6, 11, 16]] * 2
 
 
-def test_special_tokens_that_were_added_have_no_place() -> None:
-    tokenizer = spaced()
-    once, upon = tokenizer.convert_tokens_to_ids(["▁Once", "▁upon"])
-    assert pieces_of(tokenizer, [tokenizer.bos_token_id, once, upon], "Once upon") == ["", "Once", " upon"]
-    assert pieces_of(tokenizer, [tokenizer.bos_token_id, once], "<s> Once") == ["<s>", " Once"]
-    assert pieces_of(tokenizer, [once, upon], "ONCE  UPON") == ["Once", "  UPON"]
-
-
 def test_tokens_of_a_chat() -> None:
     """Parts of a character have their bytes; the end is no content."""
     tokens = ["▁upon", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "▁a"]
@@ -226,23 +197,3 @@ def test_tokens_of_content_alone(script: list[str], expected: list[str]) -> None
         found = [one["token"] for one in choice["logprobs"]["content"]]
         assert found == expected
         assert "".join(found).strip() == (choice["message"]["content"] or "").strip()
-
-
-def test_texts_of_a_vocabulary() -> None:
-    """By its bytes where they can be read, else decoded within a text."""
-    texts = TokenTexts(spaced(), False)
-    ids = spaced().convert_tokens_to_ids(["▁a", "<0x41>", "<0xF0>", "<end>", "▁"])
-    assert [texts.of(i) for i in ids] == [" a", "A", r"bytes:\xf0", "<end>", " "]
-    assert [texts.token(i).bytes for i in ids] == [b" a", b"A", b"\xf0", b"<end>", b" "]
-    assert texts.of(ids[0], "a") == "a" and texts.of(ids[2], "x") == r"bytes:\xf0" and texts.of(10**6) == ""
-    gemma = spaced()
-    gemma.add_tokens(["▁▁", "<b>"])
-    assert [TokenTexts(gemma, False).of(i) for i in gemma.convert_tokens_to_ids(["▁▁", "<b>"])] == ["  ", "<b>"]
-    words = TokenTexts(word_tokenizer(), False)
-    assert words.of(3) == " w3" and words.token(3).bytes == b" w3"
-    fable = embedded_tokenizer()
-    texts = TokenTexts(fable, False)
-    for token_id in range(0, len(fable), 7):
-        token, text = texts.token(token_id), fable.decode([token_id])
-        assert token.is_part == ("\ufffd" in text) and token.bytes is not None
-        assert token.is_part or (token.text, token.bytes) == (text, text.encode())

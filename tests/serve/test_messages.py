@@ -98,8 +98,7 @@ def test_thoughts_and_ends() -> None:
         assert thoughts == {"type": "thinking", "thinking": "hm", "signature": ""}
         assert (text["type"], text["text"], whole["stop_reason"]) == ("text", "sun today", "end_turn")
         assert without_ids(joined(stream(server, messages=[ASK]))) == without_ids(whole)
-        shown = send(server, messages=[ASK], include_reasoning=False)
-        assert shown["content"] == [text]
+        assert send(server, messages=[ASK], include_reasoning=False)["content"] == [text]
         assert joined(stream(server, messages=[ASK], include_reasoning=False))["content"] == [text]
         cut = send(server, messages=[ASK], stop_sequences=[" tod"])
         assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", " tod")

@@ -26,11 +26,6 @@ def server(request: pytest.FixtureRequest) -> Iterator[Running]:
         yield one
 
 
-def num_begun(server: Running) -> int:
-    """Tokens of the script that the template writes."""
-    return int(server.model.decoder.tokenizer.chat_template == SCRIPT[0])
-
-
 def test_thoughts_are_no_content(server: Running) -> None:
     with server.openai() as client:
         body: Any = {"model": "toy", "messages": ASK}
@@ -39,30 +34,13 @@ def test_thoughts_are_no_content(server: Running) -> None:
         deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**body, stream=True)]
         assert "".join(getattr(delta, "reasoning_content", "") for delta in deltas) == "It may rain."
         assert "".join(delta.content or "" for delta in deltas) == message.content
-        all_text = "".join(SCRIPT[num_begun(server) :])
+        all_text = "".join(SCRIPT[server.model.decoder.tokenizer.chat_template == SCRIPT[0] :])
         for name, content in (("include_reasoning", message.content), ("separate_reasoning", all_text)):
-            other = client.chat.completions.create(**body, extra_body={name: False}).choices[0].message
+            answer = client.chat.completions.create(**body, extra_body={name: False})
+            details, other = answer.usage.completion_tokens_details, answer.choices[0].message  # type: ignore[union-attr]
+            assert (details and details.reasoning_tokens) == (4 if name == "include_reasoning" else None)
             assert not hasattr(other, "reasoning_content") and other.content == content
         assert client.completions.create(model="toy", prompt="a", max_tokens=50).choices[0].text == "".join(SCRIPT)
-
-
-def test_their_tokens_are_counted(server: Running) -> None:
-    """Without the markers, and where they are not sent; up to a cut."""
-    num = num_begun(server)
-    with server.openai() as client:
-        for max_tokens, expected in ((50, 4), (3, 2 + num), (1, num)):
-            body: Any = {"model": "toy", "messages": ASK, "max_tokens": max_tokens}
-            for extra in ({}, {"include_reasoning": False}):
-                usage = client.chat.completions.create(**body, extra_body=extra).usage
-                assert usage.completion_tokens_details.reasoning_tokens == expected
-            *_, last = client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True})
-            assert last.usage.completion_tokens_details.reasoning_tokens == expected
-            of_response: Any = {"model": "toy", "input": "Will it rain?", "max_output_tokens": max_tokens}
-            response = client.responses.create(**of_response)
-            assert response.usage is not None
-            assert response.usage.output_tokens_details.reasoning_tokens == expected
-        plain = client.chat.completions.create(model="toy", messages=ASK, extra_body={"separate_reasoning": False})
-        assert plain.usage is not None and plain.usage.completion_tokens_details is None
 
 
 def test_constraints_begin_after_them() -> None:
@@ -101,31 +79,16 @@ def test_thoughts_have_a_budget(template: str) -> None:
                 (choice,) = http.post("/v1/chat/completions", json=body).json()["choices"]
                 begun = template == "<think>"
                 assert choice["message"]["content"] == "".join([*SCRIPT[begun : num + 1], *SCRIPT[5:]])
-    (alone,) = decoder.generate([[1]], thinking_budget=1)
-    assert alone.text == "".join([SCRIPT[1], *SCRIPT[5:]])
-
-
-def test_a_continued_thought_has_the_budget_of_its_output() -> None:
-    """Of a chat, and of a prompt that is none, in the library and at the server."""
-    decoder = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", MARKERS)
-    messages = [*ASK, {"role": "assistant", "content": "<think>Hm,"}]
-    chat = Chat(messages, ChatOptions(continue_final_message=True))
-    (completion,) = decoder.generate([chat], thinking_budget=2)
+    # Of a chat that goes on, and of a prompt that is none, in the library and at the server.
+    continued = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", MARKERS)
+    begun = Chat([*ASK, {"role": "assistant", "content": "<think>Hm,"}], ChatOptions(continue_final_message=True))
+    (completion,) = continued.generate([begun], thinking_budget=2)
     assert completion.text == "".join([*SCRIPT[1:3], *SCRIPT[5:]])
-    with running(decoder) as server, server.http() as http:
+    with running(continued) as server, server.http() as http:
         body = {"prompt": "<think>Hm,", "thinking_token_budget": 2, "max_tokens": 50}
         assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == completion.text
-
-
-def test_a_label_is_no_thought() -> None:
-    """As in Gemma 4; a budget of nothing ends the thought before its label."""
-    script = ["<|channel>", "thought", "\n", "Hm", ".", "<channel|>", "Yes"]
-    markers = {"<|channel>": False, "<channel|>": False}
-    with running(scripted(script, "{{ messages[0].content }}", markers, has_draft=True)) as server:
-        for budget, thoughts in ((0, ""), (1, ""), (3, "Hm"), (50, "Hm.")):
-            for is_stream in (False, True):
-                found = said(server, "chat/completions", is_stream=is_stream, thinking_token_budget=budget)
-                assert found[:2] == (thoughts, "Yes")
+    (alone,) = decoder.generate([[1]], thinking_budget=1)
+    assert alone.text == "".join([SCRIPT[1], *SCRIPT[5:]])
 
 
 CHANNELS = dict.fromkeys(("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"), True)
@@ -162,9 +125,11 @@ def test_channels_are_told_apart() -> None:
             client.chat.completions.create(**body, tools=tools)
 
 
-def test_a_budget_needs_markers() -> None:
+def test_without_markers_thoughts_are_content_and_have_no_budget() -> None:
     decoder = scripted(SCRIPT, "<think>", MARKERS)
     with running(decoder, reasoning_parser="none") as server, server.http() as http:
+        message = http.post("/v1/chat/completions", json={"messages": ASK}).json()["choices"][0]["message"]
+        assert message["content"] == "".join(SCRIPT[1:]) and "reasoning_content" not in message
         for path, name, extra in (
             ("chat/completions", "thinking_token_budget", {"thinking_token_budget": 3}),
             ("responses", "thinking_budget", {"thinking_budget": 3, "input": "Hm?"}),
@@ -181,51 +146,6 @@ def test_a_budget_needs_markers() -> None:
         decoder.generate("a", thinking_budget=1, bad_words=[[6]])
     with pytest.raises(OptionError, match="thinking_budget = -1"):
         decoder.generate("a", thinking_budget=-1)
-
-
-def test_a_thought_and_several_calls_in_one_round() -> None:
-    """A draft of eight tokens holds the end of the thought, and two calls."""
-    call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
-    script = ["<think>", "Hm", "</think>", "\n\n", call[:20], call[20:], call[:14], call[14:]]
-    with running(scripted(script, TEMPLATES["hermes"], MARKERS, has_draft=True)) as server:
-        for is_stream, k in itertools.product((False, True), (0, 1, 8)):
-            body = {"messages": ASK, "tools": [tool("time", {"type": "object"})], "num_draft_tokens": k}
-            with server.http() as http:
-                answer = http.post("/v1/chat/completions", json=body | {"stream": is_stream})
-            if is_stream:
-                lines = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
-                deltas = [line["choices"][0]["delta"] for line in lines]
-                assert "".join(one.get("reasoning_content") or "" for one in deltas) == "Hm"
-                names = [part["function"].get("name") for one in deltas for part in one.get("tool_calls") or []]
-                assert [name for name in names if name] == ["time", "time"]
-            else:
-                message = answer.json()["choices"][0]["message"]
-                assert message["reasoning_content"] == "Hm" and not message["content"]
-                assert [one["function"]["name"] for one in message["tool_calls"]] == ["time", "time"]
-
-
-def test_thoughts_may_be_content() -> None:
-    decoder = scripted(SCRIPT, "<think>", MARKERS)
-    with running(decoder, reasoning_parser="none") as server, server.openai() as client:
-        message = client.chat.completions.create(model="toy", messages=ASK).choices[0].message
-        assert message.content == "".join(SCRIPT[1:]) and not hasattr(message, "reasoning_content")
-
-
-def test_a_thought_can_be_continued() -> None:
-    """The last message tells where the output begins."""
-    decoder = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", MARKERS)
-    with running(decoder) as server, server.openai() as client:
-        for begun, thoughts, content in (
-            ("<think>Hm,", "\nIt may rain.", 'Yes.{"a": 1}'),
-            ("<think>Hm</think>Well", None, "".join(SCRIPT[1:])),
-        ):
-            messages = [*ASK, {"role": "assistant", "content": begun}]
-            extra = {"continue_final_message": True, "add_generation_prompt": False}
-            answer = client.chat.completions.create(model="toy", messages=messages, extra_body=extra)
-            message = answer.choices[0].message
-            assert (getattr(message, "reasoning_content", None), message.content) == (thoughts, content)
-            assert answer.usage is not None and answer.usage.completion_tokens_details is not None
-            assert answer.usage.completion_tokens_details.reasoning_tokens == (4 if thoughts else 0)
 
 
 def said(server: Running, door: str, *, is_stream: bool, **body: Any) -> tuple[str, str, str | None]:
@@ -255,30 +175,27 @@ def said(server: Running, door: str, *, is_stream: bool, **body: Any) -> tuple[s
     return texts[0], texts[1], deltas[-1]["stop_sequence"]
 
 
-@pytest.mark.parametrize(
-    ("script", "template", "expected"),
-    [
-        (["<think>", "Hm, Q: a", "\n\n", "</think>", "\n\n", "Yes", ".", " Q", ": b"], "", ("Hm, Q: a", "Yes. ")),
-        (["<think>", "Hm, Q: a", " Q", ": </think>", "\n\n", "Yes.\n", "\nQ: b"], "<think>", ("Hm, Q: a Q:", "Yes.")),
-        (["<think>", "Q: a", "</", "thi", "nk>", "Yes Q", ":"], "", ("Q: a", "Yes ")),  # a marker of several tokens
-        (["<think>", "Q: a Q", "</th", "ink>: \n\nYes Q: b"], "", ("Q: a Q", ": ")),  # the end and a stop in one
-        (["\n", " Yes", ".", " Q:", " b"], "", ("", "\n Yes. ")),  # no thought
-        (["</think>", "\n\n", "Yes", ". Q: <think>", "Q"], "</think>", ("", "Yes. ")),
-        (["<think>", "Q: a", " Q:"], "", ("Q: a Q:", "")),  # cut
-    ],
-)
-def test_stop_strings_wait_for_the_end_of_a_thought(
-    script: list[str], template: str, expected: tuple[str, str]
-) -> None:
+STOPPED: list[tuple[list[str], str, tuple[str, str]]] = [
+    (["<think>", "Hm, Q: a", "\n\n", "</think>", "\n\n", "Yes", ".", " Q", ": b"], "", ("Hm, Q: a", "Yes. ")),
+    (["<think>", "Hm, Q: a", " Q", ": </think>", "\n\n", "Yes.\n", "\nQ: b"], "<think>", ("Hm, Q: a Q:", "Yes.")),
+    (["<think>", "Q: a", "</", "thi", "nk>", "Yes Q", ":"], "", ("Q: a", "Yes ")),  # a marker of several tokens
+    (["<think>", "Q: a Q", "</th", "ink>: \n\nYes Q: b"], "", ("Q: a Q", ": ")),  # the end and a stop in one
+    (["\n", " Yes", ".", " Q:", " b"], "", ("", "\n Yes. ")),  # no thought
+    (["</think>", "\n\n", "Yes", ". Q: <think>", "Q"], "</think>", ("", "Yes. ")),
+    (["<think>", "Q: a", " Q:"], "", ("Q: a Q:", "")),  # cut
+]
+
+
+def test_stop_strings_wait_for_the_end_of_a_thought() -> None:
     """However long a round is, whole and streamed."""
     stop = ["Q:", "\n\n"]
-    decoder = scripted(script, template or "{{ messages[0].content }}", MARKERS, has_draft=True)
-    doors = ("chat/completions", "responses", "messages")
-    with running(decoder) as server:
-        for door, is_stream, k in itertools.product(doors, (False, True), (0, 1, 8)):
-            thoughts, content, reason = said(server, door, is_stream=is_stream, stop=stop, num_draft_tokens=k)
-            assert (thoughts, content) == expected
-            assert reason in ([None] if door == "responses" or script[-1] == " Q:" else stop)
+    for script, template, expected in STOPPED:
+        decoder = scripted(script, template or "{{ messages[0].content }}", MARKERS, has_draft=True)
+        with running(decoder) as server:
+            for door, is_stream, k in itertools.product(BUDGETS, (False, True), (0, 1, 8)):
+                thoughts, content, reason = said(server, door, is_stream=is_stream, stop=stop, num_draft_tokens=k)
+                assert (thoughts, content) == expected
+                assert reason in ([None] if door == "responses" or script[-1] == " Q:" else stop)
 
 
 def test_whoever_reads_no_thoughts_stops_in_them() -> None:

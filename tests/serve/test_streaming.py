@@ -7,9 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
-import httpx
 import pytest
-from openai import NOT_GIVEN, OpenAI
+from openai import OpenAI
 from servers import Running, running
 
 from outrider.api import load
@@ -47,16 +46,20 @@ def events(text: str) -> list[dict]:
 
 
 def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> None:
-    """With the options of sampling; and a stream adds up to it."""
+    """With the options of sampling and log-probabilities; and a stream adds up to it."""
     mine = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 3}
     named = {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     asked: dict[str, Any] = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 16, **named}
-    asked |= {"logit_bias": {"11": -4.0, "12": 3.0}, "extra_body": mine}
+    asked |= {"logit_bias": {"11": -4.0, "12": 3.0}, "extra_body": mine, "logprobs": 2}
     answer = client.completions.create(**asked)
     bias = {11: -4.0, 12: 3.0}
-    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=16, logit_bias=bias, **mine, **named)
+    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=16, logit_bias=bias, logprobs=2, **mine, **named)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (expected.text, "length")
+    assert choice.logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
+    assert "".join(choice.logprobs.tokens) == expected.text
+    for token, top, one in zip(choice.logprobs.tokens, choice.logprobs.top_logprobs, expected.logprobs, strict=True):
+        assert top[token] == pytest.approx(one.logprob) and max(top.values()) == pytest.approx(one.top[0][1])
     assert answer.usage is not None and answer.usage.completion_tokens == 16
     assert answer.usage.prompt_tokens == len(decoder.encode(PROMPT))
     assert answer.system_fingerprint.startswith("outrider-")
@@ -68,16 +71,6 @@ def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> No
     assert all(part.usage is None for part in parts)
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 16
     assert len({chunk.id for chunk in chunks}) == 1
-
-
-def test_usage_in_every_chunk(server: Running) -> None:
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    body = {"prompt": PROMPT, "seed": 3, "max_tokens": 12, "stream": True, "stream_options": options}
-    with server.http() as http:
-        response = http.post("/v1/completions", json=body)
-    assert response.headers["content-type"].startswith("text/event-stream")
-    counts = [value["usage"]["completion_tokens"] for value in events(response.text)]
-    assert counts == sorted(counts) and counts[-1] == 12
 
 
 def test_eight_clients_get_their_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,20 +151,6 @@ def test_stop_strings(decoder: Decoder, client: OpenAI) -> None:
         assert choices[-1].finish_reason == "stop"
 
 
-def test_stop_tokens(decoder: Decoder, client: OpenAI) -> None:
-    """They end a text as stop strings do, but not before ``min_tokens``."""
-    ids = alone(decoder, PROMPT, seed=3, max_new_tokens=20).token_ids
-    at = next(i for i in range(4, 20) if ids[i] not in ids[:i])
-    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 20}
-    answer = client.completions.create(**options, extra_body={"stop_token_ids": [ids[at]]})
-    assert (answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("stop", at + 1)
-    assert answer.choices[0].stop_reason == ids[at]
-    for mine in ({"bad_words": [[ids[at]]]}, {"stop_token_ids": [ids[at]], "min_tokens": 12}):
-        answer = client.completions.create(**options, extra_body=mine)
-        assert answer.choices[0].text == alone(decoder, PROMPT, seed=3, max_new_tokens=20, **mine).text
-        assert answer.usage.completion_tokens >= mine.get("min_tokens", 0)
-
-
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["fox", "hen"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
@@ -182,86 +161,44 @@ _FORM = {"type": "json_schema", "json_schema": {"name": "animal", "strict": True
 _GRAMMAR = 'root ::= " a" "b"*'
 
 
-@pytest.mark.parametrize(
-    ("fields", "options"),
-    [
-        ({"response_format": _FORM}, {"json_schema": _SCHEMA}),
-        ({"structured_outputs": {"choice": [" a fox", ' a "hen"']}}, {"grammar": 'start: " a fox" | " a \\"hen\\""'}),
-        ({"guided_regex": " (fox|hen)s?"}, {"regex": " (fox|hen)s?"}),
-    ],
-    ids=lambda value: "-".join(value),
-)
-def test_structured_output(decoder: Decoder, client: OpenAI, fields: dict, options: dict) -> None:
-    """The library's text with the same constraint, beside others."""
-    many = {"model": "fable", "prompt": [PROMPT, PROMPT], "seed": 3, "max_tokens": 60}
-    answer = client.completions.create(**many, extra_body=fields)
-    expected = [alone(decoder, PROMPT, seed=seed, max_new_tokens=60, **options).text for seed in (3, 4)]
-    assert [choice.text for choice in answer.choices] == expected
-    if "json_schema" in options:
-        assert json.loads(answer.choices[0].text).keys() == {"name", "age"}
-        assert answer.choices[0].finish_reason == "stop"
+NAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"max_new_tokens": 9}, {"max_tokens": 9}),
+    ({"n_predict": 9, "repeat_penalty": 1.3, "repeat_last_n": -1}, {"max_tokens": 9, "repetition_penalty": 1.3}),
+    ({"max_tokens": 9, "min_new_tokens": 7, "max_completion_tokens": 9}, {"max_tokens": 9, "min_tokens": 7}),
+    ({"seed": -2}, {"seed": 2**63 - 2}),
+    ({"top_k": -1}, {"top_k": 0}),
+    ({"stop_token_ids": [5], "bad_words": [[6]], "ignore_eos": True},) * 2,
+    ({"response_format": _FORM}, {"json_schema": _SCHEMA}),
+    ({"structured_outputs": {"choice": [" a", ' "b"']}}, {"grammar": 'start: CHOICE\nCHOICE: " a" | " \\"b\\""'}),
+    ({"guided_regex": " (fox|hen)s?"}, {"regex": " (fox|hen)s?"}),
+    ({"response_format": {"type": "text"}}, {}),
+    ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
+    ({"response_format": {"type": "json_object", "schema": _SCHEMA}}, {"json_schema": _SCHEMA}),
+    ({"structured_outputs": {"json": _SCHEMA, "regex": None}}, {"json_schema": _SCHEMA}),
+    ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+    ({"guided_json": json.dumps(_SCHEMA)}, {"json_schema": _SCHEMA}),
+    ({"guided_grammar": _GRAMMAR}, {"grammar": _GRAMMAR}),
+    ({"regex": "fox|hen"}, {"regex": "fox|hen"}),
+    ({"ebnf": _GRAMMAR}, {"grammar": _GRAMMAR}),
+    ({"grammar": _GRAMMAR}, {"grammar": _GRAMMAR}),
+    ({"json_schema": '{"enum": ["fox", "hen"]}'}, {"json_schema": {"enum": ["fox", "hen"]}}),
+]
 
 
-@pytest.mark.parametrize(
-    ("fields", "options"),
-    [
-        ({"max_new_tokens": 9}, {"max_tokens": 9}),
-        ({"n_predict": 9, "repeat_penalty": 1.3, "repeat_last_n": -1}, {"max_tokens": 9, "repetition_penalty": 1.3}),
-        ({"max_tokens": 9, "min_new_tokens": 7, "max_completion_tokens": 9}, {"max_tokens": 9, "min_tokens": 7}),
-        ({"seed": -2}, {"seed": 2**63 - 2}),
-        ({"top_k": -1}, {"top_k": 0}),
-        ({"response_format": {"type": "text"}}, {}),
-        ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
-        ({"response_format": {"type": "json_object", "schema": _SCHEMA}}, {"json_schema": _SCHEMA}),
-        ({"structured_outputs": {"json": _SCHEMA, "regex": None}}, {"json_schema": _SCHEMA}),
-        ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
-        ({"guided_json": json.dumps(_SCHEMA)}, {"json_schema": _SCHEMA}),
-        ({"guided_grammar": _GRAMMAR}, {"grammar": _GRAMMAR}),
-        ({"regex": "fox|hen"}, {"regex": "fox|hen"}),
-        ({"ebnf": _GRAMMAR}, {"grammar": _GRAMMAR}),
-        ({"grammar": _GRAMMAR}, {"grammar": _GRAMMAR}),
-        ({"json_schema": '{"enum": ["fox", "hen"]}'}, {"json_schema": {"enum": ["fox", "hen"]}}),
-    ],
-    ids=str,
-)
-def test_names_of_options(fields: dict, options: dict) -> None:
+def test_names_of_options() -> None:
     """OpenAI's, vLLM's, SGLang's, llama.cpp's and Transformers' names for options that the library has."""
-    assert understood(fields) == understood({}) | options
+
+    def understood(fields: Mapping[str, Any]) -> dict[str, Any]:
+        ask = CompletionBody.read_request({"prompt": "A", **fields})
+        return {**ask.options, "max_tokens": ask.max_tokens}
+
+    for fields, options in NAMES:
+        assert understood(fields) == understood({}) | options
 
 
-def understood(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a request with these fields asks for."""
-    ask = CompletionBody.read_request({"prompt": "A", **fields})
-    return {**ask.options, "max_tokens": ask.max_tokens}
-
-
-def test_logprobs_of_completions(decoder: Decoder, client: OpenAI) -> None:
-    """Their values. (Their texts and places: test_logprobs.py.)"""
-    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 12, "logprobs": 2}
-    logprobs = client.completions.create(**options).choices[0].logprobs
-    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=12, logprobs=2)
-    assert expected.logprobs is not None and logprobs is not None
-    assert logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
-    assert "".join(logprobs.tokens) == expected.text
-    for token, top, one in zip(logprobs.tokens, logprobs.top_logprobs, expected.logprobs, strict=True):
-        assert top[token] == pytest.approx(one.logprob)
-        assert max(top.values()) == pytest.approx(one.top[0][1])
-        assert len(top) in (2, 3)
-
-
-def test_echo_without_generating(client: OpenAI) -> None:
-    for logprobs in (NOT_GIVEN, 0):
-        options = {"model": "fable", "prompt": ["The king", "A"], "echo": True, "max_tokens": 0, "logprobs": logprobs}
-        whole = client.completions.create(**options)
-        assert [choice.text for choice in whole.choices] == ["The king", "A"]
-        assert whole.usage.completion_tokens == 0
-        parts = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True)]
-        assert [part.text for part in parts] == ["The king", "A"]
-        assert [part.finish_reason for part in parts] == ["length", "length"]
-
-
-def test_what_became_of_the_drafts(decoder: Decoder, server: Running) -> None:
-    """vLLM's names, as AIPerf checks them; and its counters, as its benchmark reads them."""
+def test_what_became_of_the_drafts(monkeypatch: pytest.MonkeyPatch, decoder: Decoder, server: Running) -> None:
+    """vLLM's names, as AIPerf checks them; and its counters, as its benchmark reads them. K is that of the request, the
+    constant one of a text with a seed under ``auto``, or the most that ``auto`` may choose."""
     name = "vllm:spec_decode_num_{}_tokens_total"
     before = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
     with server.http() as http:
@@ -277,40 +214,13 @@ def test_what_became_of_the_drafts(decoder: Decoder, server: Running) -> None:
     after = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
     added = [b - a for a, b in zip(before, after, strict=True)]
     assert added == [stats.num_draft_tokens, stats.num_accepted_draft_tokens]
-
-
-def test_the_number_of_drafted_tokens_is_that_of_the_text(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> None:
-    """A K of its own; the constant one of a text with a seed under ``auto``; the most that ``auto`` may choose."""
     # It would follow the times of rounds.
     monkeypatch.setattr("outrider.decoding.schedule.Estimates.choose", lambda self, rows, num_rows: (8, 4))
     body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
-    with running(replace(decoder, num_draft_tokens="auto")) as server, server.http() as http:
+    with running(replace(decoder, num_draft_tokens="auto")) as other, other.http() as http:
         for own, k in (({"num_draft_tokens": 2}, 2), ({"seed": 3}, 4), ({}, 8)):
             found = http.post("/v1/completions", json=body | own).json()["metrics"]["speculative_decoding"]
-            assert found["num_spec_tokens"] == k
-            assert len(found["acceptance_histogram"]) == k + 1
-
-
-def test_times_of_a_text(server: Running) -> None:
-    """Whole and streamed; none for several texts."""
-    body = {"prompt": PROMPT, "seed": 3, "max_tokens": 24}
-    with server.http() as http:
-        whole = http.post("/v1/completions", json=body).json()
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        *parts, last = events(http.post("/v1/completions", json=body | options).text)
-        assert not any("metrics" in part for part in parts)
-        *parts, without_usage = events(http.post("/v1/completions", json=body | {"stream": True}).text)
-        assert not any("metrics" in part for part in parts)
-        several = http.post("/v1/completions", json=body | {"n": 2, "max_tokens": 1}).json()
-        of_one_round = http.post("/v1/completions", json=body | {"max_tokens": 1}).json()
-    assert "metrics" not in several and of_one_round["metrics"]["mean_itl_ms"] is None
-    for answer in (whole, last, without_usage):
-        metrics = answer["metrics"]
-        assert metrics["queue_time_ms"] >= 0
-        assert metrics["mean_itl_ms"] == pytest.approx(metrics["generation_time_ms"] / 23)
-        whole_ms = metrics["time_to_first_token_ms"] + metrics["generation_time_ms"]
-        assert metrics["tokens_per_second"] == pytest.approx(24 / whole_ms * 1e3)
-        assert metrics["speculative_decoding"] == whole["metrics"]["speculative_decoding"]
+            assert found["num_spec_tokens"] == len(found["acceptance_histogram"]) - 1 == k
 
 
 def test_a_request_may_do_without_the_draft(decoder: Decoder, server: Running) -> None:
@@ -342,6 +252,10 @@ def test_models(client: OpenAI, server: Running) -> None:
 
 def test_tokens_and_back(decoder: Decoder, server: Running) -> None:
     with server.http() as http:
+        # Some clients take U+2028 for the end of a line.
+        body = {"prompt": "A\u2028B\x85C", "echo": True, "max_tokens": 1, "stream": True}
+        text = http.post("/v1/completions", json=body).text
+        assert text.isascii() and events(text)[0]["choices"][0]["text"] == body["prompt"]
         answer = http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
         assert answer["tokens"] == decoder.encode(PROMPT)
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
@@ -353,17 +267,10 @@ def test_tokens_and_back(decoder: Decoder, server: Running) -> None:
         assert http.get("/version").json().keys() == {"version"}
 
 
-@pytest.fixture(scope="module")
-def chat_server() -> Iterator[Running]:
+def test_chats() -> None:
     tokenizer = word_tokenizer()
     tokenizer.chat_template = _TEMPLATE
     decoder = load(random_llama(), random_llama(seed=1), tokenizer=tokenizer, draft_tokenizer=tokenizer)
-    with running(decoder) as one:
-        yield one
-
-
-def test_chats(chat_server: Running) -> None:
-    decoder = chat_server.model.decoder
     messages = [{"role": "system", "content": "w1 w2"}, {"role": "user", "content": "w3"}]
     expected = alone(decoder, messages, seed=1, max_new_tokens=20, logprobs=2)
     assert expected.logprobs is not None
@@ -371,9 +278,12 @@ def test_chats(chat_server: Running) -> None:
     parts = [{"role": "system", "content": [{"type": "text", "text": "w1 w2"}]}, messages[1]]
     asked: dict[str, Any] = {"model": "toy", "messages": parts, "seed": 1, "max_completion_tokens": 20}
     asked |= {"logprobs": True, "top_logprobs": 2}
-    with chat_server.openai() as client:
+    with running(decoder) as server, server.openai() as client:
         whole = client.chat.completions.create(**asked).choices
         first, *streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
+        longest: dict[str, Any] = {"model": "toy", "messages": messages[1:], "extra_body": {"ignore_eos": True}}
+        usage = client.chat.completions.create(**longest).usage  # as long as there is room
+        assert usage is not None and usage.total_tokens == server.model.capacity
     assert first.delta.role == whole[0].message.role == "assistant" and first.delta.content == ""
     for texts, choices in (
         ([whole[0].message.content], whole),
@@ -385,19 +295,3 @@ def test_chats(chat_server: Running) -> None:
         assert [item.logprob for item in found] == pytest.approx([one.logprob for one in of_content])
         assert [len(item.top_logprobs) for item in found] == [2] * len(found)
         assert all(bytes(item.bytes).decode() == item.token for item in found)
-
-
-def test_a_chat_goes_on_as_long_as_there_is_room(chat_server: Running) -> None:
-    with chat_server.http() as http:
-        body = {"messages": [{"role": "user", "content": "w3"}], "seed": 1, "ignore_eos": True}
-        answer = http.post("/v1/chat/completions", json=body).json()
-    assert answer["usage"]["total_tokens"] == chat_server.model.capacity
-
-
-def test_line_separators_do_not_cut_events(server: Running) -> None:
-    """Some clients take U+2028 for the end of a line."""
-    body = {"prompt": "A\u2028B\x85C", "echo": True, "max_tokens": 1, "stream": True}
-    with server.http() as http:
-        response: httpx.Response = http.post("/v1/completions", json=body)
-    assert response.text.isascii()
-    assert events(response.text)[0]["choices"][0]["text"] == body["prompt"]

@@ -43,17 +43,6 @@ def test_a_named_tool_is_called(client: OpenAI) -> None:
     assert id_.startswith("call_") and id_ != call.id
 
 
-def test_some_tool_is_called(client: OpenAI) -> None:
-    """Without a schema there are no arguments."""
-    tools: Any = [{"type": "function", "function": {"name": "time"}}]
-    body: Any = {"messages": ASK, "tools": tools, "tool_choice": "required", "parallel_tool_calls": False}
-    (choice,) = client.chat.completions.create(model="toy", **body).choices
-    ((name, arguments),) = [(call.function.name, call.function.arguments) for call in choice.message.tool_calls or []]
-    assert (choice.finish_reason, name, json.loads(arguments)) == ("tool_calls", "time", {})
-    (choice,) = client.chat.completions.create(model="toy", **body, max_tokens=12).choices
-    assert choice.finish_reason == "length"
-
-
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_a_forced_call_that_is_cut_shows_no_marker(kind: str) -> None:
     """There is no text beside a call that is forced: half a marker is none."""
@@ -67,6 +56,15 @@ def test_a_forced_call_that_is_cut_shows_no_marker(kind: str) -> None:
     assert calls
 
 
+def test_unknown_formats_are_refused() -> None:
+    """Rather than answered with calls as content; unless no tool may be called."""
+    with running(talker("{{ tools }}{{ messages }}", {}), num_slots=1) as other, other.http() as http:
+        body = {"messages": ASK, "tools": [tool()], "max_tokens": 1}
+        response = http.post("/v1/chat/completions", json=body)
+        assert response.status_code == 400 and "--tool-parser" in response.json()["error"]["message"]
+        assert http.post("/v1/chat/completions", json=body | {"tool_choice": "none"}).status_code == 200
+
+
 def test_histories_reach_the_template(client: OpenAI, server: Running) -> None:
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     asked: Any = {"role": "assistant", "content": None, "tool_calls": [call]}
@@ -77,21 +75,6 @@ def test_histories_reach_the_template(client: OpenAI, server: Running) -> None:
     call_text = '<tool_call>weather{"city": "Rome"}'
     text = f"{json.dumps(tool())}\n<user>Will it rain?<assistant>{call_text}<tool>Sun.<assistant>"
     assert answer.usage is not None and answer.usage.prompt_tokens == len(tokenizer(text).input_ids)
-
-
-def test_strict_tools_under_auto(client: OpenAI) -> None:
-    """Text or a call, and nothing else: a grammar forbids half of one. JSON may be demanded of the text."""
-    body: Any = {"messages": ASK, "tools": [tool(strict=True)], "seed": 1, "max_tokens": 80}
-    content, calls, _ = streamed(client, **body, temperature=1.5)
-    assert "<tool_call>" not in content and all(name == "weather" for _, name, _ in calls)
-    schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
-    schema["additionalProperties"] = False
-    form: Any = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
-    content, calls, _ = streamed(client, **body, response_format=form)
-    if calls:
-        assert calls[0][1] == "weather" and not content
-    else:
-        assert isinstance(json.loads(content)["rain"], bool)
 
 
 PIECES = [" [{", '"name": "weather", "arguments"', ': {"city": "Ro', 'me"}}, ', '{"name": "time"}]']
@@ -120,12 +103,3 @@ def test_calls_are_found_in_free_text() -> None:
                 (choice,) = client.chat.completions.create(model="toy", **body | more).choices
                 assert choice.message.content == text and choice.message.tool_calls is None
                 assert choice.finish_reason == "stop"
-
-
-def test_unknown_formats_are_refused() -> None:
-    """Rather than answered with calls as content; unless no tool may be called."""
-    with running(talker("{{ tools }}{{ messages }}", {}), num_slots=1) as other, other.http() as http:
-        body = {"messages": ASK, "tools": [tool()], "max_tokens": 1}
-        response = http.post("/v1/chat/completions", json=body)
-        assert response.status_code == 400 and "--tool-parser" in response.json()["error"]["message"]
-        assert http.post("/v1/chat/completions", json=body | {"tool_choice": "none"}).status_code == 200

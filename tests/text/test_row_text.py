@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -33,8 +33,7 @@ class Pieces:
         return rest
 
 
-@dataclass
-class Shown:
+class Shown(NamedTuple):
     """What came of a row: the text after each token, the text in the end, and why and when it ended."""
 
     steps: list[str]
@@ -99,20 +98,6 @@ def test_stop_strings_that_are_complete_too_early_are_text(
     end = at if at is None or not includes_stop else at + 2
     assert len(reasons) == num_tokens and text == "".join(pieces)[:end]
     assert reasons == [None] * num_tokens if at is None else reasons[-1] == "stop"
-
-
-def test_one_that_came_too_early_does_not_count_later() -> None:
-    """While it is held back as the beginning of a longer one."""
-    row = RowText(Pieces(["ab", "x", "b"]), (), ["b", "abc"], min_tokens=1)  # type: ignore[arg-type]
-    assert [row.push(i) for i in range(3)] == [None, None, "stop"]
-    assert "".join(piece for _, piece in row.take()) == "abx" and row.stop_reason == "b"
-
-
-def test_stop_tokens_end_a_row() -> None:
-    row = RowText(Pieces(["a", "b", "c"]), {2}, (), stop_ids={1, 2})  # type: ignore[arg-type]
-    assert [row.push(i) for i in (0, 1)] == [None, "stop"]
-    assert row.stop_reason == 1
-    assert row.push(2) == "eos"
 
 
 TEXTS = st.lists(st.text("ab.", max_size=3), max_size=12)
@@ -206,6 +191,14 @@ def test_the_end_of_a_row() -> None:
     assert (shown.text, shown.reason, shown.num_tokens) == ("a\n", "eos", 3)
     shown = play(["a", ""], ["ab"], rest="\ufffd")
     assert (shown.text, shown.owners) == ("a\ufffd", [(0, "a"), (1, "\ufffd")])
+    row = RowText(Pieces(["a", "b", "c"]), {2}, (), stop_ids={1, 2})  # type: ignore[arg-type]
+    assert [row.push(i) for i in (0, 1, 2)] == [None, "stop", "eos"] and row.stop_reason == 1
+    row = RowText(Pieces(["ab", "x", "b"]), (), ["b", "abc"], min_tokens=1)  # type: ignore[arg-type]
+    assert [row.push(i) for i in range(3)] == [
+        None,
+        None,
+        "stop",
+    ] and row.stop_reason == "b"  # one came too early
     row = RowText(None, {EOS}, ())
     assert [row.push(i) for i in (1, 2, EOS)] == [None, None, "eos"]
     row.finish()

@@ -30,20 +30,14 @@ def test_the_prompt_tells_where_the_output_begins() -> None:
         assert thinking.stage_of(tokenizer, tokenizer(text).input_ids) == stage
     for text, stage in [("a <think> b" * 20, "in"), ("<think> a </think> b", "before"), ("a", "before")]:  # no chats
         assert thinking.stage_of(tokenizer, tokenizer(text).input_ids, None) == stage
-
-
-def test_a_marker_may_have_a_label() -> None:
-    """As in Gemma 4, whose template writes an empty thought if it is not to think."""
+    # As in Gemma 4, a marker may have a label, and the template writes an empty thought if it is not to think.
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens([AddedToken("<|channel>", special=False), AddedToken("<channel|>", special=False)])
     thinking = thinking_of(tokenizer, "auto")
     assert thinking is not None and (thinking.begin, thinking.label) == ("<|channel>", "thought")
-    for text, stage in [
-        ("<|channel>thought\n", "in"),
-        ("<|channel>thought\n<channel|>", "after"),
-        ("<|channel>final\n", "before"),
-        ("<|channel>thought\nHm", "before"),
-    ]:
+    thought = "<|channel>thought\n"
+    for text, stage in [(thought, "in"), (f"{thought}<channel|>", "after"), ("<|channel>final\n", "before"),
+                        (f"{thought}Hm", "before")]:  # fmt: skip
         assert thinking.stage_of(tokenizer, tokenizer(text).input_ids) == stage
 
 
@@ -176,15 +170,6 @@ def test_a_prompt_tells_which_header_is_left(prompt: str, forced: str) -> None:
     assert all(allowed == [token_id] for allowed, token_id in shown[:num_forced])
 
 
-def test_a_budget_holds_in_a_continued_answer() -> None:
-    """The prompt has written the header of the answer; a later message may be thoughts."""
-    tokenizer, thinking = harmony()
-    constraint = Thoughts(None, thinking, "after", len(tokenizer), frozenset([2]), 2)
-    header = [thinking.end_id, *thinking.turn_ids, *thinking.begin_ids]
-    assert all(map(constraint.push, [5, *header, 7, 8])) and not constraint.push(9)
-    assert constraint.push(thinking.end_id)
-
-
 @pytest.mark.parametrize("has_inner", [False, True])
 def test_channels_have_one_budget(has_inner: bool) -> None:
     """Of all messages with thoughts; when it is spent none can begin. A constraint begins after the answer's header."""
@@ -217,6 +202,10 @@ def test_channels_have_one_budget(has_inner: bool) -> None:
         assert constraint.push(begin[0]) and np.flatnonzero(constraint.effect()).tolist() == sorted(
             [begin[1], answer[1]]
         )
+    # The prompt has written the header of the answer; a later message may be thoughts.
+    continued = Thoughts(None, thinking, "after", size, frozenset([2]), 2)
+    assert all(map(continued.push, [5, thinking.end_id, *turn, *begin, 7, 8])) and not continued.push(9)
+    assert continued.push(thinking.end_id)
     # Calls of tools have headers of their own.
     calls = Thoughts(Once(size), replace(thinking, answer_ids=()), "before", size, frozenset([2]), 0, head=turn)
     assert np.flatnonzero(calls.effect()).tolist() == [1] and not calls.push(begin[0]) and calls.push(1)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.errors import PromptError, TokenizerMismatch
-from outrider.text.tokenizer import Detokenizer, check_same_tokens, encode, vocab_size
-from pairs import NUM_WORDS, byte_level_tokenizer, embedded_tokenizer, metaspace_tokenizer, word_tokenizer
+from outrider.text.tokenizer import Detokenizer, check_same_tokens, encode
+from pairs import byte_level_tokenizer, embedded_tokenizer, metaspace_tokenizer, word_tokenizer
 
 MANY_BYTES = "Grüße aus Köln: 世界 🙂 naïve 👩‍👩‍👧 Ω."
 
@@ -41,29 +41,21 @@ def test_pieces_join_to_the_full_text(prompt_ids: list[int], ids: list[int]) -> 
 
 @pytest.mark.parametrize("make", [embedded_tokenizer, metaspace_tokenizer])
 def test_every_single_byte_of_a_character_is_awaited(make: Any) -> None:
-    """In tokenizers that spell rare characters in bytes, the last byte brings the character, the others nothing; the
-    end brings half a one."""
+    """The last byte brings the character, the others nothing; the end brings half a one. A leading space that a decoder
+    drops from a text is dropped from the prompt, not from what is generated."""
     tokenizer = make()
     ids, once = tokenizer(MANY_BYTES, add_special_tokens=False).input_ids, tokenizer("Once").input_ids
-    assert len(ids) > len(MANY_BYTES)  # or nothing is spread over several tokens
     pieces = pieces_of(tokenizer, ids, once)
-    assert "".join(pieces).strip() == MANY_BYTES
+    assert "".join(pieces).strip() == MANY_BYTES and pieces[-1] == ""
     assert not any("\ufffd" in piece for piece in pieces)
-    assert pieces[-1] == ""
     first, second, *_ = tokenizer("🙂", add_special_tokens=False).input_ids[-4:]
     detokenizer = Detokenizer(tokenizer, once)
     assert detokenizer.push(first) == detokenizer.push(second) == ""
-    assert set(detokenizer.flush()) == {"\ufffd"}
-    assert detokenizer.flush() == ""
-
-
-def test_leading_spaces_are_kept() -> None:
-    """A decoder that drops the first space of a text drops it from the prompt, not from what is generated."""
-    tokenizer = metaspace_tokenizer()
-    once, upon, a, time, s = tokenizer.convert_tokens_to_ids(["▁Once", "▁upon", "▁a", "▁time", "s"])
-    assert decoded(tokenizer, [upon]) == "upon"
-    assert pieces_of(tokenizer, [upon, a, time, s], [once]) == [" upon", " a", " time", "s", ""]
-    assert pieces_of(tokenizer, [once, s, once], [])[0] == "Once"
+    assert set(detokenizer.flush()) == {"\ufffd"} and detokenizer.flush() == ""
+    if make is metaspace_tokenizer:
+        once, upon, s = tokenizer.convert_tokens_to_ids(["▁Once", "▁upon", "s"])
+        assert pieces_of(tokenizer, [upon, s], [once]) == [" upon", "s", ""]
+        assert pieces_of(tokenizer, [once, s, once], [])[0] == "Once"
 
 
 class Counted:
@@ -85,8 +77,7 @@ def _misaligned() -> tuple[Any, list[int]]:
     letters = [byte_level_tokenizer().convert_ids_to_tokens(i) for i in byte_level_tokenizer()("\u4e16" * 2).input_ids]
     tokenizer = byte_level_tokenizer([letters[2] + letters[0], letters[1] + letters[2]])
     first, middle, last = letters[:3]
-    names = [first, *[middle, last + first] * 300, middle, last]
-    return tokenizer, tokenizer.convert_tokens_to_ids(names)
+    return tokenizer, tokenizer.convert_tokens_to_ids([first, *[middle, last + first] * 300, middle, last])
 
 
 @pytest.mark.parametrize("kind", ["special", "half", "half in bytes", "misaligned", "special in a character"])
@@ -94,13 +85,12 @@ def test_no_token_makes_decoding_quadratic(kind: str) -> None:
     """Tokens without text, bytes that are no character, and characters that never end between two tokens: each token
     costs the decoding of a few, and the text is that of the whole."""
     tokenizer, after = embedded_tokenizer(), embedded_tokenizer()(" hello", add_special_tokens=False).input_ids
-    if kind == "special":
-        ids = [tokenizer.eos_token_id] * 600
-    elif kind == "special in a character":
-        first, *rest = tokenizer("🙂", add_special_tokens=False).input_ids
-        ids = [first, *[tokenizer.eos_token_id] * 600, *rest]
+    first, *rest = tokenizer("🙂", add_special_tokens=False).input_ids
+    if kind.startswith("special"):
+        ids = [*([first] if "in" in kind.split() else []), *[tokenizer.eos_token_id] * 600]
+        ids += rest if "in" in kind.split() else []
     elif kind == "half":
-        ids = [tokenizer("🙂", add_special_tokens=False).input_ids[1]] * 600
+        ids = rest[:1] * 600
     elif kind == "half in bytes":
         tokenizer = metaspace_tokenizer()
         ids, after = [tokenizer.convert_tokens_to_ids("<0x80>")] * 600, tokenizer.convert_tokens_to_ids(["▁upon"])
@@ -116,44 +106,34 @@ def test_no_token_makes_decoding_quadratic(kind: str) -> None:
 
 
 def test_different_tokens_are_named() -> None:
-    """Whatever the objects; so are tokens that one side lacks."""
+    """So are tokens that one side lacks."""
     target, draft = word_tokenizer(), word_tokenizer()
     check_same_tokens(target, draft, "large", "small")
-    assert vocab_size(target) == NUM_WORDS
     target.add_tokens(["<tool>", "<end>"])
-    assert vocab_size(target) == NUM_WORDS + 2
     for pair, says in (((target, draft), "'<tool>' / 'nothing'"), ((draft, target), "'nothing' / '<tool>'")):
-        with pytest.raises(TokenizerMismatch, match=f"2 of .* tokens differ .id 97 is {says}"):
+        with pytest.raises(TokenizerMismatch, match=f"2 of .* tokens differ .id 97 is {says}.*'ngram'"):
             check_same_tokens(*pair, "large", "small")
     draft.add_tokens(["<end>", "<tool>"])
-    with pytest.raises(TokenizerMismatch) as error:
+    with pytest.raises(TokenizerMismatch, match="large and small have.*2 of 99 tokens.*id 98 is '<end>' / '<tool>'"):
         check_same_tokens(target, draft, "large", "small")
-    message = str(error.value)
-    assert "large" in message and "small" in message and "2 of 99 tokens" in message
-    assert "id 97 is '<tool>' / '<end>'" in message and "id 98 is '<end>' / '<tool>'" in message
-    assert "ngram" in message  # the remedy
-    assert "\n" not in message
 
 
-@pytest.mark.parametrize("ids", [(3, 1, 2), np.array([3, 1, 2]), torch.tensor([3, 1, 2])])
-def test_ids_may_be_any_whole_numbers(ids: Any) -> None:
-    assert encode(None, ids) == [3, 1, 2]
-    assert all(type(i) is int for i in encode(None, ids))
+_FORMS = "a prompt is text, a list of token ids or a list of chat messages"
+_OTHER_PROMPTS: list[tuple[Any, Any, str]] = [
+    (None, 5, _FORMS),
+    (None, ["a", "b"], _FORMS),
+    (word_tokenizer(), "", "the prompt is empty"),
+    (None, [], "the prompt is empty"),
+    # JSON can spell it, and the shell makes it of bytes that are not UTF-8; tokenizers do not take it.
+    (word_tokenizer(), "Once \ud83d", "the prompt has a lone surrogate at 5"),
+    (None, "Once", "a prompt of text needs a tokenizer"),
+    (None, [{"role": "user", "content": "hello"}], "no chat template"),
+]
 
 
-@pytest.mark.parametrize(
-    ("tokenizer", "prompt", "message"),
-    [
-        (None, 5, "a prompt is text, a list of token ids or a list of chat messages"),
-        (None, ["a", "b"], "a prompt is text, a list of token ids or a list of chat messages"),
-        (word_tokenizer(), "", "the prompt is empty"),
-        (None, [], "the prompt is empty"),
-        # JSON can spell it, and the shell makes it of bytes that are not UTF-8; tokenizers do not take it.
-        (word_tokenizer(), "Once \ud83d", "the prompt has a lone surrogate at 5"),
-        (None, "Once", "a prompt of text needs a tokenizer"),
-        (None, [{"role": "user", "content": "hello"}], "no chat template"),
-    ],
-)
-def test_other_prompts_are_refused(tokenizer: Any, prompt: Any, message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        encode(tokenizer, prompt)
+def test_ids_may_be_any_whole_numbers_and_other_prompts_are_refused() -> None:
+    for ids in ((3, 1, 2), np.array([3, 1, 2]), torch.tensor([3, 1, 2])):
+        assert encode(None, ids) == [3, 1, 2] and all(type(i) is int for i in encode(None, ids))  # type: ignore[arg-type]
+    for tokenizer, prompt, message in _OTHER_PROMPTS:
+        with pytest.raises(PromptError, match=message):
+            encode(tokenizer, prompt)

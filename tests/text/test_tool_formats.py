@@ -2,6 +2,7 @@
 no half a call."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import llguidance
@@ -65,47 +66,36 @@ def test_texts_that_match(name: str, is_parallel: bool) -> None:
         assert matches(answer, '{"a": 1}') and matches(answer, call) and not matches(answer, "hello")
     else:
         assert not matches(free, '{"a": 1}')
-    # A marker that is spelled in other tokens would be taken for one.
+    # A marker that is spelled in other tokens would be taken for one; where none is a token, spelling is all there is.
     spelled = tokenizer.convert_tokens_to_ids(list(form.tokens[0]))
     assert not matches(free, spelled)
+    if name == "hermes":
+        tokenizer, _ = tokens_of(replace(form, tokens=()))
+        tokens = from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id])
+        free = calls_grammar(TOOLS, form, {}, is_forced=False, is_parallel=True)
+        assert matches(free, f"a <b {call}\n{call}") and matches(free, "hello")
+        assert not matches(free, "<tool_call>{}")
 
 
-def test_markers_may_be_no_tokens() -> None:
-    form, call = FORMATS["hermes"]
-    assert form is not None
-    tokenizer = byte_level_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": "<end>"})
-    tokens = from_tokenizer(tokenizer, n_vocab=len(tokenizer), eos_token=[tokenizer.eos_token_id])
-    free = calls_grammar(TOOLS, form, {}, is_forced=False, is_parallel=True)
-    for text, is_match in [(f"a <b {call}\n{call}", True), ("hello", True), ("<tool_call>{}", False)]:
-        matcher = llguidance.LLMatcher(tokens, llguidance.grammar_from("grammar", free), log_level=0)
-        ids = tokenizer(text, add_special_tokens=False).input_ids
-        assert (matcher.validate_tokens(ids) == len(ids)) == is_match
+TEMPLATES: list[tuple[str | None, list[str], str | None]] = [
+    ("{{ tools }}<tool_call>", [], "hermes"),
+    ("{{ tools }}<tool_call><function=", [], None),
+    ("{{ tools }}<tool_call><arg_key>", [], None),
+    ("{{ tools }}[TOOL_CALLS]", ["[ARGS]"], "mistral"),
+    ("{{ tools }}" + '{"name": x, "parameters": y}', ["<|python_tag|>"], "llama3_json"),
+    ("{{ tools }}" + '{"name": x, "parameters": y}', [], None),
+    ("{{ messages }}", [], None),
+    (None, [], None),
+]
 
 
-@pytest.mark.parametrize(
-    ("template", "special", "expected"),
-    [
-        ("{{ tools }}<tool_call>", [], "hermes"),
-        ("{{ tools }}<tool_call><function=", [], None),
-        ("{{ tools }}<tool_call><arg_key>", [], None),
-        ("{{ tools }}[TOOL_CALLS]", ["[ARGS]"], "mistral"),
-        ("{{ tools }}" + '{"name": x, "parameters": y}', ["<|python_tag|>"], "llama3_json"),
-        ("{{ tools }}" + '{"name": x, "parameters": y}', [], None),
-        ("{{ messages }}", [], None),
-        (None, [], None),
-    ],
-)
-def test_the_template_tells_the_format(template: str | None, special: list[str], expected: str | None) -> None:
-    tokenizer = word_tokenizer()
-    tokenizer.chat_template = template
-    tokenizer.add_special_tokens({"extra_special_tokens": special})
-    assert tool_format_of(tokenizer, "auto") is (TOOL_FORMATS[expected] if expected else None)
-
-
-def test_mistral_writes_lists_without_the_token_for_arguments() -> None:
-    form = tool_format_of(word_tokenizer(), "mistral")
-    assert form is not None and form.opening == "[TOOL_CALLS]["
-    assert len(form.new_id()) == 9 and form.new_id().isalnum()  # its template checks that
+def test_the_template_tells_the_format() -> None:
+    for template, special, expected in TEMPLATES:
+        tokenizer = word_tokenizer()
+        tokenizer.chat_template = template
+        tokenizer.add_special_tokens({"extra_special_tokens": special})
+        assert tool_format_of(tokenizer, "auto") is (TOOL_FORMATS[expected] if expected else None)
+    assert LIST is not None and LIST.opening == "[TOOL_CALLS]["  # without the token for arguments
+    assert len(LIST.new_id()) == 9 and LIST.new_id().isalnum()  # Mistral's template checks that
     with pytest.raises(OptionError, match="--tool-parser = 'pythonic' is invalid: choose auto, or one of hermes"):
         tool_format_of(word_tokenizer(), "pythonic")

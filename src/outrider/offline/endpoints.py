@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -57,21 +58,21 @@ class Engine:
     counts_end: bool = True
 
 
-def _same(names: str) -> dict[str, str]:
-    return {name: name for name in names.split()}
+def _same(*names: str) -> dict[str, str]:
+    return {name: name for name in names}
 
 
-_FILTERS = "temperature top_k top_p min_p"
-_ALL = _same(f"{_FILTERS} repetition_penalty presence_penalty frequency_penalty min_tokens")
+_FILTERS = ("temperature", "top_k", "top_p", "min_p")
+_ALL = _same(*_FILTERS, "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens")
 _NO_PENALTY = {"repeat_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 _IN_ORDER = {"samplers": ["penalties", "temperature", "top_k", "top_p", "min_p"]}
 ENGINES = {
     "outrider": Engine(_ALL, {"return_tokens_as_token_ids": True}, has_logprobs=True),
     "vllm": Engine(_ALL, {"return_token_ids": True}),
-    "llama.cpp": Engine(_same(_FILTERS), _NO_PENALTY | _IN_ORDER | {"return_tokens": True, "verbose": True}),
-    "llama-cpp-python": Engine(_same(_FILTERS), _NO_PENALTY, counts_end=False),
-    "transformers": Engine(_same(f"{_FILTERS} repetition_penalty"), nested="generation_config"),
-    "openai": Engine(_same("temperature top_p presence_penalty frequency_penalty"), has_logprobs=True),
+    "llama.cpp": Engine(_same(*_FILTERS), _NO_PENALTY | _IN_ORDER | {"return_tokens": True, "verbose": True}),
+    "llama-cpp-python": Engine(_same(*_FILTERS), _NO_PENALTY, counts_end=False),
+    "transformers": Engine(_same(*_FILTERS, "repetition_penalty"), nested="generation_config"),
+    "openai": Engine(_same("temperature", "top_p", "presence_penalty", "frequency_penalty"), has_logprobs=True),
 }
 _OWNERS = {"outrider": "outrider", "vllm": "vllm", "llamacpp": "llama.cpp", "me": "llama-cpp-python"}
 
@@ -82,12 +83,8 @@ class _Refused(WorkerError):
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """The endpoint of a server for one model, with the sampling options of all requests.
-
-    Attributes:
-        engine: name of its API.
-        ids_of: id of each token by its bytes, for servers that return tokens as text.
-    """
+    """The endpoint of a server for one model, with the sampling options of all requests; and the id of each token by
+    its bytes, for servers that return tokens as text."""
 
     url: str
     client: httpx.Client
@@ -102,16 +99,14 @@ class Endpoint:
     def open(
         cls, url: str, model: str | None, engine: str, prompt: str | Chat, sampling: Sampling, *, tokenizer: Any
     ) -> Endpoint:
-        """Find a server's API and model, and send one request for one token to see which fields it takes.
+        """Find a server's API and model, and send one request for one token to see which fields it takes. Raises
+        OptionError, WorkerError.
 
         Args:
             model: None for the only one.
             engine: a name of ``ENGINES``, or "auto".
             prompt: of that request; if it is a chat, all are.
             tokenizer: the target's.
-
-        Raises:
-            OptionError, WorkerError
         """
         key = os.environ.get(API_KEY)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -120,61 +115,47 @@ class Endpoint:
         except httpx.InvalidURL as error:
             raise OptionError("--server", url, str(error)) from None
         client = httpx.Client(base_url=base, headers=headers, timeout=httpx.Timeout(_MOST_S, connect=10.0))
-        try:
-            return cls._found(url, client, model, engine, prompt, sampling, tokenizer)
-        except BaseException:
-            client.close()
-            raise
-
-    @classmethod
-    def _found(
-        cls,
-        url: str,
-        client: httpx.Client,
-        model: str | None,
-        engine: str,
-        prompt: str | Chat,
-        sampling: Sampling,
-        tokenizer: Any,
-    ) -> Endpoint:
-        try:
-            listed = _read(client.get("models"))["data"]
-        except httpx.TransportError as error:
-            raise OptionError("--server", url, f"no server answers there ({error})") from None
-        except (KeyError, TypeError):
-            raise OptionError("--server", url, "no OpenAI-compatible server: /v1/models lists nothing") from None
-        names = [one["id"] for one in listed]
-        if model is None and len(names) != 1:
-            raise OptionError("--model", model, f"the server has several: {', '.join(names)}" if names else "name one")
-        model = model or names[0]
-        if engine == "auto":
-            engine = _engine_of([one for one in listed if len(names) == 1 or one["id"] == model])
-        own = ENGINES[engine]
-        body = {"model": model, **own.always, **_options(own, engine, sampling)}
-        ids = _ids_by_bytes(tokenizer) if own.has_logprobs and engine == "openai" else {}
-        is_chat = isinstance(prompt, Chat)
-        logprobs: dict[str, Any] = {"logprobs": True if is_chat else 1} if own.has_logprobs else {}
-        found = cls(url, client, engine, model, is_chat, body | logprobs, ids)
-        fallbacks = [found]
-        if engine != "outrider":  # whose ids are in the log-probabilities
-            fallbacks += [replace(found, body=body)] if logprobs else []
-            fallbacks.append(replace(found, body=body, has_seeds=False))
-        for one in fallbacks:
+        with ExitStack() as on_error:
+            on_error.enter_context(client)
             try:
-                answer = one.sample(prompt, seed=0, max_tokens=1)
-            except _Refused as error:
-                reason = error
-                continue
-            if is_chat and "token_ids" not in answer:
-                remedy = "the server returns no token ids of whole answers: sample plain texts"
-                raise OptionError("--chat", True, remedy)
-            return one
-        raise reason
+                listed = _read(client.get("models"))["data"]
+            except httpx.TransportError as error:
+                raise OptionError("--server", url, f"no server answers there ({error})") from None
+            except (KeyError, TypeError):
+                raise OptionError("--server", url, "no OpenAI-compatible server: /v1/models lists nothing") from None
+            names = [one["id"] for one in listed]
+            if model is None and len(names) != 1:
+                remedy = f"the server has several: {', '.join(names)}" if names else "name one"
+                raise OptionError("--model", model, remedy)
+            model = model or names[0]
+            if engine == "auto":
+                engine = _engine_of([one for one in listed if len(names) == 1 or one["id"] == model])
+            own = ENGINES[engine]
+            body = {"model": model, **own.always, **_options(own, engine, sampling)}
+            ids = _ids_by_bytes(tokenizer) if own.has_logprobs and engine == "openai" else {}
+            is_chat = isinstance(prompt, Chat)
+            logprobs: dict[str, Any] = {"logprobs": True if is_chat else 1} if own.has_logprobs else {}
+            fallbacks = [cls(url, client, engine, model, is_chat, body | logprobs, ids)]
+            if engine != "outrider":  # whose ids are in the log-probabilities
+                fallbacks += [replace(fallbacks[0], body=body)] if logprobs else []
+                fallbacks.append(replace(fallbacks[0], body=body, has_seeds=False))
+            for one in fallbacks:
+                try:
+                    answer = one.sample(prompt, seed=0, max_tokens=1)
+                except _Refused as error:
+                    reason = error
+                    continue
+                if is_chat and "token_ids" not in answer:
+                    remedy = "the server returns no token ids of whole answers: sample plain texts"
+                    raise OptionError("--chat", True, remedy)
+                on_error.pop_all()
+                return one
+            raise reason
 
     def sample(self, prompt: str | Chat, *, seed: int, max_tokens: int | None = None) -> dict[str, Any]:
         """Fields of a sample (``outrider.offline.jsonl``). Raises WorkerError."""
-        body: dict[str, Any] = {**self.body, "seed": seed} if self.has_seeds else {**self.body}
-        body |= {} if max_tokens is None else {"max_tokens": max_tokens}
+        own = {"seed": seed if self.has_seeds else None, "max_tokens": max_tokens}
+        body: dict[str, Any] = {**self.body, **{name: value for name, value in own.items() if value is not None}}
         body |= _chat_fields(prompt) if isinstance(prompt, Chat) else {"prompt": prompt}
         answer = self._post("chat/completions" if self.is_chat else "completions", body)
         try:
@@ -195,7 +176,6 @@ class Endpoint:
         return {**output, "has_ended": has_ended, **read, "seed": seed if self.has_seeds else None}
 
     def _post(self, path: str, body: Mapping[str, Any]) -> Any:
-        """Send a request, again after a while if the server is busy or gone."""
         for wait_s in (*_WAITS_S, None):
             try:
                 response = self.client.post(path, json=body)
@@ -205,10 +185,8 @@ class Endpoint:
                 wait_s = min(max(wait_s, float(asked) if asked.isdigit() else 0.0), _MOST_WAIT_S)
             except httpx.TransportError as error:
                 if wait_s is None:
-                    raise WorkerError(
-                        f"{self.url} does not answer ({error or type(error).__name__}): the samples so far are kept, "
-                        "and the same command continues after them"
-                    ) from None
+                    kept = "the samples so far are kept, and the same command continues after them"
+                    raise WorkerError(f"{self.url} does not answer ({error or type(error).__name__}): {kept}") from None
             time.sleep(wait_s)
         raise AssertionError("the last try returns or raises")
 
@@ -226,29 +204,20 @@ def _engine_of(listed: Sequence[Mapping[str, Any]]) -> str:
 def samples(
     endpoint: Endpoint, jobs: Iterable[tuple[int, str | Chat, int]], concurrency: int, rate: float | None
 ) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the index and the fields of each sample, in any order.
-
-    Args:
-        jobs: index, prompt and seed of each.
-        concurrency: requests that run at a time.
-        rate: most requests per second.
-    """
+    """Yield the index and the fields of each sample, in any order, of jobs with an index, a prompt and a seed: at most
+    ``concurrency`` at a time, and ``rate`` per second."""
     running: dict[Future[dict[str, Any]], int] = {}
     next_s = time.monotonic()
     with ThreadPoolExecutor(concurrency) as pool:
-        for index, prompt, seed in jobs:
-            time.sleep(max(0.0, next_s - time.monotonic()))
-            next_s = max(next_s, time.monotonic()) + (1 / rate if rate else 0.0)
-            running[pool.submit(endpoint.sample, prompt, seed=seed)] = index
-            if len(running) == concurrency:
-                yield from _ended(running)
-        while running:
-            yield from _ended(running)
-
-
-def _ended(running: dict[Future[dict[str, Any]], int]) -> Iterator[tuple[int, dict[str, Any]]]:
-    for one in wait(running, return_when=FIRST_COMPLETED).done:
-        yield running.pop(one), one.result()
+        for job in (*jobs, None):
+            if job is not None:
+                index, prompt, seed = job
+                time.sleep(max(0.0, next_s - time.monotonic()))
+                next_s = max(next_s, time.monotonic()) + (1 / rate if rate else 0.0)
+                running[pool.submit(endpoint.sample, prompt, seed=seed)] = index
+            while running and (job is None or len(running) == concurrency):
+                for one in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(one), one.result()
 
 
 def _options(engine: Engine, name: str, sampling: Sampling) -> dict[str, Any]:
@@ -294,7 +263,6 @@ def _read(response: httpx.Response) -> Any:
 
 
 def _token_ids(answer: Any, choice: Any, ids_of: Mapping[bytes, int]) -> list[int] | None:
-    """Token ids of a response, in any field; None if some are unknown."""
     logprobs = choice.get("logprobs") or {}
     listed = logprobs.get("content") or logprobs.get("tokens") or []
     verbose = answer.get("__verbose") or {}

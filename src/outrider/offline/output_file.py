@@ -6,6 +6,7 @@ The file has one JSON line per prompt, in the order in which prompts finish.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -26,34 +27,28 @@ _LOG = logging.getLogger(__name__)
 _ROW_BEGINS = b'{"index": '  # the prefix of every line
 # Settings that a resumed run may change: no native text depends on them, and eager ones depend on the processor, too.
 _OF_MACHINE = ("threads", "allow_pickle")
+_Prompts = PromptFile | Sequence[PromptLine]
 _ZERO = b"\0"  # never in a line; a power loss leaves it in place of written data
 
 
 def row_of(
     index: int, line: PromptLine, prompt_ids: list[int], seed: int | None, done: Completion | OutriderError | None
 ) -> dict[str, Any]:
-    """Output row. The index comes first: it identifies a half-written line.
-
-    Args:
-        seed: where there is no completion.
-        done: None if it was interrupted before the first token.
-    """
+    """Output row. The index comes first: it identifies a half-written line. Where there is no completion (``done`` is
+    None if it was interrupted before the first token), the row has this seed."""
     fields: dict[str, Any] = {"text": "", "token_ids": [], "origins": [], "finish_reason": None}
+    last: dict[str, Any] = {}
     if isinstance(done, Completion):
-        fields["text"], fields["finish_reason"] = done.text, done.finish_reason
-        fields["token_ids"], fields["origins"] = list(done.token_ids), list(done.origins)
-        seed = done.seed
+        fields |= {"text": done.text, "token_ids": list(done.token_ids), "origins": list(done.origins)}
+        fields["finish_reason"], seed = done.finish_reason, done.seed
+        last = {} if done.logprobs is None else {"logprobs": [asdict(item) for item in done.logprobs]}
     elif done is not None:
-        fields["finish_reason"] = "error"
-    fields["stats"] = stats_of(done).to_json()
-    if isinstance(done, Completion) and done.logprobs is not None:
-        fields["logprobs"] = [asdict(item) for item in done.logprobs]
-    if isinstance(done, OutriderError):
-        fields["error"] = str(done)
+        fields["finish_reason"], last = "error", {"error": str(done)}
+    fields |= {"stats": stats_of(done).to_json(), **last}
     return {"index": index, **line.source, "prompt_ids": prompt_ids, **fields, "seed": seed, **line.labels}
 
 
-def stats_of(done: Completion | OutriderError | None) -> Stats:
+def stats_of(done: Any) -> Stats:
     return done.stats if isinstance(done, Completion) else Stats()
 
 
@@ -82,23 +77,15 @@ class Totals:
 
     @property
     def tokens_per_s(self) -> float:
-        total_s = self.time_s.get("total")
-        return self.stats.num_generated_tokens / total_s if total_s else 0.0
+        return self.stats.num_generated_tokens / (self.time_s.get("total") or math.inf)
 
     def summary(self, pair: str) -> str:
-        """Summary line.
-
-        Args:
-            pair: description of the models and their use.
-        """
+        """Summary line, with the description of the models and their use."""
         tau = self.stats.mean_acceptance_length
         speed = f", {self.tokens_per_s:.1f} tokens/s, tau {1.0 if tau is None else tau:.2f} tokens/round"
-        return (
-            f"{self.stats.num_generated_tokens} tokens{speed if self.stats.num_generated_tokens else ''} ({pair})"
-            + (f", {self.seed}" if self.seed else "")
-            + (f", {self.num_failed} failed" if self.num_failed else "")
-            + (", interrupted" if self.is_interrupted else "")
-        )
+        parts = [f"{self.stats.num_generated_tokens} tokens{speed if self.stats.num_generated_tokens else ''} ({pair})"]
+        parts += [self.seed, f"{self.num_failed} failed" if self.num_failed else ""]
+        return ", ".join(filter(None, [*parts, "interrupted" if self.is_interrupted else ""]))
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -113,11 +100,8 @@ class Totals:
 
 @contextmanager
 def open_output(path: Path) -> Iterator[OutputFile]:
-    """Open the output file for this process alone. A file that was made here and is empty at the end is removed.
-
-    Raises:
-        FileError: it cannot be written, or another process writes to it.
-    """
+    """Open the output file for this process alone. A file that was made here and is empty at the end is removed. Raises
+    FileError: it cannot be written, or another process writes to it."""
     path = current_ranks().own_path(path)
     existed = path.exists()
     stream = _open(path)
@@ -135,19 +119,7 @@ def open_output(path: Path) -> Iterator[OutputFile]:
             raise FileError(f"cannot write {path}: {error.strerror}") from None
 
 
-def _open(path: Path) -> FileIO:
-    """Open a file to append to, and lock it. Raises FileError."""
-    try:
-        stream = FileIO(path, "a")
-    except OSError as error:
-        raise FileError(f"cannot write {path}: {error.strerror}") from None
-    if _is_regular(stream):
-        _lock(stream, path)
-    return stream
-
-
 def _is_at(stream: FileIO, path: Path) -> bool:
-    """Whether an open file is the one at this path."""
     try:
         return os.path.samestat(os.fstat(stream.fileno()), path.stat())
     except FileNotFoundError:
@@ -159,19 +131,25 @@ def _is_regular(stream: FileIO) -> bool:
     return stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
 
 
-def _lock(stream: FileIO, path: Path) -> None:
-    """Exclude other runs until the file is closed. Windows and some network file systems cannot: a warning says so."""
+def _open(path: Path) -> FileIO:
+    """Open a file to append to, and exclude other runs until it is closed. Raises FileError."""
+    try:
+        stream = FileIO(path, "a")
+    except OSError as error:
+        raise FileError(f"cannot write {path}: {error.strerror}") from None
+    if not _is_regular(stream):
+        return stream
     try:
         import fcntl
 
         fcntl.flock(stream.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         stream.close()
-        raise FileError(
-            f"cannot write {path}: another run is writing to it: wait until it has ended, or choose another file"
-        ) from None
-    except (ImportError, OSError):
+        remedy = "wait until it has ended, or choose another file"
+        raise FileError(f"cannot write {path}: another run is writing to it: {remedy}") from None
+    except (ImportError, OSError):  # on Windows, and on some network file systems
         _LOG.warning("%s cannot be locked on this system: make sure that no other run writes to it", path)
+    return stream
 
 
 class OutputFile:
@@ -181,11 +159,7 @@ class OutputFile:
         self._path, self._stream = path, stream
 
     def write(self, line: str) -> None:
-        """Append a line.
-
-        Raises:
-            FileError: it could not be written, and was removed.
-        """
+        """Append a line. Raises FileError: it could not be written, and was removed."""
         start = os.fstat(self._stream.fileno()).st_size
         rest = memoryview(line.encode())
         try:
@@ -196,26 +170,16 @@ class OutputFile:
                 with suppress(OSError):  # else the next run cuts it off
                     self._stream.truncate(start)
             if isinstance(error, OSError):
-                raise FileError(
-                    f"cannot write {self._path}: {error.strerror}; the lines in it are whole, and the same command "
-                    "continues after them"
-                ) from None
+                kept = "the lines in it are whole, and the same command continues after them"
+                raise FileError(f"cannot write {self._path}: {error.strerror}; {kept}") from None
             raise
 
     def read_finished(
-        self,
-        prompts: PromptFile | Sequence[PromptLine],
-        indices: range,
-        settings_of: Callable[[PromptLine], dict[str, Any]],
+        self, prompts: _Prompts, indices: range, settings_of: Callable[[PromptLine], dict[str, Any]]
     ) -> tuple[bytearray, int]:
-        """Read the progress of earlier runs. Cuts off an incomplete last line, or one with zeros in it.
-
-        Args:
-            indices: of this run's prompts.
-            settings_of: the ``settings`` that this run would write for a prompt.
-
-        Returns:
-            Whether each prompt of the file is done (one byte each: files may be large), and how many ended in an error.
+        """Read the progress of earlier runs: whether each prompt of the file is done (one byte each: files may be
+        large), and how many of those at these indices ended in an error. Cuts off an incomplete last line, or one with
+        zeros in it. ``settings_of`` tells the settings that this run would write for a prompt.
 
         Raises:
             FileError: a line belongs to another run (another prompt or other settings) or shard, or is not output at
@@ -233,9 +197,8 @@ class OutputFile:
                 row = parse_row(f"{self._path}, line {number}", line)
                 index = self._check(number, row, prompts, settings_of)
                 if index not in indices:
-                    raise FileError(
-                        f"{self._path}, line {number} is of another shard (prompt {index}): choose another output file"
-                    )
+                    other = f"of another shard (prompt {index}): choose another output file"
+                    raise FileError(f"{self._path}, line {number} is {other}")
                 if finished[index]:
                     raise FileError(f"{self._path}, line {number}: duplicates prompt {index}: remove one of the two")
                 finished[index] = True
@@ -244,13 +207,8 @@ class OutputFile:
         return finished, num_failed
 
     def _check(
-        self,
-        number: int,
-        row: dict[str, Any],
-        prompts: PromptFile | Sequence[PromptLine],
-        settings_of: Callable[[PromptLine], dict[str, Any]],
+        self, number: int, row: dict[str, Any], prompts: _Prompts, settings_of: Callable[[PromptLine], dict[str, Any]]
     ) -> int:
-        """Index of a row, checked to belong to this run."""
         index = row.get("index")
         if not isinstance(index, int) or isinstance(index, bool) or index < 0:
             differing = ["index"]
@@ -263,24 +221,19 @@ class OutputFile:
             differing = [key for key, value in expected.items() if found.get(key) != value]
             if not differing:
                 return index
-        raise FileError(
-            f"{self._path}, line {number} belongs to another run (different {', '.join(differing)}): "
-            "choose another output file, or remove this one"
-        )
+        message = f"{self._path}, line {number} belongs to another run (different {', '.join(differing)})"
+        raise FileError(f"{message}: choose another output file, or remove this one")
 
     def _cut(self, num_bytes: int, number: int, half: bytes, *, is_last: bool) -> None:
         if not half.startswith(_ROW_BEGINS) and not _ROW_BEGINS.startswith(half.rstrip(_ZERO + b"\n")):
             raise FileError(f"{self._path}, line {number} was not written by this command: choose another output file")
         if not is_last:
-            raise FileError(
-                f"{self._path}, line {number} has zeros in it, as a power loss leaves them, and more lines follow: "
-                "remove the line, and its prompt is generated again"
-            )
+            message = f"{self._path}, line {number} has zeros in it, as a power loss leaves them, and more lines follow"
+            raise FileError(f"{message}: remove the line, and its prompt is generated again")
         self._stream.truncate(num_bytes)
 
 
 def _of_text(settings: Any) -> Any:
     """Settings on which a text may depend."""
-    if not isinstance(settings, dict):
-        return settings
-    return {name: value for name, value in settings.items() if name not in _OF_MACHINE}
+    is_read = isinstance(settings, dict)
+    return {name: settings[name] for name in settings if name not in _OF_MACHINE} if is_read else settings

@@ -64,11 +64,7 @@ class PromptLine:
 
 
 def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
-    """Parse a row as a prompt.
-
-    Raises:
-        FileError: with file and place.
-    """
+    """Parse a row as a prompt. Raises FileError: with file and place."""
     where = f"{path}, {place}"
     labels = {name: row[name] for name in _LABELS if row.get(name) is not None}
     _check_characters(where, labels)
@@ -80,14 +76,11 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
             instead = instead_of(name) or "put your own notes under 'metadata'"
             remedy = f"did you mean {meant!r}?" if meant else instead
             raise FileError(f"{where}: a prompt has no field {name!r}: {remedy}")
-    given = [name for name in ("prompt", "messages") if name in row]
-    if len(given) > 1:
+    if "prompt" in row and "messages" in row:
         raise FileError(f"{where}: give a prompt or messages, not both")
-    name = given[0] if given else "turns" if "turns" in row else "prompt"
-    prompt: Any = row.get(name)
-    if name == "messages":
-        prompt = _chat(where, row)
-    elif name == "turns":
+    name = next((name for name in _PROMPTS if name in row), "prompt")
+    prompt: Any = _chat(where, row) if name == "messages" else row.get(name)
+    if name == "turns":
         prompt = prompt[0] if isinstance(prompt, list) and prompt else None
     if name != "messages":
         if not isinstance(prompt, str):
@@ -102,8 +95,7 @@ def prompt_of(path: object, place: str, row: dict[str, Any]) -> PromptLine:
 
 
 def _chat(where: str, row: Mapping[str, Any]) -> Chat:
-    """Parse messages as the server would."""
-    from outrider.serve.chats import read_messages
+    from outrider.serve.bodies import read_messages
     from outrider.serve.http_errors import Refusal
 
     options = {name: row[name] for name in FIELDS if row.get(name) is not None}

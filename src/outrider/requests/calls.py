@@ -8,8 +8,7 @@ from typing import Any, Unpack
 
 from outrider.options import CallOptions, Sampling
 from outrider.records import Chunk, Completion
-from outrider.requests.engine_loop import EngineLoop
-from outrider.requests.state import RequestState, collect
+from outrider.requests.engine_loop import EngineLoop, RequestState, collect
 from outrider.text.chat import ChatChanges
 from outrider.text.chat_images import chat_of
 from outrider.text.prompts import one_prompt
@@ -30,14 +29,7 @@ class GenerationCalls(ABC):
         n: int,
         options: Mapping[str, Any],
     ) -> tuple[list[RequestState], EngineLoop]:
-        """Check a call, and make its requests.
-
-        Args:
-            options: see ``CallOptions``.
-
-        Raises:
-            OptionError, PromptError, SessionError
-        """
+        """Check a call, and make its requests. Raises OptionError, PromptError, SessionError."""
 
     def _open_one(
         self, prompt: Prompt, sampling: Sampling | None, resume_ids: Sequence[int], options: Mapping[str, Any]

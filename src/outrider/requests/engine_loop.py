@@ -15,12 +15,76 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
 from queue import SimpleQueue
 
 from outrider.decoding.engine import Engine
 from outrider.errors import DeviceError, NumericsError, OutriderError, SessionError
-from outrider.records import Chunk, Round, Timing
-from outrider.requests.state import Receive, RequestState
+from outrider.records import Chunk, Completion, Origin, Request, Round, RowRound, Timing
+from outrider.text.row_text import RowText
+
+Receive = Callable[[int, Chunk | OutriderError], None]
+"""Takes the next chunk of a request, or the error that ends the request, with the request's number."""
+
+
+def discard(number: int, item: Chunk | OutriderError) -> None:
+    """Receive nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request in the loop, with its text so far.
+
+    Attributes:
+        request: with ``resume_ids`` as part of the prompt.
+        num_resumed: number of ``resume_ids``.
+        room: the most tokens that rounds may commit, prompt included.
+        origins: one for each token pushed to ``text``.
+        chunks: so far, where they are collected.
+        number, receive: where the chunks go; set when the request is submitted, as are ``client`` and ``priority``.
+        index: the engine's number of the row; -1 while the request waits for an engine.
+    """
+
+    request: Request
+    text: RowText
+    num_prompt_tokens: int
+    num_resumed: int
+    room: int
+    origins: list[Origin] = field(init=False)
+    chunks: list[Chunk] = field(default_factory=list, init=False)
+    number: int = 0
+    receive: Receive = discard
+    client: str = ""
+    priority: int = 0
+    index: int = -1
+
+    def __post_init__(self) -> None:
+        self.origins = ["accepted"] * self.num_resumed  # their text was emitted, except characters held back
+
+    def chunk(self, round_: RowRound, timing: Timing) -> Chunk:
+        """The chunk of one of its rounds."""
+        self.origins.extend(round_.origins)
+        if round_.finish_reason is not None:
+            self.text.finish()
+        seed = self.request.sampling.seed
+        assert seed is not None
+        # Text by origin: neighbouring tokens of the same origin are joined.
+        groups = groupby(self.text.take(), key=lambda item: self.origins[item[0]])
+        pieces = tuple(("".join(piece for _, piece in group), origin) for origin, group in groups)
+        return Chunk.of(round_, pieces, timing, seed, row=self.number)
+
+    @property
+    def completion(self) -> Completion:
+        """The sum of ``chunks``."""
+        return Completion.of(self.chunks, self.num_prompt_tokens)
+
+
+def collect(states: Sequence[RequestState], chunks: Iterable[Chunk]) -> list[Completion]:
+    """The completions of all requests."""
+    for chunk in chunks:
+        states[chunk.row].chunks.append(chunk)
+    return [state.completion for state in states]
 
 
 class EngineLoop:
@@ -30,11 +94,7 @@ class EngineLoop:
     """
 
     def __init__(self, make: Callable[[int], Engine], *, least_capacity: int = 0, most_capacity: int) -> None:
-        """
-        Args:
-            make: a capacity -> an engine.
-            least_capacity, most_capacity: the bounds of the engine's capacity.
-        """
+        """``make`` makes an engine of a capacity between these bounds."""
         self._make, self._least_capacity, self._most_capacity = make, least_capacity, most_capacity
         self._lock = threading.Lock()
         self._owner: int | None = None  # the thread that has the lock
@@ -51,12 +111,8 @@ class EngineLoop:
             raise SessionError("the session is closed: open another")
 
     def chunks(self, states: Sequence[RequestState]) -> Iterator[Chunk]:
-        """Generate for requests, one chunk per row and round; the requests are submitted with the first chunk.
-
-        Raises:
-            NumericsError: of a row.
-            SessionError, Exception: see ``step``.
-        """
+        """Generate for requests, one chunk per row and round; the requests are submitted with the first chunk. Raises
+        NumericsError: of a row; SessionError, Exception: see ``step``."""
         arrived: deque[tuple[int, Chunk | OutriderError]] = deque()
         unfinished = dict(enumerate(states))
         try:
@@ -81,13 +137,8 @@ class EngineLoop:
         client: str = "",
         priority: int = 0,
     ) -> None:
-        """Queue requests. Raises SessionError.
-
-        Args:
-            receive: takes the items of these requests, with the number of each, while the engine is stepped.
-            first_number: the number of the first request; the others follow.
-            client, priority: see ``FairQueue``.
-        """
+        """Queue requests for the turn of a client (see ``FairQueue``). While the engine is stepped, ``receive`` takes
+        their items, with the number of each. Raises SessionError."""
         with self._turn():
             self.check_open()
             for number, state in enumerate(states, first_number):
@@ -148,7 +199,6 @@ class EngineLoop:
                 self._owner = None
 
     def _begin(self) -> None:
-        """Submit requests to the engine in the order of their arrival."""
         while self._arriving:
             state = self._arriving[0]
             if self._engine is None or min(state.room, self._most_capacity) > self._capacity:
@@ -232,13 +282,8 @@ class LoopThread:
     def start(
         self, step: Callable[[], bool], *, begin: Callable[[], None], fail: Callable[[BaseException], None]
     ) -> None:
-        """Start the thread. All three functions run in it.
-
-        Args:
-            step: called again and again, as long as it returns True; then when something has been posted.
-            begin: called first.
-            fail: takes the error with which ``begin``, ``step`` or a posted function has ended the thread.
-        """
+        """Start the thread, in which all three functions run: ``begin`` first; ``step`` again and again, as long as it
+        returns True, then when something has been posted; ``fail`` takes the error that has ended the thread."""
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, args=(step, begin, fail), name=self._name, daemon=True)
         self._thread.start()

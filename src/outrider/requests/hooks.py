@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,13 +24,8 @@ Hook = Callable[[list[int]], Any]
 
 
 class ReadMasks(NamedTuple):
-    """The options that forbid tokens, read once for any number of sequences.
-
-    Attributes:
-        grammar: see ``structure_of``.
-        words: ``bad_words`` as token ids.
-        forbidding: their hook; None without any.
-    """
+    """The options that forbid tokens, read once for any number of sequences: the grammar, and ``bad_words`` as token
+    ids with their hook."""
 
     grammar: str | None
     words: Sequence[Sequence[int]]
@@ -76,8 +70,11 @@ def constraint_of(
             raise OptionError("min_tokens", sampling.min_tokens, remedy)
     if thinking is not None and (structure is not None or budget is not None):
         stage = thinking.stage_of(tokenizer, prompt_ids, begun)
-        is_blank = partial(_is_blank, tokenizer)
         head = thinking.head_of(prompt_ids)
+
+        def is_blank(token_id: int) -> bool:
+            return not tokenizer.decode([token_id]).strip()
+
         structure = Thoughts(structure, thinking, stage, vocab_size, eos_ids, budget, is_blank, head)
     hooks: dict[str, Hook] = {}
     if masks.forbidding is not None:
@@ -91,10 +88,6 @@ def constraint_of(
         return structure
     ends = frozenset(sampling.stop_token_ids).union(() if sampling.ignore_eos else eos_ids)
     return Hooked(hooks, structure, prompt_ids, vocab_size, ends, _always_forbidden(sampling, vocab_size, eos_ids))
-
-
-def _is_blank(tokenizer: Any, token_id: int) -> bool:
-    return not tokenizer.decode([token_id]).strip()
 
 
 class Hooked:
@@ -113,12 +106,8 @@ class Hooked:
         ends: frozenset[int],
         forbidden: Callable[[int], NDArray[np.bool_] | None],
     ) -> None:
-        """
-        Args:
-            hooks: by the names for messages.
-            inner: another constraint of the sequence, at its beginning.
-            ends: tokens that end the sequence.
-            forbidden: number of tokens in the output -> the next tokens that other options forbid [V]; None for none.
+        """Hooks come by their names for messages; ``inner`` is another constraint, at its beginning; the ends are tokens.
+        ``forbidden``: number of tokens in the output -> the next tokens that other options forbid [V]; None for none.
         """
         self._hooks, self._inner, self._vocab_size = hooks, inner, vocab_size
         self._ends, self._forbidden = ends, forbidden
@@ -169,7 +158,6 @@ class Hooked:
         return self._here
 
     def _evaluated(self) -> NDArray[Any]:
-        """Raises _UnusableResult."""
         inner = None if self._inner is None else self._inner.effect()
         assert inner is None or isinstance(inner, np.ndarray)
         effect: NDArray[Any] = np.ones(self._vocab_size, np.bool_) if inner is None else inner
@@ -189,8 +177,7 @@ class Hooked:
         return effect
 
 
-class _UnusableResult(Exception):
-    pass
+class _UnusableResult(Exception): ...
 
 
 def _checked(name: str, given: Any, vocab_size: int) -> NDArray[Any] | None:
@@ -234,7 +221,6 @@ def _always_forbidden(
 
 
 def _word_ids(words: Sequence[str | Sequence[int]], tokenizer: Any, vocab_size: int) -> list[list[int]]:
-    """Token ids of ``bad_words``. Raises OptionError."""
     found: list[list[int]] = []
     for word in words:
         if not isinstance(word, str):

@@ -1,4 +1,4 @@
-"""Logits processors of Transformers as options of a row, and as its constraint.
+"""Logits processors of Transformers as options of a row, and as its constraint; and its stopping criteria.
 
 Those at the ends of the list that ``Sampling`` has as well become options. The others run on the host, on the
 would-be prefix of each token, for p and q alike; so they must depend on the ids and the logits alone.
@@ -43,6 +43,8 @@ _REFUSED = tuple(
     )
 )
 
+_TAKES_TURNS = "it changes itself when called, and rows take turns: make it a function of its arguments"
+
 
 def processors_of_row(processors: Sequence[Processor], row: int) -> list[Processor]:
     """The processors as they act on one row of the batch. Raises OptionError: one has a state, or reads other rows."""
@@ -62,22 +64,20 @@ def _of_row(processor: Any, row: int) -> Processor:
     ):
         own = hf.RepetitionPenaltyLogitsProcessor(processor.penalty, lengths[row : row + 1])
         return own
-    is_own = type(processor).__module__.partition(".")[0] == "transformers"
-    remedy = (
-        "it changes itself when called, also for drafted tokens that are rejected: make it a function of its arguments"
-    )
-    own = processor if is_own else Watched(processor, "logits_processor", remedy)
-    return own
+    remedy = "also for drafted tokens that are rejected: make it a function of its arguments"
+    watched = Watched(processor, "logits_processor", f"it changes itself when called, {remedy}")
+    return processor if _is_transformers(processor) else watched
+
+
+def _is_transformers(given: Any) -> bool:
+    return type(given).__module__.partition(".")[0] == "transformers"
 
 
 class Watched:
     """A caller's function, as long as it does not change from call to call."""
 
     def __init__(self, inner: Callable[..., Any], option: str, remedy: str) -> None:
-        """
-        Args:
-            option, remedy: the parts of the error's message.
-        """
+        """The option and the remedy are for the error's message."""
         self.inner, self._option, self._remedy = inner, option, remedy
         self._num_calls = 0
 
@@ -102,16 +102,17 @@ def _state(processor: Any) -> list[tuple[Any, ...]]:
 def as_options(
     processors: Sequence[Processor], row_ids: Sequence[int], num_padding: int
 ) -> tuple[dict[str, Any], list[Processor]]:
-    """Fields of ``Sampling`` for the processors that have one, and the others, which act before the temperature.
-
-    Args:
-        row_ids: the tokens of the prompt, padding included.
-    """
+    """Fields of ``Sampling`` for the processors that have one, and the others, which act before the temperature. The
+    ids of the row have its padding."""
     rest, options = list(processors), dict[str, Any]()
     if rest and type(rest[-1]) is hf.LogitNormalization:  # changes scores, and no probability
         rest.pop()
     kinds, before = list(_FILTERS), len(_FILTERS)
-    while rest and type(rest[-1]) in kinds[:before] and _is_plain(rest[-1]):
+    # Some values and settings are Transformers' alone.
+    own = {"filter_value": -torch.inf, "min_tokens_to_keep": 1}
+    while rest and type(rest[-1]) in kinds[:before] and getattr(rest[-1], "top_p", 1.0) > 0:
+        if any(getattr(rest[-1], name, value) != value for name, value in own.items()):
+            break
         before = kinds.index(type(rest[-1]))
         name = _FILTERS[kinds[before]]
         options[name] = getattr(rest.pop(), name)
@@ -135,13 +136,6 @@ def as_options(
         if len(ends) == 1:
             return options | {"min_tokens": max(0, *nums), "stop_token_ids": ends.pop()}, []
     return options, rest
-
-
-def _is_plain(filter_: Any) -> bool:
-    """Whether a filter is ours: some values and settings are Transformers' alone."""
-    if getattr(filter_, "filter_value", -torch.inf) != -torch.inf or getattr(filter_, "min_tokens_to_keep", 1) != 1:
-        return False
-    return getattr(filter_, "top_p", 1.0) > 0
 
 
 def process(processors: Sequence[Processor], ids: Tensor, logits: Tensor) -> Tensor:
@@ -173,12 +167,7 @@ class ProcessedRow:
     def __init__(
         self, processors: Sequence[Processor], row_ids: Sequence[int], device: torch.device, ends: frozenset[int]
     ) -> None:
-        """
-        Args:
-            row_ids: the tokens of the prompt, padding included.
-            device: the device of the ids that the processors see.
-            ends: tokens that end the sequence.
-        """
+        """The ids of the row have its padding; the processors see ids on this device."""
         self._processors, self._ids, self._device = processors, list(row_ids), device
         self._ends, self._num_given = ends, len(row_ids)
         self.errors: dict[int, Exception] = {}
@@ -209,3 +198,29 @@ class ProcessedRow:
 
     def pop(self, num_tokens: int) -> None:
         del self._ids[len(self._ids) - num_tokens :]
+
+
+class Criteria:
+    """Stopping criteria of a batch, called with one row at a time; their end tokens are in ``ends``."""
+
+    def __init__(self, criteria: Sequence[Callable[..., Any]], num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._criteria: list[Any] = [
+            Watched(one, "stopping_criteria", _TAKES_TURNS) if num_rows > 1 and not _is_transformers(one) else one
+            for one in criteria
+        ]
+        own: list[Tensor] = [one.eos_token_id for one in criteria if isinstance(one, hf.EosTokenCriteria)]
+        self.ends = frozenset(int(token) for ids in own for token in ids.tolist())
+
+    def is_met(self, ids: Tensor, scores: tuple[Tensor, ...] | None) -> bool:
+        """Whether one of them is for the tokens of one row [1, N]; all are called, as in ``generate``. Raises
+        OptionError: one has a state, or reads other rows."""
+        found = []
+        for one in self._criteria:
+            met = torch.as_tensor(one(ids, scores))
+            # A plain bool is about the whole batch.
+            if met.shape != (1,) and (met.numel() != 1 or self._num_rows > 1):
+                name, remedy = type(getattr(one, "inner", one)).__name__, "for one row: give shape [1]"
+                raise OptionError("stopping_criteria", name, f"it gave shape {list(met.shape)} {remedy}")
+            found.append(bool(met))
+        return any(found)

@@ -86,9 +86,8 @@ def rows_of(
             raise OptionError("sampling", f"{len(sampling)} items", f"one for each of the {num_rows} prompts")
         given = [fields_of(one) for one in sampling]
     else:
-        raise OptionError(
-            "sampling", type(sampling).__name__, "an outrider.Sampling, or a list with one for each prompt"
-        )
+        remedy = "an outrider.Sampling, or a list with one for each prompt"
+        raise OptionError("sampling", type(sampling).__name__, remedy)
     rows = [own | row_options(changes, index, num_rows, n) for index, own in enumerate(given)]
     return [own | {"seed": seed_of(own.get("seed"), copy)} for own in rows for copy in range(n)]
 

@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 from outrider.decoding.batch import final_length
@@ -15,8 +14,7 @@ from outrider.errors import OptionError, OutriderError, SessionError
 from outrider.options import CallOptions, Sampling
 from outrider.records import Chunk, Completion
 from outrider.requests.calls import GenerationCalls
-from outrider.requests.engine_loop import EngineLoop, LoopThread, chunk_of
-from outrider.requests.state import RequestState
+from outrider.requests.engine_loop import EngineLoop, LoopThread, RequestState, chunk_of, collect
 from outrider.runtime.lm import LM
 from outrider.text.chat import ChatChanges
 from outrider.text.chat_images import chat_of
@@ -41,11 +39,7 @@ class Session(GenerationCalls):
     def __init__(
         self, requests: Callable[..., list[RequestState]], loop: EngineLoop, target: LM, capacity: int | None
     ) -> None:
-        """
-        Args:
-            requests: makes the requests of a call, from the arguments of ``_open``.
-            capacity: the most tokens in a row, prompt included; None for the target's context.
-        """
+        """Requests are made from the arguments of ``_open``. A capacity counts the tokens of a row, prompt included."""
         self._requests, self.loop, self._target, self._capacity = requests, loop, target, capacity
 
     def _open(self, prompts: Any, sampling: Any, resume_ids: Any, n: int, options: Mapping[str, Any]) -> _Opened:
@@ -65,9 +59,7 @@ class Session(GenerationCalls):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -118,11 +110,9 @@ class AsyncSession:
         **options: Unpack[CallOptions],
     ) -> list[Completion]:
         """Generate, and wait for all completions: see ``Decoder.generate``."""
-        states, _ = await asyncio.to_thread(self._session._open, prompts, sampling, resume_ids, n, options)
-        async with aclosing(self._chunks(states)) as chunks:
-            async for chunk in chunks:
-                states[chunk.row].chunks.append(chunk)
-        return [state.completion for state in states]
+        opened = await asyncio.to_thread(self._session._open, prompts, sampling, resume_ids, n, options)
+        async with aclosing(self._stream(lambda: opened)) as chunks:
+            return collect(opened[0], [chunk async for chunk in chunks])
 
     def stream_chat(
         self,
@@ -152,21 +142,14 @@ class AsyncSession:
         self._is_open = True
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self._is_open = False
         self._thread.post(self._close_on_thread)
         self._thread.stop()
         await asyncio.to_thread(self._thread.join)
 
     async def _stream(self, open_: Callable[[], _Opened]) -> AsyncGenerator[Chunk]:
-        states, _ = await asyncio.to_thread(open_)  # tokenizing is slow
-        async with aclosing(self._chunks(states)) as chunks:
-            async for chunk in chunks:
-                yield chunk
-
-    async def _chunks(self, states: Sequence[RequestState]) -> AsyncGenerator[Chunk]:
+        states, loop = await asyncio.to_thread(open_)  # tokenizing is slow
         if not self._is_open:
             raise SessionError("the session is not open: use it as 'async with decoder.async_session() as session'")
         arrived: _Arrived = asyncio.Queue()
@@ -174,7 +157,7 @@ class AsyncSession:
         def receive_on_thread(number: int, item: Chunk | OutriderError) -> None:
             self._received.append((arrived, number, item))
 
-        loop, num_open = self._session.loop, len(states)
+        num_open = len(states)
         self._streams.add(arrived)
         self._thread.post(partial(loop.submit, states, receive_on_thread))
         try:
@@ -185,12 +168,6 @@ class AsyncSession:
         finally:
             self._streams.remove(arrived)
             self._thread.post(partial(loop.cancel, states))  # after they were submitted
-
-    def _end_streams(self) -> None:
-        """End all streams after a failure, also those whose requests the thread had not taken."""
-        self._is_open = False
-        for arrived in self._streams:
-            arrived.put_nowait((0, SessionError("the thread of the session has failed: open another session")))
 
     def _step_on_thread(self) -> bool:
         try:
@@ -208,15 +185,22 @@ class AsyncSession:
 
     def _deliver_on_thread(self) -> None:
         """Hand what a step has given to the event loop, in one call."""
+
+        def deliver(received: Sequence[tuple[_Arrived, int, Chunk | OutriderError]]) -> None:
+            for arrived, number, item in received:
+                arrived.put_nowait((number, item))
+
         received, self._received = self._received, []
-        self._thread.call(_deliver, received)
+        self._thread.call(deliver, received)
 
     def _fail_on_thread(self, error: BaseException) -> None:
+        """End all streams, also those whose requests the thread had not taken."""
+
+        def end_streams() -> None:
+            self._is_open = False
+            for arrived in self._streams:
+                arrived.put_nowait((0, SessionError("the thread of the session has failed: open another session")))
+
         _LOG.error("the thread of a session has failed", exc_info=error)
         self._close_on_thread()
-        self._thread.call(self._end_streams)
-
-
-def _deliver(received: Sequence[tuple[_Arrived, int, Chunk | OutriderError]]) -> None:
-    for arrived, number, item in received:
-        arrived.put_nowait((number, item))
+        self._thread.call(end_streams)

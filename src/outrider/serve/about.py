@@ -36,8 +36,7 @@ def fingerprint_of(decoder: Decoder) -> str:
     k = decoder.num_draft_tokens
     weights = [sample_of(lm.weights) for lm in (target, *drafter.models)]
     facts: tuple[object, ...] = version("outrider"), names, dtype, decoder.acceptance, k, target.execution.name, weights
-    if decoder.sampling_defaults:
-        facts = *facts, sorted(decoder.sampling_defaults.items())
+    facts += (sorted(decoder.sampling_defaults.items()),) if decoder.sampling_defaults else ()
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
     return f"outrider-{facts[0]}-{names}-{dtype}-{decoder.acceptance}-k{k}-{digest}"
 
@@ -55,24 +54,18 @@ def sample_of(model: nn.Module) -> str:
 
 
 def startup_lines(decoder: Decoder, schedule: Schedule, num_slots: int, capacity: int) -> list[str]:
-    """Lines for the log.
-
-    Args:
-        schedule: of the engine.
-        capacity: maximum tokens of a sequence, prompt included.
-    """
+    """Lines for the log. ``capacity`` is the maximum of tokens of a sequence, prompt included."""
     lms = [decoder.target, *decoder.drafter.models]
     bytes_ = 0
     for lm in lms:
         length = lm.execution.round_length(capacity)
         bytes_ += sum(shape.bytes_per_token * (length + 1) + shape.bytes_per_row for shape in lm.layer_shapes)
     dtype = str(decoder.target.dtype).removeprefix("torch.")
-    lines = [
+    return [
         f"{num_slots} slots of {capacity} tokens: {size_text(bytes_)} each, {size_text(num_slots * bytes_)} in all, "
         f"for {' and '.join(lm.name for lm in lms)}",
         f"drafts by {decoder.drafter.name}, K = {decoder.num_draft_tokens} (at most {schedule.max_k}), acceptance "
         f"{decoder.acceptance}, {dtype}, {decoder.target.execution.name}, same bytes: "
         f"{same_bytes_of(decoder)}",
+        ends_text(decoder.target.name, decoder.tokenizer, decoder.eos_ids, decoder.turn_ids),
     ]
-    lines.append(ends_text(decoder.target.name, decoder.tokenizer, decoder.eos_ids, decoder.turn_ids))
-    return lines

@@ -1,4 +1,5 @@
-"""Admission control, and the requests that were accepted: their rows, times and results.
+"""Admission control, and the requests that were accepted: their rows, times and results; threads that serve clients in
+turn.
 
 Whether the server accepts requests, and how many rows run or wait, per client and in all, is for the event loop alone.
 
@@ -11,13 +12,15 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
+from outrider.decoding.fair_queue import FairQueue
 from outrider.records import Chunk
-from outrider.requests.state import RequestState
+from outrider.requests.engine_loop import RequestState
 from outrider.serve.http_errors import too_many, unavailable
 from outrider.serve.logprobs import ScoredToken
 
@@ -28,6 +31,7 @@ _MOST_UNREAD_BYTES = 2**28  # of answers that clients do not read; those under w
 _BYTES_A_CHUNK = 2**12  # about the memory of one that waits
 
 Event = tuple[int, Chunk | Exception]
+"""A row's number in its ticket, and its next chunk or its error. The last chunk has a ``finish_reason``."""
 _Item = TypeVar("_Item")
 
 
@@ -67,8 +71,7 @@ class Ticket:
     Attributes:
         client: the sender.
         priority: within a client, the lowest number goes first.
-        submitted_s: when the rows were queued.
-        events: (row's number, its next chunk or its error), in order. The last chunk of a row has a ``finish_reason``.
+        events: in order.
         num_open: unfinished rows, as the event loop knows.
         has_begun: tokens of one of the rows have come, as the engine thread knows.
         scored: tokens of each prompt but the first, if their log-probabilities are requested.
@@ -77,7 +80,6 @@ class Ticket:
     rows: Sequence[TicketRow]
     client: str
     priority: int
-    submitted_s: float
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     num_open: int = field(init=False)
     has_begun: bool = False
@@ -141,7 +143,7 @@ class Admission:
     def unread(self) -> Counter[str]:
         """About the bytes of answers that clients have not read, by client."""
         self.unsent = +self.unsent  # without zeros
-        waiting = Counter({ticket.client: 0 for ticket in self.tickets})
+        waiting: Counter[str] = Counter()
         for ticket in self.tickets:
             waiting[ticket.client] += _BYTES_A_CHUNK * ticket.events.qsize()
         return self.unsent + waiting
@@ -158,11 +160,9 @@ class Admission:
         self.check_ready()
         taken = [(one.client, one.num_taken) for one in self.tickets]
         taken += [(one, 1) for one in (*(task.client for task in self.tasks), *self._reserved)]
-        num_all = sum(count for _, count in taken)
+        num_all, num_own = (sum(count for one, count in taken if who in (None, one)) for who in (None, client))
         if num_all + num_rows > self._most_rows:
-            message = f"the queue is full (running or waiting: {num_all}): try again later"
-            raise unavailable(message, retry_after_s)
-        num_own = sum(count for one, count in taken if one == client)
+            raise unavailable(f"the queue is full (running or waiting: {num_all}): try again later", retry_after_s)
         if num_own + num_rows > self.most_of_one:
             message = f"{num_own} of your requests are running or waiting (limit: {self.most_of_one}): try again later"
             raise too_many(message, retry_after_s)
@@ -182,3 +182,52 @@ class Admission:
             yield
         finally:
             self._reserved.remove(client)
+
+
+class FairThreads:
+    """A few threads that serve clients in turn, and never all for the same client. For one event loop."""
+
+    def __init__(self, num_threads: int, name: str) -> None:
+        self._executor = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
+        self._num_threads, self._most_of_one = num_threads, max(num_threads - 1, 1)
+        self._running: list[str] = []  # their clients
+        self._waiting: FairQueue[asyncio.Future[None]] = FairQueue()
+
+    async def run(self, function: Callable[[], _Item], client: str) -> _Item:
+        """Run a function and return its result. If the caller is cancelled before its turn, the function never runs."""
+        loop = asyncio.get_running_loop()
+        turn = loop.create_future()
+        self._waiting.push(turn, client)
+        self._begin()
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._waiting.remove(lambda one: one is turn)
+            if not turn.cancelled():  # its turn has just come
+                self._end(client)
+            raise
+
+        def end(work: Future[_Item]) -> None:
+            with suppress(RuntimeError):  # the event loop has ended
+                loop.call_soon_threadsafe(self._end, client)
+
+        work = self._executor.submit(function)
+        work.add_done_callback(end)  # later than the caller, if the caller is cancelled
+        return await asyncio.wrap_future(work)
+
+    def close(self) -> None:
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _begin(self) -> None:
+        while len(self._running) < self._num_threads:
+            busy = {client for client in self._running if self._running.count(client) >= self._most_of_one}
+            if (found := self._waiting.pop(busy)) is None:
+                return
+            client, turn = found
+            if not turn.cancelled():
+                self._running.append(client)
+                turn.set_result(None)
+
+    def _end(self, client: str) -> None:
+        self._running.remove(client)
+        self._begin()

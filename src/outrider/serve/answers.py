@@ -13,17 +13,18 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from outrider.records import Chunk, Completion, FinishReason
-from outrider.requests.state import RequestState
-from outrider.serve.admission import Ticket, TicketRow, arrival
+from outrider.requests.engine_loop import RequestState
+from outrider.serve.admission import Ticket, arrival
 from outrider.serve.generation_body import ParsedRequest
 from outrider.serve.http_errors import Refusal, refusal_of
 from outrider.serve.logprobs import TokenTexts
 from outrider.serve.metrics import num_spec_steps
 from outrider.serve.served_model import ServedModel
 from outrider.text.output_parser import OutputParser
+from outrider.text.tool_formats import ToolFormat
 
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"  # after the last event of OpenAI's completions
@@ -40,7 +41,7 @@ class Answer(ABC):
         jobs: one per choice, ``n`` per prompt in turn; none if only the prompt is requested.
         tokens: texts of single tokens.
         new_parser: makes the parser of one output.
-        new_call_id: makes a number for a call.
+        tool_format: how the model writes calls, if that is known.
         num_thoughts: how many of the tokens of an output are thoughts; None if they are not split off.
         ticket: set when the rows are queued.
     """
@@ -51,7 +52,7 @@ class Answer(ABC):
     jobs: list[RequestState]
     tokens: TokenTexts
     new_parser: Callable[[], OutputParser]
-    new_call_id: Callable[[], str]
+    tool_format: ToolFormat | None
     served: ServedModel
     num_thoughts: Callable[[Sequence[int]], int] | None
     ticket: Ticket = field(init=False)
@@ -78,6 +79,11 @@ class Answer(ABC):
     def failure(self, refusal: Refusal) -> bytes:
         """Last event of an answer that cannot go on."""
 
+    def call_id(self) -> str:
+        """A new call's number."""
+        assert self.tool_format is not None
+        return self.tool_format.new_id()
+
     def totals(self) -> dict[str, Any]:
         """Usage; with one sequence also its metrics: those of several do not add up."""
         completions = [job.completion for job in self.jobs]
@@ -89,12 +95,20 @@ class Answer(ABC):
         return {"usage": usage} | self.metrics()
 
     def metrics(self) -> dict[str, Any]:
-        """Times and draft statistics of the only sequence, in vLLM's form; none of several."""
+        """Times in milliseconds and draft statistics of the only sequence, in vLLM's form; none of several."""
         if len(self.jobs) != 1:
             return {}
-        (job,), own_k = self.jobs, self.jobs[0].request.num_draft_tokens
-        max_k = self.served.schedule.max_k if own_k is None else own_k
-        return {"metrics": metrics_of(job.completion, self.ticket.rows[0], max_k)}
+        own_k, row, completion = self.jobs[0].request.num_draft_tokens, self.ticket.rows[0], self.jobs[0].completion
+        num_tokens, decode_s, whole_s = len(completion.token_ids), row.last_s - row.first_s, row.last_s - row.begun_s
+        found = {
+            "time_to_first_token_ms": 1e3 * (row.first_s - row.begun_s),
+            "generation_time_ms": 1e3 * decode_s,
+            "queue_time_ms": 1e3 * (row.begun_s - row.submitted_s),
+            "mean_itl_ms": 1e3 * decode_s / (num_tokens - 1) if num_tokens > 1 else None,
+            "tokens_per_second": num_tokens / whole_s,
+            "speculative_decoding": _drafts(completion, self.served.schedule.max_k if own_k is None else own_k),
+        }
+        return {"metrics": found}
 
     @property
     def name(self) -> str:
@@ -108,34 +122,64 @@ class Answer(ABC):
 
 @dataclass(eq=False)
 class ItemsAnswer(Answer):
-    """One output in items: messages, thoughts and calls."""
+    """One output in items, one after another: messages, thoughts and calls. ``types`` has the type of an item by the
+    kind of a piece."""
 
+    types: ClassVar[Mapping[str, str]]
     parser: OutputParser = field(init=False)
+    items: list[dict[str, Any]] = field(init=False, default_factory=list)
+    is_open: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.parser = self.new_parser()
 
     @abstractmethod
-    def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
-        """Events of more text."""
+    def begin_item(self, kind: str, name: str) -> Iterator[bytes]:
+        """Add an item, of a call with the tool's name."""
+
+    @abstractmethod
+    def add(self, text: str) -> bytes:
+        """Add text to the last item."""
+
+    @abstractmethod
+    def end_item(self, *, is_cut: bool) -> Iterator[bytes]:
+        """End the last item."""
 
     @abstractmethod
     def so_far(self, reason: FinishReason | None, usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The answer so far.
-
-        Args:
-            reason: None while it goes on.
-        """
+        """The answer so far, without a reason while it goes on."""
 
     def whole(self) -> dict[str, Any]:
-        completion = self.jobs[0].completion
-        for _ in self.parts(completion.text, completion.finish_reason):
+        completion, totals = self.jobs[0].completion, self.totals()
+        for _ in self._parts(completion.text, completion.finish_reason):
             pass
-        totals = self.totals()
         return self.so_far(completion.finish_reason, totals["usage"]) | {"metrics": totals["metrics"]}
 
     def part(self, which: int, chunk: Chunk) -> Iterator[bytes]:
-        yield from self.parts(chunk.text, chunk.finish_reason)
+        return self._parts(chunk.text, chunk.finish_reason)
+
+    def _parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
+        for piece in self.parser.feed(text, is_end=reason is not None):
+            if piece.kind == "reasoning" and not self.ask.body.include_reasoning:
+                continue
+            kind = self.types[piece.kind]
+            if piece.kind == "call" or not self.is_open or self.items[-1]["type"] != kind:
+                yield from self._close(is_cut=False)
+                yield from self._open(kind, piece.text)
+            if piece.kind != "call":
+                yield self.add(piece.text)
+        if reason is not None:
+            if not self.items and self.types["content"] == "message":  # a response is never empty
+                yield from self._open("message", "")
+            yield from self._close(is_cut=reason == "length" or self.parser.is_in_call)  # by a stop string
+
+    def _open(self, kind: str, name: str) -> Iterator[bytes]:
+        self.is_open = True
+        return self.begin_item(kind, name)
+
+    def _close(self, *, is_cut: bool) -> Iterator[bytes]:
+        was_open, self.is_open = self.is_open, False
+        return self.end_item(is_cut=is_cut) if was_open else iter(())
 
 
 async def whole_answer(answer: Answer) -> dict[str, Any]:
@@ -149,26 +193,20 @@ async def answer_events(answer: Answer) -> AsyncIterator[bytes]:
     """The answer as server-sent events, errors included. An error before the first event is raised, since the
     status can still report it."""
     arrivals = _arrivals(answer)
-    first = [await anext(arrivals)] if answer.jobs else []
+    item: Any = await anext(arrivals, DONE)
     try:
         # With echo these may be long log-probabilities.
         begun = await asyncio.to_thread(lambda: list(answer.begin())) if answer.ask.body.echo else answer.begin()
         for event in begun:
             yield event
-        for item in first:
-            for event in _events(answer, item):
+        while item is not DONE:
+            for event in [KEEP_ALIVE] if item is None else answer.part(*item):
                 yield event
-        async for item in arrivals:
-            for event in _events(answer, item):
-                yield event
+            item = await anext(arrivals, DONE)
         for event in answer.end():
             yield event
     except Exception as error:
         yield answer.failure(refusal_of(error))
-
-
-def _events(answer: Answer, item: tuple[int, Chunk] | None) -> Iterable[bytes]:
-    return [KEEP_ALIVE] if item is None else answer.part(*item)
 
 
 async def _arrivals(answer: Answer) -> AsyncIterator[tuple[int, Chunk] | None]:
@@ -193,11 +231,8 @@ async def _arrivals(answer: Answer) -> AsyncIterator[tuple[int, Chunk] | None]:
 
 
 def json_text(value: Any, **options: Any) -> str:
-    """Encode JSON as ``json.dumps`` does, which stops all other threads: in pieces of a few milliseconds.
-
-    Args:
-        options: of ``JSONEncoder``.
-    """
+    """Encode JSON as ``json.dumps`` does with these options, which stops all other threads: in pieces of a few
+    milliseconds."""
     return "".join(_pieces(value, json.JSONEncoder(allow_nan=False, **options), _DEEPEST_SPLIT))
 
 
@@ -234,26 +269,9 @@ def usage_of(num_prompt_tokens: int, num_completion_tokens: int, num_cached_toke
     }
 
 
-def metrics_of(completion: Completion, row: TicketRow, max_k: int) -> dict[str, Any]:
-    """Metrics of one sequence, in vLLM's form. Times in milliseconds.
-
-    Args:
-        max_k: maximum tokens drafted per round for this sequence.
-    """
-    num_tokens = len(completion.token_ids)
-    decode_s, whole_s = row.last_s - row.first_s, row.last_s - row.begun_s
-    return {
-        "time_to_first_token_ms": 1e3 * (row.first_s - row.begun_s),
-        "generation_time_ms": 1e3 * decode_s,
-        "queue_time_ms": 1e3 * (row.begun_s - row.submitted_s),
-        "mean_itl_ms": 1e3 * decode_s / (num_tokens - 1) if num_tokens > 1 else None,
-        "tokens_per_second": num_tokens / whole_s,
-        "speculative_decoding": _drafts(completion, max_k),
-    }
-
-
 def _drafts(completion: Completion, max_k: int) -> dict[str, Any] | None:
-    """Draft statistics; None without drafts. Leaves out the last round if tokens after the end were dropped."""
+    """Draft statistics, with at most ``max_k`` drafted tokens per round; None without drafts. Leaves out the last round
+    if tokens after the end were dropped."""
     stats = completion.stats
     num_steps = num_spec_steps(stats)
     if num_steps == 0:

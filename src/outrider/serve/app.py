@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, aclosing
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -27,13 +28,13 @@ from outrider.errors import OutriderError
 from outrider.race.page import HEADERS, PAGE, read_file
 from outrider.serve import messages
 from outrider.serve.about import same_bytes_of
+from outrider.serve.admission import FairThreads
 from outrider.serve.answers import Answer, answer_events, json_text, whole_answer
 from outrider.serve.bodies import ChatBody, CompletionBody, RaceBody
 from outrider.serve.body import parse_json
 from outrider.serve.choices import ChatAnswer, CompletionAnswer
-from outrider.serve.fair_threads import FairThreads
 from outrider.serve.generation_body import GenerationBody, ParsedRequest
-from outrider.serve.guards import HostGuard, KeyGuard, in_pieces, key_of, response_of, send_whole
+from outrider.serve.guards import in_pieces, key_of, response_of, send_whole, with_keys, with_local_hosts
 from outrider.serve.http_errors import Refusal, internal_error, refusal_of, unavailable
 from outrider.serve.messages import MessageAnswer, MessageBody
 from outrider.serve.prepare import Preparer
@@ -54,9 +55,9 @@ _OTHER_KINDS = {"embeddings", "images", "moderations"}  # OpenAI's endpoints for
 
 
 class App:
-    """ASGI application."""
+    """ASGI application. The preparer is set once the model is loaded."""
 
-    _preparer: Preparer
+    preparer: Preparer
 
     def __init__(self, model: ServedModel, api_keys: tuple[str, ...]) -> None:
         self._model, self._num_keys = model, len(api_keys)
@@ -70,19 +71,17 @@ class App:
             ("/v1/responses", ResponseBody, ResponseAnswer),
             (messages.PATH, MessageBody, MessageAnswer),
         )
-        generation = [
-            (path, Generation(self, body, partial(Preparer.prepare, answer=answer), self.answer))
+        posts: dict[str, Any] = {
+            path: Generation(self, body, partial(Preparer.prepare, answer=answer), self.answer)
             for path, body, answer in answers
-        ]
-        generation.append(("/v1/race", Generation(self, RaceBody, prepare_race, self.answer_race)))
-        others = [
+        }
+        posts["/v1/race"] = Generation(self, RaceBody, prepare_race, self.answer_race)
+        posts["/tokenize"] = partial(self._json_response, Preparer.tokenize)
+        posts["/detokenize"] = partial(self._json_response, Preparer.detokenize)
+        posts[f"{messages.PATH}/count_tokens"] = partial(self._json_response, Preparer.count_tokens)
+        gets = [
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._card),
-            Route("/tokenize", partial(self._json_response, Preparer.tokenize), methods=["POST"]),
-            Route("/detokenize", partial(self._json_response, Preparer.detokenize), methods=["POST"]),
-            Route(
-                f"{messages.PATH}/count_tokens", partial(self._json_response, Preparer.count_tokens), methods=["POST"]
-            ),
             Route("/tokenizer_info", self._tokenizer_info),
             Route("/health", self._health),
             Route("/ping", self._health),
@@ -92,9 +91,9 @@ class App:
             *(Route(path, _static(name)) for path, name in PAGE.items()),
         ]
         self.asgi: ASGIApp = Starlette(
-            routes=[Route(path, endpoint, methods=["POST"]) for path, endpoint in generation] + others,
+            routes=[*(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()), *gets],
             middleware=[
-                Middleware(KeyGuard, api_keys=api_keys) if api_keys else Middleware(HostGuard),
+                Middleware(with_keys, api_keys=api_keys) if api_keys else Middleware(with_local_hosts),
                 Middleware(in_pieces, unsent=lambda: model.admission.unsent, client_of=self.client_of),
             ],
             exception_handlers={
@@ -105,10 +104,6 @@ class App:
                 Exception: _fail,
             },
         )
-
-    def open(self, preparer: Preparer) -> None:
-        """Take what prepares requests, once the model is loaded."""
-        self._preparer = preparer
 
     def close(self) -> None:
         self._tokenizing.close()
@@ -167,21 +162,18 @@ class App:
         return JSONResponse({"version": version("outrider")})
 
     async def _metrics(self, request: Request) -> Response:
-        return Response(
-            generate_latest(self._model.metrics.registry), media_type="text/plain; version=0.0.4; charset=utf-8"
-        )
+        content = generate_latest(self._model.metrics.registry)
+        return Response(content, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _list_models(self, request: Request) -> Response:
         self._model.admission.check_ready()
         return JSONResponse({"object": "list", "data": [self._card_of(name) for name in self._model.names]})
 
     async def _card(self, request: Request) -> Response:
-        name = request.path_params["name"]
-        self._preparer_of(name)
+        self._preparer_of(name := request.path_params["name"])
         return JSONResponse(self._card_of(name))
 
     def _card_of(self, name: str) -> dict[str, Any]:
-        """The model under one of its names."""
         return {
             "id": name,
             "object": "model",
@@ -200,21 +192,15 @@ class App:
         return JSONResponse(self._preparer_of(request.query_params.get("model")).tokenizer_info())
 
     def _preparer_of(self, name: Any) -> Preparer:
-        """Find what prepares a request. May be called from any thread.
-
-        Args:
-            name: the model that the request asks for; None for any.
-
-        Raises:
-            Refusal: not ready, or the model has another name.
-        """
+        """Find what prepares a request for a model of this name, None for any. Raises Refusal: not ready, or the model
+        has another name. May be called from any thread."""
         self._model.admission.check_ready()
         if not isinstance(name, str | None):
             raise Refusal("model must be a string", param="model")
         if name not in (None, *self._model.names):
             message = f"unknown model {name!r:.100}: this server has {', '.join(self._model.names)}"
             raise Refusal(message, status=404, type_="NotFoundError", param="model", code="model_not_found")
-        return self._preparer
+        return self.preparer
 
     async def _json_response(
         self, make: Callable[[Preparer, Mapping[str, Any]], dict[str, Any]], request: Request
@@ -230,39 +216,38 @@ class App:
             return await self._tokenizing.run(make_it, client)
 
 
+@dataclass(frozen=True)
 class Generation:
-    """An endpoint that generates. (An object, not a function: it must see disconnects.)"""
+    """An endpoint that generates: ``answer`` takes what ``prepare`` returns, and the client. (An object, not a
+    function: it must see disconnects.)"""
 
-    def __init__(
-        self,
-        app: App,
-        body: type[GenerationBody],
-        prepare: Prepare,
-        answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]],
-    ) -> None:
-        """
-        Args:
-            answer: takes what ``prepare`` returns, and the client.
-        """
-        self._app, self._body, self._prepare, self._answer = app, body, prepare, answer
+    app: App
+    body: type[GenerationBody]
+    prepare: Prepare
+    answer: Callable[[Any, str, Send], Coroutine[Any, Any, None]]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = self._app.client_of(scope)
-        with ExitStack() as reserved:
-            reserved.enter_context(self._app._model.reserve(client))  # before the body takes memory
-            sent = await _body(Request(scope, receive))
-            await _until_disconnect(receive, self._respond(sent, client, send, reserved))
+        client = self.app.client_of(scope)
 
-    async def _respond(self, sent: bytes, client: str, send: Send, reserved: ExitStack) -> None:
-        prepared = await self._app.prepare(self._body, self._prepare, sent, client)
-        reserved.close()  # its rows are queued next, without a pause
-        await self._answer(prepared, client, send)
+        async def respond(sent: bytes, reserved: ExitStack) -> None:
+            prepared = await self.app.prepare(self.body, self.prepare, sent, client)
+            reserved.close()  # its rows are queued next, without a pause
+            await self.answer(prepared, client, send)
+
+        with ExitStack() as reserved:
+            reserved.enter_context(self.app._model.reserve(client))  # before the body takes memory
+            sent = await _body(Request(scope, receive))
+            await _until_disconnect(receive, respond(sent, reserved))
 
 
 async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
     """Run ``work``; cancel it if the client disconnects."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
+
+    async def disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -273,14 +258,8 @@ async def _until_disconnect(receive: Receive, work: Coroutine[Any, Any, None]) -
         await asyncio.gather(task, gone, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
 async def _body(request: Request) -> bytes:
-    """Read a JSON body. Raises Refusal if it is too long or not declared as JSON: browsers send other types across
-    sites without asking."""
+    """Raises Refusal: too long, or not declared as JSON, since browsers send other types across sites unasked."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
         raise Refusal("send the body with 'Content-Type: application/json'", status=415)
@@ -293,16 +272,15 @@ async def _body(request: Request) -> bytes:
 
 
 async def _send_stream(pieces: AsyncIterator[bytes], send: Send) -> None:
-    piece = await anext(pieces)  # before the status is sent, since it may be an error
+    piece: bytes | None = await anext(pieces)  # before the status is sent, since it may be an error
     await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
-    await send({"type": "http.response.body", "body": piece, "more_body": True})
-    async for piece in pieces:
+    while piece is not None:
         await send({"type": "http.response.body", "body": piece, "more_body": True})
+        piece = await anext(pieces, None)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _static(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """Endpoint that serves a file of the page."""
     kind, content = read_file(name)
 
     async def respond(request: Request) -> Response:

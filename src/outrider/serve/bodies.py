@@ -2,7 +2,7 @@
 
 A field that may change the output is honoured or refused by name. Unknown fields are refused, too, as OpenAI does;
 fields known to be harmless are listed. ``null`` requests nothing. Source: OpenAI's API reference (completions, chat
-completions).
+completions, ``messages``).
 """
 
 from __future__ import annotations
@@ -11,16 +11,67 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
+from pydantic_core import from_json
 
+from outrider.errors import PromptError
 from outrider.serve.body import Body
-from outrider.serve.chats import read_messages
 from outrider.serve.generation_body import Format, GenerationBody, Integer, NumLogprobs, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
 from outrider.serve.tools import Functions, ToolChoice, ToolUse, descriptions_of
-from outrider.text.chat import Chat, ChatOptions
+from outrider.text.chat import Chat, ChatOptions, read_message
 from outrider.text.tokenizer import Prompt
 
+_NOT_READ = ("audio", "function_call")  # of messages: no template reads these
 _MOST_DETOKENIZED = 2**17  # ids, in 0.05 s, in which streams stop
+
+
+def read_messages(messages: Sequence[Any]) -> list[dict[str, Any]]:
+    """Messages with contents of text, or in parts if there are images among them. The arguments of calls become
+    objects: templates write them as JSON. Raises Refusal."""
+    if not isinstance(messages, list) or not messages:
+        raise Refusal("messages must be a list with at least one message", param="messages")
+    read = []
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refusal(f"{where} must be an object with a role", param=where)
+        if (name := next((one for one in _NOT_READ if message.get(one) is not None), None)) is not None:
+            raise Refusal(f"{where}.{name} is not supported: leave it out", param=where)
+        if (calls := message.get("tool_calls")) is not None:
+            message = {**message, "tool_calls": _read_calls(calls, f"{where}.tool_calls")}
+        content = message.get("content")
+        try:
+            has_image = isinstance(content, list) and any(map(_is_image, content))
+            read.append({**message} if has_image else read_message(index, message))
+        except PromptError:
+            forms = "a string, or a list of text parts and image_url parts"
+            raise Refusal(f"{where}.content must be {forms}", param=where) from None
+    return read
+
+
+def _is_image(part: Any) -> bool:
+    image = part.get("image_url") if isinstance(part, dict) and part.get("type") == "image_url" else None
+    return isinstance(image, dict) and isinstance(image.get("url"), str)
+
+
+def _read_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    found = calls if isinstance(calls, list) else [None]
+    functions: list[Any] = [call.get("function") if isinstance(call, dict) else None for call in found]
+    if not all(isinstance(one, dict) and isinstance(one.get("name"), str) for one in functions):
+        raise Refusal(f"{where} must be a list of objects with a function, which has a name", param=where)
+    return [
+        {**call, "function": {**function, "arguments": read_arguments(function.get("arguments"))}}
+        for call, function in zip(calls, functions, strict=True)
+    ]
+
+
+def read_arguments(value: Any) -> Any:
+    """Arguments of a call as an object; unchanged if the model has written none."""
+    try:
+        read = from_json(value or "{}") if isinstance(value, str | None) else value
+    except ValueError:
+        return value
+    return read if isinstance(read, Mapping) else value
 
 
 class TemplateBody(Body):
@@ -99,19 +150,14 @@ class OpenAIBody(GenerationBody):
 
 
 def _prompts(value: Any) -> list[Prompt]:
-    """One or many prompts, as strings or token ids."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
-        if _are_ids(value):
+        if {*map(type, value)} == {int}:
             return [value]
-        if all(isinstance(item, str) or (isinstance(item, list) and item and _are_ids(item)) for item in value):
+        if all(isinstance(one, str) or (isinstance(one, list) and {*map(type, one)} == {int}) for one in value):
             return value
     raise ValueError("give a string, a list of strings, a list of token ids, or a list of these")
-
-
-def _are_ids(value: Sequence[Any]) -> bool:
-    return all(type(item) is int for item in value)
 
 
 class CompletionBody(OpenAIBody):
@@ -129,7 +175,7 @@ class CompletionBody(OpenAIBody):
             name = self.name_of("max_new_tokens")
             raise Refusal(f"{name} = 0 is invalid: only with echo nothing is generated", param=name)
         form = "response_format", self.response_format
-        return self._ask(self.prompt, max_tokens=self.max_tokens, stop=self.stop, form=form, logprobs=self.logprobs)
+        return self._ask(self.prompt, self.max_tokens, self.stop, form, logprobs=self.logprobs)
 
 
 class RaceBody(CompletionBody):
@@ -165,9 +211,9 @@ class ChatBody(OpenAIBody, TemplateBody):
         options, messages = self.options(tools), read_messages(self.messages)
         return self._ask(
             [self.chat_prompt(messages, options, "reasoning_effort")],
-            max_tokens=self.max_tokens,
-            stop=self.stop,
-            form=("response_format", self.response_format),
+            self.max_tokens,
+            self.stop,
+            ("response_format", self.response_format),
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             tools=tools,
         )

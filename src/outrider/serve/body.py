@@ -120,7 +120,6 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 
 def _refusal_of(error: ValidationError, sent: Mapping[str, Any], aliases: Mapping[str, str]) -> Refusal:
-    """A refusal that names the field, its value and what it should be."""
     found = [(_place(one, sent, aliases), one) for one in error.errors(include_url=False)]
     # A union has an error for each of its types: those of the type that fits best lie deepest.
     place, first = max(

@@ -14,18 +14,11 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, ClassVar
 
-from outrider.records import Chunk, FinishReason
+from outrider.records import Chunk, FinishReason, TokenLogprob
 from outrider.serve.answers import DONE, Answer, event_of, usage_of
 from outrider.serve.http_errors import Refusal
-from outrider.serve.logprobs import (
-    PlacedToken,
-    ScoredTokens,
-    WaitingTokens,
-    finite_logprob,
-    id_text,
-    prompt_logprobs_json,
-)
-from outrider.text.output_parser import OutputParser, Piece
+from outrider.serve.logprobs import PlacedToken, Scored, WaitingTokens, finite_logprob, id_text, prompt_logprobs_json
+from outrider.text.output_parser import Piece
 from outrider.text.tokenizer import pieces_of
 
 _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -33,11 +26,8 @@ _FINISH = {"eos": "stop", "stop": "stop", "length": "length"}
 
 @dataclass(eq=False)
 class ChoicesAnswer(Answer):
-    """Choices, the outputs of a request.
-
-    Attributes:
-        repeats_prompt: each choice has the log-probabilities of its prompt; else the response has them.
-    """
+    """Choices, the outputs of a request. The log-probabilities of a prompt are in each choice (``repeats_prompt``), or
+    in the response."""
 
     kind: ClassVar[str]
     chunk_kind: ClassVar[str]
@@ -47,23 +37,22 @@ class ChoicesAnswer(Answer):
     _num_generated: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
+        self._num_choices = len(self.prompt_ids) * self.ask.body.n
         self._pieces = [iter(job.text.pieces) for job in self.jobs]  # a row may be ahead of its chunks
 
-    @abstractmethod
     def first_choice(self, index: int) -> dict[str, Any] | None:
         """Chunk before any text."""
+        return None
 
     @abstractmethod
     def next_choice(
-        self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
+        self, index: int, text: str, scored: Scored | None, reason: FinishReason | None
     ) -> dict[str, Any] | None:
         """More text; None if there is nothing to send yet."""
 
-    def whole_choice(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
+    def whole_choice(self, index: int, text: str, scored: Scored | None, reason: FinishReason) -> dict[str, Any]:
         """The choice in one piece."""
-        choice = self.next_choice(index, text, scored, reason)
-        assert choice is not None
-        return choice
+        return self.next_choice(index, text, scored, reason) or {}
 
     def whole(self) -> dict[str, Any]:
         choices = []
@@ -76,8 +65,7 @@ class ChoicesAnswer(Answer):
             one = job.completion
             assert one.finish_reason is not None
             if one.logprobs is not None:
-                own = ScoredTokens(one.token_ids, one.logprobs, job.text.pieces)
-                scored = own if scored is None else scored.with_next(own)
+                scored = [*(scored or ()), *zip(one.token_ids, one.logprobs, job.text.pieces, strict=True)]
             choice = self.whole_choice(index, text + one.text, scored, one.finish_reason)
             choices.append(choice | {"seed": one.seed, "stop_reason": job.text.stop_reason})
         response = self._opening(self.kind) | {"choices": choices} | self.totals()
@@ -101,10 +89,10 @@ class ChoicesAnswer(Answer):
 
     def part(self, which: int, chunk: Chunk) -> Iterator[bytes]:
         self._num_generated += len(chunk.token_ids)
-        scored, reason = None, chunk.finish_reason
+        reason, scored = chunk.finish_reason, None
         if chunk.logprobs is not None:
-            own = list(islice(self._pieces[which], len(chunk.token_ids)))
-            scored = ScoredTokens(chunk.token_ids, chunk.logprobs, own)
+            own = islice(self._pieces[which], len(chunk.token_ids))
+            scored = Scored(zip(chunk.token_ids, chunk.logprobs, own, strict=True))
         choice = self.next_choice(which, chunk.text, scored, reason)
         if choice is None:
             return
@@ -121,12 +109,7 @@ class ChoicesAnswer(Answer):
     def failure(self, refusal: Refusal) -> bytes:
         return event_of(refusal.to_json()) + DONE
 
-    @property
-    def _num_choices(self) -> int:
-        return len(self.prompt_ids) * self.ask.body.n
-
     def _opening(self, kind: str) -> dict[str, Any]:
-        """Fields that all responses and chunks have."""
         return {
             "id": self.id_prefix + self.id,
             "object": kind,
@@ -143,16 +126,15 @@ class ChoicesAnswer(Answer):
             value["usage"] = None
         return event_of(value, is_long=self.ask.body.echo)
 
-    def _echoed(self, index: int) -> tuple[str, ScoredTokens | None]:
-        """Prompt, as the beginning of a choice."""
-        at, num_top = index // self.ask.body.n, self.ask.num_logprobs
+    def _echoed(self, index: int) -> tuple[str, Scored | None]:
+        at, num_top = index // self.ask.body.n, self.ask.options["logprobs"]
         if not self.ask.body.echo:
             return "", None
-        text = self.prompt_texts[at]
+        text, ids = self.prompt_texts[at], self.prompt_ids[at]
         if num_top is None:
             return text, None
-        own, ids = [one.first(num_top) for one in self.ticket.scored[at]], self.prompt_ids[at]
-        return text, ScoredTokens(ids, [None, *own], pieces_of(self.tokens.tokenizer, ids, text))
+        own = [None, *(TokenLogprob(one.logprob, one.top[:num_top]) for one, _ in self.ticket.scored[at])]
+        return text, list(zip(ids, own, pieces_of(self.tokens.tokenizer, ids, text), strict=True))
 
 
 class CompletionAnswer(ChoicesAnswer):
@@ -162,11 +144,8 @@ class CompletionAnswer(ChoicesAnswer):
     id_prefix = "cmpl-"
     repeats_prompt = True
 
-    def first_choice(self, index: int) -> None:
-        return None
-
     def next_choice(
-        self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
+        self, index: int, text: str, scored: Scored | None, reason: FinishReason | None
     ) -> dict[str, Any] | None:
         # Scored tokens are kept until their text comes.
         logprobs = None if scored is None else self._logprobs(index, text, scored, is_end=reason is not None)
@@ -174,7 +153,7 @@ class CompletionAnswer(ChoicesAnswer):
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
         return choice if text or reason else None
 
-    def _logprobs(self, index: int, text: str, scored: ScoredTokens, *, is_end: bool) -> dict[str, Any]:
+    def _logprobs(self, index: int, text: str, scored: Scored, *, is_end: bool) -> dict[str, Any]:
         waiting = self._waiting[index]
         waiting.add(text, scored)
         tokens = waiting.take(len(text)) + (waiting.rest() if is_end else [])
@@ -207,10 +186,13 @@ class ChatAnswer(ChoicesAnswer):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     id_prefix = "chatcmpl-"
     repeats_prompt = False
-    _parsers: dict[int, OutputParser] = field(init=False, default_factory=dict)
     _callers: set[int] = field(init=False, default_factory=set)  # choices with calls
 
-    def whole_choice(self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason) -> dict[str, Any]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._parsers = [self.new_parser() for _ in self.jobs]
+
+    def whole_choice(self, index: int, text: str, scored: Scored | None, reason: FinishReason) -> dict[str, Any]:
         choice = super().whole_choice(index, text, scored, reason)
         delta = choice.pop("delta")
         calls = [{key: part for key, part in call.items() if key != "index"} for call in delta.pop("tool_calls", [])]
@@ -223,23 +205,19 @@ class ChatAnswer(ChoicesAnswer):
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
     def next_choice(
-        self, index: int, text: str, scored: ScoredTokens | None, reason: FinishReason | None
+        self, index: int, text: str, scored: Scored | None, reason: FinishReason | None
     ) -> dict[str, Any] | None:
-        pieces = self._read(index, text, is_last=reason is not None)
+        pieces = self._parsers[index].feed(text, is_end=reason is not None)
         delta, logprobs = self._delta(pieces, index), self._logprobs(index, text, pieces, scored)
         if not (delta or reason):
             return None
+        has_calls = index in self._callers and not self._parsers[index].is_in_call  # stop strings may cut a call
         return {
             "index": index,
             "delta": delta,
             "logprobs": logprobs,
-            "finish_reason": None if reason is None else self._finish_reason(index, reason),
+            "finish_reason": "tool_calls" if has_calls and reason in ("eos", "stop") else reason and _FINISH[reason],
         }
-
-    def _read(self, index: int, text: str, *, is_last: bool) -> list[Piece]:
-        if index not in self._parsers:
-            self._parsers[index] = self.new_parser()
-        return self._parsers[index].feed(text, is_end=is_last)
 
     def _delta(self, pieces: Sequence[Piece], index: int) -> dict[str, Any]:
         delta: dict[str, Any] = {}
@@ -253,7 +231,7 @@ class ChatAnswer(ChoicesAnswer):
             elif piece.kind == "call":
                 self._callers.add(index)
                 function = {"name": piece.text, "arguments": ""}
-                calls[piece.call] = {"id": self.new_call_id(), "type": "function", "function": function}
+                calls[piece.call] = {"id": self.call_id(), "type": "function", "function": function}
             else:
                 call = calls.setdefault(piece.call, {"function": {"arguments": ""}})
                 call["function"]["arguments"] += piece.text
@@ -261,13 +239,7 @@ class ChatAnswer(ChoicesAnswer):
             delta["tool_calls"] = [{"index": number, **call} for number, call in calls.items()]
         return delta
 
-    def _finish_reason(self, index: int, reason: FinishReason) -> str:
-        has_calls = index in self._callers and not self._parsers[index].is_in_call  # stop strings may cut a call
-        return "tool_calls" if has_calls and reason != "length" else _FINISH[reason]
-
-    def _logprobs(
-        self, index: int, text: str, pieces: Sequence[Piece], scored: ScoredTokens | None
-    ) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, text: str, pieces: Sequence[Piece], scored: Scored | None) -> dict[str, Any] | None:
         """Those of the content: without thoughts, calls, their markers and the end."""
         if scored is None:
             return None
@@ -277,7 +249,7 @@ class ChatAnswer(ChoicesAnswer):
             if piece.kind == "content":
                 tokens = waiting.take(len(piece.text), piece.num_after)
                 # Special tokens may have no text.
-                content += [self._scored(one) for one in tokens if one.piece or self.tokens.token(one.id).is_part]
+                content += [self._scored(one) for one in tokens if one.piece or self.tokens.token(one.id)[2]]
         return {"content": content, "refusal": None}
 
     def _scored(self, token: PlacedToken) -> dict[str, Any]:
@@ -286,7 +258,7 @@ class ChatAnswer(ChoicesAnswer):
         return self._token(token.id, token.logprob.logprob, token.piece) | {"top_logprobs": top}
 
     def _token(self, token_id: int, logprob: float, piece: str) -> dict[str, Any]:
-        found = self.tokens.token(token_id).bytes
+        _, found, _ = self.tokens.token(token_id)
         return {
             "token": self.tokens.of(token_id, piece),
             "logprob": finite_logprob(logprob),

@@ -28,6 +28,8 @@ from outrider.text.tokenizer import Prompt
 MOST_CHOICES = 16  # n
 _MOST_LOGPROBS = 20
 _MOST_OF_WORDS = 2**16
+_PARTS = {"json": "json_", "regex": "regex", "choice": "choice", "grammar": "grammar"}
+_KINDS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,6 @@ class ParsedRequest:
             raise Refusal("the client has left", status=499)
 
     @property
-    def num_logprobs(self) -> int | None:
-        value: int | None = self.options.get("logprobs")
-        return value
-
-    @property
     def num_draft_tokens(self) -> int | None:
         """K; None for the server's default."""
         return self.body.num_draft_tokens if self.body.draft else 0
@@ -69,7 +66,7 @@ class ParsedRequest:
     @property
     def scores(self) -> dict[str, int]:
         """The fields for which the prompts are scored, with the number of alternatives."""
-        echoed = self.num_logprobs if self.body.echo else None
+        echoed = self.options.get("logprobs") if self.body.echo else None
         found = {"prompt_logprobs": self.body.prompt_logprobs, "logprobs": echoed}
         return {name: num_top for name, num_top in found.items() if num_top is not None}
 
@@ -90,20 +87,11 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _read_schema(value: Any) -> Any:
-    """A schema may come as text."""
-    return from_json(value) if isinstance(value, str) else value
-
-
 def _biases(value: Any) -> Any:
     try:
         return {int(token_id): bias for token_id, bias in value.items()}
     except (AttributeError, ValueError):
         raise ValueError("map token ids to numbers") from None
-
-
-def _many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
 
 
 def _short(words: list[Any]) -> list[Any]:
@@ -124,9 +112,11 @@ Seed = Annotated[Integer, AfterValidator(_seed)]
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=1000)]],
     Field(max_length=16, fail_fast=True),
-    BeforeValidator(_many),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
-_Schema = Annotated[dict[str, Any], BeforeValidator(_read_schema)]
+_Schema = Annotated[
+    dict[str, Any], BeforeValidator(lambda value: from_json(value) if isinstance(value, str) else value)
+]
 _Text = Annotated[str, Field(min_length=1)]
 _Choices = Annotated[list[_Text], Field(min_length=1, max_length=5000, fail_fast=True)]
 NumLogprobs = Annotated[Integer, Field(ge=0, le=_MOST_LOGPROBS)]
@@ -262,11 +252,8 @@ class GenerationBody(Body):
             raise body.refusal_of(error) from None
 
     def chat_prompt(self, messages: list[dict[str, Any]], options: ChatOptions, *others: str) -> Prompt:
-        """A chat; or with images its messages, which have no options. Raises Refusal, PromptError, OptionError.
-
-        Args:
-            others: further fields that cannot be given beside images.
-        """
+        """A chat; or with images its messages, beside which there are no options and no ``others``. Raises Refusal,
+        PromptError, OptionError."""
         if not has_images(messages):
             return Chat(messages, options)
         # Scoring does not read images.
@@ -281,22 +268,16 @@ class GenerationBody(Body):
     def _ask(
         self,
         prompts: Sequence[Prompt],
-        *,
         max_tokens: int | None,
         stop: Sequence[str],
         form: tuple[str, Format | None],
+        *,
         logprobs: int | None = None,
         tools: ToolUse | None = None,
         thinking_budget: int | None = None,
     ) -> ParsedRequest:
-        """
-        Args:
-            form: of the output, with its field.
-            thinking_budget: in place of ``thinking_token_budget``.
-
-        Raises:
-            Refusal
-        """
+        """Check the fields of all endpoints. The form of the output comes with its field; ``thinking_budget`` is in
+        place of ``thinking_token_budget``. Raises Refusal."""
         if max_tokens is not None and self.min_tokens > max_tokens:
             name = self.name_of("min_tokens")
             raise Refusal(f"{name} is more than {self.name_of('max_new_tokens')}, {max_tokens}", param=name)
@@ -311,8 +292,7 @@ class GenerationBody(Body):
         options = {name: value for name in own if (value := getattr(self, name)) is not None} | structure
         options |= {"seed": self.seed, "ignore_eos": self.ignore_eos, "min_tokens": self.min_tokens}
         options |= {"stop": tuple(stop), "logprobs": logprobs}
-        if self.top_k is not None:
-            options["top_k"] = max(self.top_k, 0)
+        options |= {} if self.top_k is None else {"top_k": max(self.top_k, 0)}
         budget = self.thinking_token_budget if thinking_budget is None else thinking_budget
         options["thinking_budget"] = None if budget == -1 else budget
         return ParsedRequest(self, prompts, max_tokens, options, structured_by, tools)
@@ -322,11 +302,9 @@ class GenerationBody(Body):
         # field -> kind and value
         found: dict[str, tuple[str, Any]] = {name: ("json", None if form is None else form.constraint())}
         if (parts := self.structured_outputs) is not None:
-            of_parts = {"json": parts.json_, "regex": parts.regex, "choice": parts.choice, "grammar": parts.grammar}
-            found |= {f"structured_outputs.{kind}": (kind, value) for kind, value in of_parts.items()}
+            found |= {f"structured_outputs.{kind}": (kind, getattr(parts, name)) for kind, name in _PARTS.items()}
             found["structured_outputs.json_object"] = "json", {"type": "object"} if parts.json_object else None
-        kinds = {f"guided_{kind}": kind for kind in ("json", "regex", "choice", "grammar")}
-        kinds |= {"json_schema": "json", "regex": "regex", "ebnf": "grammar", "grammar": "grammar"}
+        kinds = {f"guided_{kind}": kind for kind in _PARTS} | _KINDS
         found |= {name: (kind, getattr(self, name)) for name, kind in kinds.items()}
         given = {name: pair for name, pair in found.items() if pair[1] is not None}
         # The same constraint twice is one: clients send it under older and newer names.

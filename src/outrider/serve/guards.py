@@ -42,38 +42,39 @@ def in_pieces(app: ASGIApp, unsent: Callable[[], Counter[str]], client_of: Calla
     return respond
 
 
-class HostGuard:
+def with_local_hosts(app: ASGIApp) -> ASGIApp:
     """Accept only requests whose Host is a loopback name. Another site's domain may resolve to this machine (DNS
     rebinding), and its page could then read responses."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
         host = Headers(scope=scope).get("host", "")
-        if is_loopback(_name_of(host)):
-            await self._app(scope, receive, send)
-            return
+        try:
+            name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+        except ValueError:
+            name = ""
+        if is_loopback(name):
+            return await app(scope, receive, send)
         message = f"{host!r:.100} is not a name of this machine: use localhost, or an API key (--api-key)"
         await send_whole(response_of(Refusal(message, status=403, type_="permission_error"), scope["path"]), send)
 
+    return respond
 
-class KeyGuard:
+
+def with_keys(app: ASGIApp, api_keys: tuple[str, ...]) -> ASGIApp:
     """Accept only requests with one of the keys."""
+    digests = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...]) -> None:
-        self._app, self._digests = app, [hashlib.sha256(key.encode()).digest() for key in api_keys]
+    async def respond(scope: Scope, receive: Receive, send: Send) -> None:
+        digest = hashlib.sha256(key_of(scope) or b"").digest()
+        is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS
+        # Digests have equal length, so the comparison takes the same time for all keys.
+        if any([hmac.compare_digest(digest, one) for one in digests]) or is_open:
+            return await app(scope, receive, send)
+        message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
+        refusal = Refusal(message, status=401, type_="authentication_error", code="invalid_api_key")
+        await send_whole(response_of(refusal, scope["path"], {"www-authenticate": "Bearer"}), send)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            digest = hashlib.sha256(key_of(scope) or b"").digest()
-            # Digests have equal length, so the comparison takes the same time for all keys.
-            if not any([hmac.compare_digest(digest, one) for one in self._digests]):
-                message = "the API key is missing or wrong: send it as 'Authorization: Bearer KEY'"
-                refusal = Refusal(message, status=401, type_="authentication_error", code="invalid_api_key")
-                await send_whole(response_of(refusal, scope["path"], {"www-authenticate": "Bearer"}), send)
-                return
-        await self._app(scope, receive, send)
+    return respond
 
 
 def key_of(scope: Scope) -> bytes | None:
@@ -81,14 +82,6 @@ def key_of(scope: Scope) -> bytes | None:
     headers = dict(scope["headers"])
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else headers.get(b"x-api-key")  # Anthropic's
-
-
-def _name_of(host: str) -> str:
-    """Host name without port; empty if malformed."""
-    try:
-        return (urlsplit(f"//{host}").hostname or "").removesuffix(".")
-    except ValueError:
-        return ""
 
 
 def is_loopback(host: str) -> bool:

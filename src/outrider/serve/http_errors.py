@@ -16,13 +16,8 @@ _RETRY_S = 10  # when the machine is overloaded
 
 
 class Refusal(Exception):
-    """A refused request, or the refused rest of one.
-
-    Attributes:
-        status: HTTP status.
-        param: the field at fault, if any.
-        retry_after_s: when to retry, if that may help.
-    """
+    """A refused request, or the refused rest of one: an HTTP status, the field at fault (``param``), and when to retry,
+    if that may help."""
 
     def __init__(
         self,
@@ -55,9 +50,8 @@ def unavailable(message: str, retry_after_s: int) -> Refusal:
 
 def too_many(message: str, retry_after_s: int) -> Refusal:
     """Temporary refusal for one client (429)."""
-    return Refusal(
-        message, status=429, type_="rate_limit_error", code="rate_limit_exceeded", retry_after_s=retry_after_s
-    )
+    kind = {"type_": "rate_limit_error", "code": "rate_limit_exceeded"}
+    return Refusal(message, status=429, retry_after_s=retry_after_s, **kind)
 
 
 def internal_error() -> Refusal:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,62 +26,41 @@ _LEAST_LOGPROB = -9999.0  # JSON has no -inf
 _UNFINISHED = "\ufffd"  # output of decoders for a part of a character
 
 
-@dataclass(frozen=True, slots=True)
-class TokenText:
-    """A token of the vocabulary.
-
-    Attributes:
-        bytes: None if they are not known.
-        is_part: it may end or begin within a character, so that its text comes later.
-    """
-
-    text: str
-    bytes: bytes | None
-    is_part: bool
-
-
 class TokenTexts:
-    """Texts of a tokenizer's tokens.
-
-    Args:
-        as_ids: return ``token_id:7`` instead.
-    """
+    """Texts of a tokenizer's tokens, or ``token_id:7``."""
 
     def __init__(self, tokenizer: Any, as_ids: bool) -> None:
         self.tokenizer, self._as_ids = tokenizer, as_ids
         self._bytes = token_bytes(tokenizer)
-        self._tokens: dict[int, TokenText] = {}
+        self._tokens: dict[int, tuple[str, bytes | None, bool]] = {}
 
     def of(self, token_id: int, piece: str = "") -> str:
-        """Text of a token.
-
-        Args:
-            piece: of the output: at its beginning some tokens lack their space.
-        """
+        """Text of a token; its piece of the output, at whose beginning some tokens lack their space."""
         if self._as_ids:
             return id_text(token_id)
-        token = self.token(token_id)
-        return piece if piece and not token.is_part else token.text
+        text, _, is_part = self.token(token_id)
+        return piece if piece and not is_part else text
 
-    def token(self, token_id: int) -> TokenText:
-        found = self._tokens.get(token_id)
-        if found is None:
-            found = self._tokens[token_id] = self._read(token_id)
-        return found
+    def token(self, token_id: int) -> tuple[str, bytes | None, bool]:
+        """Text and bytes of a token, None if these are not known; and whether the token may end or begin within a
+        character, so that its text comes later."""
+        if token_id not in self._tokens:
+            self._tokens[token_id] = self._read(token_id)
+        return self._tokens[token_id]
 
-    def _read(self, token_id: int) -> TokenText:
+    def _read(self, token_id: int) -> tuple[str, bytes | None, bool]:
         if self._bytes is None:
             # After another token, since at the beginning of a text some decoders drop a space.
             once, twice = (self.tokenizer.decode([token_id] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
             text = twice[len(once) :]
             is_part = _UNFINISHED in text
-            return TokenText(text, None if is_part else text.encode(), is_part)
+            return text, None if is_part else text.encode(), is_part
         found = self._bytes.of(token_id)
         try:
             text = found.decode()
-            return TokenText(text, found, _UNFINISHED in text)
+            return text, found, _UNFINISHED in text
         except UnicodeDecodeError:
-            return TokenText("bytes:" + "".join(f"\\x{byte:02x}" for byte in found), found, True)
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found), found, True
 
 
 def id_text(token_id: int) -> str:
@@ -90,33 +68,13 @@ def id_text(token_id: int) -> str:
     return f"token_id:{token_id}"
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredTokens:
-    """Tokens with their log-probabilities; the first token of a prompt has none.
-
-    Attributes:
-        pieces: the text of each. A character comes with the last of its tokens.
-    """
-
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprob | None]
-    pieces: Sequence[str]
-
-    def with_next(self, other: ScoredTokens) -> ScoredTokens:
-        return ScoredTokens(
-            [*self.token_ids, *other.token_ids],
-            [*self.logprobs, *other.logprobs],
-            [*self.pieces, *other.pieces],
-        )
+Scored = list[tuple[int, TokenLogprob | None, str]]
+"""Tokens with their log-probabilities, which the first token of a prompt lacks, and their texts: a character comes with
+the last of its tokens."""
 
 
-@dataclass(frozen=True, slots=True)
-class PlacedToken:
-    """A token of an output.
-
-    Attributes:
-        at: where its piece begins.
-    """
+class PlacedToken(NamedTuple):
+    """A token of an output, whose piece begins ``at`` this character."""
 
     id: int
     logprob: TokenLogprob | None
@@ -131,10 +89,10 @@ class WaitingTokens:
         self._tokens: deque[PlacedToken] = deque()
         self._num_placed = self._num_characters = 0
 
-    def add(self, text: str, scored: ScoredTokens) -> None:
+    def add(self, text: str, scored: Scored) -> None:
         """Add text that has become final, and the next tokens."""
         self._num_characters += len(text)
-        for token_id, logprob, piece in zip(scored.token_ids, scored.logprobs, scored.pieces, strict=True):
+        for token_id, logprob, piece in scored:
             self._tokens.append(PlacedToken(token_id, logprob, piece, self._num_placed))
             self._num_placed += len(piece)
 
@@ -150,7 +108,7 @@ class WaitingTokens:
 
     def rest(self) -> list[PlacedToken]:
         """Take the tokens that remain at the end: they have no text, or lie in the stop string."""
-        return [PlacedToken(one.id, one.logprob, one.piece, min(one.at, self._num_characters)) for one in self._tokens]
+        return [one._replace(at=min(one.at, self._num_characters)) for one in self._tokens]
 
 
 def finite_logprob(logprob: float) -> float:
@@ -166,35 +124,19 @@ def prompt_logprobs_json(
         return {"logprob": finite_logprob(logprob), "rank": rank, "decoded_token": texts.of(token_id)}
 
     found: list[dict[str, Any] | None] = [None]
-    for token_id, one in zip(token_ids[1:], scored, strict=True):
-        top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(one.first(num_top).top, 1)}
-        found.append({str(token_id): entry(token_id, one.logprob.logprob, one.rank)} | top)
+    for token_id, (one, own_rank) in zip(token_ids[1:], scored, strict=True):
+        top = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(one.top[:num_top], 1)}
+        found.append({str(token_id): entry(token_id, one.logprob, own_rank)} | top)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class ScoredToken:
-    """A token of a prompt.
-
-    Attributes:
-        rank: 1 for the most probable token.
-    """
-
-    logprob: TokenLogprob
-    rank: int
-
-    def first(self, num_top: int) -> TokenLogprob:
-        """Its log-probability with no more than ``num_top`` alternatives."""
-        return TokenLogprob(self.logprob.logprob, self.logprob.top[:num_top])
+ScoredToken = tuple[TokenLogprob, int]
+"""Log-probability of a token of a prompt, and its rank: 1 for the most probable token."""
 
 
 def check_scores(scores: Mapping[str, int], num_tokens: int) -> None:
-    """Check that a response with log-probabilities of prompts is not too long. Raises Refusal.
-
-    Args:
-        scores: fields that request them, with the number of alternatives.
-        num_tokens: of all prompts, for each of their choices.
-    """
+    """Check that a response is not too long with these log-probabilities: fields with their number of alternatives, for
+    the tokens of all prompts and choices. Raises Refusal."""
     for name, num_top in scores.items():
         if (num := num_tokens * (num_top + 1)) > _MOST_SCORES:
             message = f"{num} log-probabilities of prompt tokens are too many for one response, of at most"
@@ -203,15 +145,8 @@ def check_scores(scores: Mapping[str, int], num_tokens: int) -> None:
 
 @torch.inference_mode()
 def prompt_logprobs(target: LM, token_ids: Sequence[int], num_top: int) -> Generator[list[ScoredToken]]:
-    """Score all tokens but the first, with the ``num_top`` most probable ones at each position, from the raw logits.
-    Raises NumericsError.
-
-    Args:
-        token_ids: at least two.
-
-    Yields:
-        Log-probabilities of a few tokens, so that other work can run in between.
-    """
+    """Score all tokens but the first, of at least two, with the ``num_top`` most probable ones at each position, from
+    the raw logits. Yields a few at a time, so that other work can run in between. Raises NumericsError."""
     for forced in force(target, [Text(token_ids)], most_columns=32):  # streams wait; more save no time
         logprobs = wide(forced.logits).log_softmax(dim=-1)  # [M, V]
         chosen = logprobs.gather(-1, forced.ids[:, None])  # [M, 1]
@@ -219,6 +154,6 @@ def prompt_logprobs(target: LM, token_ids: Sequence[int], num_top: int) -> Gener
         top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
         pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
         yield [
-            ScoredToken(TokenLogprob(logprob, tuple(zip(ids, values, strict=True))), rank)
+            (TokenLogprob(logprob, tuple(zip(ids, values, strict=True))), rank)
             for logprob, rank, (ids, values) in zip(chosen.squeeze(-1).tolist(), ranks.tolist(), pairs, strict=True)
         ]

@@ -18,27 +18,24 @@ from outrider.serve.answers import ItemsAnswer, event_of
 from outrider.serve.body import Strict
 from outrider.serve.generation_body import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
-from outrider.serve.tools import Choice, Part, Tools, ToolUse, descriptions_of
+from outrider.serve.tools import Choice, Part, Tools, ToolUse, as_parts, descriptions_of
 from outrider.text.chat import ChatOptions
-from outrider.text.output_parser import Piece
 
 PATH = "/v1/messages"
 _ERRORS = {400: "invalid_request_error", 404: "not_found_error", 413: "request_too_large", 500: "api_error"}
 _OVERLOADED = 503
 _REASONS = {"eos": "end_turn", "stop": "end_turn", "length": "max_tokens"}
-_KINDS = {"content": "text", "reasoning": "thinking", "call": "tool_use", "arguments": "tool_use"}
-_DELTAS = {"text": "text_delta", "thinking": "thinking_delta", "tool_use": "input_json_delta"}
-_KEYS = {"text": "text", "thinking": "thinking", "tool_use": "partial_json"}
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 
 
 def error_json(refusal: Refusal) -> dict[str, Any]:
     """An error in the form of this endpoint, which is OpenAI's with a type around it and other names of errors."""
     kind = "overloaded_error" if refusal.status == _OVERLOADED else _ERRORS.get(refusal.status, refusal.type)
     return {"type": "error", "error": {**refusal.to_json()["error"], "type": kind}}
-
-
-def _as_blocks(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class _Source(Part):
@@ -66,7 +63,7 @@ class _Block(Part):
         return self
 
 
-_Blocks = Annotated[list[_Block], Field(fail_fast=True), BeforeValidator(_as_blocks)]
+_Blocks = Annotated[list[_Block], Field(fail_fast=True), BeforeValidator(as_parts)]
 _READ = {  # by role; thoughts of earlier turns are left out, as templates do
     "system": ("text",),
     "user": ("text", "image", "tool_result", "thinking", "redacted_thinking"),
@@ -74,19 +71,16 @@ _READ = {  # by role; thoughts of earlier turns are left out, as templates do
 }
 
 
-def _text_of(blocks: Sequence[_Block]) -> str:
-    return "".join(block.text or "" for block in blocks if block.type == "text")
+def _text_of(blocks: Sequence[_Block] | None) -> str:
+    return "".join(block.text or "" for block in blocks or () if block.type == "text")
 
 
-def _check_kinds(role: str, blocks: Sequence[_Block]) -> None:
+def _checked(blocks: list[_Block], role: str = "system") -> list[_Block]:
+    """Blocks of a message, as far as they are read there. Raises ValueError."""
     for block in blocks:
         if block.type not in _READ[role]:
             raise ValueError(f"a block of the type {block.type} is not supported there")
-        _check_kinds("system", block.content or ())
-
-
-def _check_system(blocks: list[_Block]) -> list[_Block]:
-    _check_kinds("system", blocks)
+        _checked(block.content or [])
     return blocks
 
 
@@ -96,7 +90,7 @@ class _Message(Part):
 
     @model_validator(mode="after")
     def _check_blocks(self) -> Self:
-        _check_kinds(self.role, self.content)
+        _checked(self.content, self.role)
         kinds = [block.type for block in self.content if block.type in ("text", "image", "tool_result")]
         if kinds != sorted(kinds, key="tool_result".__ne__):
             raise ValueError("results of tools stand before text and images")
@@ -112,8 +106,8 @@ class _Message(Part):
                 function = {"name": block.name, "arguments": block.input or {}}
                 calls.append({"id": block.id, "type": "function", "function": function})
             elif block.type == "tool_result":
-                text = _text_of(block.content or ())
-                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": text})
+                result = {"tool_call_id": block.tool_use_id, "content": _text_of(block.content)}
+                results.append({"role": "tool", **result})
             elif block.source is not None:
                 source = block.source
                 url = source.url if source.type == "url" else f"data:{source.media_type};base64,{source.data}"
@@ -166,7 +160,7 @@ class MessageBody(GenerationBody):
     )
 
     messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
-    system: Annotated[_Blocks, AfterValidator(_check_system)] | None = None
+    system: Annotated[_Blocks, AfterValidator(_checked)] | None = None
     max_tokens: Annotated[Integer, Field(ge=1)] | None = None
     stop_sequences: Stops = []
     tools: Tools = []
@@ -178,7 +172,8 @@ class MessageBody(GenerationBody):
         tools = ToolUse.of(self.tools, self.tool_choice)
         given = [*([] if self.system is None else [_Message(role="system", content=self.system)]), *self.messages]
         messages = [message for one in given for message in one.messages()]
-        effort = "none" if self._is_off else self.output_config.effort or ("on" if self._budget else None)
+        budget = None if self.thinking is None else self.thinking.budget_tokens
+        effort = "none" if self._is_off else self.output_config.effort or ("on" if budget else None)
         if self.output_config.effort not in (None, effort):
             raise Refusal("thinking is disabled: leave output_config.effort out", param="output_config.effort")
         options = ChatOptions(
@@ -188,19 +183,15 @@ class MessageBody(GenerationBody):
         )
         return self._ask(
             [self.chat_prompt(messages, options)],
-            max_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            form=("output_config.format", self.output_config.format),
+            self.max_tokens,
+            self.stop_sequences,
+            ("output_config.format", self.output_config.format),
             tools=tools,
-            thinking_budget=self._budget,
+            thinking_budget=budget,
         )
 
     def name_of(self, option: str) -> str:
         return "thinking" if option == "chat_template_kwargs" and self._is_off else super().name_of(option)
-
-    @property
-    def _budget(self) -> int | None:
-        return None if self.thinking is None else self.thinking.budget_tokens
 
     @property
     def _is_off(self) -> bool:
@@ -211,16 +202,15 @@ class MessageBody(GenerationBody):
 class MessageAnswer(ItemsAnswer):
     """One message."""
 
-    _blocks: list[dict[str, Any]] = field(init=False, default_factory=list)
+    types = {"content": "text", "reasoning": "thinking", "call": "tool_use", "arguments": "tool_use"}
     _texts: list[str] = field(init=False, default_factory=list)  # of each block
-    _is_open: bool = field(init=False, default=False)
 
     def begin(self) -> Iterator[bytes]:
         yield self._event("message_start", message=self.so_far(None))
 
     def end(self) -> Iterator[bytes]:
         reason, usage = self.jobs[0].completion.finish_reason, self.totals()["usage"]
-        yield self._event("message_delta", delta=self._ending(reason), usage=self._usage(usage))
+        yield self._event("message_delta", delta=self._stop(reason), usage=self._usage(usage))
         yield self._event("message_stop")
 
     def failure(self, refusal: Refusal) -> bytes:
@@ -232,55 +222,41 @@ class MessageAnswer(ItemsAnswer):
             "type": "message",
             "role": "assistant",
             "model": self.name,
-            "content": [_filled(*one) for one in zip(self._blocks, self._texts, strict=True)],
-            **self._ending(reason),
+            "content": [_filled(*one) for one in zip(self.items, self._texts, strict=True)],
+            **self._stop(reason),
             "usage": self._usage(usage),
         }
 
-    def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
-        for piece in self.parser.feed(text, is_end=reason is not None):
-            if piece.kind != "reasoning" or self.ask.body.include_reasoning:
-                yield from self._piece(piece)
-        if reason is not None:
-            yield from self._close()
-
-    def _ending(self, reason: FinishReason | None) -> dict[str, Any]:
+    def _stop(self, reason: FinishReason | None) -> dict[str, Any]:
         found = self.jobs[0].text.stop_reason
         stop = found if reason == "stop" and isinstance(found, str) else None
         shown = None if reason is None else "stop_sequence" if stop is not None else _REASONS[reason]
-        has_calls = any(block["type"] == "tool_use" for block in self._blocks)
+        has_calls = any(block["type"] == "tool_use" for block in self.items)
         if has_calls and reason in ("eos", "stop") and not self.parser.is_in_call:
             shown, stop = "tool_use", None
         return {"stop_reason": shown, "stop_sequence": stop}
 
-    def _piece(self, piece: Piece) -> Iterator[bytes]:
-        kind = _KINDS[piece.kind]
-        if piece.kind == "call" or not self._is_open or self._blocks[-1]["type"] != kind:
-            yield from self._close()
-            block: dict[str, Any] = {"type": kind, "text": "", "citations": None}
-            if kind == "thinking":
-                block = {"type": kind, "thinking": "", "signature": ""}
-            elif kind == "tool_use":
-                block = {"type": kind, "id": self.new_call_id(), "name": piece.text, "input": {}}
-            self._blocks.append(block)
-            self._texts.append("")
-            self._is_open = True
-            yield self._block_event("content_block_start", content_block=block)
-        if piece.kind != "call":
-            self._texts[-1] += piece.text
-            yield self._block_event("content_block_delta", delta={"type": _DELTAS[kind], _KEYS[kind]: piece.text})
+    def begin_item(self, kind: str, name: str) -> Iterator[bytes]:
+        block: dict[str, Any] = {"type": kind, "text": "", "citations": None}
+        if kind == "thinking":
+            block = {"type": kind, "thinking": "", "signature": ""}
+        elif kind == "tool_use":
+            block = {"type": kind, "id": self.call_id(), "name": name, "input": {}}
+        self.items.append(block)
+        self._texts.append("")
+        yield self._event("content_block_start", content_block=block)
 
-    def _close(self) -> Iterator[bytes]:
-        """End the last block."""
-        if self._is_open:
-            self._is_open = False
-            yield self._block_event("content_block_stop")
+    def add(self, text: str) -> bytes:
+        self._texts[-1] += text
+        kind, key = _DELTAS[self.items[-1]["type"]]
+        return self._event("content_block_delta", delta={"type": kind, key: text})
 
-    def _block_event(self, kind: str, **more: Any) -> bytes:
-        return self._event(kind, index=len(self._blocks) - 1, **more)
+    def end_item(self, *, is_cut: bool) -> Iterator[bytes]:
+        yield self._event("content_block_stop")
 
     def _event(self, kind: str, **more: Any) -> bytes:
-        return event_of({"type": kind, **more}, kind)
+        index = {"index": len(self.items) - 1} if kind.startswith("content_block") else {}
+        return event_of({"type": kind, **index, **more}, kind)
 
     def _usage(self, usage: Mapping[str, Any] | None) -> dict[str, Any]:
         """Prompt tokens found in the cache are counted apart, once that is known."""

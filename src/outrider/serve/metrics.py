@@ -23,12 +23,8 @@ _SECONDS_A_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 
 class Metrics(Collector):
-    """The counts of the server. Written by the engine thread, read by any.
-
-    Args:
-        load: tells the load of the engine.
-        unread_bytes: tells the size of the answers that clients have not read.
-    """
+    """The counts of the server, with the load of the engine and the size of the answers that clients have not read.
+    Written by the engine thread, read by any."""
 
     def __init__(self, load: Callable[[], Load], unread_bytes: Callable[[], int], model_name: str) -> None:
         self._load, self._unread_bytes, self._model_name = load, unread_bytes, model_name
@@ -48,22 +44,16 @@ class Metrics(Collector):
         one = Histogram(f"outrider:{name}_seconds", about, ["model_name"], buckets=bounds, registry=self.registry)
         return one.labels(self._model_name)
 
-    def count_time(self, timing: Timing) -> None:
-        """Add the time of a round."""
-        self.timing += timing
-
-    def count_queue(self, seconds: float) -> None:
-        """Add the queue time of a row whose first tokens have come."""
-        self._queue.observe(seconds)
+    def count_chunk(self, chunk: Chunk) -> None:
+        self.timing += chunk.timing
+        self.stats += chunk.stats
 
     def count_first(self, chunk: Chunk, row: TicketRow) -> None:
         """Add the first chunk of a row."""
         self.num_prompt_tokens += row.job.num_prompt_tokens
         self.num_cached_tokens += chunk.num_cached_tokens
+        self._queue.observe(row.begun_s - row.submitted_s)
         self._first.observe(row.first_s - row.submitted_s)
-
-    def count_chunk(self, chunk: Chunk) -> None:
-        self.stats += chunk.stats
 
     def count_end(self, reason: str, num_rows: int = 1) -> None:
         if num_rows:

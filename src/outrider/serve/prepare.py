@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from outrider.decoder import Decoder, ReadOptions, ReadPrompt
+from outrider.decoder import ReadOptions, ReadPrompt
 from outrider.errors import OptionError, PromptError, UsageError
 from outrider.options import CONSTRAINTS, with_checked
-from outrider.requests.state import RequestState
+from outrider.requests.engine_loop import RequestState
 from outrider.serve.answers import Answer
 from outrider.serve.bodies import DetokenizeBody, TokenizeBody
 from outrider.serve.generation_body import GenerationBody, ParsedRequest
@@ -33,30 +33,19 @@ _MOST_TOKENIZED_BYTES = 2**20  # for /tokenize, which has no other limit
 
 
 class Preparer:
-    """Prepares requests for the model.
-
-    Args:
-        tool_format: how the model writes calls; None if that is not known.
-        thinking: markers of the model's thoughts; None if it has none.
-    """
+    """Prepares requests for the model, which may have a known format of calls and known markers of thoughts."""
 
     def __init__(self, model: ServedModel, tool_format: ToolFormat | None, thinking: Thinking | None) -> None:
         self.model, self._tool_format, self._thinking = model, tool_format, thinking
+        self.decoder, self.capacity = model.decoder, model.capacity
+        assert model.decoder.tokenizer is not None
+        self._tokenizer: Any = model.decoder.tokenizer
         vocabulary = self._tokenizer.get_vocab()
         longest = max(len(token.encode()) for token in vocabulary)
         # Of a prompt that may fit; longer ones are refused before tokenizing.
         self._most_bytes = self.capacity * max(longest, _LEAST_BYTES_A_TOKEN)
         markers = tool_format.tokens if tool_format else ()
         self._marker_ids = {marker: vocabulary[marker] for marker in markers if marker in vocabulary}
-
-    @property
-    def decoder(self) -> Decoder:
-        return self.model.decoder
-
-    @property
-    def capacity(self) -> int:
-        """Maximum tokens of a sequence, prompt included."""
-        return self.model.capacity
 
     def parse(self, body: type[GenerationBody], sent: Mapping[str, Any]) -> ParsedRequest:
         """The request of a body, with the constraint that its tools demand. Raises Refusal."""
@@ -74,28 +63,27 @@ class Preparer:
         return replace(ask, options=others | own, structured_by="tools")
 
     def prepare(self, answer: type[Answer], ask: ParsedRequest) -> Answer:
-        """
-        Args:
-            answer: of the endpoint.
-
-        Raises:
-            Refusal
-        """
+        """The answer of an endpoint, with its rows. Raises Refusal."""
         try:
             return self._prepare(answer, ask)
         except Exception as error:
             raise ask.refusal_of(error) from None
 
     def _prepare(self, answer: type[Answer], ask: ParsedRequest) -> Answer:
-        self._check_rule_and_k(ask)
-        most_rows = self.model.most_rows
+        if ask.body.acceptance not in (None, own := self.decoder.acceptance):
+            message = f"acceptance = {ask.body.acceptance!r:.60} is not supported: this server's rule is {own}"
+            raise Refusal(message, param="acceptance")
+        if ask.num_draft_tokens is not None and ask.num_draft_tokens > (max_k := self.model.schedule.max_k):
+            message = f"num_draft_tokens = {ask.num_draft_tokens} is not supported: this server drafts at most {max_k}"
+            raise Refusal(message, param="num_draft_tokens")
+        most_rows = self.model.admission.most_of_one
         if len(ask.prompts) * ask.body.n > most_rows:  # before they are tokenized
             message = f"the request needs {len(ask.prompts) * ask.body.n} completions: this server allows {most_rows}"
             raise Refusal(message, param="n" if len(ask.prompts) <= most_rows else ask.body.PROMPT)
         prompts, all_ids = list[Prompt](), list[list[int]]()
         for given in ask.prompts:
             ask.check_open()
-            prompts.append(self._with_images(given, ask))
+            prompts.append(self._with_images(given))
             all_ids.append(self.token_ids(prompts[-1], ask.body.add_special_tokens))
         check_scores(ask.scores, sum(map(len, all_ids)) * ask.body.n)
         budget = ask.options.get("thinking_budget")
@@ -119,28 +107,26 @@ class Preparer:
         if ask.body.echo:
             pairs = zip(ask.prompts, all_ids, strict=True)
             texts = [prompt if isinstance(prompt, str) else self._decode(ids) for prompt, ids in pairs]
-        num_thoughts = None
+        num_thoughts = new_splitter = None
         if thinking is not None and separates:
-            stage = thinking.stage_of(self._tokenizer, all_ids[0], _begun(ask))
+            begun = begun_of(ask.prompts[0])
+            stage = thinking.stage_of(self._tokenizer, all_ids[0], begun)
             num_thoughts = partial(thinking.num_thoughts, self._tokenizer, stage)
-        return answer(
-            ask,
-            all_ids,
-            texts,
-            jobs,
-            TokenTexts(self._tokenizer, ask.body.return_tokens_as_token_ids),
-            partial(self._new_parser, ask, thinking, all_ids[0]),
-            self._new_call_id,
-            self.model,
-            num_thoughts,
-        )
+            new_splitter = partial(ThoughtSplitter, thinking, stage, is_continued=bool(begun))
+
+        def new_parser() -> OutputParser:
+            calls = None
+            if ask.tools is not None and self._tool_format is not None:
+                calls = CallParser(self._tool_format, [tool.name for tool in ask.tools.callable])
+            thoughts = None if new_splitter is None else new_splitter()
+            return OutputParser(thoughts, calls, has_content=ask.tools is None or not ask.tools.is_forced)
+
+        tokens = TokenTexts(self._tokenizer, ask.body.return_tokens_as_token_ids)
+        return answer(ask, all_ids, texts, jobs, tokens, new_parser, self._tool_format, self.model, num_thoughts)
 
     def token_ids(self, prompt: Prompt, has_special: bool | None = None) -> list[int]:
-        """Token ids of a prompt that fits; with images it is the processor's output. Raises PromptError, OptionError.
-
-        Args:
-            has_special: see ``encode``.
-        """
+        """Token ids of a prompt that fits, encoded with special tokens or without; with images it is the processor's
+        output. Raises PromptError, OptionError."""
         if isinstance(prompt, Mapping):
             ids = rows_of(without_media(prompt))[0]
         else:
@@ -154,7 +140,7 @@ class Preparer:
         """Count the tokens of messages of any length. Raises Refusal."""
         ask = self.parse(MessageBody, sent)
         try:
-            prompt = self._with_images(ask.prompts[0], ask)
+            prompt = self._with_images(ask.prompts[0])
             ids = self.token_ids(prompt) if isinstance(prompt, Mapping) else self._ids_of_any_length(prompt)
         except UsageError as error:
             raise ask.refusal_of(error) from None
@@ -191,37 +177,17 @@ class Preparer:
             raise Refusal(f"tokens must be a list of token ids below {vocab_size}", param="tokens")
         return {"prompt": self._decode(ids)}
 
-    def _with_images(self, prompt: Prompt, ask: ParsedRequest) -> Prompt:
+    def _with_images(self, prompt: Prompt) -> Prompt:
         """A prompt whose images are read, without opening files. Raises PromptError."""
         if not has_images(prompt):
             return prompt
         return chat_inputs(self.decoder.processor, prompt, reads_files=False)  # type: ignore[arg-type]
 
     def _ids_of_any_length(self, prompt: Prompt, has_special: bool | None = None) -> list[int]:
-        """Raises PromptError, OptionError."""
         if (num_bytes := _num_bytes(prompt)) > _MOST_TOKENIZED_BYTES:
             most = f"at most {_MOST_TOKENIZED_BYTES} are tokenized per request"
             raise PromptError(f"{num_bytes} bytes are too many: {most}")
         return encode(self._tokenizer, prompt, has_special=has_special) if prompt else []
-
-    def _new_parser(self, ask: ParsedRequest, thinking: Thinking | None, ids: Sequence[int]) -> OutputParser:
-        return OutputParser(
-            self._new_splitter(ask, thinking, ids),
-            None if ask.tools is None or self._tool_format is None else CallParser(self._tool_format, ask.tools.names),
-            has_content=ask.tools is None or not ask.tools.is_forced,
-        )
-
-    def _new_splitter(
-        self, ask: ParsedRequest, thinking: Thinking | None, ids: Sequence[int]
-    ) -> ThoughtSplitter | None:
-        if thinking is None or not ask.body.separate_reasoning:
-            return None
-        begun = _begun(ask)
-        return ThoughtSplitter(thinking, thinking.stage_of(self._tokenizer, ids, begun), is_continued=bool(begun))
-
-    def _new_call_id(self) -> str:
-        assert self._tool_format is not None
-        return self._tool_format.new_id()
 
     def _job(
         self,
@@ -247,45 +213,19 @@ class Preparer:
             includes_stop=ask.body.include_stop_str_in_output,
             thinking=thinking,
             splits_thoughts=separates,
-            begun=_begun(ask),
+            begun=begun_of(ask.prompts[0]),
         )
         if ask.num_draft_tokens is not None:
             job.request = replace(job.request, num_draft_tokens=ask.num_draft_tokens)
         return job
 
-    def _check_rule_and_k(self, ask: ParsedRequest) -> None:
-        own = self.decoder.acceptance
-        if ask.body.acceptance not in (None, own):
-            raise Refusal(
-                f"acceptance = {ask.body.acceptance!r:.60} is not supported: this server's rule is {own}",
-                param="acceptance",
-            )
-        if ask.num_draft_tokens is not None and ask.num_draft_tokens > (max_k := self.model.schedule.max_k):
-            raise Refusal(
-                f"num_draft_tokens = {ask.num_draft_tokens} is not supported: this server drafts at most {max_k}",
-                param="num_draft_tokens",
-            )
-
     def _check_room(self, size: int, most: int, unit: str) -> None:
-        """Raises PromptError."""
         if size > most:
-            raise PromptError(
-                f"the prompt has {size} {unit}, but the context is {self.capacity} tokens, prompt and output together: "
-                "shorten it"
-            )
-
-    @property
-    def _tokenizer(self) -> Any:
-        return self.decoder.tokenizer
+            context = f"the context is {self.capacity} tokens, prompt and output together"
+            raise PromptError(f"the prompt has {size} {unit}, but {context}: shorten it")
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, clean_up_tokenization_spaces=False)
-        return text
-
-
-def _begun(ask: ParsedRequest) -> str | None:
-    """See ``begun_of``."""
-    return begun_of(ask.prompts[0])
+        return str(self._tokenizer.decode(ids, clean_up_tokenization_spaces=False))
 
 
 def _num_bytes(prompt: Prompt) -> int:

@@ -16,13 +16,12 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from outrider.records import FinishReason
 from outrider.serve.answers import ItemsAnswer, event_of
+from outrider.serve.bodies import read_arguments
 from outrider.serve.body import Strict
-from outrider.serve.chats import read_arguments
 from outrider.serve.generation_body import Format, GenerationBody, Integer, ParsedRequest, Stops
 from outrider.serve.http_errors import Refusal
-from outrider.serve.tools import Functions, Part, ToolChoice, ToolUse, descriptions_of
+from outrider.serve.tools import Functions, Part, ToolChoice, ToolUse, as_parts, descriptions_of
 from outrider.text.chat import Chat, ChatOptions
-from outrider.text.output_parser import Piece
 
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}  # types of parts
 _PREFIXES = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_"}
@@ -51,11 +50,7 @@ class _Part(Part):
     refusal: str | None = None
 
 
-def _as_parts(value: Any) -> Any:
-    return [{"type": "text", "text": value}] if isinstance(value, str) else value
-
-
-_Parts = Annotated[list[_Part], Field(fail_fast=True), BeforeValidator(_as_parts)]
+_Parts = Annotated[list[_Part], Field(fail_fast=True), BeforeValidator(as_parts)]
 
 
 class _Item(Part):
@@ -128,8 +123,7 @@ class ResponseBody(GenerationBody):
         tools = ToolUse.of(self.tools, self.tool_choice, self.parallel_tool_calls)
         effort = {} if self.reasoning.effort is None else {"reasoning_effort": self.reasoning.effort}
         chat = Chat(self._messages(), ChatOptions(tools=descriptions_of(tools), chat_template_kwargs=effort))
-        form = "text.format", self.text.format
-        return self._ask([chat], max_tokens=self.max_output_tokens, stop=self.stop, form=form, tools=tools)
+        return self._ask([chat], self.max_output_tokens, self.stop, ("text.format", self.text.format), tools=tools)
 
     def _messages(self) -> list[dict[str, Any]]:
         messages: list[dict[str, Any]] = []
@@ -159,7 +153,7 @@ def _text_of(parts: Sequence[_Part] | None) -> str:
 class ResponseAnswer(ItemsAnswer):
     """One response."""
 
-    _items: list[dict[str, Any]] = field(init=False, default_factory=list)
+    types = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
     _num_events: int = field(init=False, default=0)
 
     def begin(self) -> Iterator[bytes]:
@@ -188,61 +182,40 @@ class ResponseAnswer(ItemsAnswer):
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if reason == "length" else None,
-            "output": self._items,
+            "output": self.items,
             "usage": None if usage is None else _usage(usage),
             **{name: defaults[name] if sent.get(name) is None else sent[name] for name in _REPEATED},
         }
 
-    def parts(self, text: str, reason: FinishReason | None) -> Iterator[bytes]:
-        for piece in self.parser.feed(text, is_end=reason is not None):
-            if piece.kind != "reasoning" or self.ask.body.include_reasoning:
-                yield from self._piece(piece)
-        if reason is not None:
-            if not self._items:  # an output without text is an empty message
-                yield from self._open("message")
-            is_cut = reason == "length" or self.parser.is_in_call  # by a stop string
-            yield from self._close("incomplete" if is_cut else "completed")
+    def add(self, text: str) -> bytes:
+        item = self.items[-1]
+        if item["type"] == "function_call":
+            item["arguments"] += text
+            return self._of_item("response.function_call_arguments.delta", delta=text)
+        item["content"][0]["text"] += text
+        more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
+        return self._of_item(f"response.{item['content'][0]['type']}.delta", content_index=0, delta=text, **more)
 
-    def _piece(self, piece: Piece) -> Iterator[bytes]:
-        kinds = {"content": "message", "reasoning": "reasoning", "call": "function_call", "arguments": "function_call"}
-        kind = kinds[piece.kind]
-        if piece.kind == "call" or not self._items or self._items[-1]["type"] != kind:
-            yield from self._close("completed")
-            yield from self._open(kind, piece.text)
-        if piece.kind == "call":
-            return
-        item = self._items[-1]
-        if kind == "function_call":
-            item["arguments"] += piece.text
-            yield self._of_item("response.function_call_arguments.delta", delta=piece.text)
-            return
-        item["content"][0]["text"] += piece.text
-        more: dict[str, Any] = {"logprobs": []} if kind == "message" else {}
-        yield self._of_item(f"response.{item['content'][0]['type']}.delta", content_index=0, delta=piece.text, **more)
-
-    def _open(self, kind: str, name: str = "") -> Iterator[bytes]:
+    def begin_item(self, kind: str, name: str) -> Iterator[bytes]:
         item: dict[str, Any] = {"id": _PREFIXES[kind] + uuid.uuid4().hex, "type": kind, "status": "in_progress"}
         part: dict[str, Any] | None = None
         if kind == "function_call":
-            item |= {"call_id": self.new_call_id(), "name": name, "arguments": ""}
+            item |= {"call_id": self.call_id(), "name": name, "arguments": ""}
         elif kind == "reasoning":
             part = {"type": "reasoning_text", "text": ""}
             item |= {"summary": [], "content": []}
         else:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
             item |= {"role": "assistant", "content": []}
-        self._items.append(item)
-        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=item)
+        self.items.append(item)
+        yield self._event("response.output_item.added", output_index=len(self.items) - 1, item=item)
         if part is not None:
             item["content"] = [part]
             yield self._of_item("response.content_part.added", content_index=0, part=part)
 
-    def _close(self, status: str) -> Iterator[bytes]:
-        """End the last item."""
-        if not self._items or self._items[-1]["status"] != "in_progress":
-            return
-        item = self._items[-1]
-        item["status"] = status
+    def end_item(self, *, is_cut: bool) -> Iterator[bytes]:
+        item = self.items[-1]
+        item["status"] = "incomplete" if is_cut else "completed"
         if item["type"] == "function_call":
             name, arguments = item["name"], item["arguments"]
             yield self._of_item("response.function_call_arguments.done", name=name, arguments=arguments)
@@ -251,10 +224,10 @@ class ResponseAnswer(ItemsAnswer):
             more: dict[str, Any] = {"logprobs": []} if item["type"] == "message" else {}
             yield self._of_item(f"response.{part['type']}.done", content_index=0, text=part["text"], **more)
             yield self._of_item("response.content_part.done", content_index=0, part=part)
-        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
+        yield self._event("response.output_item.done", output_index=len(self.items) - 1, item=item)
 
     def _of_item(self, kind: str, **more: Any) -> bytes:
-        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **more)
+        return self._event(kind, item_id=self.items[-1]["id"], output_index=len(self.items) - 1, **more)
 
     def _event(self, kind: str, **more: Any) -> bytes:
         self._num_events += 1

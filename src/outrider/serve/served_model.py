@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from contextlib import AbstractContextManager, aclosing, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,8 +25,7 @@ from outrider.decoding.schedule import Schedule
 from outrider.decoding.scheduler import Load
 from outrider.errors import NumericsError, OutriderError, PromptError
 from outrider.records import Chunk
-from outrider.requests.engine_loop import EngineLoop, LoopThread
-from outrider.requests.state import RequestState, discard
+from outrider.requests.engine_loop import EngineLoop, LoopThread, RequestState, discard
 from outrider.serve.about import fingerprint_of
 from outrider.serve.admission import LEAST_RETRY_AFTER_S, Admission, EngineTask, Event, Ticket, TicketRow, arrival
 from outrider.serve.http_errors import Refusal, unavailable
@@ -44,6 +43,39 @@ LoadDecoder = Callable[[], Decoder]
 _Step = TypeVar("_Step")
 
 
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Server options.
+
+    Attributes:
+        num_slots: sequences generated concurrently.
+        context_len: maximum tokens of a sequence, prompt included.
+        max_queue: maximum sequences waiting for a slot.
+        max_per_client: maximum sequences per client, running or waiting; None is three quarters of all.
+        max_connections: maximum open connections; requests beyond it get 503.
+        has_priority_across_clients: a request's ``priority`` is compared across clients.
+        queue_timeout_s: maximum wait for a first slot.
+        api_keys: accepted API keys; without any, no key is needed.
+        shutdown_timeout_s: how long running sequences may continue after a signal.
+        tool_parser: the format of the model's calls: see ``tool_format_of``.
+        reasoning_parser: the format of its thoughts: see ``thinking_of``.
+        shared_prompts: system prompts, or beginnings of texts, that all clients share in the cache.
+    """
+
+    num_slots: int = 8
+    context_len: int = 8192
+    max_queue: int = 256
+    max_per_client: int | None = None
+    max_connections: int = 1024
+    has_priority_across_clients: bool = False
+    queue_timeout_s: float = 600.0
+    api_keys: tuple[str, ...] = ()
+    shutdown_timeout_s: float = 30.0
+    tool_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    shared_prompts: tuple[str, ...] = ()
+
+
 class ServedModel:
     """Takes requests and delivers chunks. Call all methods from the event loop, except ``*_on_thread`` and ``join``.
 
@@ -52,6 +84,7 @@ class ServedModel:
         decoder, capacity, schedule, fingerprint: set once the model is loaded; the decoder's models have names for
             clients.
         admission: the state of the server, and accepted requests.
+        thread: runs the engine.
         error: the reason of a failure.
     """
 
@@ -62,33 +95,14 @@ class ServedModel:
     _engine: engine.Engine
     _own_name: str
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        load: LoadDecoder,
-        *,
-        num_slots: int,
-        context_len: int,
-        admission: Admission,
-        queue: FairQueue[Row],
-        queue_timeout_s: float,
-        shared_prompts: Sequence[str],
-    ) -> None:
-        """
-        Args:
-            load: loads the decoder, in the thread that will own it.
-            context_len: maximum tokens of a sequence, prompt included.
-            queue: decides which row gets the next slot.
-            queue_timeout_s: maximum wait for a first slot.
-            shared_prompts: system prompts, or beginnings of texts, that all clients share in the cache.
-        """
-        self.names, self.num_slots, self.admission = tuple(names), num_slots, admission
-        self.metrics = Metrics(lambda: self.load, lambda: admission.unread().total(), self.names[0])
+    def __init__(self, names: Sequence[str], load: LoadDecoder, options: ServerOptions) -> None:
+        """``load`` loads the decoder, in the thread that will own it."""
+        self.names, self._options, self._load = tuple(names), options, load
+        self.admission = Admission(options.num_slots + options.max_queue, options.max_per_client)
+        self.metrics = Metrics(lambda: self.load, lambda: self.admission.unread().total(), self.names[0])
         self.error: BaseException | None = None
         self._is_open = False
-        self._thread, self._queue, self._load = LoopThread("outrider-engine"), queue, load
-        self._context_len, self._queue_timeout_s = context_len, queue_timeout_s
-        self._shared_prompts = shared_prompts
+        self.thread = LoopThread("outrider-engine")
         self._rows: dict[int, tuple[Ticket, TicketRow]] = {}  # unfinished rows, as the thread numbers them
         self._num_submitted = 0
         self._arrived: list[tuple[Ticket, Event]] = []  # in the current round
@@ -110,22 +124,14 @@ class ServedModel:
 
         def begin_on_thread() -> None:
             self._open_on_thread()
-            self._thread.call(set_ready)
+            self.thread.call(set_ready)
 
         def fail_on_thread(error: BaseException) -> None:
             if not isinstance(error, OutriderError):
                 _LOG.error("the engine has failed", exc_info=error)
-            self._thread.call(set_failed, error)
+            self.thread.call(set_failed, error)
 
-        self._thread.start(self._run_on_thread, begin=begin_on_thread, fail=fail_on_thread)
-
-    def stop(self) -> None:
-        """Stop the thread after its current round."""
-        self._thread.stop()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the thread to end."""
-        self._thread.join(timeout_s)
+        self.thread.start(self._run_on_thread, begin=begin_on_thread, fail=fail_on_thread)
 
     def drain(self) -> None:
         """Accept no more requests."""
@@ -135,14 +141,7 @@ class ServedModel:
     @property
     def load(self) -> Load:
         """Load of the engine."""
-        if not self._is_open:
-            return _NO_LOAD
-        return self._engine.load
-
-    @property
-    def most_rows(self) -> int:
-        """Maximum rows per client, running or waiting."""
-        return self.admission.most_of_one
+        return self._engine.load if self._is_open else _NO_LOAD
 
     def reserve(self, client: str) -> AbstractContextManager[None]:
         """Count a request as one row while the request is prepared. Raises Refusal: not ready, or the queue is full."""
@@ -152,9 +151,9 @@ class ServedModel:
         """Queue rows. The caller must ``close`` the ticket. Raises Refusal: not ready, or the queue is full."""
         self.admission.check(len(jobs), client, self._retry_after_s())
         now_s = time.perf_counter()
-        ticket = Ticket([TicketRow(job, which, now_s) for which, job in enumerate(jobs)], client, priority, now_s)
+        ticket = Ticket([TicketRow(job, which, now_s) for which, job in enumerate(jobs)], client, priority)
         self.admission.tickets.add(ticket)
-        self._thread.post(lambda: self._submit_on_thread(ticket))
+        self.thread.post(lambda: self._submit_on_thread(ticket))
         return ticket
 
     def close(self, ticket: Ticket) -> None:
@@ -162,16 +161,12 @@ class ServedModel:
         self.admission.tickets.discard(ticket)
         if ticket.num_open:
             ticket.num_open = 0
-            self._thread.post(lambda: self._cancel_on_thread(ticket, "abort"))
+            self.thread.post(lambda: self._cancel_on_thread(ticket, "abort"))
 
     async def score(self, prompts: Sequence[Sequence[int]], num_top: int, client: str) -> list[list[ScoredToken]]:
         """Score prompts: log-probabilities of all tokens of each prompt but the first, from the target's raw logits,
-        with ``num_top`` alternatives. For a request already accepted (``submit``): it is not refused halfway.
-
-        Raises:
-            Refusal: it waited too long.
-            NumericsError: the target returned NaN.
-        """
+        with ``num_top`` alternatives. For a request already accepted (``submit``): it is not refused halfway. Raises
+        Refusal: it waited too long; NumericsError: the target returned NaN."""
         steps = (
             (which, part)
             for which, token_ids in enumerate(prompts)
@@ -189,20 +184,14 @@ class ServedModel:
     async def between_rounds(
         self, steps: Generator[_Step], client: str, *, is_taken: bool = False
     ) -> AsyncGenerator[_Step | None]:
-        """Run another task on the thread, one step after each round, in turn with other tasks. Yields None as a
-        keep-alive. Close the iterator (``aclosing``) so that the task ends when the client disconnects.
-
-        Args:
-            is_taken: it belongs to an accepted request.
-
-        Raises:
-            Refusal: not ready, the queue is full, or it waited too long.
-        """
+        """Run another task on the thread, one step after each round, in turn with other tasks; of an accepted request,
+        or counted as one. Yields None as a keep-alive. Close the iterator (``aclosing``) so that the task ends when the
+        client disconnects. Raises Refusal: not ready, the queue is full, or it waited too long."""
         if not is_taken:
             self.admission.check(1, client, self._retry_after_s())
         task = EngineTask(steps, client, time.perf_counter())
         self.admission.tasks.add(task)
-        self._thread.post(lambda: self._tasks_on_thread.push(task, client))
+        self.thread.post(lambda: self._tasks_on_thread.push(task, client))
         try:
             while not isinstance(found := await arrival(task.found), StopIteration):
                 if isinstance(found, Exception):
@@ -224,7 +213,7 @@ class ServedModel:
 
     def _retry_after_s(self) -> int:
         """Estimated time until the rows waiting now have slots."""
-        wait_s = self._row_s * self.load.num_waiting / self.num_slots
+        wait_s = self._row_s * self.load.num_waiting / self._options.num_slots
         return min(max(math.ceil(wait_s), LEAST_RETRY_AFTER_S), _MOST_RETRY_AFTER_S)
 
     # In the event loop, called by the thread
@@ -241,33 +230,31 @@ class ServedModel:
 
     def _open_on_thread(self) -> None:
         """Load the model, build its engine, and run it once."""
-        loaded = self._load()
+        loaded, options = self._load(), self._options
         self.decoder = decoder = _client_view(loaded, self.names[0])
-        self.capacity = min(self._context_len, decoder.target.context_len)
+        self.capacity = min(options.context_len, decoder.target.context_len)
         self.fingerprint = fingerprint_of(decoder)
         # The costs of a pair are kept under its own names.
-        self._engine, self._own_name = (
-            loaded.engine(self.num_slots, self.capacity, queue=self._queue),
-            loaded.target.name,
-        )
-        shared = [encode(decoder.tokenizer, text) for text in self._shared_prompts]
-        for text in self._shared_prompts:
+        queue: FairQueue[Row] = FairQueue(has_priority_across_clients=options.has_priority_across_clients)
+        self._engine = loaded.engine(options.num_slots, self.capacity, queue=queue)
+        self._own_name = loaded.target.name
+        shared = [encode(decoder.tokenizer, text) for text in options.shared_prompts]
+        for text in options.shared_prompts:
             with suppress(PromptError):  # no chat template, or it has no system messages
                 chat = [{"role": "system", "content": text}, {"role": "user", "content": ""}]
                 shared.append(encode(decoder.tokenizer, chat))
         self._engine.share(shared)
-        self._loop = EngineLoop(
-            lambda capacity: self._engine, least_capacity=self.capacity, most_capacity=self.capacity
-        )
+        bounds = {"least_capacity": self.capacity, "most_capacity": self.capacity}
+        self._loop = EngineLoop(lambda capacity: self._engine, **bounds)
         self.schedule = self._engine.schedule
         self._is_open = True
         # Warm up: generating once detects models that cannot generate, and does one-time work like capturing. (NaN in
         # this sequence is no reason to refuse all requests.)
         is_prepared = decoder.target.execution.is_prepared
-        sizes = [2**i for i in range(self.num_slots.bit_length())] if is_prepared else [1]
-        options = {"max_new_tokens": min(2 * (self.schedule.max_k + 1), self.capacity - 1), "ignore_eos": True}
+        sizes = [2**i for i in range(options.num_slots.bit_length())] if is_prepared else [1]
+        own = {"max_new_tokens": min(2 * (self.schedule.max_k + 1), self.capacity - 1), "ignore_eos": True}
         for size in sizes:
-            self._loop.submit([decoder.request([0], options) for _ in range(size)], discard)
+            self._loop.submit([decoder.request([0], own) for _ in range(size)], discard)
             while self._loop.step():
                 pass
 
@@ -276,7 +263,7 @@ class ServedModel:
         self._time_out_on_thread()
         has_more = self._loop.step()
         if self._arrived:
-            self._thread.call(self._deliver, self._arrived)
+            self.thread.call(self._deliver, self._arrived)
             self._arrived = []
         self._work_on_thread()
         return has_more or bool(self._tasks_on_thread)
@@ -297,22 +284,22 @@ class ServedModel:
 
     def _time_out_on_thread(self) -> None:
         """Refuse requests that waited too long for a first slot or forward."""
-        least_s = time.perf_counter() - self._queue_timeout_s
-        late = {ticket for ticket, _ in self._rows.values() if ticket.submitted_s < least_s and not ticket.has_begun}
+        least_s = time.perf_counter() - self._options.queue_timeout_s
+        late = {ticket for ticket, row in self._rows.values() if row.submitted_s < least_s and not ticket.has_begun}
         if late:
             waiting = set(self._loop.waiting())
             late = {ticket for ticket in late if all(row.job in waiting for row in ticket.rows)}
         tasks = {one for one in self._tasks_on_thread if one.submitted_s < least_s and not one.has_begun}
         if not (late or tasks):
             return
-        message = f"the request waited {self._queue_timeout_s:g} seconds in the queue: try again later"
+        message = f"the request waited {self._options.queue_timeout_s:g} seconds in the queue: try again later"
         error = unavailable(message, self._retry_after_s())
         for ticket in late:
             self._cancel_on_thread(ticket, "timeout")
-        self._thread.call(self._deliver, [(ticket, (0, error)) for ticket in late])
+        self.thread.call(self._deliver, [(ticket, (0, error)) for ticket in late])
         self._tasks_on_thread.remove(lambda task: task in tasks)
         for task in tasks:
-            self._thread.call(task.found.put_nowait, error)
+            self.thread.call(task.found.put_nowait, error)
 
     def _cancel_on_thread(self, ticket: Ticket, reason: str) -> None:
         numbers = [number for number, (own, _) in self._rows.items() if own is ticket]
@@ -324,12 +311,10 @@ class ServedModel:
         ticket.has_begun = True
         if isinstance(item, Chunk):
             reason = item.finish_reason
-            self.metrics.count_time(item.timing)
+            self.metrics.count_chunk(item)
             if row.first_s == 0.0:
                 row.begun_s, row.first_s = row.begun_s + item.queued_s, now_s
-                self.metrics.count_queue(row.begun_s - row.submitted_s)
                 self.metrics.count_first(item, row)
-            self.metrics.count_chunk(item)
         else:
             reason = "error"
             if isinstance(item, NumericsError):
@@ -345,7 +330,6 @@ class ServedModel:
         self._arrived.append((ticket, (row.which, item)))
 
     def _work_on_thread(self) -> None:
-        """Run one step of the next task."""
         if (next_task := self._tasks_on_thread.pop()) is None:
             return
         client, task = next_task
@@ -353,22 +337,16 @@ class ServedModel:
         try:
             if task.is_closed:
                 task.steps.close()
-                raise StopIteration
             task.has_begun = True
             found = next(task.steps)
-        except Exception as error:  # of this task alone: the engine continues
-            found = error
-        if not isinstance(found, Exception):
             self._tasks_on_thread.push(task, client)
-        self._thread.call(task.found.put_nowait, found)
+        except Exception as error:  # of this task alone: the engine continues; StopIteration at its end
+            found = error
+        self.thread.call(task.found.put_nowait, found)
 
 
 def _client_view(decoder: Decoder, name: str) -> Decoder:
-    """A decoder that shows clients no path of this machine.
-
-    Args:
-        name: of the target. Those of drafts lose their folders.
-    """
+    """A decoder that shows clients no path of this machine: its target has this name, and drafts lose their folders."""
 
     def without_folders(name: str) -> str:
         return "+".join(Path(part).absolute().name for part in name.split("+"))

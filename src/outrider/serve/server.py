@@ -7,18 +7,16 @@ import logging
 import socket
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from typing import Any
 
 import uvicorn
 
-from outrider.decoding.fair_queue import FairQueue
 from outrider.errors import OptionError
-from outrider.serve.admission import Admission
 from outrider.serve.app import App
 from outrider.serve.http_errors import unavailable
 from outrider.serve.prepare import Preparer
-from outrider.serve.served_model import LoadDecoder, ServedModel
+from outrider.serve.served_model import LoadDecoder, ServedModel, ServerOptions
 from outrider.text.thinking import thinking_of
 from outrider.text.tool_formats import tool_format_of
 
@@ -29,39 +27,6 @@ _STALL_S = 75.0  # for a head, for all of a body, and without a byte that is rea
 _Seen = dict[Any, tuple[object, float]]
 _OTHER_FILES = 128  # open files beside connections: of models and the log, and connections being refused
 _GRACE_S = 5.0  # to send errors after running requests are cancelled
-
-
-@dataclass(frozen=True, slots=True)
-class ServerOptions:
-    """Server options.
-
-    Attributes:
-        num_slots: sequences generated concurrently.
-        context_len: maximum tokens of a sequence, prompt included.
-        max_queue: maximum sequences waiting for a slot.
-        max_per_client: maximum sequences per client, running or waiting; None is three quarters of all.
-        max_connections: maximum open connections; requests beyond it get 503.
-        has_priority_across_clients: a request's ``priority`` is compared across clients.
-        queue_timeout_s: maximum wait for a first slot.
-        api_keys: accepted API keys; without any, no key is needed.
-        shutdown_timeout_s: how long running sequences may continue after a signal.
-        tool_parser: the format of the model's calls: see ``tool_format_of``.
-        reasoning_parser: the format of its thoughts: see ``thinking_of``.
-        shared_prompts: see ``ServedModel``.
-    """
-
-    num_slots: int = 8
-    context_len: int = 8192
-    max_queue: int = 256
-    max_per_client: int | None = None
-    max_connections: int = 1024
-    has_priority_across_clients: bool = False
-    queue_timeout_s: float = 600.0
-    api_keys: tuple[str, ...] = ()
-    shutdown_timeout_s: float = 30.0
-    tool_parser: str = "auto"
-    reasoning_parser: str = "auto"
-    shared_prompts: tuple[str, ...] = ()
 
 
 class Server:
@@ -83,16 +48,7 @@ class Server:
         on_ready: Callable[[ServedModel], None] = lambda model: None,
     ) -> None:
         self._options, self._listener, self._on_ready = options, listener, on_ready
-        self.model = ServedModel(
-            names,
-            load,
-            num_slots=options.num_slots,
-            context_len=options.context_len,
-            admission=Admission(options.num_slots + options.max_queue, options.max_per_client),
-            queue=FairQueue(has_priority_across_clients=options.has_priority_across_clients),
-            queue_timeout_s=options.queue_timeout_s,
-            shared_prompts=options.shared_prompts,
-        )
+        self.model = ServedModel(names, load, options)
         self._app = App(self.model, options.api_keys)
         config = uvicorn.Config(
             self._app.asgi,
@@ -115,7 +71,7 @@ class Server:
             asyncio.run(self._run())
         finally:
             self._app.close()
-            self.model.join(_GRACE_S)  # a thread that still computes at exit may crash
+            self.model.thread.join(_GRACE_S)  # a thread that still computes at exit may crash
         if self.model.error is not None:
             raise self.model.error
 
@@ -130,18 +86,16 @@ class Server:
             await self._uvicorn.serve([self._listener])
         finally:
             draining.cancel()
-            self.model.stop()
+            self.model.thread.stop()
 
     def _set_ready(self) -> None:
-        options = self._options
-        tokenizer = self.model.decoder.tokenizer
+        options, tokenizer = self._options, self.model.decoder.tokenizer
         tool_format = tool_format_of(tokenizer, options.tool_parser)
-        self._app.open(Preparer(self.model, tool_format, thinking_of(tokenizer, options.reasoning_parser)))
+        self._app.preparer = Preparer(self.model, tool_format, thinking_of(tokenizer, options.reasoning_parser))
         self._on_ready(self.model)
 
     async def _drain(self) -> None:
-        """Close connections that have stalled. After a shutdown signal refuse new requests; running ones may finish in
-        time."""
+        """Close stalled connections. After a shutdown signal refuse new requests; running ones may finish in time."""
         loop, seen = asyncio.get_running_loop(), _Seen()
         while not self._uvicorn.should_exit:
             await asyncio.sleep(_TICK_S)
@@ -157,11 +111,7 @@ class Server:
 
 def close_stalled(connections: Iterable[Any], seen: _Seen, now_s: float) -> _Seen:
     """Close connections that have waited too long for their client: for a head, all the rest of a body, or a reader,
-    since uvicorn limits none of these times. Returns the waiting connections, each with its state and since when.
-
-    Args:
-        seen: by the last call.
-    """
+    since uvicorn limits none of these times. Takes and returns the waiting ones, each with its state and since when."""
     found: _Seen = {}
     for one in list(connections):
         cycle = one.cycle  # of the latest request
@@ -199,14 +149,12 @@ def listen(host: str, port: int) -> socket.socket:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         # The protocol is named because asyncio sets TCP_NODELAY only on sockets that declare TCP; without it every
         # response takes 40 ms more.
-        listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-        try:
+        with ExitStack() as on_error:
+            listener = on_error.enter_context(socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP))
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
             listener.listen()
-        except OSError:
-            listener.close()
-            raise
+            on_error.pop_all()
         return listener
     except (OSError, UnicodeError) as error:  # UnicodeError: an impossible name, like a..b
         reason = getattr(error, "strerror", None) or str(error)

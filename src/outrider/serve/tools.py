@@ -35,12 +35,13 @@ class Part(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
 
-class Tool(Part):
-    """A function that a model may call. In chats it stands in ``function``.
+def as_parts(value: Any) -> Any:
+    """A text as the only one of its parts."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
-    Attributes:
-        described: for the chat template.
-    """
+
+class Tool(Part):
+    """A function that a model may call. In chats it stands in ``function``."""
 
     type: Literal["function", "custom"] = "custom"
     name: str = Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")
@@ -67,6 +68,7 @@ class Tool(Part):
 
     @property
     def described(self) -> Mapping[str, Any]:
+        """For the chat template."""
         return self._described
 
     def arguments(self, *, is_forced: bool) -> Mapping[str, Any]:
@@ -129,8 +131,7 @@ class ToolUse:
         """Tools that a request asks for; None without, or if none may be called. Raises Refusal."""
         name = choice.tool if isinstance(choice, Choice) else None
         kind = choice.type if isinstance(choice, Choice) else choice
-        if isinstance(choice, Choice) and choice.disable_parallel_tool_use:
-            is_parallel = False
+        is_single = is_parallel is False or (isinstance(choice, Choice) and choice.disable_parallel_tool_use)
         if len(tools) > _MOST_TOOLS:
             raise Refusal(f"tools has {len(tools)} items, of at most {_MOST_TOOLS}", param="tools")
         if len({tool.name for tool in tools}) < len(tools):
@@ -143,30 +144,18 @@ class ToolUse:
         if not tools or kind == "none":
             return None
         # A named function is called once.
-        return cls(tools, chosen, is_forced, is_parallel is not False and name is None)
-
-    @property
-    def names(self) -> list[str]:
-        return [tool.name for tool in self.callable]
-
-    @property
-    def demands_form(self) -> bool:
-        """Whether calls must have a form, beside that which the model has learnt."""
-        return self.is_forced or not self.is_parallel or any(tool.strict for tool in self.callable)
+        return cls(tools, chosen, is_forced, not is_single and name is None)
 
     def constraint(
         self, form: ToolFormat, marker_ids: Mapping[str, int], answer: Mapping[str, Any], answer_by: str | None
     ) -> dict[str, Any] | None:
-        """Constraint of the output, in the form of ``Sampling``; None if nothing is demanded of calls. Raises Refusal.
-
-        Args:
-            marker_ids: of the format's markers that are tokens.
-            answer: the constraint of the text, if any, which the field ``answer_by`` sets.
-        """
-        if not (answer or self.demands_form):
-            return None
+        """Constraint of the output, in the form of ``Sampling``; None if nothing is demanded of calls. The constraint
+        of the text is set by the field ``answer_by``; the ids are of the format's markers. Raises Refusal."""
+        is_strict = any(tool.strict for tool in self.callable)
+        if not (answer or self.is_forced or not self.is_parallel or is_strict):
+            return None  # calls have the form that the model has learnt
         if form.is_message and not self.is_forced:
-            if not answer and not any(tool.strict for tool in self.callable):
+            if not (answer or is_strict):
                 return None  # calls are never parallel
             message = "with this model calls are constrained only where they are forced: make tool_choice required"
             raise Refusal(message, param=answer_by or "tools")

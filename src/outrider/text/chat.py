@@ -144,11 +144,8 @@ class ChatChanges(CallOptions, total=False):
 
 def chat_text(tokenizer: Any | None, chat: Chat) -> str:
     """Prompt text of a chat. Many templates take one system message: for these, those at the beginning are joined.
-
-    Raises:
-        PromptError: there is no template, or it does not accept these messages.
-        OptionError: the template does not read an option.
-    """
+    Raises PromptError: there is no template, or it does not accept these messages; OptionError: the template does not
+    read an option."""
     options = chat.options
     if tokenizer is None or not (tokenizer.chat_template or options.chat_template):
         raise PromptError("this model has no chat template: give the prompt as text")
@@ -278,7 +275,6 @@ def _checked_kwargs(tokenizer: Any, options: ChatOptions) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _variables_of(template: str) -> frozenset[str]:
-    """The variables that a template reads. Raises jinja2.TemplateError."""
     from jinja2 import Environment
     from jinja2.meta import find_undeclared_variables
 
@@ -290,15 +286,10 @@ def _variables_of(template: str) -> frozenset[str]:
 def read_message(
     index: int, message: Any, read_image: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """A message as chat templates know it: its text in one piece, a refusal as text, and the role ``developer`` as
-    ``system``, its older name. The text of an assistant may be missing: it is None beside calls of tools, else empty.
-
-    Args:
-        read_image: makes a part of the template's for each image, and the text stays in parts; None: refuse images.
-
-    Raises:
-        PromptError: the message is no object, has no role, or has no text.
-    """
+    """A message as chat templates know it: its text in one piece (in parts where ``read_image`` makes one of each
+    image), a refusal as text, and the role ``developer`` as ``system``, its older name. The text of an assistant may be
+    missing: it is None beside calls of tools, else empty. Raises PromptError: the message is no object, has no role, or
+    has no text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise PromptError(f"message {index} is not an object with a 'role' and a 'content'")
     read = {name: value for name, value in message.items() if name != "refusal"}
@@ -334,7 +325,16 @@ def turn_end(tokenizer: Any | None) -> int | None:
     """Token that a tokenizer's chat template writes after an answer; None if it writes none, or there is none."""
     if tokenizer is None or not tokenizer.chat_template:
         return None
-    text = _answered(tokenizer, {})
+
+    def answered(part: Mapping[str, Any]) -> str:
+        messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER, **part}]
+        try:
+            text: str = tokenizer.apply_chat_template(messages, tokenize=False)
+        except Exception:  # templates raise what they like, and may want other messages
+            return ""
+        return text
+
+    text = answered({})
     if _ANSWER not in text:
         return None
     added: dict[str, int] = {str(token): i for i, token in tokenizer.added_tokens_decoder.items()}
@@ -342,18 +342,8 @@ def turn_end(tokenizer: Any | None) -> int | None:
     end = max((name for name in added if after.startswith(name)), key=len, default=None)
     if end is None:
         return None
-    others = [other for part in _PARTS if _ANSWER in (other := _answered(tokenizer, part))]
+    others = [other for part in _PARTS if _ANSWER in (other := answered(part))]
     return None if any(other.count(end) > text.count(end) for other in others) else added[end]
-
-
-def _answered(tokenizer: Any, part: Mapping[str, Any]) -> str:
-    """Text of a chat whose answer has another part; empty if the template does not take it."""
-    messages = [{"role": "user", "content": "A question?"}, {"role": "assistant", "content": _ANSWER, **part}]
-    try:
-        text: str = tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception:  # templates raise what they like, and may want other messages
-        return ""
-    return text
 
 
 def ends_text(name: str, tokenizer: Any | None, eos_ids: Collection[int], turn_ids: Collection[int]) -> str:

@@ -35,18 +35,16 @@ def has_images(prompt: Any) -> bool:
     """Whether it is a chat with images."""
     if isinstance(prompt, Chat) or not is_chat(prompt):  # a ``Chat`` is text alone
         return False
-    return any(_is_image(part) for message in prompt for part in _parts(message))
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    parts = [part for one in contents if isinstance(one, Sequence) and not isinstance(one, str) for part in one]
+    return any(isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS for part in parts)
 
 
 def chat_of(
     messages: str | Sequence[Mapping[str, Any]], given: Mapping[str, Any]
 ) -> tuple[Chat | Sequence[Mapping[str, Any]], dict[str, Any]]:
     """A chat with those of the given options that are its own, and the other options. With images it is the messages,
-    which have no options.
-
-    Raises:
-        PromptError, OptionError
-    """
+    which have no options. Raises PromptError, OptionError."""
     own = {one.name: given[one.name] for one in fields(ChatOptions) if one.name in given}
     others = {name: value for name, value in given.items() if name not in own}
     options = ChatOptions(**own)
@@ -59,58 +57,36 @@ def chat_of(
     return messages, others  # type: ignore[return-value]
 
 
-def _parts(message: Any) -> Sequence[Any]:
-    content = message.get("content") if isinstance(message, Mapping) else None
-    return content if isinstance(content, Sequence) and not isinstance(content, str) else ()
-
-
-def _is_image(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") in IMAGE_KINDS
-
-
-def _value_of(part: Mapping[str, Any]) -> Any:
-    value = part.get("image_url", part.get("url", part.get("image", part.get("path"))))
-    return value.get("url") if isinstance(value, Mapping) else value
-
-
-def _detail_of(part: Mapping[str, Any]) -> Any:
-    """OpenAI's ``detail``, which chats have in the image and /v1/responses beside it."""
-    value = part.get("image_url")
-    return value.get("detail") if isinstance(value, Mapping) else part.get("detail")
-
-
-def chat_inputs(
-    processor: Any | None,
-    messages: Sequence[Any],
-    *,
-    reads_files: bool = True,
-) -> dict[str, Any]:
-    """Token ids, mask and images of a chat, as the processor returns them.
-
-    Args:
-        reads_files: images may be files of this machine.
-
-    Raises:
-        PromptError: there is no processor; an image cannot be read, or would have to be fetched; or the template or the
-            processor does not accept the messages.
-        MissingExtra
-    """
+def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: bool = True) -> dict[str, Any]:
+    """Token ids, mask and images of a chat, as the processor returns them; images may be files if ``reads_files``.
+    Raises PromptError: there is no processor; an image cannot be read, or would have to be fetched; or the template or
+    the processor does not accept the messages; MissingExtra."""
     if processor is None or not getattr(processor, "chat_template", None):
-        raise PromptError(
-            "this model reads no images (it has no processor with a chat template): leave them out of the messages"
-        )
+        remedy = "leave them out of the messages"
+        raise PromptError(f"this model reads no images (it has no processor with a chat template): {remedy}")
     if find_spec("PIL") is None:
         raise MissingExtra("pillow", "images", "an image")
     images: list[Any] = []
     sizes: list[int] = []
 
     def read_image(index: int, part: Mapping[str, Any]) -> dict[str, Any]:
-        if (detail := _detail_of(part)) not in (None, "auto", "high"):
+        value = part.get("image_url", part.get("url", part.get("image", part.get("path"))))
+        # OpenAI's, which chats have in the image and /v1/responses beside it.
+        of_url = part.get("image_url")
+        detail = of_url.get("detail") if isinstance(of_url, Mapping) else part.get("detail")
+        if detail not in (None, "auto", "high"):
             raise PromptError(f"message {index} asks for images in detail {detail!r}: they are read as they are")
-        image, num_pixels = _opened(_value_of(part), f"message {index}", reads_files=reads_files)
+        value = value.get("url") if isinstance(value, Mapping) else value
+        image, num_pixels = _opened(value, f"message {index}", reads_files=reads_files)
         images.append(image)
         sizes.append(num_pixels)
-        _check_sizes(sizes)
+        # Images that need too much memory or time are refused before any is decoded.
+        if len(sizes) > MOST_IMAGES:
+            raise PromptError(f"the prompt has more than {MOST_IMAGES} images: give fewer")
+        if (num_pixels := sum(sizes)) > _MOST_PIXELS:
+            remedy = f"give fewer or smaller ones (the pixels of a JPEG count once for every {_NUM_SCANS} scans)"
+            found = f"have {num_pixels} pixels, more than {_MOST_PIXELS} in all"
+            raise PromptError(f"the images of the prompt {found}: {remedy}")
         return {"type": "image"}
 
     written = [
@@ -126,9 +102,8 @@ def chat_inputs(
     except Exception as error:  # templates and processors compute with the content of messages
         raise PromptError(f"the model's processor does not accept these messages: {_line(error)}") from None
     if images and not media_of(dict(found)):
-        raise PromptError(
-            f"the model's processor returns no 'pixel_values' for images, but {', '.join(found)}: give text alone"
-        )
+        message = f"the model's processor returns no 'pixel_values' for images, but {', '.join(found)}"
+        raise PromptError(f"{message}: give text alone")
     return dict(found)
 
 
@@ -179,17 +154,6 @@ def _num_pixels(image: Any) -> int:
         file.seek(place)
     num_pixels: int = image.width * image.height * max(1, -(-num_scans // _NUM_SCANS))
     return num_pixels
-
-
-def _check_sizes(sizes: Sequence[int]) -> None:
-    """Refuse images that need too much memory or time, before they are decoded. Raises PromptError."""
-    if len(sizes) > MOST_IMAGES:
-        raise PromptError(f"the prompt has more than {MOST_IMAGES} images: give fewer")
-    if (num_pixels := sum(sizes)) > _MOST_PIXELS:
-        raise PromptError(
-            f"the images of the prompt have {num_pixels} pixels, more than {_MOST_PIXELS} in all: "
-            f"give fewer or smaller ones (the pixels of a JPEG count once for every {_NUM_SCANS} scans)"
-        )
 
 
 def _decoded(image: Any) -> Any:

@@ -40,13 +40,8 @@ class Piece:
 
 
 class OutputParser:
-    """Parser of one output.
-
-    Args:
-        thoughts: splits them off; None if there are none.
-        calls: finds calls; None if there are none.
-        has_content: otherwise what looks like content is the beginning of a call that was cut.
-    """
+    """Parser of one output with thoughts, calls, or both; without content, what looks like it is the beginning of a
+    call that was cut."""
 
     def __init__(
         self, thoughts: ThoughtSplitter | None = None, calls: CallParser | None = None, *, has_content: bool = True
@@ -59,11 +54,7 @@ class OutputParser:
         return self._calls is not None and self._calls.is_in_call
 
     def feed(self, text: str, *, is_end: bool = False) -> list[Piece]:
-        """Add text; return the parts that are certain, at the end all.
-
-        Args:
-            is_end: there is no more.
-        """
+        """Add text; return the parts that are certain, at the end all."""
         parts = [Piece("content", text)] if self._thoughts is None else self._thoughts.feed(text, is_end=is_end)
         parts = [part for part in parts if part.text]
         if self._calls is None:
@@ -77,12 +68,8 @@ class OutputParser:
 
 
 class ThoughtSplitter:
-    """Splits one output into thoughts and the rest, as it arrives, without the white space between them.
-
-    Args:
-        stage: where the output begins.
-        is_continued: in the middle of a text, so that white space counts from the beginning.
-    """
+    """Splits one output into thoughts and the rest, as it arrives, without the white space between them; in the middle
+    of a text (``is_continued``), white space counts from the beginning."""
 
     def __init__(self, thinking: Thinking, stage: Stage, *, is_continued: bool = False) -> None:
         self._thinking, self._stage = thinking, stage
@@ -115,7 +102,6 @@ class ThoughtSplitter:
         return pieces
 
     def _think(self, pieces: list[Piece], *, is_end: bool) -> bool:
-        """Read thoughts, and return whether they have ended."""
         self._drop_space()
         if self._label and not is_end and self._text != self._label and self._label.startswith(self._text):
             return False
@@ -156,13 +142,9 @@ class ThoughtSplitter:
 
 
 class CallParser:
-    """Splits one output into content and calls of tools, as it arrives.
+    """Splits one output into content and calls of these tools, as it arrives.
 
-    White space before a call is no content. Text that begins like a call, and is none, is content.
-
-    Args:
-        names: of the tools.
-    """
+    White space before a call is no content. Text that begins like a call, and is none, is content."""
 
     def __init__(self, form: ToolFormat, names: Collection[str]) -> None:
         self._form, self._names = form, frozenset(names)
@@ -245,7 +227,6 @@ class CallParser:
         return self._begin(name)
 
     def _begin(self, name: str | None = None) -> bool:
-        """Begin to read a call: see ``CallReader``."""
         self._reader = CallReader(self._num_calls, None if self._form.has_marker else self._names, name)
         self._state = self._in_call
         return True
@@ -390,13 +371,11 @@ class CallReader:
             self._arguments.append(part)
 
     def _set_name(self, name: object) -> None:
-        """Raises ValueError."""
         if not isinstance(name, str) or (self._names is not None and name not in self._names):
             raise ValueError
         self._name = name
 
     def _end(self, text: str) -> None:
-        """Raises ValueError."""
         if self._name is None:
             call = json.loads(text)
             self._set_name(call.get("name"))

@@ -40,8 +40,12 @@ def prompts_of(given: Any) -> Iterable[Any]:
 def one_prompt(prompt: Any) -> list[Any]:
     """A list of one prompt, in which a tokenizer's output is token ids. (In a list, a single message of a chat would be
     taken for the chat.) Raises PromptError: a tokenizer's output has several prompts; or see ``rows_of``."""
-    is_encoded = isinstance(prompt, Mapping) and not media_of(prompt)
-    return [only_row(prompt)] if is_encoded else [prompt]
+    if not isinstance(prompt, Mapping) or media_of(prompt):
+        return [prompt]
+    rows = rows_of(prompt)
+    if len(rows) != 1:
+        raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
+    return rows
 
 
 def is_chat(prompt: Any) -> bool:
@@ -89,14 +93,6 @@ def rows_of(encoded: Mapping[str, Any]) -> list[list[int]]:
     return [[i for i, bit in zip(row, mask, strict=True) if bit] for row, mask in zip(rows, masks, strict=True)]
 
 
-def only_row(encoded: Mapping[str, Any]) -> list[int]:
-    """Token ids of a tokenizer's output for one prompt. Raises PromptError: there are several; or see ``rows_of``."""
-    rows = rows_of(encoded)
-    if len(rows) != 1:
-        raise PromptError(f"these are {len(rows)} prompts, where one is expected: give them to generate()")
-    return rows[0]
-
-
 def _lists(value: Any) -> list[list[int]]:
     value = value.tolist() if isinstance(value, _ARRAYS) else value
     rows = value if value and isinstance(value[0], Sequence | np.ndarray | torch.Tensor) else [value]
@@ -121,10 +117,8 @@ def check_padding(tokenizer: Any | None, prompts: Sequence[Any]) -> None:
     padded = next((i for i, num in runs.items() if num > num_own), None)
     if padded is None:
         return
-    message = (
-        f"prompt {padded} begins with the padding token ({pad}) and has no mask: give what the tokenizer returns, with "
-        "its 'attention_mask', or lists of ids without padding"
-    )
+    remedy = "give what the tokenizer returns, with its 'attention_mask', or lists of ids without padding"
+    message = f"prompt {padded} begins with the padding token ({pad}) and has no mask: {remedy}"
     if not is_meant:
         raise PromptError(message)
     warnings.warn(message, stacklevel=4)
@@ -146,12 +140,8 @@ def without_second_bos(tokenizer: Any, text: str, ids: list[int]) -> list[int]:
 
 def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any, has_images: bool = False) -> None:
     """Check that all ids are tokens, and none a placeholder of an image that is not there, or of a video or a sound,
-    which are not supported. Raises PromptError.
-
-    Args:
-        owners: have names of such tokens: the model's configuration, the tokenizer.
-        has_images: images are there, and do not end the prompt.
-    """
+    which are not supported. The model's configuration and the tokenizer have the names of such tokens. Images that are
+    there do not end the prompt. Raises PromptError."""
     if max(ids) >= vocab_size or min(ids) < 0:
         raise PromptError(f"the prompt has a token id outside 0..{vocab_size - 1}")
     for kind, thing in _MEDIA.items():
@@ -162,8 +152,6 @@ def check_ids(ids: Sequence[int], vocab_size: int, *owners: Any, has_images: boo
                     if token_id == ids[-1]:
                         raise PromptError(f"the prompt ends with {thing} (token {token_id}): text must follow it")
                 elif isinstance(token_id, int) and token_id in ids:
-                    is_lacking = "which is not given: pass it too" if kind == "image" else "which is not supported"
-                    raise PromptError(
-                        f"the prompt has the token {token_id}, the placeholder of {thing}, {is_lacking}, or leave the "
-                        "token out"
-                    )
+                    lacks = "which is not given: pass it too" if kind == "image" else "which is not supported"
+                    message = f"the prompt has the token {token_id}, the placeholder of {thing}, {lacks}"
+                    raise PromptError(f"{message}, or leave the token out")

@@ -20,11 +20,7 @@ _MOST = 8  # tokens of a spelling; of longer ones the last are kept
 
 
 class TokenBytes:
-    """Reads tokens as bytes: see ``token_bytes``.
-
-    Attributes:
-        has_letters: each byte is written as a letter.
-    """
+    """Reads tokens as bytes: see ``token_bytes``. In some tokenizers each byte is written as a letter."""
 
     def __init__(self, tokenizer: Any, has_letters: bool) -> None:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -64,7 +60,6 @@ def token_bytes(tokenizer: Any) -> TokenBytes | None:
 
 
 def _is_byte(name: str) -> bool:
-    """Whether a token is written as a byte."""
     return len(name) == 6 and name.startswith("<0x")
 
 
@@ -151,7 +146,6 @@ class _Tokens:
 
 
 def _equal_specials(ours: _Tokens, theirs: _Tokens) -> Iterator[tuple[int, int]]:
-    """Special tokens of equal names, then of equal roles."""
     for name, i in ours.specials.items():
         if name in theirs.specials:
             yield i, theirs.specials[name]

@@ -97,12 +97,7 @@ class Structure:
     """
 
     def __init__(
-        self,
-        sampling: Sampling,
-        tokenizer: Any,
-        vocab_size: int,
-        eos_ids: frozenset[int],
-        grammar: str | None = None,
+        self, sampling: Sampling, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int], grammar: str | None = None
     ) -> None:
         name, value = _given(sampling)
         if not eos_ids:
@@ -203,10 +198,8 @@ def _grammar(name: str, value: str | Mapping[str, Any]) -> str:
         if symbols.count("&") > _MOST_INTERSECTIONS:
             raise OptionError(name, value, f"it has more than {_MOST_INTERSECTIONS} operators &")
         if (found := _ATTRIBUTES.search(symbols)) is not None:
-            remedy = (
-                f"{found[1]} of a rule is not supported: limit rules by regular expressions, and give it beside them"
-            )
-            raise OptionError(name, value, remedy)
+            remedy = "limit rules by regular expressions, and give it beside them"
+            raise OptionError(name, value, f"{found[1]} of a rule is not supported: {remedy}")
     if not _can_be_read(grammar):
         raise OptionError(name, value, "it takes too much time or memory to read: make it simpler")
     return grammar
@@ -218,13 +211,8 @@ def _can_be_read(grammar: str) -> bool:
     ConstraintNotRead: the machine is too busy. (This is not remembered.)"""
     command = [sys.executable, "-P", "-c", _PROGRAM, str(_MOST_CPU_S), str(_MOST_MEMORY)]
     try:
-        done = subprocess.run(
-            command,
-            input=grammar.encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            timeout=_MOST_CHECK_S,
-        )
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        done = subprocess.run(command, input=grammar.encode(), stdout=pipe, stderr=null, timeout=_MOST_CHECK_S)
     except OSError as error:
         raise ConstraintNotRead(f"no process can be started to read the constraint ({error.strerror})") from None
     except subprocess.TimeoutExpired:

@@ -74,9 +74,9 @@ class Thinking:
         if after == 0:
             return "before"
         rest = tokenizer.decode(last[after:]).strip()
-        return (
-            "before" if rest != (self.label if is_begin else self.turn + self.answer) else "in" if is_begin else "after"
-        )
+        if rest != (self.label if is_begin else self.turn + self.answer):
+            return "before"
+        return "in" if is_begin else "after"
 
     def num_thoughts(self, tokenizer: Any, stage: Stage, token_ids: Sequence[int]) -> int:
         """Number of tokens of an output between the markers; without the second one, to the end."""
@@ -84,7 +84,8 @@ class Thinking:
         stage = "before" if self.turn and stage == "after" else stage
         while stage != "after" and ids:
             if stage == "before":
-                begin = next((i for i in range(len(ids)) if self._begins(ids, i)), None)
+                size = len(self.begin_ids)
+                begin = next((i for i in range(len(ids)) if tuple(ids[i : i + size]) == self.begin_ids), None)
                 if begin is None or not (self.turn or not tokenizer.decode(ids[:begin]).strip()):
                     break
                 ids = ids[begin + len(self.begin_ids) :]
@@ -99,14 +100,11 @@ class Thinking:
         heads = [header[:num] for header in headers for num in range(1, len(header) + 1)]
         return max((head for head in heads if tuple(prompt_ids[-len(head) :]) == head), key=len, default=())
 
-    def _begins(self, ids: Sequence[int], place: int) -> bool:
-        return tuple(ids[place : place + len(self.begin_ids)]) == self.begin_ids
-
     def _last_marker(self, ids: Sequence[int]) -> tuple[int, bool]:
         """The place after the last marker, 0 without any, and whether it begins thoughts."""
         for place in reversed(range(len(ids))):
-            if ids[place] == self.end_id or self._begins(ids, place):
-                is_begin = self._begins(ids, place)
+            is_begin = tuple(ids[place : place + len(self.begin_ids)]) == self.begin_ids
+            if ids[place] == self.end_id or is_begin:
                 return place + (len(self.begin_ids) if is_begin else 1), is_begin
         return 0, False
 
@@ -121,13 +119,10 @@ class Thinking:
 
 
 def thinking_of(tokenizer: Any, name: str) -> Thinking | None:
-    """Markers of a model's thoughts.
+    """Markers of a model's thoughts. Raises OptionError: there is no such format, or its markers are no tokens.
 
     Args:
         name: of the format; "none"; or "auto": the one whose markers are tokens.
-
-    Raises:
-        OptionError: there is no such format, or its markers are no tokens.
     """
     if name not in ("auto", "none", *_FORMATS):
         raise OptionError("--reasoning-parser", name, f"choose auto, none, {' or '.join(_FORMATS)}")
@@ -194,6 +189,7 @@ class Thoughts:
             self._free = np.ones(vocab_size, np.bool_)
             self._free[[*end_ids]] = False
         self._forced = np.arange(vocab_size) == thinking.end_id
+        self._answer = thinking.turn_ids + thinking.answer_ids
         self._num_thoughts = 0
         # Before each token: the stage, the header, and whether the token is of ``inner``.
         self._past: list[tuple[Stage, tuple[int, ...], bool]] = []
@@ -218,10 +214,6 @@ class Thoughts:
     @property
     def _in_thoughts(self) -> NDArray[np.bool_] | None:
         return self._forced if self._num_thoughts == self._budget else self._free
-
-    @property
-    def _answer(self) -> tuple[int, ...]:
-        return self._thinking.turn_ids + self._thinking.answer_ids
 
     @property
     def _is_spent(self) -> bool:

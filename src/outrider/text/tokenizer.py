@@ -28,16 +28,13 @@ _UNFINISHED = "\ufffd"  # output of decoders for an incomplete character
 
 
 def encode(tokenizer: Any | None, prompt: Prompt, *, has_special: bool | None = None) -> list[int]:
-    """Token ids of a prompt.
+    """Token ids of a prompt. Raises PromptError: the prompt is empty, or needs a tokenizer or a chat template that is
+    missing; OptionError: the chat template does not read an option of a chat.
 
     Args:
         tokenizer: None if the prompt is ids already.
         has_special: add the tokenizer's special tokens (BOS, ...), but no second BOS; None: to text, but not to chats,
             whose template writes them.
-
-    Raises:
-        PromptError: the prompt is empty, or needs a tokenizer or a chat template that is missing.
-        OptionError: the chat template does not read an option of a chat.
     """
     if isinstance(prompt, str):
         if tokenizer is None:
@@ -94,15 +91,11 @@ def processor_of(given: Any | None) -> Any | None:
 
 
 class Detokenizer:
-    """Incremental detokenizer that never returns incomplete characters.
+    """Incremental detokenizer that never returns incomplete characters. Special tokens have no text, but those shown.
 
     Tokens cannot be decoded one by one: a character may span several, and a leading space may depend on earlier tokens.
     So the last few tokens are decoded together, and the characters already returned are counted. A push never decodes
-    more than these few tokens.
-
-    Args:
-        shown_ids: special tokens that have text nevertheless.
-    """
+    more than these few tokens."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int], shown_ids: Collection[int] = ()) -> None:
         self._decode = _decoder_of(tokenizer)
@@ -161,11 +154,7 @@ class Detokenizer:
 
 
 def pieces_of(tokenizer: Any, token_ids: Sequence[int], text: str) -> list[str]:
-    """Split a prompt's text into those of its tokens.
-
-    Args:
-        text: decoded from the tokens; or encoded, and then without special tokens that were added.
-    """
+    """Split a prompt's text, as decoded or as encoded, into those of its tokens."""
     shown_ids = [i for i in special_ids(tokenizer).intersection(token_ids) if tokenizer.decode([i]) in text]
     detokenizer = Detokenizer(tokenizer, (), shown_ids)
     pieces = [detokenizer.push(token_id) for token_id in token_ids[:-1]]
@@ -216,11 +205,9 @@ def check_same_tokens(target: Any, draft: Any, target_name: str, draft_name: str
     """Compare two tokenizers by the tokens of their ids. Raises TokenizerMismatch: an id has different tokens; the
     message shows some."""
     if differing := differing_tokens(target, draft):
-        raise TokenizerMismatch(
-            f"{target_name} and {draft_name} have different tokenizers: {len(differing)} of "
-            f"{len(target.get_vocab())} tokens differ ({examples_of(differing)}); choose a draft of the same family, "
-            "or the draft 'ngram', which needs none"
-        )
+        found = f"{len(differing)} of {len(target.get_vocab())} tokens differ ({examples_of(differing)})"
+        remedy = "choose a draft of the same family, or the draft 'ngram', which needs none"
+        raise TokenizerMismatch(f"{target_name} and {draft_name} have different tokenizers: {found}; {remedy}")
 
 
 def differing_tokens(target: Any, draft: Any) -> dict[int, tuple[str, str]]:

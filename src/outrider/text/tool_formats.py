@@ -110,16 +110,13 @@ TOOL_FORMATS = {"hermes": _HERMES, "llama3_json": _LLAMA, "mistral": _MISTRAL, "
 
 
 def tool_format_of(tokenizer: Any, name: str) -> ToolFormat | None:
-    """Format of a model's calls.
+    """Format of a model's calls. Raises OptionError: there is no such format.
 
     Args:
         name: of the format; or "auto": the chat template and the vocabulary tell.
 
     Returns:
         None if the model has none of these ("auto").
-
-    Raises:
-        OptionError: there is no such format.
     """
     vocabulary = tokenizer.get_vocab()
     found = _name_of(tokenizer, vocabulary) if name == "auto" else name
@@ -183,8 +180,9 @@ def calls_grammar(
     elif answer is not None:
         lines += [f"start: answer | {calls}", f"answer: {lark_json(answer)}"]
     else:
+        escaped = re.sub(r"([^\w<>])", r"\\\1", trigger)
         lines.append(f"start: TEXT | {'head ' if has_head else ''}{calls}")
-        lines.append(f"TEXT: /{_ANY if form.has_marker else _NO_OBJECT}/ & ~/{_ANY}{_escaped(trigger)}{_ANY}/")
+        lines.append(f"TEXT: /{_ANY if form.has_marker else _NO_OBJECT}/ & ~/{_ANY}{escaped}{_ANY}/")
         if has_head and trigger in ids:
             lines.append(f"head: TEXT {_marker(trigger, ids)}")
         elif has_head:
@@ -198,7 +196,3 @@ def calls_grammar(
 
 def _marker(token: str, ids: Mapping[str, int]) -> str:
     return f"<[{ids[token]}]>" if token in ids else json.dumps(token)
-
-
-def _escaped(text: str) -> str:
-    return re.sub(r"([^\w<>])", r"\\\1", text)

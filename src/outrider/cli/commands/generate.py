@@ -39,7 +39,7 @@ from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, 
 from outrider.cli.shared.terminal import Writer, without_caret
 from outrider.errors import OptionError
 from outrider.offline.output_file import Totals, row_of, stats_of
-from outrider.offline.prompt_file import Shard, open_prompts
+from outrider.offline.prompt_file import open_prompts, parse_shard
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import Sampling
 from outrider.records import Chunk, Completion, Timing
@@ -113,7 +113,7 @@ def generate(
         raise OptionError("--prompts", str(prompts), "leave out the PROMPT and --show-origin")
     if verify_bytes:
         _check_verified(pair, sampling.temperature, seed, prompts)
-    part = Shard() if shard is None else Shard.parse(shard)
+    part = parse_shard(shard)
     cluster.check(pair)
     with ExitStack() as files:
         lines = None if prompts is None else files.enter_context(open_prompts(prompts))

@@ -25,7 +25,7 @@ from outrider.cli.shared.prompt_job import LocalWorker, Setup, run_job
 from outrider.cli.shared.template_options import TemplateOptions
 from outrider.errors import OptionError
 from outrider.offline.output_file import Totals
-from outrider.offline.prompt_file import Shard, check_without_options, open_prompts
+from outrider.offline.prompt_file import check_without_options, open_prompts
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.system.files import write_text
 from outrider.system.ranks import current_ranks
@@ -79,7 +79,7 @@ def record(
         setup = Setup(pair, "none", DEFAULT_NUM_DRAFT_TOKENS, options, template, probs)
         totals = Totals(None)
         worker = LocalWorker(setup, batch_size)
-        run_job(setup, lines, files, totals, lambda _: worker, num_slots=batch_size, output=output, part=Shard())
+        run_job(setup, lines, files, totals, lambda _: worker, num_slots=batch_size, output=output)
         say(totals.summary(worker.pair()) + f": {output}")
     if totals.is_interrupted:
         raise typer.Exit(130)

@@ -149,7 +149,8 @@ def serve(
         with progress("loading libraries"):
             from outrider.serve.about import startup_lines
             from outrider.serve.guards import is_loopback
-            from outrider.serve.server import Server, ServerOptions, listen
+            from outrider.serve.served_model import ServerOptions
+            from outrider.serve.server import Server, listen
             from outrider.text.thinking import thinking_of
             from outrider.text.tool_formats import tool_format_of
     except ModuleNotFoundError as error:
@@ -169,7 +170,7 @@ def serve(
 
     def on_ready(model: ServedModel) -> None:
         gc.freeze()  # full collections stop all threads, for half a second if they go through all modules
-        for line in startup_lines(model.decoder, model.schedule, model.num_slots, model.capacity):
+        for line in startup_lines(model.decoder, model.schedule, slots, model.capacity):
             _LOG.info("%s", line)
         key = "any API key" if not keys else "with an API key"
         _LOG.info("ready: %s/v1 (model %s, %s)", url, names[0], key)

@@ -1,4 +1,4 @@
-"""Job of ``generate`` and ``record``: outputs for a file of prompts, one JSON line each. It can be resumed.
+"""Job of ``generate``: outputs for a file of prompts, one JSON line each. It can be resumed.
 
 Workers take prompts and yield rows, in this process or in others (ray_workers.py), and know no files.
 """
@@ -21,7 +21,7 @@ from outrider.cli.shared.progress import progress
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat
 from outrider.errors import FileError, NumericsError, OptionError, PromptError
 from outrider.offline.output_file import Totals, open_output, row_of, stats_of
-from outrider.offline.prompt_file import PromptFile, Shard, by_length
+from outrider.offline.prompt_file import PromptFile, by_length
 from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
 from outrider.records import Stats, Timing
@@ -40,12 +40,8 @@ Length = tuple[int, int, bool]
 
 @dataclass(frozen=True)
 class Setup:
-    """Models and options of a worker.
-
-    Attributes:
-        options: fields of ``Sampling``, overridden by a prompt's own.
-        has_probs: whether to keep p of each token.
-    """
+    """Models and options of a worker: fields of ``Sampling``, overridden by a prompt's own, and whether p of each token
+    is kept."""
 
     pair: PairOptions
     draft: str
@@ -63,8 +59,7 @@ class Setup:
     def seed(self, index: int, line: PromptLine) -> int | None:
         """Seed of a prompt, determined by its place in the file."""
         first = self.options["seed"]
-        seed: int | None = line.options.get("seed", None if first is None else first + index)
-        return seed
+        return line.options.get("seed", None if first is None else first + index)
 
     def encode(self, decoder: Decoder, prompt: str | Chat) -> list[int]:
         return decoder.encode(self.template.prompt(prompt))
@@ -94,23 +89,24 @@ class Workers(Protocol):
 
 
 class LocalWorker:
-    """A worker in this process. Loads the models when first needed.
-
-    Args:
-        num_slots: prompts generated concurrently.
-    """
+    """A worker in this process, which generates ``num_slots`` prompts at a time. Loads the models when first needed."""
 
     def __init__(self, setup: Setup, num_slots: int) -> None:
         self._setup, self._num_slots = setup, num_slots
 
     @cached_property
     def decoder(self) -> Decoder:
-        pair, setup = self._setup.pair, self._setup
-        decoder = pair.load()
-        return replace(decoder, drafter=pair.load_draft(decoder, setup.draft), num_draft_tokens=setup.k)
+        setup = self._setup
+        decoder = setup.pair.load()
+        return replace(decoder, drafter=setup.pair.load_draft(decoder, setup.draft), num_draft_tokens=setup.k)
 
     def lengths(self, prompts: Prompts) -> Iterator[Length]:
-        self._check_tokens(self._setup.options)
+        from outrider.requests.row_options import check_tokens
+
+        def check(options: dict[str, Any]) -> None:
+            check_tokens(Sampling(**options), self.decoder.target.vocab_size, self.decoder.eos_ids)
+
+        check(self._setup.options)
         context_len, has_text = self.decoder.target.context_len, False
         for index, line in prompts:
             if isinstance(line.prompt, str) and not has_text:  # they may be many: the first one tells
@@ -120,17 +116,14 @@ class LocalWorker:
             try:
                 most = len(self._setup.encode(self.decoder, line.prompt)) + options["max_new_tokens"]
                 if line.options:
-                    self._check_tokens(options)
+                    check(options)
             except (OptionError, PromptError) as error:
                 raise PromptError(f"{line.place}: {error}") from None
             yield index, min(most, context_len), most > context_len
 
-    def _check_tokens(self, options: dict[str, Any]) -> None:
-        from outrider.requests.row_options import check_tokens
-
-        check_tokens(Sampling(**options), self.decoder.target.vocab_size, self.decoder.eos_ids)
-
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, dict[str, Any], Stats]]:
+        from outrider.replay.log import model_json
+
         waiting: dict[int, tuple[int, PromptLine, list[int], int | None]] = {}
 
         def jobs() -> Iterator[tuple[list[int], Mapping[str, Any]]]:
@@ -140,6 +133,7 @@ class LocalWorker:
                 yield ids, {**line.options, "seed": seed}
 
         options = {name: value for name, value in self._setup.options.items() if name != "seed"}
+        model = model_json(self.decoder)
         for place, done in self.decoder.complete(jobs(), num_slots=self._num_slots, **options):
             index, line, ids, seed = waiting.pop(place)
             row = row_of(index, line, ids, seed, done)
@@ -149,17 +143,10 @@ class LocalWorker:
                 except NumericsError as error:
                     row = row_of(index, line, ids, seed, error)
             row["settings"] = self._setup.settings(line)
-            row["model"] = self._model | {"eos_ids": sorted(self.decoder.ends_of(ids))}
+            row["model"] = model | {"eos_ids": sorted(self.decoder.ends_of(ids))}
             yield index, row, stats_of(done)
 
-    @cached_property
-    def _model(self) -> dict[str, Any]:
-        from outrider.replay.log import model_json
-
-        return model_json(self.decoder)
-
     def _probs(self, line: PromptLine, ids: list[int], token_ids: list[int]) -> list[float]:
-        """Probabilities of an output's tokens."""
         from outrider.replay.log import token_probs
         from outrider.scoring.teacher_forcing import Text
 
@@ -189,9 +176,10 @@ def run_job(
     num_slots: int,
     output: Path | None,
     write: Callable[[str], None] | None = None,
-    part: Shard,
+    part: slice = slice(None),
 ) -> Workers:
-    """Write a JSON line for each prompt that has none yet, as outputs end.
+    """Write a JSON line for each prompt that has none yet, as outputs end, and return the workers, which know the
+    models. Raises FileError: a prompt is invalid, or the output file is another job's.
 
     Args:
         files: closes what is opened.
@@ -200,17 +188,11 @@ def run_job(
         num_slots: prompts that run concurrently.
         output: the file of the lines; an interrupted job resumes. None: ``write`` takes the lines.
         part: of the prompts.
-
-    Returns:
-        The workers, which know the models.
-
-    Raises:
-        FileError: a prompt is invalid, or the output file is another job's.
     """
-    indices, is_done = part.indices(len(lines)), bytearray(len(lines))
-    for line in (lines[index] for index in indices):
+    indices, is_done = range(len(lines))[part], bytearray(len(lines))
+    for index in indices:
         try:
-            setup.check(line)
+            setup.check(line := lines[index])
         except OptionError as error:
             raise FileError(f"{lines.path}, {line.place}: {error}") from None
     if output is not None:

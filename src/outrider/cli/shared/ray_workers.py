@@ -67,17 +67,9 @@ class RayOptions:
 
 @contextmanager
 def open_ray_workers(options: RayOptions, setup: Setup, num_slots: int, num_prompts: int) -> Iterator[RayWorkers]:
-    """Open workers that end with the context, or with this process.
-
-    Args:
-        num_slots: prompts generated concurrently by each worker.
-        num_prompts: prompts to do.
-
-    Raises:
-        MissingExtra: Ray is not installed.
-        OptionError: there is no such cluster, or it has no room for so many workers.
-        DeviceError: no node can hold a worker.
-    """
+    """Open workers for so many prompts, which end with the context, or with this process; each generates ``num_slots``
+    at a time. Raises MissingExtra: Ray is not installed; OptionError: there is no such cluster, or no room in it for so
+    many workers; DeviceError: no node can hold a worker."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry from a cluster started here
     try:
         import ray
@@ -108,11 +100,8 @@ def _own_errors() -> Iterator[None]:
 
 
 class RayWorkers:
-    """Implements ``Workers`` on Ray: batches of prompts go to actors that are free.
-
-    Args:
-        num_workers: None for as many as fit.
-    """
+    """Implements ``Workers`` on Ray: batches of prompts go to actors that are free; as many as fit, unless a number is
+    given."""
 
     def __init__(self, setup: Setup, num_slots: int, num_workers: int | None, num_prompts: int) -> None:
         import ray
@@ -120,11 +109,9 @@ class RayWorkers:
         num_cpus, has_gpu = max(1, setup.pair.threads or 1), setup.pair.device == "cuda"
         if setup.pair.device == "auto":
             has_gpu = ray.cluster_resources().get("GPU", 0) > 0
-        room = sum(
-            int(min(node["Resources"].get("CPU", 0) // num_cpus, node["Resources"].get("GPU", 0) if has_gpu else 2**31))
-            for node in ray.nodes()
-            if node["Alive"]
-        )
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        gpus = [one.get("GPU", 0) if has_gpu else 2**31 for one in nodes]
+        room = sum(int(min(one.get("CPU", 0) // num_cpus, num)) for one, num in zip(nodes, gpus, strict=True))
         if not room:
             wanted = f"{num_cpus} CPU cores" + (" and a GPU" if has_gpu else "")
             raise DeviceError(f"no node of the Ray cluster has {wanted} for a worker: lower --threads, or --device cpu")
@@ -150,10 +137,9 @@ class RayWorkers:
         return self._first()[1] | {"argv": sys.argv[1:]}
 
     def _first(self) -> tuple[str, dict[str, Any]]:
-        """Pair and provenance of the first worker that answers."""
         import ray
 
-        (answer, *_), _ = ray.wait(self._about)
+        (answer, *_), _ = ray.wait(self._about)  # of the first worker that answers
         with _own_errors():
             about: tuple[str, dict[str, Any]] = ray.get(answer)
         return about

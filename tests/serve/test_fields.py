@@ -1,17 +1,17 @@
-"""Fields of vLLM: which tokens may be generated, which have text, how much of a prompt is kept, and its scores."""
+"""Fields of requests: scores of prompts, the end of a text, tokens that the tokenizer adds, options of the template."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from scripted import MARKERS, TEMPLATES, scripted
 from servers import running, words
 from tokenizers import processors
 
+from outrider.api import load
 from outrider.serve import logprobs
+from pairs import random_llama, word_tokenizer
 from toys import random_table
 
 CHAT: Any = [{"role": "user", "content": "w3 w7"}]
@@ -25,20 +25,16 @@ def http() -> Iterator[httpx.Client]:
         yield one
 
 
-def test_special_tokens_may_have_text() -> None:
-    decoder = scripted(["Yes", "[TOOL_CALLS]", "no"], TEMPLATES["mistral"], MARKERS["mistral"])
-    with running(decoder) as server, server.http() as client:
-        for skips, text in [(True, "Yesno"), (False, "Yes[TOOL_CALLS]no")]:
-            answer = client.post("/v1/completions", json={"prompt": "a", "skip_special_tokens": skips})
-            assert answer.json()["choices"][0]["text"] == text
-
-
 def test_prompts_are_scored(http: httpx.Client) -> None:
-    """By the raw logits, whatever the options; beside the scores of an echo."""
+    """By the raw logits, whatever the options; beside the scores of an echo, and alone."""
+    body: dict[str, Any]
     scores = random_table(50, 0).log_softmax(dim=-1)
+    body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "prompt_logprobs": 1}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["logprobs"] is None and "2" in choice["prompt_logprobs"][1]
     for token, place in ((5, scores[1].sort(descending=True).indices.tolist().index(5)), (int(scores[1].argmax()), 0)):
         prompts = [[1, token, 9], [4]]
-        body: dict[str, Any] = {"prompt": prompts, "max_tokens": 2, "n": 2, "temperature": 0.1, "top_k": 2}
+        body = {"prompt": prompts, "max_tokens": 2, "n": 2, "temperature": 0.1, "top_k": 2}
         body |= {"prompt_logprobs": 3, "logit_bias": {"5": -9}, "logprobs": 1, "echo": True}
         choices = http.post("/v1/completions", json=body).json()["choices"]
         assert [len(choice["prompt_logprobs"]) for choice in choices] == [3, 3, 1, 1]
@@ -58,12 +54,6 @@ def test_prompts_are_scored(http: httpx.Client) -> None:
     assert second["7"]["logprob"] == pytest.approx(float(scores[3, 7])) and len(second) == 1
 
 
-def test_scores_without_generating(http: httpx.Client) -> None:
-    body = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "prompt_logprobs": 1}
-    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
-    assert choice["logprobs"] is None and "2" in choice["prompt_logprobs"][1]
-
-
 def test_too_many_scores_are_refused(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of all choices count."""
     monkeypatch.setattr(logprobs, "_MOST_SCORES", 24)
@@ -73,29 +63,6 @@ def test_too_many_scores_are_refused(http: httpx.Client, monkeypatch: pytest.Mon
             answer = http.post("/v1/completions", json=body)
             assert answer.status_code == status
             assert status == 200 or answer.json()["error"]["param"] == name
-
-
-def test_the_end_may_have_text() -> None:
-    """A stop string, a stop token, and an end token unless it is special."""
-    decoder = scripted(["Oh", " yes", ".", " no"], TEMPLATES["hermes"], {})
-    with running(decoder) as server, server.http() as client:
-        for body, without, text in [
-            ({"stop": ["y", "es."]}, "Oh ", "Oh y"),
-            ({"stop": ["s. n"]}, "Oh ye", "Oh yes. n"),
-            ({"stop_token_ids": [3]}, "Oh yes", "Oh yes."),
-            ({}, "Oh yes. no", "Oh yes. no"),
-            ({"skip_special_tokens": False}, "Oh yes. no", "Oh yes. no<end>"),
-            ({"max_tokens": 2, "stop": ["s."]}, "Oh yes", "Oh yes"),
-        ]:
-            for includes, expected in ((False, without), (True, text)):
-                asked: Any = {"prompt": "a", "include_stop_str_in_output": includes} | body
-                choice = client.post("/v1/completions", json=asked).json()["choices"][0]
-                assert choice["text"] == expected
-                lines = client.post("/v1/completions", json=asked | {"stream": True}).text.split("\n\n")
-                parts = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
-                assert "".join(part["choices"][0]["text"] for part in parts) == expected
-                message = client.post("/v1/chat/completions", json=asked | {"prompt": None, "messages": CHAT}).json()
-                assert message["choices"][0]["message"]["content"] == expected
 
 
 def test_tokens_that_the_tokenizer_adds() -> None:
@@ -122,3 +89,32 @@ def test_tokens_that_the_tokenizer_adds() -> None:
             body = {"messages": CHAT, "add_special_tokens": given}
             assert client.post("/tokenize", json=body).json()["count"] == of_chat
         assert client.post("/tokenize", json={"prompt": "", "add_special_tokens": False}).json()["count"] == 0
+
+
+_TEMPLATE = (
+    "{% for message in messages %}{{ message.content }} {% endfor %}{% for one in documents or [] %}w7 {% endfor %}"
+    "{% if reasoning_effort %}{{ {'low': 'w4', 'high': 'w5'}[reasoning_effort] }} {% endif %}"
+    "{% if enable_thinking is false %}w6 {% endif %}{% if add_generation_prompt %}{% endif %}"
+)
+
+
+def test_options_of_the_template() -> None:
+    """In a request, and where its tokens are counted."""
+    tokenizer = word_tokenizer()
+    tokenizer.chat_template = _TEMPLATE
+    messages = [{"role": "user", "content": "w3"}, {"role": "assistant", "content": "w8"}]
+    options: list[tuple[dict[str, Any], list[int]]] = [
+        ({}, [8]),
+        ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, [8, 5, 6]),
+        ({"documents": [{"title": "a", "text": "b"}]}, [8, 7]),
+        ({"continue_final_message": True, "add_generation_prompt": False}, [8]),
+    ]
+    decoder = load(random_llama(), tokenizer=tokenizer)
+    with running(decoder) as server, server.http() as client:
+        for fields, more in options:
+            body = {"messages": messages, **fields}
+            (expected,) = decoder.generate([[3, *more]], seed=1, max_new_tokens=8)
+            assert client.post("/tokenize", json=body).json()["tokens"] == [3, *more]
+            answer = client.post("/v1/chat/completions", json=body | {"seed": 1, "max_tokens": 8}).json()
+            assert answer["choices"][0]["message"]["content"] == expected.text
+            assert answer["usage"]["prompt_tokens"] == 1 + len(more)
