@@ -1,4 +1,4 @@
-"""The loop: speculative output is plain output, whatever the drafter, K, the batch and the neighbours."""
+"""The loop: rows do not depend on their neighbours, nor on cuts. (Equality with plain decoding: test_contract.py.)"""
 
 import dataclasses
 import itertools
@@ -10,8 +10,7 @@ import torch
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import ngram_drafter
-from outrider.drafters.model import model_drafter
-from outrider.records import Request, Stats
+from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
 from toys import llama_pair, request, run, tokens
@@ -41,67 +40,8 @@ def pair(_execution: None) -> tuple[LM, Drafter]:
     return llama_pair()
 
 
-def _drafters(pair: tuple[LM, Drafter]) -> list[Drafter]:
-    return [pair[1], ngram_drafter(), model_drafter(pair[0])]
-
-
 def _requests(prompts: list[tuple[int, ...]], num_tokens: int = 16, **options: object) -> list[Request]:
     return [request(ids, seed=10 + i, max_new_tokens=num_tokens, **options) for i, ids in enumerate(prompts)]
-
-
-@ALL_RULES
-def test_greedy_output_is_plain_output(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """For each drafter: a row, and a batch of ragged prompts, half of them with a repetition penalty. On the way drafts
-    are accepted and rejected."""
-    target, _ = pair
-    rows = _requests(PROMPTS, temperature=0.0) + _requests(PROMPTS, temperature=0.0, repetition_penalty=1.5)
-    plain = tokens(target, NO_DRAFTER, rows, rule, 0)
-    assert [len(ids) for ids in plain] == [16] * len(rows)
-    for k in (1, 4):
-        counts = []
-        for drafter in _drafters(pair):
-            outputs = run(target, drafter, rows, rule, k)
-            assert [output.token_ids for output in outputs] == plain
-            counts.append(sum((output.stats for output in outputs), Stats()))
-        by_model, by_ngram, by_itself = counts
-        assert 0 < by_model.num_accepted_draft_tokens < by_model.num_draft_tokens
-        assert by_ngram.num_draft_tokens > 0
-        assert 0 < by_itself.num_accepted_draft_tokens == by_itself.num_draft_tokens
-    assert tokens(target, pair[1], rows[:1], rule, 3) == plain[:1]
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_gumbel_output_is_plain_output_with_the_same_seed(pair: tuple[LM, Drafter], k: int) -> None:
-    """For each drafter: ragged prompts with all kinds of options."""
-    target, _ = pair
-    requests = [
-        request(prompt, seed=i, max_new_tokens=16, **options)
-        for i, (prompt, options) in enumerate(zip(PROMPTS * 3, OPTIONS, strict=True))
-    ]
-    plain = tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
-    for drafter in _drafters(pair):
-        assert tokens(target, drafter, requests, GUMBEL, k) == plain
-
-
-@ALL_RULES
-def test_k_is_0_is_plain_decoding(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """Whatever the drafter: every token is a bonus."""
-    target, drafter = pair
-    requests = _requests(PROMPTS)
-    plain = run(target, NO_DRAFTER, requests, rule, 4)
-    assert run(target, drafter, requests, rule, 0) == plain
-    for output in plain:
-        assert {origin for row in output.rounds for origin in row.origins} == {"bonus"}
-        assert output.stats.mean_acceptance_length == 1.0
-
-
-@ALL_RULES
-def test_seeds_matter_and_repeat(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """Equal seeds give equal rounds; another seed gives another sequence."""
-    target, drafter = pair
-    again = [run(target, drafter, [request((1,), seed=seed, max_new_tokens=16)], rule, 3)[0] for seed in (1, 1, 2)]
-    assert again[0] == again[1]
-    assert again[0].token_ids != again[2].token_ids
 
 
 @pytest.mark.parametrize(
@@ -128,30 +68,22 @@ def _resumed(one: Request, output: tuple[int, ...]) -> Request:
     return request((*one.prompt_ids, *output), seed=one.sampling.seed, max_new_tokens=left)
 
 
-@pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
+@ALL_RULES
 def test_cut_at_the_end_of_a_round_and_resumed_equals_uncut(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """After every round: prompt and output so far as the new prompt, the same seed."""
+    """Prompt and output so far as the new prompt, the same seed; under ``gumbel`` after every token, with another K and
+    another drafter."""
     target, drafter = pair
     for one in _requests(PROMPTS):
         (uncut,) = run(target, drafter, [one], rule, 3)
         ends = itertools.accumulate(len(row.token_ids) for row in uncut.rounds[:-1])
-        said = [uncut.token_ids[:end] for end in ends]
-        rests = tokens(target, drafter, [_resumed(one, output) for output in said], rule, 3)
+        said = [uncut.token_ids[:end] for end in (range(1, 16) if rule is GUMBEL else ends)]
+        again, k = (ngram_drafter(), 5) if rule is GUMBEL else (drafter, 3)
+        rests = tokens(target, again, [_resumed(one, output) for output in said], rule, k)
         assert [output + rest for output, rest in zip(said, rests, strict=True)] == [uncut.token_ids] * len(said)
 
 
-def test_gumbel_cut_anywhere_and_resumed_equals_uncut(pair: tuple[LM, Drafter]) -> None:
-    """After every token, with another K and another drafter."""
-    target, drafter = pair
-    for one in _requests(PROMPTS):
-        (uncut,) = tokens(target, drafter, [one], GUMBEL, 3)
-        said = [uncut[:cut] for cut in range(1, len(uncut))]
-        rests = tokens(target, ngram_drafter(), [_resumed(one, output) for output in said], GUMBEL, 5)
-        assert [output + rest for output, rest in zip(said, rests, strict=True)] == [uncut] * len(said)
-
-
 def test_a_stream_closed_early_leaves_the_models_usable(pair: tuple[LM, Drafter]) -> None:
-    """Closed after one round, or left lying about: what comes next is as if it had never been."""
+    """The next one is as if the other had never been; one that is left lying about can still be finished."""
     target, drafter = pair
     requests = _requests(PROMPTS)
     expected = run(target, drafter, requests, BLOCK, 4)
@@ -162,5 +94,7 @@ def test_a_stream_closed_early_leaves_the_models_usable(pair: tuple[LM, Drafter]
     next(left)
     assert run(target, drafter, requests, BLOCK, 4) == expected
     assert torch.is_inference_mode_enabled() is False
-    # The one left lying about can still be finished.
     assert sum(len(row.token_ids) for round_ in left for row in round_.rows) > 0
+    plain = run(target, NO_DRAFTER, requests, BLOCK, 4)
+    assert run(target, drafter, requests, BLOCK, 0) == plain
+    assert {origin for output in plain for row in output.rounds for origin in row.origins} == {"bonus"}

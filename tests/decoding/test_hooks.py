@@ -114,31 +114,19 @@ def test_gumbel_gives_the_text_of_plain_decoding(draft: str) -> None:
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
+    """Nor a resumed one on the cut; a draft that is the target keeps every token, since q is changed as p is."""
     options = {"max_new_tokens": 12, "acceptance": "block", "ignore_eos": True}
     together = _decoder().generate(PROMPTS, processor=HOOKS, seed=3, **options)
     for i, hook in enumerate(HOOKS):
         assert _decoder().generate([PROMPTS[i]], processor=hook, seed=3 + i, **options)[0] == together[i]
-    resumed = _decoder().generate(
-        [PROMPTS[0]], processor=_parity, seed=3, **options, resume_ids=[together[0].token_ids[:1]]
-    )
-    assert len(resumed[0].token_ids) == 11
+    one = {"processor": _parity, "seed": 3, **options}
+    assert len(_decoder().generate([PROMPTS[0]], **one, resume_ids=[together[0].token_ids[:1]])[0].token_ids) == 11
     with pytest.raises(OptionError, match="the constraint forbids this token"):
         bad = int(np.flatnonzero(~_parity(PROMPTS[0]))[0])
         _decoder().generate([PROMPTS[0]], processor=_parity, resume_ids=[[bad]])
-
-
-def test_an_engine_takes_hooks_and_greedy_rows_follow_them() -> None:
-    decoder = _decoder()
-    engine = decoder.engine(2, 64)
-    for i, hook in enumerate(HOOKS):
-        engine.submit(decoder.request(PROMPTS[i], {"processor": hook, "temperature": 0, "max_new_tokens": 9}).request)
-    rows = [row for round_ in iter(engine.step, None) for row in round_.rows]
-    for i, one in enumerate(_decoder(None).generate(PROMPTS, processor=HOOKS, temperature=0, max_new_tokens=9)):
-        assert [token for row in rows if row.row == i for token in row.token_ids] == [*one.token_ids]
-
-
-def _raising(ids: list[int]) -> None:
-    raise KeyError(len(ids))
+    same = replace(_decoder(), drafter=model_drafter(_decoder().target))
+    (found,) = same.generate([[1]], processor=_biased, seed=1, max_new_tokens=20, ignore_eos=True, num_draft_tokens=4)
+    assert found.stats.draft_acceptance_rate == 1
 
 
 @pytest.mark.parametrize(
@@ -152,15 +140,24 @@ def _raising(ids: list[int]) -> None:
         ([0.0] * 96, r"gave float64 of shape \[96\]: give a mask or biases of shape \[97\]"),
         ([False] * 97, "leaves no token at position 1"),
         ([[1], [1, 2]], "gave object"),
+        (np.arange(97) == 96, "leaves no token"),  # the end, which another option forbids
     ],
 )
-def test_results_that_cannot_be_used_are_named(result: object, message: str) -> None:
+def test_results_that_cannot_be_used_end_their_own_stream_alone(result: object, message: str) -> None:
     def wrong(ids: list[int]) -> object:
-        return _raising(ids) if result is None else result
+        if result is None:
+            raise KeyError(len(ids))
+        return result
 
     for draft in ("model", None):
         with pytest.raises(NumericsError, match=f"processor .*wrong {message}"):
-            _decoder(draft).generate([[1]], processor=wrong, max_new_tokens=4)
+            _decoder(draft).generate([[1]], processor=wrong, max_new_tokens=4, min_tokens=2)
+    with _decoder().session(slots=2, capacity=64) as session:
+        stream = session.stream(PROMPTS[0], max_new_tokens=8, ignore_eos=True)
+        next(stream)
+        with pytest.raises(NumericsError, match=message):
+            session.generate([[1]], processor=wrong, max_new_tokens=8, min_tokens=2)
+        assert [chunk.finish_reason for chunk in stream][-1] == "length"
 
 
 def test_hooks_are_not_called_after_an_end_and_may_raise_where_no_text_gets() -> None:
@@ -173,43 +170,19 @@ def test_hooks_are_not_called_after_an_end_and_may_raise_where_no_text_gets() ->
             raise LookupError("an odd token")
         return np.arange(97) % 2 == 0 if len(ids) < 4 else np.arange(97) == 4
 
-    plain = Decoder(_decoder().target, None, frozenset({4}), _decoder(None).drafter)
-    (expected,) = plain.generate([[1]], processor=hook, temperature=0, max_new_tokens=8)
-    assert expected.token_ids[-1] == 4
-    for draft in ("model", "ngram"):
-        ends = Decoder(_decoder().target, None, frozenset({4}), _decoder(draft).drafter)
-        (found,) = ends.generate([[1]], processor=hook, temperature=0, max_new_tokens=8, num_draft_tokens=6)
-        assert found.token_ids == expected.token_ids
+    options = {"processor": hook, "temperature": 0, "max_new_tokens": 8, "num_draft_tokens": 6}
+    texts = set()
+    for draft in (None, "model", "ngram"):
+        decoder = Decoder(_decoder().target, None, frozenset({4}), _decoder(draft).drafter)
+        texts.add(decoder.generate([[1]], **options)[0].token_ids)
         assert all(4 not in ids for ids in seen)
-        (found,) = ends.generate([[1]], processor=hook, temperature=0, max_new_tokens=8, ignore_eos=True)
-        assert found.token_ids[3:] == (4,) * 5
+        assert decoder.generate([[1]], **options, ignore_eos=True)[0].token_ids[3:] == (4,) * 5
         seen.clear()
-
-
-def test_a_hook_that_raises_ends_its_own_stream_alone() -> None:
-    decoder = _decoder()
-    with decoder.session(slots=2, capacity=64) as session:
-        stream = session.stream(PROMPTS[0], max_new_tokens=8, ignore_eos=True)
-        next(stream)
-        with pytest.raises(NumericsError, match="_raising raised KeyError"):
-            session.generate([[1]], processor=_raising, max_new_tokens=8)
-        assert [chunk.finish_reason for chunk in stream][-1] == "length"
-
-
-def test_options_that_leave_nothing_together_are_named() -> None:
-    """Neither alone does."""
-    ends = Decoder(_decoder().target, None, frozenset({4}), _decoder().drafter)
-    with pytest.raises(NumericsError, match="leaves no token"):
-        ends.generate([[1]], processor=lambda ids: np.arange(97) == 4, min_tokens=2)
-    with pytest.raises(NumericsError, match="leaves no token"):
-        ends.generate([[1]], processor=lambda ids: np.arange(97) == 4, logit_bias={4: float("-inf")})
-    with pytest.raises(OptionError, match="a function of token ids"):
-        ends.generate([[1]], processor="nothing")
+    assert len(texts) == 1 and texts.pop()[-1] == 4
 
 
 def test_a_hook_and_a_grammar_hold_together() -> None:
-    pieces = ("a", "b", "ab", "c", "ba", "<end>")
-    tokenizer = letters_tokenizer(pieces)
+    tokenizer = letters_tokenizer(("a", "b", "ab", "c", "ba", "<end>"))
     sampling = Sampling(regex="(a|b|c){6}", processor=lambda ids: np.arange(6) != ids[-1])
     held = constraint_of(sampling, tokenizer, 6, frozenset({5}), [0])
     assert held is not None and list(held.effect()) == [False, True, True, True, True, False]
@@ -233,29 +206,14 @@ def test_bad_words_are_not_generated() -> None:
             text = (*prompt, *ids)
             assert all(text[i : i + len(word)] != word for word in words for i in range(len(text)))
             words.append((7, ids[0]) if not words else ids[1:3])
-    with pytest.raises(OptionError, match="token ids are below 97"):
-        target.generate([prompt], bad_words=[[1, 97]])
-    with pytest.raises(OptionError, match="texts need a tokenizer"):
-        target.generate([prompt], bad_words=["cat"])
-    for wrong in ("cat", [""], [[]], [[-1]], [1]):
+    for wrong, message in (([[1, 97]], "token ids are below 97"), (["cat"], "texts need a tokenizer")):
+        with pytest.raises(OptionError, match=message):
+            target.generate([prompt], bad_words=wrong)
+    for word in ("cat", [""], [[]], [[-1]], [1]):
         with pytest.raises(OptionError, match="bad_words"):
-            Sampling(bad_words=wrong)
-
-
-def test_bad_texts_are_not_generated() -> None:
-    decoder = replace(embedded(), drafter=ngram_drafter())
-    (plain,) = decoder.generate("Once upon a time", temperature=0, max_new_tokens=24)
-    words = [word for word in plain.text.replace(".", " ").replace(",", " ").split() if len(word) > 2][:2]
-    (found,) = decoder.generate("Once upon a time", temperature=0, max_new_tokens=24, bad_words=words)
-    assert words, plain.text
-    assert not any(f" {word}" in found.text for word in words)
-    rows = decoder.generate(["Once upon a time"] * 2, temperature=0, max_new_tokens=24, bad_words=[words, None])
-    assert [row.text for row in rows] == [found.text, plain.text]
-
-
-def test_drafts_follow_the_hook() -> None:
-    """A draft that is the target keeps every token, since q is changed as p is."""
-    decoder = _decoder()
-    same = replace(decoder, drafter=model_drafter(decoder.target))
-    (found,) = same.generate([[1]], processor=_biased, seed=1, max_new_tokens=20, ignore_eos=True, num_draft_tokens=4)
-    assert found.stats.draft_acceptance_rate == 1
+            Sampling(bad_words=word)
+    by_text = replace(embedded(), drafter=ngram_drafter())
+    (plain,) = by_text.generate("Once upon a time", temperature=0, max_new_tokens=24)
+    texts = [word for word in plain.text.replace(".", " ").replace(",", " ").split() if len(word) > 2][:2]
+    rows = by_text.generate(["Once upon a time"] * 2, temperature=0, max_new_tokens=24, bad_words=[texts, None])
+    assert texts and not any(f" {word}" in rows[0].text for word in texts) and rows[1].text == plain.text

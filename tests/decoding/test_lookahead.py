@@ -18,28 +18,22 @@ from outrider.decoding.schedule import Schedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
-from outrider.errors import NumericsError
-from outrider.records import Request, Round, RowRound, TokenLogprob
+from outrider.records import Request, Round, RowRound
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
-from toys import InTurn, StopAt, as_lm, llama_pair, perturbed, request, run, table_pair, tiny_llama, tokens
+from toys import InTurn, StopAt, as_lm, llama_pair, perturbed, request, run, tiny_llama
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
 LOOKAHEADS = pytest.mark.parametrize("lookahead", [1, 2])
 PAUSING = (4, 1, 0, 2, 0, 0, 3)
 
 
-def _set(target: LM, lookahead: int) -> None:
-    """Start this many rounds ahead."""
-    target.execution.lookahead = lookahead
-
-
-def _pair(lookahead: int, **options: Any) -> tuple[LM, Drafter]:
-    target, drafter = llama_pair(**options)
-    _set(target, lookahead)
-    _set(drafter.models[0], lookahead)
+def _pair(lookahead: int) -> tuple[LM, Drafter]:
+    """Rounds are started so many ahead."""
+    target, drafter = llama_pair()
+    target.execution.lookahead = drafter.models[0].execution.lookahead = lookahead
     return target, drafter
 
 
@@ -47,18 +41,10 @@ def _requests() -> list[Request]:
     """Rows that end one after the other: at a limit, at an end token, under options that look at the text."""
     return [
         request(PROMPTS[0], seed=1, max_new_tokens=23),
-        request(PROMPTS[1], StopAt(13), seed=2, max_new_tokens=60, temperature=1.5, logprobs=2),
+        request(PROMPTS[1], StopAt(13), seed=2, max_new_tokens=60, temperature=1.5),
         request(PROMPTS[2], seed=3, max_new_tokens=9, temperature=0.0, repetition_penalty=1.5),
         request(PROMPTS[3], StopAt(12), seed=4, max_new_tokens=40, temperature=1.5),
     ]
-
-
-def _comparable(row: RowRound) -> RowRound:
-    """Rounded, since last bits depend on which rows are still in the batch."""
-    logprobs = row.logprobs and tuple(
-        TokenLogprob(round(one.logprob, 8), tuple((i, round(value, 8)) for i, value in one.top)) for one in row.logprobs
-    )
-    return dataclasses.replace(row, logprobs=logprobs)
 
 
 @pytest.mark.parametrize(
@@ -78,24 +64,12 @@ def test_the_rounds_are_the_same(rule: Rule, drafter_name: str, lookahead: int) 
         cut = drop_unlikely(by_model, 0.3)  # fewer tokens than the draft's cache has been fed
         drafters: dict[str, Drafter] = {"model": by_model, "cut": cut, "ngram": ngram_drafter(), "none": NO_DRAFTER}
         outputs = run(target, drafters[drafter_name], _requests(), rule, 0 if drafter_name == "none" else 3)
-        return [[_comparable(row) for row in output.rounds] for output in outputs]
+        # Last bits of log-probabilities depend on which rows are still in the batch.
+        return [[dataclasses.replace(row, logprobs=None) for row in output.rounds] for output in outputs]
 
     expected = rounds(0)
     assert {output[-1].finish_reason for output in expected} == {"length", "eos"}
     assert rounds(lookahead) == expected
-
-
-@LOOKAHEADS
-def test_a_draft_with_a_shorter_context(lookahead: int) -> None:
-    """Its windows end in the middle of a text, and the host reads the length then. One prompt is longer at once."""
-
-    def rounds(lookahead: int) -> list[RowRound]:
-        target, drafter = _pair(lookahead, context_len=64, draft_context_len=20)
-        prompts = [(PROMPTS[0], 100), (PROMPTS[1], 40), (PROMPTS[2] * 3, 9)]
-        requests = [request(ids, max_new_tokens=num_tokens) for ids, num_tokens in prompts]
-        return [_comparable(row) for output in run(target, drafter, requests, REJECTION, 3) for row in output.rounds]
-
-    assert rounds(lookahead) == rounds(0)
 
 
 @pytest.fixture
@@ -121,48 +95,22 @@ def spreads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @LOOKAHEADS
 def test_lengths_are_within_their_bounds(lookahead: int, spreads: list[int]) -> None:
-    """And pauses do not lose what the draft's cache lacks: with the target as its own draft all tokens stand."""
+    """And pauses do not lose what the draft's cache lacks: with the target as its own draft all tokens stand. Plain
+    decoding starts no round beyond a limit, as each of its rounds adds one token."""
     target = as_lm(tiny_llama())
-    _set(target, lookahead)
+    target.execution.lookahead = lookahead
     for model in (perturbed(tiny_llama(), 0.1), tiny_llama()):
         spreads.clear()
         drafter = model_drafter(as_lm(model, "draft"))
-        _set(drafter.models[0], lookahead)
+        drafter.models[0].execution.lookahead = lookahead
         rounds = list(decode(target, drafter, _requests(), REJECTION, num_draft_tokens=InTurn(*PAUSING)))
         assert max(spreads) > 0
     first = [row for round_ in rounds for row in round_.rows if row.row == 0]
     assert all(row.num_accepted == row.num_drafted for row in first)
     assert sum(len(row.token_ids) for row in first) == 23
-
-
-@LOOKAHEADS
-def test_rows_that_pause_while_others_draft(lookahead: int) -> None:
-    """What the draft's cache lacks is counted in every round: with the target as its own draft all tokens stand."""
-    target, drafter = as_lm(tiny_llama()), model_drafter(as_lm(tiny_llama(), "draft"))
-    _set(target, lookahead)
-    _set(drafter.models[0], lookahead)
-    constant = dataclasses.replace(request(PROMPTS[0], seed=1, max_new_tokens=60), num_draft_tokens=2)
-    requests = [constant, request(PROMPTS[1], seed=2, max_new_tokens=60)]
-    schedule = InTurn(3, *[0] * 12, 3, 3, *[0] * 9, 2)
-    rounds = list(decode(target, drafter, requests, REJECTION, num_draft_tokens=schedule))
-    rows = [row for round_ in rounds for row in round_.rows]
-    assert sum(row.num_drafted for row in rows if row.row == 1) > 0
-    assert all(row.num_accepted == row.num_drafted for row in rows)
-
-
-def test_k_chosen_late_gives_the_same_text() -> None:
-    """With ``gumbel``, whose text does not depend on K."""
-    found = [tokens(*_pair(lookahead), _requests(), GUMBEL, InTurn(*PAUSING)) for lookahead in (0, 1, 2)]
-    assert found[0] == found[1] == found[2]
-
-
-def test_plain_decoding_starts_no_round_beyond_a_limit(spreads: list[int]) -> None:
-    """Each of its rounds adds one token, so that the host knows when."""
-    for lookahead in (0, 1, 3):
-        target, drafter = _pair(lookahead)
-        spreads.clear()
-        (output,) = run(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
-        assert len(spreads) == len(output.rounds) == 12
+    spreads.clear()
+    (output,) = run(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, 0)
+    assert len(spreads) == len(output.rounds) == 12
 
 
 def test_loops_that_take_turns_on_the_same_programs() -> None:
@@ -184,18 +132,6 @@ def test_loops_that_take_turns_on_the_same_programs() -> None:
             if round_ is not None:
                 said.append(round_.rows)
     assert together == alone
-
-
-def test_numbers_that_are_not_finite_are_told_of_the_round_they_were_in() -> None:
-    def told(lookahead: int) -> str:
-        target, drafter = table_pair(8)
-        _set(target, lookahead)
-        target.model.table[3] = torch.nan
-        with pytest.raises(NumericsError) as caught:
-            run(target, drafter, [request((1, 2), seed=3, max_new_tokens=100, temperature=1.5)], REJECTION, 3)
-        return str(caught.value)
-
-    assert told(2) == told(1) == told(0)
 
 
 class _NothingIsRead(TorchFunctionMode):
@@ -256,28 +192,20 @@ def test_between_rounds_nothing_is_read(nothing_is_read: _NothingIsRead, rule: R
     assert nothing_is_read.num_calls > 100
 
 
-def test_seconds_of_a_round_that_the_device_did_while_nobody_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own, not those that the host saw of it."""
+def test_rounds_are_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own seconds, not those that the host saw; a round too many is waited for, or it is on the next one's
+    clock."""
     target, drafter = _pair(1)
-    monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
-    first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
+    with monkeypatch.context() as patch:
+        patch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
+        first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
     assert first.timing.total_s == 3.0 and first.timing.prefill_s == 1.5
     assert others and all(one.timing.total_s == 1.5 and one.timing.prefill_s == 0.0 for one in others)
-
-
-def test_a_round_too_many_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it is not on the next one's clock."""
-    marks: list[int] = []
-    waits: list[int] = []
-
-    def mark(self: Clock) -> int:
-        marks.append(len(marks))
-        return marks[-1]
-
-    monkeypatch.setattr(Clock, "mark", mark)
+    marks, waits = itertools.count(), list[int]()
+    monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 0.0)
+    monkeypatch.setattr(Clock, "mark", lambda self: next(marks))
     monkeypatch.setattr(Clock, "wait", lambda self, one: waits.append(one))
-    target, drafter = _pair(1)
     requests = [request(PROMPTS[3], StopAt(12), seed=4, max_new_tokens=40, temperature=1.5)]
     (*_, last) = decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
     assert last.rows[0].finish_reason == "eos"
-    assert waits[0] == 0 and waits[-1] == marks[-1]
+    assert waits[0] == 0 and waits[-1] == next(marks) - 1
