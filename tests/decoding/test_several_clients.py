@@ -27,15 +27,6 @@ def _engine(
     return Engine(target, drafter, rule, **options)  # type: ignore[arg-type]
 
 
-def _rounds_of(engine: Engine, index: int) -> list[RowRound]:
-    """All rounds of a request, while others run on."""
-    found: list[RowRound] = []
-    while not (found and found[-1].finish_reason):
-        round_ = engine.step()
-        found += [] if round_ is None else [row for row in round_.rows if row.row == index]
-    return found
-
-
 def test_a_prefix_is_shared_among_requests_of_one_client() -> None:
     """While its row runs and later, wherever the tokens are; others share what is common."""
     target, drafter = llama_pair()
@@ -45,7 +36,10 @@ def test_a_prefix_is_shared_among_requests_of_one_client() -> None:
 
     def num_cached(client: str, ids: Sequence[int], max_new_tokens: int = 4) -> int:
         index = engine.submit(request(ids, max_new_tokens=max_new_tokens), client)
-        rows = _rounds_of(engine, index)
+        rows: list[RowRound] = []
+        while not (rows and rows[-1].finish_reason):  # others run on
+            round_ = engine.step()
+            rows += [] if round_ is None else [row for row in round_.rows if row.row == index]
         (alone,) = tokens(target, drafter, [request(ids, max_new_tokens=max_new_tokens)], REJECTION, K)
         assert tuple(i for row in rows for i in row.token_ids) == alone
         return sum(row.num_cached_tokens for row in rows)
@@ -60,17 +54,27 @@ def test_a_prefix_is_shared_among_requests_of_one_client() -> None:
     assert num_cached("alice", other) == 0
     assert num_cached("alice", other) == 24
     assert num_cached("", [*other, 1]) == 0
+    # While a prompt is fed, a row of the same client waits for its prefix, and no other.
+    for client, is_waiting in (("alice", True), ("bob", False)):
+        engine = _engine(target, NO_DRAFTER, REJECTION, num_slots=2)
+        for one in ("alice", client):
+            engine.submit(request(range(41), max_new_tokens=4), one)
+        engine.step()
+        assert engine.load.num_waiting == is_waiting
 
 
-@pytest.mark.parametrize(("client", "is_waiting"), [("alice", True), ("bob", False)])
-def test_a_row_waits_for_the_prompt_of_its_client_alone(client: str, is_waiting: bool) -> None:
-    """While a prompt with the same beginning is fed."""
-    target, _ = llama_pair()
-    engine = _engine(target, NO_DRAFTER, REJECTION, num_slots=2)
-    for one in ("alice", client):
-        engine.submit(request(range(41), max_new_tokens=4), one)
-    engine.step()
-    assert engine.load.num_waiting == is_waiting
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Index, length of the prompt and length of each row that is paused."""
+    found: list[tuple[int, int, int]] = []
+    resume = scheduler.Scheduler.resume
+
+    def noted(self: scheduler.Scheduler, row: Row) -> None:
+        found.append((row.index, row.prompt_length, row.length))
+        resume(self, row)
+
+    monkeypatch.setattr(scheduler.Scheduler, "resume", noted)
+    return found
 
 
 @pytest.mark.each_execution
@@ -80,15 +84,14 @@ def test_a_row_waits_for_the_prompt_of_its_client_alone(client: str, is_waiting:
     ids=["model", "model, ahead", "suffix"],
 )
 def test_a_paused_text_is_the_same(
-    rule: Rule, drafter: Drafter | None, lookahead: int, monkeypatch: pytest.MonkeyPatch
+    rule: Rule,
+    drafter: Drafter | None,
+    lookahead: int,
+    paused: list[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A client with all slots gives up one after the other, until others have their share, and goes on later."""
     monkeypatch.setattr(scheduler, "LEAST_GENERATED", 6)
-    paused: list[int] = []
-    resume = scheduler.Scheduler.resume
-    monkeypatch.setattr(
-        scheduler.Scheduler, "resume", lambda self, row: (paused.append(row.index), resume(self, row))[1]
-    )
     target, by_model = llama_pair()
     drafter = drafter or by_model
     target.execution.lookahead = lookahead
@@ -115,30 +118,8 @@ def test_a_paused_text_is_the_same(
     while step():
         pass
     wanted = dict(enumerate(tokens(target, drafter, asked, rule, K)))
-    assert {0, 1, 2, 3} & set(paused) and len(paused) >= 2
+    assert {0, 1, 2, 3} & {row for row, *_ in paused} and len(paused) >= 2
     assert texts == wanted
-
-
-def test_a_long_row_is_seldom_paused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read again afterwards, which one short request after another could demand."""
-    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 2)
-    monkeypatch.setattr(scheduler, "MOST_READ", 4)
-    paused: list[tuple[int, int]] = []
-    resume = scheduler.Scheduler.resume
-    monkeypatch.setattr(
-        scheduler.Scheduler,
-        "resume",
-        lambda self, row: (paused.append((row.length - row.prompt_length, row.length)), resume(self, row))[1],
-    )
-    target, _ = llama_pair()
-    engine = _engine(target, NO_DRAFTER, REJECTION, num_slots=2, k=0)
-    for first in (1, 2):
-        engine.submit(request((first, *range(3, 32)), max_new_tokens=30), "alice")
-    for number in range(60):
-        if number % 3 == 0:
-            engine.submit(request((number % 50, 5), max_new_tokens=1), "bob")
-        engine.step()
-    assert len(paused) > 1 and all(num_generated >= length // 4 > 2 for num_generated, length in paused)
 
 
 @pytest.mark.parametrize(
@@ -170,3 +151,18 @@ def test_the_wait_of_a_client(
         for row in round_.rows:
             first_rounds.setdefault(owners[row.row], number)
     assert first_rounds == {"a": 0} | dict.fromkeys(expected, 12)
+
+
+def test_a_long_row_is_seldom_paused(paused: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again afterwards, which one short request after another could demand."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 2)
+    monkeypatch.setattr(scheduler, "MOST_READ", 4)
+    target, _ = llama_pair()
+    engine = _engine(target, NO_DRAFTER, REJECTION, num_slots=2, k=0)
+    for first in (1, 2):
+        engine.submit(request((first, *range(3, 32)), max_new_tokens=30), "alice")
+    for number in range(60):
+        if number % 3 == 0:
+            engine.submit(request((number % 50, 5), max_new_tokens=1), "bob")
+        engine.step()
+    assert len(paused) > 1 and all(length - prompt >= length // 4 > 2 for _, prompt, length in paused)

@@ -86,8 +86,11 @@ def _ours(logits: Tensor, rows: list[Sampling]) -> Tensor:
 
 @pytest.mark.parametrize("options", SINGLE, ids=str)
 def test_each_option_equals_hugging_faces_processor(options: dict) -> None:
-    """On 20 random rows: the same tokens kept, the same probabilities up to rounding, the dtype of the logits."""
+    """On 20 random rows: the same tokens kept, the same probabilities up to rounding, the dtype of the logits, but that
+    narrow ones are widened first."""
     sampling = Sampling(**options)
+    narrow = _logits(8, 5, torch.bfloat16)
+    assert torch.equal(_ours(narrow, [sampling] * 8), _ours(narrow.float(), [sampling] * 8))
     for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
         logits = _logits(20, 1, dtype)
         ours = _ours(logits, [sampling] * 20)[:, 0]
@@ -117,35 +120,22 @@ def test_mixed_rows_equal_rows_alone_bit_for_bit(dtype: torch.dtype) -> None:
         assert torch.equal(together[b : b + 1], _ours(logits[b : b + 1], [row])), row
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_logits_are_widened_first(dtype: torch.dtype) -> None:
-    """The probabilities are those of the same logits in float32."""
-    logits, rows = _logits(8, 5, dtype), [Sampling(temperature=0.625, top_p=0.875)] * 8
-    assert torch.equal(_ours(logits, rows), _ours(logits.float(), rows))
-
-
-def test_greedy_ties_go_to_the_lowest_id() -> None:
-    """In a greedy batch and beside sampled rows."""
+def test_ties_are_kept_or_go_to_the_lowest_id() -> None:
+    """Greedy ones to the lowest id, in a greedy batch and beside sampled rows. Those with the k-th all stay, and top_p
+    cuts a tail of exactly the rest, as in Hugging Face's processors."""
     logits = torch.tensor([[[1.0, 5.0, 5.0, 5.0]]]).expand(2, 1, 4)
     for rows in ([Sampling(temperature=0.0)] * 2, [Sampling(temperature=0.0), Sampling()]):
         assert to_probs(logits, _settings(rows, 4))[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
-
-
-def test_top_k_keeps_ties_with_the_kth() -> None:
-    """As Hugging Face does: three tokens tie for the second place, all stay."""
-    logits = torch.tensor([2.0, 1.0, 3.0, 2.0, 2.0, 0.0], dtype=torch.float64)
-    for k, kept in ((1, [2]), (2, [0, 2, 3, 4]), (4, [0, 2, 3, 4]), (5, [0, 1, 2, 3, 4])):
-        probs = to_probs(logits[None, None], _settings([Sampling(top_k=k)], 6))[0, 0]
-        assert probs.nonzero().flatten().tolist() == kept
-        torch.testing.assert_close(probs, hf_probs(logits, (0,), Sampling(top_k=k)))
-
-
-def test_top_p_cuts_a_tail_of_exactly_the_rest() -> None:
-    """Four tokens of a quarter each, top_p = 3/4: three reach it, as in Hugging Face's `<=`."""
-    logits = torch.zeros(4, dtype=torch.float64)
-    probs = to_probs(logits[None, None], _settings([Sampling(top_p=0.75)], 4))[0, 0]
-    assert sorted(probs.tolist()) == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
-    torch.testing.assert_close(probs, hf_probs(logits, (0,), Sampling(top_p=0.75)))
+    for options, values, num_kept in (
+        ({"top_k": 1}, (2.0, 1.0, 3.0, 2.0, 2.0, 0.0), 1),
+        ({"top_k": 2}, (2.0, 1.0, 3.0, 2.0, 2.0, 0.0), 4),
+        ({"top_k": 5}, (2.0, 1.0, 3.0, 2.0, 2.0, 0.0), 5),
+        ({"top_p": 0.75}, (0.0,) * 4, 3),
+    ):
+        one = torch.tensor(values, dtype=torch.float64)
+        probs = to_probs(one[None, None], _settings([Sampling(**options)], len(one)))[0, 0]
+        assert int((probs > 0).sum()) == num_kept
+        torch.testing.assert_close(probs, hf_probs(one, (0,), Sampling(**options)))
 
 
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44, 1e-50, 5e-324])
@@ -212,16 +202,13 @@ def test_draw_never_returns_a_token_of_weight_zero(weights: list[float], u: floa
 @pytest.mark.parametrize("scale", [1.0, 8.0])
 def test_draw_inverts_the_cumulative_sum_exactly(scale: float) -> None:
     """Weights in sixteenths, so that every boundary is a float: just below it the token before, at it the next."""
-    sixteenths = [4, 0, 3, 0, 0, 8, 1, 0]
-    weights = scale * torch.tensor([sixteenths], dtype=torch.float64) / 16
-    boundaries = [4, 7, 15, 16]
-    tokens = [0, 2, 5, 6]
-    for i, boundary in enumerate(boundaries):
-        u = boundary / 16
-        below = torch.tensor([math.nextafter(u, 0.0)], dtype=torch.float64)
-        assert draw(weights, below).item() == tokens[i]
-        if boundary < 16:
-            assert draw(weights, torch.tensor([u], dtype=torch.float64)).item() == tokens[i + 1]
+    weights = scale * torch.tensor([[4, 0, 3, 0, 0, 8, 1, 0]], dtype=torch.float64) / 16
+    for boundary, before, after in ((4, 0, 2), (7, 2, 5), (15, 5, 6), (16, 6, None)):
+        numbers = math.nextafter(boundary / 16, 0.0), boundary / 16
+        drawn = [
+            int(draw(weights, torch.tensor([u], dtype=torch.float64))) for u in numbers[: 1 if after is None else 2]
+        ]
+        assert drawn == [one for one in (before, after) if one is not None]
 
 
 # The law under options that look back, by enumeration (round_laws.py); the law wanted is that of the target alone, by

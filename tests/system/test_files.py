@@ -9,56 +9,38 @@ import pytest
 from outrider.system.files import alone, check_writable, short_name, short_names, write_text, write_whole
 
 
-def test_two_that_write_at_once_do_not_spoil_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread, or a process of the same number elsewhere, writes the file while this one is about to."""
-    path, rename = tmp_path / "file", Path.replace
-    others = [b"another's"]
+def test_files_are_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though another thread, or a process of the same number elsewhere, writes the file at the same time. The bytes are
+    on disk before their name is: else a loss of power may leave a file of zeros."""
+    path, rename, others, synced = tmp_path / "file", Path.replace, [b"another's"], []
 
     def after_another(part: Path, target: Path) -> Path:
         if others:
             write_whole(path, others.pop())
         return rename(part, target)
 
-    monkeypatch.setattr(Path, "replace", after_another)
-    write_whole(path, b"mine, which is longer")
-    assert path.read_bytes() == b"mine, which is longer" and not others
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    with pytest.raises(OSError):
-        write_whole(folder, b"no file can have this name")
-    assert list(tmp_path.iterdir()) == [folder]
+    def sync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_size, path.exists()))
 
     def interrupted(*_: object) -> Path:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(Path, "replace", after_another)
+    write_whole(path, b"mine, which is longer")
+    assert path.read_bytes() == b"mine, which is longer" and not others and synced == [(21, False), (9, False)]
+    with pytest.raises(OSError):
+        write_whole(tmp_path, b"no file can have this name")
     monkeypatch.setattr(Path, "replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        write_whole(tmp_path / "file", b"data")
-    assert list(tmp_path.iterdir()) == [folder]
+        write_whole(path, b"data")
+    assert list(tmp_path.iterdir()) == [path] and len(path.read_bytes()) == 21
 
 
-def test_bytes_are_on_disk_before_their_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or after a loss of power the file may be there, with zeros in it."""
-    path, synced = tmp_path / "file", []
-
-    def sync(descriptor: int) -> None:
-        assert not path.exists()
-        about = os.fstat(descriptor)
-        synced.append((about.st_ino, about.st_size))
-
-    monkeypatch.setattr(os, "fsync", sync)
-    write_whole(path, b"data")
-    assert synced == [(path.stat().st_ino, 4)]
-
-
-@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no named pipes here")
-def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
-    """As does a device: as root, /dev/null would be replaced by a file."""
-    pipe = tmp_path / "pipe"
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="there are no pipes and no /dev/fd here")
+def test_pipes_links_and_open_files_stay_so(tmp_path: Path) -> None:
+    """As does a device: as root, /dev/null would be replaced by a file. ``--json /dev/stdout >> file`` appends."""
+    pipe, file, link = tmp_path / "pipe", tmp_path / "folder" / "file", tmp_path / "link"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
     try:
@@ -67,31 +49,21 @@ def test_a_pipe_stays_a_pipe(tmp_path: Path) -> None:
         assert os.read(reader, 9) == b"text"
     finally:
         os.close(reader)
-    assert pipe.is_fifo() and list(tmp_path.iterdir()) == [pipe]
-
-
-def test_a_link_is_followed(tmp_path: Path) -> None:
-    file, link = tmp_path / "folder" / "file", tmp_path / "link"
     file.parent.mkdir()
     link.symlink_to(file)
     for text in ("made", "made anew"):
         check_writable(link)
         write_text(link, text)
         assert link.is_symlink() and file.read_text() == text and [*file.parent.iterdir()] == [file]
-
-
-@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="there is no /dev/fd here")
-def test_a_name_of_an_open_file_is_appended_to(tmp_path: Path) -> None:
-    """``--json /dev/stdout >> file``"""
-    file = tmp_path / "file"
-    file.write_text("old,")
     with file.open("a") as stream:
         check_writable(Path(f"/dev/fd/{stream.fileno()}"))
-        write_text(Path(f"/dev/fd/{stream.fileno()}"), "new")
-    assert file.read_text() == "old,new" and [*tmp_path.iterdir()] == [file]
+        write_text(Path(f"/dev/fd/{stream.fileno()}"), ", and more")
+    assert file.read_text() == "made anew, and more"
+    assert pipe.is_fifo() and {*tmp_path.iterdir()} == {pipe, file.parent, link}
 
 
 def test_one_process_at_a_time(tmp_path: Path) -> None:
+    """Where files can be locked."""
     path, done = tmp_path / "locks" / "one", []
 
     def second() -> None:
@@ -105,16 +77,14 @@ def test_one_process_at_a_time(tmp_path: Path) -> None:
         done.append("first")
     thread.join()
     assert done == ["first", "second"]
-
-
-def test_where_no_file_can_be_all_go_on(tmp_path: Path) -> None:
-    (tmp_path / "locks").write_text("a file where the folder should be")
-    with alone(tmp_path / "locks" / "one"):
+    (tmp_path / "file").touch()
+    with alone(tmp_path / "file" / "one"):
         pass
 
 
 def test_names_of_models_that_are_paths_are_short() -> None:
-    """Those of files and folders; ids of the hub stay whole, and so does what follows a name."""
+    """Those of files and folders; ids of the hub stay whole, and so does what follows a name. Short names differ where
+    names do."""
     for name, short in (
         ("/a/b/model.gguf", "model.gguf"),
         ("/a/b/model.gguf, K = 4", "model.gguf, K = 4"),
@@ -132,8 +102,5 @@ def test_names_of_models_that_are_paths_are_short() -> None:
         ("/tmp/out/:vocab=/tmp/out/tokens.jsonl", "out:vocab=tokens.jsonl"),
     ):
         assert short_name(name) == short
-
-
-def test_short_names_differ_where_names_do() -> None:
     given = ["/q4/small.gguf, K = 4", "suffix+/q8/small.gguf, K = 4", "/m/fable", "fable", "/m/a.gguf", "/m/a.gguf:mtp"]
     assert short_names(given) == [*given[:4], "a.gguf", "a.gguf:mtp"]

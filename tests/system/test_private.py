@@ -1,7 +1,7 @@
 """Files that are run: only the user's own, and only so many of them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,18 +17,12 @@ def folder(tmp_path: Path) -> Iterator[PrivateFolder]:
     os.umask(before)
 
 
-def test_what_is_kept_is_found(folder: PrivateFolder) -> None:
-    """And is for the user alone."""
+def test_a_folder_that_others_may_write_to_is_not_used(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither read nor written, and told. One that is made is for the user alone."""
     assert folder.read("one") is None
     folder.keep("one", b"program")
-    assert folder.read("one") == b"program" and folder.read("two") is None
     assert folder.path.stat().st_mode & 0o777 == 0o700
     assert (folder.path / "one").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_folder_that_others_may_write_to_is_not_used(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither read nor written, and told."""
-    folder.keep("one", b"program")
     folder.path.chmod(0o720)
     folder.keep("two", b"program")
     assert folder.read("one") is None
@@ -52,26 +46,18 @@ def test_what_was_not_used_for_long_makes_room(folder: PrivateFolder) -> None:
     assert {path.name for path in folder.path.iterdir()} == {"too large"}
 
 
-@pytest.mark.parametrize(
-    "spoilt", [lambda data: data[:50] + bytes([data[50] ^ 1]) + data[51:], lambda data: data[:50], lambda data: b""]
-)
-def test_a_damaged_file_is_not_run(
-    folder: PrivateFolder, caplog: pytest.LogCaptureFixture, spoilt: Callable[[bytes], bytes]
+def test_a_damaged_file_is_not_run_until_it_is_made_anew(
+    folder: PrivateFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Until it is made anew."""
-    folder.keep("one", b"program " * 10)
-    file = folder.path / "one"
-    file.write_bytes(spoilt(file.read_bytes()))
-    assert folder.read("one") is None
-    assert len(caplog.messages) == 1 and f"{file} is damaged" in caplog.messages[0]
-    folder.keep("one", b"program " * 10)
-    assert folder.read("one") == b"program " * 10
-
-
-def test_where_nothing_can_be_kept_it_goes_on(folder: PrivateFolder, caplog: pytest.LogCaptureFixture) -> None:
-    folder.path.parent.mkdir()
-    folder.path.write_text("a file where the folder should be")
-    folder.path.chmod(0o600)
-    folder.keep("one", b"program")
-    assert folder.read("one") is None
-    assert len(caplog.messages) == 1 and "cannot cache" in caplog.messages[0]
+    file, data = folder.path / "one", b"program " * 10
+    folder.keep("one", data)
+    stored = file.read_bytes()
+    for spoilt in (stored[:50] + bytes([stored[50] ^ 1]) + stored[51:], stored[:50], b""):
+        file.write_bytes(spoilt)
+        assert folder.read("one") is None and f"{file} is damaged" in caplog.messages[-1]
+        folder.keep("one", data)
+        assert folder.read("one") == data
+    assert len(caplog.messages) == 3
+    nowhere = PrivateFolder(file / "programs", 100)  # a file where the folder should be
+    nowhere.keep("one", data)
+    assert nowhere.read("one") is None and "cannot cache" in caplog.messages[-1]
