@@ -57,14 +57,6 @@ def test_prompts_are_taken_as_slots_become_free() -> None:
     stream.close()
 
 
-def test_a_longer_prompt_than_any_before_waits_for_a_larger_cache() -> None:
-    decoder = _decoder()
-    prompts = [[1], [2, 3], list(range(40)), [4], list(range(50, 90)), [5]]
-    done = dict(decoder.complete(prompts, num_slots=2, **OPTIONS))
-    for i, prompt in enumerate(prompts):
-        assert done[i].token_ids == decoder.generate([prompt], **OPTIONS | {"seed": 5 + i})[0].token_ids
-
-
 def test_errors_of_single_prompts_do_not_end_the_others() -> None:
     """A model that gives NaN after one word, an option that is out of range, a prompt that is too long."""
     decoder = _decoder(tie_word_embeddings=False)
@@ -79,16 +71,10 @@ def test_errors_of_single_prompts_do_not_end_the_others() -> None:
         assert isinstance(one, kinds.get(i, Completion)), (i, one)
     assert isinstance(done[1], OutriderError) and "position 1 of the text" in str(done[1])
     assert done[0].token_ids == decoder.generate(["w1 w2"], **OPTIONS, **bias)[0].token_ids
-
-
-def test_options_of_the_call_are_checked_at_once() -> None:
-    decoder = _decoder()
-    with pytest.raises(OptionError, match="did you mean temperature"):
-        decoder.complete([], temprature=1.0)
-    with pytest.raises(OptionError, match="num_slots = 0"):
-        decoder.complete([], num_slots=0)
-    with pytest.raises(OptionError, match="num_draft_tokens = 'much'"):
-        decoder.complete([], num_draft_tokens="much")
+    # Options of the call are checked at once.
+    for options in ({"temprature": 1.0}, {"num_slots": 0}, {"num_draft_tokens": "much"}):
+        with pytest.raises(OptionError, match="did you mean temperature|num_slots = 0|num_draft_tokens = 'much'"):
+            decoder.complete([], **options)
     with pytest.raises(PromptError, match="prompts are one or several"):
         decoder.complete(5)
     assert list(decoder.complete([])) == []

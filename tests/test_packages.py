@@ -73,66 +73,36 @@ def _package(name: str) -> str:
     return name.split(".")[0]
 
 
-def test_every_package_has_its_layer() -> None:
-    assert {_package(name) for name in _modules()} == LAYER_OF.keys()
-
-
-@pytest.mark.parametrize("package", LAYER_OF)
-def test_imports_do_not_go_up(package: str) -> None:
-    modules = _modules()
-    for name in (name for name in modules if _package(name) == package):
-        for imported in map(_package, _imported(ast.parse(modules[name].read_text()), modules)):
-            assert LAYER_OF[package] <= LAYER_OF[imported], f"{name} imports {imported}"
-
-
-def test_nothing_is_imported_in_circles() -> None:
-    """Neither modules nor packages."""
+def test_imports_go_neither_up_nor_in_circles() -> None:
+    """Neither of modules nor of packages. Running a model knows no kernels, and known mistakes are for certificates
+    alone: no option of the decoder leads to them. Package files hold a docstring and nothing else."""
     modules = _modules()
     graph = {name: set(_imported(ast.parse(path.read_text()), modules)) for name, path in modules.items()}
     packages: dict[str, set[str]] = {package: set() for package in LAYER_OF}
     for name, found in graph.items():
-        packages[_package(name)] |= {_package(other) for other in found} - {_package(name)}
+        for imported in map(_package, found):
+            assert LAYER_OF[_package(name)] <= LAYER_OF[imported], f"{name} imports {imported}"
+            packages[_package(name)] |= {imported} - {_package(name)}
+    assert packages.keys() == LAYER_OF.keys(), "every package has its layer"
     for one in (graph, packages):
         TopologicalSorter(one).prepare()  # raises CycleError
-
-
-def test_running_a_model_knows_no_kernels() -> None:
-    modules = _modules()
-    for name in (name for name in modules if _package(name) == "runtime"):
-        assert "kernels" not in map(_package, _imported(ast.parse(modules[name].read_text()), modules))
-
-
-def test_the_top_level_is_small() -> None:
-    assert len(list(SRC.glob("*.py"))) <= 8
-
-
-def test_known_mistakes_are_for_certificates_only() -> None:
-    """No option of the decoder leads to them."""
-    modules = _modules()
-    users = {
-        name for name, path in modules.items() if "certify.controls" in _imported(ast.parse(path.read_text()), modules)
-    }
+    assert "kernels" not in packages["runtime"]
+    users = {name for name, found in graph.items() if "certify.controls" in found}
     assert users == {"certify.job", "certify.run", "cli.commands.certify"}
+    for tree in (ast.parse(modules[name].read_text()) for name in PACKAGE_FILES):
+        assert len(tree.body) == 1 and ast.get_docstring(tree)
+    assert len(list(SRC.glob("*.py"))) <= 8, "the top level is small"
 
 
-def test_package_files_hold_only_a_docstring() -> None:
-    for name in PACKAGE_FILES:
-        tree = ast.parse(_modules()[name].read_text())
-        assert len(tree.body) == 1
-        assert ast.get_docstring(tree)
-
-
-@pytest.mark.parametrize(
-    "name", ["records", "errors", "__init__", *(name for name in _modules() if name.startswith("cli."))]
-)
-def test_no_torch_at_import(name: str) -> None:
+def test_no_torch_at_import() -> None:
     """Records and errors know no tensors, and `outrider --help` does not wait for torch."""
-    for node in _top_level(ast.parse(_modules()[name].read_text()).body):
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            roots = {alias.name.split(".")[0] for alias in node.names} | {
-                (getattr(node, "module", "") or "").split(".")[0]
-            }
-            assert not roots & {"torch", "transformers"}, f"{name}, line {node.lineno}"
+    modules = _modules()
+    for name in ("records", "errors", "__init__", *(name for name in modules if name.startswith("cli."))):
+        for node in _top_level(ast.parse(modules[name].read_text()).body):
+            names = [alias.name for alias in getattr(node, "names", [])] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            heavy = {one.split(".")[0] for one in names} & {"torch", "transformers"}
+            assert not heavy, f"{name}, line {node.lineno}"
 
 
 def test_the_command_line_starts_without_torch() -> None:

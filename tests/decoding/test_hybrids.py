@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import toys
 from hybrids import FAMILIES, V, hybrid, hybrid_lm
 from languages import Remainders
 from outrider.decoding.engine import Engine, decode
@@ -22,10 +21,8 @@ from outrider.records import Request, Round, Stats
 from outrider.runtime import cache_layers, cache_shapes
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW
-from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL
-from outrider.scoring.teacher_forcing import Text, force
 from toys import as_lm, perturbed, request, run, tiny_llama, tokens
 
 NUM_TOKENS = 16
@@ -100,22 +97,6 @@ def test_constraints_and_penalties() -> None:
 
     expected = tokens(target, NO_DRAFTER, requests(), GUMBEL, 0)
     assert _texts(decode(target, drafter, requests(), GUMBEL, num_draft_tokens=4, num_slots=2), 4) == expected
-
-
-def test_plain_steps_are_recorded_one_token_wide(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain decoding is never behind its text, and teacher forcing feeds each token once."""
-    monkeypatch.setattr(toys, "execution", CapturedExecution)
-    target = hybrid_lm(hybrid("qwen3_5_text"))
-    assert target.mixers  # found by a forward of their own
-    widths: list[int] = []
-    feed = LM._feed
-    monkeypatch.setattr(LM, "_feed", lambda self, ids, *rest: widths.append(ids.shape[1]) or feed(self, ids, *rest))
-    tokens(target, NO_DRAFTER, [request(range(1, 10), max_new_tokens=12)], BLOCK, 0)
-    assert widths[0] == STRIDE and set(widths[1:]) == {1}
-    widths.clear()
-    ids = torch.randint(V, (2, 250), generator=torch.Generator().manual_seed(0))
-    forced = list(force(target, [Text(ids[0, :240].tolist()), Text(ids[1].tolist())]))
-    assert len(forced) > 1 and sum(widths) == 249
 
 
 def test_a_row_that_is_not_finite_leaves_no_state_behind() -> None:

@@ -1,25 +1,16 @@
 """Prompts of different lengths are fed without padding to the longest, and as if each were alone."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from hybrids import hybrid, hybrid_lm
 from outrider.decoding.batch import Row
 from outrider.decoding.runner import next_forward
-from outrider.drafters.base import NO_DRAFTER, Drafter
-from outrider.records import Request
-from outrider.runtime.cache import STRIDE
-from outrider.runtime.lm import LM, PREFILL_TOKENS
-from outrider.sampling.rules import BLOCK
-from toys import llama_pair, request, tokens
+from outrider.runtime.lm import PREFILL_TOKENS
+from toys import request
 
 MOST_PADDING = 64  # on the CPU
-FAR_APART = (150, 20, 230, 90, 1, 240, 160, 77)  # lengths of prompts in slots next to one another
 QUARTER = PREFILL_TOKENS // 4
 
 
@@ -63,48 +54,3 @@ def test_a_row_adds_less_padding_than_a_forward_costs(missing: list[int]) -> Non
     fed = missing[:num_rows]
     assert width == min(max(fed), PREFILL_TOKENS)
     assert num_rows * width - sum(min(n, width) for n in fed) <= MOST_PADDING * (num_rows - 1)
-
-
-def _count(patch: pytest.MonkeyPatch, lm: LM) -> Callable[[], int]:
-    """Tokens fed to a model so far, padding included."""
-    shapes: list[int] = []
-    feed = LM._feed
-
-    def counting(self: LM, ids: Tensor, *rest: object) -> object:
-        shapes.append(ids.numel() if self is lm else 0)
-        return feed(self, ids, *rest)
-
-    patch.setattr(LM, "_feed", counting)
-    return lambda: sum(shapes)
-
-
-def _prompts(lengths: tuple[int, ...], num_tokens: int) -> list[Request]:
-    rng = torch.Generator().manual_seed(0)
-    prompts = [torch.randint(60, (n,), generator=rng).tolist() for n in lengths]
-    return [request(ids, seed=i, max_new_tokens=num_tokens) for i, ids in enumerate(prompts)]
-
-
-def test_every_token_is_fed_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the target and to the draft nothing is padded where lengths are far apart; a model with states is fed whole
-    strides before the first round, which feeds the rest of every row."""
-    target, drafter = llama_pair()
-    states = hybrid_lm(hybrid("qwen3_5_text"))
-    given = [n - 1 for n in FAR_APART]
-    # The round feeds each row's last token; the draft, for which there is nothing to draft, leaves short prompts.
-    kept = [n for n in given if n > PREFILL_TOKENS // len(given)]
-    rests = [n % STRIDE for n in given]
-    of_states = sum(given) - sum(rests) + len(given) * (max(rests) + 1)
-    for watched, num_tokens in ((target, sum(given) + len(given)), (drafter.lm, sum(kept)), (states, of_states)):
-        with monkeypatch.context() as patch:
-            num_fed = _count(patch, watched)
-            run = (states, NO_DRAFTER) if watched is states else (target, drafter)
-            tokens(*run, _prompts(FAR_APART, 1), BLOCK, 0 if watched is states else 4)
-            assert num_fed() == num_tokens
-
-
-@pytest.mark.parametrize("has_states", [False, True])
-def test_texts_are_those_of_rows_alone(has_states: bool) -> None:
-    """In float64."""
-    pair: tuple[LM, Drafter] = (hybrid_lm(hybrid("qwen3_5_text")), NO_DRAFTER) if has_states else llama_pair()
-    requests = _prompts(FAR_APART[:5], 12)
-    assert tokens(*pair, requests, BLOCK, 4) == [tokens(*pair, [one], BLOCK, 4)[0] for one in requests]
