@@ -1,6 +1,7 @@
 """Packages lie in layers: imports never go up, nor in circles, and what must be quick to import stays free of torch."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -171,3 +172,16 @@ except ImportError:
     names = {alias.name for node in _top_level(tree.body) for alias in getattr(node, "names", [])}
     assert {"numpy", "scipy", "os"} <= names
     assert not names & {"torch", "load"}
+
+
+def _odd(code: str) -> list[str]:
+    """Docstrings that begin with neither a verb nor a noun."""
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef
+    texts = [ast.get_docstring(node) or "" for node in ast.walk(ast.parse(code)) if isinstance(node, kinds)]
+    return [text for text in texts if re.match(r"(Of|The same|That|What)\b", text)]
+
+
+def test_docstrings_begin_with_a_verb_or_a_noun() -> None:
+    found = {str(path): odd for path in SRC.rglob("*.py") if (odd := _odd(path.read_text(encoding="utf-8")))}
+    assert found == {}
+    assert _odd('def f():\n    """Of a row: what is accepted."""\n') == ["Of a row: what is accepted."]
