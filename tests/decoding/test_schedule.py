@@ -51,6 +51,7 @@ class World:
     Attributes:
         share, costs: see COSTS.
         alpha: probability that a drafted token is accepted, by the number of rounds so far.
+        found: that anything is drafted for a row.
         pace: factor of all times, by the number of rounds so far.
         spread: of the logarithms of times.
         held_up: probability that a round is seen to take five times as long.
@@ -60,6 +61,7 @@ class World:
     share: float
     costs: dict[int, float]
     alpha: Callable[[int], float]
+    found: float = 1.0
     pace: Callable[[int], float] = lambda number: 1.0
     spread: float = 0.15
     held_up: float = 0.02
@@ -77,13 +79,15 @@ class World:
             k = schedule.next_k(rows, self.num_rows)
             counts = []
             for _ in rows:
-                stands = [rng.random() < self.alpha(number) for _ in range(k)]
-                counts.append(RowCounts(k, k, [*stands, False].index(False)))
-            seconds = self.costs[k]
+                num_drafted = k if rng.random() < self.found else 0
+                stands = [rng.random() < self.alpha(number) for _ in range(num_drafted)]
+                counts.append(RowCounts(k, num_drafted, [*stands, False].index(False)))
+            num_columns = max(row.num_drafted for row in counts)
+            seconds = self.costs[num_columns]
             seen = seconds * self.pace(number) * math.exp(noise.gauss(0.0, self.spread))
             seen *= 5 if noise.random() < self.held_up else 1
             usual = seen if k == last_k else None
-            schedule.learn(RoundOutcome(k, self.num_rows, k, counts, usual, self.length))
+            schedule.learn(RoundOutcome(k, self.num_rows, num_columns, counts, usual, self.length))
             num_tokens = sum(row.num_accepted + 1 for row in counts)
             yield k, num_tokens, seconds + (self.costs[0] * self.change if k != last_k else 0.0)
             number, last_k = number + 1, k
@@ -123,6 +127,13 @@ def test_k_is_near_the_best_constant_one(name: str) -> None:
         if alpha == 0:
             four, plain = (world.rate(ConstantSchedule(k), 0, 0, 500) for k in (4, 0))
             assert four < 0.95 * plain
+
+
+def test_look_ups_that_seldom_find_anything() -> None:
+    """A round in which nothing was drafted takes the time of a plain one, whatever K is."""
+    for alpha in (0.0, 0.9):
+        world = World(0.0, COSTS["middling"][1], lambda _, alpha=alpha: alpha, found=0.3, change=0.0)
+        assert world.ratio(0, 200, 8) > 0.93 and world.ratio(200, 4_000, 2) > 0.95, alpha
 
 
 def test_drafts_that_become_useful_and_useless() -> None:
