@@ -117,12 +117,8 @@ class Timing:
     total_s: float = 0.0
 
     def __add__(self, other: Timing) -> Timing:
-        return Timing(
-            self.prefill_s + other.prefill_s,
-            self.draft_s + other.draft_s,
-            self.verify_s + other.verify_s,
-            self.total_s + other.total_s,
-        )
+        names = "prefill_s", "draft_s", "verify_s", "total_s"
+        return Timing(*(getattr(self, name) + getattr(other, name) for name in names))
 
     @property
     def decode_s(self) -> float:
@@ -136,13 +132,7 @@ class Timing:
 
     def to_json(self) -> dict[str, float]:
         """The seconds by part."""
-        return {
-            "prefill": self.prefill_s,
-            "draft": self.draft_s,
-            "verify": self.verify_s,
-            "rest": self.rest_s,
-            "total": self.total_s,
-        }
+        return {name: getattr(self, f"{name}_s") for name in ("prefill", "draft", "verify", "rest", "total")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +190,7 @@ class RowRound:
 _after_row = attrgetter(*[one.name for one in fields(RowRound)][1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """One draft-verify-commit cycle over the unfinished rows."""
 
     rows: tuple[RowRound, ...]

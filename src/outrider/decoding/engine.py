@@ -192,8 +192,12 @@ class Engine:
         # All rounds before it were read: the lengths are those with which it began.
         most_drafted = [row.most_drafted(done.k) for row in done.rows if row is not None and not row.is_done]
         row_rounds = read(done, self._target.name)
-        self._warn_of_broken_drafts(row_rounds)
-        self._leave_ended(done)
+        if not self._has_warned and any(row.has_broken_draft for row in row_rounds):  # it costs speed alone
+            self._has_warned = True
+            _LOG.warning("the draft %s gave NaN or infinite logits: its drafts are cut there", self._drafter.name)
+        for row in done.rows:
+            if row is not None and row.is_done and row.slot >= 0:
+                self._leave(row)
         self._move_down()
         is_idle = self._scheduler.is_idle
         if is_idle and self._in_flight:
@@ -201,7 +205,13 @@ class Engine:
             clock.wait(self._in_flight[-1].marks[-1])
             self._in_flight.clear()
         timing = self._timing(done, begin_s)
-        self._learn(done, most_drafted, row_rounds, timing, is_idle=is_idle)
+        pairs = zip(most_drafted, row_rounds, strict=True)
+        counts = [RowCounts(num, row.num_drafted, row.num_accepted) for num, row in pairs]
+        # Unrepresentative times: after a prefill or a change of K, or when going idle.
+        is_usual = self._last_k == done.k and not (done.prefills or is_idle)
+        self._last_k, seconds = done.k, timing.decode_s if is_usual else None
+        longest = max((row.length for row in done.rows if row is not None), default=0)
+        self.schedule.learn(RoundOutcome(done.k, len(done.rows), done.num_columns, counts, seconds, longest))
         return Round((*lost, *row_rounds), timing)
 
     # Rounds
@@ -222,11 +232,7 @@ class Engine:
         return len(self._in_flight) * (self.schedule.max_k + 1)
 
     def _timing(self, done: StartedRound, begin_s: float) -> Timing:
-        """Timing of a round.
-
-        Args:
-            begin_s: time at which the host began to wait for the round.
-        """
+        """Timing of a round for which the host began to wait at ``begin_s``."""
         drafting, verifying, verified, end = done.marks
         seconds = self._runner.clock.seconds
         prefill_s = sum(seconds(*pair) for pair in done.prefills)
@@ -234,47 +240,12 @@ class Engine:
         total_s = max(time.perf_counter() - begin_s, prefill_s + seconds(drafting, end))
         return Timing(prefill_s, seconds(drafting, verifying), seconds(verifying, verified), total_s)
 
-    def _learn(
-        self,
-        done: StartedRound,
-        most_drafted: Sequence[int],
-        row_rounds: Sequence[RowRound],
-        timing: Timing,
-        *,
-        is_idle: bool,
-    ) -> None:
-        """Tell the schedule of a round.
-
-        Args:
-            most_drafted: the most tokens that each row was to draft.
-        """
-        # Unrepresentative times: after a prefill or a change of K, or when going idle.
-        is_usual = self._last_k == done.k and not (done.prefills or is_idle)
-        self._last_k = done.k
-        rows = [
-            RowCounts(num, row.num_drafted, row.num_accepted) for num, row in zip(most_drafted, row_rounds, strict=True)
-        ]
-        seconds = timing.decode_s if is_usual else None
-        longest = max((row.length for row in done.rows if row is not None), default=0)
-        self.schedule.learn(RoundOutcome(done.k, len(done.rows), done.num_columns, rows, seconds, longest))
-
-    def _warn_of_broken_drafts(self, row_rounds: Sequence[RowRound]) -> None:
-        """Log once that a draft was cut, which costs speed and changes no output."""
-        if not self._has_warned and any(row.has_broken_draft for row in row_rounds):
-            self._has_warned = True
-            _LOG.warning("the draft %s gave NaN or infinite logits: its drafts are cut there", self._drafter.name)
-
     # Joining and leaving
 
     def _leave_cancelled(self) -> None:
         cancelled = self._scheduler.take_cancelled()
         for row in self._rows_with_slots() if cancelled else ():
             if row.index in cancelled:
-                self._leave(row)
-
-    def _leave_ended(self, done: StartedRound) -> None:
-        for row in done.rows:
-            if row is not None and row.is_done and row.slot >= 0:
                 self._leave(row)
 
     def _fail(self, rows: Sequence[Row], error: DeviceError) -> RowRound:
@@ -320,7 +291,6 @@ class Engine:
             self._batch.admit(row)
 
     def _assign(self, slot: int, source: int, num_tokens: int) -> None:
-        """Copy a prefix from one slot to another."""
         if slot != source:  # sessions rely on a slot having the tokens of its cache, and one more
             self._batch.ids[slot, :num_tokens] = self._batch.ids[source, :num_tokens]
             self._batch.lengths[slot] = num_tokens + 1
