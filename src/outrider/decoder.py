@@ -94,7 +94,8 @@ class Decoder(GenerationCalls):
         if self.acceptance not in RULES:
             raise OptionError("acceptance", self.acceptance, f"choose one of {', '.join(RULES)}")
         check_num_draft_tokens(self.num_draft_tokens)
-        if self.pair_state is None or not self.pair_state.is_of(self.target, self.drafter):
+        pair = self.pair_state
+        if pair is None or pair.target is not self.target or pair.drafter is not self.drafter:
             object.__setattr__(self, "pair_state", PairState(self.target, self.drafter))
 
     def plain(self) -> Decoder:

@@ -106,16 +106,10 @@ class Engine:
         self._target, self._drafter = target, drafter
         self._capacity = capacity = min(capacity, target.context_len)
         self._prefill_chunk = prefill_chunk
-        executions = [lm.execution for lm in (target, *drafter.models)]
-        self._batch = Batch(
-            num_slots,
-            capacity,
-            schedule.max_k,
-            target.vocab_size,
-            target.device,
-            takes_candidates=not any(one.is_prepared for one in executions),
-        )
-        self._runner = Runner(target, drafter, rule, num_slots=num_slots, capacity=capacity, max_k=schedule.max_k)
+        takes_candidates = not any(lm.execution.is_prepared for lm in (target, *drafter.models))
+        sizes = num_slots, capacity, schedule.max_k
+        self._batch = Batch(*sizes, target.vocab_size, target.device, takes_candidates=takes_candidates)
+        self._runner = Runner(target, drafter, rule, *sizes)
         self._lookahead = 0 if self._runner.reads_rounds else target.execution.lookahead
         cache = self._runner.cache
         self._scheduler = Scheduler(Slots(num_slots, cache.take_over, shares_parts=not cache.has_anchors), queue)
@@ -128,14 +122,7 @@ class Engine:
         self._inference_mode = torch.inference_mode()  # made once: as a decorator it would be made for every round
 
     def submit(self, request: Request, client: str = "", priority: int = 0) -> int:
-        """Queue a request.
-
-        Args:
-            client, priority: see ``FairQueue``.
-
-        Returns:
-            Its index, as in ``RowRound.row``.
-        """
+        """Queue a request, and return its index, as in ``RowRound.row``. For client and priority see ``FairQueue``."""
         assert 0 < len(request.prompt_ids) < self._capacity, "a prompt has a token, and leaves room for one"
         assert (request.num_draft_tokens or 0) <= self.schedule.max_k
         limit = min(final_length(self._target, request), self._capacity)
@@ -217,8 +204,8 @@ class Engine:
     # Rounds
 
     def _start_round(self) -> StartedRound:
-        batch, execution = self._batch, self._target.execution
-        num_rows = min(execution.round_rows(self._slots.height), len(batch.rows))
+        batch = self._batch
+        num_rows = min(self._target.execution.round_rows(self._slots.height), len(batch.rows))
         chosen_k = self.schedule.next_k(batch.running, num_rows)
         return self._runner.start(batch, batch.view(num_rows, chosen_k, self._most_unread), chosen_k)
 
@@ -299,16 +286,10 @@ class Engine:
     def _move_down(self) -> None:
         """Move a row that alone keeps the batch wider than necessary to a lower free slot."""
         height, num_used, round_rows = self._slots.height, self._slots.num_used, self._target.execution.round_rows
-        if self._scheduler.has_waiting or height == num_used:
-            self._num_high = 0
-            return
         others = max((row.slot + 1 for row in self._rows_with_slots() if row.slot + 1 < height), default=0)
-        if round_rows(max(others, num_used)) >= round_rows(height):
-            self._num_high = 0
-            return
-        self._num_high += 1
-        row = self._batch.rows[height - 1]
-        if self._num_high <= _PATIENCE or row is None:
+        is_high = height > num_used and round_rows(max(others, num_used)) < round_rows(height)
+        self._num_high = self._num_high + 1 if is_high and not self._scheduler.has_waiting else 0
+        if self._num_high <= _PATIENCE or (row := self._batch.rows[height - 1]) is None:
             return
         slot = self._slots.lowest_free()
         self._runner.assign(slot, row.slot, row.longest(self._most_unread))

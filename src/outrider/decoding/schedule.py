@@ -196,7 +196,6 @@ class _Load:
         return math.log(1 + _MORE * (num_rows * (k + 1) - 1) + self._draft_share * num_steps)
 
     def learn_width(self, outcome: RoundOutcome) -> None:
-        """Learn how many of the wanted columns were verified."""
         most_wanted = max((row.num_wanted for row in outcome.rows), default=0)
         self._widths.learn([(outcome.num_columns, most_wanted)])
 
@@ -384,12 +383,7 @@ class PairState:
     drafter: Drafter
     _by_rule: dict[str, Estimates] = field(default_factory=dict, init=False)
 
-    def is_of(self, target: LM, drafter: Drafter) -> bool:
-        """Whether these are its models, with their executions."""
-        return target is self.target and drafter is self.drafter
-
     def estimates(self, rule: Rule) -> Estimates:
-        """The estimates under this rule."""
         if rule.name not in self._by_rule:
             sizes = [sum(one.numel() for one in lm.weights.parameters()) for lm in (self.target, *self.drafter.models)]
             share = current_ranks().shared(sum(sizes[1:]) / max(1, sizes[0]))
