@@ -176,8 +176,7 @@ class Batch:
     ) -> None:
         """
         Args:
-            capacity: most tokens in a row.
-            max_k: most tokens drafted in a round; the buffer has room for them beyond the last token.
+            capacity: most tokens in a row; the buffer has room for ``max_k`` drafted ones beyond the last.
             takes_candidates: see ``Settings``.
         """
         self.rows: list[Row | None] = [None] * num_slots
@@ -211,12 +210,11 @@ class Batch:
 
     def start(self, row: Row) -> None:
         """Activate a row whose prefill is complete."""
-        slot, sampling = row.slot, row.request.sampling
+        slot, sampling, constant_k = row.slot, row.request.sampling, row.request.num_draft_tokens
         self.rows[slot] = row
         self.limits[slot], self.draft_ends[slot] = row.limit, row.draft_end
         self.last_ids[slot, 0] = row.token_ids[-2] if row.length > 1 else 0
         self.last_ids[slot, 1] = row.token_ids[-1]
-        constant_k = row.request.num_draft_tokens
         self._constant_k[slot] = -1 if constant_k is None else constant_k
         self.settings = self.settings.with_row(slot, sampling, self._vocab_size)
         self.history = self.settings.with_room(self.history, len(self.rows), self._vocab_size)

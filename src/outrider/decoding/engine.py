@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -59,15 +60,10 @@ def decode(
     if not requests:
         return
     schedule = ConstantSchedule(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
-    engine = Engine(
-        target,
-        drafter,
-        rule,
-        num_slots=min(num_slots or len(requests), len(requests)),
-        capacity=max(final_room(target, request, schedule.max_k) for request in requests),
-        schedule=schedule,
-        prefill_chunk=None,
-    )
+    num_slots = min(num_slots or len(requests), len(requests))
+    capacity = max(final_room(target, request, schedule.max_k) for request in requests)
+    sizes: Any = {"num_slots": num_slots, "capacity": capacity, "prefill_chunk": None}
+    engine = Engine(target, drafter, rule, schedule=schedule, **sizes)
     for request in requests:
         engine.submit(request)
     while (round_ := engine.step()) is not None:

@@ -86,11 +86,8 @@ class Logprobs(NamedTuple):
 
     def of(self, b: int, num_tokens: int, num_top: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of the first tokens of one row."""
-        chosen, top, ids = (values[b, :num_tokens].tolist() for values in self)
-        return tuple(
-            TokenLogprob(chosen[i], tuple(zip(ids[i][:num_top], top[i][:num_top], strict=True)))
-            for i in range(num_tokens)
-        )
+        rows = zip(*(values[b, :num_tokens].tolist() for values in self), strict=True)
+        return tuple(TokenLogprob(one, tuple(zip(ids[:num_top], top[:num_top], strict=True))) for one, top, ids in rows)
 
 
 def read(started: StartedRound, target_name: str) -> list[RowRound]:

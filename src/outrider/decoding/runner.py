@@ -161,9 +161,7 @@ def next_forward(
 
     Args:
         filling: rows whose prefill is incomplete, at least one, the longest waiting first.
-        device: of the target.
-        chunk: the most tokens of a row; None for as many as a forward takes.
-        num_left: the most tokens of several rows together; None likewise.
+        chunk, num_left: the most tokens of a row, and of several together; None for as many as a forward takes.
 
     Returns:
         The rows, and the most tokens that each is fed.

@@ -91,11 +91,7 @@ class RoundOutcome:
 
 
 class Schedule(Protocol):
-    """Chooses K, round by round.
-
-    Attributes:
-        max_k: the largest K that it may choose.
-    """
+    """Chooses K, round by round, up to ``max_k``."""
 
     @property
     def max_k(self) -> int: ...
@@ -291,7 +287,6 @@ class Estimates:
             self._at(_load_of(num_rows, 0)[0], length).learn_times(num_rows, k, seconds)
 
     def _at(self, size: int, length: int) -> _Load:
-        """The load of these logarithms."""
         if (size, length) not in self._loads:
             nearest = min(self._loads, key=lambda one: abs(one[0] - size) + abs(one[1] - length), default=None)
             like = None if nearest is None else self._loads[nearest]

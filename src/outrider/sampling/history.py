@@ -39,11 +39,7 @@ class History:
         return History(*(None if value is None else change(value) for value in values))
 
     def begin(self, row: int, ids: Tensor, num_given: int) -> None:
-        """Start a new sequence in a row. In place.
-
-        Args:
-            ids: its tokens so far; the first ``num_given`` are the prompt. [N]
-        """
+        """Start a new sequence in a row, in place: its tokens so far, of which the first are the prompt. [N]"""
         if self.seen is not None:
             self.seen[row] = False
             self.seen[row, ids] = True
