@@ -46,6 +46,8 @@ from outrider.text.row_text import RowText
 from outrider.text.thinking import Thinking
 from outrider.text.tokenizer import Detokenizer, Prompt, encode
 
+_LEAST_SESSION_CAPACITY = 2048  # tokens of a slot, so that most sessions never grow
+
 
 class ReadPrompt(NamedTuple):
     """A checked prompt for any number of requests: token ids, and what the model has read of images at placeholders."""
@@ -160,7 +162,7 @@ class Decoder(GenerationCalls):
         """
         own = self._with(num_draft_tokens, acceptance)
         check_num_slots(slots, "slots")
-        least, most = 2048, self.target.context_len  # so that most sessions never grow
+        least, most = _LEAST_SESSION_CAPACITY, self.target.context_len
         if capacity is not None:
             if isinstance(capacity, bool) or not isinstance(capacity, int) or not 2 <= capacity <= most:
                 remedy = f"a whole number of tokens from 2 to {most}, the context of {self.target.name}"
