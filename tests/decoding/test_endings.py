@@ -48,23 +48,14 @@ def test_never_one_token_too_many(rule: Rule) -> None:
                 left -= len(row.token_ids)
 
 
-class _Rounding(EagerExecution):
-    """Rounds the number of rows up, as compiled steps do."""
-
-    def round_rows(self, num_rows: int) -> int:
-        return power_of_two(num_rows)
-
-
 @ALL_RULES
 def test_a_row_that_ended_stays_in_a_batch_of_fixed_width(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     """The noise made ahead covers 64 tokens of a row. The last row goes ahead of the others by drafts that are always
     right, and ends with the 64th: none was made for where it stays."""
-    monkeypatch.setattr("toys.execution", _Rounding)
+    monkeypatch.setattr(EagerExecution, "round_rows", lambda self, num_rows: power_of_two(num_rows))
     target, _ = table_pair(8)
-    requests = [
-        dataclasses.replace(request((1,), seed=i, max_new_tokens=64), num_draft_tokens=3 if i == 3 else 0)
-        for i in range(4)
-    ]
+    asked = [(request((1,), seed=i, max_new_tokens=64), 3 if i == 3 else 0) for i in range(4)]
+    requests = [dataclasses.replace(one, num_draft_tokens=k) for one, k in asked]
     outputs = run(target, model_drafter(target), requests, rule, 3)
     assert [len(output.rounds) for output in outputs] == [64, 64, 64, 16]
 
@@ -100,31 +91,27 @@ def test_rows_that_draft_beyond_their_end_give_a_prefix(rule: Rule) -> None:
         assert prefixes(outputs(target, drafter, (17 - left, 23 - left, 14 - left)), whole)
 
 
-@pytest.mark.parametrize(("rule", "drafter_name"), [(REJECTION, "model"), (GUMBEL, "model"), (BLOCK, "ngram")])
-def test_drafts_are_reported_with_p_and_q_where_asked_for(rule: Rule, drafter_name: str) -> None:
-    """All of them, rejected or not, with the probabilities of the tables; not for the row beside."""
+@pytest.mark.parametrize("rule", [REJECTION, GUMBEL])
+def test_drafts_are_reported_with_p_and_q_where_asked_for(rule: Rule) -> None:
+    """All of them, rejected or not, with the probabilities of the tables, or one-hot q; not for the row beside."""
     table = random_table(8, 0, 1.5)
-    target, drafter = table_lm(table), model_drafter(table_lm(0.5 * table + random_table(8, 1), name="draft"))
     p_table, q_table = (one.softmax(-1) for one in (table, 0.5 * table + random_table(8, 1)))
-    requests = _requests(PROMPTS, 30)
-    requests[0] = dataclasses.replace(requests[0], reports_drafts=True)
-    asked, *others = run(target, drafter if drafter_name == "model" else ngram_drafter(), requests, rule, 4)
-    assert all(row.drafted is None for output in others for row in output.rounds)
-    text, num_rejected = list(PROMPTS[0]), 0
-    for row in asked.rounds:
-        assert row.drafted is not None and len(row.drafted) == row.num_drafted
-        ids = [one.token_id for one in row.drafted]
-        assert tuple(ids[: row.num_accepted]) == row.token_ids[: row.num_accepted]
-        for before, one in zip([text[-1], *ids], row.drafted, strict=False):
-            assert one.p == pytest.approx(p_table[before, one.token_id].item(), abs=1e-6)
-            q = q_table[before, one.token_id].item() if drafter_name == "model" else 1.0
-            assert one.q == pytest.approx(q, abs=1e-6)
-        if row.num_accepted < row.num_drafted:
-            rejected = row.drafted[row.num_accepted]
-            assert rule is not REJECTION or rejected.p < rejected.q
-            num_rejected += 1
-        text += row.token_ids
-    assert num_rejected > 2
+    for drafter in (model_drafter(table_lm(q_table.log(), name="draft")), ngram_drafter()):
+        requests = _requests(PROMPTS, 30)
+        requests[0] = dataclasses.replace(requests[0], reports_drafts=True)
+        asked, *others = run(table_lm(table), drafter, requests, rule, 4)
+        assert all(row.drafted is None for output in others for row in output.rounds)
+        text, num_rejected = list(PROMPTS[0]), 0
+        for row in asked.rounds:
+            assert row.drafted is not None and len(row.drafted) == row.num_drafted
+            ids = [one.token_id for one in row.drafted]
+            assert tuple(ids[: row.num_accepted]) == row.token_ids[: row.num_accepted]
+            for before, one in zip([text[-1], *ids], row.drafted, strict=False):
+                q = 1.0 if drafter.is_one_hot else q_table[before, one.token_id].item()
+                assert (one.p, one.q) == pytest.approx((p_table[before, one.token_id].item(), q), abs=1e-6)
+            num_rejected += row.num_accepted < row.num_drafted
+            text += row.token_ids
+        assert num_rejected > 2
 
 
 def test_logits_beyond_the_vocabulary_are_never_sampled() -> None:
@@ -146,34 +133,25 @@ def test_a_stop_acts_token_by_token(rule: Rule, drafter_name: str) -> None:
     target, by_model = table_pair(8)
     drafter = {"model": by_model, "itself": model_drafter(target), "none": NO_DRAFTER}[drafter_name]
     requests = [request((1, 2), stop=StopAt(3), seed=seed, max_new_tokens=40) for seed in range(80)]
-    endless = [request((1, 2), seed=seed, max_new_tokens=40) for seed in range(80)]
-    num_truncated = num_whole = 0
-    for one, output, whole in zip(
-        requests, run(target, drafter, requests, rule, 5), run(target, drafter, endless, rule, 5), strict=True
-    ):
-        expected = whole.token_ids
-        if 3 in expected:
-            expected = expected[: expected.index(3) + 1]
-            assert output.finish_reason == "eos"
-        else:
-            assert output.finish_reason == "length"
+    outputs = run(target, drafter, requests, rule, 5)
+    endless = tokens(target, drafter, [dataclasses.replace(one, stop=None) for one in requests], rule, 5)
+    truncated = []
+    for one, output, whole in zip(requests, outputs, endless, strict=True):
+        expected = whole[: whole.index(3) + 1] if 3 in whole else whole
         assert output.token_ids == tuple(one.stop.pushed) == expected
+        assert output.finish_reason == ("eos" if 3 in whole else "length")
         *before, last = output.rounds
         assert not any(row.is_truncated for row in before)
         assert all(len(row.token_ids) == row.num_accepted + 1 == len(row.origins) for row in before)
         assert last.is_truncated == (len(last.token_ids) < last.num_accepted + 1)
         assert len(last.origins) == len(last.token_ids)
-        num_truncated += last.is_truncated
-        num_whole += not last.is_truncated
-        counted = output.rounds if not last.is_truncated else before
-        stats = output.stats
-        assert stats.num_generated_tokens == len(expected)
-        assert stats.num_rounds == len(counted)
+        truncated.append(last.is_truncated)
+        counted, stats = output.rounds if not last.is_truncated else before, output.stats
+        assert (stats.num_generated_tokens, stats.num_rounds) == (len(expected), len(counted))
         assert stats.num_truncated_rounds == int(last.is_truncated)
         assert stats.num_draft_tokens == sum(row.num_drafted for row in counted)
         assert stats.num_accepted_draft_tokens == sum(row.num_accepted for row in counted)
-    assert num_whole > 0
-    assert (num_truncated > 0) == (drafter_name != "none")
+    assert set(truncated) == ({False} if drafter_name == "none" else {False, True})
 
 
 def test_a_stop_at_the_last_token_of_a_round_truncates_nothing() -> None:
@@ -227,22 +205,14 @@ def test_bad_logits_of_the_target_are_an_error_that_tells_where(rule: Rule) -> N
         run(target, NO_DRAFTER, requests, rule, 3)
     good = table_lm(random_table(6, 3), name="the good one")
     bad = table_lm(_bad_after(4, torch.nan, table_seed=3), name="the bad one")
+    greedy = [request((0,), temperature=0.0, max_new_tokens=20)]
     for k in (3, 4):
         with pytest.raises(NumericsError, match="the bad one .* position 4 of the text;"):
-            run(bad, model_drafter(good), [request((0,), temperature=0.0, max_new_tokens=20)], rule, k)
-
-
-@ALL_RULES
-def test_a_draft_ends_before_bad_logits_of_its_own(rule: Rule) -> None:
-    """The chain goes 0, 2, 1, 4, and the draft has no distribution after 4."""
-    good = table_lm(random_table(6, 3))
-    bad = model_drafter(table_lm(_bad_after(4, torch.nan, table_seed=3)))
-    requests = [request((0,), temperature=0.0, max_new_tokens=20)]
-    for k in (3, 4):
-        first = next(decode(good, bad, requests, rule, num_draft_tokens=k)).rows[0]
-        assert first.token_ids == (2, 1, 4, 1) and first.num_drafted == 3
-        assert first.has_broken_draft == (k == 4)
-        assert tokens(good, bad, requests, rule, k) == tokens(good, NO_DRAFTER, requests, rule, 0)
+            run(bad, model_drafter(good), greedy, rule, k)
+        # A draft ends before bad logits of its own.
+        first = next(decode(good, model_drafter(bad), greedy, rule, num_draft_tokens=k)).rows[0]
+        assert first.token_ids == (2, 1, 4, 1) and first.num_drafted == 3 and first.has_broken_draft == (k == 4)
+        assert tokens(good, model_drafter(bad), greedy, rule, k) == tokens(good, NO_DRAFTER, greedy, rule, 0)
 
 
 def _gives_nan_after(token_id: int) -> LM:
