@@ -37,27 +37,19 @@ def test_lines_that_install_work_today() -> None:
     texts = [(path, path.read_text(encoding="utf-8")) for path in FILES]
     wrong = {(path, word) for path, text in texts for word in _installed(text) if word not in WORKS_TODAY}
     assert {one for one in wrong if "{" not in one[1]} == set()
-    text = (
-        "`pip install 'outrider[serve]'`\n  pip install .\npip install -e '.[test]' && pytest\npip install six '.[no]'"
-    )
-    assert [(word, word in WORKS_TODAY) for word in _installed(text)] == [
-        ("outrider[serve]", False),
-        (".", True),
-        (".[test]", True),
-        (".[no]", False),
-    ]
+    text = "`pip install 'outrider[serve]'`\n  pip install .\npip install -e '.[test]' && x\npip install six '.[no]'"
+    assert [*_installed(text)] == ["outrider[serve]", ".", ".[test]", ".[no]"]
+    assert {"outrider[serve]", ".[no]"}.isdisjoint(WORKS_TODAY)
 
 
 def test_the_readme_has_two_commands() -> None:
     """The second is read by .ci/run."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert re.findall(r"^pip install .*$", readme, re.MULTILINE) == [
-        "pip install . && outrider compare",
-        f"{INSTALL.format(extra='test')} && pytest",
-    ]
+    second = f"{INSTALL.format(extra='test')} && pytest"
+    assert re.findall(r"^pip install .*$", readme, re.MULTILINE) == ["pip install . && outrider compare", second]
     (pattern,) = re.findall(r"sed -n '(.*)' README", (ROOT / ".ci" / "run").read_text(encoding="utf-8"))
     done = subprocess.run(["sed", "-n", pattern, ROOT / "README.md"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{INSTALL.format(extra='test')} && pytest\n"
+    assert done.stdout == f"{second}\n"
 
 
 def test_messages_name_extras_that_exist() -> None:
