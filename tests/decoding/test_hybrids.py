@@ -132,26 +132,6 @@ def _conversation(engine: Engine, prompt: Sequence[int]) -> tuple[list[int], int
     return [i for row in rows for i in row.token_ids], sum(row.num_cached_tokens for row in rows)
 
 
-def test_a_text_that_goes_on_reuses_the_states() -> None:
-    """As a conversation does. A prompt that leaves the cached text before its anchor cannot; it is fed from the
-    start."""
-    target, drafter = _pair("qwen3_5_text")
-    engine = Engine(target, drafter, BLOCK, num_slots=2, capacity=150, schedule=ConstantSchedule(3))
-    first = [*PROMPTS[2]]
-    text, num_cached = _conversation(engine, first)
-    assert num_cached == 0
-    second = [*first, *text, 3, 4, 5]
-    anchor = int(engine._runner.cache.anchors.amax())
-    text, num_cached = _conversation(engine, second)
-    assert num_cached == anchor >= len(first)
-    prompts, texts = [[*first, 9], [*second, *text, 6]], [tuple(text)]
-    for prompt, is_found in zip(prompts, (False, True), strict=True):
-        text, num_cached = _conversation(engine, prompt)
-        assert num_cached == 0 if not is_found else num_cached >= len(second)
-        texts.append(tuple(text))
-    assert texts == tokens(target, NO_DRAFTER, _greedy([second, *prompts]), BLOCK, 0)
-
-
 def test_tokens_after_the_anchor_are_not_reported_as_cached() -> None:
     """They are fed again: a row that is cancelled leaves its anchor behind the tokens that the next prompt shares."""
     target, drafter = _pair("qwen3_5_text")

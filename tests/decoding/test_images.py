@@ -10,11 +10,9 @@ import torch
 import outrider
 from hybrids import hybrid
 from multimodal import IMAGE, KINDS, multimodal, with_image
-from outrider import decoder as decoder_module
 from outrider.decoder import Decoder
 from outrider.errors import PromptError
 from outrider.runtime.cache import SlotCache
-from outrider.runtime.media import read_media
 from pairs import random_llama
 
 BEFORE, AFTER = list(range(1, 25)), [5, 6, 7]  # long enough for a prefix to be reused
@@ -58,19 +56,6 @@ def test_text_is_that_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) ->
     if name == "qwen2_5_vl":
         monkeypatch.setattr(SlotCache, "shift", lambda *_: None)
         assert texts(decoder, prompts[:1]) != want[:1]
-
-
-def test_an_image_is_read_once_for_all_completions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also in a session; and with completions of a text beside them."""
-    model, prompt = multimodal("llava"), with_image("llava", BEFORE, AFTER, seed=1)
-    want = generated(model, prompt)
-    decoder = outrider.load(model, random_llama(), num_draft_tokens=2)
-    reads: list[Any] = []
-    monkeypatch.setattr(decoder_module, "read_media", lambda *given: reads.append(given) or read_media(*given))
-    assert texts(decoder, [prompt, TEXT], n=2)[:3] == [want, want, generated(model, TEXT)] and len(reads) == 1
-    with decoder.session(slots=2) as session:
-        both = session.generate([prompt], n=2, temperature=0.0, max_new_tokens=NUM_TOKENS, ignore_eos=True)
-    assert [list(one.token_ids) for one in both] == [want, want] and len(reads) == 2
 
 
 def test_images_that_do_not_fit_are_refused() -> None:

@@ -1,0 +1,320 @@
+"""The engine: what clients share, which prompts are fed together, and rounds that are started ahead."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import outrider.decoding.engine as decode_module
+from outrider.decoding import scheduler
+from outrider.decoding.batch import Row
+from outrider.decoding.engine import Engine, decode
+from outrider.decoding.fair_queue import FairQueue
+from outrider.decoding.runner import next_forward
+from outrider.decoding.schedule import ConstantSchedule
+from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.lookups import suffix_drafter
+from outrider.records import Round, RowRound
+from outrider.runtime.cuda_graphs import CapturedExecution
+from outrider.runtime.device_timer import Clock
+from outrider.runtime.lm import LM, PREFILL_TOKENS
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
+from toys import StopAt, llama_pair, request, tokens
+
+K = 3
+
+
+def _engine(
+    target: LM, drafter: Drafter, rule: Rule, num_slots: int, queue: FairQueue[Row] | None = None, k: int = K
+) -> Engine:
+    schedule = ConstantSchedule(k)
+    options = {"num_slots": num_slots, "capacity": 64, "schedule": schedule, "prefill_chunk": 8, "queue": queue}
+    return Engine(target, drafter, rule, **options)  # type: ignore[arg-type]
+
+
+def test_a_prefix_is_shared_among_requests_of_one_client() -> None:
+    """While its row runs and later, wherever the tokens are; others share what is common."""
+    target, drafter = llama_pair()
+    secret, other = list(range(30)), list(range(30, 55))
+    engine = _engine(target, drafter, REJECTION, num_slots=3)
+    engine.share([[5, 6], secret[:18]])
+
+    def num_cached(client: str, ids: Sequence[int], max_new_tokens: int = 4) -> int:
+        index = engine.submit(request(ids, max_new_tokens=max_new_tokens), client)
+        rows: list[RowRound] = []
+        while not (rows and rows[-1].finish_reason):  # others run on
+            round_ = engine.step()
+            rows += [] if round_ is None else [row for row in round_.rows if row.row == index]
+        (alone,) = tokens(target, drafter, [request(ids, max_new_tokens=max_new_tokens)], REJECTION, K)
+        assert tuple(i for row in rows for i in row.token_ids) == alone
+        return sum(row.num_cached_tokens for row in rows)
+
+    endless = engine.submit(request(secret, max_new_tokens=34), "alice")
+    assert num_cached("alice", secret) == 29
+    assert num_cached("bob", other) == 0
+    assert num_cached("bob", secret) == 18
+    assert num_cached("bob", secret) == 29  # his own by now
+    assert num_cached("carol", secret) == 18
+    engine.cancel(endless)
+    assert num_cached("alice", other) == 0
+    assert num_cached("alice", other) == 24
+    assert num_cached("", [*other, 1]) == 0
+    # While a prompt is fed, a row of the same client waits for its prefix, and no other.
+    for client, is_waiting in (("alice", True), ("bob", False)):
+        engine = _engine(target, NO_DRAFTER, REJECTION, num_slots=2)
+        for one in ("alice", client):
+            engine.submit(request(range(41), max_new_tokens=4), one)
+        engine.step()
+        assert engine.load.num_waiting == is_waiting
+
+
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
+    """Index, length of the prompt and length of each row that is paused."""
+    found: list[tuple[int, int, int]] = []
+    resume = scheduler.Scheduler.resume
+
+    def noted(self: scheduler.Scheduler, row: Row) -> None:
+        found.append((row.index, row.prompt_length, row.length))
+        resume(self, row)
+
+    monkeypatch.setattr(scheduler.Scheduler, "resume", noted)
+    return found
+
+
+@pytest.mark.each_execution
+@pytest.mark.parametrize(
+    ("rule", "drafter", "lookahead"),
+    [(REJECTION, None, 0), (GUMBEL, None, 2), (BLOCK, suffix_drafter(), 0)],
+    ids=["model", "model, ahead", "suffix"],
+)
+def test_a_paused_text_is_the_same(
+    rule: Rule,
+    drafter: Drafter | None,
+    lookahead: int,
+    paused: list[tuple[int, int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A client with all slots gives up one after the other, until others have their share, and goes on later."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 6)
+    target, by_model = llama_pair()
+    drafter = drafter or by_model
+    target.execution.lookahead = lookahead
+    options: list[dict[str, object]] = [
+        {"temperature": 0.0, "frequency_penalty": 1.0},
+        {"top_p": 0.9, "repetition_penalty": 1.2},
+        {"presence_penalty": 1.0, "min_tokens": 40, "stop_token_ids": (1, 2, 3)},
+        {},
+    ]
+    asked = [request([7, 8, 9 + i], seed=i, max_new_tokens=40, **options[i % 4]) for i in range(10)]
+    engine = _engine(target, drafter, rule, num_slots=4)
+    texts: dict[int, tuple[int, ...]] = {}
+
+    def step() -> bool:
+        round_ = engine.step()
+        for row in () if round_ is None else round_.rows:
+            texts[row.row] = (*texts.get(row.row, ()), *row.token_ids)
+        return round_ is not None
+
+    for number, client in enumerate("aaaaaabbbc"):
+        if number in (6, 9):
+            step()
+        assert engine.submit(asked[number], client) == number
+    while step():
+        pass
+    wanted = dict(enumerate(tokens(target, drafter, asked, rule, K)))
+    assert {0, 1, 2, 3} & {row for row, *_ in paused} and len(paused) >= 2
+    assert texts == wanted
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "clients", "is_across", "expected"),
+    [
+        (4, "b", False, "b"),
+        (4, "bcd", False, "bcd"),
+        (2, "bcd", False, "b"),  # more clients than slots
+        (1, "b", False, ""),
+        (4, "b", True, ""),  # priorities decide
+        (4, "aa", False, ""),
+    ],
+)
+def test_the_wait_of_a_client(
+    num_slots: int, clients: str, is_across: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is that until a row has generated some tokens; not until a text ends."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 12)
+    target, _ = llama_pair()
+    queue: FairQueue[Row] = FairQueue(has_priority_across_clients=is_across)
+    engine = _engine(target, NO_DRAFTER, REJECTION, num_slots, queue, k=0)
+    first_rounds: dict[str, int] = {}
+    owners = {engine.submit(request((1, 2), max_new_tokens=50), "a"): "a" for _ in range(9)}
+    for number in range(20):
+        if number == 5:
+            owners |= {engine.submit(request((3, 4), max_new_tokens=50), one): one for one in clients}
+        round_ = engine.step()
+        assert round_ is not None
+        for row in round_.rows:
+            first_rounds.setdefault(owners[row.row], number)
+    assert first_rounds == {"a": 0} | dict.fromkeys(expected, 12)
+
+
+def test_a_long_row_is_seldom_paused(paused: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is read again afterwards, which one short request after another could demand."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 2)
+    monkeypatch.setattr(scheduler, "MOST_READ", 4)
+    target, _ = llama_pair()
+    engine = _engine(target, NO_DRAFTER, REJECTION, num_slots=2, k=0)
+    for first in (1, 2):
+        engine.submit(request((first, *range(3, 32)), max_new_tokens=30), "alice")
+    for number in range(60):
+        if number % 3 == 0:
+            engine.submit(request((number % 50, 5), max_new_tokens=1), "bob")
+        engine.step()
+    assert len(paused) > 1 and all(length - prompt >= length // 4 > 2 for _, prompt, length in paused)
+
+
+MOST_PADDING = 64  # on the CPU
+QUARTER = PREFILL_TOKENS // 4
+
+
+def _next(
+    missing: list[int], slots: list[int] | None = None, chunk: int | None = None, num_left: int | None = None
+) -> tuple[int, int]:
+    """How many rows are fed together, and how far, of rows that lack so many tokens of their prompts."""
+    filling = [Row(i, request([0] * (n + 1)), limit=n + 2, room=n + 2) for i, n in enumerate(missing)]
+    for row, slot in zip(filling, slots or range(len(filling)), strict=True):
+        row.slot = slot
+    rows, width = next_forward(filling, torch.device("cpu"), chunk=chunk, num_left=num_left)
+    assert rows == filling[: len(rows)]
+    return len(rows), width
+
+
+@pytest.mark.parametrize(
+    ("missing", "options", "expected"),
+    [
+        ([100, 100, 100], {}, (3, 100)),
+        ([100, 40, 30], {}, (2, 100)),  # padding: 60 for the second row, 70 would be for the third
+        ([40, 60, 80, 102], {}, (3, 80)),  # 20 in one row, then 20 in two; 22 would be in three
+        ([200, 20], {}, (1, 200)),
+        ([20, 200], {}, (1, 20)),
+        ([0, 0, 5], {}, (3, 5)),
+        ([10, 10, 10], {"slots": [2, 3, 5]}, (2, 10)),  # only in slots next to one another
+        ([10, 10], {"slots": [3, 2]}, (1, 10)),
+        ([QUARTER] * 6, {}, (4, QUARTER)),  # no more than a forward takes
+        ([3 * PREFILL_TOKENS, 5], {}, (1, PREFILL_TOKENS)),
+        ([30, 30], {"chunk": 64, "num_left": 64}, (2, 30)),  # no more than is left for this round
+        ([30, 30], {"chunk": 64, "num_left": 59}, (1, 30)),
+        ([100, 100], {"chunk": 64, "num_left": 5}, (1, 64)),  # a row alone: else the last chunks would be small
+    ],
+)
+def test_rows_of_like_length_share_a_forward(missing: list[int], options: dict, expected: tuple[int, int]) -> None:
+    assert _next(missing, **options) == expected
+
+
+@given(st.lists(st.integers(0, 600), min_size=1, max_size=20))
+def test_a_row_adds_less_padding_than_a_forward_costs(missing: list[int]) -> None:
+    num_rows, width = _next(missing)
+    fed = missing[:num_rows]
+    assert width == min(max(fed), PREFILL_TOKENS)
+    assert num_rows * width - sum(min(n, width) for n in fed) <= MOST_PADDING * (num_rows - 1)
+
+
+PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
+
+
+class _NothingIsRead(TorchFunctionMode):
+    """On a GPU each of these would make the host wait for all that was started before: what reads a tensor, and what
+    copies the host's numbers to the device."""
+
+    waits = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "numpy", "cpu", "tensor"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_reading = False
+        self.num_calls = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.num_calls += 1
+        assert self.is_reading or func.__name__ not in self.waits, func
+        if func.__name__ == "__getitem__":
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(part, list) for part in index), "a list of numbers is copied"
+            assert not any(isinstance(part, Tensor) and part.dtype == torch.bool for part in index), "a mask is counted"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("rule", "schedule"),
+    [(REJECTION, 3), (BLOCK, 3), (GUMBEL, 3), (REJECTION, 0)],
+    ids=["rejection", "block", "gumbel", "plain"],
+)
+def test_between_rounds_nothing_is_read(rule: Rule, schedule: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all options that the steps know, logprobs too. One row has ended before, and is kept to fill the batch.
+    (A draft that has paused reads how much it lacks.)"""
+    target, drafter = llama_pair()
+    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
+    options = {"repetition_penalty": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 1}
+    options |= {"presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 4, "stop_token_ids": (1,)}
+    num_tokens = (1, 100, 100, 100)
+    requests = [request(ids, seed=n, max_new_tokens=n, **options) for n, ids in zip(num_tokens, PROMPTS, strict=True)]
+    rounds = decode(target, drafter, requests, rule, num_draft_tokens=schedule)
+    assert next(rounds).rows[0].finish_reason == "length"  # prompts come from the host
+    nothing_is_read, read = _NothingIsRead(), decode_module.read
+
+    def reading(*args: Any) -> list[RowRound]:
+        nothing_is_read.is_reading = True
+        found = read(*args)
+        nothing_is_read.is_reading = False
+        return found
+
+    monkeypatch.setattr(decode_module, "read", reading)
+    with nothing_is_read:
+        for _ in range(14):
+            next(rounds)
+    assert nothing_is_read.num_calls > 100
+
+
+def test_loops_take_turns_on_the_same_programs() -> None:
+    """Also with ones that are given up on the way: a step's results stand only until the next."""
+    target, drafter = llama_pair()
+    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
+
+    def started(seed: int) -> Iterator[Round]:
+        requests = [request(ids, seed=seed + i, max_new_tokens=20 + 9 * i) for i, ids in enumerate(PROMPTS)]
+        return decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
+
+    alone = [[round_.rows for round_ in started(seed)] for seed in (0, 10)]
+    together: list[list[Any]] = [[], []]
+    for pair in itertools.zip_longest(started(0), started(10)):
+        given_up = started(20)
+        next(given_up)
+        given_up.close()
+        for said, round_ in zip(together, pair, strict=True):
+            said += [] if round_ is None else [round_.rows]
+    assert together == alone
+
+
+def test_rounds_are_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own seconds, not those that the host saw; a round too many is waited for, or it is on the next one's
+    clock."""
+    target, drafter = llama_pair()
+    target.execution.lookahead = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
+        first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
+    assert first.timing.total_s == 3.0 and first.timing.prefill_s == 1.5
+    assert others and all(one.timing.total_s == 1.5 and one.timing.prefill_s == 0.0 for one in others)
+    marks, waits = itertools.count(), list[int]()
+    monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 0.0)
+    monkeypatch.setattr(Clock, "mark", lambda self: next(marks))
+    monkeypatch.setattr(Clock, "wait", lambda self, one: waits.append(one))
+    requests = [request(PROMPTS[3], StopAt(12), seed=4, max_new_tokens=40, temperature=1.5)]
+    (*_, last) = decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
+    assert last.rows[0].finish_reason == "eos"
+    assert waits[0] == 0 and waits[-1] == next(marks) - 1
