@@ -159,7 +159,6 @@ class SlotAssignment(NamedTuple):
     """The slot of a row, and the copies to make first, in this order.
 
     Attributes:
-        slot: the row's.
         moved_to: the slot that the cache of this slot is moved to; None if it is evicted.
         source: the slot whose first ``num_shared`` tokens are then copied (or kept, if it is the same slot).
     """
