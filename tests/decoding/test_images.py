@@ -1,7 +1,5 @@
 """Prompts with images: greedy text is that of the model's own ``generate``, whatever shares the batch or the cache."""
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -75,22 +73,3 @@ def test_images_that_do_not_fit_are_refused() -> None:
     for model in (random_llama(), hybrid("qwen3_5_text")):
         with pytest.raises(PromptError, match="takes no images: give text|keeps states"):
             outrider.load(model).generate([prompt | TEXT])
-
-
-def test_an_image_that_is_read_stops_no_text() -> None:
-    """Nor does a text in between change what the image gives."""
-    model, prompt = multimodal("qwen2_5_vl"), with_image("qwen2_5_vl", BEFORE, AFTER, seed=1)
-    want = [generated(model, one) for one in (prompt, TEXT)]
-    decoder = outrider.load(model, random_llama(), num_draft_tokens=3)
-    begun, goes_on = threading.Event(), threading.Event()
-    hook = model.model.visual.register_forward_pre_hook(lambda *_: (begun.set(), goes_on.wait(20), None)[-1])
-    try:
-        with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(texts, decoder, [prompt])
-            assert begun.wait(20)
-            of_text = texts(decoder, [TEXT])
-            assert not reading.done()
-            goes_on.set()
-            assert [*reading.result(), *of_text] == want
-    finally:
-        hook.remove()
