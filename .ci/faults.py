@@ -48,7 +48,7 @@ FAULTS = [
     # Options, noise, seeds
     ("sampling/history.py", "ids[num_given:].bincount", "ids.bincount", "sampling"),
     ("sampling/noise.py", "_USE_NEXT = 1", "_USE_NEXT = 0", "sampling"),
-    ("decoder.py", "self.constant_k if is_auto and is_fixed and depends_on_k else None", "None", "cli"),
+    ("decoder.py", "self.constant_k if is_auto and is_fixed and depends_on_k else None", "None", "decoding"),
     # A slot that keeps NaN, drafts whose numbers are not their own, stop strings
     ("decoding/readback.py", "            row.is_spoilt = True\n", "", "decoding"),
     ("drafters/drawing.py", "rule.draw(q, noise.at(i))", "rule.draw(q, noise.at(0))", "drafters"),
