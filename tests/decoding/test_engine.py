@@ -1,4 +1,4 @@
-"""The engine: what clients share, which prompts are fed together, and rounds that are started ahead."""
+"""The engine: what its clients share, and rounds that are started ahead."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -16,14 +14,13 @@ from outrider.decoding import scheduler
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine, decode
 from outrider.decoding.fair_queue import FairQueue
-from outrider.decoding.runner import next_forward
 from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import suffix_drafter
 from outrider.records import Round, RowRound
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.device_timer import Clock
-from outrider.runtime.lm import LM, PREFILL_TOKENS
+from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
 from toys import StopAt, llama_pair, request, tokens
 
@@ -177,52 +174,6 @@ def test_a_long_row_is_seldom_paused(paused: list[tuple[int, int, int]], monkeyp
             engine.submit(request((number % 50, 5), max_new_tokens=1), "bob")
         engine.step()
     assert len(paused) > 1 and all(length - prompt >= length // 4 > 2 for _, prompt, length in paused)
-
-
-MOST_PADDING = 64  # on the CPU
-QUARTER = PREFILL_TOKENS // 4
-
-
-def _next(
-    missing: list[int], slots: list[int] | None = None, chunk: int | None = None, num_left: int | None = None
-) -> tuple[int, int]:
-    """How many rows are fed together, and how far, of rows that lack so many tokens of their prompts."""
-    filling = [Row(i, request([0] * (n + 1)), limit=n + 2, room=n + 2) for i, n in enumerate(missing)]
-    for row, slot in zip(filling, slots or range(len(filling)), strict=True):
-        row.slot = slot
-    rows, width = next_forward(filling, torch.device("cpu"), chunk=chunk, num_left=num_left)
-    assert rows == filling[: len(rows)]
-    return len(rows), width
-
-
-@pytest.mark.parametrize(
-    ("missing", "options", "expected"),
-    [
-        ([100, 100, 100], {}, (3, 100)),
-        ([100, 40, 30], {}, (2, 100)),  # padding: 60 for the second row, 70 would be for the third
-        ([40, 60, 80, 102], {}, (3, 80)),  # 20 in one row, then 20 in two; 22 would be in three
-        ([200, 20], {}, (1, 200)),
-        ([20, 200], {}, (1, 20)),
-        ([0, 0, 5], {}, (3, 5)),
-        ([10, 10, 10], {"slots": [2, 3, 5]}, (2, 10)),  # only in slots next to one another
-        ([10, 10], {"slots": [3, 2]}, (1, 10)),
-        ([QUARTER] * 6, {}, (4, QUARTER)),  # no more than a forward takes
-        ([3 * PREFILL_TOKENS, 5], {}, (1, PREFILL_TOKENS)),
-        ([30, 30], {"chunk": 64, "num_left": 64}, (2, 30)),  # no more than is left for this round
-        ([30, 30], {"chunk": 64, "num_left": 59}, (1, 30)),
-        ([100, 100], {"chunk": 64, "num_left": 5}, (1, 64)),  # a row alone: else the last chunks would be small
-    ],
-)
-def test_rows_of_like_length_share_a_forward(missing: list[int], options: dict, expected: tuple[int, int]) -> None:
-    assert _next(missing, **options) == expected
-
-
-@given(st.lists(st.integers(0, 600), min_size=1, max_size=20))
-def test_a_row_adds_less_padding_than_a_forward_costs(missing: list[int]) -> None:
-    num_rows, width = _next(missing)
-    fed = missing[:num_rows]
-    assert width == min(max(fed), PREFILL_TOKENS)
-    assert num_rows * width - sum(min(n, width) for n in fed) <= MOST_PADDING * (num_rows - 1)
 
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]

@@ -101,7 +101,7 @@ def _requests(rng: random.Random, num_requests: int) -> list[Request]:
 
 
 def _at_once(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule) -> list[tuple[int, ...]]:
-    """Each in a slot of its own from the first round on. (That each is as if alone then: test_engine.py.)"""
+    """Each in a slot of its own from the first round on. (That each is as if alone then: test_lossless.py.)"""
     stops = [None if one.stop is None else StopAt(one.stop.token_id) for one in requests]  # type: ignore[attr-defined]
     again = [Request(one.prompt_ids, one.sampling, stop) for one, stop in zip(requests, stops, strict=True)]
     return tokens(target, drafter, again, rule, K)
@@ -251,23 +251,6 @@ def test_rows_with_a_constant_k_do_not_depend_on_the_load() -> None:
         if one.num_draft_tokens is None:
             chosen |= {row.num_drafted for row in played.outputs[index]}
     assert 0 in chosen and max(chosen) >= 2
-
-
-def test_a_row_that_is_left_high_up_is_moved_down_once() -> None:
-    """Rounds get narrower, and the text stays."""
-    target, drafter = llama_pair()
-    requests = [request((5, 6, 7 + i), seed=i, max_new_tokens=n) for i, n in enumerate((4, 4, 4, 60))]
-    widths: list[int] = []
-    inner = target.run
-    target.run = lambda step, static, cache, ids, *rest, **how: (  # type: ignore[method-assign]
-        widths.append(len(ids)) or inner(step, static, cache, ids, *rest, **how)
-    )
-    engine = _engine(target, drafter, REJECTION)
-    played = play(engine, requests, [0] * 4)
-    assert widths[0] == 4 and widths[-1] == 1
-    assert widths == sorted(widths, reverse=True)
-    del target.run
-    assert played.token_ids(3) == _at_once(target, drafter, [requests[3]], REJECTION)[0]
 
 
 def test_a_prompt_is_found_in_the_slot_that_remembers_it() -> None:

@@ -3,7 +3,7 @@ up: no verdict depends on the machine."""
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -170,23 +170,6 @@ def test_each_load_has_its_own_k(loads: tuple[dict[str, int], dict[str, int]]) -
 
 def _row(index: int = 0, num_draft_tokens: int | None = None) -> Row:
     return Row(index, Request([1], num_draft_tokens=num_draft_tokens), 10_000, 10_000)
-
-
-def test_a_choice_stands_while_the_rows_are_the_same() -> None:
-    """For four rounds, and for eight if K did not change: to choose takes time."""
-    asked = []
-
-    class Noting(Estimates):
-        def choose(self, rows: Sequence[Row], num_rows: int) -> tuple[int, int]:
-            asked.append(number)
-            return super().choose(rows, num_rows)
-
-    schedule = AdaptiveSchedule(Noting((0, 2), 9.0))
-    for number in range(30):
-        rows = [_row()] if number < 22 else [_row(), _row(1)]
-        assert schedule.next_k(rows, len(rows)) == 0
-        schedule.learn(RoundOutcome(0, 1, 0, [RowCounts(0, 0, 0)], None))
-    assert asked == [0, 4, 12, 20, 22, 26]
 
 
 def test_rows_with_a_constant_k_are_learned_from() -> None:

@@ -4,15 +4,14 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import outrider
 from outrider.cli.shared.pair_options import set_threads
-from outrider.errors import OptionError
-from outrider.models.loading import load_checkpoint
+from outrider.errors import ModelNotFound, OptionError
 from outrider.system.files import alone, check_writable, short_name, short_names, write_text, write_whole
 from outrider.system.private import PrivateFolder
 from outrider.system.resources import useful_threads
@@ -220,21 +219,14 @@ def test_the_default_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
-def test_models_are_loaded_without_collections(is_enabled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Afterwards collection is as it was, after an error too."""
-    states, was_enabled = [], gc.isenabled()
-
-    def noting(*arguments: Any, **options: Any) -> Any:
-        states.append(gc.isenabled())
-        return load_checkpoint(*arguments, **options)
-
-    monkeypatch.setattr("outrider.api.load_checkpoint", noting)
+def test_garbage_is_collected_as_before_after_models_are_loaded(is_enabled: bool) -> None:
+    """After an error, too."""
+    was_enabled = gc.isenabled()
     try:
         gc.enable() if is_enabled else gc.disable()
-        outrider.load("fable", "fable-draft")
-        assert states == [False, False] and gc.isenabled() == is_enabled
-        with pytest.raises(OptionError):
-            outrider.load("fable", placment=1)
-        assert gc.isenabled() == is_enabled
+        for name, options in (("fable", {}), ("fable", {"placment": 1}), ("no-such-model", {})):
+            with suppress(OptionError, ModelNotFound):
+                outrider.load(name, **options)
+            assert gc.isenabled() == is_enabled
     finally:
         gc.enable() if was_enabled else gc.disable()
