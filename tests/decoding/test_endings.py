@@ -240,23 +240,6 @@ def test_a_place_behind_a_rejected_token_ends_no_text(rule: Rule) -> None:
         assert [output.token_ids for output in outputs] == plain
 
 
-def test_the_first_bad_place_does_not_depend_on_later_tokens() -> None:
-    """A NaN in keys or values would reach the places before it, since 0 times NaN is NaN, and stay for later rounds."""
-    lms = _gives_nan_after(5), as_lm(tiny_llama(seed=1))
-    caches = [lm.new_cache(1, 64) for lm in lms]
-    positions = torch.arange(4)[None]
-
-    def logits(ids: list[int], first: int) -> list[Tensor]:
-        given = torch.tensor([ids]), positions[:, first:]
-        return [lm.forward(*given, cache, 64, keeps_finite=True) for lm, cache in zip(lms, caches, strict=True)]
-
-    with torch.inference_mode():
-        got, want = logits([1, 2, 5, 3], 0)
-        assert got[:, 2].isnan().all() and torch.equal(got[:, :2], want[:, :2])
-        got, want = logits([4, 3], 2)
-        assert torch.equal(got, want)
-
-
 @ALL_RULES
 def test_what_is_not_judged_may_be_bad(rule: Rule) -> None:
     """Logits in the padding of ragged rounds, and forbidden tokens (-inf), are no error."""
