@@ -97,22 +97,6 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
         assert torch.equal(full(together)[b], full(_rows(logits[b : b + 1], _settings([sampling], 3000)))[0])
 
 
-def test_only_candidates_travel() -> None:
-    """Their numbers: what the filters keep, or all tokens; ties at the edge stay, however many there are."""
-    x = torch.zeros(1, 1, 4096)
-    x[0, 0, 7] = 1.0
-    for options, num in (
-        ({"top_k": 1}, 1),
-        ({"top_k": 2}, 4096),
-        ({}, 4096),
-        ({"min_p": 0.5}, 1),
-        ({"temperature": 0}, 1),
-    ):
-        assert _rows(x, _settings([Sampling(**options)], 4096)).table[0, 0, 2] == num
-    x[0, 0, [130, 129]] = 3.0  # greedy ties go to the lowest id
-    assert _rows(x, _settings([Sampling(temperature=0.0)], 4096))[:, 0].draw(torch.tensor([0.9]).double()).item() == 129
-
-
 def test_logits_that_are_not_finite_are_told() -> None:
     """The other rows are as they were; the row itself is none that can be drawn from, and is not read."""
     places = itertools.product((math.nan, math.inf), (0, 64, 99), ({}, {"top_k": 5}, {"temperature": 0.0}))
