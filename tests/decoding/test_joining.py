@@ -340,16 +340,3 @@ def test_a_cancelled_row_leaves_what_it_has_read_and_no_nan(make_pair: Callable[
         rows = [row for round_ in iter(engine.step, None) for row in round_.rows if row.row != cancelled]
         assert tuple(i for row in rows for i in row.token_ids) == _at_once(target, drafter, [asked], GUMBEL)[0]
         assert sum(row.num_cached_tokens for row in rows) >= least_cached
-
-
-def test_a_short_text_in_the_slot_of_one_that_outgrew_its_window() -> None:
-    """It is not drafted for, so that its slot keeps a window that must not begin beyond the text."""
-    target, _ = llama_pair()
-    prompts, limits, ks = [list(range(1, 31)), [3], [4, 5]], (3, 30, 8), (None, None, 0)
-    requests = [
-        replace(request(prompt, temperature=0.0, max_new_tokens=most), num_draft_tokens=k)
-        for prompt, most, k in zip(prompts, limits, ks, strict=True)
-    ]
-    drafter = self_drafter(target, DraftOptions(window=16))
-    played = play(_engine(target, drafter, REJECTION, num_slots=2), requests, (0, 0, 1))
-    assert [played.token_ids(i) for i in range(3)] == _at_once(target, NO_DRAFTER, requests, REJECTION)

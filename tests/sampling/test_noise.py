@@ -81,24 +81,6 @@ def test_gumbels_are_keyed_by_seed_position_and_token(rows: list[tuple[int, int]
         assert torch.equal(noise.at(offset).values(), gumbels(seeds, positions[:, None] + offset, vocab_size)[:, 0])
 
 
-def test_no_two_uses_share_a_counter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rounds of a text, and the Gumbel noise, share none; and within a call every counter is met once."""
-    met: list[tuple[int, ...]] = []
-
-    def spy(counters: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-        both = torch.cat((keys.expand(*counters.shape[:-1], 2), counters), dim=-1)
-        met.extend(map(tuple, both.reshape(-1, 6).tolist()))
-        return philox_4x32(counters, keys)
-
-    monkeypatch.setattr(noise_module, "philox_4x32", spy)
-    seeds = torch.tensor([1, 2, 2**40])
-    for start in range(1, 12):
-        round_uniforms(seeds, torch.full_like(seeds, start), 5)
-    gumbels(seeds, torch.arange(1, 12).expand(3, 11), 9)
-    assert len(met) == 3 * (11 * 6 + 11 * (5 + 1))
-    assert len(set(met)) == len(met)
-
-
 @pytest.mark.parametrize("make_noise", [REJECTION.make_noise, GUMBEL.make_noise], ids=["uniforms", "gumbels"])
 def test_noise_made_ahead_is_the_noise_of_the_round(make_noise: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that advance each at its own pace, and rows that are taken out: always what the round alone would get."""
