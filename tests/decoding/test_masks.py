@@ -18,7 +18,7 @@ from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError, OptionError
 from outrider.options import Sampling
 from outrider.records import Draft, Request
-from outrider.requests.hooks import Hook, constraint_of
+from outrider.requests.hooks import constraint_of
 from outrider.sampling.masks import Masks
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
 from outrider.text.structure import Structure
@@ -36,8 +36,6 @@ REGEX = "a(b|ab){1,2}c?"
 MIDDLES = [("b",), ("ab",), *itertools.product(["b", "ab"], repeat=2)]
 LANGUAGE = {"a" + "".join(middle) + end for middle in MIDDLES for end in ("", "c")}
 TABLES = random_table(len(PIECES), 0, 1.5), random_table(len(PIECES), 1)
-
-
 THINKING, BUDGET = Thinking("<a>", "<b>", (1,), 2), 5  # tokens 1 and 2 are its markers
 
 
@@ -108,16 +106,6 @@ def test_the_law_is_the_targets_masked_law(rule: Rule, k: int) -> None:
     assert law_distance(law, masked_law(TABLES[0], 3, PIECES, LANGUAGE, 4, 1.0)) < 1e-12
 
 
-def test_masks_that_do_not_follow_the_drafts_are_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the mask of the first place at all places the target says what it must not."""
-    along = Masks.along
-    monkeypatch.setattr(
-        Masks, "along", lambda self, draft: along(self, draft)[:, :1].expand(-1, draft.ids.shape[1] + 1, -1)
-    )
-    with pytest.raises(NumericsError, match="every token that the constraint allows has a logit of minus infinity"):
-        tokens(*table_pair(8), _requests(8), BLOCK, 3)
-
-
 def test_a_constraint_ends_its_row_with_its_reason_and_is_rolled_back() -> None:
     """Masks after a drafted token that is not allowed do not matter."""
 
@@ -145,52 +133,31 @@ ID_PROMPTS = [[5, 6, 7, 5, 6, 7, 5], [1], [2, 3] * 5]
 NUM_HOOKED = 4
 
 
-def lean(ids: list[int]) -> torch.Tensor:
-    """Depends on all tokens so far, and forbids one of every two."""
-    total = sum((i + 1) * token for i, token in enumerate(ids))
-    return torch.tensor([0.7 * total % 2.1, -torch.inf if total % 2 else 0.3, 1.1], dtype=torch.float64)
+@pytest.mark.parametrize("k", [1, 2])
+@BY_UNIFORMS
+def test_the_law_is_the_targets_with_the_hook(rule: Rule, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By enumeration, to 1e-12, of a hook that depends on all tokens so far. The control: with its biases at the first
+    place at all places the law is another one."""
 
+    def hook(ids: list[int]) -> torch.Tensor:
+        total = sum((i + 1) * token for i, token in enumerate(ids))
+        return torch.tensor([0.7 * total % 2.1, -1.5 if total % 2 else 0.3, 1.1], dtype=torch.float64)
 
-def sway(ids: list[int]) -> torch.Tensor:
-    """Forbids nothing."""
-    return lean(ids).nan_to_num(neginf=-1.5)
-
-
-def _law(hook: Hook) -> Law:
     def next_law(ids: tuple[int, ...]) -> Law:
         before = [*PROMPT, *ids]
-        probs = (HOOKED[0][before[-1]].double() + hook(before)).softmax(-1).tolist()
-        return {(token,): prob for token, prob in enumerate(probs) if prob > 0}
-
-    return rounds_law(next_law, NUM_HOOKED)
-
-
-def _found_law(rule: Rule, k: int, hook: Hook = lean) -> Law:
-    sampling = Sampling(processor=hook)
+        probs = (HOOKED[0][before[-1]] + hook(before)).softmax(-1).tolist()
+        return {(token,): prob for token, prob in enumerate(probs)}
 
     def of_round(output: tuple[int, ...]) -> Law:
-        given = rule, k, HOOKED, PROMPT, replace(sampling, processor=None), output
-        return round_law(*given, lambda: constraint_of(sampling, None, V, frozenset(), PROMPT))
+        sampling = Sampling(processor=hook)
+        held = partial(constraint_of, sampling, None, V, frozenset(), PROMPT)
+        return round_law(rule, k, HOOKED, PROMPT, Sampling(), output, held)
 
-    return rounds_law(of_round, NUM_HOOKED)
-
-
-@pytest.mark.parametrize("k", [1, 2])
-@pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
-def test_the_law_is_the_targets_with_the_hook(rule: Rule, k: int) -> None:
-    """By enumeration, to 1e-12."""
-    assert law_distance(_found_law(rule, k), _law(lean)) < 1e-12
-
-
-def test_a_hook_on_the_committed_prefix_alone_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert law_distance(_found_law(REJECTION, 2, sway), _law(sway)) < 1e-12
+    law = rounds_law(next_law, NUM_HOOKED)
+    assert law_distance(rounds_law(of_round, NUM_HOOKED), law) < 1e-12
     along = Masks.along
-
-    def first(masks: Masks, draft: Draft) -> object:
-        return along(masks, draft)[:, :1].expand(-1, draft.ids.shape[1] + 1, -1)  # type: ignore[index]
-
-    monkeypatch.setattr(Masks, "along", first)
-    assert law_distance(_found_law(REJECTION, 2, sway), _law(sway)) > 1e-3
+    monkeypatch.setattr(Masks, "along", lambda self, draft: along(self, draft)[:, :1].expand(-1, k + 1, -1))
+    assert law_distance(rounds_law(of_round, NUM_HOOKED), law) > 1e-3
 
 
 def _parity(ids: list[int]) -> np.ndarray:
