@@ -1,7 +1,6 @@
 """What pages and messages say about installing works today: in a clone, with extras that exist."""
 
 import ast
-import os
 import re
 import shlex
 import subprocess
@@ -73,35 +72,3 @@ def test_what_runs_before_an_installation_needs_no_package(module: str) -> None:
     """The hook that compiles the kernels, and the script that fetches published files."""
     code = f"import sys; sys.path[:0] = {[str(ROOT), str(ROOT / 'src')]}; import {module}"
     subprocess.run([sys.executable, "-S", "-c", code], check=True, env={})
-
-
-CALLER = """
-from typing import assert_type
-
-import outrider
-
-decoder = outrider.load("fable", "fable-draft", num_draft_tokens="auto", execution="eager")
-for chunk in decoder.stream("Once", temperature=0.5, seed=1, stop=["."]):
-    assert_type(chunk.text, str)
-(completion,) = decoder.generate(["The king"], outrider.Sampling(max_new_tokens=5), n=1, max_new_tokens=3)
-assert_type(completion.stats.mean_acceptance_length, float | None)
-assert_type(decoder.chat([{"role": "user", "content": "Hello"}], system="Be brief."), outrider.Completion)
-for index, result in decoder.complete(["a", ("b", {"seed": 1})]):
-    assert_type(result, outrider.Completion | outrider.OutriderError)
-with decoder.session(slots=2) as session:
-    assert_type(session, outrider.Session)
-decoder.stream("Once", temprature=0.5)  # type: ignore[call-arg]
-decoder.stream("Once", temperature="hot")  # type: ignore[arg-type]
-outrider.load()  # type: ignore[call-arg]
-outrider.lod  # type: ignore[attr-defined]
-"""
-
-
-@pytest.mark.slow
-def test_a_caller_under_strict_mypy(tmp_path: Path) -> None:
-    """No complaint about right code, and one about each line of wrong code: mypy tells what is ignored in vain."""
-    (tmp_path / "caller.py").write_text(CALLER)
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports", "silent", "caller.py"]
-    env = os.environ | {"MYPYPATH": str(ROOT / "src")}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr

@@ -5,11 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
-import outrider.decoding.engine as decode_module
 from outrider.decoding import scheduler
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine, decode
@@ -148,58 +144,6 @@ def test_the_wait_of_a_client(
 
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
-
-
-class _NothingIsRead(TorchFunctionMode):
-    """On a GPU each of these would make the host wait for all that was started before: what reads a tensor, and what
-    copies the host's numbers to the device."""
-
-    waits = {"tolist", "item", "__bool__", "__int__", "__float__", "__index__", "nonzero", "numpy", "cpu", "tensor"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_reading = False
-        self.num_calls = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.num_calls += 1
-        assert self.is_reading or func.__name__ not in self.waits, func
-        if func.__name__ == "__getitem__":
-            index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            assert not any(isinstance(part, list) for part in index), "a list of numbers is copied"
-            assert not any(isinstance(part, Tensor) and part.dtype == torch.bool for part in index), "a mask is counted"
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize(
-    ("rule", "schedule"),
-    [(REJECTION, 3), (BLOCK, 3), (GUMBEL, 3), (REJECTION, 0)],
-    ids=["rejection", "block", "gumbel", "plain"],
-)
-def test_between_rounds_nothing_is_read(rule: Rule, schedule: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With all options that the steps know, logprobs too. One row has ended before, and is kept to fill the batch.
-    (A draft that has paused reads how much it lacks.)"""
-    target, drafter = llama_pair()
-    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
-    options = {"repetition_penalty": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 1}
-    options |= {"presence_penalty": 0.5, "frequency_penalty": 0.5, "min_tokens": 4, "stop_token_ids": (1,)}
-    num_tokens = (1, 100, 100, 100)
-    requests = [request(ids, seed=n, max_new_tokens=n, **options) for n, ids in zip(num_tokens, PROMPTS, strict=True)]
-    rounds = decode(target, drafter, requests, rule, num_draft_tokens=schedule)
-    assert next(rounds).rows[0].finish_reason == "length"  # prompts come from the host
-    nothing_is_read, read = _NothingIsRead(), decode_module.read
-
-    def reading(*args: Any) -> list[RowRound]:
-        nothing_is_read.is_reading = True
-        found = read(*args)
-        nothing_is_read.is_reading = False
-        return found
-
-    monkeypatch.setattr(decode_module, "read", reading)
-    with nothing_is_read:
-        for _ in range(14):
-            next(rounds)
-    assert nothing_is_read.num_calls > 100
 
 
 def test_loops_take_turns_on_the_same_programs() -> None:
