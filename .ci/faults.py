@@ -45,6 +45,54 @@ FAULTS = [
     ("models/gguf/vocabulary.py", "(-scores[ids[text]], -len(text))", "-scores[ids[text]]", "models"),
     # Requests of the server
     ("serve/body.py", "                if given[other] != given[found[0]]:", "                if False:", "serve"),
+    # Options, noise, seeds
+    ("sampling/history.py", "ids[num_given:].bincount", "ids.bincount", "sampling"),
+    ("sampling/noise.py", "_USE_NEXT = 1", "_USE_NEXT = 0", "sampling"),
+    ("decoder.py", "self.constant_k if is_auto and is_fixed and depends_on_k else None", "None", "decoding"),
+    # A slot that keeps NaN, drafts whose numbers are not their own, stop strings
+    ("decoding/readback.py", "            row.is_spoilt = True\n", "", "decoding"),
+    ("drafters/drawing.py", "rule.draw(q, noise.at(i))", "rule.draw(q, noise.at(0))", "drafters"),
+    ("text/row_text.py", "min(ends, key=itemgetter(0))", "max(ends, key=itemgetter(0))", "text"),
+    # Verdict, positions of a file, a server that fills up, long jobs that go on with other settings
+    ("certify/certificate.py", "self.num_forbidden > 0 or", "self.num_forbidden > 1 or", "certify"),
+    ("models/gguf/keys.py", "attention_factor * usual", "attention_factor", "models"),
+    ("serve/admission.py", "            self._reserved.remove(client)", "            pass", "serve"),
+    ("offline/output_file.py", 'line.source | line.labels | {"settings": _of_text(settings_of(line))}',
+     "line.source | line.labels", "cli"),
+    # The last ten are chosen without a look at the tests.
+    # The race of `gumbel` leaves out blocks of 64 tokens that could still win. On CPUs, unlikely tokens of vocabularies
+    # of more than 64 vanish from sampled text; with and without a draft alike, so that equality shows nothing.
+    ("kernels/verdicts.cpp", "double(heaviest) * BLOCK <= best", "double(heaviest) <= best", "sampling"),
+    # Noise made ahead outlives its sequence: the next request in the slot gets random numbers of the last one's seed.
+    # Samples of one prompt with other seeds are copies of each other, and a seed no longer gives its text.
+    ("decoding/runner.py", "        self._noise.invalidate()\n", "", "decoding"),
+    # Without prefixes declared as common, all prefixes are: the count of cached tokens confirms a guess of what another
+    # API key has sent.
+    ("decoding/scheduler.py", "if client == row.client:", "if client == row.client or not self.common:",
+     "decoding serve"),
+    # q of a looked-up row is one-hot at the token of the drafter that did not draft: q is 0 at the drafted token, so
+    # that each one with p > 0 is accepted. Another distribution above temperature 0; greedy texts stay right.
+    ("drafters/hybrid.py", "one_hot_rows(ids, probs)", "one_hot_rows(other.ids, probs)", "drafters"),
+    # States of the native engine, and windows of convolutions, have anchors but are not fed again: a prompt that shares
+    # only a part of a cached text goes on from states that have read the rest of it. Wrong text in a second chat.
+    ("runtime/cache.py", "return 0 if self.has_anchors and", "return 0 if self.has_states and",
+     "runtime decoding native"),
+    # The second half of a fused matrix (up, of Phi's or an expert's gate_up) takes the scales of the first half's rows:
+    # wrong logits of an int8 model, nothing wrong in float32 or in blocks.
+    ("native/weights.py", "scales.data_ptr() + first * scales.itemsize", "scales.data_ptr()", "native"),
+    # Layers 0, 6, 12 ... see all of the text instead of 5, 11, 17 ... (Gemma 3, gpt-oss, Olmo 3 from files that state a
+    # period or none). The model loads and talks, with windows (and rope bases) in the wrong layers.
+    ("models/gguf/keys.py", "(i + 1) % pattern != 0", "i % pattern != 0", "models"),
+    # A control that was missed is excused though it deviates by more than is negligible, or than the tests would see: a
+    # certificate of a sample that is too small passes, where it must be inconclusive.
+    ("certify/run.py", "most < min(NEGLIGIBLE_TV, statistical.detectable)",
+     "most < max(NEGLIGIBLE_TV, statistical.detectable)", "certify"),
+    # Zeros in the middle of an output file, as a power loss leaves them, are taken for its end: all finished rows after
+    # them are cut off when the run is resumed.
+    ("offline/output_file.py", "is_last=not lines.read(1)", "is_last=True", "cli"),
+    # Rolling back a drafted end of thoughts gives a token of the budget back, though the marker took none: with a draft
+    # the thoughts are longer than the budget (and than without a draft), by one for each such rejection.
+    ("text/thinking.py", 'self._stage == after == "in"', 'self._stage == "in"', "text"),
 ]  # fmt: skip
 
 
@@ -59,7 +107,7 @@ def main() -> None:
         begin_s = time.monotonic()
         try:
             path.write_text(text.replace(old, new))
-            command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", *tests]
+            command = [sys.executable, "-m", "pytest", "-x", "-q", *tests]
             done = subprocess.run(
                 command, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT / "src")}, capture_output=True, text=True
             )

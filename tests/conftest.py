@@ -8,7 +8,6 @@ The tests of the core (marked ``each_execution``) run with every execution of ``
 
 import gc
 import os
-from collections import defaultdict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -45,28 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    marks = {mark.name for mark in metafunc.definition.iter_markers()}
-    if "each_execution" in marks and "eager_only" not in marks:
+    if metafunc.definition.get_closest_marker("each_execution"):
         names = metafunc.config.getoption("--executions").split(",")
         metafunc.parametrize("_execution", names, indirect=True, scope="module")
-
-
-@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the combinations of several parameters, a test marked ``pairwise`` runs a third: those whose values have
-    numbers that add up to a multiple of three. With three values each, every pair of values is in one of them. So does
-    every test that has run with another execution before. The other combinations are slow."""
-    first, *_ = config.getoption("executions").split(",")
-    numbers: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)  # of the values of a parameter, as they come
-    for item in items:
-        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            total = 0
-            for name, value in item.callspec.params.items():
-                known = numbers[item.nodeid.partition("[")[0], name]
-                total += known.setdefault(id(value), len(known)) if name != "_execution" else 0
-            is_again = item.callspec.params.get("_execution", first) != first
-            if (is_again or item.get_closest_marker("pairwise")) and total % 3:
-                item.add_marker(pytest.mark.slow)
 
 
 def pytest_collection_finish() -> None:
@@ -75,9 +55,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _execution(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How the steps of the toys are run."""
+    """How the steps of the toys are run. Modules, and what a session shares, stay to its end, so that the garbage
+    collector need not go through them, which takes it half a second each time."""
     import toys
 
+    gc.collect()
+    gc.freeze()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(toys, "execution", toys.EXECUTIONS[getattr(request, "param", "eager")])
         yield
@@ -95,17 +78,8 @@ def _probed_once() -> Iterator[None]:
     def once(lm: "LM") -> None:
         config = {name: value for name, value in lm.model.config.to_dict().items() if name != "_name_or_path"}
         stored = frozenset((type(weight), weight.dtype) for weight in lm.model.parameters())
-        attention = lm.model.config._attn_implementation
-        key = (
-            type(lm.model),
-            lm.native is None,
-            repr(config),
-            attention,
-            stored,
-            lm.dtype,
-            lm.vocab_size,
-            lm.context_len,
-        )
+        form = type(lm.model), lm.native is None, lm.model.config._attn_implementation, stored
+        key = *form, repr(config), lm.dtype, lm.vocab_size, lm.context_len
         if key not in found:
             probe(lm)
             found[key] = lm.least_columns, lm.is_stepped
@@ -114,14 +88,6 @@ def _probed_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executions, "probe", once)
         yield
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _what_lasts_is_not_searched() -> None:
-    """Modules, and what a session shares, stay to its end. The garbage collector need not go through them, which takes
-    it half a second each time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

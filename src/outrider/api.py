@@ -143,15 +143,8 @@ def load(
     )
     _LOG.info("%s", ends_text(plain.target.name, plain.tokenizer, plain.eos_ids, turn_ids))
     of_draft = (draft_placement or _ANYWHERE).inheriting(placement)
-    drafter = load_drafter(
-        plain,
-        draft,
-        tokenizer=draft_tokenizer,
-        placement=of_draft,
-        models_file=models_file,
-        corpus=corpus,
-    )
-    return replace(plain, drafter=drafter)
+    more: Any = {"tokenizer": draft_tokenizer, "models_file": models_file, "corpus": corpus}
+    return replace(plain, drafter=load_drafter(plain, draft, placement=of_draft, **more))
 
 
 @gc_paused()
@@ -204,8 +197,10 @@ def load_drafter(
             head = load_head(spec, decoder.target, allow_pickle=placement.allow_pickle)
             return _of_head(head, options, decoder)
     checkpoint = _checkpoint(model, tokenizer, placement, models_file)
-    num_tokens = decoder.target.vocab_size
-    differing = _differing(decoder, checkpoint)
+    num_tokens, differing = decoder.target.vocab_size, dict[int, tuple[str, str]]()
+    if decoder.tokenizer is not None and checkpoint.tokenizer is not None:  # the target's ids with another token
+        found = differing_tokens(decoder.tokenizer, checkpoint.tokenizer)
+        differing = {i: tokens for i, tokens in found.items() if i < num_tokens}
     if len(differing) >= _MOST_UNKNOWN * num_tokens:
         spelling = _spelling(decoder, checkpoint, differing)
         own = build_lm(checkpoint, num_tokens_of(checkpoint))
@@ -230,11 +225,7 @@ def _with_vocab(
 
 def load_auto(decoder: Decoder, placement: Placement, models_file: Path | None) -> tuple[str, Drafter]:
     """Load the MTP layers of the target's checkpoint; or else the first known draft of the target that is on this
-    machine; or else ``suffix``. Says which.
-
-    Returns:
-        The name by which ``load_drafter`` loads it, and the drafter.
-    """
+    machine; or else ``suffix``. Returns the name by which ``load_drafter`` loads it, and the drafter."""
     target, name_of_target = decoder.target, short_name(decoder.target.name)
     try:
         found = drafts_of(resolve(target.name, models_file), known_models(models_file))
@@ -271,20 +262,9 @@ def _check_placement(placement: Placement, target: LM) -> None:
             raise OptionError(f"draft {option}", value, remedy)
 
 
-def _differing(decoder: Decoder, draft: Checkpoint) -> dict[int, tuple[str, str]]:
-    """The ids of the target with another token in the draft, with both tokens."""
-    if decoder.tokenizer is None or draft.tokenizer is None:
-        return {}
-    found = differing_tokens(decoder.tokenizer, draft.tokenizer)
-    return {i: tokens for i, tokens in found.items() if i < decoder.target.vocab_size}
-
-
 def _spelling(decoder: Decoder, draft: Checkpoint, differing: Mapping[int, tuple[str, str]]) -> Spelling:
-    """The tokens of the target in those of a draft of another family, whose share is reported.
-
-    Raises:
-        TokenizerMismatch: it is too small.
-    """
+    """The tokens of the target in those of a draft of another family, whose share is reported. Raises
+    TokenizerMismatch: it is too small."""
     target, num_tokens = decoder.target, decoder.target.vocab_size
     spelling = spelling_of(decoder.tokenizer, draft.tokenizer, num_tokens, num_tokens_of(draft))
     reason = "they cannot be read as bytes"
@@ -322,12 +302,7 @@ def load_suffix(tokenizer: Any | None, vocab_size: int, corpus: Sequence[str | P
 
 
 def _checkpoint(
-    model: str | Path | Any,
-    tokenizer: Any | None,
-    placement: Placement,
-    models_file: Path | None,
-    *,
-    is_target: bool = False,
+    model: Any, tokenizer: Any | None, placement: Placement, models_file: Path | None, *, is_target: bool = False
 ) -> Checkpoint:
     if isinstance(model, (str, Path)):
         if tokenizer is not None:
@@ -335,9 +310,8 @@ def _checkpoint(
         return load_checkpoint(resolve(str(model), models_file), placement, is_target=is_target, may_stand_in=True)
     config = getattr(model, "config", None)
     if config is None or not isinstance(model, torch.nn.Module):
-        raise OptionError(
-            "model", type(model).__name__, "a name, a folder, a hub id, or a Hugging Face model in memory"
-        )
+        remedy = "a name, a folder, a hub id, or a Hugging Face model in memory"
+        raise OptionError("model", type(model).__name__, remedy)
     if placement.quantization not in (None, "none") or placement.device_map not in (None, "none"):
         how = placement.quantization or placement.device_map
         raise OptionError("placement", how, "a model in memory stays as it is: pass a name or a folder")

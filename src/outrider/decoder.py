@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Unpack
 
-from outrider.decoding.batch import Row, final_room
+from outrider.decoding.batch import final_room
 from outrider.decoding.engine import Engine
-from outrider.decoding.fair_queue import FairQueue
 from outrider.decoding.runner import PREFILL_CHUNK
-from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, PairState
+from outrider.decoding.schedule import AdaptiveSchedule, ConstantSchedule, PairState, Schedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.errors import OptionError, OutriderError, PromptError
 from outrider.options import (
@@ -50,8 +49,7 @@ _LEAST_SESSION_CAPACITY = 2048  # tokens of a slot, so that most sessions never 
 
 
 class ReadPrompt(NamedTuple):
-    """A checked prompt for any number of requests: token ids, with the placeholders of images, and what the model has
-    read of the images; None for text."""
+    """A checked prompt for any number of requests: token ids, and what the model has read of images at placeholders."""
 
     ids: Sequence[int]
     media: MediaPrompt | None
@@ -72,16 +70,14 @@ class Decoder(GenerationCalls):
         target: the model whose distribution the output follows.
         tokenizer: a tokenizer of Hugging Face; None for token ids in and out.
         eos_ids: end tokens.
-        turn_ids: tokens that end turns, by the chat template: they end the output of a prompt that has one of them.
+        turn_ids: tokens that end turns, by the chat template: they end the output of a prompt with one of them.
         drafter: proposes tokens.
         acceptance: name of the rule, "rejection", "block" or "gumbel" (see outrider.sampling.rules).
         processor: a processor of Hugging Face, for chats with images; None where there are none.
         num_draft_tokens: default K; "auto" chooses it each round for the most tokens per second. (Under "auto" a row
             whose seed is given keeps K = 4 where its output depends on K.)
-        sampling_defaults: fields of ``Sampling`` for calls without one: those that the target's checkpoint states (see
-            ``load``).
-        pair_state: estimates of this pair for "auto", kept from call to call. ``replace`` keeps it, unless target or
-            drafter change.
+        sampling_defaults: fields of ``Sampling`` for calls without one, as the target's checkpoint states (``load``).
+        pair_state: estimates of this pair for "auto", kept from call to call, by ``replace`` too.
     """
 
     target: LM
@@ -99,7 +95,8 @@ class Decoder(GenerationCalls):
         if self.acceptance not in RULES:
             raise OptionError("acceptance", self.acceptance, f"choose one of {', '.join(RULES)}")
         check_num_draft_tokens(self.num_draft_tokens)
-        if self.pair_state is None or not self.pair_state.is_of(self.target, self.drafter):
+        pair = self.pair_state
+        if pair is None or pair.target is not self.target or pair.drafter is not self.drafter:
             object.__setattr__(self, "pair_state", PairState(self.target, self.drafter))
 
     def plain(self) -> Decoder:
@@ -113,9 +110,8 @@ class Decoder(GenerationCalls):
     def same_bytes(self, temperature: float) -> str:
         """Whether a text is promised to be the bytes of plain decoding: "promised", or "not promised" with the name of
         the rule or the execution that prevents it."""
-        if self.depends_on_draft(temperature):
-            return f"not promised ({self.acceptance})"
-        return self.target.execution.same_bytes
+        differs = self.depends_on_draft(temperature)
+        return f"not promised ({self.acceptance})" if differs else self.target.execution.same_bytes
 
     def complete(
         self,
@@ -154,6 +150,7 @@ class Decoder(GenerationCalls):
         acceptance: str | None = None,
     ) -> Session:
         """Open a session: calls that share an engine, and the prefixes in its cache. Use it in a ``with`` statement.
+        Raises OptionError.
 
         Args:
             slots: concurrent rows, and prefixes that are kept.
@@ -161,16 +158,12 @@ class Decoder(GenerationCalls):
                 with 2048 tokens (or the context, if that is shorter) and grows, as soon as no row is running, when a
                 request needs more; the prefixes are then fed again.
             num_draft_tokens, acceptance: in place of the decoder's.
-
-        Raises:
-            OptionError
         """
         own = self._with(num_draft_tokens, acceptance)
         check_num_slots(slots, "slots")
         least, most = _LEAST_SESSION_CAPACITY, self.target.context_len
         if capacity is not None:
-            is_number = isinstance(capacity, int) and not isinstance(capacity, bool)
-            if not is_number or not 2 <= capacity <= most:
+            if isinstance(capacity, bool) or not isinstance(capacity, int) or not 2 <= capacity <= most:
                 remedy = f"a whole number of tokens from 2 to {most}, the context of {self.target.name}"
                 raise OptionError("capacity", capacity, remedy)
             least = most = min(capacity + own.constant_k, most)
@@ -189,35 +182,20 @@ class Decoder(GenerationCalls):
         ``async for chunk in session.stream(...)``. Arguments and errors: see ``session``."""
         return AsyncSession(self.session(slots, capacity, num_draft_tokens=num_draft_tokens, acceptance=acceptance))
 
-    def engine(
-        self,
-        num_slots: int,
-        capacity: int,
-        *,
-        prefill_chunk: int | None = PREFILL_CHUNK,
-        queue: FairQueue[Row] | None = None,
-    ) -> Engine:
+    def engine(self, num_slots: int, capacity: int, **options: Any) -> Engine:
         """An engine for requests that arrive at any time (docs/internals/engine.md), made by ``request``.
 
         Args:
             capacity: most tokens in a row, prompt included.
-            prefill_chunk, queue: see ``Engine``.
+            options: ``prefill_chunk`` and ``queue``, see ``Engine``.
         """
         assert self.pair_state is not None
         rule = RULES[self.acceptance]
-        is_adaptive = self.num_draft_tokens == "auto" and self.drafter.most_drafted != 0
-        return Engine(
-            self.target,
-            self.drafter,
-            rule,
-            num_slots=num_slots,
-            capacity=capacity,
-            schedule=AdaptiveSchedule(self.pair_state.estimates(rule))
-            if is_adaptive
-            else ConstantSchedule(self.constant_k),
-            prefill_chunk=prefill_chunk,
-            queue=queue,
-        )
+        schedule: Schedule = ConstantSchedule(self.constant_k)
+        if self.num_draft_tokens == "auto" and self.drafter.most_drafted != 0:
+            schedule = AdaptiveSchedule(self.pair_state.estimates(rule))
+        models = self.target, self.drafter, rule
+        return Engine(*models, num_slots=num_slots, capacity=capacity, schedule=schedule, **options)
 
     def loop(self, num_slots: int, prefill_chunk: int | None = PREFILL_CHUNK) -> EngineLoop:
         """A loop for requests made by ``request``, over an engine that is made when a request needs it."""
@@ -256,59 +234,46 @@ class Decoder(GenerationCalls):
         is_repeatable: bool = True,
         reports_drafts: bool = False,
     ) -> RequestState:
-        """A checked request.
+        """A checked request. Raises OptionError, PromptError.
 
         Args:
             options: fields of ``Sampling``, one value each; others are the decoder's defaults.
             resume_ids: see ``stream``.
-            shown_ids: special tokens that are written in its text.
-            includes_stop: so is the token or string that ends it.
-            thinking: markers of its thoughts, after which constraints begin.
-            splits_thoughts: stop strings do not count in its thoughts.
+            shown_ids, includes_stop: special tokens, and the token or string that ends it, are written in its text.
+            thinking, splits_thoughts: markers of its thoughts, after which constraints begin, and stop strings count.
             begun: of a prompt that was read before; see ``begun_of``.
             is_repeatable, reports_drafts: see ``CallOptions``.
-
-        Raises:
-            OptionError, PromptError
         """
+        target, tokenizer = self.target, self.tokenizer
         sampling, masks = options if isinstance(options, ReadOptions) else self.read_options(options)
         begun = begun if isinstance(prompt, ReadPrompt) else begun_of(prompt)
         ids, media = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
-        vocab_size = self.target.vocab_size
-        has_seed = sampling.seed is not None
-        if not has_seed:  # 53 bits: JSON numbers are float64 in other languages
+        if not (has_seed := sampling.seed is not None):  # 53 bits: JSON numbers are float64 in other languages
             sampling = with_checked(sampling, seed=current_ranks().shared(secrets.randbits(53)))
         ends = self.ends_of(ids)
         if sampling.min_tokens:  # until then no end may be generated
-            check_tokens(sampling, vocab_size, ends)
-        constraint = constraint_of(sampling, self.tokenizer, vocab_size, ends, ids, thinking, begun, masks)
+            check_tokens(sampling, target.vocab_size, ends)
+        constraint = constraint_of(sampling, tokenizer, target.vocab_size, ends, ids, thinking, begun, masks)
         thoughts = None
         if thinking is not None and splits_thoughts:
-            stage = thinking.stage_of(self.tokenizer, ids, begun)
+            stage = thinking.stage_of(tokenizer, ids, begun)
             thoughts = ThoughtSplitter(thinking, stage, is_continued=bool(begun))
-        text = RowText(
-            None if self.tokenizer is None else Detokenizer(self.tokenizer, ids, shown_ids),
-            () if sampling.ignore_eos else ends,
-            sampling.stop,
-            sampling.stop_token_ids,
-            sampling.min_tokens,
-            includes_stop,
-            thoughts,
-        )
-        check_resume_ids(resume_ids, vocab_size)
-        if len(resume_ids) >= sampling.max_new_tokens or len(ids) + len(resume_ids) >= self.target.context_len:
-            raise OptionError(
-                "resume_ids", f"{len(resume_ids)} tokens", "the output is complete: nothing is left to generate"
-            )
+        detokenizer = None if tokenizer is None else Detokenizer(tokenizer, ids, shown_ids)
+        stops = sampling.stop, sampling.stop_token_ids, sampling.min_tokens
+        text = RowText(detokenizer, () if sampling.ignore_eos else ends, *stops, includes_stop, thoughts)
+        check_resume_ids(resume_ids, target.vocab_size)
+        num_resumed = len(resume_ids)
+        if num_resumed >= sampling.max_new_tokens or len(ids) + num_resumed >= target.context_len:
+            remedy = "the output is complete: nothing is left to generate"
+            raise OptionError("resume_ids", f"{num_resumed} tokens", remedy)
         for token_id in resume_ids:
             if text.push(token_id) is not None:
                 raise OptionError("resume_ids", token_id, "the output ended with this token")
             if constraint is not None and not constraint.push(token_id):
                 raise OptionError("resume_ids", token_id, "the constraint forbids this token")
         text.take()  # emitted before the cut
-        # If the output for a given seed depends on K, it must not depend on the load, so that under "auto" K is
-        # constant. With a constant K it must not depend on its own end, since a drawn seed is reported and may be
-        # given.
+        # If the output for a given seed depends on K, it must not depend on the load: K is constant under "auto". With
+        # a constant K it must not depend on its own end, since a drawn seed is reported and may be given.
         is_fixed, is_auto = has_seed and is_repeatable, self.num_draft_tokens == "auto"
         depends_on_k = self.depends_on_draft(sampling.temperature)
         request = Request(
@@ -318,16 +283,14 @@ class Decoder(GenerationCalls):
             num_draft_tokens=self.constant_k if is_auto and is_fixed and depends_on_k else None,
             reports_drafts=reports_drafts,
             drafts_beyond_end=depends_on_k and (is_fixed or not is_auto),
-            num_resumed=len(resume_ids),
+            num_resumed=num_resumed,
             constraint=constraint,
             media=media,
         )
-        room = final_room(self.target, request, self.constant_k)
-        return RequestState(request, text, len(ids), len(resume_ids), room)
+        return RequestState(request, text, len(ids), num_resumed, final_room(target, request, self.constant_k))
 
     def ends_of(self, prompt_ids: Sequence[int]) -> frozenset[int]:
-        """Tokens that end the output of a prompt. A prompt with a token that ends turns is a chat, whoever has applied
-        the template, so that its output ends with a turn."""
+        """Tokens that end the output of a prompt: a chat, whoever has applied its template, ends with a turn."""
         return self.eos_ids if self.turn_ids.isdisjoint(prompt_ids) else self.eos_ids | self.turn_ids
 
     def of_one_kind(self, prompts: Iterable[Sequence[int]]) -> Decoder:
@@ -336,11 +299,8 @@ class Decoder(GenerationCalls):
         return replace(self, eos_ids=ends, turn_ids=frozenset())
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt.
-
-        Raises:
-            PromptError: it is empty, too long for the context, or has ids beyond the vocabulary or of an image.
-        """
+        """Token ids of a prompt. Raises PromptError: it is empty, too long for the context, or has ids beyond the
+        vocabulary or of an image."""
         return self._checked_ids(prompt, has_images=False)
 
     def _checked_ids(self, prompt: Prompt, *, has_images: bool) -> list[int]:
@@ -357,23 +317,20 @@ class Decoder(GenerationCalls):
     def constant_k(self) -> int:
         """K of rows whose K is constant."""
         k = DEFAULT_NUM_DRAFT_TOKENS if self.num_draft_tokens == "auto" else self.num_draft_tokens
-        most = self.drafter.most_drafted
-        return k if most is None else min(k, most)
+        return k if self.drafter.most_drafted is None else min(k, self.drafter.most_drafted)
 
     def _with(self, num_draft_tokens: NumDraftTokens | None, acceptance: str | None) -> Decoder:
         """The decoder of a call with a K or a rule of its own."""
-        if num_draft_tokens is None and acceptance is None:
-            return self
-        k = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
-        return replace(self, num_draft_tokens=k, acceptance=self.acceptance if acceptance is None else acceptance)
+        given = {"num_draft_tokens": num_draft_tokens, "acceptance": acceptance}
+        own: Any = {name: value for name, value in given.items() if value is not None}
+        return replace(self, **own) if own else self
 
     def _open(
         self, prompts: Any, sampling: Any, resume_ids: Any, n: int, options: Mapping[str, Any]
     ) -> tuple[list[RequestState], EngineLoop]:
         changes = dict(options)
-        num_slots = changes.pop("num_slots", DEFAULT_NUM_SLOTS)
+        num_slots, is_repeatable = changes.pop("num_slots", DEFAULT_NUM_SLOTS), changes.pop("is_repeatable", True)
         own = self._with(changes.pop("num_draft_tokens", None), changes.pop("acceptance", None))
-        is_repeatable = changes.pop("is_repeatable", True)
         states = own._requests(prompts, sampling, resume_ids, n, changes, is_repeatable=is_repeatable)
         check_num_slots(num_slots)
         return states, own.loop(min(num_slots, len(states)), prefill_chunk=None)
@@ -390,13 +347,11 @@ class Decoder(GenerationCalls):
     ) -> list[RequestState]:
         """``n`` requests for each prompt."""
         check_n(n)
-        changes = dict(options)
+        changes, prompts = dict(options), list(prompts_of(given))
         reports_drafts = changes.pop("reports_drafts", False)
-        prompts = list(prompts_of(given))
         check_padding(self.tokenizer, prompts)
-        num_rows = n * len(prompts)
-        if resume_ids is not None and len(resume_ids) != num_rows:
-            raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {num_rows} completions")
+        if resume_ids is not None and len(resume_ids) != n * len(prompts):
+            raise OptionError("resume_ids", len(resume_ids), f"one list for each of the {n * len(prompts)} completions")
         rows = rows_of(sampling, changes, len(prompts), self.sampling_defaults, n)
         states: list[RequestState] = []
         for index, prompt in enumerate(prompts):
@@ -405,16 +360,9 @@ class Decoder(GenerationCalls):
             except PromptError as error:
                 raise PromptError(f"prompt {index}: {error}" if len(prompts) > 1 else str(error)) from None
             for row in rows[index * n : (index + 1) * n]:
+                own = {"begun": begun_of(prompt), "is_repeatable": is_repeatable, "reports_drafts": reports_drafts}
                 resumed = () if resume_ids is None else resume_ids[len(states)]
-                state = self.request(
-                    read,
-                    row,
-                    resume_ids=resumed,
-                    begun=begun_of(prompt),
-                    is_repeatable=is_repeatable,
-                    reports_drafts=reports_drafts,
-                )
-                states.append(state)
+                states.append(self.request(read, row, resume_ids=resumed, **own))
         return states
 
     def _completions(
@@ -424,9 +372,6 @@ class Decoder(GenerationCalls):
         unread, loop = enumerate(prompts), self.loop(num_slots)
         arrived: deque[tuple[int, Chunk | OutriderError]] = deque()
         states: dict[int, RequestState] = {}
-
-        def receive(number: int, item: Chunk | OutriderError) -> None:
-            arrived.append((number, item))
 
         while True:
             while len(states) < 2 * num_slots and (item := next(unread, None)) is not None:
@@ -442,7 +387,7 @@ class Decoder(GenerationCalls):
                     yield number, error
                 else:
                     states[number] = state
-                    loop.submit([state], receive, first_number=number)
+                    loop.submit([state], lambda *item: arrived.append(item), first_number=number)
             if not states:
                 return
             while not arrived:
@@ -451,7 +396,7 @@ class Decoder(GenerationCalls):
             if isinstance(found, OutriderError):
                 del states[number]
                 yield number, found
-                continue
-            states[number].chunks.append(found)
-            if found.finish_reason is not None:
-                yield number, states.pop(number).completion
+            else:
+                states[number].chunks.append(found)
+                if found.finish_reason is not None:
+                    yield number, states.pop(number).completion

@@ -1,26 +1,6 @@
-"""The tree of exceptions.
-
-    OutriderError
-    ├── UsageError                 the caller can fix it: a one-line message names the value and the remedy
-    │   ├── OptionError            an option's value is out of range, or unknown
-    │   ├── PromptError            a prompt is empty, or longer than the context
-    │   ├── ModelError             a model cannot be loaded
-    │   │   ├── ModelNotFound      no such name, path or hub id
-    │   │   ├── ModelCorrupt       found, but not readable as a causal language model
-    │   │   ├── UnsupportedModel   its architecture is not supported, or it is a part of a model
-    │   │   └── ExecutionError     a model cannot run with the execution that was asked for
-    │   ├── TokenizerMismatch      target and draft have different tokens
-    │   ├── DeviceError            the device is missing, or has too little memory
-    │   ├── WorkerError            worker processes, or a server that was asked, ended before the work was done
-    │   ├── ConstraintNotRead      the machine was too busy to compile a constraint
-    │   ├── SessionError           a session was closed, or an error in another of its streams has ended it
-    │   ├── FileError              a file cannot be read or written, or a row of it is wrong
-    │   └── MissingExtra           an optional dependency is not installed
-    ├── NumericsError              generation cannot continue: NaN or infinite logits, or a grammar beyond its limits
-    └── RankError                  the ranks of a job that share a target have diverged
-
-The command line prints the message on one line and exits with code 2. A bug in Outrider is an ``assert`` or an ordinary
-exception, never one of these.
+"""Exceptions. A ``UsageError`` is for the caller to fix: the command line prints its one-line message, which names the
+value and the remedy, and exits with code 2. A bug in Outrider is an ``assert`` or an ordinary exception, never one of
+these.
 """
 
 from __future__ import annotations

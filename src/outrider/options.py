@@ -85,7 +85,6 @@ _INSTEAD = {
     "nothing is compiled that a server could wait for": "wait",
 }
 
-_MAX_PENALTY = 2.0  # as in OpenAI's API
 MAX_BIAS = 1e9  # beyond any logit, and finite in every dtype of logits
 
 
@@ -158,11 +157,10 @@ class Sampling:
         _check_integer("top_k", self.top_k, 0, "a whole number >= 0; 0 keeps all tokens")
         _check_number("top_p", self.top_p, 0.0, 1.0, "0 < top_p <= 1; 1.0 keeps all tokens", is_low_open=True)
         _check_number("min_p", self.min_p, 0.0, 1.0, "0 <= min_p <= 1; 0.0 keeps all tokens")
-        _check_number(
-            "repetition_penalty", self.repetition_penalty, 1e-6, 1e6, "a number from 1e-6 to 1e6; 1.0 is none"
-        )
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_number(name, getattr(self, name), -_MAX_PENALTY, _MAX_PENALTY, "a number from -2 to 2; 0.0 is none")
+        remedy = "a number from 1e-6 to 1e6; 1.0 is none"
+        _check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6, remedy)
+        for name in ("presence_penalty", "frequency_penalty"):  # as in OpenAI's API
+            _check_number(name, getattr(self, name), -2.0, 2.0, "a number from -2 to 2; 0.0 is none")
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise OptionError("logit_bias", self.logit_bias, "a mapping from token ids to numbers")
@@ -173,9 +171,7 @@ class Sampling:
                 if not isinstance(bias, numbers.Real) or not _is_bias(bias):
                     raise OptionError("logit_bias", bias, f"each value is a finite number up to {MAX_BIAS:g}, or -inf")
         if self.seed is not None:
-            _check_integer("seed", self.seed, 0, "a whole number, 0 <= seed < 2**63")
-            if self.seed >= 2**63:
-                raise OptionError("seed", self.seed, "a whole number, 0 <= seed < 2**63")
+            _check_integer("seed", self.seed, 0, "a whole number, 0 <= seed < 2**63", most=2**63 - 1)
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         if not isinstance(self.stop, Sequence):
@@ -190,10 +186,9 @@ class Sampling:
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         _check_integer("min_tokens", self.min_tokens, 0, "a whole number >= 0; 0 is none")
         _check_integer("max_new_tokens", self.max_new_tokens, 1, "a whole number >= 1")
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, "None, or a whole number >= 0")
-        if self.thinking_budget is not None:
-            _check_integer("thinking_budget", self.thinking_budget, 0, "None, or a whole number >= 0")
+        for name in ("logprobs", "thinking_budget"):
+            if (number := getattr(self, name)) is not None:
+                _check_integer(name, number, 0, "None, or a whole number >= 0")
         object.__setattr__(self, "bad_words", _checked_words(self.bad_words))
         if self.processor is not None and not callable(self.processor):
             raise OptionError("processor", self.processor, "a function of token ids, or None")
@@ -352,19 +347,16 @@ def _is_bias(number: Any) -> bool:
     return bool(abs(number) <= MAX_BIAS or number == -math.inf)
 
 
-def _check_integer(name: str, value: object, low: int, remedy: str) -> None:
-    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or int(value) < low:
+def _check_integer(name: str, value: object, low: int, remedy: str, most: float = math.inf) -> None:
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or not low <= int(value) <= most:
         raise OptionError(name, value, remedy)
 
 
 def check_num_draft_tokens(k: NumDraftTokens) -> None:
     """Raises OptionError."""
-    is_number = isinstance(k, int) and not isinstance(k, bool) and 1 <= k <= MAX_NUM_DRAFT_TOKENS
-    if not is_number and k != "auto":
-        remedy = (
-            f"a whole number from 1 to {MAX_NUM_DRAFT_TOKENS}, or 'auto' (for plain decoding choose the draft 'none')"
-        )
-        raise OptionError("num_draft_tokens", k, remedy)
+    if k != "auto":
+        remedy = f"1 to {MAX_NUM_DRAFT_TOKENS}, or 'auto' (for plain decoding choose the draft 'none')"
+        _check_integer("num_draft_tokens", k, 1, f"a whole number from {remedy}", MAX_NUM_DRAFT_TOKENS)
 
 
 def check_num_slots(num_slots: int, name: str = "num_slots") -> None:

@@ -14,9 +14,9 @@ This module knows no model and no file. It does not import torch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import astuple, dataclass, field, fields
 from itertools import zip_longest
-from operator import attrgetter
+from operator import add, attrgetter
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 from outrider.errors import OutriderError
@@ -117,12 +117,7 @@ class Timing:
     total_s: float = 0.0
 
     def __add__(self, other: Timing) -> Timing:
-        return Timing(
-            self.prefill_s + other.prefill_s,
-            self.draft_s + other.draft_s,
-            self.verify_s + other.verify_s,
-            self.total_s + other.total_s,
-        )
+        return Timing(*map(add, astuple(self), astuple(other)))
 
     @property
     def decode_s(self) -> float:
@@ -136,13 +131,7 @@ class Timing:
 
     def to_json(self) -> dict[str, float]:
         """The seconds by part."""
-        return {
-            "prefill": self.prefill_s,
-            "draft": self.draft_s,
-            "verify": self.verify_s,
-            "rest": self.rest_s,
-            "total": self.total_s,
-        }
+        return {name: getattr(self, f"{name}_s") for name in ("prefill", "draft", "verify", "rest", "total")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,8 +189,7 @@ class RowRound:
 _after_row = attrgetter(*[one.name for one in fields(RowRound)][1:])
 
 
-@dataclass(frozen=True, slots=True)
-class Round:
+class Round(NamedTuple):
     """One draft-verify-commit cycle over the unfinished rows."""
 
     rows: tuple[RowRound, ...]
@@ -261,17 +249,12 @@ class Stats:
 
     def to_json(self) -> dict[str, object]:
         """The counts and the two ratios, under the field names that vLLM uses."""
-        return {
-            "mean_acceptance_length": self.mean_acceptance_length,
-            "draft_acceptance_rate": self.draft_acceptance_rate,
-            "acceptance_histogram": list(self.acceptance_histogram),
-            "drafted_histogram": list(self.drafted_histogram),
-            "num_rounds": self.num_rounds,
-            "num_truncated_rounds": self.num_truncated_rounds,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_draft_tokens": self.num_accepted_draft_tokens,
-            "num_generated_tokens": self.num_generated_tokens,
-        }
+        names = (
+            "mean_acceptance_length draft_acceptance_rate acceptance_histogram drafted_histogram num_rounds "
+            "num_truncated_rounds num_draft_tokens num_accepted_draft_tokens num_generated_tokens"
+        )
+        found = {name: getattr(self, name) for name in names.split()}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def _weighted(histogram: Sequence[float]) -> float:

@@ -118,6 +118,7 @@ def test_a_forbidden_token_is_seen_in_any_text() -> None:
     for samples in ([*wrong, *right], [*right, *wrong]):
         report, _ = judge(target, drafter, samples, level=1e-6, seed=1, batch_size=256)
         assert report.num_forbidden > 0 and report.is_alarm
+        assert dataclasses.replace(report, num_forbidden=1, tests=()).is_alarm
     assert num_repeats(right) == 60 - len({(one.prompt_ids, one.token_ids) for one in right}) > 0
 
 

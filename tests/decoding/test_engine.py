@@ -1,166 +1,186 @@
-"""The loop: speculative output is plain output, whatever the drafter, K, the batch and the neighbours."""
+"""The engine: what its clients share, and rounds that are started ahead."""
 
-import dataclasses
 import itertools
-import math
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
-import torch
 
-from outrider.decoding.engine import decode
+from outrider.decoding import scheduler
+from outrider.decoding.batch import Row
+from outrider.decoding.engine import Engine, decode
+from outrider.decoding.fair_queue import FairQueue
+from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
-from outrider.drafters.lookups import ngram_drafter
-from outrider.drafters.model import model_drafter
-from outrider.records import Request, Stats
+from outrider.drafters.lookups import suffix_drafter
+from outrider.records import Round, RowRound
+from outrider.runtime.cuda_graphs import CapturedExecution
+from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
-from toys import llama_pair, request, run, tokens
+from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
+from toys import StopAt, llama_pair, request, tokens
 
-pytestmark = pytest.mark.each_execution
-
-PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]
-ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)
-
-# Sampling options that need something of the loop: tokens seen, bias, filters.
-OPTIONS = [
-    {},
-    {"temperature": 0.0},
-    {"temperature": 0.7, "top_k": 5},
-    {"top_p": 0.8, "repetition_penalty": 1.3},
-    {"temperature": 0.0, "repetition_penalty": 1.5},
-    {"min_p": 0.1, "logit_bias": {3: 2.0, 5: -math.inf}},
-    {"presence_penalty": 1.0, "frequency_penalty": 0.5},
-    {"temperature": 0.0, "frequency_penalty": 1.5, "min_tokens": 3, "stop_token_ids": (1, 2)},
-    {"min_tokens": 7, "stop_token_ids": (0, 3, 4), "presence_penalty": -2.0, "repetition_penalty": 1.2},
-]
+K = 3
 
 
-@pytest.fixture(scope="module")
-def pair(_execution: None) -> tuple[LM, Drafter]:
-    """A target and a draft that agrees with it now and then, in float64."""
-    return llama_pair()
+def _engine(
+    target: LM, drafter: Drafter, rule: Rule, num_slots: int, queue: FairQueue[Row] | None = None, k: int = K
+) -> Engine:
+    schedule = ConstantSchedule(k)
+    options = {"num_slots": num_slots, "capacity": 64, "schedule": schedule, "prefill_chunk": 8, "queue": queue}
+    return Engine(target, drafter, rule, **options)  # type: ignore[arg-type]
 
 
-def _drafters(pair: tuple[LM, Drafter]) -> list[Drafter]:
-    return [pair[1], ngram_drafter(), model_drafter(pair[0])]
+def test_a_prefix_is_shared_among_requests_of_one_client() -> None:
+    """While its row runs and later, wherever the tokens are; others share what is common."""
+    target, drafter = llama_pair()
+    secret, other = list(range(30)), list(range(30, 55))
+    engine = _engine(target, drafter, REJECTION, num_slots=3)
+    engine.share([[5, 6], secret[:18]])
+
+    def num_cached(client: str, ids: Sequence[int], max_new_tokens: int = 4) -> int:
+        index = engine.submit(request(ids, max_new_tokens=max_new_tokens), client)
+        rows: list[RowRound] = []
+        while not (rows and rows[-1].finish_reason):  # others run on
+            round_ = engine.step()
+            rows += [] if round_ is None else [row for row in round_.rows if row.row == index]
+        (alone,) = tokens(target, drafter, [request(ids, max_new_tokens=max_new_tokens)], REJECTION, K)
+        assert tuple(i for row in rows for i in row.token_ids) == alone
+        return sum(row.num_cached_tokens for row in rows)
+
+    endless = engine.submit(request(secret, max_new_tokens=34), "alice")
+    assert num_cached("alice", secret) == 29
+    assert num_cached("bob", other) == 0
+    assert num_cached("bob", secret) == 18
+    assert num_cached("bob", secret) == 29  # his own by now
+    assert num_cached("carol", secret) == 18
+    engine.cancel(endless)
+    assert num_cached("alice", other) == 0
+    assert num_cached("alice", other) == 24
+    assert num_cached("", [*other, 1]) == 0
+    # While a prompt is fed, a row of the same client waits for its prefix, and no other.
+    for client, is_waiting in (("alice", True), ("bob", False)):
+        engine = _engine(target, NO_DRAFTER, REJECTION, num_slots=2)
+        for one in ("alice", client):
+            engine.submit(request(range(41), max_new_tokens=4), one)
+        engine.step()
+        assert engine.load.num_waiting == is_waiting
 
 
-def _requests(prompts: list[tuple[int, ...]], num_tokens: int = 16, **options: object) -> list[Request]:
-    return [request(ids, seed=10 + i, max_new_tokens=num_tokens, **options) for i, ids in enumerate(prompts)]
-
-
-@ALL_RULES
-def test_greedy_output_is_plain_output(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """For each drafter: a row, and a batch of ragged prompts, half of them with a repetition penalty. On the way drafts
-    are accepted and rejected."""
-    target, _ = pair
-    rows = _requests(PROMPTS, temperature=0.0) + _requests(PROMPTS, temperature=0.0, repetition_penalty=1.5)
-    plain = tokens(target, NO_DRAFTER, rows, rule, 0)
-    assert [len(ids) for ids in plain] == [16] * len(rows)
-    for k in (1, 4):
-        counts = []
-        for drafter in _drafters(pair):
-            outputs = run(target, drafter, rows, rule, k)
-            assert [output.token_ids for output in outputs] == plain
-            counts.append(sum((output.stats for output in outputs), Stats()))
-        by_model, by_ngram, by_itself = counts
-        assert 0 < by_model.num_accepted_draft_tokens < by_model.num_draft_tokens
-        assert by_ngram.num_draft_tokens > 0
-        assert 0 < by_itself.num_accepted_draft_tokens == by_itself.num_draft_tokens
-    assert tokens(target, pair[1], rows[:1], rule, 3) == plain[:1]
-
-
-@pytest.mark.parametrize("k", [1, 4])
-def test_gumbel_output_is_plain_output_with_the_same_seed(pair: tuple[LM, Drafter], k: int) -> None:
-    """For each drafter: ragged prompts with all kinds of options."""
-    target, _ = pair
-    requests = [
-        request(prompt, seed=i, max_new_tokens=16, **options)
-        for i, (prompt, options) in enumerate(zip(PROMPTS * 3, OPTIONS, strict=True))
+@pytest.mark.each_execution
+@pytest.mark.parametrize(
+    ("rule", "drafter", "lookahead"),
+    [(REJECTION, None, 0), (GUMBEL, None, 2), (BLOCK, suffix_drafter(), 0)],
+    ids=["model", "model, ahead", "suffix"],
+)
+def test_a_paused_text_is_the_same(
+    rule: Rule, drafter: Drafter | None, lookahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client with all slots gives up one after the other, until others have their share, and goes on later."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 6)
+    paused, resume = list[int](), scheduler.Scheduler.resume
+    monkeypatch.setattr(
+        scheduler.Scheduler, "resume", lambda self, row: (paused.append(row.index), resume(self, row))[1]
+    )
+    target, by_model = llama_pair()
+    drafter = drafter or by_model
+    target.execution.lookahead = lookahead
+    options: list[dict[str, object]] = [
+        {"temperature": 0.0, "frequency_penalty": 1.0},
+        {"top_p": 0.9, "repetition_penalty": 1.2},
+        {"presence_penalty": 1.0, "min_tokens": 40, "stop_token_ids": (1, 2, 3)},
+        {},
     ]
-    plain = tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
-    for drafter in _drafters(pair):
-        assert tokens(target, drafter, requests, GUMBEL, k) == plain
+    asked = [request([7, 8, 9 + i], seed=i, max_new_tokens=40, **options[i % 4]) for i in range(10)]
+    engine = _engine(target, drafter, rule, num_slots=4)
+    texts: dict[int, tuple[int, ...]] = {}
 
+    def step() -> bool:
+        round_ = engine.step()
+        for row in () if round_ is None else round_.rows:
+            texts[row.row] = (*texts.get(row.row, ()), *row.token_ids)
+        return round_ is not None
 
-@ALL_RULES
-def test_k_is_0_is_plain_decoding(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """Whatever the drafter: every token is a bonus."""
-    target, drafter = pair
-    requests = _requests(PROMPTS)
-    plain = run(target, NO_DRAFTER, requests, rule, 4)
-    assert run(target, drafter, requests, rule, 0) == plain
-    for output in plain:
-        assert {origin for row in output.rounds for origin in row.origins} == {"bonus"}
-        assert output.stats.mean_acceptance_length == 1.0
-
-
-@ALL_RULES
-def test_seeds_matter_and_repeat(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """Equal seeds give equal rounds; another seed gives another sequence."""
-    target, drafter = pair
-    again = [run(target, drafter, [request((1,), seed=seed, max_new_tokens=16)], rule, 3)[0] for seed in (1, 1, 2)]
-    assert again[0] == again[1]
-    assert again[0].token_ids != again[2].token_ids
+    for number, client in enumerate("aaaaaabbbc"):
+        if number in (6, 9):
+            step()
+        assert engine.submit(asked[number], client) == number
+    while step():
+        pass
+    wanted = dict(enumerate(tokens(target, drafter, asked, rule, K)))
+    assert {0, 1, 2, 3} & set(paused) and len(paused) >= 2
+    assert texts == wanted
 
 
 @pytest.mark.parametrize(
-    ("rule", "drafter"),
-    [*((rule, None) for rule in RULES.values()), (REJECTION, ngram_drafter())],
-    ids=[*RULES, "rejection of n-grams"],
+    ("num_slots", "clients", "is_across", "expected"),
+    [
+        (4, "b", False, "b"),
+        (4, "bcd", False, "bcd"),
+        (2, "bcd", False, "b"),  # more clients than slots
+        (1, "b", False, ""),
+        (4, "b", True, ""),  # priorities decide
+        (4, "aa", False, ""),
+    ],
 )
-def test_a_row_does_not_depend_on_its_neighbours(pair: tuple[LM, Drafter], rule: Rule, drafter: Drafter | None) -> None:
-    """Rows of all options, prompts and lengths together: each says what it says alone, round by round."""
-    target, by_model = pair
-    num_tokens = (9, 14, 17, 5, 25, 11, 8, 6, 20, 1)
-    requests = [
-        request(PROMPTS[i % 3], seed=i, max_new_tokens=n, **options)
-        for i, (n, options) in enumerate(zip(num_tokens, [*OPTIONS, {}], strict=True))
-    ]
-    together = run(target, drafter or by_model, requests, rule, 4)
-    for index, one in enumerate(requests):
-        (alone,) = run(target, drafter or by_model, [one], rule, 4)
-        assert list(together[index].rounds) == [dataclasses.replace(row, row=index) for row in alone.rounds]
+def test_the_wait_of_a_client(
+    num_slots: int, clients: str, is_across: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Is that until a row has generated some tokens; not until a text ends."""
+    monkeypatch.setattr(scheduler, "LEAST_GENERATED", 12)
+    target, _ = llama_pair()
+    queue: FairQueue[Row] = FairQueue(has_priority_across_clients=is_across)
+    engine = _engine(target, NO_DRAFTER, REJECTION, num_slots, queue, k=0)
+    first_rounds: dict[str, int] = {}
+    owners = {engine.submit(request((1, 2), max_new_tokens=50), "a"): "a" for _ in range(9)}
+    for number in range(20):
+        if number == 5:
+            owners |= {engine.submit(request((3, 4), max_new_tokens=50), one): one for one in clients}
+        round_ = engine.step()
+        assert round_ is not None
+        for row in round_.rows:
+            first_rounds.setdefault(owners[row.row], number)
+    assert first_rounds == {"a": 0} | dict.fromkeys(expected, 12)
 
 
-def _resumed(one: Request, output: tuple[int, ...]) -> Request:
-    left = one.sampling.max_new_tokens - len(output)
-    return request((*one.prompt_ids, *output), seed=one.sampling.seed, max_new_tokens=left)
+PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
 
 
-@pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
-def test_cut_at_the_end_of_a_round_and_resumed_equals_uncut(pair: tuple[LM, Drafter], rule: Rule) -> None:
-    """After every round: prompt and output so far as the new prompt, the same seed."""
-    target, drafter = pair
-    for one in _requests(PROMPTS):
-        (uncut,) = run(target, drafter, [one], rule, 3)
-        ends = itertools.accumulate(len(row.token_ids) for row in uncut.rounds[:-1])
-        said = [uncut.token_ids[:end] for end in ends]
-        rests = tokens(target, drafter, [_resumed(one, output) for output in said], rule, 3)
-        assert [output + rest for output, rest in zip(said, rests, strict=True)] == [uncut.token_ids] * len(said)
+def test_loops_take_turns_on_the_same_programs() -> None:
+    """Also with ones that are given up on the way: a step's results stand only until the next."""
+    target, drafter = llama_pair()
+    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
+
+    def started(seed: int) -> Iterator[Round]:
+        requests = [request(ids, seed=seed + i, max_new_tokens=20 + 9 * i) for i, ids in enumerate(PROMPTS)]
+        return decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
+
+    alone = [[round_.rows for round_ in started(seed)] for seed in (0, 10)]
+    together: list[list[Any]] = [[], []]
+    for pair in itertools.zip_longest(started(0), started(10)):
+        given_up = started(20)
+        next(given_up)
+        given_up.close()
+        for said, round_ in zip(together, pair, strict=True):
+            said += [] if round_ is None else [round_.rows]
+    assert together == alone
 
 
-def test_gumbel_cut_anywhere_and_resumed_equals_uncut(pair: tuple[LM, Drafter]) -> None:
-    """After every token, with another K and another drafter."""
-    target, drafter = pair
-    for one in _requests(PROMPTS):
-        (uncut,) = tokens(target, drafter, [one], GUMBEL, 3)
-        said = [uncut[:cut] for cut in range(1, len(uncut))]
-        rests = tokens(target, ngram_drafter(), [_resumed(one, output) for output in said], GUMBEL, 5)
-        assert [output + rest for output, rest in zip(said, rests, strict=True)] == [uncut] * len(said)
-
-
-def test_a_stream_closed_early_leaves_the_models_usable(pair: tuple[LM, Drafter]) -> None:
-    """Closed after one round, or left lying about: what comes next is as if it had never been."""
-    target, drafter = pair
-    requests = _requests(PROMPTS)
-    expected = run(target, drafter, requests, BLOCK, 4)
-    closed = decode(target, drafter, requests, BLOCK, num_draft_tokens=4)
-    next(closed)
-    closed.close()
-    left = decode(target, drafter, list(reversed(requests)), BLOCK, num_draft_tokens=2)
-    next(left)
-    assert run(target, drafter, requests, BLOCK, 4) == expected
-    assert torch.is_inference_mode_enabled() is False
-    # The one left lying about can still be finished.
-    assert sum(len(row.token_ids) for round_ in left for row in round_.rows) > 0
+def test_rounds_are_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own seconds, not those that the host saw; a round too many is waited for, or it is on the next one's
+    clock."""
+    target, drafter = llama_pair()
+    target.execution.lookahead = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
+        first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
+    assert first.timing.total_s == 3.0 and first.timing.prefill_s == 1.5
+    assert others and all(one.timing.total_s == 1.5 and one.timing.prefill_s == 0.0 for one in others)
+    marks, waits = itertools.count(), list[int]()
+    monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 0.0)
+    monkeypatch.setattr(Clock, "mark", lambda self: next(marks))
+    monkeypatch.setattr(Clock, "wait", lambda self, one: waits.append(one))
+    requests = [request(PROMPTS[3], StopAt(12), seed=4, max_new_tokens=40, temperature=1.5)]
+    (*_, last) = decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
+    assert last.rows[0].finish_reason == "eos"
+    assert waits[0] == 0 and waits[-1] == next(marks) - 1

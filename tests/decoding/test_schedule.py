@@ -3,13 +3,14 @@ up: no verdict depends on the machine."""
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 import pytest
 
+from block_heads import tiny_block_drafter
+from outrider.decoder import Decoder
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import (
@@ -19,11 +20,16 @@ from outrider.decoding.schedule import (
     RoundOutcome,
     RowCounts,
     Schedule,
-    _Chain,
+    favoured_ks,
 )
+from outrider.drafters.base import NO_DRAFTER
+from outrider.drafters.hybrid import hybrid_drafter
+from outrider.drafters.lookups import suffix_drafter
+from outrider.drafters.model import model_drafter
+from outrider.errors import OptionError
 from outrider.records import Request, Round
-from outrider.sampling.rules import REJECTION
-from toys import InTurn, llama_pair, request
+from outrider.sampling.rules import REJECTION, RULES
+from toys import InTurn, as_lm, llama_pair, request, table_pair, tiny_llama
 
 # Seconds of a round by K, beside the size of the draft over that of the target, all that is known at first.
 COSTS = {
@@ -63,12 +69,6 @@ class World:
     num_rows: int = 1
     length: int = 1
 
-    def seconds(self, k: int) -> float:
-        """Between those of COSTS, what lies between."""
-        below, above = max(j for j in self.costs if j <= k), min(j for j in self.costs if j >= k)
-        share = (k - below) / (above - below) if above > below else 0.0
-        return self.costs[below] + share * (self.costs[above] - self.costs[below])
-
     def rounds(self, schedule: Schedule, seed: int) -> Iterator[tuple[int, int, float]]:
         """K, committed tokens and seconds of each round, without the pace and without being held up."""
         rng, noise = random.Random(seed), random.Random(seed + 1)
@@ -83,7 +83,7 @@ class World:
                 stands = [rng.random() < self.alpha(number) for _ in range(num_drafted)]
                 counts.append(RowCounts(k, num_drafted, [*stands, False].index(False)))
             num_columns = max(row.num_drafted for row in counts)
-            seconds = self.seconds(num_columns)
+            seconds = self.costs[num_columns]
             seen = seconds * self.pace(number) * math.exp(noise.gauss(0.0, self.spread))
             seen *= 5 if noise.random() < self.held_up else 1
             usual = seen if k == last_k else None
@@ -108,24 +108,19 @@ class World:
 
     def ratio(self, begin: int, end: int, num_runs: int) -> float:
         """Mean rate over that of the best constant K, in the same tokens."""
-        means = [self._mean_rate(lambda k=k: ConstantSchedule(k), begin, end, num_runs) for k in KS]
-        return self._mean_rate(self.adaptive, begin, end, num_runs) / max(means)
 
-    def _mean_rate(self, make: Callable[[], Schedule], begin: int, end: int, num_runs: int) -> float:
-        return fmean(self.rate(make(), seed, begin, end) for seed in range(num_runs))
+        def mean(make: Callable[[], Schedule]) -> float:
+            return fmean(self.rate(make(), seed, begin, end) for seed in range(num_runs))
+
+        return mean(self.adaptive) / max(mean(lambda k=k: ConstantSchedule(k)) for k in KS)
 
 
 @pytest.mark.parametrize("name", COSTS)
-def test_the_first_200_tokens(name: str) -> None:
-    """Beside the best constant K, of whose cost nothing was known: 15% more time at most, 8% on average."""
+def test_k_is_near_the_best_constant_one(name: str) -> None:
+    """In the first 200 tokens, while no cost is known: 15% more time at most, 8% on average. Later within 5% where
+    times scatter by 5%, and within 3% where drafts do not help. The control: K = 4 costs far more there."""
     ratios = [World(*COSTS[name], lambda _, alpha=alpha: alpha).ratio(0, 200, 16) for alpha in ALPHAS]
     assert min(ratios) > 1 / 1.15 and fmean(ratios) > 1 / 1.08, ratios
-
-
-@pytest.mark.parametrize("name", COSTS)
-def test_the_long_run(name: str) -> None:
-    """Within 5% of the best constant K where times scatter by 5%, and within 3% where drafts do not help. The control:
-    K = 4 costs far more there."""
     for alpha in (0.0, 0.4, 0.8):
         world = World(*COSTS[name], lambda _, alpha=alpha: alpha, spread=0.05)
         assert world.ratio(200, 4_000, 2) > (0.95 if alpha else 0.97), alpha
@@ -151,36 +146,21 @@ def test_drafts_that_become_useful_and_useless() -> None:
         assert fmean(k >= 4 for k in chosen[begin + 150 : begin + 600]) > 0.9
 
 
-@pytest.mark.parametrize("alpha", [0.0, 0.5, 0.9])
-def test_a_machine_that_others_use(alpha: float) -> None:
+def test_a_machine_that_others_use() -> None:
     """Other K are tried while its pace changes threefold, and 5% of the rounds are held up. Each would be 3 times too
     dear by its time alone."""
     for pace in (lambda number: 3.0 if number // 50 % 2 else 1.0, lambda number: math.exp(math.sin(number / 40))):
-        world = World(*COSTS["middling"], lambda _: alpha, pace=pace, spread=0.2, held_up=0.05)
+        world = World(*COSTS["middling"], lambda _: 0.5, pace=pace, spread=0.2, held_up=0.05)
         assert world.ratio(200, 4_000, 2) > 0.85
 
 
-def test_k_follows_the_number_of_rows() -> None:
-    """What is learned of one load serves the others at first: one cache of estimates, K of each load its own."""
-    estimates = Estimates(KS, 0.05)
-    cheap, dear = ({k: 10.0 * (1 + more * k) for k in KS} for more in (0.05, 1.5))
-    chosen = {}
-    for num_rows, costs in ((1, cheap), (8, dear), (1, cheap)):
-        world = World(0.05, costs, lambda _: 0.8, num_rows=num_rows)
-        rounds = zip(world.rounds(AdaptiveSchedule(estimates), 0), range(300), strict=False)
-        chosen[num_rows] = [k for (k, *_), _ in rounds]
-    assert fmean(k == 0 for k in chosen[8][100:]) > 0.9
-    assert fmean(k >= 4 for k in chosen[1]) > 0.9  # from the first round on, the second time
-
-
-def test_k_follows_the_length() -> None:
-    """A draft that reads a window costs much beside a short sequence, and little beside a long one. Where both come in
-    turn, each has its own estimates."""
+@pytest.mark.parametrize("loads", [({"num_rows": 8}, {}), ({}, {"length": 9000})], ids=["rows", "length"])
+def test_each_load_has_its_own_k(loads: tuple[dict[str, int], dict[str, int]]) -> None:
+    """The first is dear and the second cheap, as with more rows, and with a draft that reads a window beside a short
+    sequence. They come in turn, and each has its estimates from its first round on."""
     estimates = Estimates(KS, 0.5)
-    worlds = [
-        World(0.5, {k: 10.0 * (1 + more * k) for k in KS}, lambda _: 0.8, length=length)
-        for length, more in ((100, 1.5), (9000, 0.05))
-    ]
+    costs = ({k: 10.0 * (1 + more * k) for k in KS} for more in (1.5, 0.05))
+    worlds = [World(0.5, one, lambda _: 0.8, **load) for one, load in zip(costs, loads, strict=True)]
     for turn in range(8):
         rounds = zip(worlds[turn % 2].rounds(AdaptiveSchedule(estimates), turn), range(200), strict=False)
         last = [k for (k, *_), _ in rounds]
@@ -190,27 +170,6 @@ def test_k_follows_the_length() -> None:
 
 def _row(index: int = 0, num_draft_tokens: int | None = None) -> Row:
     return Row(index, Request([1], num_draft_tokens=num_draft_tokens), 10_000, 10_000)
-
-
-def _outcome(k: int, num_accepted: int, seconds: float | None = 1.0) -> RoundOutcome:
-    return RoundOutcome(k, 1, k, [RowCounts(k, k, num_accepted)], seconds)
-
-
-def test_a_choice_stands_while_the_rows_are_the_same() -> None:
-    """For four rounds, and for eight if K did not change: to choose takes time."""
-    asked = []
-
-    class Noting(Estimates):
-        def choose(self, rows: Sequence[Row], num_rows: int) -> tuple[int, int]:
-            asked.append(number)
-            return super().choose(rows, num_rows)
-
-    schedule = AdaptiveSchedule(Noting((0, 2), 9.0))
-    for number in range(30):
-        rows = [_row()] if number < 22 else [_row(), _row(1)]
-        assert schedule.next_k(rows, len(rows)) == 0
-        schedule.learn(_outcome(0, 0, None))
-    assert asked == [0, 4, 12, 20, 22, 26]
 
 
 def test_rows_with_a_constant_k_are_learned_from() -> None:
@@ -233,52 +192,13 @@ def test_a_row_near_its_end_says_nothing_of_later_tokens() -> None:
     assert ended > rejected == 1
 
 
-def test_a_clock_may_be_coarse() -> None:
-    """Times of 0 are no error."""
-    world = World(0.1, dict.fromkeys(KS, 0.0), lambda _: 0.5)
-    assert {k for (k, *_), _ in zip(world.rounds(world.adaptive(), 0), range(300), strict=False)} <= set(KS)
-
-
-def test_no_round_is_lost_between_threads() -> None:
-    """And the last ones of a generation are learned when the next one begins."""
-    noted = []
-
-    class Counting(_Chain):
-        def learn(self, chains: Sequence[tuple[int, int]]) -> None:
-            noted.append(len(chains))
-
-    estimates = Estimates((0, 1), 0.1)
-    estimates._accepted = Counting(1)
-
-    def run(_: int) -> None:
-        schedule = AdaptiveSchedule(estimates)
-        for _ in range(500):
-            schedule.next_k([_row()], 1)
-            schedule.learn(_outcome(1, 1))
-
-    with ThreadPoolExecutor(4) as pool:
-        list(pool.map(run, range(4)))
-    AdaptiveSchedule(estimates).next_k([_row()], 1)
-    assert sum(noted) == 2_000
-
-
-class _Noting(InTurn):
-    """Notes what rounds are said to have taken."""
-
-    def __init__(self, *ks: int) -> None:
-        super().__init__(*ks)
-        self.noted: list[RoundOutcome] = []
-
-    def learn(self, outcome: RoundOutcome) -> None:
-        self.noted.append(outcome)
-
-
 @pytest.mark.each_execution
 def test_rounds_that_did_something_else_have_no_time() -> None:
     """Those with a prefill, the first ones of another K, and the last one, which may have to wait for a round too
     many."""
     target, drafter = llama_pair()
-    schedule = _Noting(0, 3, 3, 3, 0, 0)
+    schedule, learned = InTurn(0, 3, 3, 3, 0, 0), list[RoundOutcome]()
+    schedule.learn = learned.append  # type: ignore[method-assign]
     engine = Engine(target, drafter, REJECTION, num_slots=2, capacity=128, schedule=schedule)
     engine.submit(request((1, 2, 3), max_new_tokens=60))
     rounds: list[Round] = []
@@ -286,8 +206,8 @@ def test_rounds_that_did_something_else_have_no_time() -> None:
         rounds.append(round_)
         if len(rounds) == 5:
             engine.submit(request((4, 5, 6), seed=1, max_new_tokens=60))
-    assert len(schedule.noted) == len(rounds)
-    for number, (one, noted) in enumerate(zip(rounds, schedule.noted, strict=True)):
+    assert len(learned) == len(rounds)
+    for number, (one, noted) in enumerate(zip(rounds, learned, strict=True)):
         drafted = [(row.num_drafted, row.num_accepted) for row in one.rows]
         assert [(row.num_drafted, row.num_accepted) for row in noted.rows] == drafted
         assert all(row.num_wanted >= row.num_drafted for row in noted.rows)
@@ -296,4 +216,41 @@ def test_rounds_that_did_something_else_have_no_time() -> None:
             assert noted.seconds == (one.timing.decode_s if is_usual else None), number
             assert noted.num_columns == noted.k == (3 if number % 6 < 3 else 0)
             assert all(row.num_wanted == noted.k for row in noted.rows)
-    assert schedule.noted[-1].seconds is None and {one.num_rows for one in schedule.noted} == {1, 2}
+    assert learned[-1].seconds is None and {one.num_rows for one in learned} == {1, 2}
+
+
+def test_auto_is_learned_by_pair_and_rule_and_shows_in_no_text_with_a_seed() -> None:
+    target, drafter = table_pair(5)
+    decoder = Decoder(target, None, frozenset(), drafter, acceptance="rejection", num_draft_tokens="auto")
+    before = decoder.generate([[1]], seed=3, max_new_tokens=40)[0].token_ids
+    decoder.generate([[1], [2]], max_new_tokens=40)
+    assert decoder.generate([[1]], seed=3, max_new_tokens=40)[0].token_ids == before
+    # Rows of one seed meet the same noise, so that K for one must not follow from what happened to the other.
+    chunks = list(decoder.stream_many([[1], [2]], seed=[3, 3], max_new_tokens=30))
+    assert [chunk.stats.num_draft_tokens for chunk in chunks[:6]] == [4] * 6
+    auto, plain = (
+        one.generate([[1], [2]], seed=[3, 4], max_new_tokens=40, acceptance="gumbel")
+        for one in (decoder, decoder.plain())
+    )
+    assert [c.token_ids for c in auto] == [c.token_ids for c in plain]
+    assert decoder.pair_state is not None
+    by_rule = [decoder.pair_state.estimates(RULES[name]) for name in ("rejection", "gumbel", "block")]
+    assert [bool(one._outcomes) for one in by_rule] == [True, True, False]
+    assert replace(decoder, acceptance="block", num_draft_tokens=3).pair_state is decoder.pair_state
+    for changed in (decoder.plain(), replace(decoder, target=table_pair(5, 1)[0])):
+        assert changed.pair_state is not decoder.pair_state
+    with pytest.raises(OptionError, match="num_draft_tokens = 'much'"):
+        decoder.generate([[1]], num_draft_tokens="much")
+
+
+def test_a_drafter_adds_its_own_k() -> None:
+    """The whole block, and half of a large one; none beyond what the drafter can draft."""
+    usual = {0, 1, 2, 3, 4, 6, 8}
+    target = as_lm(tiny_llama(num_layers=4), "target")
+    for size, wanted in ((17, usual | {16}), (16, usual | {7, 15}), (4, {0, 1, 2, 3})):
+        assert set(favoured_ks(target, tiny_block_drafter(target, block_size=size))) == wanted
+    draft = as_lm(tiny_llama(), "draft")
+    at_once = model_drafter(draft, mask_id=59)
+    for one in (at_once, hybrid_drafter(suffix_drafter(None), at_once, 60)):
+        assert favoured_ks(draft, one) == (0, 1, 2, 3, 4, 6, 7, 8, 15)
+    assert set(favoured_ks(draft, model_drafter(draft))) == usual and favoured_ks(draft, NO_DRAFTER) == (0,)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from outrider.options import Sampling
-from outrider.sampling.history import NO_HISTORY, History
+from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Settings, draw, is_finite, to_probs
 from outrider.sampling.rules import BLOCK, REJECTION, Rule
 from reference import hf_probs, law_distance, rounds_law, table_law
@@ -23,31 +23,18 @@ PREFIX = (3, 3, 17, 39, 0, 17, 17)
 NUM_PROMPT = 3
 
 # Values that float32 holds exactly, so that both sides compare with the same numbers.
-SINGLE = [
-    {},
-    {"temperature": 0.0},
-    {"temperature": 0.625},
-    {"temperature": 2.0},
-    {"top_k": 1},
-    {"top_k": 7},
-    {"top_k": V},
-    {"top_k": 10 * V},
-    {"top_p": 0.875},
-    {"top_p": 0.25},
-    {"top_p": 0.0009765625},
-    {"top_p": 1e-9},
-    {"min_p": 0.125},
-    {"min_p": 1.0},
-    {"repetition_penalty": 1.5},
-    {"repetition_penalty": 0.75},
-    {"presence_penalty": 1.5},
-    {"frequency_penalty": -0.75},
-    {"min_tokens": 4, "stop_token_ids": (7, 9)},
-    {"min_tokens": 5, "stop_token_ids": (7, 9)},
-    {"min_tokens": 2**70, "stop_token_ids": (7, 9)},
-    {"logit_bias": {0: 2.5, 17: -math.inf, 5: -0.5}},
-]
-OPTIONS = {
+EDGES = {
+    "temperature": [0.0, 0.625, 2.0],
+    "top_k": [1, 7, V, 10 * V],
+    "top_p": [0.875, 0.25, 0.0009765625, 1e-9],
+    "min_p": [0.125, 1.0],
+    "repetition_penalty": [1.5, 0.75],
+    "presence_penalty": [1.5],
+    "frequency_penalty": [-0.75],
+    "min_tokens": [4, 5, 2**70],
+    "logit_bias": [{0: 2.5, 17: -math.inf, 5: -0.5}],
+}
+TOGETHER = {
     "temperature": [0.0, 0.625, 2.0],
     "top_k": [0, 5],
     "top_p": [1.0, 0.75],
@@ -56,107 +43,67 @@ OPTIONS = {
     "presence_penalty": [0.0, 0.5],
     "frequency_penalty": [0.0, 1.25],
     "min_tokens": [0, 7],
-    "stop_token_ids": [(3, 5)],
     "logit_bias": [None, {0: 2.5, 17: -math.inf}],
 }
-COMBINED = [dict(zip(OPTIONS, values, strict=True)) for values in itertools.product(*OPTIONS.values())]
-
-
-def _logits(num_rows: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return 3.0 * torch.randn(num_rows, 1, V, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def _settings(rows: list[Sampling], vocab_size: int = V) -> Settings:
     return Settings.of(rows, vocab_size, torch.device("cpu"))
 
 
-def _history(settings: Settings, num_rows: int) -> History:
-    """Before one place of each row, after PREFIX."""
-    history = settings.with_room(NO_HISTORY, num_rows, V)
-    for row in range(num_rows):
-        history.begin(row, torch.tensor(PREFIX), NUM_PROMPT)
-    return history.map(lambda values: values[:, None])
-
-
 def _ours(logits: Tensor, rows: list[Sampling]) -> Tensor:
+    """After PREFIX. [B, V] -> [B, V]"""
     settings = _settings(rows)
-    return to_probs(logits, settings, _history(settings, len(rows)))
+    history = settings.with_room(NO_HISTORY, len(rows), V)
+    for row in range(len(rows)):
+        history.begin(row, torch.tensor(PREFIX), NUM_PROMPT)
+    return to_probs(logits[:, None], settings, history.map(lambda values: values[:, None]))[:, 0]
 
 
-@pytest.mark.parametrize("options", SINGLE, ids=str)
-def test_each_option_equals_hugging_faces_processor(options: dict) -> None:
-    """On 20 random rows: the same tokens kept, the same probabilities up to rounding, the dtype of the logits."""
-    sampling = Sampling(**options)
-    for dtype, rtol in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
-        logits = _logits(20, 1, dtype)
-        ours = _ours(logits, [sampling] * 20)[:, 0]
-        theirs = torch.stack([hf_probs(row, PREFIX, sampling, NUM_PROMPT) for row in logits[:, 0]])
-        assert ours.dtype == dtype
-        assert torch.equal(ours > 0, theirs > 0)
-        torch.testing.assert_close(ours, theirs, rtol=rtol, atol=0.0)
-
-
-def test_all_combinations_equal_hugging_faces_processors_in_order() -> None:
-    """All 384 combinations, each in a row of one mixed batch: what one row asks for does not touch the others."""
-    rows, logits = [Sampling(**options) for options in COMBINED], _logits(len(COMBINED), 2)
-    ours = _ours(logits, rows)[:, 0]
-    theirs = torch.stack(
-        [hf_probs(row, PREFIX, sampling, NUM_PROMPT) for row, sampling in zip(logits[:, 0], rows, strict=True)]
-    )
-    assert torch.equal(ours > 0, theirs > 0)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_mixed_rows_equal_rows_alone_bit_for_bit(dtype: torch.dtype) -> None:
-    rows = [Sampling(**options) for options in COMBINED + SINGLE]
-    logits = _logits(len(rows), 3, dtype)
-    together = _ours(logits, rows)
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_options_are_hugging_faces_processors_in_order(dtype: torch.dtype, rtol: float) -> None:
+    """Each alone on ten rows, and all combinations, in one mixed batch: the same tokens kept, the same probabilities up
+    to rounding, in the dtype of the logits, but that narrow ones are widened first. A row is bit for bit as alone."""
+    rows = [Sampling(**{name: value}, stop_token_ids=(7, 9)) for name, values in EDGES.items() for value in values] * 10
+    combined = (zip(TOGETHER, values, strict=True) for values in itertools.product(*TOGETHER.values()))
+    rows += [Sampling(**dict(pairs), stop_token_ids=(3, 5)) for pairs in combined]
+    generator = torch.Generator().manual_seed(1)
+    logits = 3.0 * torch.randn(len(rows), V, dtype=torch.float64, generator=generator).to(dtype)
+    narrow, ours = logits.bfloat16(), _ours(logits, rows)
+    assert torch.equal(_ours(narrow, rows), _ours(narrow.float(), rows))
+    theirs = torch.stack([hf_probs(x, PREFIX, row, NUM_PROMPT) for x, row in zip(logits, rows, strict=True)])
+    assert ours.dtype == dtype and torch.equal(ours > 0, theirs > 0)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=0.0)
     for b, row in enumerate(rows):
-        assert torch.equal(together[b : b + 1], _ours(logits[b : b + 1], [row])), row
+        assert torch.equal(ours[b : b + 1], _ours(logits[b : b + 1], [row])), row
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_narrow_logits_are_widened_first(dtype: torch.dtype) -> None:
-    """The probabilities are those of the same logits in float32."""
-    logits, rows = _logits(8, 5, dtype), [Sampling(temperature=0.625, top_p=0.875)] * 8
-    assert torch.equal(_ours(logits, rows), _ours(logits.float(), rows))
-
-
-def test_greedy_ties_go_to_the_lowest_id() -> None:
-    """In a greedy batch and beside sampled rows."""
+def test_ties_are_kept_or_go_to_the_lowest_id() -> None:
+    """Greedy ones to the lowest id, in a greedy batch and beside sampled rows. Those with the k-th all stay, and top_p
+    cuts a tail of exactly the rest, as in Hugging Face's processors."""
     logits = torch.tensor([[[1.0, 5.0, 5.0, 5.0]]]).expand(2, 1, 4)
     for rows in ([Sampling(temperature=0.0)] * 2, [Sampling(temperature=0.0), Sampling()]):
         assert to_probs(logits, _settings(rows, 4))[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
+    for options, values, num_kept in (
+        ({"top_k": 1}, (2.0, 1.0, 3.0, 2.0, 2.0, 0.0), 1),
+        ({"top_k": 2}, (2.0, 1.0, 3.0, 2.0, 2.0, 0.0), 4),
+        ({"top_k": 5}, (2.0, 1.0, 3.0, 2.0, 2.0, 0.0), 5),
+        ({"top_p": 0.75}, (0.0,) * 4, 3),
+    ):
+        one = torch.tensor(values, dtype=torch.float64)
+        probs = to_probs(one[None, None], _settings([Sampling(**options)], len(one)))[0, 0]
+        assert int((probs > 0).sum()) == num_kept
+        torch.testing.assert_close(probs, hf_probs(one, (0,), Sampling(**options)))
 
 
-def test_top_k_keeps_ties_with_the_kth() -> None:
-    """As Hugging Face does: three tokens tie for the second place, all stay."""
-    logits = torch.tensor([2.0, 1.0, 3.0, 2.0, 2.0, 0.0], dtype=torch.float64)
-    for k, kept in ((1, [2]), (2, [0, 2, 3, 4]), (4, [0, 2, 3, 4]), (5, [0, 1, 2, 3, 4])):
-        probs = to_probs(logits[None, None], _settings([Sampling(top_k=k)], 6))[0, 0]
-        assert probs.nonzero().flatten().tolist() == kept
-        torch.testing.assert_close(probs, hf_probs(logits, (0,), Sampling(top_k=k)))
-
-
-def test_top_p_cuts_a_tail_of_exactly_the_rest() -> None:
-    """Four tokens of a quarter each, top_p = 3/4: three reach it, as in Hugging Face's `<=`."""
-    logits = torch.zeros(4, dtype=torch.float64)
-    probs = to_probs(logits[None, None], _settings([Sampling(top_p=0.75)], 4))[0, 0]
-    assert sorted(probs.tolist()) == pytest.approx([0, 1 / 3, 1 / 3, 1 / 3])
-    torch.testing.assert_close(probs, hf_probs(logits, (0,), Sampling(top_p=0.75)))
-
-
-@pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-44, 1e-50, 5e-324])
-def test_tiny_temperatures_are_greedy_and_finite(temperature: float) -> None:
+def test_tiny_temperatures_are_greedy_and_finite() -> None:
     """Down to the least number that the option takes, in a batch of its own and beside a greedy row; and logits far
     apart do not overflow."""
-    tiny, greedy = Sampling(temperature=temperature), Sampling(temperature=0.0)
-    for least, most in ((-1.0, 40.0), (-1e30, 1e30)):
+    for temperature, (least, most) in itertools.product((1e-3, 1e-30, 1e-44, 5e-324), ((-1.0, 40.0), (-1e30, 1e30))):
+        rows = [Sampling(temperature=temperature), Sampling(temperature=0.0)]
         logits = torch.tensor([[[least, most, 39.0, -torch.inf]]], dtype=torch.float64)
-        for rows in ([tiny], [tiny, greedy]):
-            probs = to_probs(logits.expand(len(rows), 1, 4), _settings(rows, 4))
+        for some in (rows[:1], rows):
+            probs = to_probs(logits.expand(len(some), 1, 4), _settings(some, 4))
             assert probs[0, 0].tolist() == [0.0, 1.0, 0.0, 0.0]
 
 
@@ -209,19 +156,12 @@ def test_draw_never_returns_a_token_of_weight_zero(weights: list[float], u: floa
         assert token >= heavy[-1]
 
 
-@pytest.mark.parametrize("scale", [1.0, 8.0])
-def test_draw_inverts_the_cumulative_sum_exactly(scale: float) -> None:
+def test_draw_inverts_the_cumulative_sum_exactly() -> None:
     """Weights in sixteenths, so that every boundary is a float: just below it the token before, at it the next."""
-    sixteenths = [4, 0, 3, 0, 0, 8, 1, 0]
-    weights = scale * torch.tensor([sixteenths], dtype=torch.float64) / 16
-    boundaries = [4, 7, 15, 16]
-    tokens = [0, 2, 5, 6]
-    for i, boundary in enumerate(boundaries):
-        u = boundary / 16
-        below = torch.tensor([math.nextafter(u, 0.0)], dtype=torch.float64)
-        assert draw(weights, below).item() == tokens[i]
-        if boundary < 16:
-            assert draw(weights, torch.tensor([u], dtype=torch.float64)).item() == tokens[i + 1]
+    for boundary, scale in itertools.product((4, 7, 15), (1.0, 8.0)):
+        weights = scale * torch.tensor([[4, 0, 3, 0, 0, 8, 1, 0]], dtype=torch.float64).expand(2, -1) / 16
+        numbers = torch.tensor([math.nextafter(boundary / 16, 0.0), boundary / 16], dtype=torch.float64)
+        assert draw(weights, numbers).tolist() == {4: [0, 2], 7: [2, 5], 15: [5, 6]}[boundary]
 
 
 # The law under options that look back, by enumeration (round_laws.py); the law wanted is that of the target alone, by
@@ -229,28 +169,23 @@ def test_draw_inverts_the_cumulative_sum_exactly(scale: float) -> None:
 
 _PROMPT = (0, 2, 0)
 _TABLES = random_table(3, 0, 1.5), random_table(3, 1)
-_SAMPLINGS = [
-    Sampling(presence_penalty=1.5),
-    Sampling(frequency_penalty=0.75),
-    Sampling(min_tokens=2, stop_token_ids=(1,)),
-    Sampling(repetition_penalty=1.5),
-    Sampling(
-        temperature=0.75,
-        repetition_penalty=1.25,
-        presence_penalty=0.5,
-        frequency_penalty=-0.25,
-        min_tokens=3,
-        stop_token_ids=(0, 1),
-        logit_bias={0: 0.5},
-    ),
-]
+_FREQUENCY = Sampling(frequency_penalty=0.75)
+_ALL = Sampling(
+    temperature=0.75,
+    repetition_penalty=1.25,
+    presence_penalty=0.5,
+    frequency_penalty=-0.25,
+    min_tokens=3,
+    stop_token_ids=(0, 1),
+    logit_bias={0: 0.5},
+)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])
-@pytest.mark.parametrize("sampling", _SAMPLINGS, ids=str)
+@pytest.mark.parametrize("sampling", [_FREQUENCY, _ALL], ids=["frequency", "all"])
 @pytest.mark.parametrize("rule", [REJECTION, BLOCK], ids=lambda rule: rule.name)
 def test_the_law_is_the_targets(rule: Rule, sampling: Sampling, k: int) -> None:
-    """To 1e-12. (The tokens of ``gumbel`` are those of plain decoding: tests/decoding/test_engine.py.)"""
+    """To 1e-12. (The tokens of ``gumbel`` are those of plain decoding: tests/drafters/test_contract.py.)"""
     law = rounds_law(partial(round_law, rule, k, _TABLES, _PROMPT, sampling), 3)
     assert sum(law.values()) == pytest.approx(1, abs=1e-12)
     assert law_distance(law, table_law(_TABLES[0], _PROMPT, sampling, 3)) < 1e-12
@@ -264,5 +199,5 @@ def test_a_history_that_forgets_the_drafts_is_found_out(monkeypatch: pytest.Monk
         "along",
         lambda self, ids: along(self, ids).map(lambda values: values[:, :1].expand_as(values)),
     )
-    law = rounds_law(partial(round_law, BLOCK, 2, _TABLES, _PROMPT, _SAMPLINGS[1]), 3)
-    assert law_distance(law, table_law(_TABLES[0], _PROMPT, _SAMPLINGS[1], 3)) > 0.01
+    law = rounds_law(partial(round_law, BLOCK, 2, _TABLES, _PROMPT, _FREQUENCY), 3)
+    assert law_distance(law, table_law(_TABLES[0], _PROMPT, _FREQUENCY, 3)) > 0.01

@@ -116,11 +116,3 @@ def round_laws(found: Sequence[Outcome]) -> dict[tuple[int, int], Law]:
     for outcome in found:
         laws[outcome.case.last, len(outcome.case.ids)][outcome.committed] += outcome.case.weight
     return laws
-
-
-def mean_accepted(found: Sequence[Outcome]) -> dict[tuple[int, int], float]:
-    """(last token, number drafted) -> expected number of accepted tokens."""
-    means: dict[tuple[int, int], float] = defaultdict(float)
-    for outcome in found:
-        means[outcome.case.last, len(outcome.case.ids)] += outcome.case.weight * outcome.num_accepted
-    return means

@@ -25,32 +25,12 @@ def _members(kind: type) -> dict[str, list[str]]:
     """Public methods with their parameters; fields and properties, with none."""
     found = {}
     for name in dir(kind):
-        if name.startswith("_") or f"{kind.__name__}.{name}" in NOT_PUBLIC:
-            continue
         value = inspect.getattr_static(kind, name)
         if isinstance(value, (staticmethod, classmethod)):
             value = getattr(kind, name)
-        found[name] = _parameters(value) if callable(value) else []
-    fields = getattr(kind, "__dataclass_fields__", {})
-    return found | {name: [] for name in fields if f"{kind.__name__}.{name}" not in NOT_PUBLIC}
-
-
-def _python() -> dict[str, Any]:
-    return {
-        name: _members(value) | {"__init__": _parameters(value)} if isinstance(value, type) else _parameters(value)
-        for name in outrider.__all__
-        if not _is_error(value := getattr(outrider, name))
-    }
-
-
-def _is_error(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, Exception)
-
-
-def _errors() -> dict[str, str]:
-    """Each error with its base."""
-    errors = import_module("outrider.errors")
-    return {name: getattr(errors, name).__base__.__name__ for name in errors.__all__}
+        found[name] = _parameters(value) if callable(value) and not name.startswith("_") else []
+    found |= {name: [] for name in getattr(kind, "__dataclass_fields__", {})}
+    return {name: one for name, one in found.items() if name[0] != "_" and f"{kind.__name__}.{name}" not in NOT_PUBLIC}
 
 
 def _commands(group: Any, path: str = "") -> dict[str, list[str]]:
@@ -66,9 +46,16 @@ def _commands(group: Any, path: str = "") -> dict[str, list[str]]:
 
 
 def public() -> dict[str, Any]:
-    """All that is public (CONTRIBUTING.md)."""
+    """All that is public (CONTRIBUTING.md): names with their members or parameters, errors with their bases, and the
+    options of commands."""
     from typer.main import get_command
 
     from outrider.cli.app import app
 
-    return {"python": _python(), "errors": _errors(), "commands": _commands(get_command(app))}
+    names = {name: getattr(outrider, name) for name in outrider.__all__}
+    kinds = {name: one for name, one in names.items() if isinstance(one, type) and not issubclass(one, Exception)}
+    functions = {name: _parameters(one) for name, one in names.items() if not isinstance(one, type)}
+    python = {name: _members(one) | {"__init__": _parameters(one)} for name, one in kinds.items()} | functions
+    errors = import_module("outrider.errors")
+    bases = {name: getattr(errors, name).__base__.__name__ for name in errors.__all__}
+    return {"python": python, "errors": bases, "commands": _commands(get_command(app))}

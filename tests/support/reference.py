@@ -76,25 +76,19 @@ def hf_probs(
 
 def counted_penalties(output: Sequence[int], sampling: Sampling, scores: torch.Tensor) -> torch.Tensor:
     """Penalty to subtract, by OpenAI's API reference, "Frequency and presence penalties". [1, V]"""
-    parts = []
-    for token in range(scores.shape[-1]):
-        count = list(output).count(token)
-        parts.append(count * sampling.frequency_penalty + float(count > 0) * sampling.presence_penalty)
-    return torch.tensor([parts], dtype=scores.dtype)
+    counts = torch.tensor([list(output).count(token) for token in range(scores.shape[-1])], dtype=scores.dtype)
+    return (counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty)[None]
 
 
 def table_law(table: torch.Tensor, prompt: Sequence[int], sampling: Sampling, num_tokens: int) -> Law:
     """The exact law of what a Markov chain says after the prompt."""
-    law: Law = {(): 1.0}
-    for _ in range(num_tokens):
-        longer: Law = {}
-        for text, mass in law.items():
-            whole = (*prompt, *text)
-            for token, prob in enumerate(hf_probs(table[whole[-1]], whole, sampling, len(prompt)).tolist()):
-                if prob > 0:
-                    longer[(*text, token)] = mass * prob
-        law = longer
-    return law
+
+    def next_law(text: tuple[int, ...]) -> Law:
+        whole = (*prompt, *text)
+        probs = hf_probs(table[whole[-1]], whole, sampling, len(prompt)).tolist()
+        return {(token,): prob for token, prob in enumerate(probs) if prob > 0}
+
+    return rounds_law(next_law, num_tokens)
 
 
 # The acceptance rules, token by token.
@@ -112,10 +106,8 @@ def rejection_thresholds(p: Sequence[Probs], q: Sequence[Probs], ids: Sequence[i
 
 def rejection_length(thresholds: Sequence[float], uniforms: Sequence[float]) -> int:
     """How many tokens stand: up to the first uniform that is not below its threshold."""
-    for i, (threshold, u) in enumerate(zip(thresholds, uniforms, strict=True)):
-        if u >= threshold:
-            return i
-    return len(thresholds)
+    stands = [u < threshold for threshold, u in zip(thresholds, uniforms, strict=True)]
+    return [*stands, False].index(False)
 
 
 def rejection_rest(p: Sequence[Probs], q: Sequence[Probs], ids: Sequence[int], length: int) -> Probs:
@@ -160,12 +152,8 @@ RESTS = {"rejection": rejection_rest, "block": block_rest}
 
 def invert(weights: Probs, uniform: float) -> int:
     """The token in whose cell of the cumulative sum the number falls."""
-    total, at = math.fsum(weights), 0.0
-    for token, weight in enumerate(weights):
-        at += weight
-        if uniform * total < at:
-            return token
-    return max(token for token, weight in enumerate(weights) if weight > 0)
+    *_, last = found = list(cells(weights))
+    return next((token for token, _, high in found if uniform < high), last[0])
 
 
 # All that can happen in a round, and in several.

@@ -31,26 +31,15 @@ EXECUTIONS = {"eager": EagerExecution, "captured": CapturedExecution}
 execution: Callable[[], EagerExecution] = EagerExecution  # of the models made here; see conftest.py
 
 
-class TableConfig:
-    """As much of a model's configuration as LM reads."""
-
-    num_hidden_layers = 1
-    sliding_window = None
-    layer_types = None
-    _attn_implementation = "eager"
-
-    def get_text_config(self, decoder: bool = False) -> "TableConfig":
-        assert decoder
-        return self
-
-
 class TableLM(nn.Module):
     """Logits after token i are row i of a table, wherever it stands."""
 
     def __init__(self, table: Tensor) -> None:
         super().__init__()
         self.table = nn.Parameter(table, requires_grad=False)
-        self.config = TableConfig()
+        # As much of a model's configuration as LM reads.
+        unused: dict[str, Any] = {"sliding_window": None, "layer_types": None, "_attn_implementation": "eager"}
+        self.config = SimpleNamespace(num_hidden_layers=1, get_text_config=lambda decoder: self.config, **unused)
 
     def set_attn_implementation(self, name: str) -> None:
         pass
@@ -97,15 +86,8 @@ def tiny_llama(
     seed: int = 0, *, vocab_size: int = 60, num_layers: int = 2, context_len: int = 256, **options: Any
 ) -> PreTrainedModel:
     """A random Llama in float64. Large weights, so that logits are far apart and depend on the whole text."""
-    defaults = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "bos_token_id": None,
-        "eos_token_id": None,
-    }
+    defaults = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    defaults |= {"initializer_range": 0.3, "bos_token_id": None, "eos_token_id": None}
     sizes = {"vocab_size": vocab_size, "num_hidden_layers": num_layers, "max_position_embeddings": context_len}
     return random_model(LlamaForCausalLM, LlamaConfig(**sizes, **defaults | options), seed)
 
@@ -156,18 +138,9 @@ class Output:
     """All that the loop said of one row."""
 
     rounds: list[RowRound]
-
-    @property
-    def token_ids(self) -> tuple[int, ...]:
-        return tuple(token for row in self.rounds for token in row.token_ids)
-
-    @property
-    def finish_reason(self) -> FinishReason | None:
-        return self.rounds[-1].finish_reason
-
-    @property
-    def stats(self) -> Stats:
-        return sum((row.stats for row in self.rounds), Stats())
+    token_ids = property(lambda self: tuple(token for row in self.rounds for token in row.token_ids))
+    finish_reason = property(lambda self: self.rounds[-1].finish_reason)
+    stats = property(lambda self: sum((row.stats for row in self.rounds), Stats()))
 
 
 @dataclass

@@ -23,6 +23,8 @@ from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.masks import Masks
 from outrider.sampling.probs import Settings
 
+_OWN = "limits", "draft_ends", "seeds"
+
 
 def final_length(target: LM, request: Request) -> int:
     """The most tokens of a request, prompt included."""
@@ -174,14 +176,13 @@ class Batch:
     ) -> None:
         """
         Args:
-            capacity: most tokens in a row.
-            max_k: most tokens drafted in a round; the buffer has room for them beyond the last token.
+            capacity: most tokens in a row; the buffer has room for ``max_k`` drafted ones beyond the last.
             takes_candidates: see ``Settings``.
         """
         self.rows: list[Row | None] = [None] * num_slots
         self.ids = torch.zeros(num_slots, capacity + max_k + 1, dtype=torch.long, device=device)
         self.lengths = torch.ones(num_slots, dtype=torch.long, device=device)
-        self.limits, self.draft_ends, self.seeds = (torch.zeros_like(self.lengths) for _ in range(3))
+        self.limits, self.draft_ends, self.seeds = (torch.zeros_like(self.lengths) for _ in _OWN)
         self.last_ids = torch.zeros(num_slots, 2, dtype=torch.long, device=device)
         self._constant_k = torch.full_like(self.lengths, -1)  # -1 where the schedule chooses
         self._vocab_size, self._takes_candidates = vocab_size, takes_candidates
@@ -195,7 +196,6 @@ class Batch:
         self._note_change()
 
     def _note_change(self) -> None:
-        """After a change of the rows, or of their options."""
         self._first.clear()
         self.running = [row for row in self.rows if row is not None]
         self.has_constraints = any(row.request.constraint is not None for row in self.running)
@@ -210,12 +210,11 @@ class Batch:
 
     def start(self, row: Row) -> None:
         """Activate a row whose prefill is complete."""
-        slot, sampling = row.slot, row.request.sampling
+        slot, sampling, constant_k = row.slot, row.request.sampling, row.request.num_draft_tokens
         self.rows[slot] = row
         self.limits[slot], self.draft_ends[slot] = row.limit, row.draft_end
         self.last_ids[slot, 0] = row.token_ids[-2] if row.length > 1 else 0
         self.last_ids[slot, 1] = row.token_ids[-1]
-        constant_k = row.request.num_draft_tokens
         self._constant_k[slot] = -1 if constant_k is None else constant_k
         self.settings = self.settings.with_row(slot, sampling, self._vocab_size)
         self.history = self.settings.with_room(self.history, len(self.rows), self._vocab_size)
@@ -261,29 +260,23 @@ class Batch:
         )
 
     def _first_slots(self, num_rows: int) -> SlotRows:
-        """The first slots; nothing is wanted yet."""
         active = tuple(self.rows[:num_rows])
         own = [row.request for row in active if row is not None]
         constant = [one.num_draft_tokens for one in own if one.num_draft_tokens is not None]
+        constraints = [None if row is None else row.request.constraint for row in active]
+        views = {name: getattr(self, name)[:num_rows] for name in ("ids", "lengths", "last_ids", *_OWN)}
         return SlotRows(
-            ids=self.ids[:num_rows],
-            lengths=self.lengths[:num_rows],
-            last_ids=self.last_ids[:num_rows],
-            num_wanted=torch.zeros_like(self.lengths[:num_rows]),
+            **views,
+            num_wanted=torch.zeros_like(views["lengths"]),  # nothing is wanted yet
             settings=self.settings.first(num_rows),
             history=self.history.map(lambda values: values[:num_rows]),
             most_wanted=[0] * num_rows,
             longest=0,
             active=active,
-            limits=self.limits[:num_rows],
-            draft_ends=self.draft_ends[:num_rows],
-            seeds=self.seeds[:num_rows],
             constant_k=self._constant_k[:num_rows] if constant else None,
             most_constant_k=max(constant, default=None),
             is_adaptive=len(constant) < len(own),
-            constraints=[None if row is None else row.request.constraint for row in active]
-            if self.has_constraints
-            else None,
+            constraints=constraints if self.has_constraints else None,
             reports_drafts=any(one.reports_drafts for one in own),
             reports_logits=any(one.reports_logits for one in own),
             num_logprobs=max((n for one in own if (n := one.sampling.logprobs) is not None), default=None),

@@ -15,6 +15,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -59,15 +60,10 @@ def decode(
     if not requests:
         return
     schedule = ConstantSchedule(num_draft_tokens) if isinstance(num_draft_tokens, int) else num_draft_tokens
-    engine = Engine(
-        target,
-        drafter,
-        rule,
-        num_slots=min(num_slots or len(requests), len(requests)),
-        capacity=max(final_room(target, request, schedule.max_k) for request in requests),
-        schedule=schedule,
-        prefill_chunk=None,
-    )
+    num_slots = min(num_slots or len(requests), len(requests))
+    capacity = max(final_room(target, request, schedule.max_k) for request in requests)
+    sizes: Any = {"num_slots": num_slots, "capacity": capacity, "prefill_chunk": None}
+    engine = Engine(target, drafter, rule, schedule=schedule, **sizes)
     for request in requests:
         engine.submit(request)
     while (round_ := engine.step()) is not None:
@@ -106,16 +102,10 @@ class Engine:
         self._target, self._drafter = target, drafter
         self._capacity = capacity = min(capacity, target.context_len)
         self._prefill_chunk = prefill_chunk
-        executions = [lm.execution for lm in (target, *drafter.models)]
-        self._batch = Batch(
-            num_slots,
-            capacity,
-            schedule.max_k,
-            target.vocab_size,
-            target.device,
-            takes_candidates=not any(one.is_prepared for one in executions),
-        )
-        self._runner = Runner(target, drafter, rule, num_slots=num_slots, capacity=capacity, max_k=schedule.max_k)
+        takes_candidates = not any(lm.execution.is_prepared for lm in (target, *drafter.models))
+        sizes = num_slots, capacity, schedule.max_k
+        self._batch = Batch(*sizes, target.vocab_size, target.device, takes_candidates=takes_candidates)
+        self._runner = Runner(target, drafter, rule, *sizes)
         self._lookahead = 0 if self._runner.reads_rounds else target.execution.lookahead
         cache = self._runner.cache
         self._scheduler = Scheduler(Slots(num_slots, cache.take_over, shares_parts=not cache.has_anchors), queue)
@@ -128,14 +118,7 @@ class Engine:
         self._inference_mode = torch.inference_mode()  # made once: as a decorator it would be made for every round
 
     def submit(self, request: Request, client: str = "", priority: int = 0) -> int:
-        """Queue a request.
-
-        Args:
-            client, priority: see ``FairQueue``.
-
-        Returns:
-            Its index, as in ``RowRound.row``.
-        """
+        """Queue a request, and return its index, as in ``RowRound.row``. For client and priority see ``FairQueue``."""
         assert 0 < len(request.prompt_ids) < self._capacity, "a prompt has a token, and leaves room for one"
         assert (request.num_draft_tokens or 0) <= self.schedule.max_k
         limit = min(final_length(self._target, request), self._capacity)
@@ -192,8 +175,12 @@ class Engine:
         # All rounds before it were read: the lengths are those with which it began.
         most_drafted = [row.most_drafted(done.k) for row in done.rows if row is not None and not row.is_done]
         row_rounds = read(done, self._target.name)
-        self._warn_of_broken_drafts(row_rounds)
-        self._leave_ended(done)
+        if not self._has_warned and any(row.has_broken_draft for row in row_rounds):  # it costs speed alone
+            self._has_warned = True
+            _LOG.warning("the draft %s gave NaN or infinite logits: its drafts are cut there", self._drafter.name)
+        for row in done.rows:
+            if row is not None and row.is_done and row.slot >= 0:
+                self._leave(row)
         self._move_down()
         is_idle = self._scheduler.is_idle
         if is_idle and self._in_flight:
@@ -201,14 +188,20 @@ class Engine:
             clock.wait(self._in_flight[-1].marks[-1])
             self._in_flight.clear()
         timing = self._timing(done, begin_s)
-        self._learn(done, most_drafted, row_rounds, timing, is_idle=is_idle)
+        pairs = zip(most_drafted, row_rounds, strict=True)
+        counts = [RowCounts(num, row.num_drafted, row.num_accepted) for num, row in pairs]
+        # Unrepresentative times: after a prefill or a change of K, or when going idle.
+        is_usual = self._last_k == done.k and not (done.prefills or is_idle)
+        self._last_k, seconds = done.k, timing.decode_s if is_usual else None
+        longest = max((row.length for row in done.rows if row is not None), default=0)
+        self.schedule.learn(RoundOutcome(done.k, len(done.rows), done.num_columns, counts, seconds, longest))
         return Round((*lost, *row_rounds), timing)
 
     # Rounds
 
     def _start_round(self) -> StartedRound:
-        batch, execution = self._batch, self._target.execution
-        num_rows = min(execution.round_rows(self._slots.height), len(batch.rows))
+        batch = self._batch
+        num_rows = min(self._target.execution.round_rows(self._slots.height), len(batch.rows))
         chosen_k = self.schedule.next_k(batch.running, num_rows)
         return self._runner.start(batch, batch.view(num_rows, chosen_k, self._most_unread), chosen_k)
 
@@ -222,11 +215,7 @@ class Engine:
         return len(self._in_flight) * (self.schedule.max_k + 1)
 
     def _timing(self, done: StartedRound, begin_s: float) -> Timing:
-        """Timing of a round.
-
-        Args:
-            begin_s: time at which the host began to wait for the round.
-        """
+        """Timing of a round for which the host began to wait at ``begin_s``."""
         drafting, verifying, verified, end = done.marks
         seconds = self._runner.clock.seconds
         prefill_s = sum(seconds(*pair) for pair in done.prefills)
@@ -234,47 +223,12 @@ class Engine:
         total_s = max(time.perf_counter() - begin_s, prefill_s + seconds(drafting, end))
         return Timing(prefill_s, seconds(drafting, verifying), seconds(verifying, verified), total_s)
 
-    def _learn(
-        self,
-        done: StartedRound,
-        most_drafted: Sequence[int],
-        row_rounds: Sequence[RowRound],
-        timing: Timing,
-        *,
-        is_idle: bool,
-    ) -> None:
-        """Tell the schedule of a round.
-
-        Args:
-            most_drafted: the most tokens that each row was to draft.
-        """
-        # Unrepresentative times: after a prefill or a change of K, or when going idle.
-        is_usual = self._last_k == done.k and not (done.prefills or is_idle)
-        self._last_k = done.k
-        rows = [
-            RowCounts(num, row.num_drafted, row.num_accepted) for num, row in zip(most_drafted, row_rounds, strict=True)
-        ]
-        seconds = timing.decode_s if is_usual else None
-        longest = max((row.length for row in done.rows if row is not None), default=0)
-        self.schedule.learn(RoundOutcome(done.k, len(done.rows), done.num_columns, rows, seconds, longest))
-
-    def _warn_of_broken_drafts(self, row_rounds: Sequence[RowRound]) -> None:
-        """Log once that a draft was cut, which costs speed and changes no output."""
-        if not self._has_warned and any(row.has_broken_draft for row in row_rounds):
-            self._has_warned = True
-            _LOG.warning("the draft %s gave NaN or infinite logits: its drafts are cut there", self._drafter.name)
-
     # Joining and leaving
 
     def _leave_cancelled(self) -> None:
         cancelled = self._scheduler.take_cancelled()
         for row in self._rows_with_slots() if cancelled else ():
             if row.index in cancelled:
-                self._leave(row)
-
-    def _leave_ended(self, done: StartedRound) -> None:
-        for row in done.rows:
-            if row is not None and row.is_done and row.slot >= 0:
                 self._leave(row)
 
     def _fail(self, rows: Sequence[Row], error: DeviceError) -> RowRound:
@@ -320,7 +274,6 @@ class Engine:
             self._batch.admit(row)
 
     def _assign(self, slot: int, source: int, num_tokens: int) -> None:
-        """Copy a prefix from one slot to another."""
         if slot != source:  # sessions rely on a slot having the tokens of its cache, and one more
             self._batch.ids[slot, :num_tokens] = self._batch.ids[source, :num_tokens]
             self._batch.lengths[slot] = num_tokens + 1
@@ -329,16 +282,10 @@ class Engine:
     def _move_down(self) -> None:
         """Move a row that alone keeps the batch wider than necessary to a lower free slot."""
         height, num_used, round_rows = self._slots.height, self._slots.num_used, self._target.execution.round_rows
-        if self._scheduler.has_waiting or height == num_used:
-            self._num_high = 0
-            return
         others = max((row.slot + 1 for row in self._rows_with_slots() if row.slot + 1 < height), default=0)
-        if round_rows(max(others, num_used)) >= round_rows(height):
-            self._num_high = 0
-            return
-        self._num_high += 1
-        row = self._batch.rows[height - 1]
-        if self._num_high <= _PATIENCE or row is None:
+        is_high = height > num_used and round_rows(max(others, num_used)) < round_rows(height)
+        self._num_high = self._num_high + 1 if is_high and not self._scheduler.has_waiting else 0
+        if self._num_high <= _PATIENCE or (row := self._batch.rows[height - 1]) is None:
             return
         slot = self._slots.lowest_free()
         self._runner.assign(slot, row.slot, row.longest(self._most_unread))

@@ -32,8 +32,7 @@ class FairQueue(Generic[_Item]):
     def __len__(self) -> int:
         return self._num_items
 
-    def __iter__(self) -> Iterator[_Item]:
-        """Iterate in any order."""
+    def __iter__(self) -> Iterator[_Item]:  # in any order
         return (item for line in self._lines.values() for _, _, item in line)
 
     def push(self, item: _Item, client: str = "", priority: int = 0, *, is_back: bool = False) -> None:

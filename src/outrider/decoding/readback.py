@@ -7,7 +7,6 @@ and applies stop conditions. The loop may have started the next round by then (s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -19,8 +18,7 @@ from outrider.records import Draft, DraftedToken, FinishReason, Origin, RowRound
 from outrider.sampling.probs import wide
 
 
-@dataclass(frozen=True, slots=True)
-class StartedRound:
+class StartedRound(NamedTuple):
     """A round that the device may still be computing. Its tensors are on the host, and filled by the last mark.
 
     Attributes:
@@ -57,13 +55,17 @@ def copies_for_host(rows: SlotRows, draft: Draft, result: VerifyResult, *, copy:
     Args:
         copy: also copy tensors that are on the host already.
     """
+    logprobs = None
+    if rows.num_logprobs is not None:
+        raw = wide(result.logits).log_softmax(dim=-1)
+        chosen = raw.gather(-1, result.committed[..., None]).squeeze(-1)
+        top = raw.topk(min(rows.num_logprobs, raw.shape[-1]), dim=-1)
+        logprobs = Logprobs(*map(_to_host, (chosen, top.values, top.indices)))
     return {
         "report": _to_host(result.report, copy=copy),
         "drafted_probs": _to_host(result.drafted_probs, copy=copy),
         "drafted_ids": _to_host(draft.ids, copy=copy) if rows.reports_drafts else None,
-        "logprobs": None
-        if rows.num_logprobs is None
-        else _logprobs_of(rows.num_logprobs, result.logits, result.committed),
+        "logprobs": logprobs,
         "logits": _to_host(result.logits, copy=copy) if rows.reports_logits else None,
     }
 
@@ -84,18 +86,8 @@ class Logprobs(NamedTuple):
 
     def of(self, b: int, num_tokens: int, num_top: int) -> tuple[TokenLogprob, ...]:
         """Log-probabilities of the first tokens of one row."""
-        chosen, top, ids = (values[b, :num_tokens].tolist() for values in self)
-        return tuple(
-            TokenLogprob(chosen[i], tuple(zip(ids[i][:num_top], top[i][:num_top], strict=True)))
-            for i in range(num_tokens)
-        )
-
-
-def _logprobs_of(num_top: int, logits: Tensor, committed: Tensor) -> Logprobs:
-    logprobs = wide(logits).log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, committed[..., None]).squeeze(-1)
-    top = logprobs.topk(min(num_top, logits.shape[-1]), dim=-1)
-    return Logprobs(*map(_to_host, (chosen, top.values, top.indices)))
+        rows = zip(*(values[b, :num_tokens].tolist() for values in self), strict=True)
+        return tuple(TokenLogprob(one, tuple(zip(ids[:num_top], top[:num_top], strict=True))) for one, top, ids in rows)
 
 
 def read(started: StartedRound, target_name: str) -> list[RowRound]:
@@ -108,7 +100,9 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
         is_first = row.length == row.prompt_length
         num_cached, queued_s = (row.num_cached, row.queued_s) if is_first else (0, 0.0)
         token_ids, reason = _until_stop(row, tokens[:n] if is_bad else tokens[: n + 1])
-        error = _advance_constraint(row, token_ids)
+        constraint, error = row.request.constraint, None
+        if constraint is not None and not all(map(constraint.push, token_ids)):
+            error = constraint.error or "every token that the constraint allows has a logit of minus infinity"
         if is_bad and reason is None:
             row.is_spoilt = True
             error = error or _no_distribution(row, target_name, row.length + n)
@@ -120,11 +114,9 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
         row.is_done = reason is not None
         origins: list[Origin] = ["accepted"] * n
         origins.append("correction" if n < num_drafted else "bonus")
-        num_top = row.request.sampling.logprobs
-        logprobs = None
-        if started.logprobs is not None and num_top is not None:
+        logprobs = drafted = None
+        if started.logprobs is not None and (num_top := row.request.sampling.logprobs) is not None:
             logprobs = started.logprobs.of(b, len(token_ids), num_top)
-        drafted = None
         if started.drafted_ids is not None and row.request.reports_drafts:
             probs = started.drafted_probs[b].tolist()
             pairs = zip(started.drafted_ids[b, :num_drafted].tolist(), probs, strict=False)
@@ -150,14 +142,6 @@ def read(started: StartedRound, target_name: str) -> list[RowRound]:
             )
         )
     return row_rounds
-
-
-def _advance_constraint(row: Row, token_ids: Sequence[int]) -> str | None:
-    """Advance the row's constraint over committed tokens. Returns the reason if that is impossible."""
-    constraint = row.request.constraint
-    if constraint is None or all(map(constraint.push, token_ids)):
-        return None
-    return constraint.error or "every token that the constraint allows has a logit of minus infinity"
 
 
 def _no_distribution(row: Row, target_name: str, position: int) -> str:

@@ -42,10 +42,9 @@ class Runner:
         reads_rounds: whether the host must read a round before it starts the next one.
     """
 
-    def __init__(self, target: LM, drafter: Drafter, rule: Rule, *, num_slots: int, capacity: int, max_k: int) -> None:
+    def __init__(self, target: LM, drafter: Drafter, rule: Rule, num_slots: int, capacity: int, max_k: int) -> None:
         """
         Args:
-            num_slots: S
             capacity: most tokens in a slot.
             max_k: most tokens drafted in a round.
         """
@@ -71,12 +70,8 @@ class Runner:
         self._noise.invalidate()
 
     def erase(self, slot: int, num_kept: int, end: int | None) -> None:
-        """Erase a slot, in all caches.
-
-        Args:
-            num_kept: the number of the slot's first tokens that stay.
-            end: the place up to which it may have been written; None for all.
-        """
+        """Erase a slot in all caches, but for its first tokens, up to the place ``end`` to which it may have been
+        written; None for all."""
         self.cache.erase(slot, num_kept, end)
         self.session.assign(slot, None, num_kept)
 
@@ -97,15 +92,9 @@ class Runner:
         if media is not None and rows[0].num_media:
             features = prefill_media(self._target, media, cache, wanted)
         else:
-            features = self._target.prefill(
-                ids,
-                torch.tensor(starts, device=ids.device),
-                torch.tensor(ends, device=ids.device),
-                cache,
-                latest=max(starts),
-                num_columns=width,
-                features=wanted,
-            )
+            first, last = torch.tensor([starts, ends], device=ids.device)
+            how: Any = {"latest": max(starts), "num_columns": width, "features": wanted}
+            features = self._target.prefill(ids, first, last, cache, **how)
         lengths = [row.prompt_length for row in rows]
         self.session.prefill(Prefill(ids, begin, starts, ends, lengths, features))
         self._prefills.append((mark, self.clock.mark()))
@@ -172,9 +161,7 @@ def next_forward(
 
     Args:
         filling: rows whose prefill is incomplete, at least one, the longest waiting first.
-        device: of the target.
-        chunk: the most tokens of a row; None for as many as a forward takes.
-        num_left: the most tokens of several rows together; None likewise.
+        chunk, num_left: the most tokens of a row, and of several together; None for as many as a forward takes.
 
     Returns:
         The rows, and the most tokens that each is fed.

@@ -91,11 +91,7 @@ class RoundOutcome:
 
 
 class Schedule(Protocol):
-    """Chooses K, round by round.
-
-    Attributes:
-        max_k: the largest K that it may choose.
-    """
+    """Chooses K, round by round, up to ``max_k``."""
 
     @property
     def max_k(self) -> int: ...
@@ -196,7 +192,6 @@ class _Load:
         return math.log(1 + _MORE * (num_rows * (k + 1) - 1) + self._draft_share * num_steps)
 
     def learn_width(self, outcome: RoundOutcome) -> None:
-        """Learn how many of the wanted columns were verified."""
         most_wanted = max((row.num_wanted for row in outcome.rows), default=0)
         self._widths.learn([(outcome.num_columns, most_wanted)])
 
@@ -292,7 +287,6 @@ class Estimates:
             self._at(_load_of(num_rows, 0)[0], length).learn_times(num_rows, k, seconds)
 
     def _at(self, size: int, length: int) -> _Load:
-        """The load of these logarithms."""
         if (size, length) not in self._loads:
             nearest = min(self._loads, key=lambda one: abs(one[0] - size) + abs(one[1] - length), default=None)
             like = None if nearest is None else self._loads[nearest]
@@ -384,12 +378,7 @@ class PairState:
     drafter: Drafter
     _by_rule: dict[str, Estimates] = field(default_factory=dict, init=False)
 
-    def is_of(self, target: LM, drafter: Drafter) -> bool:
-        """Whether these are its models, with their executions."""
-        return target is self.target and drafter is self.drafter
-
     def estimates(self, rule: Rule) -> Estimates:
-        """The estimates under this rule."""
         if rule.name not in self._by_rule:
             sizes = [sum(one.numel() for one in lm.weights.parameters()) for lm in (self.target, *self.drafter.models)]
             share = current_ranks().shared(sum(sizes[1:]) / max(1, sizes[0]))

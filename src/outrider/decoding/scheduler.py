@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from itertools import count, takewhile
 from operator import eq
@@ -23,8 +23,7 @@ from outrider.decoding.fair_queue import FairQueue
 from outrider.records import Request
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):
     """Numbers of rows that generate, are in prefill, or wait for a slot; and of free slots."""
 
     num_running: int
@@ -44,10 +43,6 @@ class Scheduler:
     """
 
     def __init__(self, slots: Slots, queue: FairQueue[Row] | None = None) -> None:
-        """
-        Args:
-            queue: decides which row gets the next slot; None: the clients in turn.
-        """
         self.slots = slots
         self.filling: deque[Row] = deque()
         self._lock = threading.Lock()
@@ -56,15 +51,7 @@ class Scheduler:
         self._cancelled: set[int] = set()
 
     def submit(self, request: Request, limit: int, room: int, client: str = "", priority: int = 0) -> int:
-        """Queue a request.
-
-        Args:
-            limit, room: see ``Row``.
-            client, priority: see ``FairQueue``.
-
-        Returns:
-            Its index.
-        """
+        """Queue a request, and return its index. Arguments: see ``Row``."""
         with self._lock:
             index = next(self._indices)
             row = Row(index, request, limit, room, client, priority, submitted_s=time.perf_counter())
@@ -72,7 +59,6 @@ class Scheduler:
         return index
 
     def cancel(self, index: int) -> None:
-        """Cancel a request."""
         with self._lock:
             self._cancelled.add(index)
 
@@ -152,7 +138,6 @@ class Scheduler:
             self._queue.push(rest, row.client, row.priority, is_back=True)
 
     def end_prefill(self, row: Row) -> None:
-        """Note that the prefill of a row is complete."""
         with self._lock:
             self.filling.remove(row)
 
@@ -174,7 +159,6 @@ class SlotAssignment(NamedTuple):
     """The slot of a row, and the copies to make first, in this order.
 
     Attributes:
-        slot: the row's.
         moved_to: the slot that the cache of this slot is moved to; None if it is evicted.
         source: the slot whose first ``num_shared`` tokens are then copied (or kept, if it is the same slot).
     """
@@ -187,18 +171,10 @@ class SlotAssignment(NamedTuple):
 
 @dataclass(slots=True)
 class _Slot:
-    """
-    Attributes:
-        row: the row that uses it.
-        token_ids: if free, the tokens whose keys and values it holds.
-        client: of the row that wrote them.
-        last_used: a counter, 0 if never.
-    """
-
-    row: Row | None = None
-    token_ids: Sequence[int] = field(default_factory=tuple)
-    client: str = ""
-    last_used: int = 0
+    row: Row | None = None  # that uses the slot
+    token_ids: Sequence[int] = ()  # if free, the tokens whose keys and values the slot holds
+    client: str = ""  # of the row that wrote them
+    last_used: int = 0  # a counter, 0 if never
 
     @property
     def held(self) -> Sequence[int]:
@@ -229,7 +205,6 @@ class Slots:
         self._slots = [_Slot() for _ in range(num_slots)]
         self._free = list(range(num_slots))  # a heap
         self._count = 0
-        self._height = 0
 
     @property
     def num_free(self) -> int:
@@ -242,10 +217,7 @@ class Slots:
     @property
     def height(self) -> int:
         """One more than the highest slot in use."""
-        return self._height
-
-    def _measure(self) -> None:
-        self._height = max((i + 1 for i, slot in enumerate(self._slots) if slot.row is not None), default=0)
+        return max((i + 1 for i, slot in enumerate(self._slots) if slot.row is not None), default=0)
 
     def lowest_free(self) -> int:
         return self._free[0]
@@ -265,7 +237,6 @@ class Slots:
                 moved_to = evicted
                 self._slots[evicted] = replace(own)
         own.row, own.token_ids, own.client = row, (), row.client
-        self._measure()
         return SlotAssignment(slot, moved_to, source, num_shared)
 
     def waits(self, row: Row, filling: Collection[Row]) -> bool:
@@ -322,7 +293,6 @@ class Slots:
         one.token_ids = () if one.row.is_spoilt else one.held
         one.row, one.last_used = None, self._count
         heappush(self._free, slot)
-        self._measure()
 
     def move(self, source: int, slot: int) -> None:
         """Move a row to a free slot, whose cache is evicted."""
@@ -330,7 +300,6 @@ class Slots:
         self._free.remove(slot)
         heapify(self._free)
         heappush(self._free, source)
-        self._measure()
 
     def num_held(self, slot: int) -> int:
         """Number of tokens in the slot's cache for certain."""

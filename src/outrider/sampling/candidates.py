@@ -204,14 +204,8 @@ class Candidates:
     def draw_with_noise(self, seeds: Tensor, positions: Tensor) -> Tensor:
         """Draw with the Gumbel noise of these seeds and positions (noise.py). [B] -> [B]"""
         ids = torch.empty(len(self.table), dtype=torch.long)
-        _call(
-            "outrider_draw_with_noise",
-            self.table.contiguous(),
-            len(ids),
-            seeds.contiguous(),
-            positions.contiguous(),
-            ids,
-        )
+        given = self.table.contiguous(), len(ids), seeds.contiguous(), positions.contiguous()
+        _call("outrider_draw_with_noise", *given, ids)
         return ids
 
     def verify(self, rule: int, draft: Draft, noise: tuple[Tensor | int | None, ...]) -> Verdict:

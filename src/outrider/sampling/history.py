@@ -39,11 +39,7 @@ class History:
         return History(*(None if value is None else change(value) for value in values))
 
     def begin(self, row: int, ids: Tensor, num_given: int) -> None:
-        """Start a new sequence in a row. In place.
-
-        Args:
-            ids: its tokens so far; the first ``num_given`` are the prompt. [N]
-        """
+        """Start a new sequence in a row, in place: its tokens so far, of which the first are the prompt. [N]"""
         if self.seen is not None:
             self.seen[row] = False
             self.seen[row, ids] = True
@@ -53,12 +49,8 @@ class History:
             self.num_generated[row] = len(ids) - num_given
 
     def append(self, ids: Tensor, old_lengths: Tensor, lengths: Tensor) -> None:
-        """Append output to all rows. In place.
-
-        Args:
-            ids: columns beyond a row's tokens repeat the last one. [B, T]
-            old_lengths, lengths: the lengths of the sequences before and after. [B]
-        """
+        """Append output to all rows, in place: ids [B, T], of which columns beyond a row's tokens repeat the last one,
+        between the lengths of the sequences before and after [B]."""
         if self.seen is not None:
             self.seen.scatter_(1, ids, True)
         if self.counts is not None:

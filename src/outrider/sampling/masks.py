@@ -90,7 +90,6 @@ class Masks:
         return self._together(self._effects, draft.ids.shape[1] + 1)
 
     def roll_back(self) -> None:
-        """Roll the constraints back to the committed tokens."""
         for row, constraint in enumerate(self._constraints):
             if constraint is not None:
                 constraint.pop(self._num_pushed[row])

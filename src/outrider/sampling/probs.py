@@ -127,12 +127,6 @@ class Settings:
             has_sampled=False,
         )
 
-    @property
-    def names_tokens(self) -> bool:
-        """Whether an option changes the logits of single tokens."""
-        options = self.logit_bias, self.repetition_penalty, self.min_tokens
-        return self.has_counts or any(one is not None for one in options)
-
     def first(self, num_rows: int) -> Settings:
         """A view of the first rows."""
         if num_rows == len(self.temperature):
@@ -279,7 +273,8 @@ def rows_of(
     """
     if token_ids is not None:
         assert logits.shape[-1] == len(token_ids)
-        is_plain = allowed is None and not settings.names_tokens
+        own = settings.logit_bias, settings.repetition_penalty, settings.min_tokens  # of single tokens
+        is_plain = allowed is None and not settings.has_counts and all(one is None for one in own)
         if is_plain and settings.takes_candidates and logits.dtype != torch.float64:
             return _candidates(logits.to(torch.float32), settings, token_ids, vocab_size)
         logits = spread(logits, token_ids, vocab_size)

@@ -199,10 +199,6 @@ def _make_uniforms(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int)
     return round_uniforms(seeds, round_starts, k)
 
 
-def _make_gumbels(seeds: Tensor, round_starts: Tensor, k: int, vocab_size: int) -> GumbelNoise:
-    return GumbelNoise(seeds, round_starts, vocab_size)
-
-
 def _draw_gumbel(rows: Probs, noise: GumbelNoise) -> Tensor:
     if isinstance(rows, Candidates):
         return rows.draw_with_noise(noise.seeds, noise.round_starts)
@@ -211,5 +207,7 @@ def _draw_gumbel(rows: Probs, noise: GumbelNoise) -> Tensor:
 
 REJECTION = Rule("rejection", _make_uniforms, draw, partial(_verify, rejection, 0))
 BLOCK = Rule("block", _make_uniforms, draw, partial(_verify, block, 1))
-GUMBEL = Rule("gumbel", _make_gumbels, _draw_gumbel, partial(_verify, gumbel, 2))
+GUMBEL = Rule(
+    "gumbel", lambda seeds, starts, _, size: GumbelNoise(seeds, starts, size), _draw_gumbel, partial(_verify, gumbel, 2)
+)
 RULES = {"rejection": REJECTION, "block": BLOCK, "gumbel": GUMBEL}

@@ -63,11 +63,7 @@ def _last_part(part: str) -> str:
 
 
 def parse_row(where: str, line: str | bytes) -> dict[str, Any]:
-    """Parse a line as a JSON object. Raises FileError.
-
-    Args:
-        where: file and line, for messages.
-    """
+    """Parse a line as a JSON object. Raises FileError, which says where (file and line)."""
     row = parse_json(where, line)
     if not isinstance(row, dict):
         raise FileError(f"{where}: not a JSON object")
@@ -121,7 +117,8 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
         with stream:
             stream.write(data)
             stream.flush()
-            _sync(stream.fileno())  # or the rename could reach the disk before the bytes
+            with suppress(OSError):  # not supported by the file system
+                os.fsync(stream.fileno())  # or the rename could reach the disk before the bytes
         part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
@@ -146,11 +143,6 @@ def _is_stream(path: Path) -> bool:
     """Whether it is a device or a pipe; or names an open file, as /dev/stdout does."""
     is_other = path.exists() and not (path.is_file() or path.is_dir())
     return is_other or path.parent in (Path("/dev"), Path("/dev/fd"))
-
-
-def _sync(descriptor: int) -> None:
-    with suppress(OSError):  # not supported by the file system
-        os.fsync(descriptor)
 
 
 def cache_folder(name: str) -> Path:

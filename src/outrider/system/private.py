@@ -24,12 +24,8 @@ _CHECKSUM_BYTES = 32  # of SHA-256
 
 @dataclass(frozen=True, slots=True)
 class PrivateFolder:
-    """Folder of cached files.
-
-    Attributes:
-        path: created with the first file, for this user alone.
-        most_bytes: above this size files are evicted.
-    """
+    """Folder of cached files: created with the first one, for this user alone; above ``most_bytes`` files are
+    evicted."""
 
     path: Path
     most_bytes: int

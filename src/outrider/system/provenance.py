@@ -17,11 +17,7 @@ from outrider.system.ranks import current_ranks
 
 
 def provenance(device: str) -> dict[str, Any]:
-    """Facts needed to interpret a measurement later.
-
-    Args:
-        device: as torch names it.
-    """
+    """Facts needed to interpret a measurement on a device (as torch names it) later."""
     import torch
 
     is_cuda = device.startswith("cuda")
@@ -51,10 +47,9 @@ def _git_commit() -> str | None:
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty"]
     try:
-        result = subprocess.run(
-            ["git", "-C", str(root), "describe", "--always", "--dirty"], capture_output=True, text=True, timeout=5
-        )
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None

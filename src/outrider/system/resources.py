@@ -27,14 +27,12 @@ _SLOW = 0.5  # cores below this part of the capacity of the fastest are efficien
 
 
 def useful_threads(allowed: Set[int] | None = None, root: Path = _ROOT) -> int | None:
-    """Number of physical cores that this process may use, without efficiency cores, up to its container's quota.
+    """Number of physical cores that this process may use, without efficiency cores, up to its container's quota: at
+    least 1; None where the system does not tell (macOS, Windows).
 
     Args:
         allowed: numbers of the processors that it may use; those that it might use at its start unless given.
         root: of the file systems ``/sys`` and ``/proc``.
-
-    Returns:
-        at least 1; None where the system does not tell (macOS, Windows).
     """
     allowed = _ALLOWED if allowed is None else allowed
     if allowed is None:
@@ -86,18 +84,16 @@ def available_bytes(device: torch.device) -> int | None:
 
     Memory in torch's caching allocator counts as free. On the CPU, the limit of a container applies.
     """
-    if device.type == "cuda":
-        import torch
-
-        unused, _ = torch.cuda.mem_get_info(device)
-        return unused + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if device.type == "mps":
-        import torch
-
-        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory()
+    # Imported here, since the package is also imported to be built, where nothing is installed.
     if device.type != "cpu":
-        return None
-    import psutil  # here, since the package is also imported to be built, where nothing is installed
+        import torch
+
+        if device.type == "cuda":
+            unused, _ = torch.cuda.mem_get_info(device)
+            return unused + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        is_mps = device.type == "mps"
+        return torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory() if is_mps else None
+    import psutil
 
     free: int = psutil.virtual_memory().available
     try:
