@@ -16,8 +16,8 @@ mkdir -p "$folder/logs" "$folder/drafts"
 log() { # KIND-PART TEMPERATURE OPTIONS...
     local name=$1 temperature=$2
     shift 2
-    outrider record --target "$target" --prompts "$folder/prompts/$name.jsonl" -t "$temperature" --batch-size 16 \
-        --output "$folder/logs/$name-t$temperature.jsonl" "$@"
+    outrider generate --target "$target" --draft none --prompts "$folder/prompts/$name.jsonl" -t "$temperature" \
+        --batch-size 16 --output "$folder/logs/$name-t$temperature.jsonl" "$@"
 }
 for temperature in 0 1; do
     log chat-held-out "$temperature" --chat -n 128 --seed 2 --probs

@@ -64,7 +64,7 @@ def test_recorded_answers(outrider: Outrider, tmp_path: Path) -> None:
     """A draft of few tokens, trained on a target's log alone."""
     log, out, prompts = tmp_path / "log", tmp_path / "draft", tmp_path / "prompts"
     prompts.write_text("".join(f"Once upon a time there {word}\n" for word in ("was", "lived", "stood") * 7))
-    assert outrider("record", "--prompts", prompts, "--output", log, "-n", 40).code == 0
+    assert outrider("generate", "--prompts", prompts, "--output", log, "-n", 40).code == 0
     how = "--output", out, "--length", 32, "--steps", 4, "--batch-size", 2, "--layers", 1, "--hidden-size", 64
     few = "distill", "fable", *how, "--written-from", log, "--keep-states", "--draft-vocab", 50
     ended = outrider(*few)

@@ -44,7 +44,7 @@ def test_alpha_of_each_offset(outrider: Outrider, prompts: Path) -> None:
 def test_replay_beside_the_target(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """Numbers of other drafts do not depend on it; the first token of a parallel draft is that of the model."""
     log = tmp_path / "log"
-    assert outrider("record", "--prompts", prompts, "--output", log, "-n", 12, "--probs").code == 0
+    assert outrider("generate", "--prompts", prompts, "--output", log, "-n", 12, "--probs").code == 0
 
     def taus(*arguments: object) -> dict[tuple[str, int], dict[str, Any]]:
         document = only_document(outrider("replay", log, *arguments, "-k", "1,3", "--json", "-").out, "replay")

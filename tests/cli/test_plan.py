@@ -109,7 +109,7 @@ def test_bad_options(outrider: Outrider, arguments: tuple[object, ...], message:
 def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """The texts are those of the log, and so is the temperature, whatever else is said."""
     log = tmp_path / "log"
-    recorded = outrider("record", "--prompts", prompts, "--output", log, "--probs", "-n", 12, "-t", 0.5)
+    recorded = outrider("generate", "--prompts", prompts, "--output", log, "--seed", 0, "--probs", "-n", 12, "-t", 0.5)
     assert recorded.code == 0
     documents = []
     for _ in range(2):
@@ -122,7 +122,7 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
     other = outrider("plan", "--log", log, "--target", "fable-draft", "--draft", "ngram")
     assert "it was recorded from fable, not from this fable-draft" in other.error
     log.write_text("")
-    assert "has no records yet: create them with outrider record" in outrider("plan", "--log", log).error
+    assert "has no records yet: create them with outrider generate --output" in outrider("plan", "--log", log).error
 
 
 def test_what_if(outrider: Outrider, tmp_path: Path) -> None:

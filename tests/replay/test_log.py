@@ -63,7 +63,7 @@ def test_every_option_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda row: row.pop("model"), "line 2 is not of a log: create one with outrider record"),
+        (lambda row: row.pop("model"), "line 2 is not of a log: create one with outrider generate --output"),
         (lambda row: row["settings"].update(temperature="hot"), "line 2 is not of a log"),
         (lambda row: row["settings"].update(temperature=0.6), "line 2 has other settings than the lines before"),
         (lambda row: row["model"].update(eos_ids=[5, 9]), "or ends at other tokens, as chats do"),

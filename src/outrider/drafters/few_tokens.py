@@ -1,7 +1,7 @@
 """Which tokens a draft with few tokens drafts: the most frequent ones, by a file of outputs or by their ids.
 
 Tokenizers number tokens in the order in which their training found them, so that low ids are frequent: merges of BPE,
-scores of Unigram. Counts of the target's own outputs are better (``outrider record`` writes these).
+scores of Unigram. Counts of the target's own outputs are better (``outrider generate --output`` writes these).
 """
 
 from __future__ import annotations

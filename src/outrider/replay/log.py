@@ -1,4 +1,4 @@
-"""Logs: a target's outputs for many prompts, as ``record`` and ``generate --output`` write them, one JSON line each.
+"""Logs: a target's outputs for many prompts, as ``generate --output`` writes them, one JSON line each.
 
 docs/reference/logs.md describes the lines. The outputs come from plain decoding; p at their tokens comes from one
 teacher-forced pass with the same sampling options, and equals that of the loop up to rounding
@@ -154,7 +154,7 @@ class Log:
         except OSError as error:
             raise FileError(f"cannot read {path}: {error.strerror}") from None
         if header is None or not records:
-            raise FileError(f"{path} has no records yet: create them with outrider record")
+            raise FileError(f"{path} has no records yet: create them with outrider generate --output")
         return cls(header, [records[index] for index in sorted(records)], num_failed)
 
 
@@ -165,7 +165,7 @@ def _header(where: str, row: Mapping[str, Any]) -> Header:
                 raise FileError(f"{where} has the output of a constraint ({name}), which a replay does not know")
         return Header.from_json(row)
     except (KeyError, TypeError, ValueError, AttributeError, OptionError):
-        raise FileError(f"{where} is not of a log: create one with outrider record") from None
+        raise FileError(f"{where} is not of a log: create one with outrider generate --output") from None
 
 
 def _record(where: str, row: Mapping[str, Any], header: Header) -> Record:

@@ -1,7 +1,7 @@
 """Rounds in files, and their analysis: tokens committed per round, acceptance by position, by prompt.
 
 Reads ``outrider generate --output``, whose rounds follow from the origins of the tokens, and the files of the
-*decoding-speculative-decoding* project (Yan, Agarwal, Venkataraman, arXiv 2402.01528), which are written, too:
+*decoding-speculative-decoding* project (Yan, Agarwal, Venkataraman, arXiv 2402.01528):
 
 - a target log: the printed output ids of each prompt, ``tensor([[1, 2, 3]])`` or ``tensor([[1, 2, 3]],
   device='cuda:0')``, on several lines if long. It contains no prompts.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -241,22 +241,6 @@ def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> list[list[i
     ]
 
 
-def round_lines(prompts: Sequence[Sequence[int]], batch_size: int) -> Iterator[str]:
-    """Yield lines of cumulative counts.
-
-    Args:
-        prompts: tokens committed by each round, for each sequence.
-        batch_size: sequences per line.
-    """
-    for begin in range(0, len(prompts), batch_size):
-        group = prompts[begin : begin + batch_size]
-        totals = [0] * len(group)
-        for i in range(max(map(len, group))):
-            for row, rounds in enumerate(group):
-                totals[row] += rounds[i] if i < len(rounds) else 0
-            yield f"{totals}\n"
-
-
 def read_tensors(path: Path) -> list[tuple[int, ...]]:
     """Read sequences of token ids, one for each row of each printed tensor. Raises FileError: with the line number; ids
     are elided (``...``), or the file has other content."""
@@ -285,8 +269,3 @@ def _whole(value: Any) -> int:
     if not isinstance(value, int):
         raise ValueError
     return value
-
-
-def tensor_text(texts: Iterable[Sequence[int]]) -> str:
-    """Format a target log, one tensor for each sequence."""
-    return "".join(f"tensor([[{', '.join(map(str, ids))}]])\n" for ids in texts)

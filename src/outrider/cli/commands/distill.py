@@ -108,7 +108,7 @@ class TrainingOptions:
     written_from: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="LOG", help="Instead: the target's outputs in a log of outrider record. Repeat it for several."
+            metavar="LOG", help="Instead: the target's outputs in a log of generate --output. Repeat it for several."
         ),
     ] = None
     keep_states: Annotated[

@@ -56,7 +56,7 @@ def plan(
     prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
     log: Annotated[
         Path | None,
-        typer.Option(help="Output recorded with --probs. The log of outrider record, whose sampling options hold."),
+        typer.Option(help="Output of generate --output --probs, whose sampling options hold."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
     batch_size: Annotated[str, typer.Option(help="One or several: 1,4.")] = "1",

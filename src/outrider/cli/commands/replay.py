@@ -27,8 +27,6 @@ from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_ACCEPTANCE, Sampling
 from outrider.pages.reports import rounds_table
-from outrider.system.files import check_writable
-from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
@@ -48,7 +46,7 @@ def replay(
     report: ReportOptions,
     log: Annotated[
         Path,
-        typer.Argument(help="Output file of outrider record, or of generate. With --per-prompt: or a file of rounds."),
+        typer.Argument(help="Output file of generate. With --per-prompt: or a file of rounds."),
     ],
     target: Annotated[
         str | None,
@@ -80,16 +78,7 @@ def replay(
     tokens_per_prompt: Annotated[
         int | None, typer.Option(help="For cumulative counts: tokens generated per prompt.")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the rounds of one draft and one K. As lines like [3, 5]: the tokens so far of each of the "
-            "--batch-size prompts (decoding-speculative-decoding)."
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed for --output and --per-prompt. Rounds over sampled logs are random.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for --per-prompt. Rounds over sampled logs are random.")] = 0,
     log_format: Annotated[
         str,
         typer.Option(
@@ -124,14 +113,12 @@ def replay(
         raise OptionError("--format", log_format, "tensors need --prompts and --tokenizer-of; a log takes neither")
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
-    if output is not None:
-        check_writable(output)
 
     with progress("loading libraries"):
         from outrider.replay.log import Log
         from outrider.replay.replay import PREDICTED_RULES, load_draft, summarise
         from outrider.replay.replay import replay as judge
-        from outrider.replay.rounds import RecordedArm, round_lines
+        from outrider.replay.rounds import RecordedArm
 
     if drafts.acceptance not in PREDICTED_RULES:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
@@ -150,8 +137,6 @@ def replay(
         if opened.num_failed:
             say(f"{log}: prompts without an output are left out ({opened.num_failed})")
     names = drafts.names(header.target)
-    if output is not None and len(names) * len(ks) > 1:
-        raise OptionError("--output", str(output), "it holds one draft and one K: give one of each")
     alone = partial(
         load_draft,
         header=header,
@@ -171,12 +156,9 @@ def replay(
         for name, drafter in loaded.items():
             lm = None if decoder is None else decoder.target
             replayed = judge(records, header, drafter, drafts.acceptance, ks, target=lm, batch_size=batch_size)
-            if output is not None or per_prompt:
+            if per_prompt:
                 replayed = rounds.draw(replayed, name)
             summaries.append(summarise(count_items(replayed, advance), ks))
-    if output is not None:
-        with current_ranks().own_path(output).open("w", encoding="utf-8") as stream:
-            stream.writelines(round_lines(rounds.committed, batch_size))
     arms = [
         (RecordedArm(name, k, drafts.acceptance), summary.expected[k])
         for name, summary in zip(names, summaries, strict=True)

@@ -31,7 +31,6 @@ CLEAR_LINE = "\r\x1b[K"
 FILE_WIDTH = 120  # of tables in files and pipes, unless COLUMNS tells another
 _OUTPUTS = {  # parameters that name files to write ("race": a page without figures), and their options
     "output": "--output",
-    "tensors": "--tensors",
     "html": "--html",
     "race": "--html",
     "json_target": "--json",

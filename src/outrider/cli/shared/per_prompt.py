@@ -18,13 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class DrawnRounds:
-    """Rounds for ``--output`` and ``--per-prompt``, drawn at random."""
+    """Rounds for ``--per-prompt``, drawn at random."""
 
     acceptance: str
     ks: Sequence[int]
     seed: int
     arms: dict[RecordedArm, list[PromptRounds]] = field(default_factory=dict)
-    committed: list[list[int]] = field(default_factory=list)
 
     def draw(self, replayed: Iterator[ReplayedRecord], draft: str) -> Iterator[ReplayedRecord]:
         """Yield the records, and draw the rounds of each."""
@@ -40,7 +39,6 @@ class DrawnRounds:
                 stats = stats_of(rounds, int(is_truncated), len(law.num_drafted))
                 arm = RecordedArm(draft, k, self.acceptance)
                 self.arms.setdefault(arm, []).append(PromptRounds(one.index, one.category, stats))
-                self.committed.append([num_accepted + 1 for _, num_accepted in rounds])
             yield one
 
     def analyses(self) -> dict[RecordedArm, Analysis]:

@@ -1,4 +1,4 @@
-"""Job of ``generate`` and ``record``: outputs for a file of prompts, one JSON line each. It can be resumed.
+"""Job of ``generate``: outputs for a file of prompts, one JSON line each. It can be resumed.
 
 Workers take prompts and yield rows, in this process or in others (ray_workers.py), and know no files.
 """

@@ -1,4 +1,4 @@
-"""``outrider record`` and ``replay``, with the embedded pair."""
+"""``outrider replay`` on the output of ``generate``, with the embedded pair."""
 
 import json
 from pathlib import Path
@@ -26,9 +26,9 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def record(outrider: Outrider, prompts: Path, *more: object) -> Path:
-    log = prompts.parent / "log.jsonl"
-    ended = outrider("record", "--prompts", prompts, "--output", log, *more)
+def record(outrider: Outrider, prompts: Path, *more: object, name: str = "log.jsonl", draft: str = "none") -> Path:
+    log = prompts.parent / name
+    ended = outrider("generate", "--prompts", prompts, "--draft", draft, "--output", log, "--seed", 0, *more)
     assert (ended.code, ended.out) == (0, ""), ended.err
     return log
 
@@ -48,9 +48,8 @@ def test_replayed_greedy_rounds_are_those_of_generate(outrider: Outrider, prompt
     document = only_document((tmp_path / "replay.json").read_text(), "replay")
     assert len(document["arms"]) == 4
     for arm in document["arms"]:
-        generated = tmp_path / f"{arm['draft']}-{arm['k']}.jsonl"
-        options = ("--draft", arm["draft"], "-k", arm["k"], "--acceptance", "block", "--batch-size", 3, *GREEDY)
-        assert outrider("generate", "--prompts", prompts, "--output", generated, *options).code == 0
+        options = ("-k", arm["k"], "--acceptance", "block", "--batch-size", 3, *GREEDY)
+        generated = record(outrider, prompts, *options, name=f"{arm['draft']}-{arm['k']}", draft=arm["draft"])
         document = only_document(outrider("replay", generated, "--per-prompt", "--json", "-").out, "analyze")
         (got,) = document["arms"]
         assert (got["draft"], got["k"]) == (arm["draft"], arm["k"])
@@ -62,12 +61,10 @@ def test_replayed_greedy_rounds_are_those_of_generate(outrider: Outrider, prompt
     assert "fable-draft" in ended.out and "tau, 95%" in ended.out
 
 
-def test_sampled_text(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Needs probabilities, and for gumbel the target."""
-    log = record(outrider, prompts, "-n", 8, "--seed", 5)
+def test_a_sampled_log_needs_probabilities_and_for_gumbel_the_target(outrider: Outrider, prompts: Path) -> None:
+    log = record(outrider, prompts, "-n", 8, name="old")
     assert "record it again with --probs" in outrider("replay", log).error
-    log.rename(tmp_path / "old")
-    log = record(outrider, prompts, "-n", 8, "--seed", 5, "--probs")
+    log = record(outrider, prompts, "-n", 8, "--probs")
     gumbel = ("replay", log, "-k", 3, "--acceptance", "gumbel")
     assert "it needs all of p: give the log's target (--target)" in outrider(*gumbel).error
     taus = []
@@ -78,32 +75,28 @@ def test_sampled_text(outrider: Outrider, prompts: Path, tmp_path: Path) -> None
         assert 0.3 < document["drafts"][0]["alpha"]["value"] < 1
     assert 1 < taus[0] < taus[1] <= taus[2]
     # Drawn rounds: the same with the same seed.
-    for name, more in (("a", ()), ("b", ()), ("c", ("--seed", 1))):
-        assert outrider("replay", log, "-k", 3, "--output", tmp_path / name, *more).code == 0
-    a, b, c = ((tmp_path / name).read_text() for name in "abc")
+    a, b, c = (outrider("replay", log, "-k", 3, "--per-prompt", "--seed", seed).out for seed in (0, 0, 1))
     assert a == b != c
 
 
-def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Written by record, read by replay: the same as from the log."""
+def test_printed_tensors_are_read_like_the_log_and_counts_of_rounds_too(
+    outrider: Outrider, prompts: Path, tmp_path: Path
+) -> None:
     tensors, counts = tmp_path / "target.txt", tmp_path / "rounds.txt"
-    log = record(outrider, prompts, *GREEDY, "--ignore-eos", "--tensors", tensors)
+    log = record(outrider, prompts, *GREEDY, "--ignore-eos")
+    tensors.write_text("".join(f"tensor([{list(one.token_ids)}])\n" for one in Log.open(log).records))
     tokens = "--format", "tensors", "--prompts", prompts, "--tokenizer-of", "fable"
-    foreign = tensors, *tokens, "--draft", "fable-draft"
     arms = []
-    for where in ((log,), foreign):
+    for where in ((log,), (tensors, *tokens, "--draft", "fable-draft")):
         ended = outrider("replay", *where, "--dtype", "float64", "-k", "1-2", "--json", "-")
         arms.append(only_document(ended.out, "replay")["arms"])
     assert arms[0] == arms[1]
     assert "assumes greedy outputs" in ended.err
-    options = ("-k", 2, "--output", counts, "--batch-size", 2, "--dtype", "float64")
-    assert outrider("replay", log, *options).code == 0
-    assert counts.read_text().startswith("[")
-    ended = outrider("replay", counts, "--per-prompt", "--tokens-per-prompt", 12, "-k", 2, "--json", "-")
+    counts.write_text("[3]\n[5]\n[6]\n[1]\n[4]\n[6]\n")
+    ended = outrider("replay", counts, "--per-prompt", "--tokens-per-prompt", 6, "-k", 2, "--json", "-")
     (arm,) = only_document(ended.out, "analyze")["arms"]
-    assert arm["tau"]["value"] == pytest.approx(arms[0][1]["tau"]["value"])
-    ended = outrider("replay", counts, "--per-prompt")
-    assert "the ends of prompts are guessed" in ended.out
+    assert arm["tau"]["value"] == 2.0 and arm["num_prompts"] == 2
+    assert "the ends of prompts are guessed" in outrider("replay", counts, "--per-prompt").out
     for text, message in (
         ("[[1, 2]]", "has 1 outputs, but"),
         ("[[1, 2], [1, 2], [1, 999999]]", "output 2: empty, or with ids unknown to fable"),
@@ -112,11 +105,9 @@ def test_printed_tensors(outrider: Outrider, prompts: Path, tmp_path: Path) -> N
         assert message in outrider("replay", tensors, *tokens).error
 
 
-def test_outputs_of_generate_are_logs_too(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """With a draft, since what is generated is the target's; and rows that failed are left out."""
-    log, generated = record(outrider, prompts, *GREEDY, "--probs"), tmp_path / "generated.jsonl"
-    options = ("--draft", "fable-draft", "-k", 3, "--seed", 0, "--probs", *GREEDY)
-    assert outrider("generate", "--prompts", prompts, "--output", generated, *options).code == 0
+def test_outputs_with_a_draft_are_logs_too_without_rows_that_failed(outrider: Outrider, prompts: Path) -> None:
+    log = record(outrider, prompts, *GREEDY, "--probs")
+    generated = record(outrider, prompts, "-k", 3, "--probs", *GREEDY, name="generated", draft="fable-draft")
     arms = [
         only_document(outrider("replay", path, "-k", 2, "--dtype", "float64", "--json", "-").out, "replay")["arms"]
         for path in (log, generated)
@@ -128,39 +119,30 @@ def test_outputs_of_generate_are_logs_too(outrider: Outrider, prompts: Path, tmp
     assert "prompts without an output are left out (1)" in outrider("replay", generated, "-k", 2).err
 
 
-def test_bad_input(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """One line, exit code 2, and what is there stays as it is."""
+def test_bad_input_is_refused_in_one_line_and_changes_no_file(
+    outrider: Outrider, prompts: Path, tmp_path: Path
+) -> None:
     log = record(outrider, prompts, "-t", 0, "-n", 2)
-    greedy = ("record", "--prompts", prompts, "--output", log, "-t", 0, "-n", 2)
     before = [file.read_bytes() for file in (prompts, log)]
     (tmp_path / "text").write_text("once\n")
     model = save(tmp_path / "model", random_llama())
     cases = [
-        ((*greedy[:3], "--output", tmp_path / "x", "--logit-bias", "99999=1"), "token ids are below"),
-        (("replay", log, "--target", "fable-draft", "--draft", "ngram"), "recorded from fable"),
-        (("replay", log, "--draft", model), "have different tokenizers; choose a draft of the same family"),
-        (("record", "--prompts", prompts, "--output", prompts), "choose another file"),
-        (("record", "--prompts", prompts, "--output", tmp_path), "cannot write"),
-        ((*greedy, "--tensors", prompts), "choose another file"),
-        ((*greedy, "--tensors", tmp_path / "t", "--chat"), "is read as greedy"),
-        ((*greedy, "--tensors", tmp_path / "t", "--repetition-penalty", 1.1), "is read as greedy"),
-        (("replay", log, "--output", log), "choose another file"),
-        (("replay", prompts, "--per-prompt", "--json", prompts), "choose another file"),
-        (("replay", tmp_path / "nowhere"), "cannot read"),
-        (("replay", prompts), "create one with outrider record"),
-        (("replay", log, "--draft", "none"), "name a draft to replay"),
-        (("replay", log, "--draft", "auto"), "give the log's target (--target)"),
-        (("replay", log, "-k", "auto"), "numbers, like 1-8"),
-        (("replay", log, "--format", "xml"), "choose outrider or tensors"),
-        (("replay", log, "--format", "tensors"), "tensors need --prompts and --tokenizer-of"),
-        (("replay", log, "--output", tmp_path / "r"), "give one of each"),
-        (("replay", tmp_path / "text", "--per-prompt"), "not a line of generate --output"),
-        (("replay", log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
-        (("replay", log, "--tokens-per-prompt", 9), "it needs --per-prompt and a file of counts"),
-        (("replay", prompts, "--per-prompt", "--draft", "ngram"), "is invalid: a file of rounds"),
-        (("replay", prompts, "--per-prompt", "-k", "1-2"), "one number: that of the file"),
+        ((log, "--target", "fable-draft", "--draft", "ngram"), "recorded from fable"),
+        ((log, "--draft", model), "have different tokenizers; choose a draft of the same family"),
+        ((prompts, "--per-prompt", "--json", prompts), "choose another file"),
+        ((tmp_path / "nowhere",), "cannot read"),
+        ((prompts,), "create one with outrider generate --output"),
+        ((log, "--draft", "none"), "name a draft to replay"),
+        ((log, "--draft", "auto"), "give the log's target (--target)"),
+        ((log, "-k", "auto"), "numbers, like 1-8"),
+        ((log, "--format", "xml"), "choose outrider or tensors"),
+        ((log, "--format", "tensors"), "tensors need --prompts and --tokenizer-of"),
+        ((tmp_path / "text", "--per-prompt"), "not a line of generate --output"),
+        ((log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
+        ((log, "--tokens-per-prompt", 9), "it needs --per-prompt and a file of counts"),
+        ((prompts, "--per-prompt", "--draft", "ngram"), "is invalid: a file of rounds"),
+        ((prompts, "--per-prompt", "-k", "1-2"), "one number: that of the file"),
     ]
     for arguments, message in cases:
-        assert message in outrider(*arguments).error
+        assert message in outrider("replay", *arguments).error
     assert [file.read_bytes() for file in (prompts, log)] == before
-    assert not (tmp_path / "x").exists()
