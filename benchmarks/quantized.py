@@ -30,6 +30,8 @@ from outrider.bench.run import Arm, Case, interleave, warm_up
 from outrider.bench.tables import new_table
 from outrider.models.registry import Placement
 from outrider.models.weights import num_bytes
+from outrider.scoring.alpha import measure_alpha
+from outrider.scoring.teacher_forcing import Text
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 
@@ -111,10 +113,10 @@ def _words(form: str, prefix: str) -> list[str]:
 
 def _alpha(arguments: argparse.Namespace, form: str) -> float:
     """Of the target in this form as a draft for the one in float32."""
-    words = ["--target", arguments.target, "--draft", arguments.target, "--dtype", "float32", "--temperature", "1"]
-    document = _outrider("alpha", *words, *_words(form, "draft-"))
-    number: float = document["alphas"][0]["alpha"]["value"]
-    return number
+    plain = load(arguments.target, device="cpu", dtype="float32")
+    drafter = load_drafter(plain, arguments.target, placement=_FORMS[form])
+    texts = [Text(plain.encode(text)) for text in PROMPTS]
+    return measure_alpha(plain.target, drafter, texts).value
 
 
 def _certificate(arguments: argparse.Namespace, form: str) -> bool:

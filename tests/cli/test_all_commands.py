@@ -12,7 +12,6 @@ COMMANDS: dict[str, tuple[object, ...]] = {  # with what they need, in a folder 
     "generate": ("generate", "Once"),
     "compare": ("compare", "--draft", "fable-draft"),
     "latency": ("latency",),
-    "alpha": ("alpha",),
     "plan": ("plan",),
     "certify": ("certify",),
     "certify-samples": ("certify-samples", "fable", "samples.jsonl"),

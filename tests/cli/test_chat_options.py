@@ -18,7 +18,6 @@ SYSTEM, KWARGS = ("--system", "Be brief"), ("--chat-template-kwargs", '{"think":
 ROW = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "A hen"}]}
 COMMANDS: list[tuple[Any, ...]] = [
     ("generate", "-n", 2),
-    ("alpha", "-t", 1),
     ("plan", "-n", 4, "-k", 1),
 ]
 
@@ -69,7 +68,7 @@ def test_texts_of_the_command(outrider: Outrider, written: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("generate", "The fox", "-n", 1), ("compare", "The fox", "-n", 1, "--num-runs", 1), ("alpha", "-t", 1)]
+    "command", [("generate", "The fox", "-n", 1), ("compare", "The fox", "-n", 1, "--num-runs", 1)]
 )
 def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str], command: tuple[Any, ...]) -> None:
     """Once, where it is given plain text. Text from a template is none."""

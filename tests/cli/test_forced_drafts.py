@@ -27,20 +27,6 @@ def _parallel(monkeypatch: pytest.MonkeyPatch) -> None:
 BOTH = "--draft", "fable-draft", "--draft", "parallel"
 
 
-def test_alpha_of_each_offset(outrider: Outrider, prompts: Path) -> None:
-    """The first token of a parallel draft is that of the model."""
-    ended = outrider("alpha", *BOTH, "--prompts", prompts, "-t", "0.5,1", "--json", "-")
-    for row in (line.split() for line in ended.err.splitlines() if line.split()[:1] == ["parallel"]):
-        alphas = [float(word) for word in row[-4:]]
-        assert alphas[0] > max(alphas[1:]) > 0
-    entries = only_document(ended.out, "alpha")["alphas"]
-    assert [entry["draft"] for entry in entries] == ["fable-draft"] * 2 + ["parallel"] * 2
-    for one, other in zip(entries[:2], entries[2:], strict=True):
-        assert one["by_offset"] is None and one["num_tokens"] == other["num_tokens"]
-        assert other["alpha"] == other["by_offset"][0] and len(other["by_offset"]) == 4
-        assert other["alpha"]["value"] == pytest.approx(one["alpha"]["value"], abs=1e-4)
-
-
 def test_replay_beside_the_target(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """Numbers of other drafts do not depend on it; the first token of a parallel draft is that of the model."""
     log = tmp_path / "log"

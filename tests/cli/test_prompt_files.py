@@ -207,7 +207,7 @@ def test_rows_that_are_refused(outrider: Outrider, tmp_path: Path) -> None:
         assert outrider("generate", "--prompts", path, *OPTIONS).error.startswith(f"{path}, line 2{message}")
 
 
-@pytest.mark.parametrize("command", [("certify",), ("alpha",), ("plan",)])
+@pytest.mark.parametrize("command", [("certify",), ("plan",)])
 @pytest.mark.usefixtures("unloaded")
 def test_other_commands_take_texts(outrider: Outrider, tmp_path: Path, command: tuple[str, ...]) -> None:
     """Options of a prompt would mean something else there, or nothing."""

@@ -19,7 +19,6 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import FileError, OptionError
 from outrider.models.loading import Checkpoint, build_lm
-from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text
@@ -59,7 +58,7 @@ def run(
 
 def alpha_of(folder: Path) -> float:
     lms = [build_lm(Checkpoint("m", m, None), 97) for m in (TARGET, AutoModelForCausalLM.from_pretrained(folder))]
-    return measure_alpha(lms[0], model_drafter(lms[1]), HELD_OUT, [Sampling()])[0].alpha.value
+    return measure_alpha(lms[0], model_drafter(lms[1]), HELD_OUT).value
 
 
 @pytest.mark.parametrize("loss", ["kl", "lk"])

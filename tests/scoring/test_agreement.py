@@ -11,7 +11,7 @@ from outrider.errors import PromptError
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs
 from outrider.scoring.along import needs_forcing
-from outrider.scoring.alpha import measure_alpha, overlap, sampling_grid
+from outrider.scoring.alpha import measure_alpha, overlap
 from outrider.scoring.teacher_forcing import Text, force
 from round_drafters import two_tables
 from toys import as_lm, llama_pair, random_table, table_lm, tiny_llama
@@ -44,50 +44,32 @@ def test_forced_logits_are_those_of_one_forward(has_penalty: bool) -> None:
                 assert num_generated == len(output)
 
 
-def test_alpha_is_the_mean_overlap() -> None:
-    """Markov chains: alpha follows from the tables' rows at the tokens of the sequence."""
-    tables = random_table(5, 0), random_table(5, 1)
-    target, draft = table_lm(tables[0]), model_drafter(table_lm(tables[1]))
-    texts = [Text([0, 1, 2, 3, 4, 0, 2]), Text([4, 4, 1, 0], 2)]
-    places = [0, 1, 2, 3, 4, 0, 4, 1]  # the tokens before those that are judged
-    samplings = [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_p=0.8)]
-    for got, sampling in zip(measure_alpha(target, draft, texts, samplings, batch_size=2), samplings, strict=True):
-        settings = Settings.of([sampling], 5, torch.device("cpu"))
-        p, q = (to_probs(table[None], settings)[0] for table in tables)
-        want = torch.minimum(p, q).sum(-1)[places].mean()
-        assert got.alpha.value == pytest.approx(float(want), abs=1e-12)
-        assert (got.num_tokens, got.sampling) == (8, sampling)
-        assert got.alpha.low is not None and got.alpha.low <= got.alpha.value
-    assert measure_alpha(target, model_drafter(target), texts, [Sampling()])[0].alpha.value == pytest.approx(
-        1, abs=1e-12
-    )
-
-
-def test_alpha_of_each_token_of_a_round() -> None:
-    """A drafter with one table for the first token and another for the rest; the second has no text after the last
-    place, the third after the last two, and so on."""
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0), Sampling(temperature=0.5, top_p=0.8)])
+def test_alpha_is_the_mean_overlap(sampling: Sampling) -> None:
+    """Markov chains: alpha follows from the tables' rows at the tokens of the sequence. Of a drafter with one table for
+    the first token of a round, and another for the rest, alpha is that of the first."""
     tables = [random_table(5, seed) for seed in range(3)]
-    target, drafter = table_lm(tables[0]), two_tables(*tables[1:])
     texts = [Text([0, 1, 2, 3, 4, 0, 2]), Text([4, 4, 1, 0], 2), Text([3])]
-    before = [[[0, 1, 2, 3, 4, 0], [4, 1]], [[1, 2, 3, 4, 0], [1]], [[2, 3, 4, 0]], [[3, 4, 0]]]  # by offset and text
-    samplings = [Sampling(), Sampling(temperature=0.5, top_p=0.8)]
-    measured = measure_alpha(target, drafter, texts, samplings, batch_size=1)
-    for got, sampling in zip(measured, samplings, strict=True):
-        settings = Settings.of([sampling], 5, torch.device("cpu"))
-        p, first, later = (to_probs(table[None], settings)[0] for table in tables)
-        assert got.by_offset is not None and got.alpha == got.by_offset[0] and got.num_tokens == 8
-        for alpha, q, places in zip(got.by_offset, (first, later, later, later), before, strict=True):
-            want = torch.minimum(p, q).sum(-1)[[token for row in places for token in row]].mean()
-            assert alpha.value == pytest.approx(float(want), abs=1e-12)
+    places = [0, 1, 2, 3, 4, 0, 4, 1]  # the tokens before those that are judged
+    p, q = (to_probs(one[None], Settings.of([sampling], 5, torch.device("cpu")))[0] for one in tables[:2])
+    want = float(torch.minimum(p, q).sum(-1)[places].mean())
+    target = table_lm(tables[0])
+    for drafter in (model_drafter(table_lm(tables[1])), two_tables(*tables[1:])):
+        got = measure_alpha(target, drafter, texts, sampling, batch_size=2)
+        assert got.value == pytest.approx(want, abs=1e-12) and got.low is not None and got.low <= got.value
+    assert measure_alpha(target, model_drafter(target), texts).value == pytest.approx(1, abs=1e-12)
+    short = table_lm(tables[0], context_len=4)
+    assert measure_alpha(short, model_drafter(short), texts[1:2] * 2).low == pytest.approx(1)  # 4 tokens of each
+    with pytest.raises(PromptError, match="two tokens or more"):
+        measure_alpha(target, model_drafter(target), [Text([0])])
 
 
-def test_alpha_beyond_the_context_of_a_draft() -> None:
-    """At the first offset, the mean overlap with forwards of the draft over its windows: of the last 9 to 16 tokens. A
-    draft that read whole texts would have another alpha."""
+def test_alpha_beyond_the_context_of_a_draft_is_that_of_its_windows() -> None:
+    """The mean overlap with forwards of the draft over its windows: of the last 9 to 16 tokens. A draft that read whole
+    texts would have another alpha."""
     target, drafter = llama_pair(draft_context_len=16)
     (text,) = texts = [Text([int(i) for i in torch.randint(60, (30,), generator=torch.Generator().manual_seed(2))])]
     assert needs_forcing(drafter, texts) and not needs_forcing(drafter, [Text(text.ids[:17])])
-    (got,) = measure_alpha(target, drafter, texts, [Sampling()])
 
     def alpha(starts: list[int]) -> float:
         overlaps = []
@@ -97,23 +79,11 @@ def test_alpha_beyond_the_context_of_a_draft() -> None:
             overlaps.append(float(overlap(p, q)))
         return sum(overlaps) / len(overlaps)
 
-    assert got.num_tokens == 29
-    assert got.alpha.value == pytest.approx(alpha([window_start(n, 16) for n in range(1, 30)]), abs=1e-9)
-    assert abs(got.alpha.value - alpha([0] * 29)) > 1e-3
-
-
-def test_texts_are_cut_to_the_context_of_the_target() -> None:
-    target, draft = table_lm(random_table(5, 0), context_len=4), model_drafter(table_lm(random_table(5, 1)))
-    assert measure_alpha(target, draft, [Text([0, 1, 2, 3, 4, 0])], [Sampling()])[0].num_tokens == 3
-    with pytest.raises(PromptError, match="two tokens or more"):
-        measure_alpha(target, draft, [Text([0])], [Sampling()])
+    got = measure_alpha(target, drafter, texts).value
+    assert got == pytest.approx(alpha([window_start(n, 16) for n in range(1, 30)]), abs=1e-9)
+    assert abs(got - alpha([0] * 29)) > 1e-3
 
 
 def test_overlap_of_rows_that_do_not_sum_to_one() -> None:
     """float32 rows are off by 1e-6; here by more, to see it."""
     assert float(overlap(torch.tensor([0.2, 0.2]), torch.tensor([3.0, 1.0]))) == pytest.approx(0.75)
-
-
-def test_the_grid_has_greedy_once() -> None:
-    pairs = [(s.temperature, s.top_p) for s in sampling_grid([0, 0.5], [1.0, 0.9])]
-    assert pairs == [(0, 1.0), (0.5, 1.0), (0.5, 0.9)]

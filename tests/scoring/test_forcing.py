@@ -84,8 +84,8 @@ def test_drafts_end_as_in_the_loop() -> None:
     assert [int(one.is_scored.sum()) for one in rounds] == [3, 3, 2, 1]
     text = Text((1, 2, 3, 4, 5, 6, 7, 8, 9, 9), 5)
     assert needs_forcing(drafter, [text])
-    long = along(drafter, [text], [Sampling()], K, target=target)
-    assert [int(one.num_drafted) for _, one in long] == [3, 3, 2, 1, 3]  # then a window of the last tokens
+    long = along(drafter, [text], Sampling(), K, target=target)
+    assert [int(one.num_drafted) for one in long] == [3, 3, 2, 1, 3]  # then a window of the last tokens
 
 
 def test_a_one_hot_draft_is_scored_up_to_its_first_other_token() -> None:
@@ -108,12 +108,12 @@ def test_a_one_hot_draft_is_scored_up_to_its_first_other_token() -> None:
 def test_a_look_up_is_asked_at_every_place() -> None:
     """Without a target: up to the first other token, the end of the text, and the limit."""
     text = Text((1, 2, 3, 1, 2, 3, 1, 2, 4), 4)
-    ((_, one),) = along(ngram_drafter(), [text], [Sampling()], 2, limits=[5])
+    (one,) = along(ngram_drafter(), [text], Sampling(), 2, limits=[5])
     assert one.q is None and one.p is None and one.places.tolist() == [0, 1, 2, 3, 4]
     assert one.num_drafted.tolist() == [2, 2, 2, 1, 0]
     assert one.drafted_ids[:4, 0].tolist() == [2, 3, 1, 2]
     assert one.is_scored.tolist() == [[True] * 2] * 3 + [[True, False], [False] * 2]
-    ((_, longer),) = along(ngram_drafter(), [text], [Sampling()], 2)
+    (longer,) = along(ngram_drafter(), [text], Sampling(), 2)
     assert longer.drafted_ids[3:].tolist() == [[2, 3], [3, 1]]
     assert longer.is_scored[3:].tolist() == [[True] * 2, [True, False]]
     assert longer.q_of_ids()[3:].tolist() == [[1, 0], [0, 0]]

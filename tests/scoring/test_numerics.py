@@ -49,7 +49,7 @@ def test_scoring_names_the_model_and_the_position(kind: str) -> None:
 
     scorings = (
         lambda: list(force(lm, [Text((5, 5, 5, 5, 5, 5)), Text(TEXT)])),
-        lambda: measure_alpha(good, model_drafter(lm), [Text(TEXT)], [Sampling()]),
+        lambda: measure_alpha(good, model_drafter(lm), [Text(TEXT)]),
         lambda: list(prompt_logprobs(lm, TEXT, 2)),
         lambda: explain(lm, 0, TEXT[:3], (4, 2), (4, 1), Sampling(temperature=0.0), 2),
     )

@@ -223,7 +223,7 @@ def draft_rows(
     rounds = along(
         drafter,
         texts,
-        [sampling],
+        sampling,
         num_draft_tokens if is_forced else 1,
         target=target if is_forced else None,
         constraints=walks_of(texts, new_constraint),
@@ -248,7 +248,7 @@ def draft_rows(
         q = p.clone()
         for here, row, token in zip(q, chunk.rows.tolist(), chunk.places.tolist(), strict=True):
             while num_seen[row] <= token:
-                hold(next(rounds)[1])
+                hold(next(rounds))
             found = held.pop((row, token), None)
             if found is not None:
                 here.copy_(normalise(found) if found.ndim else one_hot(found[None].to(p.device), p)[0])

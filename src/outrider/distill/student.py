@@ -28,7 +28,6 @@ from outrider.models.few_tokens import with_few_tokens
 from outrider.models.kinds import auto_class
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.weights import widened_weights
-from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.scoring.alpha import measure_alpha
 from outrider.scoring.teacher_forcing import Text
@@ -144,7 +143,7 @@ class ModelStudent(Student):
         return model_drafter(lm if self._token_ids is None else with_few_tokens(lm, self._token_ids))
 
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
-        return (measure_alpha(self.target, drafter, texts, [Sampling()])[0].alpha,)
+        return (measure_alpha(self.target, drafter, texts),)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         model: Any = copy.deepcopy(self._model).to(dtype)

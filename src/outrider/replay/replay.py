@@ -280,12 +280,12 @@ def _scores(
     rounds = along(
         drafter,
         [record.text for record in records],
-        [sampling],
+        sampling,
         k,
         target=target,
         limits=[header.max_new_tokens(len(record.prompt_ids)) for record in records],
     )
-    for _, places in rounds:
+    for places in rounds:
         values = _values(places, has_rows=has_rows)
         numbers = zip(places.rows.tolist(), places.places.tolist(), places.num_drafted.tolist(), strict=True)
         for j, (row, place, num) in enumerate(numbers):

@@ -74,77 +74,52 @@ def needs_forcing(drafter: Drafter, texts: Sequence[Text] = ()) -> bool:
 def along(
     drafter: Drafter,
     texts: Sequence[Text],
-    samplings: Sequence[Sampling],
+    sampling: Sampling,
     k: int,
     *,
     target: LM | None = None,
     limits: Sequence[int] | None = None,
     constraints: Sequence[Constraint] | None = None,
-    is_forced: bool | None = None,
-) -> Iterator[tuple[int, Places]]:
-    """Yield p and q under each of the sampling options, with the index of the options; the places of a text in order.
-    Where q depends on the tokens alone there is one offset, which stands for all.
+) -> Iterator[Places]:
+    """Yield p and q; the places of a text in order. Where q depends on the tokens alone there is one offset, which
+    stands for all.
 
     Args:
         texts: one batch, each with a token to score, and within the target's context.
         k: K.
         target: for p, and for drafters that need forcing.
         limits: of each text's output; drafts get shorter near it, as in the loop. None: all rounds draft K tokens.
-        constraints: of each text, advanced to its first scored token; for one of the sampling options, and without a
-            target unless it is needed. (A look-up proposes without.)
-        is_forced: q is found in rounds; None where the drafter and these texts need that (``needs_forcing``).
+        constraints: of each text, advanced to its first scored token; without a target unless it is needed. (A look-up
+            proposes without.)
 
     Raises:
         NumericsError: a model gave NaN or infinite logits.
     """
     most = limits or [len(text.ids) + k for text in texts]
-    if needs_forcing(drafter, texts) if is_forced is None else is_forced:
+    if needs_forcing(drafter, texts):
         assert target is not None
-        for i, sampling in enumerate(samplings):
-            options = [replace(sampling, max_new_tokens=limit) for limit in most]
-            for places in force_drafts(target, drafter, texts, options, k, constraints=constraints):
-                yield i, places
+        options = [replace(sampling, max_new_tokens=limit) for limit in most]
+        yield from force_drafts(target, drafter, texts, options, k, constraints=constraints)
     elif drafter.lm is not None:
-        yield from _teacher_forced(drafter, drafter.lm, texts, samplings, target, constraints)
-    else:
-        looked_up = list(_looked_up(drafter, texts, most, k))
-        for i in range(len(samplings)):
-            yield from zip(repeat(i), looked_up, strict=False)
-
-
-def _teacher_forced(
-    drafter: Drafter,
-    lm: LM,
-    texts: Sequence[Text],
-    samplings: Sequence[Sampling],
-    target: LM | None,
-    constraints: Sequence[Constraint] | None,
-) -> Iterator[tuple[int, Places]]:
-    """Read every text once by each model, whatever the number of sampling options."""
-    assert target is None or constraints is None
-
-    def settings_of(options: Sequence[Sampling], model: LM) -> list[Settings]:
-        return [Settings.of([sampling], model.vocab_size, model.device) for sampling in options]
-
-    q_settings = settings_of([q_sampling(drafter, sampling) for sampling in samplings], lm)
-    p_settings = [] if target is None else settings_of(samplings, target)
-    of_target: Iterator[ForcedTokens | None] = repeat(None) if target is None else force(target, texts, p_settings)
-    for chunk, own in zip(force(lm, texts, q_settings, constraints), of_target, strict=False):
-        ids = chunk.ids[:, None]
-        for i, settings in enumerate(q_settings):
-            yield (
-                i,
-                Places(
-                    rows=chunk.rows,
-                    places=chunk.places,
-                    num_drafted=torch.ones_like(chunk.ids),
-                    ids=ids,
-                    drafted_ids=ids,
-                    is_scored=torch.ones_like(ids, dtype=torch.bool),
-                    q=chunk.probs(settings)[:, None],
-                    p=None if own is None else own.probs(p_settings[i])[:, None].to(ids.device),
-                ),
+        assert target is None or constraints is None
+        lm = drafter.lm
+        q_settings = Settings.of([q_sampling(drafter, sampling)], lm.vocab_size, lm.device)
+        p_settings = [] if target is None else [Settings.of([sampling], target.vocab_size, target.device)]
+        of_target: Iterator[ForcedTokens | None] = repeat(None) if target is None else force(target, texts, p_settings)
+        for chunk, own in zip(force(lm, texts, [q_settings], constraints), of_target, strict=False):
+            ids = chunk.ids[:, None]
+            yield Places(
+                rows=chunk.rows,
+                places=chunk.places,
+                num_drafted=torch.ones_like(chunk.ids),
+                ids=ids,
+                drafted_ids=ids,
+                is_scored=torch.ones_like(ids, dtype=torch.bool),
+                q=chunk.probs(q_settings)[:, None],
+                p=None if own is None else own.probs(*p_settings)[:, None].to(ids.device),
             )
+    else:
+        yield from _looked_up(drafter, texts, most, k)
 
 
 def _looked_up(drafter: Drafter, texts: Sequence[Text], limits: Sequence[int], k: int) -> Iterator[Places]:
