@@ -28,11 +28,11 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.tables import new_table
 from outrider.certify.design import num_tests
 from outrider.certify.job import CertifyTask
 from outrider.certify.run import certify, run_checks, run_pilot
 from outrider.decoder import Decoder
+from outrider.measure.tables import new_table
 from outrider.options import Sampling
 from outrider.sampling.rules import REJECTION, RULES
 from outrider.system.provenance import provenance

@@ -15,8 +15,8 @@ from dataclasses import replace
 import torch
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import summarise
-from outrider.bench.run import Arm, Case, interleave, warm_up
+from outrider.measure.arms import Arm, Case, interleave, warm_up
+from outrider.measure.summaries import summarise
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 

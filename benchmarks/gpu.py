@@ -31,14 +31,14 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import interval_text, summarise
-from outrider.bench.run import Arm, Case, interleave, warm_up
-from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.errors import ExecutionError
+from outrider.measure.arms import Arm, Case, interleave, warm_up
+from outrider.measure.intervals import Interval
+from outrider.measure.summaries import interval_text, summarise
+from outrider.measure.tables import new_table
 from outrider.models.registry import Placement, resolve
 from outrider.runtime.lm import LM
-from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 

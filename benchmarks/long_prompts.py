@@ -23,8 +23,8 @@ from outrider import load
 from outrider.decoder import Decoder
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
 from outrider.drafters.window import window_start
-from outrider.replay.log import Header, Record
-from outrider.replay.replay import replay, summarise
+from outrider.measure.log import Header, Record
+from outrider.measure.replay import replay, summarise
 from outrider.runtime.lm import LM
 from outrider.text.tokenizer import encode
 

@@ -25,13 +25,13 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import interval_text, summarise
-from outrider.bench.run import Arm, Case, interleave, warm_up
-from outrider.bench.tables import new_table
+from outrider.measure.alpha import measure_alpha
+from outrider.measure.arms import Arm, Case, interleave, warm_up
+from outrider.measure.summaries import interval_text, summarise
+from outrider.measure.tables import new_table
+from outrider.measure.teacher_forcing import Text
 from outrider.models.registry import Placement
 from outrider.models.weights import num_bytes
-from outrider.scoring.alpha import measure_alpha
-from outrider.scoring.teacher_forcing import Text
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 

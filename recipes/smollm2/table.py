@@ -27,18 +27,18 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.run import Arm, Case, interleave, warm_up
-from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.distill.student import TOKENS
 from outrider.drafters.base import Drafter
+from outrider.measure.arms import Arm, Case, interleave, warm_up
+from outrider.measure.intervals import paired_ratio
+from outrider.measure.log import Log, Record
+from outrider.measure.plan import Costs, RoundCost, Setting, choices, measure_costs
+from outrider.measure.replay import replay, summarise
+from outrider.measure.tables import new_table
 from outrider.options import Sampling
 from outrider.records import Stats
-from outrider.replay.log import Log, Record
-from outrider.replay.plan import Costs, RoundCost, Setting, choices, measure_costs
-from outrider.replay.replay import replay, summarise
 from outrider.sampling.rules import BLOCK
-from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 
 KINDS = "chat", "text"

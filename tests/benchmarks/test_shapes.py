@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 
-from outrider.bench.round_costs import CostArm
 from outrider.distill.student import Shape, new_draft
+from outrider.measure.round_costs import CostArm
+from outrider.measure.speedup import predict
 from outrider.records import Timing
-from outrider.stats.speedup import predict
 from scripts import script
 from toys import as_lm, tiny_llama
 

@@ -16,6 +16,7 @@ from outrider.certify.certificate import Certificate
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import plain_texts
+from outrider.certify.evidence import detectable
 from outrider.certify.job import CertifyTask
 from outrider.certify.observed import ObservedTokens
 from outrider.certify.run import TokenSample, certify, run_checks, run_pilot
@@ -30,7 +31,6 @@ from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import normalise
 from outrider.sampling.rules import RULES, Rule
-from outrider.stats.evidence import detectable
 from toys import as_lm, llama_pair, perturbed, random_table, table_lm, table_pair, tiny_llama
 
 

@@ -17,11 +17,11 @@ from outrider.certify.controls import (
 from outrider.certify.exact import check_exactly, forcing_gap, identity_gap
 from outrider.certify.rounds import noise_gap, two_rounds_gap
 from outrider.drafters.lookups import ngram_drafter
+from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
 from outrider.records import Draft, Verdict
 from outrider.sampling.noise import GumbelNoise, RoundUniforms, round_uniforms
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, RULES, Rule
-from outrider.scoring.teacher_forcing import Text
 from toys import llama_pair, table_pair
 
 CONTEXTS = [Text((0, 3, 1, 2), 2), Text((4, 1), 2)]

@@ -14,10 +14,10 @@ from outrider.certify.exact import check_exactly
 from outrider.certify.observed import GeneratedText, ObservedTokens, UnenforcedConstraint, observe
 from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.drafters.lookups import ngram_drafter
+from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.sampling.rules import BLOCK, REJECTION, RULES, Rule
-from outrider.scoring.teacher_forcing import Text
 from toys import request, run, table_pair
 
 PROMPTS = [(1, 2), (3,), (4, 4, 0, 1)]

@@ -8,10 +8,10 @@ from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, GeneratedText, dr
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
+from outrider.measure.along import force_drafts
+from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, normalise, to_probs
-from outrider.scoring.along import force_drafts
-from outrider.scoring.teacher_forcing import Text
 from round_drafters import head, two_tables
 from toys import llama_pair, random_table, table_lm, table_pair
 

@@ -56,14 +56,14 @@ def test_the_document_the_table_and_the_page(outrider: Outrider, tmp_path: Path)
 
 def test_by_default_k_is_1_to_8_over_15_prompts(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.text.example_prompts.PROMPTS", PROMPTS)
-    monkeypatch.setattr("outrider.bench.run.warm_up", lambda *_: None)
+    monkeypatch.setattr("outrider.measure.arms.warm_up", lambda *_: None)
     asked: list[Any] = []
 
     def stop(arms: Any, cases: Any, options: dict[str, Any]) -> None:
         asked.extend((arms, cases, options))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("outrider.bench.run.interleave", stop)
+    monkeypatch.setattr("outrider.measure.arms.interleave", stop)
     assert outrider("latency").code == 130
     arms, cases, options = asked
     assert [arm.num_draft_tokens for arm in arms] == [None, None, 1, 2, 3, 4, 5, 6, 7, 8]
@@ -74,7 +74,7 @@ def test_by_default_k_is_1_to_8_over_15_prompts(outrider: Outrider, monkeypatch:
 
 def test_ctrl_c_reports_what_is_complete(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases that every arm has done; exit code 130."""
-    from outrider.bench import run
+    from outrider.measure import arms as run
 
     interleave = run.interleave
 

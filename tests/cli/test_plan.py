@@ -8,7 +8,7 @@ import pytest
 
 from block_heads import write_block
 from commands import Outrider, only_document
-from outrider.bench.round_costs import CostArm
+from outrider.measure.round_costs import CostArm
 from outrider.records import Timing
 from pairs import embedded
 
@@ -25,7 +25,7 @@ def _made_up_times(monkeypatch: pytest.MonkeyPatch) -> None:
         costs = [0.002 if arm.drafter.name.startswith("fable-draft") else 0.01 for arm in arms]
         return [[Timing(1.0, cost * arm.k, 0.01, 1.01 + cost * arm.k)] for arm, cost in zip(arms, costs, strict=True)]
 
-    monkeypatch.setattr("outrider.replay.plan.time_rounds", time_rounds)
+    monkeypatch.setattr("outrider.measure.plan.time_rounds", time_rounds)
 
 
 @pytest.fixture

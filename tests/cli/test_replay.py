@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from commands import Outrider, only_document, rows_of
-from outrider.replay.log import Log
+from outrider.measure.log import Log
 from pairs import embedded, random_llama, save
 
 PROMPTS = [

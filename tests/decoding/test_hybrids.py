@@ -18,6 +18,7 @@ from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
+from outrider.measure.teacher_forcing import Text, force
 from outrider.records import Request, Round, Stats
 from outrider.runtime import cache_layers, cache_shapes
 from outrider.runtime.cache import STRIDE, SlotCache
@@ -25,7 +26,6 @@ from outrider.runtime.cache_shapes import WINDOW
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION
-from outrider.scoring.teacher_forcing import Text, force
 from toys import as_lm, perturbed, request, run, table_lm, tiny_llama, tokens
 
 NUM_TOKENS = 16

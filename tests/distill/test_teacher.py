@@ -12,7 +12,7 @@ from outrider.distill.chains import ChainStudent, new_eagle3
 from outrider.distill.student import ModelStudent, Shape, new_draft
 from outrider.distill.teacher import Teacher
 from outrider.errors import OptionError
-from outrider.scoring.teacher_forcing import Text
+from outrider.measure.teacher_forcing import Text
 from toys import as_lm, tiny_llama
 
 IDS = torch.randint(60, (3, 10), generator=torch.Generator().manual_seed(0))

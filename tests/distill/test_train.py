@@ -18,10 +18,10 @@ from outrider.distill.train import Check, Recipe, check_same_run, distil
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import FileError, OptionError
+from outrider.measure.alpha import measure_alpha
+from outrider.measure.teacher_forcing import Text
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.runtime.lm import LM
-from outrider.scoring.alpha import measure_alpha
-from outrider.scoring.teacher_forcing import Text
 from pairs import random_llama, word_tokenizer
 
 WRITTEN = torch.randint(97, (40, 24), generator=torch.Generator().manual_seed(0))

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outrider.drafters.lookups import ngram_drafter
-from outrider.scoring.along import proposals
-from outrider.scoring.teacher_forcing import Text
+from outrider.measure.along import proposals
+from outrider.measure.teacher_forcing import Text
 
 K = 4
 

@@ -19,11 +19,11 @@ from outrider.drafters import lookups as suffix_module
 from outrider.drafters.corpus import Corpus, read_corpus
 from outrider.drafters.lookups import SuffixIndex, suffix_drafter
 from outrider.errors import FileError, OptionError
-from outrider.replay.log import Header
-from outrider.replay.replay import load_draft
+from outrider.measure.along import proposals
+from outrider.measure.log import Header
+from outrider.measure.replay import load_draft
+from outrider.measure.teacher_forcing import Text
 from outrider.sampling.rules import RULES
-from outrider.scoring.along import proposals
-from outrider.scoring.teacher_forcing import Text
 from pairs import embedded, word_tokenizer
 
 ALL_RULES = pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.name)

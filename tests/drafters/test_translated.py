@@ -24,8 +24,8 @@ from outrider.drafters.lookups import suffix_drafter
 from outrider.drafters.model import ModelSession
 from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
-from outrider.replay.log import Header
-from outrider.replay.replay import replay
+from outrider.measure.log import Header
+from outrider.measure.replay import replay
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.text.spelling import Spelling

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from outrider.certify.divergence import GreedyReport
+from outrider.certify.evidence import Finding
 from outrider.certify.exact import ExactReport
-from outrider.stats.evidence import Finding
 
 NEGLIGIBLE_TV = 0.005  # total variation: smaller deviations need not be detectable
 

@@ -1,6 +1,6 @@
 """Test design: all choices made before the tested tokens are seen, so that they cannot depend on them; and the tests.
 
-The statistics are defined in outrider.certify.observed, the validity of their p-values in outrider.stats.evidence. This
+The statistics are defined in outrider.certify.observed, the validity of their p-values in outrider.certify.evidence. This
 module chooses the stakes from pilot tokens, which are not tested, and creates the report.
 
 Random numbers that a faulty loop uses twice show in *pairs* of tokens. The rank of a token, less its mean under p, has
@@ -25,9 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.certify.certificate import Dependence, StatisticalReport
-from outrider.certify.observed import ObservedTokens
-from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
-from outrider.stats.evidence import (
+from outrider.certify.evidence import (
     Bet,
     Finding,
     Floats,
@@ -42,6 +40,8 @@ from outrider.stats.evidence import (
     pit_tests,
     tokens_needed,
 )
+from outrider.certify.observed import ObservedTokens
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 
 _MAX_PROMPT_ACCOUNTS = 16
 _NUM_POSITIONS = 12  # 0, 1-2, 3-6, 7-14 ... share an account

@@ -23,6 +23,7 @@ from outrider.decoder import Decoder
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError
+from outrider.measure.teacher_forcing import allowed_tokens
 from outrider.options import Sampling
 from outrider.records import Constraint, Request
 from outrider.runtime.execution import OF_IMAGES, PROMISED
@@ -32,7 +33,6 @@ from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import Settings, is_finite, to_probs, wide
 from outrider.sampling.rules import Rule
-from outrider.scoring.teacher_forcing import allowed_tokens
 from outrider.text.tokenizer import Prompt
 
 # Logits this close may change their order by rounding (observed values: docs/internals/numerics.md).

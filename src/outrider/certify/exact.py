@@ -22,12 +22,12 @@ from torch import Tensor
 from outrider.certify.observed import NewConstraint, draft_rows
 from outrider.certify.rounds import Tree, coupling_gap, noise_gap, round_gap, two_rounds_gap
 from outrider.drafters.base import Drafter
+from outrider.measure.teacher_forcing import Text, force
 from outrider.models.probe import rounding_off
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import normalise, wide
 from outrider.sampling.rules import GUMBEL, Rule, residual
-from outrider.scoring.teacher_forcing import Text, force
 
 TOLERANCE = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves far more
 # Total variation. The embedded pair gave 5e-7 in float32 and 0.018 in bfloat16; a wrong mask gave 0.6.

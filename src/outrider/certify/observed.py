@@ -1,4 +1,4 @@
-"""Statistics of generated tokens under p and q: the input to the tests of outrider.stats.evidence.
+"""Statistics of generated tokens under p and q: the input to the tests of outrider.certify.evidence.
 
 p comes from a teacher-forced pass of the target over the finished sequences, which shares no cache, no rollback and no
 rule with the loop that generated them; q likewise from the draft. (A drafter that needs forcing is led along them: q is
@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from outrider.certify.divergence import is_at_edge
+from outrider.certify.evidence import Drift, Floats, Increments, Integers
 from outrider.drafters.base import Drafter
+from outrider.measure.along import Places, along, needs_forcing
+from outrider.measure.teacher_forcing import ForcedTokens, Text, force
 from outrider.options import Sampling
 from outrider.records import Constraint, Effect
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalise, one_hot
-from outrider.scoring.along import Places, along, needs_forcing
-from outrider.scoring.teacher_forcing import ForcedTokens, Text, force
-from outrider.stats.evidence import Drift, Floats, Increments, Integers
 
 NewConstraint = Callable[[Sequence[int]], Constraint | None]
 """Creates the constraint of a new sequence with this prompt; None if unconstrained."""

@@ -3,7 +3,7 @@
 Four layers, each reported separately:
 
 - *exact*: the acceptance rule on the pair's real probabilities, without randomness (outrider.certify.exact);
-- *statistical*: output of the real loop against the target's own conditional distributions (outrider.stats.evidence);
+- *statistical*: output of the real loop against the target's own conditional distributions (outrider.certify.evidence);
 - *controls*: deliberate mistakes in the real loop are detected by the same tests with no more tokens; if one is missed,
   the tests are too weak here to certify anything (outrider.certify.controls);
 - *greedy*: at temperature 0 the output equals plain decoding (outrider.certify.divergence).
@@ -23,13 +23,13 @@ from outrider.certify.certificate import NEGLIGIBLE_TV, Certificate, ControlRepo
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import GreedyReport, against_plain, first_difference, plain_texts
+from outrider.certify.evidence import rate_bound, tokens_needed, tokens_to_alarm
 from outrider.certify.exact import ExactReport, check_exactly
 from outrider.certify.job import CertifyTask, eager, generate_texts
 from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
 from outrider.errors import OptionError
+from outrider.measure.teacher_forcing import Text
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
-from outrider.scoring.teacher_forcing import Text
-from outrider.stats.evidence import rate_bound, tokens_needed, tokens_to_alarm
 from outrider.system.ranks import current_ranks
 
 NUM_PILOT_TOKENS = 1024

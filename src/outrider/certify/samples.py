@@ -25,12 +25,12 @@ from outrider.certify.divergence import GreedyReport, against_plain, plain_texts
 from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
+from outrider.measure.teacher_forcing import Text, force
 from outrider.options import Sampling
 from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import REJECTION
-from outrider.scoring.teacher_forcing import Text, force
 from outrider.text.row_text import RowText
 
 _PILOT_SHARE = 0.1  # of the sequences

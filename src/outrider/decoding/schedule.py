@@ -27,9 +27,9 @@ import numpy as np
 
 from outrider.decoding.batch import Row
 from outrider.drafters.base import Drafter
+from outrider.measure.speedup import expected_tokens
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
-from outrider.stats.speedup import expected_tokens
 from outrider.system.ranks import current_ranks
 
 # Acceptance

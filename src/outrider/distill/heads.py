@@ -17,15 +17,15 @@ from outrider.distill.teacher import Teacher
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads import head_drafter
 from outrider.errors import NumericsError
+from outrider.measure.alpha import overlap
+from outrider.measure.intervals import Interval, bounded_mean
+from outrider.measure.teacher_forcing import Text
 from outrider.models.heads.base import Head, embedding_of, head_lm
 from outrider.models.heads.loading import check_target
 from outrider.models.heads.saving import save_speculators
 from outrider.models.weights import widened_weights
 from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
-from outrider.scoring.alpha import overlap
-from outrider.scoring.teacher_forcing import Text
-from outrider.stats.intervals import Interval, bounded_mean
 
 _BATCH = 8  # sequences whose alpha is measured together
 _SPREAD = 0.02  # standard deviation of initial weights, as in Llama

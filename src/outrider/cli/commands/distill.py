@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outrider.distill.data import Mixture
     from outrider.distill.student import Student
     from outrider.distill.train import Check
-    from outrider.scoring.teacher_forcing import Text
+    from outrider.measure.teacher_forcing import Text
 
 _DEFAULT_MINUTES = 10.0
 _DEFAULT_DEPTHS = {"eagle3": 5, "dflash": 7}

@@ -32,9 +32,9 @@ from outrider.errors import OptionError
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
     from outrider.drafters.base import Drafter
+    from outrider.measure.log import Header, Record
+    from outrider.measure.plan import Costs, PairChoice
     from outrider.records import Stats
-    from outrider.replay.log import Header, Record
-    from outrider.replay.plan import Costs, PairChoice
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
 _KNOWN = {"alpha": "0 <= alpha <= 1", "c": "c >= 0", "v": "v > 0", "c_ops": "c_ops >= 0"}  # of --what-if
@@ -94,9 +94,9 @@ def plan(
     decoder = pair.load()
     drafters = pair.load_drafts(decoder)
 
-    from outrider.bench.round_costs import tokens_needed
     from outrider.decoding.schedule import favoured_ks
-    from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
+    from outrider.measure.plan import NUM_STEPS, Setting, choices, measure_costs
+    from outrider.measure.round_costs import tokens_needed
     from outrider.sampling.rules import RULES
 
     ks_of = {}
@@ -155,7 +155,7 @@ def _counts(
     ks_of: Mapping[str, Sequence[int]],
 ) -> dict[tuple[str, int], Sequence[Stats]]:
     """Expected rounds of each draft and K."""
-    from outrider.replay.replay import replay, summarise
+    from outrider.measure.replay import replay, summarise
 
     counts: dict[tuple[str, int], Sequence[Stats]] = {}
     with progress("replaying the drafts", len(drafters) * len(records)) as advance:
@@ -198,7 +198,7 @@ def _choice_json(one: PairChoice) -> dict[str, Any]:
 def _predictions(ks: Sequence[int], known: Mapping[str, float]) -> dict[str, Any]:
     """Speed-up of each K from numbers alone, the best one, and the best ones of drafts without cost or without error.
     The best is None if plain decoding is as fast."""
-    from outrider.stats.speedup import predict
+    from outrider.measure.speedup import predict
 
     def best(**changed: float) -> dict[str, Any] | None:
         found = max(predict(ks, **{**known, **changed}), key=lambda one: (one.speed_up, -one.k))

@@ -30,8 +30,8 @@ from outrider.pages.reports import rounds_table
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
-    from outrider.replay.log import Header, Record
-    from outrider.replay.replay import ExpectedRounds, Summary
+    from outrider.measure.log import Header, Record
+    from outrider.measure.replay import ExpectedRounds, Summary
 
 
 _FORMATS = ("outrider", "tensors")
@@ -115,10 +115,10 @@ def replay(
         raise OptionError("--seed", seed, "a whole number >= 0")
 
     with progress("loading libraries"):
-        from outrider.replay.log import Log
-        from outrider.replay.replay import PREDICTED_RULES, load_draft, summarise
-        from outrider.replay.replay import replay as judge
-        from outrider.replay.rounds import RecordedArm
+        from outrider.measure.log import Log
+        from outrider.measure.replay import PREDICTED_RULES, load_draft, summarise
+        from outrider.measure.replay import replay as judge
+        from outrider.measure.rounds_file import RecordedArm
 
     if drafts.acceptance not in PREDICTED_RULES:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
@@ -215,10 +215,10 @@ def _single_k(text: str | None) -> int | None:
 
 def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -> tuple[Header, list[Record]]:
     """Read a log of printed tensors as greedy outputs, each ended by its length."""
+    from outrider.measure.log import Header, Record
+    from outrider.measure.rounds_file import read_tensors
     from outrider.models.reading import load_tokenizer
     from outrider.models.registry import resolve
-    from outrider.replay.log import Header, Record
-    from outrider.replay.rounds import read_tensors
     from outrider.text.chat import Chat
     from outrider.text.tokenizer import encode, fingerprint, vocab_size
 
@@ -251,7 +251,7 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
 
 
 def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
-    from outrider.stats.counts import positions_of
+    from outrider.measure.tau import positions_of
 
     return {
         "tau": one.tau and one.tau.to_json(),

@@ -43,7 +43,7 @@ def show_findings(
         unit: of a difference's index: "prompt" or "line".
         remarks: printed before the verdict.
     """
-    from outrider.bench.tables import new_table
+    from outrider.measure.tables import new_table
 
     statistical, exact = certificate.statistical, certificate.exact
     table = new_table(title, "layer", "found", "verdict")
@@ -147,7 +147,7 @@ def _print_deviation(console: Console, report: StatisticalReport, towards: str) 
 
 def _print_bytes(console: Console, reports: Sequence[GreedyReport], unit: str, tokenizer: Any | None) -> None:
     """Print whether texts are the bytes of plain decoding, with the number of texts and tokens."""
-    from outrider.bench.tables import new_table
+    from outrider.measure.tables import new_table
 
     if not reports:
         return

@@ -205,7 +205,7 @@ def show_table(console: Console, table: Table) -> None:
     """Print a table of a report."""
     from rich.markup import escape
 
-    from outrider.bench.tables import new_table
+    from outrider.measure.tables import new_table
 
     shown = new_table(table.title, *table.columns, num_texts=table.num_texts)
     for row in table.rows[: table.most_rows]:

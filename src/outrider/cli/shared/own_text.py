@@ -11,8 +11,8 @@ from outrider.errors import OptionError
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
+    from outrider.measure.log import Header, Log, Record
     from outrider.offline.prompt_row import PromptLine
-    from outrider.replay.log import Header, Log, Record
 
 
 def open_log(path: Path, target: str, tokenizer: Any, option: str = "--log") -> Log:
@@ -26,7 +26,7 @@ def open_log(path: Path, target: str, tokenizer: Any, option: str = "--log") -> 
         OptionError: it is of another target.
         FileError: it is damaged, or empty.
     """
-    from outrider.replay.log import Log
+    from outrider.measure.log import Log
     from outrider.text.tokenizer import fingerprint
 
     log = Log.open(path)
@@ -45,7 +45,7 @@ def own_text(
         lines, prompts: the prompts, and their tokens.
         options: sampling options, with the seed of the first prompt.
     """
-    from outrider.replay.log import Header, record_outputs
+    from outrider.measure.log import Header, record_outputs
 
     decoder = decoder.of_one_kind(prompts)
     with progress("generating with the target", len(lines)) as advance:

@@ -12,8 +12,8 @@ from outrider.cli.shared.options import ReportOptions
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from outrider.replay.replay import ReplayedRecord
-    from outrider.replay.rounds import Analysis, PromptRounds, RecordedArm
+    from outrider.measure.replay import ReplayedRecord
+    from outrider.measure.rounds_file import Analysis, PromptRounds, RecordedArm
 
 
 @dataclass
@@ -29,8 +29,8 @@ class DrawnRounds:
         """Yield the records, and draw the rounds of each."""
         import numpy as np
 
-        from outrider.replay.rounds import PromptRounds, RecordedArm
-        from outrider.stats.counts import stats_of
+        from outrider.measure.rounds_file import PromptRounds, RecordedArm
+        from outrider.measure.tau import stats_of
 
         for one in replayed:
             for k in self.ks:
@@ -42,7 +42,7 @@ class DrawnRounds:
             yield one
 
     def analyses(self) -> dict[RecordedArm, Analysis]:
-        from outrider.replay.rounds import analyse
+        from outrider.measure.rounds_file import analyse
 
         return {arm: analyse(prompts) for arm, prompts in self.arms.items()}
 
@@ -61,12 +61,12 @@ def show_file(file: Path, tokens_per_prompt: int | None, k: int | None, report: 
     """Summarise a file of rounds: the output of ``generate``, or lines of cumulative counts.
 
     Args:
-        tokens_per_prompt, k: see ``outrider.replay.rounds.read_file``.
+        tokens_per_prompt, k: see ``outrider.measure.rounds_file.read_file``.
 
     Raises:
         FileError: the file has no rounds.
     """
-    from outrider.replay.rounds import analyse, read_file
+    from outrider.measure.rounds_file import analyse, read_file
 
     found = read_file(file, tokens_per_prompt=tokens_per_prompt, k=k)
     arms = analyses_json({arm: analyse(prompts) for arm, prompts in found.arms.items()})

@@ -154,14 +154,14 @@ class LocalWorker:
 
     @cached_property
     def _model(self) -> dict[str, Any]:
-        from outrider.replay.log import model_json
+        from outrider.measure.log import model_json
 
         return model_json(self.decoder)
 
     def _probs(self, line: PromptLine, ids: list[int], token_ids: list[int]) -> list[float]:
         """Probabilities of an output's tokens."""
-        from outrider.replay.log import token_probs
-        from outrider.scoring.teacher_forcing import Text
+        from outrider.measure.log import token_probs
+        from outrider.measure.teacher_forcing import Text
 
         options = self._setup.options | line.options | {"seed": None, "logprobs": None}
         sampling = Sampling(**options).with_ends(self.decoder.ends_of(ids))

@@ -8,11 +8,11 @@ import torch
 from outrider.drafters.model import model_drafter
 from outrider.drafters.window import window_start
 from outrider.errors import PromptError
+from outrider.measure.along import needs_forcing
+from outrider.measure.alpha import measure_alpha, overlap
+from outrider.measure.teacher_forcing import Text, force
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs
-from outrider.scoring.along import needs_forcing
-from outrider.scoring.alpha import measure_alpha, overlap
-from outrider.scoring.teacher_forcing import Text, force
 from round_drafters import two_tables
 from toys import as_lm, llama_pair, random_table, table_lm, tiny_llama
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.bench.run import Arm, Measurement
+from outrider.measure.arms import Arm, Measurement
+from outrider.measure.intervals import Interval, mean_std, paired_ratio
 from outrider.records import Stats, Timing
-from outrider.stats.intervals import Interval, mean_std, paired_ratio
 from outrider.system.provenance import sha256_of
 
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from outrider.errors import FileError
+from outrider.measure.intervals import Interval
+from outrider.measure.tau import positions_of, stats_of, tau_interval, total
 from outrider.options import MAX_NUM_DRAFT_TOKENS
 from outrider.records import Stats
-from outrider.stats.counts import positions_of, stats_of, tau_interval, total
-from outrider.stats.intervals import Interval
 from outrider.system.files import read_text
 
 _TENSOR = re.compile(r"\s*tensor\(\s*(\[[\s\[\]\d,]*\])\s*(?:,\s*(?:device|dtype)\s*=\s*[^(),]+)*\)")

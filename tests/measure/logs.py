@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 from outrider.drafters.base import NO_DRAFTER
+from outrider.measure.log import Header, Record, token_probs
+from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
-from outrider.replay.log import Header, Record, token_probs
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
-from outrider.scoring.teacher_forcing import Text
 from toys import StopAt, request, run
 
 EOS = 5

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
+from outrider.measure.along import along
+from outrider.measure.intervals import Interval, bounded_mean
+from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import normalise
-from outrider.scoring.along import along
-from outrider.scoring.teacher_forcing import Text
-from outrider.stats.intervals import Interval, bounded_mean
 
 _PLAIN = Sampling()
 

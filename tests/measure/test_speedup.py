@@ -2,7 +2,7 @@
 
 import pytest
 
-from outrider.stats.speedup import expected_tokens, predict
+from outrider.measure.speedup import expected_tokens, predict
 
 # Leviathan et al. 2211.17192, table 1: alpha, gamma, operations, speed; for c = 0.
 TABLE_1 = [

@@ -9,11 +9,11 @@ import torch
 from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
+from outrider.measure.along import along, force_drafts, needs_forcing
+from outrider.measure.teacher_forcing import Text, force
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalise
-from outrider.scoring.along import along, force_drafts, needs_forcing
-from outrider.scoring.teacher_forcing import Text, force
 from round_drafters import in_rounds, parallel
 from toys import as_lm, llama_pair, perturbed, tiny_llama
 

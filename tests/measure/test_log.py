@@ -11,8 +11,8 @@ import torch
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import FileError
+from outrider.measure.log import Header, Log, record_outputs
 from outrider.options import Sampling
-from outrider.replay.log import Header, Log, record_outputs
 from reference import hf_probs
 from toys import llama_pair
 

@@ -19,19 +19,19 @@ from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
+from outrider.measure import renewal
+from outrider.measure import replay as module
+from outrider.measure.log import Record, token_probs
+from outrider.measure.renewal import RoundDistribution, log_ratios
+from outrider.measure.replay import MATCH, agreement, replay, summarise
+from outrider.measure.tau import stats_of, total
+from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
 from outrider.records import Stats
-from outrider.replay import renewal
-from outrider.replay import replay as module
-from outrider.replay.log import Record, token_probs
-from outrider.replay.renewal import RoundDistribution, log_ratios
-from outrider.replay.replay import MATCH, agreement, replay, summarise
 from outrider.runtime.lm import LM
 from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import draw_gumbel
 from outrider.sampling.rules import RULES
-from outrider.scoring.teacher_forcing import Text
-from outrider.stats.counts import stats_of, total
 from reference import draft_paths
 from round_drafters import head, in_rounds, parallel, two_tables
 from toys import StopAt, as_lm, llama_pair, perturbed, random_table, request, run, table_lm, table_pair, tiny_llama

@@ -2,10 +2,10 @@
 
 import pytest
 
-from outrider.bench import round_costs
-from outrider.bench.round_costs import CostArm, measure_round_costs, time_rounds
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
+from outrider.measure import round_costs
+from outrider.measure.round_costs import CostArm, measure_round_costs, time_rounds
 from outrider.records import Round, Timing
 from outrider.sampling.rules import RULES
 from toys import random_table, table_lm, table_pair

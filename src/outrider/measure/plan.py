@@ -1,6 +1,6 @@
 """Plan: predict the best draft and K, or none, for this machine from measurements on it.
 
-Replay gives the number of rounds per sequence (outrider.replay.replay); rounds of the real loop, timed on random
+Replay gives the number of rounds per sequence (outrider.measure.replay); rounds of the real loop, timed on random
 tokens, give their duration. Together they predict tokens per second for every draft and K; no pair generates anything.
 Two effects are left out: the prefill, and that the rows of a batch do not end together, which costs speculation more
 than plain decoding.
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from outrider.bench.round_costs import CostArm, average_of, time_rounds
 from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.measure.intervals import Interval, bounded_mean, paired_ratio
+from outrider.measure.round_costs import CostArm, average_of, time_rounds
 from outrider.options import Sampling
 from outrider.records import Stats, Timing, add_counts
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
-from outrider.stats.intervals import Interval, bounded_mean, paired_ratio
 
 _NUM_PASSES = 8  # over all drafts and K
 NUM_STEPS = _NUM_PASSES + 1  # of the progress bar

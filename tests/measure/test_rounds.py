@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from outrider.errors import FileError
-from outrider.records import Stats
-from outrider.replay.rounds import (
+from outrider.measure.intervals import Interval
+from outrider.measure.rounds_file import (
     PromptRounds,
     RecordedArm,
     analyse,
@@ -17,9 +17,9 @@ from outrider.replay.rounds import (
     read_rounds,
     read_tensors,
 )
+from outrider.measure.tau import positions_of, stats_of, tau_interval, total
+from outrider.records import Stats
 from outrider.sampling.rules import RULES
-from outrider.stats.counts import positions_of, stats_of, tau_interval, total
-from outrider.stats.intervals import Interval
 from toys import StopAt, llama_pair, request, run
 
 ROUNDS = [(2, 2), (2, 0), (2, 1), (1, 1), (2, 2), (0, 0)]

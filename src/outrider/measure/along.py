@@ -2,7 +2,7 @@
 
 ``along`` begins a round at every place of a text and yields p and q of the text's own tokens:
 
-- of a draft model whose q depends on the tokens alone, by one teacher-forced pass (outrider.scoring.teacher_forcing);
+- of a draft model whose q depends on the tokens alone, by one teacher-forced pass (outrider.measure.teacher_forcing);
 - of a look-up, by its own code at every place, which needs no target;
 - of any other drafter by *forcing*: under a rule of its own the engine drafts the tokens that follow in the text, and
   commits one of them. So the token at *offset* i of a draft is the i-th after the *place* where the round began, and p
@@ -23,13 +23,13 @@ from torch import Tensor
 
 from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter, Rows, q_sampling
+from outrider.measure.teacher_forcing import ForcedTokens, Text, force
 from outrider.options import Sampling
 from outrider.records import Constraint, Draft, FinishReason, Request, Verdict
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Probs, Settings, full, normalise
 from outrider.sampling.rules import REJECTION, Rule
-from outrider.scoring.teacher_forcing import ForcedTokens, Text, force
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from outrider.certify.observed import _statistics
-from outrider.stats.evidence import (
+from outrider.certify.evidence import (
     Bet,
     Drift,
     Finding,
@@ -29,6 +28,7 @@ from outrider.stats.evidence import (
     tokens_needed,
     tokens_to_alarm,
 )
+from outrider.certify.observed import _statistics
 
 VOCAB = 5
 

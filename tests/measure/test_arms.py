@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.api import load
-from outrider.bench.run import Arm, Case, interleave, measure, peak_memory_bytes, race, warm_up
+from outrider.measure.arms import Arm, Case, interleave, measure, peak_memory_bytes, race, warm_up
 from outrider.records import Chunk, RowRound, Timing
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.text.example_prompts import PROMPTS
@@ -126,7 +126,7 @@ def test_a_race_that_is_broken_off_leaves_nothing_open() -> None:
 
 def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that each arm has every place equally often: none always comes after the one that warms the caches."""
-    monkeypatch.setattr("outrider.bench.run.measure", lambda arm, case, options: (arm.name, case.index))
+    monkeypatch.setattr("outrider.measure.arms.measure", lambda arm, case, options: (arm.name, case.index))
     names = [arm.name for arm in arms()]
     turns: list[Any] = list(interleave(arms(), [Case(10 + i, PROMPT, i) for i in range(6)], OPTIONS))
     rounds = [turns[i : i + 3] for i in range(0, 18, 3)]
@@ -151,7 +151,7 @@ def test_the_warm_up_runs_every_arm_for_a_few_tokens(monkeypatch: pytest.MonkeyP
     def record(arm: Arm, case: Case, options: dict[str, Any]) -> None:
         ran.append((arm.name, options["max_new_tokens"], str(case.prompt)))
 
-    monkeypatch.setattr("outrider.bench.run.measure", record)
+    monkeypatch.setattr("outrider.measure.arms.measure", record)
     cases = [Case(index, prompt, 0) for index, prompt in enumerate(PROMPTS)]
     warm_up(arms(), cases, OPTIONS | {"max_new_tokens": 64})
     warm_up(arms()[:1], cases, OPTIONS | {"max_new_tokens": 3})

@@ -5,7 +5,7 @@ sequence*, that a round beginning after t tokens accepts at least i drafted ones
 
 - ``rejection``: S_i = prod_{j<=i} min(1, r_j), with r_j = q(x_{t+j}) / p(x_{t+j}).
 - ``block``: S_i = min(1, rho_1, ..., rho_i), with rho_j = r_1 ... r_j.
-- ``gumbel``: S_i = prod_{j<=i} g_j, with g_j as in ``outrider.replay.replay.agreement``.
+- ``gumbel``: S_i = prod_{j<=i} g_j, with g_j as in ``outrider.measure.replay.agreement``.
 - ``match``, which accepts a drafted token if the target independently draws the same: S_i = prod_{j<=i} q(x_{t+j}).
 
 The q of a token may depend on where the round began: so each r, g and q is a number for a *place* t and an *offset* j.

@@ -15,11 +15,11 @@ from typing import Any
 
 from outrider.decoder import Decoder
 from outrider.errors import FileError, OptionError, OutriderError
+from outrider.measure.teacher_forcing import Text, force
 from outrider.options import DEFAULT_NUM_SLOTS, MASKS, Sampling
 from outrider.records import FinishReason
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalise
-from outrider.scoring.teacher_forcing import Text, force
 from outrider.system.files import parse_row
 from outrider.text.tokenizer import fingerprint
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from outrider.drafters.lookups import ngram_drafter
+from outrider.measure.plan import NUM_STEPS, Costs, RoundCost, Setting, choices, measure_costs
 from outrider.options import Sampling
 from outrider.records import Stats
-from outrider.replay.plan import NUM_STEPS, Costs, RoundCost, Setting, choices, measure_costs
 from outrider.sampling.rules import RULES
 from toys import table_pair
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
 
+from outrider.measure.intervals import Interval, bounded_mean
 from outrider.records import Stats, add_counts
-from outrider.stats.intervals import Interval, bounded_mean
 
 
 @dataclass(frozen=True, slots=True)

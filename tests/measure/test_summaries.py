@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 from scipy import stats
 
-from outrider.bench.report import ArmSummary, interval_text, summarise
-from outrider.bench.run import Arm, Case, Measurement
+from outrider.measure.arms import Arm, Case, Measurement
+from outrider.measure.intervals import Interval
+from outrider.measure.summaries import ArmSummary, interval_text, summarise
 from outrider.records import Stats, Timing
-from outrider.stats.intervals import Interval
 from pairs import embedded
 
 

@@ -1,7 +1,7 @@
 """Replay: evaluate drafts on a target's recorded output, without generating it again.
 
-p and q along each recorded sequence (outrider.scoring.along) determine the distribution of rounds over this sequence,
-for every K (see outrider.replay.renewal). The log has p of the recorded tokens, which suffices for most drafts and
+p and q along each recorded sequence (outrider.measure.along) determine the distribution of rounds over this sequence,
+for every K (see outrider.measure.renewal). The log has p of the recorded tokens, which suffices for most drafts and
 rules; for the others the log's target is run beside the draft.
 """
 
@@ -25,19 +25,19 @@ from outrider.drafters.few_tokens import with_vocab
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import SELF, model_drafter
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
+from outrider.measure.along import Places, along, needs_forcing
+from outrider.measure.intervals import Interval, bounded_mean
+from outrider.measure.log import Header, Record
+from outrider.measure.renewal import Floats, Integers, RoundDistribution, by_offset, log_ratios, survival
+from outrider.measure.tau import tau_interval, total
 from outrider.models.heads.loading import MTP, is_head
 from outrider.models.reading import load_tokenizer
 from outrider.models.registry import resolve
 from outrider.options import AUTO, looks_up
 from outrider.records import Stats
-from outrider.replay.log import Header, Record
-from outrider.replay.renewal import Floats, Integers, RoundDistribution, by_offset, log_ratios, survival
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import normalise
 from outrider.sampling.rules import GUMBEL, RULES
-from outrider.scoring.along import Places, along, needs_forcing
-from outrider.stats.counts import tau_interval, total
-from outrider.stats.intervals import Interval, bounded_mean
 from outrider.text.tokenizer import fingerprint
 
 MATCH = "match"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from outrider.stats.intervals import Interval, bounded_mean, mean_std, paired_ratio, wald, wilson
+from outrider.measure.intervals import Interval, bounded_mean, mean_std, paired_ratio, wald, wilson
 
 FALSE_ALARM = 1e-6
 

@@ -13,13 +13,13 @@ from outrider.decoding.engine import decode
 from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError
+from outrider.measure import teacher_forcing
+from outrider.measure.alpha import measure_alpha
+from outrider.measure.teacher_forcing import Text, force
 from outrider.models.executions import choose_execution
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
-from outrider.scoring import teacher_forcing
-from outrider.scoring.alpha import measure_alpha
-from outrider.scoring.teacher_forcing import Text, force
 from outrider.serve.logprobs import prompt_logprobs
 from toys import as_lm, random_table, request, table_lm, tiny_llama
 
