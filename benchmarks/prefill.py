@@ -44,8 +44,7 @@ from transformers import AutoModelForCausalLM
 
 from outrider.api import load
 from outrider.measure.intervals import paired_ratio
-from outrider.measure.summaries import interval_text
-from outrider.measure.tables import new_table
+from outrider.measure.tables import interval_text, new_table
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
 

@@ -26,9 +26,8 @@ from rich.console import Console
 
 from outrider.api import load, load_drafter
 from outrider.measure.alpha import measure_alpha
-from outrider.measure.arms import Arm, Case, interleave, warm_up
-from outrider.measure.summaries import interval_text, summarise
-from outrider.measure.tables import new_table
+from outrider.measure.arms import Arm, Case, interleave, summarise, warm_up
+from outrider.measure.tables import interval_text, new_table
 from outrider.measure.teacher_forcing import Text
 from outrider.models.registry import Placement
 from outrider.models.weights import num_bytes

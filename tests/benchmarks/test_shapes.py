@@ -9,7 +9,7 @@ import pytest
 
 from outrider.distill.student import Shape, new_draft
 from outrider.measure.round_costs import CostArm
-from outrider.measure.speedup import predict
+from outrider.measure.tau import predict
 from outrider.records import Timing
 from scripts import script
 from toys import as_lm, tiny_llama

@@ -25,7 +25,7 @@ def _made_up_times(monkeypatch: pytest.MonkeyPatch) -> None:
         costs = [0.002 if arm.drafter.name.startswith("fable-draft") else 0.01 for arm in arms]
         return [[Timing(1.0, cost * arm.k, 0.01, 1.01 + cost * arm.k)] for arm, cost in zip(arms, costs, strict=True)]
 
-    monkeypatch.setattr("outrider.measure.plan.time_rounds", time_rounds)
+    monkeypatch.setattr("outrider.measure.round_costs.time_rounds", time_rounds)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def test_a_measurement_is_what_the_arm_generates() -> None:
     measurement = measure(arm, case, OPTIONS)
     assert (measurement.arm, measurement.case) == (arm, case)
     assert (measurement.text, measurement.stats) == (completion.text, completion.stats)
-    assert measurement.num_tokens == 6
+    assert measurement.stats.num_generated_tokens == 6
     timing = measurement.timing
     assert measurement.decode_s_per_token == pytest.approx((timing.total_s - timing.prefill_s) / 6)
     assert measurement.total_s_per_token == pytest.approx(timing.total_s / 6)
@@ -121,7 +121,7 @@ def test_a_race_that_is_broken_off_leaves_nothing_open() -> None:
     with pytest.raises(KeyboardInterrupt):
         race([*arms(), *both], Case(0, PROMPT, 0), OPTIONS, stop)
     assert not torch.is_inference_mode_enabled()
-    assert measure(arms()[1], Case(0, PROMPT, 0), OPTIONS).num_tokens == 6
+    assert measure(arms()[1], Case(0, PROMPT, 0), OPTIONS).stats.num_generated_tokens == 6
 
 
 def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.MonkeyPatch) -> None:

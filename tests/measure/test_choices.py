@@ -5,14 +5,15 @@ from dataclasses import replace
 import pytest
 
 from outrider.drafters.lookups import ngram_drafter
-from outrider.measure.plan import NUM_STEPS, Costs, RoundCost, Setting, choices, measure_costs
+from outrider.measure.round_costs import NUM_STEPS, Costs, RoundCost, choices, measure_costs
 from outrider.options import Sampling
 from outrider.records import Stats
 from outrider.sampling.rules import RULES
 from toys import table_pair
 
 COSTS = Costs(
-    setting=Setting(2, 64),
+    num_rows=2,
+    context=64,
     prefill_s=0.1,
     plain=RoundCost(0.010, 0.0, 0.009),
     rounds={
@@ -62,17 +63,17 @@ def test_a_look_up_takes_its_time_when_it_finds_nothing() -> None:
 def test_measured_costs() -> None:
     target, drafter = table_pair(7)
     steps: list[int] = []
-    setting = Setting(3, 20)
     costs = measure_costs(
         target,
         {"draft": drafter, "ngram": ngram_drafter()},
         {"draft": [1, 2], "ngram": [1]},
         RULES["block"],
         Sampling(temperature=0.5),
-        setting,
-        lambda: steps.append(1),
+        num_rows=3,
+        context=20,
+        on_pass=lambda: steps.append(1),
     )
-    assert len(steps) == NUM_STEPS and costs.setting == setting
+    assert len(steps) == NUM_STEPS and (costs.num_rows, costs.context) == (3, 20)
     assert set(costs.rounds) == {("draft", 1), ("draft", 2), ("ngram", 1)}
     cost = costs.rounds["draft", 2]
     assert costs.draft_step_s("draft") == cost.draft_s / 2

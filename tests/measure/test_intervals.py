@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from outrider.measure.intervals import Interval, bounded_mean, mean_std, paired_ratio, wald, wilson
+from outrider.measure.intervals import bounded_mean, mean_std, paired_ratio, wald, wilson
+from outrider.records import Interval
 
 FALSE_ALARM = 1e-6
 

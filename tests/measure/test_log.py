@@ -103,7 +103,8 @@ def test_probabilities_are_those_of_hugging_faces_processors() -> None:
     prompts = [[1, 2, 3], [9] * 5, [4]]
     decoder = Decoder(llama_pair()[0], None, frozenset([5]), NO_DRAFTER)
     law = Sampling(**options, stop_token_ids=tuple(decoder.eos_ids))
-    records = record_outputs(decoder, prompts, options | {"seed": 7}, num_slots=2)
+    header, records = record_outputs(decoder, prompts, options | {"seed": 7}, num_slots=2)
+    assert header.sampling == Sampling(**options) and header.has_probs and header.eos_ids == (5,)
     for record, ids in zip(records, prompts, strict=True):
         (completion,) = decoder.generate([ids], **options, seed=record.seed)
         assert (record.token_ids, record.finish_reason) == (completion.token_ids, completion.finish_reason)

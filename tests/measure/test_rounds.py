@@ -8,17 +8,15 @@ import pytest
 import torch
 
 from outrider.errors import FileError
-from outrider.measure.intervals import Interval
 from outrider.measure.rounds_file import (
-    PromptRounds,
     RecordedArm,
-    analyse,
+    arms_json,
     read_file,
     read_rounds,
     read_tensors,
 )
-from outrider.measure.tau import positions_of, stats_of, tau_interval, total
-from outrider.records import Stats
+from outrider.measure.tau import counts_json, stats_of, tau_interval
+from outrider.records import Interval, Stats
 from outrider.sampling.rules import RULES
 from toys import StopAt, llama_pair, request, run
 
@@ -28,19 +26,18 @@ ROUNDS = [(2, 2), (2, 0), (2, 1), (1, 1), (2, 2), (0, 0)]
 def test_positions_by_hand() -> None:
     """Position 1 was drafted in five rounds and always judged; position 2 in four, of which one stopped before it."""
     counts = stats_of(ROUNDS, 1, 13)
-    first, second = positions_of(counts)
-    assert (first.num_drafted, first.num_judged, first.num_accepted) == (5, 5, 4)
-    assert (second.num_drafted, second.num_judged, second.num_accepted) == (4, 3, 2)
-    assert (second.conditional, second.unconditional) == (2 / 3, 1 / 2)
+    rates = ("conditional", 4 / 5, 2 / 3), ("unconditional", 4 / 5, 1 / 2)
+    by_hand = [("position", 1, 2), ("num_drafted", 5, 4), ("num_judged", 5, 3), ("num_accepted", 4, 2), *rates]
+    first, second = ({name: values[i] for name, *values in by_hand} for i in range(2))
+    assert counts_json([stats_of(ROUNDS[:2], 0, 5), stats_of(ROUNDS[2:], 1, 8)])["positions"] == [first, second]
     assert counts.mean_acceptance_length == 2.0 and counts.draft_acceptance_rate == 6 / 9
     assert (counts.acceptance_histogram, counts.drafted_histogram, counts.full_histogram) == (
         (2, 2, 2),
         (1, 1, 4),
         (1, 1, 2),
     )
-    assert total([stats_of(ROUNDS[:2], 0, 5), stats_of(ROUNDS[2:], 1, 8)]) == counts
-    assert Stats().mean_acceptance_length is None and positions_of(Stats()) == []
-    assert tau_interval([Stats()]) is None
+    assert Stats().mean_acceptance_length is None and tau_interval([Stats()]) is None
+    assert counts_json([]) == {"tau": None, "stats": Stats().to_json(), "positions": []}
 
 
 @pytest.mark.parametrize("accepted", [(0, 0, 0), (2, 2, 2), (2, 2, 0)], ids=str)
@@ -82,9 +79,9 @@ def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
                     "settings": {"draft": "draft", "num_draft_tokens": k, "acceptance": "block"},
                 }
             )
-    found = read_file(_lines(tmp_path / "out.jsonl", rows))
-    assert list(found.arms) == [RecordedArm("draft", k, "block") for k in (1, 3, 6)]
-    assert {(arm.k, one.index): one.stats for arm, prompts in found.arms.items() for one in prompts} == wanted
+    arms, _ = read_file(_lines(tmp_path / "out.jsonl", rows))
+    assert list(arms) == [RecordedArm("draft", k, "block") for k in (1, 3, 6)]
+    assert {(arm.k, index): one for arm, prompts in arms.items() for index, _, one in prompts} == wanted
     assert any(counts.num_truncated_rounds for counts in wanted.values())
     # And the counts are those that the loop reports.
     for row in rows:
@@ -92,29 +89,26 @@ def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
         assert got == row["stats"]
 
 
-def test_analysis_by_category() -> None:
+def test_a_summary_by_category() -> None:
     prompts = [
-        PromptRounds(i, category, stats_of(ROUNDS[: 3 + i], int(bool(i)), 9 + i))
+        (i, category, stats_of(ROUNDS[: 3 + i], int(bool(i)), 9 + i))
         for i, category in enumerate(["tale", "sum", "tale"])
     ]
-    analysis = analyse(prompts)
-    assert list(analysis.by_category) == ["sum", "tale"]
-    assert len(analysis.by_category["tale"].prompts) == 2
-    assert analysis.tau is not None and analysis.tau.value == pytest.approx(analysis.stats.mean_acceptance_length)
-    taus = [one.stats.mean_acceptance_length for one in prompts]
-    assert analysis.prompt_tau == pytest.approx(sum(taus) / 3)
-    assert analysis.to_json()["positions"][0]["num_drafted"] == 12
+    (arm,) = arms_json({RecordedArm(k=2): prompts})
+    assert [(one["category"], one["num_prompts"]) for one in arm["categories"]] == [("sum", 1), ("tale", 2)]
+    assert arm["tau"]["value"] == pytest.approx(arm["stats"]["mean_acceptance_length"])
+    assert arm["prompt_tau"] == pytest.approx(sum(one.mean_acceptance_length for *_, one in prompts) / 3)
+    assert arm["positions"][0]["num_drafted"] == 12 and [one["index"] for one in arm["prompts"]] == [0, 1, 2]
 
 
 def test_lines_of_counts_have_notes(tmp_path: Path) -> None:
     path = tmp_path / "rounds.txt"
     path.write_text("[3]\n[4]\n[2]\n[4]\n")
-    found = read_file(path)
-    assert len(found.notes) == 2 and "guessed from decreases" in found.notes[0]
-    ((_, prompts),) = found.arms.items()
-    assert [one.stats.acceptance_histogram for one in prompts] == [(1, 0, 1), (0, 2)]
-    assert prompts[0].stats.drafted_histogram == (0, 0, 2)
-    assert read_file(path, tokens_per_prompt=4, k=5).notes == []
+    arms, notes = read_file(path)
+    assert len(notes) == 2 and "guessed from decreases" in notes[0]
+    assert [one.acceptance_histogram for *_, one in arms[RecordedArm()]] == [(1, 0, 1), (0, 2)]
+    assert arms[RecordedArm()][0][2].drafted_histogram == (0, 0, 2)
+    assert read_file(path, tokens_per_prompt=4, k=5)[1] == []
     with pytest.raises(FileError, match="a round accepted 2 drafted tokens, which is impossible with K = 1"):
         read_file(path, k=1)
 
@@ -148,7 +142,7 @@ def test_what_are_no_rounds(tmp_path: Path, bad: Any) -> None:
     with pytest.raises(FileError, match="line 2: not a line of generate --output with a draft"):
         read_file(path)
     other = GOOD | {"settings": GOOD["settings"] | {"acceptance": "gumbel"}}
-    assert len(read_file(_lines(path, [GOOD, other])).arms) == 2
+    assert len(read_file(_lines(path, [GOOD, other]))[0]) == 2
     with pytest.raises(FileError, match="line 3: duplicates prompt 0: give each run by itself"):
         read_file(_lines(path, [GOOD, other, GOOD]))
     path.write_text(" \n")

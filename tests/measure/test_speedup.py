@@ -2,7 +2,8 @@
 
 import pytest
 
-from outrider.measure.speedup import expected_tokens, predict
+from outrider.decoding.schedule import expected_tokens
+from outrider.measure.tau import predict
 
 # Leviathan et al. 2211.17192, table 1: alpha, gamma, operations, speed; for c = 0.
 TABLE_1 = [

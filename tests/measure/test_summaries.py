@@ -6,10 +6,9 @@ from functools import cache
 import pytest
 from scipy import stats
 
-from outrider.measure.arms import Arm, Case, Measurement
-from outrider.measure.intervals import Interval
-from outrider.measure.summaries import ArmSummary, interval_text, summarise
-from outrider.records import Stats, Timing
+from outrider.measure.arms import Arm, ArmSummary, Case, Measurement, summarise
+from outrider.measure.tables import interval_text
+from outrider.records import Interval, Stats, Timing
 from pairs import embedded
 
 

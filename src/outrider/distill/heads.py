@@ -18,12 +18,13 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.heads import head_drafter
 from outrider.errors import NumericsError
 from outrider.measure.alpha import overlap
-from outrider.measure.intervals import Interval, bounded_mean
+from outrider.measure.intervals import bounded_mean
 from outrider.measure.teacher_forcing import Text
 from outrider.models.heads.base import Head, embedding_of, head_lm
 from outrider.models.heads.loading import check_target
 from outrider.models.heads.saving import save_speculators
 from outrider.models.weights import widened_weights
+from outrider.records import Interval
 from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
 

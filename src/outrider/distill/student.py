@@ -25,12 +25,12 @@ from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
 from outrider.measure.alpha import measure_alpha
-from outrider.measure.intervals import Interval
 from outrider.measure.teacher_forcing import Text
 from outrider.models.few_tokens import with_few_tokens
 from outrider.models.kinds import auto_class
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.weights import widened_weights
+from outrider.records import Interval
 from outrider.runtime.lm import LM
 
 # Fused weights: their leading part is not composed of leading parts.

@@ -16,9 +16,10 @@ from torch import Tensor
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
 from outrider.measure.along import along
-from outrider.measure.intervals import Interval, bounded_mean
+from outrider.measure.intervals import bounded_mean
 from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
+from outrider.records import Interval
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import normalise
 

@@ -1,4 +1,4 @@
-"""Interleaved measurement of arms.
+"""Interleaved measurement of arms, and its summary.
 
 An arm is a named decoder with its options. All arms run the same cases (prompt and seed) one after the other, and their
 order rotates from case to case, so that drift of the machine affects all equally.
@@ -7,7 +7,7 @@ order rotates from case to case, so that drift of the machine affects all equall
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import torch
 
 from outrider.decoder import Decoder
+from outrider.measure.intervals import mean_std, paired_ratio
 from outrider.options import NumDraftTokens
-from outrider.records import Chunk, Stats, Timing
+from outrider.records import Chunk, Interval, Stats, Timing
 from outrider.runtime.device_timer import Clock
+from outrider.system.provenance import sha256_of
 from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import Prompt
 
@@ -73,28 +75,13 @@ class Measurement:
     text: str
     token_ids: tuple[int, ...]
 
-    @classmethod
-    def of(cls, arm: Arm, case: Case, chunks: Sequence[Chunk]) -> Measurement:
-        return cls(
-            arm,
-            case,
-            stats=sum((chunk.stats for chunk in chunks), Stats()),
-            timing=sum((chunk.timing for chunk in chunks), Timing()),
-            text="".join(chunk.text for chunk in chunks),
-            token_ids=tuple(token_id for chunk in chunks for token_id in chunk.token_ids),
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        return self.stats.num_generated_tokens
-
     @property
     def decode_s_per_token(self) -> float:
-        return self.timing.decode_s / self.num_tokens
+        return self.timing.decode_s / self.stats.num_generated_tokens
 
     @property
     def total_s_per_token(self) -> float:
-        return self.timing.total_s / self.num_tokens
+        return self.timing.total_s / self.stats.num_generated_tokens
 
 
 OnChunk = Callable[[Arm, Case, Chunk], None]
@@ -109,14 +96,24 @@ def measure(arm: Arm, case: Case, options: dict[str, Any]) -> Measurement:
 def race(
     arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk | None = None
 ) -> list[Measurement]:
-    """Generate with all arms side by side, to the end (see ``racing``)."""
+    """Generate with all arms side by side, to the end (see ``race_arms``)."""
     found: list[list[Chunk]] = [[] for _ in arms]
     with closing(race_arms(arms, case, options)) as chunks:
         for which, chunk in chunks:
             found[which].append(chunk)
             if on_chunk is not None:
                 on_chunk(arms[which], case, chunk)
-    return [Measurement.of(arm, case, own) for arm, own in zip(arms, found, strict=True)]
+    return [
+        Measurement(
+            arm,
+            case,
+            stats=sum((chunk.stats for chunk in own), Stats()),
+            timing=sum((chunk.timing for chunk in own), Timing()),
+            text="".join(chunk.text for chunk in own),
+            token_ids=tuple(token_id for chunk in own for token_id in chunk.token_ids),
+        )
+        for arm, own in zip(arms, found, strict=True)
+    ]
 
 
 def race_arms(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Generator[tuple[int, Chunk]]:
@@ -135,7 +132,9 @@ def race_arms(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Gener
     last = 0
     try:
         while seconds:
-            which = _furthest_behind(seconds)
+            which = next(iter(seconds))
+            if len(seconds) > 1:
+                which = current_ranks().shared(min(seconds, key=seconds.__getitem__))
             if which != last:
                 device_clock.wait(device_clock.mark())  # for work that the other arm has queued
             last, chunk = which, next(streams[which], None)
@@ -147,11 +146,6 @@ def race_arms(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Gener
     finally:
         for stream in streams:
             stream.close()
-
-
-def _furthest_behind(seconds: Mapping[int, float]) -> int:
-    """Arm with the least time used."""
-    return next(iter(seconds)) if len(seconds) == 1 else current_ranks().shared(min(seconds, key=seconds.__getitem__))
 
 
 def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:
@@ -197,3 +191,77 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+@dataclass(frozen=True, slots=True)
+class ArmSummary:
+    """Summary of an arm over all cases.
+
+    Attributes:
+        ms_per_token: of decoding, mean and standard deviation over the cases.
+        total_ms_per_token: including the prefill.
+        prefill_ms: of one prompt.
+        speed_up: of decoding, over the baseline arm on the same cases; None for the baseline itself.
+        total_speed_up: including the prefill.
+        texts: token ids of the output of each case.
+    """
+
+    arm: Arm
+    num_cases: int
+    ms_per_token: tuple[float, float | None]
+    total_ms_per_token: tuple[float, float | None]
+    prefill_ms: tuple[float, float | None]
+    tokens_per_s: float
+    speed_up: Interval | None
+    total_speed_up: Interval | None
+    stats: Stats
+    timing: Timing
+    texts: Sequence[tuple[int, ...]]
+
+    def to_json(self) -> dict[str, Any]:
+        means = ((name, getattr(self, name)) for name in ("ms_per_token", "total_ms_per_token", "prefill_ms"))
+        return {
+            "name": self.arm.name,
+            "draft": self.arm.draft,
+            "k": self.arm.num_draft_tokens,
+            "num_cases": self.num_cases,
+            **{name: {"mean": mean, "std": std} for name, (mean, std) in means},
+            "tokens_per_s": self.tokens_per_s,
+            "speed_up": self.speed_up and self.speed_up.to_json(),
+            "total_speed_up": self.total_speed_up and self.total_speed_up.to_json(),
+            "stats": self.stats.to_json(),
+            "time_s": self.timing.to_json(),
+            "texts_sha256": sha256_of(self.texts),
+        }
+
+
+def summarise(measurements: Sequence[Measurement], arms: Sequence[Arm]) -> list[ArmSummary]:
+    """Summarise each arm; the first is the baseline of the others.
+
+    Only cases that all arms have completed count (the measurement may have been interrupted); without any the result is
+    empty.
+    """
+    groups = [{m.case.index: m for m in measurements if m.arm == arm} for arm in arms]
+    done = sorted(set.intersection(*map(set, groups)))
+    found: list[ArmSummary] = []
+    base: list[Measurement] = []
+    for group in [[group[index] for index in done] for group in groups] if done else []:
+        timing, stats = sum((m.timing for m in group), Timing()), sum((m.stats for m in group), Stats())
+        decode_s, total_s = [m.decode_s_per_token for m in group], [m.total_s_per_token for m in group]
+        found.append(
+            ArmSummary(
+                arm=group[0].arm,
+                num_cases=len(group),
+                ms_per_token=mean_std([1e3 * s for s in decode_s]),
+                total_ms_per_token=mean_std([1e3 * s for s in total_s]),
+                prefill_ms=mean_std([1e3 * m.timing.prefill_s for m in group]),
+                tokens_per_s=stats.num_generated_tokens / timing.decode_s,
+                speed_up=paired_ratio([m.decode_s_per_token for m in base], decode_s) if base else None,
+                total_speed_up=paired_ratio([m.total_s_per_token for m in base], total_s) if base else None,
+                stats=stats,
+                timing=timing,
+                texts=[m.token_ids for m in group],
+            )
+        )
+        base = base or group
+    return found

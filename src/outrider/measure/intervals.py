@@ -8,23 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from scipy import stats
 
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """An estimate with its confidence interval; the ends are None for a single value."""
-
-    value: float
-    low: float | None
-    high: float | None
-    level: float = 0.95
-
-    def to_json(self) -> dict[str, float | None]:
-        return {"value": self.value, "low": self.low, "high": self.high, "level": self.level}
+from outrider.records import Interval
 
 
 def mean_std(values: Sequence[float]) -> tuple[float, float | None]:
@@ -58,30 +46,23 @@ def bounded_mean(
     Args:
         sums, counts: of the members of each group.
     """
-    mean, error = _ratio_and_error(sums, counts)
-    if error is None:
+    assert len(sums) == len(counts) > 0 and sum(counts) > 0
+    a, b = np.asarray(sums, dtype=float), np.asarray(counts, dtype=float)
+    mean, num_groups = float(a.sum() / b.sum()), len(a)
+    if num_groups == 1:
         return Interval(mean, None, None, level)
+    variance = float(((a - mean * b) ** 2).sum()) * num_groups / (num_groups - 1) / float(b.sum()) ** 2
     low, high = bounds
     mean = min(max(mean, low), high)  # beyond only by rounding
     if low == high:
         return Interval(mean, low, high, level)
-    part = (mean - low) / (high - low)
-    scatter, variance = part * (1 - part), (error / (high - low)) ** 2
+    part, variance = (mean - low) / (high - low), variance / (high - low) ** 2
+    scatter = part * (1 - part)
     num_effective = scatter / variance if min(scatter, variance) > 0 else sum(counts)
-    q = _t(level, len(counts)) ** 2 / num_effective
+    q = float(stats.t.ppf((1 + level) / 2, num_groups - 1)) ** 2 / num_effective
     centre, half = (part + q / 2) / (1 + q), math.sqrt(q * scatter + q * q / 4) / (1 + q)
     first, last = low + (high - low) * (centre - half), low + (high - low) * (centre + half)
     return Interval(mean, max(low, min(first, mean)), min(high, max(last, mean)), level)
-
-
-def _ratio_and_error(numerators: Sequence[float], denominators: Sequence[float]) -> tuple[float, float | None]:
-    """Ratio of the sums, and its standard error by linearisation; None for a single group."""
-    assert len(numerators) == len(denominators) > 0 and sum(denominators) > 0
-    a, b = np.asarray(numerators, dtype=float), np.asarray(denominators, dtype=float)
-    ratio = float(a.sum() / b.sum())
-    if len(a) == 1:
-        return ratio, None
-    return ratio, math.sqrt(float(((a - ratio * b) ** 2).sum()) * len(a) / (len(a) - 1)) / float(b.sum())
 
 
 def wald(successes: int, trials: int, level: float = 0.95) -> Interval:
@@ -95,7 +76,3 @@ def wilson(successes: int, trials: int, level: float = 0.95) -> Interval:
     """Proportion with the score interval of Wilson (1927), which keeps its level for small counts too."""
     interval = stats.binomtest(successes, trials).proportion_ci(level, method="wilson")
     return Interval(successes / trials, float(interval.low), float(interval.high), level)
-
-
-def _t(level: float, num_groups: int) -> float:
-    return float(stats.t.ppf((1 + level) / 2, num_groups - 1))

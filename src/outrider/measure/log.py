@@ -90,24 +90,20 @@ class Header:
         Args:
             options: fields of ``Sampling``; the seed is left out.
         """
-        return cls._of(model_json(decoder), Sampling(**{**options, "seed": None}), has_probs)
+        return cls.from_json({"model": model_json(decoder), "settings": {**options, "probs": has_probs}})
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> Header:
         """Header of a line. Raises KeyError, TypeError, ValueError, OptionError."""
-        settings = row["settings"]
+        model, settings = row["model"], row["settings"]
         names = {one.name for one in fields(Sampling)} - {"seed", "logprobs"}
         options = {name: settings[name] for name in names & settings.keys()}
-        if settings.get("logit_bias") is not None:  # as strings: JSON has no -inf
-            pairs = (item.split("=") for item in settings["logit_bias"])
-            options["logit_bias"] = {int(token_id): float(bias) for token_id, bias in pairs}
+        if isinstance(bias := settings.get("logit_bias"), list):  # as strings: JSON has no -inf
+            options["logit_bias"] = {int(token_id): float(value) for token_id, value in (x.split("=") for x in bias)}
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
-        return cls._of(row["model"], Sampling(**options), bool(settings.get("probs")))
-
-    @classmethod
-    def _of(cls, model: Mapping[str, Any], sampling: Sampling, has_probs: bool) -> Header:
         sizes = model["vocab_size"], model["context_len"]
-        return cls(model["name"], sampling, has_probs, *sizes, _ids(model["eos_ids"]), model["tokenizer"])
+        probs = bool(settings.get("probs"))
+        return cls(model["name"], Sampling(**options), probs, *sizes, _ids(model["eos_ids"]), model["tokenizer"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +152,24 @@ class Log:
         if header is None or not records:
             raise FileError(f"{path} has no records yet: create them with outrider generate --output")
         return cls(header, [records[index] for index in sorted(records)], num_failed)
+
+
+def open_log(path: Path, target: str, tokenizer: Any, option: str = "--log") -> Log:
+    """Open a log of a target's outputs.
+
+    Args:
+        tokenizer: the target's; None if it has none.
+        option: that names the log.
+
+    Raises:
+        OptionError: it is of another target.
+        FileError: it is damaged, or empty.
+    """
+    log = Log.open(path)
+    is_same = tokenizer is None or log.header.tokenizer in (None, fingerprint(tokenizer))
+    if log.header.target != target or not is_same:
+        raise OptionError(option, str(path), f"it was recorded from {log.header.target}, not from this {target}")
+    return log
 
 
 def _header(where: str, row: Mapping[str, Any]) -> Header:
@@ -208,7 +222,7 @@ def record_outputs(
     categories: Sequence[str | None] | None = None,
     num_slots: int = DEFAULT_NUM_SLOTS,
     on_done: Callable[[int], None] = lambda _: None,
-) -> list[Record]:
+) -> tuple[Header, list[Record]]:
     """Generate and record the outputs for some prompts, with p of their tokens.
 
     Args:
@@ -221,23 +235,24 @@ def record_outputs(
     Raises:
         NumericsError: the target returned NaN or infinite logits.
     """
-    records: dict[int, Record] = {}
+    records: list[Record] = []
     for index, done in decoder.complete(prompts, Sampling(**options), num_slots=num_slots):
         if isinstance(done, OutriderError):
             raise done
         assert done.finish_reason is not None
         category = None if categories is None else categories[index]
         given = tuple(prompts[index]), tuple(done.token_ids)
-        records[index] = Record(index, category, done.seed, done.finish_reason, *given)
+        records.append(Record(index, category, done.seed, done.finish_reason, *given))
         on_done(1)
-    ordered = [records[index] for index in range(len(prompts))]
+    records.sort(key=lambda one: one.index)
     sampling = Sampling(**options).with_ends(decoder.eos_ids)
-    found = [
-        probs
-        for begin in range(0, len(ordered), num_slots)
-        for probs in token_probs(decoder.target, [one.text for one in ordered[begin : begin + num_slots]], sampling)
-    ]
-    return [replace(record, probs=tuple(probs)) for record, probs in zip(ordered, found, strict=True)]
+    for begin in range(0, len(records), num_slots):
+        group = records[begin : begin + num_slots]
+        found = token_probs(decoder.target, [one.text for one in group], sampling)
+        records[begin : begin + num_slots] = [
+            replace(one, probs=tuple(probs)) for one, probs in zip(group, found, strict=True)
+        ]
+    return Header.of(decoder, options, has_probs=True), records
 
 
 def token_probs(target: LM, texts: Sequence[Text], sampling: Sampling) -> list[list[float]]:

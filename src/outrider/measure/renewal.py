@@ -79,10 +79,6 @@ class RoundDistribution:
     probs: Floats
     num_drafted: Integers
 
-    def __post_init__(self) -> None:
-        assert self.num_drafted.shape == self.probs.shape[:1]
-        assert self.num_drafted.max(initial=0) < self.probs.shape[1]
-
     @classmethod
     def of(cls, survival: Floats, num_drafted: Integers) -> RoundDistribution:
         """Derive the distribution from survival probabilities.
@@ -92,6 +88,7 @@ class RoundDistribution:
             num_drafted: each at most K. [n]
         """
         counts, drafted = np.arange(survival.shape[1]), num_drafted[:, None]
+        assert drafted.max(initial=0) < len(counts)
         following = np.concatenate((survival[:, 1:], np.zeros((len(survival), 1))), axis=1)
         exactly = np.where(counts < drafted, survival - following, survival)
         return cls(np.where(counts <= drafted, exactly, 0.0), num_drafted)

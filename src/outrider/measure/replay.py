@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +23,15 @@ from outrider.drafters.few_tokens import with_vocab
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import SELF, model_drafter
 from outrider.errors import ModelError, OptionError, TokenizerMismatch
-from outrider.measure.along import Places, along, needs_forcing
-from outrider.measure.intervals import Interval, bounded_mean
+from outrider.measure.along import along, needs_forcing
+from outrider.measure.intervals import bounded_mean
 from outrider.measure.log import Header, Record
 from outrider.measure.renewal import Floats, Integers, RoundDistribution, by_offset, log_ratios, survival
-from outrider.measure.tau import tau_interval, total
 from outrider.models.heads.loading import MTP, is_head
 from outrider.models.reading import load_tokenizer
 from outrider.models.registry import resolve
 from outrider.options import AUTO, looks_up
-from outrider.records import Stats
+from outrider.records import Interval, Stats
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import normalise
 from outrider.sampling.rules import GUMBEL, RULES
@@ -65,37 +62,6 @@ class ReplayedRecord:
     category: str | None
     rounds: Callable[[int], RoundDistribution]
     overlap: Floats | None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedRounds:
-    """Expected rounds of a draft and a K over all records.
-
-    Attributes:
-        prompts: expected counts of each record.
-        tau: with an interval over the records; None if no round is whole.
-    """
-
-    k: int
-    prompts: tuple[Stats, ...]
-    tau: Interval | None
-
-    @property
-    def stats(self) -> Stats:
-        return total(self.prompts)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """Results of a draft over all records.
-
-    Attributes:
-        expected: by K.
-        alpha: estimate, with an interval over the records; None without a q or a p.
-    """
-
-    expected: Mapping[int, ExpectedRounds]
-    alpha: Interval | None
 
 
 def load_draft(
@@ -157,7 +123,7 @@ def _target_is_needed(option: str, name: str, why: str) -> OptionError:
 
 
 def replay(
-    records: Iterable[Record],
+    records: Sequence[Record],
     header: Header,
     drafter: Drafter,
     acceptance: str,
@@ -191,126 +157,94 @@ def replay(
             f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities that "
             "replaying a draft model needs: record it again with --probs",
         )
-    if needs_forcing(drafter) and target is None:
-        raise _target_is_needed("draft", drafter.name, "its q is known in rounds with the target only")
-    if isinstance(records, Sequence) and target is None and needs_forcing(drafter, [one.text for one in records]):
-        raise _target_is_needed("draft", drafter.name, "some texts are longer than its context")
-    remaining = iter(records)
-    while group := list(islice(remaining, batch_size)):
+    if target is None and needs_forcing(drafter, [one.text for one in records]):
+        why = "its q is known in rounds with the target only"
+        raise _target_is_needed(
+            "draft", drafter.name, why if needs_forcing(drafter) else "some texts are longer than its context"
+        )
+    # A one-hot q is accepted where it equals the recorded token, and at temperature 0 with probability q.
+    rule = acceptance if is_sampled else MATCH
+    for begin in range(0, len(records), batch_size):
+        group = records[begin : begin + batch_size]
         is_forced = needs_forcing(drafter, [record.text for record in group])
-        if is_forced and target is None:
-            raise _target_is_needed("draft", drafter.name, "some texts are longer than its context")
+        # If q depends on the tokens alone, one score of each token serves every K; else each K is scored by itself,
+        # since q may depend on how many tokens are drafted.
+        lm = None if is_forced else drafter.lm
         run = target if needs_rows or is_forced else None
-        # A one-hot q is accepted where it equals the recorded token, and at temperature 0 with probability q.
-        rule = acceptance if is_sampled else MATCH
-        yield from _replay(group, header, drafter, rule, ks, run, is_forced=is_forced)
+        scores = [
+            _scores(group, header, drafter, k, run, has_rows=rule == GUMBEL.name)
+            for k in (ks if lm is None else ks[:1])
+        ]
+        for record, *found in zip(group, *scores, strict=True):
+            yield _replayed(record, header, rule, lm, dict(zip(ks, found, strict=False)))
 
 
-def _replay(
-    records: Sequence[Record],
-    header: Header,
-    drafter: Drafter,
-    rule: str,
-    ks: Sequence[int],
-    target: LM | None,
-    *,
-    is_forced: bool,
-) -> Iterator[ReplayedRecord]:
-    """Replay one batch. If q depends on the tokens alone, one score of each token serves every K; else each K is scored
-    by itself, since q may depend on how many tokens are drafted."""
-    lm = None if is_forced else drafter.lm
-    scores = {
-        k: _scores(records, header, drafter, k, target, has_rows=rule == GUMBEL.name)
-        for k in (ks if lm is None else ks[:1])
-    }
-    for i, record in enumerate(records):
-        by_k: dict[int, tuple[Floats, Integers]] = {}
-        for k, found in scores.items():
-            (q, p, g), num_drafted = found[i]
-            with np.errstate(divide="ignore", invalid="ignore"):
-                logs = np.log(g if rule == GUMBEL.name else q) if rule in (GUMBEL.name, MATCH) else log_ratios(q, p)
-            by_k[k] = np.where(np.isnan(q), -np.inf, logs), num_drafted
-        (q, p, _), _ = scores[ks[0]][i]
-        is_known = ~np.isnan(q[:, 0]) & ~np.isnan(p[:, 0])
-        overlap = np.exp(np.minimum(log_ratios(q[is_known, 0], p[is_known, 0]), 0.0))
-        if lm is None:
-            rounds = partial(_rounds, rule, by_k)
-        else:
-            lengths = len(record.prompt_ids) + np.arange(len(record.token_ids))
-            room = np.minimum(
-                header.max_new_tokens(len(record.prompt_ids)) + len(record.prompt_ids), lm.context_len + 2
-            )
-            rounds = partial(_rounds_by_token, rule, by_k[ks[0]][0][:, 0], room - 1 - lengths)
-        yield ReplayedRecord(record.index, record.category, rounds, overlap if is_known.any() else None)
+_Scores = tuple[Floats, Integers]
+"""q, p and g of the tokens at each place and offset, NaN where none is drafted or the number is unknown [3, n, K]; and
+the number of tokens drafted at each place [n]."""
 
 
-def _rounds(rule: str, by_k: Mapping[int, tuple[Floats, Integers]], k: int) -> RoundDistribution:
-    logs, num_drafted = by_k[k]
-    return RoundDistribution.of(survival(rule, logs), num_drafted)
+def _replayed(record: Record, header: Header, rule: str, lm: LM | None, by_k: Mapping[int, _Scores]) -> ReplayedRecord:
+    """Rounds of a record.
 
+    Args:
+        lm: the draft model, if its q depends on the tokens alone; then the first K has one offset, which serves all.
+    """
+    first = next(iter(by_k))
+    (q, p, _), _ = by_k[first]
+    is_known = ~np.isnan(q[:, 0]) & ~np.isnan(p[:, 0])
+    overlap = np.exp(np.minimum(log_ratios(q[is_known, 0], p[is_known, 0]), 0.0))
 
-def _rounds_by_token(rule: str, logs: Floats, room: Integers, k: int) -> RoundDistribution:
-    """Rounds from a number for each token. [n], and the most tokens that a round drafts [n]"""
-    return RoundDistribution.of(survival(rule, by_offset(logs, k)), np.minimum(k, room))
+    def rounds(k: int) -> RoundDistribution:
+        (q, p, g), num_drafted = by_k[k if lm is None else first]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            logs = np.log(g if rule == GUMBEL.name else q) if rule in (GUMBEL.name, MATCH) else log_ratios(q, p)
+        logs = np.where(np.isnan(q), -np.inf, logs)
+        if lm is not None:
+            num_prompt = len(record.prompt_ids)
+            room = min(header.max_new_tokens(num_prompt) + num_prompt, lm.context_len + 2)
+            num_drafted = np.minimum(k, room - 1 - num_prompt - np.arange(len(logs)))
+            logs = by_offset(logs[:, 0], k)
+        return RoundDistribution.of(survival(rule, logs), num_drafted)
+
+    return ReplayedRecord(record.index, record.category, rounds, overlap if is_known.any() else None)
 
 
 def _scores(
-    records: Sequence[Record],
-    header: Header,
-    drafter: Drafter,
-    k: int,
-    target: LM | None,
-    *,
-    has_rows: bool,
-) -> list[tuple[Floats, Integers]]:
+    records: Sequence[Record], header: Header, drafter: Drafter, k: int, target: LM | None, *, has_rows: bool
+) -> list[_Scores]:
     """Score the tokens of records at each place and offset.
 
     Args:
         has_rows: whether g is wanted, which needs all of p.
-
-    Returns:
-        q, p and g of the tokens, NaN where none is drafted or the number is unknown [3, n, K]; and the number of tokens
-        drafted at each place [n].
     """
-    sampling = header.sampling.with_ends(header.eos_ids)
     found = [
         (np.full((3, len(record.token_ids), k), np.nan), np.zeros(len(record.token_ids), np.int64))
         for record in records
     ]
-    rounds = along(
-        drafter,
-        [record.text for record in records],
-        sampling,
-        k,
-        target=target,
-        limits=[header.max_new_tokens(len(record.prompt_ids)) for record in records],
-    )
-    for places in rounds:
-        values = _values(places, has_rows=has_rows)
+    texts, limits = zip(*((one.text, header.max_new_tokens(len(one.prompt_ids))) for one in records), strict=True)
+    sampling = header.sampling.with_ends(header.eos_ids)
+    for places in along(drafter, texts, sampling, k, target=target, limits=limits):
+        q_x = places.q_of_ids()
+        values = torch.full((3, *q_x.shape), torch.nan, dtype=torch.float64)
+        values[0] = q_x
+        if places.p is not None:
+            p = normalise(places.p)
+            values[1] = p.gather(2, places.ids[..., None])[..., 0]
+            if has_rows and places.q is not None:
+                rows = p.flatten(0, 1), normalise(places.q).flatten(0, 1), places.ids.flatten()
+                values[2] = agreement(*rows).view_as(q_x)
+        values = torch.where(places.is_scored.cpu(), values, torch.nan)
         numbers = zip(places.rows.tolist(), places.places.tolist(), places.num_drafted.tolist(), strict=True)
         for j, (row, place, num) in enumerate(numbers):
-            found[row][0][:, place, : values.shape[2]] = values[:, j]
+            found[row][0][:, place, : values.shape[2]] = values[:, j].numpy()
             found[row][1][place] = num
     if target is None and drafter.lm is not None:
-        for record, (values, _) in zip(records, found, strict=True):
+        for record, (scores, _) in zip(records, found, strict=True):
             if header.sampling.temperature == 0:  # p is one-hot at the recorded token
-                values[1, :, 0] = 1.0
+                scores[1, :, 0] = 1.0
             elif record.probs is not None:
-                values[1, :, 0] = record.probs
-    return found
-
-
-def _values(places: Places, *, has_rows: bool) -> Floats:
-    """q, p and g of the text's tokens at each offset. [3, M, K]"""
-    q_x = places.q_of_ids()
-    values = torch.full((3, *q_x.shape), torch.nan, dtype=torch.float64)
-    values[0] = q_x
-    if places.p is not None:
-        p = normalise(places.p)
-        values[1] = p.gather(2, places.ids[..., None])[..., 0]
-        if has_rows and places.q is not None:
-            values[2] = agreement(p.flatten(0, 1), normalise(places.q).flatten(0, 1), places.ids.flatten()).view_as(q_x)
-    found: Floats = torch.where(places.is_scored.cpu(), values, torch.nan).numpy()
+                scores[1, :, 0] = record.probs
     return found
 
 
@@ -329,8 +263,13 @@ def agreement(target_probs: Tensor, draft_probs: Tensor, token_ids: Tensor) -> T
     return torch.where(can_agree, (1.0 / total).clamp_max(1.0), 0.0)[:, 0]
 
 
-def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
-    """Aggregate all records; each is released after counting."""
+def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> tuple[dict[int, list[Stats]], Interval | None]:
+    """Aggregate all records; each is released after counting.
+
+    Returns:
+        K -> the expected counts of rounds, by record; and an estimate of alpha, with an interval over the records: None
+        without a q or a p.
+    """
     counts: dict[int, list[Stats]] = {k: [] for k in ks}
     sums, nums = list[float](), list[int]()
     for one in replayed:
@@ -339,6 +278,4 @@ def summarise(replayed: Iterable[ReplayedRecord], ks: Sequence[int]) -> Summary:
         if one.overlap is not None:
             sums.append(float(one.overlap.sum()))
             nums.append(len(one.overlap))
-    expected = {k: ExpectedRounds(k, tuple(counts[k]), tau_interval(counts[k])) for k in ks}
-    alpha = bounded_mean(sums, nums, (0.0, 1.0)) if sums else None
-    return Summary(expected, alpha)
+    return counts, bounded_mean(sums, nums, (0.0, 1.0)) if sums else None

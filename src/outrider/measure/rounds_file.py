@@ -16,13 +16,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.errors import FileError
-from outrider.measure.intervals import Interval
-from outrider.measure.tau import positions_of, stats_of, tau_interval, total
+from outrider.measure.tau import counts_json, stats_of
 from outrider.options import MAX_NUM_DRAFT_TOKENS
 from outrider.records import Stats
 from outrider.system.files import read_text
@@ -31,90 +30,53 @@ _TENSOR = re.compile(r"\s*tensor\(\s*(\[[\s\[\]\d,]*\])\s*(?:,\s*(?:device|dtype
 _ROUND = re.compile(r"\[\s*\d{1,18}(?:\s*,\s*\d{1,18})*\s*\]")
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedArm:
+class RecordedArm(NamedTuple):
     """Draft, K and acceptance rule, where the file states them."""
 
     draft: str | None = None
     k: int | str | None = None
     acceptance: str | None = None
 
-    @property
-    def label(self) -> str:
-        known = [str(self.draft) if self.draft else "", f"K = {self.k}" if self.k else "", self.acceptance or ""]
-        return ", ".join(part for part in known if part) or "all"
+
+PromptRounds = tuple[int, str | None, Stats]
+"""A prompt's index, category and rounds."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRounds:
-    """Rounds of one prompt."""
-
-    index: int
-    category: str | None
-    stats: Stats
-
-
-@dataclass(frozen=True, slots=True)
-class RoundsFile:
-    """Rounds of one or more arms.
-
-    Attributes:
-        notes: assumptions, for human readers.
-    """
-
-    arms: Mapping[RecordedArm, Sequence[PromptRounds]]
-    notes: Sequence[str] = ()
+def arms_json(arms: Mapping[RecordedArm, Sequence[PromptRounds]]) -> list[dict[str, Any]]:
+    """Entry of a document for each arm, with its categories and prompts."""
+    found = []
+    for arm, prompts in arms.items():
+        categories = sorted({category for _, category, _ in prompts if category is not None})
+        parts = [(name, [one for one in prompts if one[1] == name]) for name in categories]
+        found.append(
+            arm._asdict()
+            | _summary_json(prompts)
+            | {
+                "categories": [{"category": name} | _summary_json(part) for name, part in parts],
+                "prompts": [{"index": i, "category": name, "stats": one.to_json()} for i, name, one in prompts],
+            }
+        )
+    return found
 
 
-@dataclass(frozen=True, slots=True)
-class Analysis:
-    """Analysis of rounds.
-
-    Attributes:
-        tau: over all rounds, with an interval over the prompts; None without rounds.
-        prompt_tau: mean over the prompts' own tau.
-        by_category: analysis of each category, if prompts have one.
-    """
-
-    prompts: Sequence[PromptRounds]
-    tau: Interval | None
-    prompt_tau: float | None
-    by_category: Mapping[str, Analysis]
-
-    @property
-    def stats(self) -> Stats:
-        return total(one.stats for one in self.prompts)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "num_prompts": len(self.prompts),
-            "tau": self.tau and self.tau.to_json(),
-            "prompt_tau": self.prompt_tau,
-            "stats": self.stats.to_json(),
-            "positions": [position.to_json() for position in positions_of(self.stats)],
-        }
+def _summary_json(prompts: Sequence[PromptRounds]) -> dict[str, Any]:
+    """``prompt_tau`` is the mean over the prompts' own tau; None without rounds."""
+    taus = [tau for *_, one in prompts if (tau := one.mean_acceptance_length) is not None]
+    mean = sum(taus) / len(taus) if taus else None
+    return {"num_prompts": len(prompts), "prompt_tau": mean} | counts_json([one for *_, one in prompts])
 
 
-def analyse(prompts: Sequence[PromptRounds]) -> Analysis:
-    categories = sorted({one.category for one in prompts if one.category is not None})
-    taus = [tau for one in prompts if (tau := one.stats.mean_acceptance_length) is not None]
-    return Analysis(
-        prompts=prompts,
-        tau=tau_interval([one.stats for one in prompts]),
-        prompt_tau=sum(taus) / len(taus) if taus else None,
-        by_category={
-            name: analyse([replace(one, category=None) for one in prompts if one.category == name])
-            for name in categories
-        },
-    )
-
-
-def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None = None) -> RoundsFile:
+def read_file(
+    path: Path, *, tokens_per_prompt: int | None = None, k: int | None = None
+) -> tuple[dict[RecordedArm, list[PromptRounds]], list[str]]:
     """Read rounds from a file in either format, detected by its first character.
 
     Args:
         tokens_per_prompt, k: for cumulative counts, which contain neither the ends of prompts nor the numbers of
             drafted tokens.
+
+    Returns:
+        The rounds of each arm; and assumptions, for human readers.
 
     Raises:
         FileError: with the line number.
@@ -132,10 +94,10 @@ def read_file(path: Path, *, tokens_per_prompt: int | None = None, k: int | None
             prompts = arms.setdefault(arm, {})
         except (ValueError, KeyError, TypeError, RecursionError):
             raise FileError(f"{path}, line {number}: not a line of generate --output with a draft") from None
-        if prompt.index in prompts:
-            raise FileError(f"{path}, line {number}: duplicates prompt {prompt.index}: give each run by itself")
-        prompts[prompt.index] = prompt
-    return RoundsFile({arm: list(prompts.values()) for arm, prompts in arms.items()})
+        if prompt[0] in prompts:
+            raise FileError(f"{path}, line {number}: duplicates prompt {prompt[0]}: give each run by itself")
+        prompts[prompt[0]] = prompt
+    return {arm: list(prompts.values()) for arm, prompts in arms.items()}, []
 
 
 def _from_origins(row: Mapping[str, Any]) -> tuple[RecordedArm, PromptRounds]:
@@ -164,15 +126,16 @@ def _from_origins(row: Mapping[str, Any]) -> tuple[RecordedArm, PromptRounds]:
     if not isinstance(row.get("category"), str | None):
         raise ValueError
     arm = RecordedArm(settings["draft"], settings["num_draft_tokens"], settings["acceptance"])
-    return arm, PromptRounds(int(row["index"]), row.get("category"), stats)
+    return arm, (int(row["index"]), row.get("category"), stats)
 
 
-def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> RoundsFile:
+def _from_counts(
+    path: Path, tokens_per_prompt: int | None, k: int | None
+) -> tuple[dict[RecordedArm, list[PromptRounds]], list[str]]:
     found = read_rounds(path, tokens_per_prompt)
     most = max((max(rounds) - 1 for rounds in found if rounds), default=0)
     if k is not None and most > k:
         raise FileError(f"{path}: a round accepted {most} drafted tokens, which is impossible with K = {k}")
-    num_drafted = most if k is None else k
     notes = []
     if tokens_per_prompt is None:
         notes.append(
@@ -180,14 +143,13 @@ def _from_counts(path: Path, tokens_per_prompt: int | None, k: int | None) -> Ro
             "--tokens-per-prompt"
         )
     if k is None:
-        notes.append(
-            f"the number of drafted tokens per round, {num_drafted}, is guessed from the most accepted; set -k"
-        )
+        notes.append(f"the number of drafted tokens per round, {most}, is guessed from the most accepted; set -k")
+    drafted = most if k is None else k
     prompts = [
-        PromptRounds(index, None, stats_of([(num_drafted, n - 1) for n in rounds], 0, sum(rounds)))
+        (index, None, stats_of([(drafted, n - 1) for n in rounds], 0, sum(rounds)))
         for index, rounds in enumerate(found)
     ]
-    return RoundsFile({RecordedArm(k=k): prompts}, notes)
+    return {RecordedArm(k=k): [*prompts]}, notes
 
 
 def read_rounds(path: Path, tokens_per_prompt: int | None = None) -> list[list[int]]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outrider.records import Interval
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -21,3 +23,11 @@ def new_table(title: str, *columns: str, num_texts: int = 1) -> Table:
             name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold", min_width=8 * is_text
         )
     return out
+
+
+def interval_text(interval: Interval | None, digits: int = 2) -> str:
+    """Format like 1.31 [1.25, 1.38], with the bracket escaped for rich."""
+    if interval is None:
+        return "-"
+    ends = "" if interval.low is None else f" \\[{interval.low:.{digits}f}, {interval.high:.{digits}f}]"
+    return f"{interval.value:.{digits}f}{ends}"

@@ -14,7 +14,7 @@ from outrider.pages.templates import render
 from outrider.system.files import short_names
 
 if TYPE_CHECKING:
-    from outrider.measure.intervals import Interval
+    from outrider.records import Interval
 
 _Document = Mapping[str, Any]
 _Points = dict[str, list[tuple[float, "Interval"]]]
@@ -372,7 +372,7 @@ def _percent(stats: _Document) -> str:
 
 
 def _interval_of(*values: Any, **fields: Any) -> Interval:
-    from outrider.measure.intervals import Interval
+    from outrider.records import Interval
 
     return Interval(*values, **fields)
 

@@ -37,8 +37,7 @@ if TYPE_CHECKING:
 
     from outrider.certify.divergence import GreedyReport
     from outrider.decoder import Decoder
-    from outrider.measure.arms import Arm, Case, Measurement, OnChunk
-    from outrider.measure.summaries import ArmSummary
+    from outrider.measure.arms import Arm, ArmSummary, Case, Measurement, OnChunk
     from outrider.options import NumDraftTokens
     from outrider.records import Chunk
 
@@ -88,8 +87,7 @@ def compare(
 
     decoder = pair.load()
 
-    from outrider.measure.arms import Case, interleave, names_of_drafts, warm_up
-    from outrider.measure.summaries import summarise
+    from outrider.measure.arms import Case, interleave, names_of_drafts, summarise, warm_up
     from outrider.race.events import RaceEvents
 
     if prompt is None:

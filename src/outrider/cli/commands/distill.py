@@ -11,7 +11,6 @@ import typer
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import clear_line, console_for, print_next, write_json
-from outrider.cli.shared.own_text import open_log
 from outrider.cli.shared.pair_options import AllowPickleOption, set_threads
 from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
@@ -341,6 +340,7 @@ def _data(
         text_tokens,
     )
     from outrider.distill.train import check_same_run
+    from outrider.measure.log import open_log
 
     length, fraction, lm = training.length, training.written_fraction, decoder.target
     text = None if training.data is None else text_tokens(decoder.tokenizer, training.data)

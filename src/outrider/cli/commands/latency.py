@@ -49,8 +49,7 @@ def latency(
 
     decoder = pair.load()
 
-    from outrider.measure.arms import Case, interleave, names_of_drafts, peak_memory_bytes, warm_up
-    from outrider.measure.summaries import summarise
+    from outrider.measure.arms import Case, interleave, names_of_drafts, peak_memory_bytes, summarise, warm_up
 
     prompts = encode_lines(decoder, lines)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompts, max_new_tokens)
