@@ -25,7 +25,7 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.measure.alpha import measure_alpha
+from outrider.measure.along import measure_alpha
 from outrider.measure.arms import Arm, Case, interleave, summarise, warm_up
 from outrider.measure.tables import interval_text, new_table
 from outrider.measure.teacher_forcing import Text

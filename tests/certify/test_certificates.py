@@ -17,9 +17,8 @@ from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import plain_texts
 from outrider.certify.evidence import detectable
-from outrider.certify.job import CertifyTask
 from outrider.certify.observed import ObservedTokens
-from outrider.certify.run import TokenSample, certify, run_checks, run_pilot
+from outrider.certify.run import CertifyTask, TokenSample, certify, run_pilot
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, Rows, altered_drafter
 from outrider.drafters.lookups import ngram_drafter
@@ -64,8 +63,7 @@ def _certificate(job: CertifyTask, num_tokens: int, *controls: str, wanted: floa
 
 
 def _certify(job: CertifyTask, num_tokens: int, **options: Any) -> Certificate:
-    pilot = run_pilot(job)
-    return certify(job, pilot, run_checks(job, pilot), num_tokens, **options)
+    return certify(job, run_pilot(job), num_tokens, **options)
 
 
 def test_mistakes_are_made_eagerly() -> None:
@@ -150,7 +148,7 @@ def test_what_is_wrong_is_caught(name: str) -> None:
     """By as many tokens as a certificate would have, or fewer. The others are caught in tests of their own."""
     job, design = _llama_design()
     (control,) = _controls(name)
-    report, _ = module._control(job, design, control, lambda _: None)
+    report, _ = module.run_control(job, design, control, 2500, lambda _: None)
     assert report.is_caught, report
 
 
@@ -224,7 +222,7 @@ def test_the_size_that_is_asked_for_suffices() -> None:
     observed = TokenSample(job).first(num_tokens)
     assert pilot.observed is not None
     design = _design(job, pilot.observed, num_tokens)
-    least = detectable(observed.statistics["score"], observed.drift, design.bets["score"], design.level)
+    least = detectable(observed.statistics["score"], observed.drift, design.bets["score"][0], design.level)
     assert least is not None and 0.02 < least <= 0.03
     with pytest.raises(OptionError, match="no farther from the target than"):
         pilot.num_tokens_to_detect(0.9, job.level)
@@ -242,7 +240,7 @@ def test_nothing_is_left_to_chance_at_temperature_zero(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "plain_texts", counting)
     job = _job(llama_pair(), temperature=0.0, batch_size=2)
     pilot = run_pilot(job)
-    certificate = certify(job, pilot, run_checks(job, pilot), 1000)
+    certificate = certify(job, pilot, 1000)
     assert certificate.verdict == "passed" and certificate.statistical is None and pilot.observed is None
     assert {c.name for c in certificate.controls if c.excuse is None} == {
         "keep-all", "accept-all", "replace-last", "rollback"
@@ -254,11 +252,12 @@ def test_nothing_is_left_to_chance_at_temperature_zero(monkeypatch: pytest.Monke
 def test_look_ups_and_models_without_a_cache_excuse_some_controls() -> None:
     target, _ = table_pair(6)
     job = _job((target, ngram_drafter()))
-    excused = {control.name: excuse for control in CONTROLS if (excuse := module._excuse(job, control))}
+    excused = {control.name: excuse for control in CONTROLS if (excuse := module.excuse_of(job, control))}
     assert excused.keys() == {"drop-unlikely", "argmax-drafts", "filtered-drafts", "rollback"}
     assert "cache" in excused["rollback"]
-    single = [c.excuse(k=1, num_rows=1, has_probs=True, has_cache=True, is_greedy=False) for c in CONTROLS]
-    assert {c.name for c, excuse in zip(CONTROLS, single, strict=True) if excuse} == {"keep-all", "neighbour"}
+    job = _job(llama_pair(), batch_size=1)
+    single = dataclasses.replace(job, decoder=dataclasses.replace(job.decoder, num_draft_tokens=1))
+    assert {c.name for c in CONTROLS if module.excuse_of(single, c)} == {"keep-all", "neighbour"}
 
 
 def test_what_is_hardly_a_mistake_is_excused() -> None:

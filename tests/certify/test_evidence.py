@@ -28,7 +28,7 @@ from outrider.certify.evidence import (
     tokens_needed,
     tokens_to_alarm,
 )
-from outrider.certify.observed import _statistics
+from outrider.certify.observed import statistics_of
 
 VOCAB = 5
 
@@ -60,7 +60,7 @@ class Judged:
         walks = _walk(law, num_runs, num_tokens, rng)
         before, after = walks[:, :-1].ravel(), walks[:, 1:].ravel()
         uniforms = torch.tensor(rng.random(len(before)))
-        columns = _statistics(torch.tensor(p)[before], torch.tensor(q)[before], torch.tensor(after), uniforms)
+        columns = statistics_of(torch.tensor(p)[before], torch.tensor(q)[before], torch.tensor(after), uniforms)
         self.columns = {name: column.numpy().reshape(num_runs, num_tokens) for name, column in columns.items()}
 
     def increments(self, name: str, run: int) -> Increments:

@@ -14,8 +14,7 @@ from outrider.certify.controls import (
     REPLACE_LAST,
     REUSED,
 )
-from outrider.certify.exact import check_exactly, forcing_gap, identity_gap
-from outrider.certify.rounds import noise_gap, two_rounds_gap
+from outrider.certify.exact import check_exactly, forcing_gap, identity_gap, noise_gap, two_rounds_gap
 from outrider.drafters.lookups import ngram_drafter
 from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling

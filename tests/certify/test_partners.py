@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from outrider.certify.design import _pairs_by_test, _products
+from outrider.certify.design import pairs_by_test, products_of
 from outrider.certify.observed import GeneratedText, ObservedTokens, observe
 from outrider.options import Sampling
 from toys import table_pair
@@ -27,7 +27,7 @@ def _listed(pairs: np.ndarray) -> list[tuple[int, int]]:
 
 def test_pairs_of_a_sequence() -> None:
     observed = _observed()
-    pairs = _pairs_by_test(observed, 4, has_rounds=True)
+    pairs = pairs_by_test(observed, 4, has_rounds=True)
     kinds = {name: _listed(of_kind) for name, of_kind in pairs["rank-by-distance"].items()}
     assert kinds["distance 1"] == [(0, 1), (1, 2), (2, 3), (3, 4), (5, 6), (6, 7), (8, 9), (10, 11), (11, 12)]
     assert kinds["distance 3"] == [(0, 3), (1, 4)] and kinds["distance 4"] == [(0, 4)]
@@ -35,7 +35,7 @@ def test_pairs_of_a_sequence() -> None:
 
 
 def test_pairs_of_two_sequences() -> None:
-    found = _pairs_by_test(_observed(), 4, has_rounds=True)["rank-by-sequence"]
+    found = pairs_by_test(_observed(), 4, has_rounds=True)["rank-by-sequence"]
     kinds = {name: _listed(pairs) for name, pairs in found.items()}
     # Step 0: slots 0 and 1; step 1: slots 0, 1 and 2; then slot 0 is alone.
     assert kinds["slot beside, same step"] == [(0, 5), (1, 6), (3, 7), (7, 8)]
@@ -52,13 +52,13 @@ def test_pairs_of_two_sequences() -> None:
         (9, 11),
     ]
     assert kinds["sequence before, same length"] == [(0, 6), (1, 7), (5, 10), (6, 8), (7, 9), (8, 11), (9, 12)]
-    without_rounds = _pairs_by_test(_observed(), 4, has_rounds=False)
+    without_rounds = pairs_by_test(_observed(), 4, has_rounds=False)
     assert len(without_rounds["rank-by-sequence"]) == 2 and "rank-by-round-before" not in without_rounds
 
 
 def test_a_part_of_a_sequence_has_no_partners_before_it() -> None:
     """As in a sample that was cut."""
-    pairs = _pairs_by_test(_observed().first(4), 4, has_rounds=True)
+    pairs = pairs_by_test(_observed().first(4), 4, has_rounds=True)
     assert all(of_kind.max(initial=0) < 4 for of_kind in pairs["rank-by-distance"].values())
     assert _listed(pairs["rank-by-round-before"]["round before"]) == [(0, 3)]
 
@@ -67,7 +67,7 @@ def test_products_of_ranks() -> None:
     """Values and moments of a token with two partners."""
     observed = _observed()
     pairs = np.array([[0, 1, 2], [4, 4, 7]])
-    found, rank = _products(observed, pairs), observed.statistics["rank"]
+    found, rank = products_of(observed, pairs), observed.statistics["rank"]
     values = rank.values
     factor = values[0] + values[1]
     assert np.isclose(found.values[4], factor * values[4]) and np.isclose(found.values[7], values[2] * values[7])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.distill.losses import LOSSES, kl, lk, tv
-from outrider.measure.alpha import overlap
+from outrider.measure.along import overlap
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)

@@ -18,7 +18,7 @@ from outrider.distill.train import Check, Recipe, check_same_run, distil
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import FileError, OptionError
-from outrider.measure.alpha import measure_alpha
+from outrider.measure.along import measure_alpha
 from outrider.measure.teacher_forcing import Text
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.runtime.lm import LM

@@ -8,8 +8,7 @@ import torch
 from outrider.drafters.model import model_drafter
 from outrider.drafters.window import window_start
 from outrider.errors import PromptError
-from outrider.measure.along import needs_forcing
-from outrider.measure.alpha import measure_alpha, overlap
+from outrider.measure.along import measure_alpha, needs_forcing, overlap
 from outrider.measure.teacher_forcing import Text, force
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs

@@ -14,7 +14,7 @@ from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError
 from outrider.measure import teacher_forcing
-from outrider.measure.alpha import measure_alpha
+from outrider.measure.along import measure_alpha
 from outrider.measure.teacher_forcing import Text, force
 from outrider.models.executions import choose_execution
 from outrider.options import Sampling

@@ -19,11 +19,9 @@ from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
-from outrider.measure import renewal
 from outrider.measure import replay as module
 from outrider.measure.log import Record, token_probs
-from outrider.measure.renewal import RoundDistribution, log_ratios
-from outrider.measure.replay import MATCH, agreement, replay, summarise
+from outrider.measure.replay import MATCH, RoundDistribution, agreement, log_ratios, replay, summarise
 from outrider.measure.tau import stats_of
 from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
@@ -301,8 +299,10 @@ def test_one_ratio_for_each_place_shows_on_average(monkeypatch: pytest.MonkeyPat
     """The control: as if q did not depend on where the round began. Later tokens of a parallel draft are worse than the
     first."""
 
-    def survival(rule: str, logs: renewal.Floats) -> renewal.Floats:
-        return renewal.survival(rule, renewal.by_offset(logs[:, 0], logs.shape[1]))
+    right = module.survival
+
+    def survival(rule: str, logs: module.Floats) -> module.Floats:
+        return right(rule, module.by_offset(logs[:, 0], logs.shape[1]))
 
     monkeypatch.setattr(module, "survival", survival)
     assert abs(_z_scores("rejection", 3, *_head_pair("parallel"), 200)["num_rounds"]) > 1.5 * Z
@@ -362,12 +362,12 @@ def test_an_impossible_token_is_no_accident() -> None:
     """p = 0 at a token of the text can only be rounding. Then q/p counts as 1, or as 0 where q is 0 as well; it does
     not make up for a small q/p after it."""
     logs = log_ratios(np.array([0.5, 0.0, 0.5]), np.array([0.0, 0.0, 1.0]))
-    law = RoundDistribution.of(renewal.survival("block", renewal.by_offset(logs, 2)), np.array([2, 1, 0]))
+    law = RoundDistribution.of(module.survival("block", module.by_offset(logs, 2)), np.array([2, 1, 0]))
     assert law.expected().acceptance_histogram == pytest.approx((1.0, 1.0, 0.0))
     assert not torch.tensor(law.probs).isnan().any()
     logs = log_ratios(np.array([0.5, 0.25]), np.array([0.0, 1.0]))
     for rule in ("block", "rejection"):
-        assert renewal.survival(rule, renewal.by_offset(logs, 2))[0] == pytest.approx((1.0, 1.0, 0.25))
+        assert module.survival(rule, module.by_offset(logs, 2))[0] == pytest.approx((1.0, 1.0, 0.25))
 
 
 def test_laws_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,10 +49,6 @@ class Increments:
     lows: Floats
     highs: Floats
 
-    def __post_init__(self) -> None:
-        n = len(self.values)
-        assert self.moments.shape == (3, n) and self.lows.shape == self.highs.shape == (n,)
-
     def __getitem__(self, index: Any) -> Increments:
         return Increments(self.values[index], self.moments[:, index], self.lows[index], self.highs[index])
 
@@ -91,8 +87,7 @@ def log_mgfs(increments: Increments, theta: float) -> Floats:
     1 + x + x^2/2 + x^3/6 + x^4 _exp_tail(h).
     """
     second, third, fourth = increments.moments
-    most = theta * (increments.highs if theta > 0 else -increments.lows)
-    tail = theta**4 * fourth * _exp_tail(most)
+    tail = theta**4 * fourth * _exp_tail(theta * (increments.highs if theta > 0 else -increments.lows))
     logs: Floats = np.log1p(theta**2 * second / 2 + theta**3 * third / 6 + tail)
     return logs
 
@@ -127,15 +122,11 @@ class Bet:
         """Log of the wealth, which is at least 1/a with probability at most a if the tokens follow p."""
         total = float(increments.values.sum())
         sides = [theta * total - float(log_mgfs(increments, theta).sum()) for theta in (self.theta, -self.theta)]
-        return _log_sum(sides) - math.log(2)
+        return float(np.logaddexp(sides[0], sides[1])) - math.log(2)
 
     def threshold(self, increments: Increments, level: float) -> float:
         """The least sum of X at which the stake +theta alone reaches 1/level."""
         return (math.log(2 / level) + float(log_mgfs(increments, self.theta).sum())) / self.theta
-
-
-def _log_sum(logs: Sequence[float]) -> float:
-    return float(np.logaddexp.reduce(np.array(logs)))
 
 
 def p_value(log_wealth: float) -> float:
@@ -144,9 +135,8 @@ def p_value(log_wealth: float) -> float:
 
 def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
     """Log of the mean over ``num_accounts`` accounts; those not given were never staked and hold 1."""
-    assert len(log_wealths) <= num_accounts
     idle = [0.0] * (num_accounts - len(log_wealths))
-    return _log_sum([*log_wealths, *idle]) - math.log(num_accounts)
+    return float(np.logaddexp.reduce([*log_wealths, *idle])) - math.log(num_accounts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,27 +161,19 @@ class Finding:
 
 def pit_tests(pits: Floats) -> list[Finding]:
     """Test whether numbers are independent and uniform. Their count must not depend on them. [n]"""
-    distance = stats.kstest(pits, "uniform")
     num_bins = max(2, min(_MOST_BINS, len(pits) // _TOKENS_PER_BIN))
     counts = np.histogram(pits, bins=num_bins, range=(0.0, 1.0))[0]
-    pearson = stats.chisquare(counts)
-    return [
-        Finding("pit-ks", float(distance.statistic), float(distance.pvalue)),
-        Finding("pit-chi2", float(pearson.statistic), float(pearson.pvalue)),
-    ]
+    found: dict[str, Any] = {"pit-ks": stats.kstest(pits, "uniform"), "pit-chi2": stats.chisquare(counts)}
+    return [Finding(name, float(one.statistic), float(one.pvalue)) for name, one in found.items()]
 
 
 def holm(tests: Sequence[Finding], level: float) -> list[Finding]:
     """Set the thresholds such that the probability of any false alarm is at most ``level``. Starting from the smallest
     p, each is compared with the level over the number of tests left, until one raises no alarm."""
-    order = sorted(range(len(tests)), key=lambda i: tests[i].p)
-    results = list(tests)
-    num_left, is_open = len(tests), True
-    for i in order:
-        threshold = level / num_left if is_open else 0.0
-        results[i] = replace(tests[i], threshold=threshold)
+    results, is_open = list(tests), True
+    for place, i in enumerate(sorted(range(len(tests)), key=lambda i: tests[i].p)):
+        results[i] = replace(tests[i], threshold=level / (len(tests) - place) if is_open else 0.0)
         is_open = is_open and results[i].is_alarm
-        num_left -= 1
     return results
 
 
@@ -209,9 +191,6 @@ class Drift:
     seconds: Floats
     distances: Floats
 
-    def __post_init__(self) -> None:
-        assert self.means.shape == self.seconds.shape == self.distances.shape
-
 
 def rate_bound(num_events: int, num_trials: int) -> float:
     """Upper bound of the rate of events, with confidence POWER, from their number in ``num_trials`` (Poisson, Garwood
@@ -220,15 +199,13 @@ def rate_bound(num_events: int, num_trials: int) -> float:
 
 
 def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> float | None:
-    """The least total variation, on average over the tokens, that ``bet`` detects with probability POWER.
+    """The least total variation, on average over the tokens, that ``bet`` detects with probability POWER; None if not
+    even r itself is detected.
 
     The distribution detected is p' = (1 - e) p + e r, with r that of ``drift``. Its total variation from p is e
     TV(p, r), and the sum of X has mean e sum(means) and a variance of at most (1 - e) sum(E_p X^2) + e sum(E_r X^2).
     The least e is the one at which the threshold lies POWER's normal quantile below that mean. (The normal distribution
     is used for the power only, never for a p-value.)
-
-    Returns:
-        None if not even r itself is detected.
     """
     share = _least_share(increments, bet, level, float(drift.means.sum()), float(drift.seconds.sum()))
     return None if share is None else share * float(drift.distances.mean())
@@ -236,14 +213,11 @@ def detectable(increments: Increments, drift: Drift, bet: Bet, level: float) -> 
 
 def detectable_reuse(products: Increments, bet: Bet, level: float, reused: float) -> float | None:
     """The least share of tokens drawn with the random number of an earlier one that ``bet`` detects with probability
-    POWER.
+    POWER; None if not even all are detected.
 
     Args:
         products: the rank of each token times that of its partner.
         reused: the mean of their sum if every token were drawn with its partner's number.
-
-    Returns:
-        None if not even that is detected.
     """
     # The square of such a product is largest where ranks are continuous: 1/80, and 1/144 for independent numbers.
     return _least_share(products, bet, level, reused, 144 / 80 * products.variance)
@@ -265,11 +239,8 @@ def _least_share(increments: Increments, bet: Bet, level: float, pull: float, se
 
 def estimate_tv(increments: Increments, drift: Drift) -> tuple[float, float] | None:
     """The total variation, on average over the tokens, of the mixture (1 - e) p + e r that fits the sum of X, and its
-    standard error under p: e = sum(X) / sum(E_r X). Negative if the tokens deviate in the opposite direction.
-
-    Returns:
-        None if X does not distinguish r from p.
-    """
+    standard error under p: e = sum(X) / sum(E_r X). Negative if the tokens deviate in the opposite direction; None if X
+    does not distinguish r from p."""
     pull = float(drift.means.sum())
     if pull <= 0:
         return None
@@ -289,12 +260,8 @@ def tokens_to_alarm(p: float, num_tokens: int, level: float) -> int:
 
 
 def tokens_needed(increments: Increments, drift: Drift, wanted: float, level: float) -> int | None:
-    """The number of tokens like these that makes ``wanted`` detectable: ``detectable`` solved for the sample size.
-
-    Returns:
-        None if r is not that far from p, or X does not distinguish them.
-    """
-    assert wanted > 0
+    """The number of tokens like these that makes ``wanted`` detectable: ``detectable`` solved for the sample size. None
+    if r is not that far from p, or X does not distinguish them."""
     e = wanted / float(drift.distances.mean()) if drift.distances.any() else math.inf
     variance, pull = float(increments.moments[0].mean()), e * float(drift.means.mean())
     if e > 1 or pull <= 0:
@@ -307,9 +274,7 @@ def tokens_needed(increments: Increments, drift: Drift, wanted: float, level: fl
         least = (math.log(2 / level) + n * float(log_mgfs(increments, theta).mean())) / theta
         return least + float(stats.norm.ppf(POWER)) * math.sqrt(n * spread) - n * pull
 
-    if lack(math.log(10)) <= 0:
-        return 10
-    high = math.log(1e12)
+    low, high = math.log(10), math.log(1e12)
     if lack(high) > 0:
         return None
-    return math.ceil(math.exp(optimize.brentq(lack, math.log(10), high)))
+    return 10 if lack(low) <= 0 else math.ceil(math.exp(optimize.brentq(lack, low, high)))

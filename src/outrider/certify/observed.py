@@ -73,11 +73,6 @@ class GeneratedText:
         """Round of each token in the sequence. [n]"""
         return np.cumsum(np.array(self.places) == 0) - 1
 
-    @property
-    def last_step(self) -> int:
-        """Step of the loop that generated its last round."""
-        return self.first_step + int(self.rounds[-1])
-
 
 @dataclass(frozen=True, slots=True)
 class ObservedTokens:
@@ -117,9 +112,6 @@ class ObservedTokens:
         return part
 
 
-_Columns = dict[str, Tensor]  # [M] each
-
-
 def observe(
     target: LM,
     drafter: Drafter,
@@ -142,19 +134,40 @@ def observe(
         implanted: share of the tokens that a draw from q replaces, after the same text: a known deviation.
     """
     assert written and sampling.temperature > 0, "greedy rows have no randomness"
-    columns: list[_Columns] = []
+    groups: list[dict[str, Tensor]] = []
     for begin in range(0, len(written), batch_size):
         group = written[begin : begin + batch_size]
-        parts = list(_score(target, drafter, sampling, group, seed, new_constraint, num_draft_tokens, implanted))
-        rows = torch.cat([part["rows"] for part in parts])
-        order = rows.argsort(stable=True)  # chunks hold a piece of every sequence
-        columns.append({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
-    whole = {name: torch.cat([part[name] for part in columns]).numpy() for name in columns[0]}
-
-    def increments(name: str) -> Increments:
-        moments = np.stack([whole[f"{name}_{power}"] for power in ("m2", "m3", "m4")])
-        return Increments(whole[f"{name}_values"], moments, whole[f"{name}_lows"], whole[f"{name}_highs"])
-
+        texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in group]
+        # By sequence and token, so that they do not depend on the batch: w, and two numbers for a token drawn from q.
+        spread = [np.random.default_rng([seed, one.index]).random((3, len(one.token_ids))) for one in group]
+        # The place of a token is known before it is drawn, so q may depend on it.
+        offsets = [[place if place < num_draft_tokens else 0 for place in one.places] for one in group]
+        parts = []
+        for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint, offsets, num_draft_tokens):
+            numbers = [spread[row][:, i] for row, i in zip(chunk.rows.tolist(), chunk.places.tolist(), strict=True)]
+            piece = max(1, _MAX_ELEMENTS // p.shape[1])
+            for first in range(0, len(p), piece):
+                part = slice(first, first + piece)
+                uniforms, chances, places = torch.from_numpy(np.stack(numbers[part])).to(p).unbind(1)
+                ids = chunk.ids[part]
+                if implanted:
+                    drawn = torch.searchsorted(q[part].cumsum(1), places[:, None].contiguous())[:, 0]
+                    ids = torch.where(chances < implanted, drawn.clamp_max(p.shape[1] - 1), ids)
+                columns = statistics_of(p[part], q[part], ids, uniforms)
+                is_edge = torch.zeros_like(columns["is_forbidden"])
+                for i in columns["is_forbidden"].nonzero().flatten().tolist():
+                    history = chunk.history.map(itemgetter(first + i))
+                    is_edge[i] = is_at_edge(chunk.logits[first + i], history, int(ids[i]), sampling)
+                columns |= {"is_at_edge": is_edge, "is_forbidden": columns["is_forbidden"] & ~is_edge}
+                columns["rows"] = chunk.rows[part]
+                parts.append({name: column.cpu() for name, column in columns.items()})
+        order = torch.cat([part["rows"] for part in parts]).argsort(stable=True)  # chunks hold a piece of every text
+        groups.append({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
+    whole = {name: torch.cat([group[name] for group in groups]).numpy() for name in groups[0]}
+    statistics = {}
+    for name in ("score", "likelihood", "rank"):
+        moments = np.stack([whole[f"{name}_m{power}"] for power in (2, 3, 4)])
+        statistics[name] = Increments(whole[f"{name}_values"], moments, whole[f"{name}_lows"], whole[f"{name}_highs"])
     num_tokens = [len(one.token_ids) for one in written]
     rounds = np.concatenate([one.rounds for one in written])
     positions = np.concatenate([np.arange(n) for n in num_tokens])
@@ -164,7 +177,7 @@ def observe(
 
     return ObservedTokens(
         pits=whole["pits"],
-        statistics={name: increments(name) for name in ("score", "likelihood", "rank")},
+        statistics=statistics,
         drift=Drift(whole["drift"], whole["drift_m2"], whole["distance"]),
         places=np.concatenate([np.array(one.places, dtype=np.int64) for one in written]),
         positions=positions,
@@ -219,7 +232,6 @@ def draft_rows(
     """
     settings = Settings.of([sampling], target.vocab_size, target.device)
     is_forced = needs_forcing(drafter, texts)
-    wanted = offsets if is_forced else None
     rounds = along(
         drafter,
         texts,
@@ -235,7 +247,7 @@ def draft_rows(
         rows, firsts = places.rows.tolist(), places.places.tolist()
         for at, offset in places.is_scored.nonzero().tolist():
             row, token = rows[at], firsts[at] + offset
-            if offset == (wanted[row][token] if wanted else 0):
+            if offset == (offsets[row][token] if offsets and is_forced else 0):
                 held[row, token] = places.drafted_ids[at, offset] if places.q is None else places.q[at, offset]
         for row, place in zip(rows, firsts, strict=True):
             num_seen[row] = place + 1
@@ -255,47 +267,8 @@ def draft_rows(
         yield chunk, p, q
 
 
-def _score(
-    target: LM,
-    drafter: Drafter,
-    sampling: Sampling,
-    written: Sequence[GeneratedText],
-    seed: int,
-    new_constraint: NewConstraint,
-    num_draft_tokens: int,
-    implanted: float,
-) -> Iterator[_Columns]:
-    texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in written]
-    # By sequence and token, so that they do not depend on the batch: w, and two numbers for a token drawn from q.
-    spread = [np.random.default_rng([seed, one.index]).random((3, len(one.token_ids))) for one in written]
-    # The place of a token is known before it is drawn, so q may depend on it.
-    offsets = [[place if place < num_draft_tokens else 0 for place in one.places] for one in written]
-    for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint, offsets, num_draft_tokens):
-        numbers = [spread[row][:, i] for row, i in zip(chunk.rows.tolist(), chunk.places.tolist(), strict=True)]
-        piece = max(1, _MAX_ELEMENTS // p.shape[1])
-        for begin in range(0, len(p), piece):
-            part = slice(begin, begin + piece)
-            uniforms, chances, places = torch.from_numpy(np.stack(numbers[part])).to(p).unbind(1)
-            ids = chunk.ids[part]
-            if implanted:
-                drawn = torch.searchsorted(q[part].cumsum(1), places[:, None].contiguous())[:, 0].clamp_max(
-                    p.shape[1] - 1
-                )
-                ids = torch.where(chances < implanted, drawn, ids)
-            columns = _statistics(p[part], q[part], ids, uniforms)
-            is_edge = torch.zeros_like(columns["is_forbidden"])
-            for i in columns["is_forbidden"].nonzero().flatten().tolist():
-                at = begin + i
-                history = chunk.history.map(itemgetter(at))
-                is_edge[i] = is_at_edge(chunk.logits[at], history, int(ids[i]), sampling)
-            columns["is_at_edge"] = is_edge
-            columns["is_forbidden"] = columns["is_forbidden"] & ~is_edge
-            columns["rows"] = chunk.rows[part]
-            yield {name: column.cpu() for name, column in columns.items()}
-
-
-def _statistics(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> _Columns:
-    """Compute all statistics of M tokens.
+def statistics_of(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
+    """Compute all statistics of M tokens. [M] each
 
     Args:
         p, q: [M, V]
@@ -326,8 +299,8 @@ def _statistics(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> _Columns
 
 
 class UnenforcedConstraint:
-    """Constraint that ends no sequence: after a forbidden token everything is allowed. A faulty loop can so commit
-    forbidden tokens, for the tests to detect."""
+    """Ends no sequence: after a forbidden token everything is allowed, so that a faulty loop can commit such tokens,
+    for the tests to detect."""
 
     def __init__(self, inner: Constraint) -> None:
         self._inner = inner

@@ -17,7 +17,7 @@ from outrider.distill.teacher import Teacher
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads import head_drafter
 from outrider.errors import NumericsError
-from outrider.measure.alpha import overlap
+from outrider.measure.along import overlap
 from outrider.measure.intervals import bounded_mean
 from outrider.measure.teacher_forcing import Text
 from outrider.models.heads.base import Head, embedding_of, head_lm

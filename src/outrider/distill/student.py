@@ -24,7 +24,7 @@ from outrider.distill.teacher import Teacher
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
-from outrider.measure.alpha import measure_alpha
+from outrider.measure.along import measure_alpha
 from outrider.measure.teacher_forcing import Text
 from outrider.models.few_tokens import with_few_tokens
 from outrider.models.kinds import auto_class

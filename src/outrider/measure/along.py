@@ -8,6 +8,9 @@
   commits one of them. So the token at *offset* i of a draft is the i-th after the *place* where the round began, and p
   and q are those of the loop. A drafter with a one-hot q drafts tokens of its own; they are compared with the text. A
   text of n tokens takes n rounds.
+
+``measure_alpha`` averages sum_v min(p(v), q(v)) = 1 - TV(p, q) over the places of texts: the probability that a token
+drawn from q is accepted under ``rejection`` (Leviathan et al. 2211.17192, corollary 3.6).
 """
 
 from __future__ import annotations
@@ -23,13 +26,17 @@ from torch import Tensor
 
 from outrider.decoding.engine import decode
 from outrider.drafters.base import Drafter, Rows, q_sampling
+from outrider.errors import PromptError
+from outrider.measure.intervals import bounded_mean
 from outrider.measure.teacher_forcing import ForcedTokens, Text, force
 from outrider.options import Sampling
-from outrider.records import Constraint, Draft, FinishReason, Request, Verdict
+from outrider.records import Constraint, Draft, FinishReason, Interval, Request, Verdict
 from outrider.runtime.lm import LM
 from outrider.sampling.history import NO_HISTORY
 from outrider.sampling.probs import Probs, Settings, full, normalise
 from outrider.sampling.rules import REJECTION, Rule
+
+_PLAIN = Sampling()
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,13 +134,12 @@ def _looked_up(drafter: Drafter, texts: Sequence[Text], limits: Sequence[int], k
     wanted = [[min(k, limit - t - 1) for t in range(n)] for n, limit in zip(lengths, limits, strict=True)]
     for row, (text, proposed) in enumerate(zip(texts, proposals(drafter, texts, wanted), strict=True)):
         ids = torch.tensor(text.ids[text.num_given :])
-        places = torch.arange(len(ids))
         num_drafted = torch.tensor([len(one) for one in proposed])
         drafted_ids = torch.tensor([[*one, *[-1] * (k - len(one))] for one in proposed]).view(-1, k)
         following = torch.nn.functional.pad(ids, (0, k), value=-2).unfold(0, k, 1)[: len(ids)]
         is_scored = _is_reached(drafted_ids, following) & (torch.arange(k) < num_drafted[:, None]) & (following >= 0)
-        rows = torch.full_like(places, row)
-        yield Places(rows, places, num_drafted, following, drafted_ids, is_scored, None, None)
+        rows = torch.full_like(ids, row)
+        yield Places(rows, torch.arange(len(ids)), num_drafted, following, drafted_ids, is_scored, None, None)
 
 
 def proposals(drafter: Drafter, texts: Sequence[Text], wanted: Sequence[Sequence[int]]) -> list[list[list[int]]]:
@@ -147,36 +153,33 @@ def proposals(drafter: Drafter, texts: Sequence[Text], wanted: Sequence[Sequence
     """
     most = max((num for one in wanted for num in one), default=0)
     ids = torch.zeros(len(texts), max(len(text.ids) for text in texts) + most, dtype=torch.long)
-    for row, text in zip(ids, texts, strict=True):
-        row[: text.num_given] = torch.tensor(text.ids[: text.num_given])
     session = drafter.open(len(texts), ids.shape[1], ids.device, most)
     settings = Settings.neutral(len(texts), ids.device)
     proposed: list[list[list[int]]] = [[] for _ in texts]
     for step in range(max(map(len, wanted))):
-        for row, text in zip(ids, texts, strict=True):
-            if 0 < step and text.num_given + step <= len(text.ids):
-                row[text.num_given + step - 1] = text.ids[text.num_given + step - 1]
-        here = [one[step] if step < len(one) else None for one in wanted]
         lengths = torch.tensor([min(text.num_given + step, len(text.ids)) for text in texts])
-        k = max(num or 0 for num in here)
+        for row, text, length in zip(ids, texts, lengths.tolist(), strict=True):
+            begin = 0 if step == 0 else length - 1
+            row[begin:length] = torch.tensor(text.ids[begin:length])
+        here = [one[step] if step < len(one) else 0 for one in wanted]
         rows = Rows(
             ids=ids,
             lengths=lengths,
             last_ids=ids.gather(1, torch.stack((lengths - 2, lengths - 1), dim=1).clamp_min(0)),
-            num_wanted=torch.tensor([num or 0 for num in here]),
+            num_wanted=torch.tensor(here),
             settings=settings,
             history=NO_HISTORY,
-            most_wanted=[num or 0 for num in here],
+            most_wanted=here,
             longest=int(lengths.max()),
         )
         session.catch_up(rows)
         # A one-hot q is drawn without noise, so that any rule will do.
-        noise = REJECTION.make_noise(torch.zeros_like(lengths), lengths, k, 1)
-        draft = session.propose(rows, k, REJECTION, noise)
+        noise = REJECTION.make_noise(torch.zeros_like(lengths), lengths, max(here), 1)
+        draft = session.propose(rows, max(here), REJECTION, noise)
         assert draft.probs is None, "a draft that is looked up has a one-hot q"
-        drafts = zip(proposed, here, draft.ids.tolist(), draft.num_drafted.tolist(), strict=True)
-        for own, num, drafted, num_drafted in drafts:
-            if num is not None:
+        drafts = zip(proposed, wanted, draft.ids.tolist(), draft.num_drafted.tolist(), strict=True)
+        for own, num_wanted, drafted, num_drafted in drafts:
+            if step < len(num_wanted):
                 own.append(drafted[:num_drafted])
     return proposed
 
@@ -302,3 +305,37 @@ def _is_reached(drafted_ids: Tensor, ids: Tensor) -> Tensor:
     """Whether all drafted tokens before each offset are those of the text. [M, K]"""
     num_led = (drafted_ids == ids).long().cumprod(dim=1).sum(dim=1)
     return torch.arange(ids.shape[1], device=ids.device) <= num_led[:, None]
+
+
+def overlap(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """sum_v min(p(v), q(v)), in float64 where the device has it. [..., V], [..., V] -> [...]"""
+    return torch.minimum(normalise(target_probs), normalise(draft_probs)).sum(dim=-1)
+
+
+@torch.inference_mode()
+def measure_alpha(
+    target: LM, drafter: Drafter, texts: Sequence[Text], sampling: Sampling = _PLAIN, batch_size: int = 8
+) -> Interval:
+    """Measure alpha, of a round's first token, with an interval over the texts. Nothing is generated.
+
+    Args:
+        drafter: with a q that is not one-hot.
+        texts: cut to the target's context; texts without a token to score are left out.
+
+    Raises:
+        PromptError: there is nothing to score.
+    """
+    most = target.context_len
+    texts = [Text(text.ids[:most], text.num_given) for text in texts if min(len(text.ids), most) > text.num_given]
+    sums = torch.zeros(2, len(texts), dtype=torch.float64)  # of overlaps, and of tokens
+    for begin in range(0, len(texts), batch_size):
+        for places in along(drafter, texts[begin : begin + batch_size], sampling, 1, target=target):
+            if places.q is not None and places.p is not None:  # else nothing could be drafted
+                is_scored = places.is_scored[:, 0]
+                values = overlap(places.p[is_scored, 0], places.q[is_scored, 0]).to("cpu", torch.float64)
+                rows = begin + places.rows[is_scored].cpu()
+                sums.index_add_(1, rows, torch.stack((values, torch.ones_like(values))))
+    overlaps, counts = sums[:, sums[1] > 0].tolist()
+    if not counts:
+        raise PromptError("no text has two tokens or more, so there is no token to score")
+    return bounded_mean(overlaps, counts, (0.0, 1.0))

@@ -97,15 +97,16 @@ def certify_samples(
         servers.collect(file, decoder, sampling, template, seed)
         lines = [read_samples(path, _NAMES) for path in files]
     read = [_read(decoder, *one, sampling, seed) for one in zip(files, lines, strict=True)]
-    tested: list[tuple[Path, Certificate, list[str]]] = []
     if servers.same_bytes:
-        tested.append((file, _compare(decoder, read, batch_size), []))
+        tested = [_compare(decoder, read, batch_size)]
     else:
-        tested += [(one.file, *_test(decoder, one, significance, detect_tv, seed, batch_size)) for one in read]
-    (_, certificate, remarks), *others = tested
-    body = {**certificate.to_json(), **read[0].to_json(), "shared_options": _shared_options(lines[0], sampling)}
-    body["plain"] = None
-    for _, other, _ in others:
+        tested = [_test(decoder, one, significance, detect_tv, seed, batch_size) for one in read]
+    (certificate, remarks), *others = tested
+    options_of = [asdict(replace(sampling, **line.options)) for line in lines[0]]
+    shared = {name: value for name, value in options_of[0].items() if all(one[name] == value for one in options_of)}
+    body = certificate.to_json() | {"is_text": read[0].num_as_text > 0, "num_left_out": read[0].num_left_out}
+    body |= {"shared_options": shared, "plain": None}
+    for other, _ in others:
         body["plain"] = other.to_json()
         if certificate.verdict == "failed":
             remarks.append(_COMPARED[other.verdict])
@@ -118,7 +119,7 @@ def certify_samples(
     against = files[-1].name if servers.same_bytes and len(files) > 1 else short_name(decoder.target.name)
 
     def show(console: Console) -> None:
-        for path, one, notes in reversed(tested):
+        for path, (one, notes) in reversed([*zip(files, tested, strict=False)]):
             show_findings(
                 console,
                 one,
@@ -147,9 +148,6 @@ class _Samples:
     samples: Sequence[SampledText]
     num_as_text: int
     num_left_out: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {"is_text": self.num_as_text > 0, "num_left_out": self.num_left_out}
 
 
 def _read(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: SamplingOptions, seed: int) -> _Samples:
@@ -198,13 +196,7 @@ def _read(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: S
     return _Samples(file, found, num_as_text, num_left_out)
 
 
-def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> dict[str, Any]:
-    """Options common to all samples."""
-    first, *others = (asdict(replace(sampling, **line.options)) for line in lines)
-    return {name: value for name, value in first.items() if all(one[name] == value for one in others)}
-
-
-def _compare(decoder: Decoder, read: Sequence[_Samples], batch_size: int) -> Certificate:
+def _compare(decoder: Decoder, read: Sequence[_Samples], batch_size: int) -> tuple[Certificate, list[str]]:
     """Compare greedy texts with those of the plain server, or of the target; they must be equal. Raises FileError."""
     from outrider.certify.certificate import Certificate
     from outrider.certify.divergence import REQUIRED
@@ -218,7 +210,7 @@ def _compare(decoder: Decoder, read: Sequence[_Samples], batch_size: int) -> Cer
     right = [plain[one.prompt_ids] for one in first.samples] if others else None
     with progress("texts", len(first.samples)) as advance:
         report = judge_greedily(decoder.target, first.samples, batch_size, advance, right)
-    return Certificate(None, None, (), [replace(report, promise=REQUIRED)])
+    return Certificate(None, None, (), [replace(report, promise=REQUIRED)]), []
 
 
 def _test(
@@ -255,16 +247,9 @@ def _test(
         if greedy:
             greedy_reports.append(judge_greedily(target, greedy, batch_size, advance))
         if sampled:
-            statistical, controls = judge(
-                target,
-                decoder.drafter,
-                sampled,
-                level=level,
-                seed=seed,
-                batch_size=batch_size,
-                wanted=wanted,
-                on_texts=advance,
-            )
+            how: dict[str, Any] = {"seed": seed, "batch_size": batch_size}
+            given = target, decoder.drafter, sampled
+            statistical, controls = judge(*given, level=level, wanted=wanted, on_texts=advance, **how)
     repeats = num_repeats(sampled)
     if repeats:
         remarks.append(

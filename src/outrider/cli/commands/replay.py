@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,17 +141,10 @@ def replay(
         header, records = opened.header, opened.records
         if opened.num_failed:
             say(f"{log}: prompts without an output are left out ({opened.num_failed})")
-    alone = partial(
-        load_draft,
-        header=header,
-        device=drafts.device,
-        dtype=drafts.dtype,
-        models_file=drafts.models,
-        corpus=drafts.corpus or (),
-        allow_pickle=drafts.allow_pickle,
-    )
+    how: dict[str, Any] = {"device": drafts.device, "dtype": drafts.dtype, "allow_pickle": drafts.allow_pickle}
+    how |= {"header": header, "models_file": drafts.models, "corpus": drafts.corpus or ()}
     loaded: dict[str, Drafter] = dict(
-        (name, alone(name)) if pair is None or decoder is None else pair.load_named(decoder, name)
+        (name, load_draft(name, **how)) if pair is None or decoder is None else pair.load_named(decoder, name)
         for name in drafts.names(header.target)
     )
     drawn: dict[RecordedArm, list[PromptRounds]] = {}
@@ -168,13 +160,8 @@ def replay(
                 drawn.setdefault(arm, []).append((one.index, one.category, stats))
             yield one
 
-    body: dict[str, Any] = {
-        "target": header.target,
-        "num_prompts": len(records),
-        "log_options": _options_json(header),
-        "drafts": [],
-        "arms": [],
-    }
+    body: dict[str, Any] = {"target": header.target, "num_prompts": len(records), "log_options": _options_json(header)}
+    body |= {"drafts": [], "arms": []}
     lm = None if decoder is None else decoder.target
     with progress("prompts", len(loaded) * len(records)) as advance:
         for name, drafter in loaded.items():
@@ -182,19 +169,9 @@ def replay(
             counts, alpha = summarise(count_items(draw(replayed, name), advance), ks)
             body["drafts"].append({"draft": name, "alpha": alpha and alpha.to_json()})
             body["arms"] += [RecordedArm(name, k, drafts.acceptance)._asdict() | counts_json(counts[k]) for k in ks]
-    settings = {
-        **asdict(drafts),
-        "target": target,
-        "draft": [*loaded],
-        "num_draft_tokens": ks,
-        "log": str(log),
-        "format": log_format,
-        "prompts": prompts and str(prompts),
-        "tokenizer_of": tokenizer_of,
-        "batch_size": batch_size,
-        "seed": seed,
-        "models": drafts.models and str(drafts.models),
-    }
+    settings = asdict(drafts) | {"target": target, "draft": [*loaded], "num_draft_tokens": ks, "log": str(log)}
+    settings |= {"format": log_format, "prompts": prompts and str(prompts), "tokenizer_of": tokenizer_of}
+    settings |= {"batch_size": batch_size, "seed": seed, "models": drafts.models and str(drafts.models)}
     ran = next((lm for drafter in loaded.values() for lm in drafter.models), None)
     report.finish("replay", settings, body, ran)
     if per_prompt:
