@@ -5,7 +5,6 @@ import dataclasses
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -15,9 +14,8 @@ from outrider.certify import run as module
 from outrider.certify.certificate import Certificate
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
-from outrider.certify.divergence import plain_texts
 from outrider.certify.evidence import detectable
-from outrider.certify.observed import ObservedTokens
+from outrider.certify.observed import _each
 from outrider.certify.run import CertifyTask, TokenSample, certify, run_pilot
 from outrider.decoder import Decoder
 from outrider.drafters.base import Drafter, Rows, altered_drafter
@@ -58,12 +56,8 @@ def _controls(*names: str) -> list[Control]:
     return [control for control in CONTROLS if control.name in names]
 
 
-def _certificate(job: CertifyTask, num_tokens: int, *controls: str, wanted: float | None = None) -> Certificate:
-    return _certify(job, num_tokens, wanted=wanted, controls=_controls(*controls))
-
-
-def _certify(job: CertifyTask, num_tokens: int, **options: Any) -> Certificate:
-    return certify(job, run_pilot(job), num_tokens, **options)
+def _certificate(job: CertifyTask, num_tokens: int, *controls: str, **options: Any) -> Certificate:
+    return certify(job, run_pilot(job), num_tokens, controls=_controls(*controls), **options)
 
 
 def test_mistakes_are_made_eagerly() -> None:
@@ -90,7 +84,7 @@ def test_a_real_model_is_certified(controls: tuple[str, ...]) -> None:
         told[what] = told.get(what, 0) + done
         assert told[what] <= total == 2500
 
-    certificate = _certify(job, 2500, controls=_controls(*controls), on_tokens=on_tokens)
+    certificate = _certificate(job, 2500, *controls, on_tokens=on_tokens)
     assert certificate.verdict == "passed", certificate
     assert all(control.is_caught for control in certificate.controls) and told["sample"] == 2500
     statistical = certificate.statistical
@@ -133,14 +127,15 @@ def test_a_draft_is_certified_beyond_its_context() -> None:
     assert certificate.statistical.is_alarm
 
 
-def _design(job: CertifyTask, pilot: ObservedTokens, num_tokens: int) -> Design:
+def _design(job: CertifyTask, num_tokens: int, num_pilot: int = 256) -> Design:
+    pilot = TokenSample(job, first_text=2**32).first(num_pilot)
     return Design.of(pilot, num_tokens, job.level, len(job.prompts))
 
 
 @cache
 def _llama_design() -> tuple[CertifyTask, Design]:
     job = _job(llama_pair())
-    return job, _design(job, TokenSample(job, first_text=2**32).first(256), 2500)
+    return job, _design(job, 2500)
 
 
 @pytest.mark.parametrize("name", [name for name in ALL_CONTROLS if name not in ("rollback", "reused", "neighbour")])
@@ -164,19 +159,6 @@ def test_shared_random_numbers_show_in_pairs_of_tokens_alone(name: str, by: str,
     assert by in alarms and alarms <= {by} | others
 
 
-def _part(whole, begin: int, end: int):
-    index = slice(begin, end)
-
-    def of(value):
-        if isinstance(value, np.ndarray):
-            return value[..., index]
-        if isinstance(value, dict):
-            return {name: of(one) for name, one in value.items()}
-        return type(value)(**{field.name: of(getattr(value, field.name)) for field in dataclasses.fields(value)})
-
-    return of(whole)
-
-
 @pytest.mark.parametrize(
     ("acceptance", "num_certificates", "num_tokens", "level"),
     [
@@ -190,11 +172,11 @@ def test_false_alarms_are_as_rare_as_stated(
     """Certificates one after the other, of one long row of tokens. More alarms than the bound come with a probability
     under 1e-6."""
     job = _job(table_pair(6), acceptance, level, batch_size=512, top_k=5)
-    design = _design(job, TokenSample(job, first_text=2**32).first(1024), num_tokens)
+    design = _design(job, num_tokens, 1024)
     whole = TokenSample(job).first(num_certificates * num_tokens)
     found = 0
     for i in range(num_certificates):
-        part = _part(whole, i * num_tokens, (i + 1) * num_tokens)
+        part = _each([whole], lambda arrays, begin=i * num_tokens: arrays[0][..., begin : begin + num_tokens])
         found += any(test.is_alarm for test in design.tests(part, level)) or bool(part.is_forbidden.any())
     assert found <= stats.binom.isf(1e-6, num_certificates, level)
 
@@ -219,9 +201,7 @@ def test_the_size_that_is_asked_for_suffices() -> None:
     job = _job(table_pair(6), batch_size=256)
     pilot = run_pilot(job)
     num_tokens = pilot.num_tokens_to_detect(0.03, job.level)
-    observed = TokenSample(job).first(num_tokens)
-    assert pilot.observed is not None
-    design = _design(job, pilot.observed, num_tokens)
+    observed, design = TokenSample(job).first(num_tokens), _design(job, num_tokens)
     least = detectable(observed.statistics["score"], observed.drift, design.bets["score"][0], design.level)
     assert least is not None and 0.02 < least <= 0.03
     with pytest.raises(OptionError, match="no farther from the target than"):
@@ -229,24 +209,15 @@ def test_the_size_that_is_asked_for_suffices() -> None:
     assert pilot.num_tokens_for(1e-9) == 200
 
 
-def test_nothing_is_left_to_chance_at_temperature_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mistakes write other texts than plain decoding, whose texts are not written again for each control."""
-    num_plain: list[int] = []
-
-    def counting(*arguments: Any) -> list[list[int]]:
-        num_plain.append(len(texts := plain_texts(*arguments)))
-        return texts
-
-    monkeypatch.setattr(module, "plain_texts", counting)
+def test_nothing_is_left_to_chance_at_temperature_zero() -> None:
+    """Mistakes write other texts than plain decoding."""
     job = _job(llama_pair(), temperature=0.0, batch_size=2)
     pilot = run_pilot(job)
     certificate = certify(job, pilot, 1000)
     assert certificate.verdict == "passed" and certificate.statistical is None and pilot.observed is None
-    assert {c.name for c in certificate.controls if c.excuse is None} == {
-        "keep-all", "accept-all", "replace-last", "rollback"
-    }  # fmt: skip
+    effective = {control.name for control in certificate.controls if control.excuse is None}
+    assert effective == {"keep-all", "accept-all", "replace-last", "rollback"}
     assert certificate.to_json()["statistical"] is None
-    assert num_plain == [len(PROMPTS)]
 
 
 def test_look_ups_and_models_without_a_cache_excuse_some_controls() -> None:
@@ -276,7 +247,7 @@ def test_what_never_comes_up_is_excused_at_temperature_zero() -> None:
     for num_prompts, is_enough in ((12, False), (24, True)):
         prompts = [(i, i + 1) for i in range(num_prompts)]
         job = dataclasses.replace(job, prompts=prompts)
-        certificate = _certify(job, 1000, controls=_controls("accept-all", "replace-last"))
+        certificate = _certificate(job, 1000, "accept-all", "replace-last")
         kept, replaced = certificate.controls
         assert kept.is_caught and not replaced.is_caught
         assert (certificate.verdict == "passed") == is_enough == bool(replaced.excuse)
@@ -286,10 +257,12 @@ def test_what_never_comes_up_is_excused_at_temperature_zero() -> None:
 
 
 def test_where_no_mistake_would_show_nothing_is_certified() -> None:
-    """Texts of one token are never drafted; and a look-up that never finds anything is no speculation."""
+    """Texts of one token are never drafted. And prompts must leave room."""
     certificate = _certificate(_job(table_pair(6), max_new_tokens=1), 600, "accept-all")
     assert certificate.is_idle and certificate.verdict == "inconclusive" and certificate.num_tokens_needed is None
     assert certificate.statistical is not None and not certificate.statistical.is_alarm
+    with pytest.raises(PromptError, match="prompt 0 has 2 tokens"):
+        _job(llama_pair(context_len=5))
 
 
 def test_a_model_that_drafts_for_itself_raises_no_alarm() -> None:
@@ -300,8 +273,3 @@ def test_a_model_that_drafts_for_itself_raises_no_alarm() -> None:
     statistical = certificate.statistical
     assert statistical is not None and statistical.is_enough and statistical.detectable is None
     assert statistical.alpha == pytest.approx(1, abs=1e-6) and certificate.verdict == "passed"
-
-
-def test_prompts_must_leave_room() -> None:
-    with pytest.raises(PromptError, match="prompt 0 has 2 tokens"):
-        _job(llama_pair(context_len=5))

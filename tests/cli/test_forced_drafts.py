@@ -1,4 +1,4 @@
-"""Commands with a draft whose q depends on where a round began."""
+"""``replay`` and ``plan`` with a draft whose q depends on where a round began."""
 
 from pathlib import Path
 from typing import Any

@@ -1,16 +1,28 @@
-"""Measuring in turn, and what a measurement holds."""
+"""Arms are measured in turn, and summarised case by case."""
 
 import itertools
+import math
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from scipy import stats
 
 from outrider.api import load
-from outrider.measure.arms import Arm, Case, interleave, measure, peak_memory_bytes, race, warm_up
-from outrider.records import Chunk, RowRound, Timing
+from outrider.measure.arms import (
+    Arm,
+    Case,
+    Measurement,
+    interleave,
+    measure,
+    peak_memory_bytes,
+    race,
+    summarise,
+    warm_up,
+)
+from outrider.records import Chunk, RowRound, Stats, Timing
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.text.example_prompts import PROMPTS
 from pairs import embedded
@@ -21,29 +33,13 @@ PROMPT = "Once upon a time"
 
 def arms() -> list[Arm]:
     decoder = embedded()
-    return [
-        Arm("plain", decoder.plain()),
-        Arm("K = 2", decoder, "fable-draft", 2),
-        Arm("K = 4", decoder, "fable-draft", 4),
-    ]
+    return [Arm("plain", decoder.plain()), *(Arm(f"K = {k}", decoder, "fable-draft", k) for k in (2, 4))]
 
 
-def test_a_measurement_is_what_the_arm_generates() -> None:
-    """A measurement has the decoder's text, tokens and counts, and the arm's K."""
+def test_a_measurement_is_what_the_arm_generates_and_on_chunk_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that ``on_chunk`` puts forward by an hour at every chunk, and which is told every chunk, in order."""
     arm, case = arms()[1], Case(3, PROMPT, seed=7)
     (completion,) = embedded().generate(PROMPT, seed=7, num_draft_tokens=2, **OPTIONS)
-    measurement = measure(arm, case, OPTIONS)
-    assert (measurement.arm, measurement.case) == (arm, case)
-    assert (measurement.text, measurement.stats) == (completion.text, completion.stats)
-    assert measurement.stats.num_generated_tokens == 6
-    timing = measurement.timing
-    assert measurement.decode_s_per_token == pytest.approx((timing.total_s - timing.prefill_s) / 6)
-    assert measurement.total_s_per_token == pytest.approx(timing.total_s / 6)
-    assert len(measurement.stats.drafted_histogram) <= 3
-
-
-def test_what_on_chunk_does_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that it puts forward by an hour at every chunk, and which is told every chunk, in order."""
     ahead_s, clock = [0.0], time.perf_counter
     monkeypatch.setattr("outrider.decoding.engine.time.perf_counter", lambda: clock() + ahead_s[0])
     seen: list[Chunk] = []
@@ -52,11 +48,13 @@ def test_what_on_chunk_does_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> Non
         ahead_s[0] += 3600
         seen.append(chunk)
 
-    (measurement,) = race(arms()[:1], Case(0, PROMPT, 0), OPTIONS, on_chunk)
-    assert ahead_s[0] >= 5 * 3600
-    assert measurement.timing.total_s < 3600
-    assert "".join(chunk.text for chunk in seen) == measurement.text
-    assert sum((chunk.timing for chunk in seen), Timing()) == measurement.timing
+    (one,) = race([arm], case, OPTIONS, on_chunk)
+    assert (one.arm, one.case, one.text, one.stats) == (arm, case, completion.text, completion.stats)
+    assert one.decode_s_per_token == pytest.approx((one.timing.total_s - one.timing.prefill_s) / 6)
+    assert one.total_s_per_token == pytest.approx(one.timing.total_s / 6)
+    assert ahead_s[0] >= 2 * 3600 > 3600 > one.timing.total_s
+    assert "".join(chunk.text for chunk in seen) == one.text
+    assert sum((chunk.timing for chunk in seen), Timing()) == one.timing
 
 
 def test_racers_write_what_they_would_write_alone() -> None:
@@ -72,8 +70,7 @@ def test_racers_write_what_they_would_write_alone() -> None:
 
     for arm, measurement in zip(all_arms, race(all_arms, case, OPTIONS, on_chunk), strict=True):
         alone = measure(arm, case, OPTIONS)
-        assert (measurement.arm, measurement.case) == (arm, case)
-        assert (measurement.text, measurement.stats) == (alone.text, alone.stats)
+        assert (measurement.arm, measurement.text, measurement.stats) == (arm, alone.text, alone.stats)
         assert measurement.timing == told[arm.name]
 
 
@@ -96,36 +93,33 @@ class Steady:
             self.is_open = False
 
 
-def steady_arms(turns: list[str]) -> list[Arm]:
-    decoders: list[Any] = [Steady("slow", 3.0, 2, turns), Steady("quick", 1.0, 5, turns)]
-    return [Arm(decoder.name, decoder) for decoder in decoders]
-
-
-def test_the_arm_whose_clock_is_behind_has_the_next_round() -> None:
+def test_the_arm_whose_clock_is_behind_has_the_next_round_and_a_broken_race_leaves_nothing_open() -> None:
     turns: list[str] = []
-    slow, quick = race(steady_arms(turns), Case(0, PROMPT, 0), OPTIONS)
+    decoders: list[Any] = [Steady("slow", 3.0, 2, turns), Steady("quick", 1.0, 5, turns)]
+    both = [Arm(decoder.name, decoder) for decoder in decoders]
+    slow, quick = race(both, Case(0, PROMPT, 0), OPTIONS)
     assert turns == ["slow", "quick", "quick", "quick", "slow", "quick", "quick"]
     assert (slow.timing.total_s, quick.timing.total_s) == (6.0, 5.0)
-
-
-def test_a_race_that_is_broken_off_leaves_nothing_open() -> None:
-    both: list[Any] = steady_arms([])
 
     def stop(arm: Arm, *_: Any) -> None:
         if arm.name == "quick":
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        race(both, Case(0, PROMPT, 0), OPTIONS, stop)
-    assert [arm.decoder.is_open for arm in both] == [False, False]
-    with pytest.raises(KeyboardInterrupt):
         race([*arms(), *both], Case(0, PROMPT, 0), OPTIONS, stop)
+    assert [decoder.is_open for decoder in decoders] == [False, False]
     assert not torch.is_inference_mode_enabled()
     assert measure(arms()[1], Case(0, PROMPT, 0), OPTIONS).stats.num_generated_tokens == 6
 
 
 def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that each arm has every place equally often: none always comes after the one that warms the caches."""
+    """So that each arm has every place equally often; and all arms of a case have its prompt and seed, which show in
+    equal texts under gumbel."""
+    decoder = embedded("float64", "gumbel")
+    pair = [Arm("plain", decoder.plain()), Arm("speculative", decoder, "fable-draft", 3)]
+    cases = [Case(0, PROMPT, 5), Case(1, "8 * 12 = ", 6)]
+    texts = [m.text for m in interleave(pair, cases, OPTIONS)]
+    assert texts[0] == texts[1] and texts[2] == texts[3] and texts[0] != texts[2]
     monkeypatch.setattr("outrider.measure.arms.measure", lambda arm, case, options: (arm.name, case.index))
     names = [arm.name for arm in arms()]
     turns: list[Any] = list(interleave(arms(), [Case(10 + i, PROMPT, i) for i in range(6)], OPTIONS))
@@ -136,22 +130,12 @@ def test_the_arm_that_goes_first_changes_with_the_case(monkeypatch: pytest.Monke
         assert sum(round_[place][0] == name for round_ in rounds) == 2
 
 
-def test_all_arms_of_a_case_have_its_prompt_and_seed() -> None:
-    """Under gumbel the same seed means the same text, which shows that it is the same."""
-    decoder = embedded("float64", "gumbel")
-    pair = [Arm("plain", decoder.plain()), Arm("speculative", decoder, "fable-draft", 3)]
-    cases = [Case(0, PROMPT, 5), Case(1, "8 * 12 = ", 6)]
-    texts = [m.text for m in interleave(pair, cases, OPTIONS)]
-    assert texts[0] == texts[1] and texts[2] == texts[3] and texts[0] != texts[2]
-
-
 def test_the_warm_up_runs_every_arm_for_a_few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, int, str]] = []
-
-    def record(arm: Arm, case: Case, options: dict[str, Any]) -> None:
-        ran.append((arm.name, options["max_new_tokens"], str(case.prompt)))
-
-    monkeypatch.setattr("outrider.measure.arms.measure", record)
+    monkeypatch.setattr(
+        "outrider.measure.arms.measure",
+        lambda arm, case, options: ran.append((arm.name, options["max_new_tokens"], str(case.prompt))),
+    )
     cases = [Case(index, prompt, 0) for index, prompt in enumerate(PROMPTS)]
     warm_up(arms(), cases, OPTIONS | {"max_new_tokens": 64})
     warm_up(arms()[:1], cases, OPTIONS | {"max_new_tokens": 3})
@@ -176,8 +160,47 @@ def test_the_warm_up_prepares_all_that_the_cases_need() -> None:
     assert [execution.num_programs for execution in executions] == before
 
 
-def test_peak_memory_is_that_of_the_process() -> None:
-    """At least as much as was just allocated and filled."""
+def test_peak_memory_is_at_least_what_was_just_filled() -> None:
     block = torch.ones(50, 2**20)
     peak = peak_memory_bytes(torch.device("cpu"))
     assert peak is not None and peak > block.numel() * 4
+
+
+def _measurement(arm: Arm, index: int, prefill_s: float, decode_s: float) -> Measurement:
+    """Ten tokens. Half of the decoding is the draft's, a quarter the verification's."""
+    timing = Timing(prefill_s, decode_s / 2, decode_s / 4, prefill_s + decode_s)
+    accepted, drafted = ((0, 0, 5), (0, 0, 0, 5)) if arm.draft else ((10,), (10,))
+    counts = Stats(num_generated_tokens=10, acceptance_histogram=accepted, drafted_histogram=drafted)
+    return Measurement(arm, Case(index, "prompt", index), counts, timing, "text", (7,) * 10)
+
+
+def test_summaries_are_paired_by_case() -> None:
+    """Plain takes 1 s and 2 s for ten tokens, fast 0.8 s and 0.4 s; prefills of 0.1 s and 0.2 s. The speed-ups 1.25 and
+    5 have the geometric mean 2.5, and their logarithms are ln 2 off it. A case that an arm has not done is left out."""
+    both = plain_arm, fast_arm = Arm("plain", embedded()), Arm("fast, K = 3", embedded(), "draft", 3)
+    measurements = [
+        _measurement(plain_arm, 0, 0.1, 1.0),
+        _measurement(fast_arm, 1, 0.2, 0.4),
+        _measurement(fast_arm, 2, 0.2, 9.0),
+        _measurement(fast_arm, 0, 0.2, 0.8),
+        _measurement(plain_arm, 1, 0.1, 2.0),
+    ]
+    plain, fast = summarise(measurements, both)
+    assert (plain.arm, fast.arm, plain.num_cases, fast.num_cases) == (plain_arm, fast_arm, 2, 2)
+    assert plain.ms_per_token == pytest.approx((150.0, 50 * math.sqrt(2)))
+    assert fast.total_ms_per_token == pytest.approx((80.0, 20 * math.sqrt(2)))
+    assert fast.prefill_ms == pytest.approx((200.0, 0.0)) and fast.tokens_per_s == pytest.approx(20 / 1.2)
+    assert plain.speed_up is None and fast.speed_up is not None and fast.total_speed_up is not None
+    half = stats.t.ppf(0.975, 1) * math.log(2)
+    speed_up = fast.speed_up
+    wanted = 2.5, 2.5 * math.exp(-half), 2.5 * math.exp(half)
+    assert (speed_up.value, speed_up.low, speed_up.high) == pytest.approx(wanted)
+    assert fast.total_speed_up.value == pytest.approx(math.sqrt(1.1 / 1.0 * 2.1 / 0.6))
+    document = fast.to_json()
+    assert (document["name"], document["draft"], document["k"]) == ("fast, K = 3", "draft", 3)
+    assert document["ms_per_token"] == {"mean": pytest.approx(60.0), "std": pytest.approx(20 * math.sqrt(2))}
+    assert document["speed_up"]["level"] == 0.95 and document["stats"]["mean_acceptance_length"] == 3.0
+    assert document["time_s"]["rest"] == pytest.approx(0.3) and plain.to_json()["speed_up"] is None
+    alone = summarise(measurements[:1] + measurements[3:4], both)[1]
+    assert alone.ms_per_token == (pytest.approx(80.0), None) and alone.speed_up.low is None
+    assert summarise(measurements[:2], both) == []

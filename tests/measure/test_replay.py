@@ -1,11 +1,9 @@
 """Replay against the real loop: round by round where all is certain, exactly or on average where it is not."""
 
-import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Callable
 from itertools import product
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +29,7 @@ from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import draw_gumbel
 from outrider.sampling.rules import RULES
 from reference import draft_paths
-from round_drafters import head, in_rounds, parallel, two_tables
+from round_drafters import head, parallel, two_tables
 from toys import StopAt, as_lm, llama_pair, perturbed, random_table, request, run, table_lm, table_pair, tiny_llama
 
 KS = [1, 3, 8]
@@ -80,35 +78,24 @@ Rounds = list[tuple[float, int, tuple[int, ...]]]
 """Ways in which a round may go: probability, accepted tokens, committed tokens."""
 
 
-def _rounds_by_rule(
+def _rounds(
     rule: str, draft: list[list[float]], k: int, later: list[list[float]] | None = None
 ) -> dict[tuple[int, int], Rounds]:
-    """By (last token, number drafted), from all that can happen in the rule itself."""
-    found = defaultdict(list)
-    for one in outcomes(RULES[rule], rule, TARGET.softmax(-1).tolist(), draft, range(k + 1), later):
-        found[one.case.last, len(one.case.ids)].append((one.case.weight, one.num_accepted, one.committed))
-    return {start: _merged(rounds) for start, rounds in found.items()}
-
-
-def _rounds_by_match(draft: list[list[float]], k: int) -> dict[tuple[int, int], Rounds]:
-    """Rounds if draft and target sample independently, and tokens are accepted while they are equal."""
-    p, found = TARGET.softmax(-1).tolist(), defaultdict(list)
-    for last, n in product(range(3), range(k + 1)):
-        for ids, weight in draft_paths(last, draft, n):
-            for target_ids in product(range(3), repeat=n + 1):
-                num_accepted = next((i for i in range(n) if ids[i] != target_ids[i]), n)
-                rows = zip((last, *ids), target_ids, strict=True)
-                chance = math.prod(p[before][x] for before, x in rows)
-                found[last, n].append((weight * chance, num_accepted, target_ids[: num_accepted + 1]))
-    return {start: _merged(rounds) for start, rounds in found.items()}
-
-
-def _merged(rounds: Rounds) -> Rounds:
-    """Ways with the same outcome as one; impossible ones are left out."""
-    sums: dict[tuple[int, tuple[int, ...]], float] = defaultdict(float)
-    for chance, *outcome in rounds:
-        sums[tuple(outcome)] += chance
-    return [(chance, *outcome) for outcome, chance in sorted(sums.items()) if chance > 1e-12]
+    """By (last token, number drafted), from all that can happen in the rule itself; under ``match`` draft and target
+    sample independently, and tokens are accepted while they are equal."""
+    p, found = TARGET.softmax(-1).tolist(), defaultdict(lambda: defaultdict(float))
+    if rule != MATCH:
+        for one in outcomes(RULES[rule], rule, p, draft, range(k + 1), later):
+            found[one.case.last, len(one.case.ids)][one.num_accepted, one.committed] += one.case.weight
+    for last, n in product(range(3), range(k + 1)) if rule == MATCH else ():
+        for (ids, weight), drawn in product(draft_paths(last, draft, n), product(range(3), repeat=n + 1)):
+            num_accepted = next((i for i in range(n) if ids[i] != drawn[i]), n)
+            chance = math.prod(p[before][x] for before, x in zip((last, *ids), drawn, strict=True))
+            found[last, n][num_accepted, drawn[: num_accepted + 1]] += weight * chance
+    return {
+        start: [(chance, *way) for way, chance in sorted(sums.items()) if chance > 1e-12]
+        for start, sums in found.items()
+    }
 
 
 def _enumerated(
@@ -149,103 +136,47 @@ def _enumerated(
 
 TARGET = random_table(3, 2, 1.3)
 DRAFT = 0.5 * TARGET + random_table(3, 3)
+LATER = 0.3 * TARGET + random_table(3, 7)
+BEST = torch.nn.functional.one_hot(DRAFT.argmax(-1), 3).double().log()  # certain of the draft's favourite
 _HISTOGRAMS = ("acceptance_histogram", "drafted_histogram", "full_histogram")
 
 
-def _assert_same(got: Stats, want: Stats) -> None:
-    for name in _HISTOGRAMS:
-        pair = getattr(got, name), getattr(want, name)
-        width = max(map(len, pair))
-        a, b = ([*values, *[0.0] * (width - len(values))] for values in pair)
-        assert a == pytest.approx(b, abs=1e-11), name
-    assert got.num_truncated_rounds == pytest.approx(want.num_truncated_rounds, abs=1e-11)
-
-
-def _replayed(
-    text: tuple[int, ...],
-    law: str,
-    num_tokens: int,
-    k: int,
-    *,
-    is_greedy: bool = False,
-    has_probs: bool = True,
-    drafter: Drafter | None = None,
-) -> Stats:
-    target, drafter = table_lm(TARGET), drafter or model_drafter(table_lm(DRAFT, name="draft"), DraftOptions(is_greedy))
-    header = header_of(target, has_probs=has_probs, max_new_tokens=num_tokens)
-    probs = tuple(token_probs(target, [Text((1, *text))], Sampling())[0]) if has_probs else None
-    record = Record(0, None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
-    (one,) = replay([record], header, drafter, law, [k], target=target)
-    return one.rounds(k).expected()
-
-
-def _assert_exact(by_start: dict[tuple[int, int], Rounds], law: str, num_tokens: int, k: int, **how: Any) -> None:
-    """For each text that can be written, against all ways in which the law may have written it."""
-    p = TARGET.softmax(-1).tolist()
-    for text, (mass, want) in _enumerated(by_start, num_tokens, k).items():
-        assert mass == pytest.approx(
-            math.prod(p[last][x] for last, x in zip((1, *text), text, strict=False)), abs=1e-12
-        )
-        _assert_same(_replayed(text, law, num_tokens, k, **how), want)
-
-
-SIZES = pytest.mark.parametrize(("num_tokens", "k"), [(4, 2), (3, 3)])
-
-
-@pytest.mark.parametrize("later", [None, 0.3 * TARGET + random_table(3, 7)], ids=["one table", "two tables"])
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@SIZES
-def test_expectations_given_a_text_are_exact(rule: str, num_tokens: int, k: int, later: Tensor | None) -> None:
-    """Of a draft with one table, or with another one from the second token of a round on, where the log needs no p."""
-    q, later_q = (None if table is None else table.softmax(-1).tolist() for table in (DRAFT, later))
-    drafter = None if later is None else two_tables(DRAFT, later)
-    by_start = _rounds_by_rule(rule, q, k, later_q)
-    _assert_exact(by_start, rule, num_tokens, k, has_probs=later is None, drafter=drafter)
-
-
-@SIZES
-def test_expectations_of_equal_samples_are_exact(num_tokens: int, k: int) -> None:
-    """The target's probabilities are not needed."""
-    _assert_exact(_rounds_by_match(DRAFT.softmax(-1).tolist(), k), MATCH, num_tokens, k, has_probs=False)
-
-
+@pytest.mark.parametrize(("num_tokens", "k"), [(4, 2), (3, 3)])
 @pytest.mark.parametrize(
-    ("law", "has_probs"), [("rejection", True), ("block", False), ("gumbel", False), (MATCH, True)]
-)
-def test_expectations_of_a_greedy_draft_are_exact(law: str, has_probs: bool, num_tokens: int = 4, k: int = 2) -> None:
-    """Whatever the law, a certain draft stands if it is what the target samples."""
-    best = torch.nn.functional.one_hot(DRAFT.argmax(-1), 3).tolist()
-    by_start = _rounds_by_match(best, k)
-    _assert_exact(by_start, law, num_tokens, k, is_greedy=True, has_probs=has_probs)
-
-
-@pytest.mark.parametrize(
-    ("pair", "law", "is_greedy"),
+    ("law", "of_rounds", "draft", "later", "has_probs"),
     [
-        ("llama", "rejection", False),
-        ("short context", "block", False),
-        ("draft context shorter than a prompt", "gumbel", False),
-        ("draft context shorter than a prompt", MATCH, True),
+        ("rejection", "rejection", DRAFT, None, True),
+        ("block", "block", DRAFT, None, True),
+        ("rejection", "rejection", DRAFT, LATER, False),
+        ("block", "block", DRAFT, LATER, False),
+        (MATCH, MATCH, DRAFT, None, False),
+        ("rejection", MATCH, BEST, None, True),
+        ("gumbel", MATCH, BEST, None, False),
     ],
 )
-def test_forcing_a_draft_model_changes_nothing(pair: str, law: str, is_greedy: bool) -> None:
-    """One ratio for each place is a case of one for each place and offset."""
-    target, drafter = PAIRS[pair]()
-    drafter = model_drafter(drafter.models[0], DraftOptions(is_greedy=is_greedy))
-    header, records = written(target, PROMPTS, has_probs=True, temperature=0.9, top_p=0.9, max_new_tokens=12)
-    want, got = (
-        list(replay(records, header, one, law, [1, 3], target=target, batch_size=3))
-        for one in (drafter, in_rounds(drafter))
-    )
-    for a, b in zip(want, got, strict=True):
-        for k in (1, 3):
-            law_a, law_b = a.rounds(k), b.rounds(k)
-            np.testing.assert_array_equal(law_a.num_drafted, law_b.num_drafted)
-            np.testing.assert_allclose(law_a.probs, law_b.probs, rtol=0, atol=1e-9)
-        is_drafted = a.rounds(1).num_drafted > 0
-        if len(a.overlap) != len(b.overlap):
-            a = dataclasses.replace(a, overlap=a.overlap[is_drafted])
-        np.testing.assert_allclose(a.overlap, b.overlap, rtol=0, atol=1e-9)
+def test_expectations_given_a_text_are_exact(
+    law: str, of_rounds: str, draft: Tensor, later: Tensor | None, has_probs: bool, num_tokens: int, k: int
+) -> None:
+    """For each text that can be written, against all ways in which the law may have written it. Of a draft with one
+    table, or with another one from the second token of a round on, where the log needs no p; equal samples need none
+    either. Whatever the law, a certain draft stands if it is what the target samples."""
+    p, q, later_q = (None if table is None else table.softmax(-1).tolist() for table in (TARGET, draft, later))
+    target, is_greedy = table_lm(TARGET), draft is BEST
+    drafter = model_drafter(table_lm(DRAFT, name="draft"), DraftOptions(is_greedy))
+    drafter = drafter if later is None else two_tables(DRAFT, later)
+    header = header_of(target, has_probs=has_probs, max_new_tokens=num_tokens)
+    for text, (mass, want) in _enumerated(_rounds(of_rounds, q, k, later_q), num_tokens, k).items():
+        alone = math.prod(p[last][x] for last, x in zip((1, *text), text, strict=False))
+        assert mass == pytest.approx(alone, abs=1e-12)
+        probs = tuple(token_probs(target, [Text((1, *text))], Sampling())[0]) if has_probs else None
+        record = Record(0, None, 0, "eos" if text[-1] == 2 else "length", (1,), text, probs)
+        (one,) = replay([record], header, drafter, law, [k], target=target)
+        got = one.rounds(k).expected()
+        for name in _HISTOGRAMS:
+            pair = getattr(got, name), getattr(want, name)
+            a, b = ([*values, *[0.0] * (k + 1 - len(values))] for values in pair)
+            assert a == pytest.approx(b, abs=1e-11), name
+        assert got.num_truncated_rounds == pytest.approx(want.num_truncated_rounds, abs=1e-11)
 
 
 Z = 5.1  # standard deviations; by chance in less than one of a million comparisons (two-sided, normal)
@@ -275,23 +206,18 @@ def _z_scores(rule: str, k: int, target: LM, drafter: Drafter, num_texts: int) -
     }
 
 
-def test_sampled_rounds_of_gumbel_are_those_of_the_loop_on_average() -> None:
-    """The real loop with real noise; texts end at an end token or the limit, and windows of the draft at 11 tokens.
-    Each of four comparisons fails by chance with a probability below 4e-7. (The other rules are tested exactly.)"""
-    scores = _z_scores("gumbel", 4, *table_pair(8, draft_context_len=11), 1500)
-    assert all(abs(score) < Z for score in scores.values()), scores
-
-
 def _head_pair(name: str) -> tuple[LM, Drafter]:
     model = tiny_llama(vocab_size=30)
     target = as_lm(model)
     return target, parallel(as_lm(perturbed(model, 0.1), "draft")) if name == "parallel" else head(target)
 
 
-@pytest.mark.parametrize(("name", "rule"), [("parallel", "rejection"), ("head", "gumbel")])
-def test_sampled_rounds_of_heads_are_those_of_the_loop_on_average(name: str, rule: str) -> None:
-    """Twice four comparisons, each of which fails by chance with a probability below 4e-7."""
-    scores = _z_scores(rule, 3, *_head_pair(name), 200)
+@pytest.mark.parametrize(("name", "rule"), [("tables", "gumbel"), ("parallel", "rejection"), ("head", "gumbel")])
+def test_sampled_rounds_are_those_of_the_loop_on_average(name: str, rule: str) -> None:
+    """The real loop with real noise; texts end at an end token or the limit, and windows of the draft at 11 tokens.
+    Each of four comparisons fails by chance with a probability below 4e-7. (Other rules are tested exactly.)"""
+    pair = table_pair(8, draft_context_len=11) if name == "tables" else _head_pair(name)
+    scores = _z_scores(rule, 4 if name == "tables" else 3, *pair, 1500 if name == "tables" else 200)
     assert all(abs(score) < Z for score in scores.values()), scores
 
 
@@ -342,20 +268,18 @@ def test_alpha_is_estimated_without_bias() -> None:
 def test_what_cannot_be_replayed_is_refused() -> None:
     target, drafter = table_pair(8)
     header, records = written(target, PROMPTS[:1], temperature=0.7, max_new_tokens=5)
-    with pytest.raises(OptionError, match="record it again with --probs"):
-        list(replay(records, header, drafter, "rejection", [1]))
     assert list(replay(records, header, ngram_drafter(), "rejection", [1]))
-    with pytest.raises(OptionError, match="name a draft to replay"):
-        list(replay(records, header, NO_DRAFTER, "rejection", [1]))
-    with pytest.raises(OptionError, match="choose one of rejection, block, gumbel, match"):
-        list(replay(records, header, drafter, "hope", [1]))
-    with pytest.raises(OptionError, match="draft = 'head'.*--target"):
-        list(replay(records, header, _head_pair("head")[1], "rejection", [1]))
-    with pytest.raises(OptionError, match="acceptance = 'gumbel' is invalid: it needs all of p.*--target"):
-        list(replay(records, header, drafter, "gumbel", [1]))
-    target, short = table_pair(8, draft_context_len=2)
-    with pytest.raises(OptionError, match="some texts are longer than its context"):
-        list(replay(records, header, short, MATCH, [1]))
+    short = table_pair(8, draft_context_len=2)[1]
+    for one, rule, message in (
+        (drafter, "rejection", "record it again with --probs"),
+        (NO_DRAFTER, "rejection", "name a draft to replay"),
+        (drafter, "hope", "choose one of rejection, block, gumbel, match"),
+        (_head_pair("head")[1], "rejection", "draft = 'head'.*--target"),
+        (drafter, "gumbel", "acceptance = 'gumbel' is invalid: it needs all of p.*--target"),
+        (short, MATCH, "some texts are longer than its context"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            list(replay(records, header, one, rule, [1]))
 
 
 def test_an_impossible_token_is_no_accident() -> None:
@@ -368,17 +292,3 @@ def test_an_impossible_token_is_no_accident() -> None:
     logs = log_ratios(np.array([0.5, 0.25]), np.array([0.0, 1.0]))
     for rule in ("block", "rejection"):
         assert module.survival(rule, module.by_offset(logs, 2))[0] == pytest.approx((1.0, 1.0, 0.25))
-
-
-def test_laws_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of every K up to 1024 at once would take gigabytes for a long text."""
-    target, drafter = llama_pair()
-    header, records = written(target, PROMPTS, temperature=0.0, max_new_tokens=10)
-    made: list[object] = []
-    of = RoundDistribution.of
-    monkeypatch.setattr(RoundDistribution, "of", lambda *arguments: made.append(None) or of(*arguments))
-    for draft in (drafter, ngram_drafter()):
-        first = next(iter(replay(records, header, draft, "block", [1, 2, 3])))
-        assert not made
-        assert first.rounds(2).probs.shape == (len(records[0].token_ids), 3) and len(made) == 1
-        made.clear()
