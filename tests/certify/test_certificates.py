@@ -15,19 +15,15 @@ from outrider.certify.certificate import Certificate
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.evidence import detectable
-from outrider.certify.observed import _each
 from outrider.certify.run import CertifyTask, TokenSample, certify, run_pilot
 from outrider.decoder import Decoder
-from outrider.drafters.base import Drafter, Rows, altered_drafter
+from outrider.drafters.base import Drafter
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError, PromptError
 from outrider.options import Sampling
-from outrider.records import Draft
-from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import normalise
-from outrider.sampling.rules import RULES, Rule
+from outrider.sampling.rules import RULES
 from toys import as_lm, llama_pair, perturbed, random_table, table_lm, table_pair, tiny_llama
 
 
@@ -60,33 +56,15 @@ def _certificate(job: CertifyTask, num_tokens: int, *controls: str, **options: A
     return certify(job, run_pilot(job), num_tokens, controls=_controls(*controls), **options)
 
 
-def test_mistakes_are_made_eagerly() -> None:
-    """No step is prepared for a rule that is wrong, which may take longer than the certificate, nor for the right texts
-    with which those of a missed control are compared; the texts that are tested come from prepared steps."""
-    target, drafter = llama_pair()
-    executions = target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
-    job = _job((target, drafter), "block", batch_size=4)
-    certificate = _certificate(job, 300, "reseeded")
-    assert not certificate.controls[0].is_caught
-    statics = [static for one in executions for (_, _, static, *_) in one._programs]
-    rules = {item.name for static in statics for item in static if isinstance(item, Rule)}
-    assert rules == {"block"}
-
-
 @pytest.mark.parametrize("controls", [("accept-all",), pytest.param(ALL_CONTROLS, marks=pytest.mark.slow)], ids=len)
 def test_a_real_model_is_certified(controls: tuple[str, ...]) -> None:
     """A tiny Llama whose texts end by chance, with penalties; all controls are caught. False alarm: 1e-6."""
-    told: dict[str, int] = {}
+    told: list[int] = []
     options = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3}
     job = _job(llama_pair(), "gumbel", 1e-6, **options)
-
-    def on_tokens(what: str, done: int, total: int) -> None:
-        told[what] = told.get(what, 0) + done
-        assert told[what] <= total == 2500
-
-    certificate = _certificate(job, 2500, *controls, on_tokens=on_tokens)
+    certificate = _certificate(job, 2500, *controls, on_tokens=told.append)
     assert certificate.verdict == "passed", certificate
-    assert all(control.is_caught for control in certificate.controls) and told["sample"] == 2500
+    assert all(control.is_caught for control in certificate.controls) and sum(told) == 2500 * (1 + len(controls))
     statistical = certificate.statistical
     assert statistical is not None and len(statistical.tests) == num_tests(has_rounds=True) == 14
     assert statistical.detectable is not None and statistical.detectable < 0.1
@@ -96,35 +74,14 @@ def test_a_real_model_is_certified(controls: tuple[str, ...]) -> None:
 
 
 def test_a_pair_with_states_is_certified() -> None:
-    """And a cache that keeps a rejected token is caught. False alarm: 1e-6."""
+    """A cache that keeps a rejected token is caught. And a draft is certified beyond its context. False alarm: 1e-6."""
     model = hybrid("lfm2")
     pair = hybrid_lm(model), model_drafter(hybrid_lm(perturbed(model, 0.1), "draft"))
     certificate = _certificate(_job(pair, "block", 1e-6), 1500, "rollback")
     assert certificate.verdict == "passed", certificate
     assert [control.is_caught for control in certificate.controls] == [True]
-
-
-def _misreported_windows(inner: Drafter) -> Drafter:
-    """Reports a sharper q than it draws from, but only beyond its context."""
-
-    def alter(rows: Rows, k: int, draft: Draft) -> Draft:
-        if draft.probs is None:
-            return draft
-        is_window = (rows.lengths > inner.models[0].context_len)[:, None, None]
-        return dataclasses.replace(draft, probs=torch.where(is_window, normalise(draft.probs**2), draft.probs))
-
-    return altered_drafter(inner, "misreported", alter)
-
-
-def test_a_draft_is_certified_beyond_its_context() -> None:
-    """Where it reads the last tokens only. A mistake that is made there alone is refused. False alarm: 1e-6."""
-    target, drafter = table_pair(6, draft_context_len=8)
-    job = _job((target, drafter), "rejection", 1e-6, ignore_eos=True)
-    assert _certificate(job, 1500).verdict == "passed"
-    wrong = dataclasses.replace(job, decoder=dataclasses.replace(job.decoder, drafter=_misreported_windows(drafter)))
-    certificate = _certificate(wrong, 1500)
-    assert certificate.verdict == "failed" and certificate.statistical is not None
-    assert certificate.statistical.is_alarm
+    windows = _job(table_pair(6, draft_context_len=8), "rejection", 1e-6, ignore_eos=True)
+    assert _certificate(windows, 1500).verdict == "passed"
 
 
 def _design(job: CertifyTask, num_tokens: int, num_pilot: int = 256) -> Design:
@@ -176,8 +133,8 @@ def test_false_alarms_are_as_rare_as_stated(
     whole = TokenSample(job).first(num_certificates * num_tokens)
     found = 0
     for i in range(num_certificates):
-        part = _each([whole], lambda arrays, begin=i * num_tokens: arrays[0][..., begin : begin + num_tokens])
-        found += any(test.is_alarm for test in design.tests(part, level)) or bool(part.is_forbidden.any())
+        part = whole.part(slice(i * num_tokens, (i + 1) * num_tokens))
+        found += any(test.is_alarm for test in design.tests(part, level)) or bool(part["is_forbidden"].any())
     assert found <= stats.binom.isf(1e-6, num_certificates, level)
 
 
@@ -202,7 +159,7 @@ def test_the_size_that_is_asked_for_suffices() -> None:
     pilot = run_pilot(job)
     num_tokens = pilot.num_tokens_to_detect(0.03, job.level)
     observed, design = TokenSample(job).first(num_tokens), _design(job, num_tokens)
-    least = detectable(observed.statistics["score"], observed.drift, design.bets["score"][0], design.level)
+    least = detectable(observed.statistic("score"), observed.drift, design.bets["score"][0], design.level)
     assert least is not None and 0.02 < least <= 0.03
     with pytest.raises(OptionError, match="no farther from the target than"):
         pilot.num_tokens_to_detect(0.9, job.level)

@@ -80,9 +80,9 @@ def test_a_right_loop_passes_and_a_mistake_alarms() -> None:
     ):
         tested = _observed(drafter, rule, 0, 200)
         assert any(test.is_alarm for test in design.tests(tested, LEVEL)) == is_wrong
-        assert is_wrong or not tested.is_forbidden.any()
+        assert is_wrong or not tested["is_forbidden"].any()
     observed = _observed(ngram_drafter(), ACCEPT_ALL, 0, 100, Sampling())
-    assert observed.is_forbidden.any() and len(observed) == 100 * LENGTH
+    assert observed["is_forbidden"].any() and len(observed) == 100 * LENGTH
 
 
 def test_a_constraint_that_is_not_enforced_can_be_led_back() -> None:

@@ -43,17 +43,17 @@ def test_the_statistics_are_those_of_the_rows() -> None:
         for i, y in enumerate(text.token_ids):
             before = whole[len(text.prompt_ids) + i - 1]
             p, q = p_table[before], q_table[before]
-            assert (seen.places[at], seen.positions[at], seen.prompts[at]) == (text.places[i], i, text.prompt)
+            assert (seen["places"][at], seen["positions"][at], seen["prompts"][at]) == (text.places[i], i, text.prompt)
             assert seen.drift.distances[at] == pytest.approx(np.abs(p - q).sum() / 2)
-            assert seen.is_forbidden[at] == (p[y] == 0)
+            assert seen["is_forbidden"][at] == (p[y] == 0)
             if p[y] > 0:
                 order = sorted(range(6), key=lambda v: (q[v] - p[v], v))
                 pit = sum(p[v] for v in order[: order.index(y)]) + uniforms[i] * p[y]
-                assert seen.pits[at] == pytest.approx(pit)
+                assert seen["pits"][at] == pytest.approx(pit)
                 for increments, x in (
-                    (seen.statistics["score"], [min(b / a, MAX_RATIO) if a else 0 for a, b in zip(p, q, strict=True)]),
-                    (seen.statistics["likelihood"], [min(-np.log(a), MAX_SURPRISE) if a else 0 for a in p]),
-                    (seen.statistics["rank"], [sum(p[:v]) + p[v] / 2 for v in range(6)]),
+                    (seen.statistic("score"), [min(b / a, MAX_RATIO) if a else 0 for a, b in zip(p, q, strict=True)]),
+                    (seen.statistic("likelihood"), [min(-np.log(a), MAX_SURPRISE) if a else 0 for a in p]),
+                    (seen.statistic("rank"), [sum(p[:v]) + p[v] / 2 for v in range(6)]),
                 ):
                     centred = np.array(x) - p @ np.array(x)
                     assert increments.values[at] == pytest.approx(centred[y])
@@ -61,11 +61,11 @@ def test_the_statistics_are_those_of_the_rows() -> None:
                     assert increments.highs[at] == pytest.approx(max(centred[p > 0]))
                     assert increments.lows[at] == pytest.approx(-min(centred[p > 0]))
             at += 1
-    assert at == len(seen) and 0 < seen.is_forbidden.sum() < len(seen)
+    assert at == len(seen) and 0 < seen["is_forbidden"].sum() < len(seen)
     # A draft that is the target, but for the last bits of its rows, is no deviation.
     draft = model_drafter(table_lm(target.model.table * (1 + 1e-15)))
-    same = observe(target, draft, Sampling(), TEXTS, seed=5, batch_size=2).statistics
-    assert not same["score"].moments.any() and not same["score"].values.any() and same["likelihood"].moments.all()
+    same = observe(target, draft, Sampling(), TEXTS, seed=5, batch_size=2)
+    assert not same.statistic("score").moments.any() and same.statistic("likelihood").moments.all()
 
 
 def test_a_look_up_is_asked_at_every_token() -> None:
@@ -139,15 +139,15 @@ def test_rounding_may_move_a_token_over_the_edge(options: Any, row: torch.Tensor
     target = table_lm(row.repeat(len(row), 1))
     text = GeneratedText(0, 0, (0,), (said, 0), (0, 0))
     seen = observe(target, model_drafter(target), Sampling(**options), [text], seed=0, batch_size=1)
-    assert seen.is_at_edge.tolist() == [is_edge, False]
-    assert seen.is_forbidden.tolist() == [not is_edge, False]
+    assert seen["is_at_edge"].tolist() == [is_edge, False]
+    assert seen["is_forbidden"].tolist() == [not is_edge, False]
 
 
 def test_pairs_of_tokens_by_hand() -> None:
     observed = observe(*table_pair(6), Sampling(), TEXTS, seed=5, batch_size=4)
 
     def kinds(test: str, num_tokens: int = 13, has_rounds: bool = True) -> dict[str, list[tuple[int, int]]]:
-        pairs = pairs_by_test(observed.first(num_tokens), 4, has_rounds=has_rounds).get(test, {})
+        pairs = pairs_by_test(observed.part(slice(num_tokens)), 4, has_rounds=has_rounds).get(test, {})
         return {name: sorted(map(tuple, found.T.tolist())) for name, found in pairs.items()}
 
     within = kinds("rank-by-distance")
@@ -167,7 +167,7 @@ def test_pairs_of_tokens_by_hand() -> None:
     # A part of a sequence, as in a sample that was cut, has no partners beyond it.
     assert kinds("rank-by-round-before", 4) == {"round before": [(0, 3)]}
     # Values and moments of a token with two partners.
-    found, rank = products_of(observed, np.array([[0, 1, 2], [4, 4, 7]])), observed.statistics["rank"]
+    found, rank = products_of(observed, np.array([[0, 1, 2], [4, 4, 7]])), observed.statistic("rank")
     factor = rank.values[0] + rank.values[1]
     want = np.zeros(13)
     want[4], want[7] = factor * rank.values[4], rank.values[2] * rank.values[7]

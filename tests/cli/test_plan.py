@@ -35,7 +35,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
+def test_the_table_the_document_and_the_answer(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """Every option that matters is in the command that is the answer."""
     drafts = "-k", "1,2", "--draft", "fable-draft", "--draft", "ngram"
     options = "-t", 0.5, "--top-k", 20, "--logit-bias", "5=-inf", "--acceptance", "gumbel", "--dtype", "float64"
@@ -48,15 +48,9 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
     assert "Best: " in ended.out and "outrider generate --target fable --draft fable-draft " in command
     assert "-t 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
     assert "--dtype float64" in command and "--top-p" not in command
-    assert (
-        command.endswith(f" --prompts {prompts} --batch-size 2 -n 12")
-        and "--seed" not in command
-        and "--generation-config" not in command
-    )
-
-
-def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Two batch sizes; the page is of the first."""
+    assert command.endswith(f" --prompts {prompts} --batch-size 2 -n 12")
+    assert "--seed" not in command and "--generation-config" not in command
+    # The document has both batch sizes; the page is of the first.
     page = tmp_path / "plan.html"
     arguments = "--prompts", prompts, "-k", "1,3", "--batch-size", "1,2", "--html", page, "-t", 0
     document = only_document(outrider("plan", *QUICK, *arguments, "--json", "-").out, "plan")
@@ -67,8 +61,7 @@ def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None
     assert speed_ups == sorted(speed_ups, reverse=True)
     assert one["best"] == (one["choices"][0] if speed_ups[0] > 1 else None)
     assert [entry["num_tokens"] for entry in one["target_ms"]] == [1, 2, 4]
-    for choice in one["choices"]:
-        assert choice["tau"]["value"] >= 1 and choice["if_free"] > choice["speed_up"]["value"]
+    assert all(one["if_free"] > one["speed_up"]["value"] and one["tau"]["value"] >= 1 for one in one["choices"])
     assert page.read_text(encoding="utf-8").count("<svg") == 2
 
 

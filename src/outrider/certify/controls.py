@@ -110,10 +110,6 @@ def drop_unlikely(inner: Drafter, least_prob: float) -> Drafter:
     return altered_drafter(inner, "drop-unlikely", alter)
 
 
-def _drop_unlikely(inner: Drafter) -> Drafter:
-    return drop_unlikely(inner, 0.1)
-
-
 class OffByOneRollback:
     """Execution whose cache keeps one entry too many after a rejection: the rejected token, in the place of the
     correction. All later tokens then attend to a token that is not in the sequence."""

@@ -18,7 +18,7 @@ Two sequences are compared at the later one, so that the earlier one is known in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,35 +48,29 @@ _PAIRS_PER_TOKEN = 0.5  # approximate, of the rarer kinds
 _MOST_DISTANCE = 2 * DEFAULT_NUM_DRAFT_TOKENS + 2  # between two tokens of a sequence, if K is unknown
 
 
-def _accepted_before(observed: ObservedTokens) -> Integers:
-    """Number of tokens accepted in the previous round; -1 in a first round. [n]"""
-    last = np.arange(len(observed)) - observed.places - 1  # of the previous round
-    kinds: Integers = np.where((observed.rounds > 0) & (last >= 0), observed.places[last], -1)
-    return kinds
+# Tests by stakes, whose names tell the statistic and the kinds of tokens, each with an account of its own.
+_WHOLE = ("score", "likelihood", "rank")  # all tokens are alike
+_OF_ROUNDS = ("score-by-place", "likelihood-by-place", "rank-by-place", "score-by-round-before")
+_ALWAYS = ("score-by-position", "score-by-prompt")
 
 
-_Kinds = Callable[[ObservedTokens], Integers]
-# Tests by stakes: the statistic, and the kind of each token; each kind has an account of its own.
-_WHOLE: dict[str, tuple[str, _Kinds]] = {
-    name: (name, lambda o: np.zeros(len(o), np.int64)) for name in ("score", "likelihood", "rank")
-}
-_OF_ROUNDS: dict[str, tuple[str, _Kinds]] = {
-    "score-by-place": ("score", lambda o: o.places),
-    "likelihood-by-place": ("likelihood", lambda o: o.places),
-    "rank-by-place": ("rank", lambda o: o.places),
-    "score-by-round-before": ("score", _accepted_before),
-}
-_ALWAYS: dict[str, tuple[str, _Kinds]] = {
-    "score-by-position": (
-        "score",
-        lambda o: np.minimum(np.log2(o.positions + 1).astype(np.int64), _NUM_POSITIONS),
-    ),
-    "score-by-prompt": ("score", lambda o: o.prompts % _MAX_PROMPT_ACCOUNTS),
-}
+def _kinds_of(observed: ObservedTokens, kinds: str) -> Integers:
+    """Kind of each token, by the end of a test's name. [n]"""
+    places, found = observed["places"], np.zeros(len(observed), np.int64)
+    if kinds == "place":
+        found = places
+    elif kinds == "round-before":  # tokens accepted in the previous round; -1 in a first round
+        last = np.arange(len(observed)) - places - 1  # of the previous round
+        found = np.where((observed["rounds"] > 0) & (last >= 0), places[last], -1)
+    elif kinds == "position":
+        found = np.minimum(np.log2(observed["positions"] + 1).astype(np.int64), _NUM_POSITIONS)
+    elif kinds == "prompt":
+        found = observed["prompts"] % _MAX_PROMPT_ACCOUNTS
+    return found
 
 
-def _tests_by_stakes(has_rounds: bool) -> dict[str, tuple[str, _Kinds]]:
-    return _WHOLE | (_OF_ROUNDS if has_rounds else {}) | _ALWAYS
+def _tests_by_stakes(has_rounds: bool) -> tuple[str, ...]:
+    return (*_WHOLE, *(_OF_ROUNDS if has_rounds else ()), *_ALWAYS)
 
 
 def num_tests(*, has_rounds: bool) -> int:
@@ -125,16 +119,17 @@ class Design:
         """
         single = level / num_tests(has_rounds=has_rounds)
         bets = {}
-        for name, (statistic, kinds_of) in _tests_by_stakes(has_rounds).items():
+        for name in _tests_by_stakes(has_rounds):
+            statistic, _, kinds = name.partition("-by-")
             if name == "score-by-prompt":  # the pilot may not contain all of them
                 num_groups = min(num_prompts, _MAX_PROMPT_ACCOUNTS)
                 shares = dict.fromkeys(range(num_groups), 1 / num_groups)
             else:
-                kinds, counts = np.unique(kinds_of(pilot), return_counts=True)
-                shares = dict(zip(kinds.tolist(), (counts / len(pilot)).tolist(), strict=True))
-            like, each = pilot.statistics[statistic], single / len(shares)  # the other accounts contribute little
+                found, counts = np.unique(_kinds_of(pilot, kinds), return_counts=True)
+                shares = dict(zip(found.tolist(), (counts / len(pilot)).tolist(), strict=True))
+            like, each = pilot.statistic(statistic), single / len(shares)  # the other accounts contribute little
             bets[name] = {kind: Bet.for_sample(like, num_tokens * share, each) for kind, share in shares.items()}
-        rank = pilot.statistics["rank"]
+        rank = pilot.statistic("rank")
         neighbours = rank.scaled(np.roll(rank.values, 1))
         product = Bet.for_sample(neighbours, _PAIRS_PER_TOKEN * num_tokens, single / num_distances)
         return cls(single, bets, product, num_distances, has_rounds)
@@ -145,14 +140,15 @@ class Design:
 
     def _run(self, observed: ObservedTokens, level: float) -> tuple[list[Finding], list[Dependence]]:
         found, dependence = [], []
-        for name, (statistic, kinds_of) in _tests_by_stakes(self.has_rounds).items():
-            whole, kinds, bets = observed.statistics[statistic], kinds_of(observed), self.bets[name]
+        for name, bets in self.bets.items():
+            statistic, _, by = name.partition("-by-")
+            whole, kinds = observed.statistic(statistic), _kinds_of(observed, by)
             # Tokens of a kind without a bet are ignored.
             staked = sorted(set(kinds.tolist()) & set(bets))
             wealth = mean_wealth([bets[kind].log_wealth(whole[kinds == kind]) for kind in staked], len(bets))
-            found.append(Finding(name, whole.z if name in _WHOLE else wealth, p_value(wealth)))
-        found[len(_WHOLE) : len(_WHOLE)] = pit_tests(observed.pits)
-        variances = observed.statistics["rank"].moments[0]
+            found.append(Finding(name, wealth if by else whole.z, p_value(wealth)))
+        found[len(_WHOLE) : len(_WHOLE)] = pit_tests(observed["pits"])
+        variances = observed.statistic("rank").moments[0]
         for name, by_kind in pairs_by_test(observed, self.num_distances, has_rounds=self.has_rounds).items():
             logs = []
             for kind, pairs in by_kind.items():
@@ -174,8 +170,8 @@ class Design:
         Args:
             wanted: total variation that must be detectable.
         """
-        score, drift = observed.statistics["score"], observed.drift
-        places = [score[observed.places == place] for place in sorted(set(observed.places.tolist()))]
+        score, drift = observed.statistic("score"), observed.drift
+        places = [score[observed["places"] == place] for place in sorted(set(observed["places"].tolist()))]
         estimate, std = estimate_tv(score, drift) or (None, None)
         least = detectable(score, drift, self.bets["score"][0], self.level)
         is_enough = least is not None and (wanted is None or least <= wanted)
@@ -187,15 +183,15 @@ class Design:
         return StatisticalReport(
             num_tokens=len(observed),
             num_texts=num_texts,
-            num_forbidden=int(observed.is_forbidden.sum()),
-            num_at_edge=int(observed.is_at_edge.sum()),
+            num_forbidden=int(observed["is_forbidden"].sum()),
+            num_at_edge=int(observed["is_at_edge"].sum()),
             alpha=1 - distance,
             detectable=least,
             wanted=wanted,
             num_tokens_needed=needed,
             estimate=estimate,
             estimate_std=std,
-            surprise_excess=float(observed.statistics["likelihood"].values.mean()),
+            surprise_excess=float(observed.statistic("likelihood").values.mean()),
             tests=tests,
             dependence=dependence,
             places=[(len(part.values), part.z) for part in places] if self.has_rounds else [],
@@ -206,21 +202,21 @@ def pairs_by_test(observed: ObservedTokens, num_distances: int, *, has_rounds: b
     """Pairs of each test of dependence, by kind."""
     by_distance = {}
     for distance in range(1, num_distances + 1):
-        later = distance + np.flatnonzero(observed.positions[distance:] >= distance)
+        later = distance + np.flatnonzero(observed["positions"][distance:] >= distance)
         by_distance[f"distance {distance}"] = np.stack((later - distance, later))
     between: dict[str, Pairs] = {}
     pairs = {"rank-by-distance": by_distance}
     if has_rounds:
-        places, rounds, slots, steps = observed.places, observed.rounds, observed.slots, observed.steps
-        texts = observed.texts
+        places, rounds, slots, steps = observed["places"], observed["rounds"], observed["slots"], observed["steps"]
+        texts = observed["texts"]
         before = _latest((texts, rounds, places), (texts, rounds - 1, places))
         pairs["rank-by-round-before"] = {"round before": before}
         beside = [_latest((steps, slots, places), (steps, slots + side, places)) for side in (-1, 1)]
         between["slot beside, same step"] = np.concatenate(beside, axis=1)
         between["same slot, same round"] = _latest((slots, rounds, places))
-        between["same slot, same length"] = _latest((slots, observed.lengths))
-    between["sequence before, same position"] = _latest((observed.positions,))
-    between["sequence before, same length"] = _latest((observed.lengths,))
+        between["same slot, same length"] = _latest((slots, observed["lengths"]))
+    between["sequence before, same position"] = _latest((observed["positions"],))
+    between["sequence before, same length"] = _latest((observed["lengths"],))
     return pairs | {"rank-by-sequence": between}
 
 
@@ -240,6 +236,6 @@ def _latest(own: tuple[Integers, ...], wanted: tuple[Integers, ...] | None = Non
 def products_of(observed: ObservedTokens, pairs: Pairs) -> Increments:
     """Rank of each token times the sum of its partners' ranks."""
     earlier, later = pairs
-    rank = observed.statistics["rank"]
+    rank = observed.statistic("rank")
     stakes = np.bincount(later, weights=rank.values[earlier], minlength=len(observed)).astype(float)
     return rank.scaled(stakes)

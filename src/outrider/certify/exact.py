@@ -20,7 +20,7 @@ Outrider's cache and masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -46,7 +46,7 @@ NUM_LIKELY = 4  # tokens after each prefix that a round is restricted to
 _ROWS = 32  # prefixes in one forward
 _K = 2
 _LEAST, _MOST = 2.0**-60, 1 - 2.0**-53  # as small and as large as a uniform number may be
-_NUM_HALVINGS = 54  # below the resolution of float64 in [0, 1]
+_NUM_HALVINGS = 53  # the resolution of float64 in [0, 1]
 _NUM_NOISES = 256  # for gumbel, in each context
 # A toy with many rejections, which reveal much about the tokens that the same numbers draft next: the draft hardly ever
 # proposes 0, which the target often generates.
@@ -88,12 +88,11 @@ class ExactReport:
     def is_ok(self) -> bool:
         return all(gap <= tolerance for _, gap, tolerance in self.comparisons())
 
-    def comparisons(self) -> Iterator[tuple[str, float, float]]:
-        """Yield each comparison: name, deviation, which may be NaN, and tolerance."""
-        yield "one token", self.identity, self.tolerance
-        yield "one round", self.round_law, self.tolerance
-        yield "two rounds", self.two_rounds, self.tolerance
-        yield "teacher forcing", self.forcing, self.forcing_tolerance
+    def comparisons(self) -> list[tuple[str, float, float]]:
+        """Name, deviation, which may be NaN, and tolerance of each comparison."""
+        exact = {"one token": self.identity, "one round": self.round_law, "two rounds": self.two_rounds}
+        found = [(name, gap, self.tolerance) for name, gap in exact.items()]
+        return [*found, ("teacher forcing", self.forcing, self.forcing_tolerance)]
 
 
 def check_exactly(
@@ -203,26 +202,16 @@ Tree = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 prefix. [M], [M, M], [M, M, M], [M], [M, M]"""
 
 
-def target_distribution(tree: Tree) -> Tensor:
-    """Target's distribution of three tokens. [M, M, M]"""
-    p0, p1, p2, *_ = tree
-    return p0[:, None, None] * p1[:, :, None] * p2
-
-
 def round_gap(rule: Rule, tree: Tree) -> float:
-    """Largest difference of a probability of three tokens between the rule and the target alone."""
-    return float((round_distribution(rule, tree) - target_distribution(tree)).abs().max())
-
-
-def round_distribution(rule: Rule, tree: Tree) -> Tensor:
-    """Distribution of three tokens: a round with two drafted ones under a rule, then the target. [M, M, M]"""
-    _, p1, p2, *_ = tree
+    """Largest difference of a probability of three tokens between a round with two drafted ones under a rule, then the
+    target, and the target alone."""
+    p0, p1, p2, *_ = tree
     bounds, committed = _pieces(rule, tree)
-    distribution = torch.zeros_like(p2)
+    distribution = torch.zeros_like(p2)  # [M, M, M]
     for (a, *others), volume in zip(committed, bounds.diff(dim=2).prod(dim=1)[:, 0], strict=True):
         rest = p1[a][:, None] * p2[a] if not others else p2[a, others[0]] if len(others) == 1 else 1.0
         distribution[(a, *others)] += volume * rest
-    return distribution
+    return float((distribution - p0[:, None, None] * p1[:, :, None] * p2).abs().max())
 
 
 def _pieces(rule: Rule, tree: Tree) -> tuple[Tensor, list[tuple[int, ...]]]:
@@ -278,34 +267,29 @@ def _coin_edges(verify: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
     def lengths(values: Tensor) -> Tensor:
         return verify(index, others.scatter(1, moved, values[:, None]), half)[0]
 
-    low, high = torch.full_like(half, _LEAST), torch.full_like(half, _MOST)
-    before = lengths(low)
-    turns = lengths(high) != before
+    before = lengths(torch.full_like(half, _LEAST))
+    return _edges(lambda values: lengths(values) == before, len(index)).view(_K, 2, num_paths).amin(dim=1).T
+
+
+def _edges(is_below: Callable[[Tensor], Tensor], num: int) -> Tensor:
+    """Where a condition on each of some uniform numbers ceases to hold, by bisection; 1 if nowhere. [N]"""
+    low, high = torch.zeros(num, dtype=torch.float64), torch.ones(num, dtype=torch.float64)
     for _ in range(_NUM_HALVINGS):
         middle = (low + high) / 2
-        is_same = lengths(middle) == before
-        low, high = torch.where(is_same, middle, low), torch.where(is_same, high, middle)
-    return torch.where(turns, high, 1.0).view(_K, 2, num_paths).amin(dim=1).T
+        below = is_below(middle)
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high
 
 
 def _intervals_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int, m: int) -> Tensor:
-    """Intervals of uniform numbers that lead to each id; ids must be non-decreasing in them.
+    """Intervals of uniform numbers that lead to each id; ids must be non-decreasing in them. [N, M, 2]
 
     Args:
         ids_of: rows and their uniform numbers -> ids. [N'], [N'] -> [N']
-
-    Returns:
-        [N, M, 2]
     """
     rows = torch.arange(num_rows).repeat(m - 1)
     tokens = torch.arange(m - 1).repeat_interleave(num_rows)
-    low = torch.zeros(len(rows), dtype=torch.float64)
-    high = torch.ones(len(rows), dtype=torch.float64)
-    for _ in range(_NUM_HALVINGS):
-        middle = (low + high) / 2
-        is_below = ids_of(rows, middle) <= tokens
-        low, high = torch.where(is_below, middle, low), torch.where(is_below, high, middle)
-    edges = high.view(m - 1, num_rows).T  # [N, M-1]
+    edges = _edges(lambda values: ids_of(rows, values) <= tokens, len(rows)).view(m - 1, num_rows).T
     ends = torch.zeros(num_rows, 1, dtype=torch.float64)
     return torch.cat((ends, edges, ends + 1), dim=1).unfold(1, 2, 1)
 

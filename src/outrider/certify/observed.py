@@ -19,16 +19,17 @@ occur by chance: it is counted, unless rounding may have moved it across the edg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.certify.divergence import is_at_edge
-from outrider.certify.evidence import Drift, Floats, Increments, Integers
+from outrider.certify.evidence import Drift, Increments, Integers
 from outrider.drafters.base import Drafter
 from outrider.measure.along import Places, along, needs_forcing
 from outrider.measure.teacher_forcing import ForcedTokens, Text, force
@@ -76,40 +77,36 @@ class GeneratedText:
 
 @dataclass(frozen=True, slots=True)
 class ObservedTokens:
-    """n tokens, sequence by sequence.
+    """n tokens, sequence by sequence: columns of a number for each.
 
-    Attributes:
-        pits: probability integral transforms, uniform if the tokens follow p. [n]
-        statistics: score, likelihood and rank. n tokens
-        drift: of the score, if the tokens followed q. [n]
-        places, positions, prompts: place in the round; index in the output; index of the prompt. [n]
-        texts, slots: index of the sequence; cache slot. [n]
-        rounds, steps: round in the sequence; step of the loop. [n]
-        lengths: number of tokens before it, prompt included. [n]
-        is_forbidden: p is 0 at the token, and rounding cannot explain it. [n]
-        is_at_edge: p is 0 at the token, and rounding may explain it; not tested. [n]
+    - ``pits``: probability integral transforms, uniform if the tokens follow p;
+    - ``is_forbidden``, ``is_at_edge``: p is 0 at the token, and rounding cannot explain it; or it may (not tested);
+    - ``places``, ``rounds``, ``positions``: place in the round; round in the sequence; index in the output;
+    - ``texts``, ``prompts``, ``slots``, ``steps``: of the sequence; its prompt; cache slot; step of the loop;
+    - ``lengths``: tokens before it, prompt included;
+    - those of ``statistics_of``, by ``statistic`` and ``drift``.
     """
 
-    pits: Floats
-    statistics: Mapping[str, Increments]
-    drift: Drift
-    places: Integers
-    positions: Integers
-    prompts: Integers
-    texts: Integers
-    slots: Integers
-    rounds: Integers
-    steps: Integers
-    lengths: Integers
-    is_forbidden: np.ndarray
-    is_at_edge: np.ndarray
+    columns: Mapping[str, NDArray[Any]]
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.columns[name]
 
     def __len__(self) -> int:
-        return len(self.pits)
+        return len(self["pits"])
 
-    def first(self, num_tokens: int) -> ObservedTokens:
-        part: ObservedTokens = _each([self], lambda arrays: arrays[0][..., :num_tokens])
-        return part
+    def statistic(self, name: str) -> Increments:
+        """The score, the likelihood or the rank."""
+        moments = np.stack([self[f"{name}_m{power}"] for power in (2, 3, 4)])
+        return Increments(self[f"{name}_values"], moments, self[f"{name}_lows"], self[f"{name}_highs"])
+
+    @property
+    def drift(self) -> Drift:
+        """The drift of the score, if the tokens followed q."""
+        return Drift(self["drift"], self["drift_m2"], self["distance"])
+
+    def part(self, tokens: slice) -> ObservedTokens:
+        return ObservedTokens({name: column[tokens] for name, column in self.columns.items()})
 
 
 def observe(
@@ -163,49 +160,22 @@ def observe(
                 parts.append({name: column.cpu() for name, column in columns.items()})
         order = torch.cat([part["rows"] for part in parts]).argsort(stable=True)  # chunks hold a piece of every text
         groups.append({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
-    whole = {name: torch.cat([group[name] for group in groups]).numpy() for name in groups[0]}
-    statistics = {}
-    for name in ("score", "likelihood", "rank"):
-        moments = np.stack([whole[f"{name}_m{power}"] for power in (2, 3, 4)])
-        statistics[name] = Increments(whole[f"{name}_values"], moments, whole[f"{name}_lows"], whole[f"{name}_highs"])
     num_tokens = [len(one.token_ids) for one in written]
+    by_text = [(one.prompt, one.index, one.slot, one.first_step, len(one.prompt_ids)) for one in written]
+    prompts, texts_of, slots, steps, lengths = np.repeat(np.array(by_text, dtype=np.int64), num_tokens, axis=0).T
     rounds = np.concatenate([one.rounds for one in written])
     positions = np.concatenate([np.arange(n) for n in num_tokens])
-
-    def repeated(values: Sequence[int]) -> Integers:
-        return np.repeat(np.array(values, dtype=np.int64), num_tokens)
-
     return ObservedTokens(
-        pits=whole["pits"],
-        statistics=statistics,
-        drift=Drift(whole["drift"], whole["drift_m2"], whole["distance"]),
-        places=np.concatenate([np.array(one.places, dtype=np.int64) for one in written]),
-        positions=positions,
-        prompts=repeated([one.prompt for one in written]),
-        texts=repeated([one.index for one in written]),
-        slots=repeated([one.slot for one in written]),
-        rounds=rounds,
-        steps=repeated([one.first_step for one in written]) + rounds,
-        lengths=repeated([len(one.prompt_ids) for one in written]) + positions,
-        is_forbidden=whole["is_forbidden"],
-        is_at_edge=whole["is_at_edge"],
+        {name: torch.cat([group[name] for group in groups]).numpy() for name in groups[0]}
+        | {"prompts": prompts, "texts": texts_of, "slots": slots, "steps": steps + rounds, "rounds": rounds}
+        | {"places": np.array([place for one in written for place in one.places], dtype=np.int64)}
+        | {"positions": positions, "lengths": lengths + positions}
     )
 
 
 def join(parts: Sequence[ObservedTokens]) -> ObservedTokens:
     """Concatenate, in order."""
-    whole: ObservedTokens = _each(parts, lambda arrays: np.concatenate(arrays, axis=-1))
-    return whole
-
-
-def _each(items: Sequence[Any], function: Callable[[Sequence[Any]], Any]) -> Any:
-    """Apply a function to each array of these records; returns a record of the same type."""
-    if isinstance(items[0], np.ndarray):
-        return function(items)
-    if isinstance(items[0], Mapping):
-        return {name: _each([item[name] for item in items], function) for name in items[0]}
-    names = [field.name for field in fields(items[0])]
-    return type(items[0])(**{name: _each([getattr(item, name) for item in items], function) for name in names})
+    return ObservedTokens({name: np.concatenate([part[name] for part in parts]) for name in parts[0].columns})
 
 
 def draft_rows(

@@ -208,7 +208,7 @@ class TokenSample:
             self.written += batch
             self._parts.append(part)
             on_tokens(min(len(part), num_left))
-        return join(self._parts).first(num_tokens)
+        return join(self._parts).part(slice(num_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +237,7 @@ class Pilot:
         if self.observed is None:
             raise OptionError("--detect-tv", distance, "temperature 0 is deterministic; leave it out")
         drift = self.observed.drift
-        needed = tokens_needed(self.observed.statistics["score"], drift, distance, level / num_tests(has_rounds=True))
+        needed = tokens_needed(self.observed.statistic("score"), drift, distance, level / num_tests(has_rounds=True))
         if needed is None:
             farthest = float(drift.distances.mean())
             raise OptionError(
@@ -313,7 +313,7 @@ def certify(
     checks: Checks | None = None,
     wanted: float | None = None,
     controls: Sequence[Control] | None = None,
-    on_tokens: Callable[[str, int, int], None] = lambda what, done, total: None,
+    on_tokens: Callable[[int], None] = lambda done: None,
 ) -> Certificate:
     """Run the layers that are left.
 
@@ -322,7 +322,8 @@ def certify(
         checks: of ``run_checks``, which is run here without them.
         wanted: total variation that must be detectable.
         controls: to run; None for all.
-        on_tokens: called with the current stage, the number of tokens just generated, and their total.
+        on_tokens: called with the number of tokens just done: ``num_tokens`` in all for the sample and each control,
+            also for one that is detected early. At temperature 0 it is not called.
     """
     exact, greedy, plain = checks or run_checks(job, pilot)
     selected = CONTROLS if controls is None else controls
@@ -334,24 +335,22 @@ def certify(
     num_distances = 2 * job.num_draft_tokens + 2
     design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts), num_distances=num_distances)
 
-    def progress(what: str) -> Callable[[int], None]:
-        return lambda done: on_tokens(what, done, num_tokens)
-
     sample = TokenSample(job)
-    observed = sample.first(num_tokens, progress("sample"))
+    observed = sample.first(num_tokens, on_tokens)
     statistical = design.report(observed, job.level, len(sample.written), wanted)
     found = []
     # Output of the correct rule with the controls' K and seeds, generated as needed.
     reference = job.eager(acceptance=REJECTION.name, num_draft_tokens=job.num_draft_tokens)
     correct: list[GeneratedText] = []
     for control in selected:
-        report, written = run_control(job, design, control, num_tokens, progress(control.name))
+        report, written = run_control(job, design, control, num_tokens, on_tokens)
         if not report.is_ok and statistical.detectable is not None:
             while len(correct) < len(written):
                 correct += generate_texts(reference, range(len(correct), len(correct) + job.batch_size))
             most = _distance_bound(correct[: len(written)], written)
             if most < min(NEGLIGIBLE_TV, statistical.detectable):
                 report = replace(report, excuse=f"deviates by less than {most:.2%} here (99% confidence)")
+        on_tokens(num_tokens - report.num_tokens)
         found.append(report)
     return Certificate(exact, statistical, found, greedy)
 
@@ -382,7 +381,7 @@ def run_control(
         observed = sample.first(num_seen, on_tokens)
         best = min(design.tests(observed, level), key=lambda test: test.p)
         by, p, is_caught = best.name, best.p, best.is_alarm
-        if observed.is_forbidden.any():
+        if observed["is_forbidden"].any():
             by, p, is_caught = "forbidden tokens", 0.0, True
         report = replace(report, is_caught=is_caught, num_tokens=num_seen, by=by, p=p)
         if is_caught:

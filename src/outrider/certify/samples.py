@@ -156,8 +156,8 @@ def judge(
     # Forbidden tokens cannot occur by chance, not even in the pilot.
     report = replace(
         report,
-        num_forbidden=report.num_forbidden + int(pilot.is_forbidden.sum()),
-        num_at_edge=report.num_at_edge + int(pilot.is_at_edge.sum()),
+        num_forbidden=report.num_forbidden + int(pilot["is_forbidden"].sum()),
+        num_at_edge=report.num_at_edge + int(pilot["is_at_edge"].sum()),
     )
     if report.is_alarm or report.detectable is None:
         return report, []

@@ -88,9 +88,7 @@ OnChunk = Callable[[Arm, Case, Chunk], None]
 
 
 def measure(arm: Arm, case: Case, options: dict[str, Any]) -> Measurement:
-    """Generate once."""
-    [measurement] = race([arm], case, options)
-    return measurement
+    return race([arm], case, options)[0]
 
 
 def race(
@@ -179,10 +177,7 @@ def interleave(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, An
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Peak memory so far: of a CUDA device, else of the process.
-
-    None on Windows, which does not report it.
-    """
+    """Peak memory so far: of a CUDA device, else of the process. None on Windows, which does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if sys.platform == "win32":

@@ -62,8 +62,7 @@ class Header:
         target: name of the model.
         sampling: without a seed.
         has_probs: whether p of the tokens was recorded.
-        vocab_size: V.
-        context_len: the target's.
+        vocab_size, context_len: of the target.
         eos_ids: tokens that end the outputs.
         tokenizer: fingerprint of its vocabulary (see outrider.text.tokenizer); None without a tokenizer.
     """
@@ -133,9 +132,7 @@ class Log:
                     if not line.endswith(b"\n"):
                         break
                     row = parse_row(where, line)
-                    own = _header(where, row)
-                    header = header or own
-                    if own != header:
+                    if (own := _header(where, row)) != (header := header or own):
                         raise FileError(
                             f"{where} has other settings than the lines before, or ends at other tokens, as chats do "
                             "beside texts: a log has one kind"

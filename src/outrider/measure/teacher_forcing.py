@@ -80,10 +80,8 @@ def force(
     constraints: Sequence[Constraint] | None = None,
     most_columns: int = _MOST_COLUMNS,
 ) -> Iterator[ForcedTokens]:
-    """Score texts, chunk by chunk of columns; chunks without a token to score are left out.
-
-    Within a chunk tokens are ordered by text and position; so are the chunks. For the same texts two models give the
-    same tokens in the same chunks.
+    """Score texts, chunk by chunk of columns; chunks without a token to score are left out. Tokens are ordered by text
+    and position in a chunk; so are the chunks. For the same texts two models give the same tokens in the same chunks.
 
     Args:
         texts: each at most one token longer than the model's context: the last token is scored, and not fed.
@@ -105,8 +103,7 @@ def force(
     ids = ids.to(device)
     ends = torch.tensor([len(text.ids) for text in texts], device=device)[:, None]
     num_given = torch.tensor([text.num_given for text in texts], device=device)[:, None]
-    num_prompts = [text.num_given if text.num_prompt is None else text.num_prompt for text in texts]
-    num_prompt = torch.tensor(num_prompts, device=device)[:, None]
+    num_prompt = torch.tensor([text.num_prompt or text.num_given for text in texts], device=device)[:, None]
     cache = lm.new_cache(len(texts), length)
     is_spoilt = torch.zeros_like(ends, dtype=torch.bool)
     history = NO_HISTORY

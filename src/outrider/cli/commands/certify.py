@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -34,11 +33,6 @@ from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.system.files import short_names
 from outrider.system.provenance import sha256_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from outrider.certify.run import CertifyTask
 
 _STATISTICS = "Statistics"
 _DEFAULT_BUDGET = "5m"
@@ -108,6 +102,7 @@ def certify(
     lines = template.read(prompts)
 
     with progress("loading libraries"):
+        from outrider.certify.controls import CONTROLS
         from outrider.certify.run import LEAST_NUM_TOKENS, CertifyTask, run_checks, run_pilot
         from outrider.certify.run import certify as judge
         from outrider.models.weights import weights_checksum
@@ -132,8 +127,9 @@ def certify(
         num_tokens = pilot.num_tokens_for(budget_s)
     with progress("checking the rule, and greedy texts against plain decoding"):
         checks = run_checks(job, pilot)
-    with _progress(job, num_tokens) as on_tokens:
-        certificate = judge(job, pilot, num_tokens, checks=checks, wanted=detect_tv, on_tokens=on_tokens)
+    total = None if job.is_greedy else num_tokens * (1 + len(CONTROLS))
+    with progress(f"generating {'' if job.is_greedy else 'with the draft, and '}with mistakes", total) as advance:
+        certificate = judge(job, pilot, num_tokens, checks=checks, wanted=detect_tv, on_tokens=advance)
     settings = options_json(
         pair,
         options,
@@ -155,26 +151,6 @@ def certify(
     about |= {"title": f"{names}, {decoder.acceptance}, {how}", "tokenizer": decoder.tokenizer}
     show = partial(show_findings, certificate=certificate, **about)
     report_findings(certificate, document, json_target, html, show)
-
-
-@contextmanager
-def _progress(job: CertifyTask, num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
-    """Progress over the tokens of the sample and all controls; a control detected early makes it jump. At temperature 0
-    nothing is counted."""
-    from outrider.certify.controls import CONTROLS
-
-    done: dict[str, int] = {}
-    total = None if job.is_greedy else num_tokens * (1 + len(CONTROLS))
-    with progress(f"generating {'' if job.is_greedy else 'with the draft, and '}with mistakes", total) as advance:
-
-        def on_tokens(what: str, steps: int, total: int) -> None:
-            if what not in done:
-                advance(sum(total - count for count in done.values()))
-                done.update({name: total for name in done} | {what: 0})
-            done[what] += steps
-            advance(steps)
-
-        yield on_tokens
 
 
 def _seconds(text: str) -> float:

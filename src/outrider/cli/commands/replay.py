@@ -99,7 +99,9 @@ def replay(
 
     if per_prompt and log_format == "outrider" and not _has_no_draft(log):
         check_alone(context, _OF_ROUNDS, "a file of rounds has been replayed already: leave it out")
-        k = _single_k(num_draft_tokens)
+        k, *others = [None] if num_draft_tokens is None else parse_constant_k(num_draft_tokens)
+        if others:
+            raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "one number: that of the file")
         arms, notes = read_file(log, tokens_per_prompt=tokens_per_prompt, k=k)
         options = {"file": str(log), "tokens_per_prompt": tokens_per_prompt, "num_draft_tokens": k}
         report.finish("analyze", options, {"arms": arms_json(arms), "notes": notes})
@@ -196,16 +198,6 @@ def _options_json(header: Header) -> dict[str, Any]:
     if (bias := header.sampling.logit_bias) is not None:  # as text: JSON has no -inf
         options["logit_bias"] = {str(i): repr(float(value)) for i, value in bias.items()}
     return options | {"has_probs": header.has_probs}
-
-
-def _single_k(text: str | None) -> int | None:
-    """K of a file of counts. Raises OptionError."""
-    if text is None:
-        return None
-    ks = parse_constant_k(text)
-    if len(ks) > 1:
-        raise OptionError("-k/--num-draft-tokens", text, "one number: that of the file")
-    return ks[0]
 
 
 def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -> tuple[Header, list[Record]]:
