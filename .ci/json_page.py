@@ -11,7 +11,7 @@ from outrider.text.chat import FIELDS
 
 _EXAMPLES = Path(__file__).parents[1] / "tests" / "golden" / "documents.json"
 _FILES = {
-    "generate-output": "a line of `generate --output` and of `record`",
+    "generate-output": "a line of `generate --output`",
 }
 _NAMES = {  # of fields, by their place in the text
     "@CHAT@": FIELDS,

@@ -30,10 +30,9 @@ import torch
 from rich.console import Console
 
 from outrider.api import load
-from outrider.bench.report import interval_text
-from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
-from outrider.stats.intervals import paired_ratio
+from outrider.measure.intervals import paired_ratio
+from outrider.measure.tables import interval_text, new_table
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 

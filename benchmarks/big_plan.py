@@ -19,8 +19,8 @@ from rich.console import Console
 from transformers import LlamaConfig
 
 from outrider.bench.predicted_memory import Memory, Predictor
-from outrider.bench.tables import new_table
-from outrider.stats.speedup import predict as predict_speed_up
+from outrider.measure.tables import new_table
+from outrider.measure.tau import predict as predict_speed_up
 
 _BANDWIDTH = 0.8 * 3.35e12  # bytes per second
 _GPU_BYTES = 80e9

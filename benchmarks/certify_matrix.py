@@ -28,11 +28,10 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.tables import new_table
 from outrider.certify.design import num_tests
-from outrider.certify.job import CertifyTask
-from outrider.certify.run import certify, run_checks, run_pilot
+from outrider.certify.run import CertifyTask, certify, run_pilot
 from outrider.decoder import Decoder
+from outrider.measure.tables import new_table
 from outrider.options import Sampling
 from outrider.sampling.rules import REJECTION, RULES
 from outrider.system.provenance import provenance
@@ -73,7 +72,7 @@ def certified(decoder: Decoder, group: Group, num_tokens: int, num_prompts: int)
     rows = []
     for rule, job in jobs.items():
         has_controls = rule == REJECTION.name and batch_size == max(BATCH_SIZES)
-        certificate = certify(job, pilot, run_checks(job, pilot), num_tokens, controls=None if has_controls else ())
+        certificate = certify(job, pilot, num_tokens, controls=None if has_controls else ())
         rows.append({"group": list(group), "rule": rule, "num_prompts": num_prompts, **certificate.to_json()})
     seconds = (time.perf_counter() - began) / len(rows)
     return [row | {"seconds": seconds, "asked": [num_tokens, num_prompts]} for row in rows]

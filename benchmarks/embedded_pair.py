@@ -15,8 +15,7 @@ from dataclasses import replace
 import torch
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import summarise
-from outrider.bench.run import Arm, Case, interleave, warm_up
+from outrider.measure.arms import Arm, Case, interleave, summarise, warm_up
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 

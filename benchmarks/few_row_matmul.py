@@ -25,10 +25,10 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import linear
 
-from outrider.bench.tables import new_table
 from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm
 from outrider.kernels.library import FORMS, few_row_matmul
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.measure.tables import new_table
 from outrider.system.provenance import provenance
 
 _VOCABULARY = 4096

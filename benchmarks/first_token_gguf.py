@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from outrider.stats.intervals import paired_ratio
+from outrider.measure.intervals import paired_ratio
 from outrider.system.provenance import provenance
 
 _PROMPT, _PORT = "Once upon a time", 18197

@@ -29,7 +29,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import outrider
-from outrider.bench.tables import new_table
+from outrider.measure.tables import new_table
 from outrider.system.provenance import provenance
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))

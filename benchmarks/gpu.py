@@ -31,14 +31,13 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import interval_text, summarise
-from outrider.bench.run import Arm, Case, interleave, warm_up
-from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.errors import ExecutionError
+from outrider.measure.arms import Arm, Case, interleave, summarise, warm_up
+from outrider.measure.tables import interval_text, new_table
 from outrider.models.registry import Placement, resolve
+from outrider.records import Interval
 from outrider.runtime.lm import LM
-from outrider.stats.intervals import Interval
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 
@@ -147,7 +146,7 @@ def measure_target(
     warm_up(arms, cases, options)
     measurements = list(interleave(arms, cases, options))
     # Every round of plain decoding gives one token.
-    step_s = median(m.timing.verify_s / m.num_tokens for m in measurements if m.arm is arms[0])
+    step_s = median(m.timing.verify_s / m.stats.num_generated_tokens for m in measurements if m.arm is arms[0])
     length = len(plain.encode(PROMPTS[0])) + num_tokens // 2
     return {
         "weight_bytes": weight_bytes(plain.target),

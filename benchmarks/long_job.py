@@ -30,7 +30,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from outrider.bench.tables import new_table
+from outrider.measure.tables import new_table
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 

@@ -23,8 +23,8 @@ from outrider import load
 from outrider.decoder import Decoder
 from outrider.drafters.lookups import ngram_drafter, suffix_drafter
 from outrider.drafters.model import window_start
-from outrider.replay.log import Header, Record
-from outrider.replay.replay import replay, summarise
+from outrider.measure.log import Header, Record
+from outrider.measure.replay import replay, summarise
 from outrider.runtime.lm import LM
 from outrider.text.tokenizer import encode
 
@@ -71,11 +71,10 @@ def _measure(decoder: Decoder, prompt: list[int], num_tokens: int) -> dict[str, 
         record = Record(0, None, 1, "length", tuple(prompt), tuple(done.token_ids))
         header = Header.of(decoder, options, has_probs=False)
         for name, make in LOOKUPS.items():
-            summary = summarise(replay([record], header, make(), "rejection", KS), KS)
-            stats = {k: summary.expected[k].stats for k in KS}
+            expected, _ = summarise(replay([record], header, make(), "rejection", KS), KS)
             found[f"{name}, T={temperature:g}"] = {
                 k: [round(one.mean_acceptance_length, 3), round(one.draft_acceptance_rate, 3)]
-                for k, one in stats.items()
+                for k, (one,) in expected.items()
             }
         if temperature == 1.0:
             found["windows"] = _windows(decoder.target, [*prompt, *done.token_ids], len(prompt))

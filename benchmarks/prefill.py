@@ -43,10 +43,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from outrider.api import load
-from outrider.bench.report import interval_text
-from outrider.bench.tables import new_table
+from outrider.measure.intervals import paired_ratio
+from outrider.measure.tables import interval_text, new_table
 from outrider.models.registry import resolve
-from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 
 _LENGTHS = (130, 20, 500, 80, 280, 45, 370, 200)

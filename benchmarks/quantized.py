@@ -25,9 +25,10 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.report import interval_text, summarise
-from outrider.bench.run import Arm, Case, interleave, warm_up
-from outrider.bench.tables import new_table
+from outrider.measure.along import measure_alpha
+from outrider.measure.arms import Arm, Case, interleave, summarise, warm_up
+from outrider.measure.tables import interval_text, new_table
+from outrider.measure.teacher_forcing import Text
 from outrider.models.registry import Placement
 from outrider.models.weights import num_bytes
 from outrider.system.provenance import provenance
@@ -111,10 +112,10 @@ def _words(form: str, prefix: str) -> list[str]:
 
 def _alpha(arguments: argparse.Namespace, form: str) -> float:
     """Of the target in this form as a draft for the one in float32."""
-    words = ["--target", arguments.target, "--draft", arguments.target, "--dtype", "float32", "--temperature", "1"]
-    document = _outrider("alpha", *words, *_words(form, "draft-"))
-    number: float = document["alphas"][0]["alpha"]["value"]
-    return number
+    plain = load(arguments.target, device="cpu", dtype="float32")
+    drafter = load_drafter(plain, arguments.target, placement=_FORMS[form])
+    texts = [Text(plain.encode(text)) for text in PROMPTS]
+    return measure_alpha(plain.target, drafter, texts).value
 
 
 def _certificate(arguments: argparse.Namespace, form: str) -> bool:

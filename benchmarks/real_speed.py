@@ -34,7 +34,7 @@ from real_models import PUBLISHED, real_file
 import outrider
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER
-from outrider.stats.intervals import paired_ratio
+from outrider.measure.intervals import paired_ratio
 from outrider.system.provenance import provenance
 from outrider.text.tokenizer import encode
 

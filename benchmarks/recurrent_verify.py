@@ -23,9 +23,9 @@ from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from outrider.bench.tables import new_table
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.measure.tables import new_table
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import SlotCache
 from outrider.system.provenance import provenance

@@ -36,7 +36,7 @@ from typing import Any
 import httpx
 from rich.console import Console
 
-from outrider.bench.tables import new_table
+from outrider.measure.tables import new_table
 from outrider.models.registry import resolve
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS

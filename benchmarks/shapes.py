@@ -25,16 +25,16 @@ from typing import Any
 from rich.console import Console
 
 from outrider.api import load
-from outrider.bench.round_costs import CostArm, time_rounds, tokens_needed
-from outrider.bench.tables import new_table
+from outrider.decoding.schedule import expected_tokens
 from outrider.distill.student import Shape, new_draft
 from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.model import model_drafter
+from outrider.measure.round_costs import CostArm, time_rounds, tokens_needed
+from outrider.measure.tables import new_table
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
-from outrider.stats.speedup import expected_tokens
 from outrider.system.provenance import provenance
 
 _NUM_PASSES = 4

@@ -24,15 +24,15 @@ import torch
 from rich.console import Console
 
 from outrider.api import load
-from outrider.bench.round_costs import measure_round_costs
-from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER
+from outrider.measure.intervals import paired_ratio
+from outrider.measure.round_costs import measure_round_costs
+from outrider.measure.tables import new_table
 from outrider.runtime import cache as cache_module
 from outrider.runtime import lm as lm_module
 from outrider.runtime.cache import STRIDE
 from outrider.sampling.rules import RULES
-from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 from outrider.text.example_prompts import PROMPTS
 

@@ -19,13 +19,13 @@ SRC = ROOT / "src" / "outrider"
 LAYERS = """
     __main__ cli
     serve offline
-    certify bench race distill export evals replay
+    certify measure bench race distill export evals
     __init__ api decoder custom_generate
-    decoding drafters scoring requests
+    decoding drafters requests
     models
     native
     kernels runtime sampling
-    stats text system pages
+    text system pages
     records options errors
 """.strip().splitlines()
 LAYER_OF = {name: layer for layer, names in enumerate(LAYERS) for name in names.split()}

@@ -27,18 +27,19 @@ import torch
 from rich.console import Console
 
 from outrider.api import load, load_drafter
-from outrider.bench.run import Arm, Case, interleave, warm_up
-from outrider.bench.tables import new_table
 from outrider.decoder import Decoder
 from outrider.distill.student import TOKENS
 from outrider.drafters.base import Drafter
+from outrider.measure.arms import Arm, Case, interleave, warm_up
+from outrider.measure.intervals import paired_ratio
+from outrider.measure.log import Log, Record
+from outrider.measure.replay import replay, summarise
+from outrider.measure.round_costs import Costs, RoundCost, choices, measure_costs
+from outrider.measure.tables import new_table
+from outrider.measure.tau import tau_interval
 from outrider.options import Sampling
 from outrider.records import Stats
-from outrider.replay.log import Log, Record
-from outrider.replay.plan import Costs, RoundCost, Setting, choices, measure_costs
-from outrider.replay.replay import replay, summarise
 from outrider.sampling.rules import BLOCK
-from outrider.stats.intervals import paired_ratio
 from outrider.system.provenance import provenance
 
 KINDS = "chat", "text"
@@ -75,14 +76,14 @@ def judged(
         for one in replay(records, log.header, drafter, BLOCK.name, ks, target=decoder.target):
             groups[one.category].append(one)
         for task, group in groups.items():
-            summary = summarise(group, ks)
-            taus = {k: summary.expected[k].tau for k in ks}
+            expected, alpha = summarise(group, ks)
+            taus = {k: tau_interval(expected[k]) for k in ks}
             by_task[str(task)] = {
-                "alpha": summary.alpha and summary.alpha.value,
+                "alpha": alpha and alpha.value,
                 "tau": {k: tau and tau.value for k, tau in taus.items()},
             }
             for k in ks:
-                counts[draft, k] += summary.expected[k].prompts
+                counts[draft, k] += expected[k]
     return by_task, counts
 
 
@@ -106,7 +107,7 @@ def timed(target: str, draft: str, ks: Sequence[int]) -> Costs:
     """Costs of rounds of another target."""
     decoder = load(target)
     drafts = {draft: load_drafter(decoder, draft)}
-    return measure_costs(decoder.target, drafts, {draft: ks}, BLOCK, Sampling(), Setting(1, CONTEXT))
+    return measure_costs(decoder.target, drafts, {draft: ks}, BLOCK, Sampling(), num_rows=1, context=CONTEXT)
 
 
 def best(costs: Costs, counts: Counts) -> dict[str, float]:
@@ -159,7 +160,7 @@ def main() -> None:
     for temperature in TEMPERATURES:
         logs = list(held_out(folder, temperature, arguments.num_prompts))
         sampling = logs[0][0].header.sampling
-        costs = measure_costs(decoder.target, drafters, ks, BLOCK, sampling, Setting(1, CONTEXT))
+        costs = measure_costs(decoder.target, drafters, ks, BLOCK, sampling, num_rows=1, context=CONTEXT)
         rows: dict[str, Any] = {}
         for draft, drafter in drafters.items():
             by_task, counts = judged(decoder, draft, drafter, logs, ks[draft])

@@ -16,12 +16,12 @@ mkdir -p "$folder/logs" "$folder/drafts"
 log() { # KIND-PART TEMPERATURE OPTIONS...
     local name=$1 temperature=$2
     shift 2
-    outrider generate "$target" --draft none --prompts "$folder/prompts/$name.jsonl" -t "$temperature" --batch-size 16 \
-        --output "$folder/logs/$name-t$temperature.jsonl" --probs "$@"
+    outrider generate --target "$target" --draft none --prompts "$folder/prompts/$name.jsonl" -t "$temperature" \
+        --batch-size 16 --output "$folder/logs/$name-t$temperature.jsonl" "$@"
 }
 for temperature in 0 1; do
-    log chat-held-out "$temperature" --chat -n 128 --seed 2
-    log text-held-out "$temperature" -n 128 --seed 2
+    log chat-held-out "$temperature" --chat -n 128 --seed 2 --probs
+    log text-held-out "$temperature" -n 128 --seed 2 --probs
 done
 log chat-train 1 --chat -n 256 --seed 1
 log text-train 1 -n 256 --seed 1 --ignore-eos

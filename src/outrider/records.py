@@ -427,3 +427,16 @@ class Request:
     num_resumed: int = 0
     constraint: Constraint | None = None
     media: MediaPrompt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An estimate with its confidence interval; the ends are None for a single value."""
+
+    value: float
+    low: float | None
+    high: float | None
+    level: float = 0.95
+
+    def to_json(self) -> dict[str, float | None]:
+        return {"value": self.value, "low": self.low, "high": self.high, "level": self.level}

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from outrider.stats.speedup import predict
+from outrider.measure.tau import predict
 from scripts import script
 from toys import as_lm, tiny_llama
 

@@ -1,25 +1,32 @@
-"""What is observed of tokens: against rows worked out by hand, and at the edge of what filters leave."""
+"""What is observed of tokens: against rows worked out by hand, and at the edge of what filters leave. And the pairs of
+tokens that a mistake may give the same random numbers, by hand."""
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from outrider.certify.design import pairs_by_test, products_of
 from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, GeneratedText, draft_rows, observe
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
+from outrider.measure.along import force_drafts
+from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, normalise, to_probs
-from outrider.scoring.along import force_drafts
-from outrider.scoring.teacher_forcing import Text
 from round_drafters import head, two_tables
 from toys import llama_pair, random_table, table_lm, table_pair
 
+# Rounds: (4 1 5) (0) (2), (2 2) (3), (1 1), and in the first slot after the first sequence (5) (3 3).
 TEXTS = [
-    GeneratedText(0, 0, (3, 1), (4, 1, 5, 0, 2), (0, 1, 2, 0, 0)),
-    GeneratedText(1, 1, (2,), (2, 2, 3), (0, 1, 0)),
-    GeneratedText(2, 0, (3, 1), (1,), (0,)),
+    GeneratedText(0, 0, (3, 1), (4, 1, 5, 0, 2), (0, 1, 2, 0, 0), slot=0, first_step=0),
+    GeneratedText(1, 1, (2,), (2, 2, 3), (0, 1, 0), slot=1, first_step=0),
+    GeneratedText(2, 0, (3, 1), (1, 1), (0, 1), slot=2, first_step=1),
+    GeneratedText(3, 1, (2,), (5, 3, 3), (0, 0, 1), slot=0, first_step=3),
 ]
+CPU = torch.device("cpu")
 
 
 def test_the_statistics_are_those_of_the_rows() -> None:
@@ -27,7 +34,7 @@ def test_the_statistics_are_those_of_the_rows() -> None:
     target, drafter = table_pair(6)
     sampling = Sampling(temperature=0.7, top_k=4)
     seen = observe(target, drafter, sampling, TEXTS, seed=5, batch_size=2)
-    settings = Settings.of([sampling], 6, torch.device("cpu"))
+    settings = Settings.of([sampling], 6, CPU)
     p_table, q_table = (to_probs(lm.model.table[None], settings)[0].numpy() for lm in (target, drafter.lm))
     at = 0
     for text in TEXTS:
@@ -36,17 +43,17 @@ def test_the_statistics_are_those_of_the_rows() -> None:
         for i, y in enumerate(text.token_ids):
             before = whole[len(text.prompt_ids) + i - 1]
             p, q = p_table[before], q_table[before]
-            assert (seen.places[at], seen.positions[at], seen.prompts[at]) == (text.places[i], i, text.prompt)
+            assert (seen["places"][at], seen["positions"][at], seen["prompts"][at]) == (text.places[i], i, text.prompt)
             assert seen.drift.distances[at] == pytest.approx(np.abs(p - q).sum() / 2)
-            assert seen.is_forbidden[at] == (p[y] == 0)
+            assert seen["is_forbidden"][at] == (p[y] == 0)
             if p[y] > 0:
                 order = sorted(range(6), key=lambda v: (q[v] - p[v], v))
                 pit = sum(p[v] for v in order[: order.index(y)]) + uniforms[i] * p[y]
-                assert seen.pits[at] == pytest.approx(pit)
+                assert seen["pits"][at] == pytest.approx(pit)
                 for increments, x in (
-                    (seen.statistics["score"], [min(b / a, MAX_RATIO) if a else 0 for a, b in zip(p, q, strict=True)]),
-                    (seen.statistics["likelihood"], [min(-np.log(a), MAX_SURPRISE) if a else 0 for a in p]),
-                    (seen.statistics["rank"], [sum(p[:v]) + p[v] / 2 for v in range(6)]),
+                    (seen.statistic("score"), [min(b / a, MAX_RATIO) if a else 0 for a, b in zip(p, q, strict=True)]),
+                    (seen.statistic("likelihood"), [min(-np.log(a), MAX_SURPRISE) if a else 0 for a in p]),
+                    (seen.statistic("rank"), [sum(p[:v]) + p[v] / 2 for v in range(6)]),
                 ):
                     centred = np.array(x) - p @ np.array(x)
                     assert increments.values[at] == pytest.approx(centred[y])
@@ -54,7 +61,11 @@ def test_the_statistics_are_those_of_the_rows() -> None:
                     assert increments.highs[at] == pytest.approx(max(centred[p > 0]))
                     assert increments.lows[at] == pytest.approx(-min(centred[p > 0]))
             at += 1
-    assert at == len(seen) and 0 < seen.is_forbidden.sum() < len(seen)
+    assert at == len(seen) and 0 < seen["is_forbidden"].sum() < len(seen)
+    # A draft that is the target, but for the last bits of its rows, is no deviation.
+    draft = model_drafter(table_lm(target.model.table * (1 + 1e-15)))
+    same = observe(target, draft, Sampling(), TEXTS, seed=5, batch_size=2)
+    assert not same.statistic("score").moments.any() and same.statistic("likelihood").moments.all()
 
 
 def test_a_look_up_is_asked_at_every_token() -> None:
@@ -66,9 +77,8 @@ def test_a_look_up_is_asked_at_every_token() -> None:
     assert torch.equal(q[0], p[0]) and torch.equal(q[3], p[3])  # after 1 2, and after 1 2 1 2 5
     assert q[1].tolist() == [0, 0, 1, 0, 0, 0]  # 1 was followed by 2
     assert q[2].tolist() == [0, 1, 0, 0, 0, 0]  # 1 2 was followed by 1
-    np.testing.assert_allclose(
-        p, normalise(to_probs(target.model.table[[2, 1, 2, 5]][None], Settings.of([Sampling()], 6, p.device)))[0]
-    )
+    want = to_probs(target.model.table[[2, 1, 2, 5]][None], Settings.of([Sampling()], 6, CPU))[0]
+    np.testing.assert_allclose(p, normalise(want))
 
 
 def test_q_is_that_of_the_place_in_the_round() -> None:
@@ -77,8 +87,7 @@ def test_q_is_that_of_the_place_in_the_round() -> None:
     tables = [random_table(6, seed) for seed in range(3)]
     target, drafter = table_lm(tables[0]), two_tables(*tables[1:])
     sampling = Sampling(temperature=0.7)
-    settings = Settings.of([sampling], 6, torch.device("cpu"))
-    p, *q = (to_probs(table[None], settings)[0] for table in tables)
+    p, *q = (to_probs(table[None], Settings.of([sampling], 6, CPU))[0] for table in tables)
     for k in (2, 3):
         seen = observe(target, drafter, sampling, TEXTS, seed=5, batch_size=2, num_draft_tokens=k)
         want = []
@@ -94,15 +103,13 @@ def test_q_of_a_head_is_its_own() -> None:
     target, _ = llama_pair()
     drafter = head(target)
     texts = [Text((*(i % 60 for i in range(5, 200)),), 130), Text((1, 2, 3, 4), 1), Text((7, 7), 1)]
-    samplings = [Sampling(max_new_tokens=200)] * len(texts)
     want = {}
-    for one in force_drafts(target, drafter, texts, samplings, 1):
+    for one in force_drafts(target, drafter, texts, [Sampling(max_new_tokens=200)] * len(texts), 1):
         for row, place, q in zip(one.rows.tolist(), one.places.tolist(), one.q[:, 0], strict=True):
             want[row, place] = q
     taken = [0] * len(texts)
-    for (chunk, p, q), (_, p_alone, _) in zip(
-        draft_rows(target, drafter, Sampling(), texts), draft_rows(target, NO_DRAFTER, Sampling(), texts), strict=True
-    ):
+    both = (draft_rows(target, one, Sampling(), texts) for one in (drafter, NO_DRAFTER))
+    for (chunk, p, q), (_, p_alone, _) in zip(*both, strict=True):
         assert torch.equal(p, p_alone)
         for i, row in enumerate(chunk.rows.tolist()):
             torch.testing.assert_close(q[i], want.pop((row, taken[row])), rtol=0, atol=1e-9)
@@ -111,40 +118,59 @@ def test_q_of_a_head_is_its_own() -> None:
     assert not want
 
 
+TAIL = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04]).log().to(torch.bfloat16)
+
+
 @pytest.mark.parametrize(
-    ("options", "third", "is_edge"),
+    ("options", "row", "said", "is_edge"),
     [
-        ({"top_k": 2}, 1.0 - 1e-5, True),
-        ({"top_k": 2}, 0.9, False),
-        ({"min_p": 0.5}, 2.0 - 0.693148, True),
-        ({"min_p": 0.5}, 1.2, False),
+        ({"top_k": 2}, torch.tensor([2.0, 1.0, 1.0 - 1e-5, -5.0]), 2, True),
+        ({"top_k": 2}, torch.tensor([2.0, 1.0, 0.9, -5.0]), 2, False),
+        ({"min_p": 0.5}, torch.tensor([2.0, 1.9, 2.0 - 0.693148, -5.0]), 2, True),
+        ({"min_p": 0.5}, torch.tensor([2.0, 1.9, 1.2, -5.0]), 2, False),
+        # In bfloat16 the tail that rounding may add to 0.8 is a part of the tail, not all of it.
+        ({"top_p": 0.7}, TAIL, 4, False),
+        ({"top_p": 0.7}, TAIL, 2, True),
     ],
     ids=str,
 )
-def test_rounding_may_move_a_token_over_the_edge(options: dict, third: float, is_edge: bool) -> None:
+def test_rounding_may_move_a_token_over_the_edge(options: Any, row: torch.Tensor, said: int, is_edge: bool) -> None:
     """The token that was said is forbidden; in float32 a logit that is off by 1e-3 may explain it, one by 0.1 not."""
-    table = torch.tensor([[2.0, 1.0 if "top_k" in options else 1.9, third, -5.0]] * 4)
-    target = table_lm(table)
-    text = GeneratedText(0, 0, (0,), (2, 0), (0, 0))
-    seen = observe(target, model_drafter(table_lm(table)), Sampling(**options), [text], seed=0, batch_size=1)
-    assert seen.is_at_edge.tolist() == [is_edge, False]
-    assert seen.is_forbidden.tolist() == [not is_edge, False]
+    target = table_lm(row.repeat(len(row), 1))
+    text = GeneratedText(0, 0, (0,), (said, 0), (0, 0))
+    seen = observe(target, model_drafter(target), Sampling(**options), [text], seed=0, batch_size=1)
+    assert seen["is_at_edge"].tolist() == [is_edge, False]
+    assert seen["is_forbidden"].tolist() == [not is_edge, False]
 
 
-def test_in_bfloat16_top_p_still_forbids() -> None:
-    """The tail that rounding may add to 0.8 is a part of the tail, not all of it."""
-    probs = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04])
-    table = probs.log().expand(5, 5).to(torch.bfloat16).contiguous()
-    text = GeneratedText(0, 0, (0,), (4, 2), (0, 0))
-    target = table_lm(table)
-    seen = observe(target, model_drafter(table_lm(table)), Sampling(top_p=0.7), [text], seed=0, batch_size=1)
-    assert seen.is_forbidden.tolist() == [True, False] and seen.is_at_edge.tolist() == [False, True]
+def test_pairs_of_tokens_by_hand() -> None:
+    observed = observe(*table_pair(6), Sampling(), TEXTS, seed=5, batch_size=4)
 
+    def kinds(test: str, num_tokens: int = 13, has_rounds: bool = True) -> dict[str, list[tuple[int, int]]]:
+        pairs = pairs_by_test(observed.part(slice(num_tokens)), 4, has_rounds=has_rounds).get(test, {})
+        return {name: sorted(map(tuple, found.T.tolist())) for name, found in pairs.items()}
 
-def test_what_hardly_varies_is_nothing() -> None:
-    """A draft that is the target, but for the last bits of its rows."""
-    table = random_table(6, 0)
-    draft = model_drafter(table_lm(table * (1 + 1e-15)))
-    seen = observe(table_lm(table), draft, Sampling(), TEXTS, seed=5, batch_size=2)
-    score = seen.statistics["score"]
-    assert not score.moments.any() and not score.values.any() and seen.statistics["likelihood"].moments.all()
+    within = kinds("rank-by-distance")
+    assert within["distance 1"] == [(0, 1), (1, 2), (2, 3), (3, 4), (5, 6), (6, 7), (8, 9), (10, 11), (11, 12)]
+    assert within["distance 3"] == [(0, 3), (1, 4)] and within["distance 4"] == [(0, 4)]
+    assert kinds("rank-by-round-before") == {"round before": [(0, 3), (3, 4), (5, 7), (10, 11)]}
+    positions = [(0, 5), (1, 6), (2, 7), (5, 8), (6, 9), (7, 12), (8, 10), (9, 11)]
+    lengths = [(0, 6), (1, 7), (5, 10), (6, 8), (7, 9), (8, 11), (9, 12)]
+    of_others = {"sequence before, same position": positions, "sequence before, same length": lengths}
+    assert kinds("rank-by-sequence") == of_others | {
+        "slot beside, same step": [(0, 5), (1, 6), (3, 7), (7, 8)],  # slots 0 and 1; then 0, 1 and 2; then 0 alone
+        "same slot, same round": [(0, 10), (3, 11)],
+        "same slot, same length": [(0, 11), (1, 12)],
+    }
+    assert kinds("rank-by-sequence", has_rounds=False) == of_others
+    assert not kinds("rank-by-round-before", has_rounds=False)
+    # A part of a sequence, as in a sample that was cut, has no partners beyond it.
+    assert kinds("rank-by-round-before", 4) == {"round before": [(0, 3)]}
+    # Values and moments of a token with two partners.
+    found, rank = products_of(observed, np.array([[0, 1, 2], [4, 4, 7]])), observed.statistic("rank")
+    factor = rank.values[0] + rank.values[1]
+    want = np.zeros(13)
+    want[4], want[7] = factor * rank.values[4], rank.values[2] * rank.values[7]
+    assert np.allclose(found.values, want)
+    assert np.allclose(found.moments[:, 4], [factor**n * rank.moments[n - 2, 4] for n in (2, 3, 4)])
+    assert np.allclose([-found.lows[4], found.highs[4]], sorted((-factor * rank.lows[4], factor * rank.highs[4])))

@@ -70,14 +70,11 @@ def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
     assert report.estimate is not None and abs(report.estimate) < 5 * report.estimate_std
 
 
-def test_a_wrong_rule_is_found_out() -> None:
-    target, drafter = table_pair(6)
-    samples = _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=ARGMAX_DRAFTS)
-    assert _is_alarm(target, drafter, samples)
-
-
 def test_numbers_used_twice_alarm() -> None:
-    """In the next round, or in the next text, since all have one seed. (Right texts are tested above.)"""
+    """In the next round, or in the next text, since all have one seed. (Right texts are tested above.) And a wrong rule
+    is found out."""
+    target, drafter = table_pair(6)
+    assert _is_alarm(target, drafter, _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=ARGMAX_DRAFTS))
     target, drafter = llama_pair()
     options = Sampling(max_new_tokens=24)
     reused = _written(target, drafter, 150, options, rule=dataclasses.replace(BLOCK, make_noise=REUSED.make_noise))
@@ -183,10 +180,7 @@ def test_texts_may_be_left_out_for_what_they_say_at_a_price() -> None:
     wrong = _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=ARGMAX_DRAFTS)
     kept = [one for i, one in enumerate(wrong) if i % 60]
     assert _is_alarm(target, drafter, kept, level_of_kept(1e-3, len(kept), len(wrong) - len(kept)))
-
-
-def test_the_level_for_texts_that_are_kept() -> None:
-    """It grows with the number of texts that were left out, and bounds the density: the expected number bounds it."""
+    # The level bounds the density: the expected number bounds it.
     levels = [level_of_kept(1e-3, 1000, num) for num in (0, 1, 10, 100)]
     assert levels[0] == 5e-4 and levels == sorted(levels, reverse=True)
     for num, level in zip((1, 10, 100), levels[1:], strict=True):

@@ -12,12 +12,10 @@ COMMANDS: dict[str, tuple[object, ...]] = {  # with what they need, in a folder 
     "generate": ("generate", "Once"),
     "compare": ("compare", "--draft", "fable-draft"),
     "latency": ("latency",),
-    "alpha": ("alpha",),
     "plan": ("plan",),
     "certify": ("certify",),
     "certify-samples": ("certify-samples", "fable", "samples.jsonl"),
     "eval multiplication": ("eval", "multiplication"),
-    "record": ("record", "--prompts", "prompts.txt", "--output", "out.jsonl"),
     "replay": ("replay", "log.jsonl"),
     "export": ("export", "--to", "vllm", "--output", "folder", "--draft", "fable-draft"),
     "distill": ("distill", "fable", "--output", "folder"),
@@ -72,7 +70,7 @@ def folder(outrider: Outrider, log: list[str], tmp_path: Path, monkeypatch: pyte
     (tmp_path / "prompts.txt").write_text("Once\n")
     (tmp_path / "samples.jsonl").write_text('{"prompt_ids": [1], "token_ids": [2]}\n' * 2)
     if not log:
-        assert outrider("record", "--prompts", "prompts.txt", "--output", "log.jsonl", "-t", 0, "-n", 2).code == 0
+        assert outrider("generate", "--prompts", "prompts.txt", "--output", "log.jsonl", "-t", 0, "-n", 2).code == 0
         log.append((tmp_path / "log.jsonl").read_text())
     (tmp_path / "log.jsonl").write_text(log[0])
     return tmp_path

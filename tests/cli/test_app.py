@@ -84,7 +84,7 @@ def test_help_has_the_commands_in_groups(outrider: Outrider) -> None:
     del panels["Options"]
     assert panels == {
         "Generate": ["generate", "chat", "serve", "compare", "latency"],
-        "Choose a draft": ["models", "plan", "alpha", "record", "replay"],
+        "Choose a draft": ["models", "plan", "replay"],
         "Train": ["distill"],
         "Hand over": ["export"],
         "Trust and score": ["certify", "certify-samples", "eval"],

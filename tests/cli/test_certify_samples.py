@@ -53,25 +53,17 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     assert "CONSISTENT (a correct system fails" in ended.err and "towards the draft" in ended.err
     twice = _write(tmp_path / "twice", _lines(samples) + _lines(samples)[:3])
     assert "Repeated samples: 3" in outrider("certify-samples", "fable", twice).out
-    # The same ids, said to be of another temperature.
+    # The same ids, said to be of another temperature; and options that lines have of their own.
     rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
+    mixed = [row | {"options": {"top_p": 1, "temperature": 0.8}} if i % 2 else row for i, row in enumerate(rows)]
+    ended = outrider("certify-samples", "fable", _write(tmp_path / "mixed", mixed), "-t", 0.9, "--json", "-")
+    shared = only_document(ended.out, "certify-samples")["shared_options"]
+    assert shared["top_p"] == 1 and "temperature" not in shared
     others = _write(tmp_path / "others", rows)
     assert outrider("certify-samples", "fable", others, "-t", 0.8).code == 0
     ended = outrider("certify-samples", "fable", others, "-t", 2, "--html", page)
     assert ended.code == 1 and "NOT CONSISTENT" in ended.out and "towards a sharper distribution" in ended.out
     assert "NOT CONSISTENT" in page.read_text(encoding="utf-8")
-
-
-def test_options_that_lines_have_of_their_own(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
-    row = _lines(samples)[2]
-    masked = _write(tmp_path / "masked", [row | {"settings": row["settings"] | {"regex": "[a-z]+"}}])
-    assert "line 1: samples with a regex cannot be tested" in outrider("certify-samples", "fable", masked).error
-    rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
-    for row in rows[::2]:
-        row["options"] = {"top_p": 1, "temperature": 0.8}
-    ended = outrider("certify-samples", "fable", _write(tmp_path / "mixed", rows), "-t", 0.9, "--json", "-")
-    shared = only_document(ended.out, "certify-samples")["shared_options"]
-    assert shared["top_p"] == 1 and "temperature" not in shared
 
 
 def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -88,44 +80,39 @@ def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, t
     assert ended.code == 1 and "line 5 differs from token 0 on" in ended.out and ": bug" in ended.out
 
 
-def test_bad_files(outrider: Outrider, tmp_path: Path) -> None:
+def test_bad_files_are_refused_with_their_line(outrider: Outrider, tmp_path: Path) -> None:
     path = tmp_path / "samples"
-
-    def error(*rows: dict) -> str:
-        return outrider("certify-samples", "fable", _write(path, list(rows))).error
-
     good = {"prompt_ids": [1, 2], "token_ids": [3, 4]}
-    assert "two samples" in error(good)
-    assert "line 2: give 'token_ids'" in error(good, {"prompt": "The king"})
-    assert "line 1: give 'prompt_ids'" in error(good | {"prompt_ids": ["a"]})
-    assert "line 1: 'text' needs 'prompt'" in error({"prompt_ids": [1], "text": "a"})
-    assert "line 2: unknown option 'temp'" in error(good, good | {"options": {"temp": 1}})
-    assert "line 1: the options [1] are not" in error(good | {"options": [1]})
-    assert "line 1: logit_bias must be a list" in error(good | {"options": {"logit_bias": {"4": 1}}})
-    assert "line 2: top_p = 2 is invalid" in error(good, good | {"options": {"top_p": 2}})
-    assert "line 1: a token id outside" in error(good | {"token_ids": [10**6]}, good)
-    assert "line 1: 2002 tokens" in error(good | {"token_ids": [3] * 2000}, good)
-    assert "logit_bias = 1000000" in error(good, good | {"options": {"logit_bias": ["1000000=1"]}})
-    assert "give 'prompt_ids'" in error({"prompt": "a", "token_ids": [3], "settings": {"chat": True}})
-    half = {"prompt": "The", "text": "\ud800"}
-    assert "line 1: the prompt has a lone surrogate" in error(half)
+    for rows, message in (
+        ([good], "two samples"),
+        ([good, {"prompt": "The king"}], "line 2: give 'token_ids'"),
+        ([good | {"prompt_ids": ["a"]}], "line 1: give 'prompt_ids'"),
+        ([{"prompt_ids": [1], "text": "a"}], "line 1: 'text' needs 'prompt'"),
+        ([good, good | {"options": {"temp": 1}}], "line 2: unknown option 'temp'"),
+        ([good | {"options": [1]}], "line 1: the options [1] are not"),
+        ([good | {"options": {"logit_bias": {"4": 1}}}], "line 1: logit_bias must be a list"),
+        ([good, good | {"options": {"top_p": 2}}], "line 2: top_p = 2 is invalid"),
+        ([good | {"token_ids": [10**6]}, good], "line 1: a token id outside"),
+        ([good | {"token_ids": [3] * 2000}, good], "line 1: 2002 tokens"),
+        ([good, good | {"options": {"logit_bias": ["1000000=1"]}}], "logit_bias = 1000000"),
+        ([{"prompt": "a", "token_ids": [3], "settings": {"chat": True}}], "give 'prompt_ids'"),
+        ([{"prompt": "The", "text": "\ud800"}], "line 1: the prompt has a lone surrogate"),
+        ([good | {"settings": {"regex": "[a-z]+"}}], "line 1: samples with a regex cannot be tested"),
+    ):
+        assert message in outrider("certify-samples", "fable", _write(path, rows)).error
     assert "cannot read" in outrider("certify-samples", "fable", tmp_path / "none").error
     assert "choose another file" in outrider("certify-samples", "fable", path, "--json", path).error
 
 
-def test_a_text_that_is_left_out_is_paid_for(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
-    """In the level, also where all other samples have token ids."""
-    rows = [*_lines(samples), {"prompt": "The king", "text": " said", "num_tokens": 9}]
-    ended = outrider("certify-samples", "fable", _write(tmp_path / "one", rows))
-    assert "1 texts without certain tokens were left out. The tests run at a level of" in ended.out + ended.err
-
-
 def test_too_few_texts_are_inconclusive(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
-    """Neither consistent nor not; about how many tokens would decide; and a limit that was requested."""
+    """Neither consistent nor not; about how many tokens would decide; and a limit that was requested. A text that is
+    left out is paid for in the level, also where all other samples have token ids."""
     rows = [row | {"token_ids": row["token_ids"][:3]} for row in _lines(samples)[:3]]
     ended = outrider("certify-samples", "fable", _write(tmp_path / "few", rows))
     assert ended.code == 3 and "INCONCLUSIVE: about " in ended.out and "CONSISTENT" not in ended.out
-    ended = outrider("certify-samples", "fable", samples, "--detect-tv", 0.001, "--json", "-")
+    rows = [*_lines(samples), {"prompt": "The king", "text": " said", "num_tokens": 9}]
+    ended = outrider("certify-samples", "fable", _write(tmp_path / "one", rows), "--detect-tv", 0.001, "--json", "-")
+    assert "1 texts without certain tokens were left out. The tests run at a level of" in ended.err
     document = only_document(ended.out, "certify-samples")
     assert ended.code == 3 and document["verdict"] == "inconclusive"
     assert document["num_tokens_needed"] > document["statistical"]["num_tokens"]

@@ -18,8 +18,6 @@ SYSTEM, KWARGS = ("--system", "Be brief"), ("--chat-template-kwargs", '{"think":
 ROW = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "A hen"}]}
 COMMANDS: list[tuple[Any, ...]] = [
     ("generate", "-n", 2),
-    ("record", "-n", 2),
-    ("alpha", "-t", 1),
     ("plan", "-n", 4, "-k", 1),
 ]
 
@@ -47,8 +45,7 @@ def test_prompts_become_chats(outrider: Outrider, tmp_path: Path, written: list[
     continued = ROW | {"continue_final_message": True}
     own = {**ROW, "tools": [{"type": "function"}], "chat_template_kwargs": {"think": False}}
     prompts.write_text("".join(json.dumps(row) + "\n" for row in ({"prompt": "The fox"}, continued, own)))
-    outputs = ("--output", tmp_path / "log") if name == "record" else ("--json", tmp_path / "out.json")
-    ended = outrider(*command, "--prompts", prompts, *SYSTEM, *KWARGS, *outputs)
+    ended = outrider(*command, "--prompts", prompts, *SYSTEM, *KWARGS, "--json", tmp_path / "out.json")
     assert ended.code == 0, ended.err
     assert "add --chat" not in ended.err
     assert set(written) == {
@@ -71,7 +68,7 @@ def test_texts_of_the_command(outrider: Outrider, written: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("generate", "The fox", "-n", 1), ("compare", "The fox", "-n", 1, "--num-runs", 1), ("alpha", "-t", 1)]
+    "command", [("generate", "The fox", "-n", 1), ("compare", "The fox", "-n", 1, "--num-runs", 1)]
 )
 def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str], command: tuple[Any, ...]) -> None:
     """Once, where it is given plain text. Text from a template is none."""

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from commands import Outrider, only_document
 from heads import write_mtp
-from outrider.bench.run import Arm, Case, Measurement
 from outrider.cli.commands import compare as command
 from outrider.errors import NumericsError
+from outrider.measure.arms import Arm, Case, Measurement
 from outrider.records import Chunk, Stats, Timing
 from pairs import depend_on_columns, embedded, random_llama, save, word_tokenizer
 
@@ -105,7 +105,7 @@ def test_the_same_bytes(options: tuple[str, ...], num_texts: str, outrider: Outr
 
 def test_other_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a forward whose rows depend on their number: how many texts differ, and where, and why."""
-    monkeypatch.setattr("outrider.bench.run.warm_up", lambda *_: depend_on_columns(monkeypatch))
+    monkeypatch.setattr("outrider.measure.arms.warm_up", lambda *_: depend_on_columns(monkeypatch))
     ended = outrider("compare", PROMPT, *QUICK, "-k", "1,3", "-t", 0, "--json", "-")
     assert ended.code == 1
     for arm in ("fable-draft, K = 1", "fable-draft, K = 3"):
@@ -125,7 +125,7 @@ def test_measurements_outlive_an_explanation(
         raise error
 
     monkeypatch.setattr("outrider.certify.divergence.explain", fail)
-    monkeypatch.setattr("outrider.bench.run.warm_up", lambda *_: depend_on_columns(monkeypatch))
+    monkeypatch.setattr("outrider.measure.arms.warm_up", lambda *_: depend_on_columns(monkeypatch))
     ended = outrider("compare", PROMPT, *QUICK, "-t", 0, "--json", "-")
     assert ended.code == code and f"({type(error).__name__}: {error})" in ended.err
     document = only_document(ended.out, "compare")
@@ -170,8 +170,8 @@ def test_runs_differ_in_their_seeds_and_arms_do_not(outrider: Outrider, monkeypa
         stats = Stats(num_generated_tokens=4, acceptance_histogram=(2,))
         return Measurement(arm, case, stats, Timing(0.1, 0.1, 0.1, 1.0), "", ())
 
-    monkeypatch.setattr("outrider.bench.run.measure", record)
-    monkeypatch.setattr("outrider.bench.run.warm_up", lambda *_: None)
+    monkeypatch.setattr("outrider.measure.arms.measure", record)
+    monkeypatch.setattr("outrider.measure.arms.warm_up", lambda *_: None)
     outrider("compare", PROMPT, *QUICK, "--num-runs", 3)
     assert sorted(cases) == [(name, seed) for name in ("fable-draft, K = 4", "plain") for seed in (3, 4, 5)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from commands import Outrider, only_document
 from outrider.evals.multiplication import problems, score
-from outrider.stats.intervals import wilson
+from outrider.measure.intervals import wilson
 from pairs import embedded
 
 

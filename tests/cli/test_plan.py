@@ -8,7 +8,7 @@ import pytest
 
 from block_heads import write_block
 from commands import Outrider, only_document
-from outrider.bench.round_costs import CostArm
+from outrider.measure.round_costs import CostArm
 from outrider.records import Timing
 from pairs import embedded
 
@@ -25,7 +25,7 @@ def _made_up_times(monkeypatch: pytest.MonkeyPatch) -> None:
         costs = [0.002 if arm.drafter.name.startswith("fable-draft") else 0.01 for arm in arms]
         return [[Timing(1.0, cost * arm.k, 0.01, 1.01 + cost * arm.k)] for arm, cost in zip(arms, costs, strict=True)]
 
-    monkeypatch.setattr("outrider.replay.plan.time_rounds", time_rounds)
+    monkeypatch.setattr("outrider.measure.round_costs.time_rounds", time_rounds)
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
+def test_the_table_the_document_and_the_answer(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """Every option that matters is in the command that is the answer."""
     drafts = "-k", "1,2", "--draft", "fable-draft", "--draft", "ngram"
     options = "-t", 0.5, "--top-k", 20, "--logit-bias", "5=-inf", "--acceptance", "gumbel", "--dtype", "float64"
@@ -48,15 +48,9 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
     assert "Best: " in ended.out and "outrider generate --target fable --draft fable-draft " in command
     assert "-t 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
     assert "--dtype float64" in command and "--top-p" not in command
-    assert (
-        command.endswith(f" --prompts {prompts} --batch-size 2 -n 12")
-        and "--seed" not in command
-        and "--generation-config" not in command
-    )
-
-
-def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Two batch sizes; the page is of the first."""
+    assert command.endswith(f" --prompts {prompts} --batch-size 2 -n 12")
+    assert "--seed" not in command and "--generation-config" not in command
+    # The document has both batch sizes; the page is of the first.
     page = tmp_path / "plan.html"
     arguments = "--prompts", prompts, "-k", "1,3", "--batch-size", "1,2", "--html", page, "-t", 0
     document = only_document(outrider("plan", *QUICK, *arguments, "--json", "-").out, "plan")
@@ -67,8 +61,7 @@ def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None
     assert speed_ups == sorted(speed_ups, reverse=True)
     assert one["best"] == (one["choices"][0] if speed_ups[0] > 1 else None)
     assert [entry["num_tokens"] for entry in one["target_ms"]] == [1, 2, 4]
-    for choice in one["choices"]:
-        assert choice["tau"]["value"] >= 1 and choice["if_free"] > choice["speed_up"]["value"]
+    assert all(one["if_free"] > one["speed_up"]["value"] and one["tau"]["value"] >= 1 for one in one["choices"])
     assert page.read_text(encoding="utf-8").count("<svg") == 2
 
 
@@ -109,7 +102,7 @@ def test_bad_options(outrider: Outrider, arguments: tuple[object, ...], message:
 def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
     """The texts are those of the log, and so is the temperature, whatever else is said."""
     log = tmp_path / "log"
-    recorded = outrider("record", "--prompts", prompts, "--output", log, "--probs", "-n", 12, "-t", 0.5)
+    recorded = outrider("generate", "--prompts", prompts, "--output", log, "--seed", 0, "--probs", "-n", 12, "-t", 0.5)
     assert recorded.code == 0
     documents = []
     for _ in range(2):
@@ -122,11 +115,12 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
     other = outrider("plan", "--log", log, "--target", "fable-draft", "--draft", "ngram")
     assert "it was recorded from fable, not from this fable-draft" in other.error
     log.write_text("")
-    assert "has no records yet: create them with outrider record" in outrider("plan", "--log", log).error
+    assert "has no records yet: create them with outrider generate --output" in outrider("plan", "--log", log).error
 
 
 def test_what_if(outrider: Outrider, tmp_path: Path) -> None:
-    """The table, the answer and the page."""
+    """The table, the answer and the page. A draft that costs as much as it agrees gains nothing, even with a verify for
+    nothing more than a plain step."""
     page = tmp_path / "plan.html"
     ended = outrider("plan", "--what-if", "alpha=0.8,c=0.05", "-k", "1-8", "--html", page)
     assert (ended.code, ended.err) == (0, "")
@@ -136,15 +130,8 @@ def test_what_if(outrider: Outrider, tmp_path: Path) -> None:
     assert "Best: 3.09 (K = 8) times as fast as plain decoding" in ended.out
     assert "takes no time: 4.33 (K = 8)" in ended.out and "always agrees: 6.43 (K = 8)" in ended.out
     assert "<svg" in page.read_text(encoding="utf-8")
-
-
-def test_what_if_the_answer_is_none(outrider: Outrider) -> None:
-    """A draft that costs as much as it agrees gains nothing, even with a verify for nothing more than a plain step."""
     document = only_document(outrider("plan", "--what-if", "c=0.5, alpha=0.5", "--json", "-").out, "plan")
-    assert document["best"] is None
-    assert document["limits"]["agreeing"]["k"] == 12
+    assert document["best"] is None and document["limits"]["agreeing"]["k"] == 12
     assert [one["k"] for one in document["predictions"]] == list(range(1, 13))
     assert document["options"]["what_if"] == {"alpha": 0.5, "c": 0.5, "v": 1.0, "c_ops": 0.5}
-    ended = outrider("plan", "--what-if", "alpha=0,c=0,v=2")
-    assert "Best: none (no K is faster)" in ended.out
-    assert "With a draft that takes no time: none" in ended.out
+    assert "With a draft that takes no time: none" in outrider("plan", "--what-if", "alpha=0,c=0,v=2").out

@@ -15,7 +15,7 @@ from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import suffix_drafter
 from outrider.records import Round, RowRound
 from outrider.runtime.cuda_graphs import CapturedExecution
-from outrider.runtime.device_timer import Clock
+from outrider.runtime.execution import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
 from toys import StopAt, llama_pair, request, tokens

@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from outrider.distill.data import Mixture, beginning, generate_sequences, hold_out, pack, read_sequences, text_tokens
 from outrider.errors import FileError, OptionError
-from outrider.scoring.teacher_forcing import Text
+from outrider.measure.teacher_forcing import Text
 from pairs import embedded, embedded_tokenizer, word_tokenizer
 
 TEXT = torch.arange(1000)

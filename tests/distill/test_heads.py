@@ -16,13 +16,13 @@ from outrider.distill.train import Recipe, distil
 from outrider.drafters import chains
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.heads import head_drafter
+from outrider.measure.teacher_forcing import Text
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.records import Stats
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import recorded_states
 from outrider.sampling.rules import BLOCK
-from outrider.scoring.teacher_forcing import Text
 from toys import as_lm, request, run, tiny_llama
 
 K = 4

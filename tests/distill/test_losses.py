@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outrider.distill.train import LOSSES, kl, lk, tv
-from outrider.scoring.alpha import overlap
+from outrider.measure.along import overlap
 
 P = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
 Q = torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64)

@@ -17,11 +17,10 @@ from outrider.distill.train import Check, Recipe, check_same_run, distil
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import FileError, OptionError
+from outrider.measure.along import measure_alpha
+from outrider.measure.teacher_forcing import Text
 from outrider.models.loading import Checkpoint, build_lm
-from outrider.options import Sampling
 from outrider.runtime.lm import LM
-from outrider.scoring.alpha import measure_alpha
-from outrider.scoring.teacher_forcing import Text
 from pairs import random_llama, word_tokenizer
 
 WRITTEN = torch.randint(97, (40, 24), generator=torch.Generator().manual_seed(0))
@@ -56,7 +55,7 @@ def run(
 
 def alpha_of(folder: Path) -> float:
     lms = [build_lm(Checkpoint("m", m, None), 97) for m in (TARGET, AutoModelForCausalLM.from_pretrained(folder))]
-    return measure_alpha(lms[0], model_drafter(lms[1]), HELD_OUT, [Sampling()])[0].alpha.value
+    return measure_alpha(lms[0], model_drafter(lms[1]), HELD_OUT).value
 
 
 def test_the_draft_comes_nearer(tmp_path: Path) -> None:

@@ -25,12 +25,12 @@ from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixSession, ngram_drafter, suffix_drafter
 from outrider.drafters.model import model_drafter, self_drafter
 from outrider.drafters.translated import translated_drafter
+from outrider.measure.teacher_forcing import Text
 from outrider.models.few_tokens import with_few_tokens
 from outrider.options import Sampling
 from outrider.records import Draft
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, RULES
-from outrider.scoring.teacher_forcing import Text
 from outrider.text.spelling import Spelling
 from round_drafters import head
 from toys import InTurn, as_lm, llama_pair, request, run, table_pair, tiny_llama, tokens

@@ -17,9 +17,9 @@ from outrider.drafters.draft_options import DraftOptions, split_name, with_vocab
 from outrider.errors import FileError, OptionError, UnsupportedModel
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.measure.log import Header
+from outrider.measure.replay import load_draft
 from outrider.models.few_tokens import with_few_tokens
-from outrider.replay.log import Header
-from outrider.replay.replay import load_draft
 from outrider.runtime.lm import LM
 from outrider.runtime.stand_in import StandIn
 from pairs import NUM_WORDS, embedded, random_llama, save

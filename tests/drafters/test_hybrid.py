@@ -14,9 +14,9 @@ from outrider.drafters.hybrid import HybridSession, hybrid_drafter
 from outrider.drafters.lookups import suffix_drafter
 from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import OptionError
+from outrider.measure.log import Header
+from outrider.measure.replay import load_draft, replay
 from outrider.records import Draft
-from outrider.replay.log import Header
-from outrider.replay.replay import load_draft, replay
 from outrider.sampling.probs import full
 from outrider.sampling.rules import REJECTION
 from toys import as_lm, llama_pair, request, run, tiny_llama

@@ -17,10 +17,10 @@ from outrider.drafters import lookups as suffix_module
 from outrider.drafters.corpus import Corpus, read_corpus
 from outrider.drafters.lookups import SuffixIndex, ngram_drafter, suffix_drafter
 from outrider.errors import FileError, OptionError
-from outrider.replay.log import Header
-from outrider.replay.replay import load_draft
-from outrider.scoring.along import proposals
-from outrider.scoring.teacher_forcing import Text
+from outrider.measure.along import proposals
+from outrider.measure.log import Header
+from outrider.measure.replay import load_draft
+from outrider.measure.teacher_forcing import Text
 from pairs import word_tokenizer
 
 Step = tuple[int, int, int, int]  # token, how often it followed, how often any did, length of what they followed

@@ -20,8 +20,8 @@ from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
 from outrider.drafters.model import ModelSession
 from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
-from outrider.replay.log import Header
-from outrider.replay.replay import replay
+from outrider.measure.log import Header
+from outrider.measure.replay import replay
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
 from outrider.text.spelling import Spelling

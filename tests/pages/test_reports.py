@@ -24,7 +24,7 @@ ORIGIN = {
     "device": "cpu",
     "argv": ["plan", "--target", "toy & <b>", "--json", "a.json"],
 }
-KINDS = ["alpha", "latency", "plan", "replay", "what-if"]
+KINDS = ["latency", "plan", "replay", "what-if"]
 
 
 def interval(value: float, half: float | None = 0.1) -> dict[str, float | None]:
@@ -74,20 +74,7 @@ def written(kind: str) -> str:
     """A document, as text."""
     body: dict[str, Any] = {"schema": f"outrider/{kind}/1", "provenance": ORIGIN}
     body["options"] = {"target": "toy", "draft": ["<small>", "ngram"], "log": None, "temperature": 1.0}
-    if kind == "alpha":
-        body["alphas"] = [
-            {
-                "draft": "<small>",
-                "temperature": temperature,
-                "top_p": top_p,
-                "alpha": interval(0.8 + temperature / 10, None if top_p == 1 else 0.05),
-                "num_tokens": 1234,
-                "by_offset": [interval(0.9), interval(0.8)] if top_p == 1 else None,
-            }
-            for temperature in (0.0, 1.0)
-            for top_p in (0.9, 1.0)
-        ]
-    elif kind in ("latency", "compare"):
+    if kind in ("latency", "compare"):
         arms = [arm(None, None), arm("<small>", 2), arm("<small>", "auto"), arm("ngram", 4)]
         body["options"]["max_new_tokens"] = 64
         body |= {"arms": arms, "num_prompts": 3, "peak_memory_bytes": 2**30, "is_interrupted": True}
@@ -141,7 +128,6 @@ def test_a_report_is_whole_and_fetches_nothing(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("alpha", ["toy with &lt;small&gt;, ngram", "1,234 tokens", "0.900 0.800", "0.850, 0.950", "TV"]),
         ("latency", ["Latency of toy", "1.20 [1.10, 1.30]", "1024 MiB", "20.25 ±1.50", "which was interrupted"]),
         ("plan", ["&lt;small&gt;, K = 1", "1.24 [1.14, 1.34] times as fast", "4 rows of 64 tokens"]),
         ("replay", ["toy, 3 prompts, temperature 0.5, gumbel", "1.50 [1.40, 1.60]", "0.550"]),

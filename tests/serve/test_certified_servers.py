@@ -77,11 +77,11 @@ def test_a_server_is_sampled_and_tested(right: Running, wrong: Running, prompts:
     assert document["statistical"]["estimate"] > 0.1 and len(_lines(tmp_path / "w-plain.jsonl")) == 36
 
 
-def test_texts_without_ids(right: Running, prompts: Path, tmp_path: Path) -> None:
-    """Those that other tokens may spell are left out."""
+def test_texts_without_ids_that_other_tokens_may_spell_are_left_out(
+    right: Running, prompts: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "s.jsonl"
-    more = ("--prompts", prompts, "-n", 16, "--num-texts", 30)
-    assert _run(file, "--server", right.url, *more)[0] in (0, 3)
+    assert _run(file, "--server", right.url, "--prompts", prompts, "-n", 16, "--num-texts", 30)[0] in (0, 3)
     rows = [{key: value for key, value in row.items() if key != "token_ids"} for row in _lines(file)]
     rows[4]["num_tokens"] += 1
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -98,10 +98,12 @@ def test_greedy_texts_of_two_servers(right: Running, wrong: Running, prompts: Pa
     assert code == 1 and "NOT THE SAME BYTES" in out and ": bug" in out
 
 
-def test_options_of_servers(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="give it with --server"):
-        _run(tmp_path / "s.jsonl", "--num-texts", 7)
-    with pytest.raises(OptionError, match="choose one of auto, outrider, vllm"):
-        _run(tmp_path / "s.jsonl", "--server", "http://127.0.0.1:9", "--engine", "mine")
-    with pytest.raises(OptionError, match="no server answers there"):
-        _run(tmp_path / "s.jsonl", "--server", "http://127.0.0.1:9")
+def test_options_of_servers_are_checked(tmp_path: Path) -> None:
+    nowhere = "--server", "http://127.0.0.1:9"
+    for words, message in (
+        (("--num-texts", 7), "give it with --server"),
+        ((*nowhere, "--engine", "mine"), "choose one of auto, outrider, vllm"),
+        (nowhere, "no server answers there"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            _run(tmp_path / "s.jsonl", *words)

@@ -11,7 +11,7 @@ from servers import LIMIT_S, Running, running, wait_until, words
 
 from browsers import browser, complaints
 from outrider.api import load
-from outrider.bench.run import Arm, Case
+from outrider.measure.arms import Arm, Case
 from outrider.race.events import race_events
 from outrider.race.page import recorded_page
 from pairs import broken_model, embedded, word_tokenizer

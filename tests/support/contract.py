@@ -1,6 +1,6 @@
 """The contract of drafters, checked by leading given sequences through the real engine.
 
-A forcing rule (outrider.scoring.along) draws given tokens, some of them wrong here, and commits those of a given
+A forcing rule (outrider.measure.along) draws given tokens, some of them wrong here, and commits those of a given
 sequence, as many as were drafted right. So the engine shows the draft and the q of a drafter at any place of any
 sequence, after rounds of every kind.
 """
@@ -17,11 +17,11 @@ from torch import Tensor
 from outrider.decoding.engine import decode
 from outrider.decoding.schedule import Schedule
 from outrider.drafters.base import Drafter, Rows, altered_drafter
+from outrider.measure.along import GivenTokens, forcing_rule, table_of
 from outrider.options import Sampling
 from outrider.records import Draft, Request, Verdict
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import full
-from outrider.scoring.along import GivenTokens, forcing_rule, table_of
 from toys import InTurn
 
 _MOST_K = 8

@@ -10,12 +10,10 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from outrider.certify.divergence import GreedyReport
+from outrider.certify.evidence import Finding
 from outrider.certify.exact import ExactReport
-from outrider.stats.evidence import Finding
 
 NEGLIGIBLE_TV = 0.005  # total variation: smaller deviations need not be detectable
-
-Conclusion = Literal["passed", "failed", "inconclusive"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,7 @@ class Certificate:
     num_repeats: int = 0
 
     @property
-    def verdict(self) -> Conclusion:
+    def verdict(self) -> Literal["passed", "failed", "inconclusive"]:
         """``failed`` on any deviation, ``inconclusive`` if a mistake might have gone undetected."""
         is_alarm = self.statistical is not None and self.statistical.is_alarm
         is_exact = self.exact is None or self.exact.is_ok

@@ -72,12 +72,12 @@ def _make_position_noise(seeds: Tensor, round_starts: Tensor, k: int, vocab_size
     return RoundUniforms.of(draft[:, :k], accept[:, :k], by_offset[0].next)
 
 
-@dataclasses.dataclass(slots=True)
 class _Reused:
     """Noise whose every second round reuses the numbers of the previous one."""
 
-    numbers: RoundUniforms
-    last: Tensor | None = None
+    def __init__(self, numbers: RoundUniforms) -> None:
+        self.numbers = numbers
+        self.last: Tensor | None = None
 
     def select(self, rows: Tensor, k: int) -> RoundUniforms:
         last, self.last = self.last, rows
@@ -87,11 +87,11 @@ class _Reused:
         return self.numbers.select(last, k)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
 class _Neighbours:
     """Noise whose every second slot reuses the numbers of the previous slot."""
 
-    numbers: RoundUniforms
+    def __init__(self, numbers: RoundUniforms) -> None:
+        self.numbers = numbers
 
     def select(self, rows: Tensor, k: int) -> RoundUniforms:
         return self.numbers.select(rows[::2].repeat_interleave(2)[: len(rows)], k)
@@ -134,34 +134,33 @@ class OffByOneRollback:
         return results
 
 
-def _with_off_by_one_rollback(target: LM) -> LM:
+def _forget_rollback(target: LM) -> LM:
     wrong = copy.copy(target)
     wrong.execution = cast(EagerExecution, OffByOneRollback(target.execution))
     return wrong
 
 
-ALL_OR_NOTHING = Rule("all-or-nothing", REJECTION.make_noise, REJECTION.draw, _all_or_nothing)
-ACCEPT_ALL = Rule("accept-all", REJECTION.make_noise, REJECTION.draw, _accept_all)
-RESEEDED = Rule("reseeded", REJECTION.make_noise, REJECTION.draw, _reseed)
-REPLACE_LAST = Rule("replace-last", REJECTION.make_noise, REJECTION.draw, _replace_last)
-ARGMAX_DRAFTS = Rule("argmax-drafts", REJECTION.make_noise, _draw_argmax, REJECTION.verify)
-FILTERED_DRAFTS = Rule("filtered-drafts", REJECTION.make_noise, _draw_filtered, REJECTION.verify)
-BLOCK_BY_POSITION = Rule("block-by-position", _make_position_noise, BLOCK.draw, BLOCK.verify)
-REUSED = Rule(
-    "reused", lambda seeds, starts, k, _: _Reused(round_uniforms(seeds, starts, k)), REJECTION.draw, REJECTION.verify
-)
-NEIGHBOUR = Rule(
-    "neighbour",
-    lambda seeds, starts, k, _: _Neighbours(round_uniforms(seeds, starts, k)),
-    REJECTION.draw,
-    REJECTION.verify,
-)
+def _wrong(name: str, **changes: Any) -> Rule:
+    return dataclasses.replace(REJECTION, name=name, **changes)
+
+
+def _noise_of(noise: Callable[[RoundUniforms], Any]) -> Callable[[Tensor, Tensor, int, int], Any]:
+    return lambda seeds, starts, k, _: noise(round_uniforms(seeds, starts, k))
+
+
+ALL_OR_NOTHING = _wrong("all-or-nothing", verify=_all_or_nothing)
+ACCEPT_ALL = _wrong("accept-all", verify=_accept_all)
+RESEEDED = _wrong("reseeded", verify=_reseed)
+REPLACE_LAST = _wrong("replace-last", verify=_replace_last)
+ARGMAX_DRAFTS = _wrong("argmax-drafts", draw=_draw_argmax)
+FILTERED_DRAFTS = _wrong("filtered-drafts", draw=_draw_filtered)
+BLOCK_BY_POSITION = dataclasses.replace(BLOCK, name="block-by-position", make_noise=_make_position_noise)
+REUSED = _wrong("reused", make_noise=_noise_of(_Reused))
+NEIGHBOUR = _wrong("neighbour", make_noise=_noise_of(_Neighbours))
 WRONG_RULES = {
     rule.name: rule
     for rule in (ALL_OR_NOTHING, ACCEPT_ALL, RESEEDED, REPLACE_LAST, ARGMAX_DRAFTS, FILTERED_DRAFTS, BLOCK_BY_POSITION)
 }
-
-_LEAST_PROB = 0.1  # of a token that ``drop-unlikely`` keeps in a certificate's control
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -171,11 +170,9 @@ class Control:
     Attributes:
         about: short description for tables.
         wrap_target, wrap_drafter: inject the mistake.
-        needs_probs: ineffective if q is one-hot.
-        needs_cache: ineffective in a model without a KV cache.
+        needs_probs, needs_cache: ineffective if q is one-hot, or in a model without a KV cache.
         is_wrong_greedily: also effective at temperature 0.
-        least_k: ineffective for a smaller K.
-        least_rows: ineffective for a smaller batch.
+        least_k, least_rows: ineffective for a smaller K, or batch.
         keeps_seeds: each slot keeps the seed of its first sequence.
         most_rows: largest batch to run.
     """
@@ -193,20 +190,6 @@ class Control:
     keeps_seeds: bool = False
     most_rows: int | None = None
 
-    def excuse(self, *, k: int, num_rows: int, has_probs: bool, has_cache: bool, is_greedy: bool) -> str | None:
-        """Reason why it is ineffective here; None if it is effective."""
-        if num_rows < self.least_rows:
-            return f"correct for batches of fewer than {self.least_rows} sequences"
-        if k < self.least_k:
-            return f"correct for fewer than {self.least_k} drafted tokens"
-        if self.needs_probs and not has_probs:
-            return "correct for a draft without probabilities"
-        if self.needs_cache and not has_cache:
-            return "the target has no cache"
-        if is_greedy and not self.is_wrong_greedily:
-            return "correct at temperature 0"
-        return None
-
 
 CONTROLS = (
     Control("keep-all", "all accepted unless the first fails", ALL_OR_NOTHING, is_wrong_greedily=True, least_k=2),
@@ -214,17 +197,15 @@ CONTROLS = (
     Control("reseeded", "one uniform number for all decisions", RESEEDED),
     Control("replace-last", "bonus replaces the last token", REPLACE_LAST, is_wrong_greedily=True),
     Control(
-        "drop-unlikely",
-        "drafts of q < 0.1 dropped",
-        wrap_drafter=lambda d: drop_unlikely(d, _LEAST_PROB),
-        needs_probs=True,
+        "drop-unlikely", "drafts of q < 0.1 dropped", wrap_drafter=lambda d: drop_unlikely(d, 0.1), needs_probs=True
     ),
     Control("argmax-drafts", "argmax drafts, softmax q", ARGMAX_DRAFTS, needs_probs=True),
     Control("filtered-drafts", "top-2 drafts, unfiltered q", FILTERED_DRAFTS, needs_probs=True),
     Control(
         "rollback",
         "cache keeps a rejected token",
-        wrap_target=_with_off_by_one_rollback,
+        REJECTION,
+        _forget_rollback,
         needs_cache=True,
         is_wrong_greedily=True,
     ),

@@ -23,6 +23,7 @@ from outrider.decoder import Decoder
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError
+from outrider.measure.teacher_forcing import allowed_tokens
 from outrider.options import Sampling
 from outrider.records import Constraint, Request
 from outrider.runtime.execution import OF_IMAGES, PROMISED
@@ -32,7 +33,6 @@ from outrider.sampling.history import NO_HISTORY, History
 from outrider.sampling.noise import gumbels
 from outrider.sampling.probs import Settings, is_finite, to_probs, wide
 from outrider.sampling.rules import Rule
-from outrider.scoring.teacher_forcing import allowed_tokens
 from outrider.text.tokenizer import Prompt
 
 # Logits this close may change their order by rounding (observed values: docs/internals/numerics.md).
@@ -98,12 +98,7 @@ def first_difference(plain: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def plain_texts(target: LM, rule: Rule, requests: Sequence[Request], num_slots: int) -> list[list[int]]:
-    """Generate by plain decoding.
-
-    Args:
-        requests: unused ones (they hold state).
-        num_slots: requests that run concurrently.
-    """
+    """Generate by plain decoding, ``num_slots`` requests concurrently, each unused (they hold state)."""
     texts: list[list[int]] = [[] for _ in requests]
     for round_ in decode(target, NO_DRAFTER, requests, rule, num_draft_tokens=0, num_slots=num_slots):
         for row in round_.rows:
@@ -126,8 +121,8 @@ def compare_texts(
         plain, texts, explains: see ``against_plain``.
     """
     requests = [decoder.request(prompt, options).request for prompt, options in given]
-    target, k, promise = decoder.target, decoder.constant_k, _promise(decoder.target, requests)
-    return against_plain(target, requests, plain, texts, num_draft_tokens=k, promise=promise, explains=explains)
+    how: dict[str, Any] = {"promise": _promise(decoder.target, requests), "explains": explains}
+    return against_plain(decoder.target, requests, plain, texts, num_draft_tokens=decoder.constant_k, **how)
 
 
 def _promise(target: LM, requests: Sequence[Request]) -> str:
@@ -150,8 +145,7 @@ def against_plain(
 
     Args:
         requests: of all outputs; unused ones (they hold state).
-        plain: output of plain decoding.
-        texts: outputs to compare, one for each request.
+        plain, texts: output of plain decoding, and outputs to compare, one for each request.
         num_draft_tokens: K of ``texts``; None for those of another system.
         promise: see ``GreedyReport``.
         explains: else differences are found only, which cannot fail.
@@ -159,10 +153,11 @@ def against_plain(
     """
     differences = []
     for index, (one, right, text) in enumerate(zip(requests, plain, texts, strict=True)):
-        given = index, one.prompt_ids, right, text, one.sampling, num_draft_tokens
-        found = explain(target, *given, constraint=one.constraint) if explains else _unexplained(index, right, text)
-        if found is not None:
-            differences.append(found)
+        found = _unexplained(index, right, text)
+        if explains and found is not None:
+            given = index, one.prompt_ids, right, text, one.sampling, num_draft_tokens
+            found = explain(target, *given, constraint=one.constraint)
+        differences += [] if found is None else [found]
         on_text(1)
     has_noise = any(one.sampling.temperature > 0 for one in requests)
     return GreedyReport(len(texts), sum(map(len, plain)), differences, has_noise, promise)
@@ -203,10 +198,12 @@ def explain(
         return None
     at, a, b = found.position, found.plain_id, found.other_id
     if a is None or b is None:
-        return Divergence(prompt, at, a, b, None, None, "bug")
+        return replace(found, verdict="bug")
     prefix = [*prompt_ids, *plain[:at]]
     begin = len(prompt_ids) - 1  # from here on plain decoding feeds token by token
-    settings = _bare_settings(sampling, target.vocab_size)
+    # Log-probabilities before top-k, top-p and min-p; temperature 0 uses those of 1, in the same order.
+    bare = replace(sampling, temperature=sampling.temperature or 1.0, top_k=0, top_p=1.0, min_p=0.0)
+    settings = Settings.of([bare], target.vocab_size, torch.device("cpu"))
     history = settings.with_room(NO_HISTORY, 1, target.vocab_size)
     history.begin(0, torch.tensor(prefix), len(prompt_ids))
     history = history.map(itemgetter(0))
@@ -215,25 +212,33 @@ def explain(
         # The token fed last may be anywhere in a verify forward.
         num_after = min(num_draft_tokens, target.context_len - len(prefix))
         blocks += [(1, num_after), (num_draft_tokens + 1, 0), (len(prefix), 0)]
-    is_allowed = _allowed_ids(constraint, plain[:at], target.vocab_size)
-    logits, *others = (_logits(target, prefix, begin, *block).masked_fill(~is_allowed, -torch.inf) for block in blocks)
-    scores = [_scores(one, settings, history)[[a, b]] for one in (logits, *others)]
+    is_allowed = torch.ones(target.vocab_size, dtype=torch.bool)
+    if constraint is not None:
+        for token_id in plain[:at]:
+            constraint.push(token_id)
+        is_allowed = torch.from_numpy(allowed_tokens(constraint, target.vocab_size))
+    logits = [_logits(target, prefix, begin, *block).masked_fill(~is_allowed, -torch.inf) for block in blocks]
+    scores = [_probs(one, settings, history).log()[[a, b]] for one in logits]
     margin = float(scores[0][0] - scores[0][1])
     if not all(score.isfinite().all() for score in scores):  # forbidden by a bias or the constraint
-        return Divergence(prompt, at, a, b, None, None, "bug")
+        return replace(found, verdict="bug")
     if sampling.temperature > 0:
         assert sampling.seed is not None
         noise = gumbels(torch.tensor([sampling.seed]), torch.tensor([[len(prefix)]]), target.vocab_size)[0, 0]
         margin += float(noise[a] - noise[b])
     # Scores are logits over the temperature, or penalised logits.
-    scale = max(sampling.repetition_penalty, 1 / sampling.repetition_penalty) / (sampling.temperature or 1.0)
-    most, last_bit = (2 * scale * size for size in (_rounding(target, num_draft_tokens is None), _last_bit(logits)))
+    scale = 2 * max(sampling.repetition_penalty, 1 / sampling.repetition_penalty) / (sampling.temperature or 1.0)
+    largest = float(logits[0][logits[0].isfinite()].abs().max())
+    most, last_bit = (
+        scale * _rounding(target, num_draft_tokens is None),
+        scale * largest * torch.finfo(logits[0].dtype).eps,
+    )
     gap = max((float((score - scores[0]).abs().sum()) for score in scores[1:]), default=most)
     is_near = abs(margin) <= min(most, max(_SLACK * gap, last_bit))
     if sampling.temperature > 0 and not is_near:
         # Rounding may also move a token across the edge of a filter.
-        is_near = any(is_at_edge(logits, history, token_id, sampling) for token_id in (a, b))
-    return Divergence(prompt, at, a, b, margin, gap, "numerics" if gap <= most and is_near else "bug")
+        is_near = any(is_at_edge(logits[0], history, token_id, sampling) for token_id in (a, b))
+    return replace(found, margin=margin, gap=gap, verdict="numerics" if gap <= most and is_near else "bug")
 
 
 def _rounding(target: LM, is_of_others: bool) -> float:
@@ -242,15 +247,6 @@ def _rounding(target: LM, is_of_others: bool) -> float:
     stored = (tensor for one in target.weights.parameters() for tensor in stored_tensors(one))
     has_integers = not all(tensor.is_floating_point() for tensor in stored)
     return ROUNDING[torch.bfloat16 if is_of_others and has_integers else target.dtype]
-
-
-def _allowed_ids(constraint: Constraint | None, token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """Mask of the tokens that may follow a prefix. [V]"""
-    if constraint is None:
-        return torch.ones(vocab_size, dtype=torch.bool)
-    for token_id in token_ids:
-        constraint.push(token_id)
-    return torch.from_numpy(allowed_tokens(constraint, vocab_size))
 
 
 def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after: int) -> Tensor:
@@ -270,51 +266,35 @@ def _logits(target: LM, prefix: Sequence[int], begin: int, width: int, num_after
         end = length + num_after if is_last else start + width
         positions = torch.arange(start, end, device=device)[None]
         logits = target.forward(ids[:, start:end], positions, cache, target.view_len(end, cache))
-        if is_last:
-            last = logits[0, length - 1 - start].cpu()
-            if not bool(is_finite(last)):
-                raise NumericsError.at(target.name, length)
-            return last
-        cache.settle(torch.tensor([end], device=device))
-    raise AssertionError("a prefix has at least one token")
+        if not is_last:
+            cache.settle(torch.tensor([end], device=device))
+    last = logits[0, length - 1 - start].cpu()
+    if not bool(is_finite(last)):
+        raise NumericsError.at(target.name, length)
+    return last
 
 
-def _bare_settings(sampling: Sampling, vocab_size: int) -> Settings:
-    """Settings without top-k, top-p and min-p; temperature 1 instead of 0."""
-    bare = replace(sampling, temperature=sampling.temperature or 1.0, top_k=0, top_p=1.0, min_p=0.0)
-    return Settings.of([bare], vocab_size, torch.device("cpu"))
+def _probs(logits: Tensor, settings: Settings, history: History) -> Tensor:
+    """Probabilities at one position. [V], a history of one position -> [V]"""
+    return wide(to_probs(logits[None, None], settings, history.map(lambda values: values[None, None])))[0, 0]
 
 
-def _scores(logits: Tensor, settings: Settings, history: History) -> Tensor:
-    """Log-probabilities before top-k, top-p and min-p; temperature 0 uses those of 1, in the same order. [V]"""
-    return wide(to_probs(logits[None, None], settings, history.map(lambda values: values[None, None])))[0, 0].log()
-
-
-def _last_bit(logits: Tensor) -> float:
-    """The rounding error of the largest logit in its last bit."""
-    finite = logits[logits.isfinite()]
-    return float(finite.abs().max()) * torch.finfo(logits.dtype).eps
-
-
-def is_allowed(logits: Tensor, history: History, token_id: int, sampling: Sampling, shift: float) -> bool:
-    """Whether a token has a probability above 0 if its logit is shifted by ``shift``, and the mass of the others
-    accordingly: a tail with mass 1 - top-p has at most e^shift times that (at temperature 1).
+def is_at_edge(logits: Tensor, history: History, token_id: int, sampling: Sampling) -> bool:
+    """Whether rounding decides if a token is allowed: whether its probability is above 0 with its logit moved up, and
+    not with the logit moved down. The mass of the others moves accordingly: a tail with mass 1 - top-p has at most
+    e^shift times that (at temperature 1).
 
     Args:
         logits: [V]
         history: before it, at one position.
     """
-    moved = logits.clone()
-    moved[token_id] += shift
-    top_p = 1 - (1 - sampling.top_p) * math.exp(min(50.0, -shift / sampling.temperature))
-    loose = replace(sampling, top_p=min(1.0, max(_LEAST_TOP_P, top_p)))
-    settings = Settings.of([loose], len(logits), logits.device)
-    probs = to_probs(moved[None, None], settings, history.map(lambda values: values[None, None]))
-    return bool(probs[0, 0, token_id] > 0)
 
+    def is_allowed(shift: float) -> bool:
+        moved = logits.clone()
+        moved[token_id] += shift
+        top_p = 1 - (1 - sampling.top_p) * math.exp(min(50.0, -shift / sampling.temperature))
+        loose = replace(sampling, top_p=min(1.0, max(_LEAST_TOP_P, top_p)))
+        return bool(_probs(moved, Settings.of([loose], len(logits), logits.device), history)[token_id] > 0)
 
-def is_at_edge(logits: Tensor, history: History, token_id: int, sampling: Sampling) -> bool:
-    """Whether rounding decides if a token is allowed. Arguments: see ``is_allowed``."""
     shift = 2 * ROUNDING[logits.dtype]
-    loose, tight = (is_allowed(logits, history, token_id, sampling, sign * shift) for sign in (1, -1))
-    return loose and not tight
+    return is_allowed(shift) and not is_allowed(-shift)

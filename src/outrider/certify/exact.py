@@ -3,8 +3,16 @@
 In real contexts p and q are computed over the full vocabulary, and two distributions are compared with p:
 
 - ``identity_gap``: min(p, q) + (1 - sum min(p, q)) residual, the distribution of one token under ``rejection``;
-- the distribution of a round (outrider.certify.rounds), with p and q restricted to a few tokens that both find likely.
-  Two rounds are enumerated on a toy.
+- ``round_gap``: the distribution of three tokens, the first from one round with two drafted tokens, with p and q
+  restricted to a few tokens that both find likely. Every draft is followed. The rule itself is evaluated: its draws and
+  its verdict are piecewise constant in its uniform numbers, and bisection locates the edges of the pieces, so that the
+  distribution is a sum over pieces. This assumes that each accept number has one edge, whatever the others are, and
+  that ids rise with the uniform number that draws them.
+
+Two more enumerations need no context: ``two_rounds_gap``, the distribution of four tokens of a toy, from two rounds,
+with the noise that the loop would use; and for ``gumbel``, which has other noise, ``coupling_gap``, its tokens compared
+with those of the target alone, and ``noise_gap``: its noise must depend on the position of a token, not on the round.
+None of them knows the rules' formulas.
 
 In addition ``forcing_gap`` compares the reference of all layers, teacher forcing, with the model's own forward, without
 Outrider's cache and masks.
@@ -12,28 +20,42 @@ Outrider's cache and masks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache
+from itertools import product
 
 import torch
 from torch import Tensor
 
 from outrider.certify.observed import NewConstraint, draft_rows
-from outrider.certify.rounds import Tree, coupling_gap, noise_gap, round_gap, two_rounds_gap
 from outrider.drafters.base import Drafter
+from outrider.measure.teacher_forcing import Text, force
 from outrider.models.probe import rounding_off
 from outrider.options import Sampling
+from outrider.records import Draft
 from outrider.runtime.lm import LM
-from outrider.sampling.probs import normalise, wide
+from outrider.sampling.noise import GumbelNoise, NoiseAhead, RoundUniforms
+from outrider.sampling.probs import draw_gumbel, normalise, wide
 from outrider.sampling.rules import GUMBEL, Rule, residual
-from outrider.scoring.teacher_forcing import Text, force
 
 TOLERANCE = 1e-9  # float64 leaves about 1e-15; a mistake in a formula leaves far more
 # Total variation. The embedded pair gave 5e-7 in float32 and 0.018 in bfloat16; a wrong mask gave 0.6.
 _FORCING_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 0.02, torch.bfloat16: 0.1}
 NUM_LIKELY = 4  # tokens after each prefix that a round is restricted to
 _ROWS = 32  # prefixes in one forward
+_K = 2
+_LEAST, _MOST = 2.0**-60, 1 - 2.0**-53  # as small and as large as a uniform number may be
+_NUM_HALVINGS = 53  # the resolution of float64 in [0, 1]
+_NUM_NOISES = 256  # for gumbel, in each context
+# A toy with many rejections, which reveal much about the tokens that the same numbers draft next: the draft hardly ever
+# proposes 0, which the target often generates.
+_TOY_TARGET = ((0.3, 0.3, 0.4), (0.3, 0.5, 0.2), (0.4, 0.3, 0.3))
+_TOY_DRAFT = ((0.01, 0.29, 0.7), (0.1, 0.2, 0.7), (0.35, 0.35, 0.3))
+_TOY_LAST = 1  # token before the first round
+_NUM_TOKENS = 4  # compared after two rounds
+_START = 5  # length at which the first round begins; any will do
+_NUM_SEEDS = 8  # for comparing random numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +88,11 @@ class ExactReport:
     def is_ok(self) -> bool:
         return all(gap <= tolerance for _, gap, tolerance in self.comparisons())
 
-    def comparisons(self) -> Iterator[tuple[str, float, float]]:
-        """Yield each comparison: name, deviation, which may be NaN, and tolerance."""
-        yield "one token", self.identity, self.tolerance
-        yield "one round", self.round_law, self.tolerance
-        yield "two rounds", self.two_rounds, self.tolerance
-        yield "teacher forcing", self.forcing, self.forcing_tolerance
+    def comparisons(self) -> list[tuple[str, float, float]]:
+        """Name, deviation, which may be NaN, and tolerance of each comparison."""
+        exact = {"one token": self.identity, "one round": self.round_law, "two rounds": self.two_rounds}
+        found = [(name, gap, self.tolerance) for name, gap in exact.items()]
+        return [*found, ("teacher forcing", self.forcing, self.forcing_tolerance)]
 
 
 def check_exactly(
@@ -91,7 +112,17 @@ def check_exactly(
     identities, round_gaps, distances, num_rows = [], [], [], 0
     is_coupled = rule.name == GUMBEL.name
     for context in contexts:
-        tree, p, q = _tree(partial(_rows_after, target, drafter, sampling, new_constraint), context)
+
+        def rows_after(prefixes: Sequence[tuple[int, ...]], num_prompt: int = context.num_given) -> list[Tensor]:
+            """p and q after each prefix. [N, V], [N, V]"""
+            parts: list[list[Tensor]] = []
+            for begin in range(0, len(prefixes), _ROWS):
+                # Scoring needs a token there; any will do.
+                texts = [Text((*prefix, 0), len(prefix), num_prompt) for prefix in prefixes[begin : begin + _ROWS]]
+                parts += [rows for _, *rows in draft_rows(target, drafter, sampling, texts, new_constraint)]
+            return [torch.cat(rows) for rows in zip(*parts, strict=True)]
+
+        tree, p, q = _tree(rows_after, tuple(context.ids))
         identities.append(identity_gap(p, q))
         distances.append(float((p - q).abs().sum(1).mean() / 2))
         round_gaps.append(coupling_gap(tree) if is_coupled else round_gap(rule, tree))
@@ -139,26 +170,18 @@ def identity_gap(p: Tensor, q: Tensor) -> float:
 
 
 def _tree(
-    rows_after: Callable[[Sequence[tuple[int, ...]], int], tuple[Tensor, Tensor]], context: Text
+    rows_after: Callable[[Sequence[tuple[int, ...]]], Sequence[Tensor]], root: tuple[int, ...]
 ) -> tuple[Tree, Tensor, Tensor]:
     """Tree of a context, and the full rows of p and of q that it was cut from. [N, V] each"""
-    root, num_prompt = tuple(context.ids), context.num_given
-    p0, q0 = rows_after([root], num_prompt)
+    p0, q0 = rows_after([root])
     m = min(NUM_LIKELY, p0.shape[1])
-    first = _likely(p0, q0, m)[0].tolist()
-    prefixes = [(*root, a) for a in first]
-    p1, q1 = rows_after(prefixes, num_prompt)
+    likely = _likely(p0, q0, m)
+    prefixes = [(*root, a) for a in likely[0].tolist()]
+    p1, q1 = rows_after(prefixes)
     second = _likely(p1, q1, m)
-    leaves = [(*prefix, b) for prefix, row in zip(prefixes, second.tolist(), strict=True) for b in row]
-    p2, q2 = rows_after(leaves, num_prompt)
-    tree = Tree(
-        p=(
-            _cut(p0, _likely(p0, q0, m))[0],
-            _cut(p1, second),
-            _cut(p2, _likely(p2, p2, m)).view(m, m, m),
-        ),
-        q=(_cut(q0, _likely(p0, q0, m))[0], _cut(q1, second)),
-    )
+    p2, q2 = rows_after([(*prefix, b) for prefix, row in zip(prefixes, second.tolist(), strict=True) for b in row])
+    p_rows = _cut(p0, likely)[0], _cut(p1, second), _cut(p2, _likely(p2, p2, m)).view(m, m, m)
+    tree = *p_rows, _cut(q0, likely)[0], _cut(q1, second)
     return tree, torch.cat((p0, p1, p2)), torch.cat((q0, q1, q2))
 
 
@@ -174,21 +197,184 @@ def _cut(rows: Tensor, ids: Tensor) -> Tensor:
     return normalise(rows.gather(1, ids)).cpu()
 
 
-def _rows_after(
-    target: LM,
-    drafter: Drafter,
-    sampling: Sampling,
-    new_constraint: NewConstraint,
-    prefixes: Sequence[tuple[int, ...]],
-    num_prompt: int,
-) -> tuple[Tensor, Tensor]:
-    """p and q after each prefix, whose first ``num_prompt`` tokens are the prompt. [N, V], [N, V]"""
-    p_rows: list[Tensor] = []
-    q_rows: list[Tensor] = []
-    for begin in range(0, len(prefixes), _ROWS):
-        # Scoring needs a token there; any will do.
-        texts = [Text((*prefix, 0), len(prefix), num_prompt) for prefix in prefixes[begin : begin + _ROWS]]
-        for _, p, q in draft_rows(target, drafter, sampling, texts, new_constraint):
-            p_rows.append(p)
-            q_rows.append(q)
-    return torch.cat(p_rows), torch.cat(q_rows)
+Tree = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""p after a context and after 1 and 2 tokens that may follow, and q after 0 and 1, restricted to M tokens after each
+prefix. [M], [M, M], [M, M, M], [M], [M, M]"""
+
+
+def round_gap(rule: Rule, tree: Tree) -> float:
+    """Largest difference of a probability of three tokens between a round with two drafted ones under a rule, then the
+    target, and the target alone."""
+    p0, p1, p2, *_ = tree
+    bounds, committed = _pieces(rule, tree)
+    distribution = torch.zeros_like(p2)  # [M, M, M]
+    for (a, *others), volume in zip(committed, bounds.diff(dim=2).prod(dim=1)[:, 0], strict=True):
+        rest = p1[a][:, None] * p2[a] if not others else p2[a, others[0]] if len(others) == 1 else 1.0
+        distribution[(a, *others)] += volume * rest
+    return float((distribution - p0[:, None, None] * p1[:, :, None] * p2).abs().max())
+
+
+def _pieces(rule: Rule, tree: Tree) -> tuple[Tensor, list[tuple[int, ...]]]:
+    """Partition a round with two drafted tokens into boxes of uniform numbers that lead to the same tokens; boxes
+    without volume are left out.
+
+    Returns:
+        Bounds of the numbers, in the order of ``RoundUniforms.values`` [C, 2K+1, 2]; and the tokens of each box.
+    """
+    p0, p1, p2, q0, q1 = tree
+    m = len(p0)
+    nodes = torch.cat((q0[None], q1))  # [M+1, M]
+    drawn = _intervals_of_ids(lambda index, uniforms: rule.draw(nodes[index], uniforms), m + 1, m)  # [M+1, M, 2]
+    widths = drawn.diff(dim=2)[..., 0]
+    ids = (widths[0, :, None] * widths[1:]).nonzero()  # [N, 2]
+    first, second = ids.T
+    drafts = torch.stack((drawn[0, first], drawn[1 + first, second]), dim=1)  # [N, 2, 2]
+    rows = torch.stack((p0.expand(len(ids), m), p1[first], p2[first, second]), dim=1)  # [N, 3, M]
+    q_rows = torch.stack((q0.expand(len(ids), m), q1[first]), dim=1)  # [N, 2, M]
+
+    def verify(index: Tensor, coins: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Number of accepted tokens and next token, for drafts by index. [N'], [N', 2], [N'] -> [N'], [N']"""
+        draft = Draft(ids[index], q_rows[index], torch.full((len(index),), _K))
+        verdict = rule.verify(rows[index], draft, RoundUniforms.of(torch.full_like(coins, torch.nan), coins, uniforms))
+        return verdict.num_accepted, verdict.next_ids
+
+    edges = _coin_edges(verify, len(ids))  # [N, 2]
+    below = torch.tensor(list(product((True, False), repeat=_K)))[:, None]  # [4, 1, 2]
+    ends = torch.where(below, 0.0, edges), torch.where(below, edges, 1.0)
+    tossed = torch.stack(ends, dim=3).flatten(0, 1)  # [4N, 2, 2]: the accept numbers of all drafts, for each outcome
+    (boxes,) = tossed.diff(dim=2).prod(dim=1)[:, 0].nonzero(as_tuple=True)  # [N']
+    tossed, index = tossed[boxes], boxes % len(ids)
+    coins = tossed.mean(dim=2)
+    num_accepted, _ = verify(index, coins, torch.full((len(index),), 0.5, dtype=torch.float64))
+    following = _intervals_of_ids(lambda i, uniforms: verify(index[i], coins[i], uniforms)[1], len(index), m)
+    at, next_ids = (following[..., 0] < following[..., 1]).nonzero(as_tuple=True)  # [C] of [N', M, 2]
+    pairs = torch.stack((tossed, drafts[index]), dim=2).flatten(1, 2)  # [N', 4, 2]
+    lengths, drafted = num_accepted.tolist(), ids[index].tolist()
+    committed = [
+        (*drafted[i][: lengths[i]], next_id) for i, next_id in zip(at.tolist(), next_ids.tolist(), strict=True)
+    ]
+    return torch.cat((following[at, next_ids][:, None], pairs[at]), dim=1), committed
+
+
+def _coin_edges(verify: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], num_paths: int) -> Tensor:
+    """Edge of each accept number, with the others at either end; 1 for one without an edge. [N, K]"""
+    cases = list(product(range(_K), (_LEAST, _MOST)))  # bisected together
+    moved = torch.tensor([[coin] for coin, _ in cases]).repeat_interleave(num_paths, dim=0)  # [2K N, 1]
+    others = torch.tensor([[other] * _K for _, other in cases], dtype=torch.float64).repeat_interleave(num_paths, dim=0)
+    index = torch.arange(num_paths).repeat(len(cases))
+    half = torch.full((len(index),), 0.5, dtype=torch.float64)
+
+    def lengths(values: Tensor) -> Tensor:
+        return verify(index, others.scatter(1, moved, values[:, None]), half)[0]
+
+    before = lengths(torch.full_like(half, _LEAST))
+    return _edges(lambda values: lengths(values) == before, len(index)).view(_K, 2, num_paths).amin(dim=1).T
+
+
+def _edges(is_below: Callable[[Tensor], Tensor], num: int) -> Tensor:
+    """Where a condition on each of some uniform numbers ceases to hold, by bisection; 1 if nowhere. [N]"""
+    low, high = torch.zeros(num, dtype=torch.float64), torch.ones(num, dtype=torch.float64)
+    for _ in range(_NUM_HALVINGS):
+        middle = (low + high) / 2
+        below = is_below(middle)
+        low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+    return high
+
+
+def _intervals_of_ids(ids_of: Callable[[Tensor, Tensor], Tensor], num_rows: int, m: int) -> Tensor:
+    """Intervals of uniform numbers that lead to each id; ids must be non-decreasing in them. [N, M, 2]
+
+    Args:
+        ids_of: rows and their uniform numbers -> ids. [N'], [N'] -> [N']
+    """
+    rows = torch.arange(num_rows).repeat(m - 1)
+    tokens = torch.arange(m - 1).repeat_interleave(num_rows)
+    edges = _edges(lambda values: ids_of(rows, values) <= tokens, len(rows)).view(m - 1, num_rows).T
+    ends = torch.zeros(num_rows, 1, dtype=torch.float64)
+    return torch.cat((ends, edges, ends + 1), dim=1).unfold(1, 2, 1)
+
+
+def coupling_gap(tree: Tree) -> float:
+    """Share of noises with which ``gumbel`` commits other tokens than the target alone."""
+    p0, p1, p2, q0, q1 = tree
+    seeds = torch.arange(_NUM_NOISES)
+    noise = GUMBEL.make_noise(seeds, torch.ones_like(seeds), _K, len(p0))
+    a = GUMBEL.draw(q0.expand(_NUM_NOISES, -1), noise.at(0))
+    b = GUMBEL.draw(q1[a], noise.at(1))
+    rows = torch.stack((p0.expand(_NUM_NOISES, -1), p1[a], p2[a, b]), dim=1)
+    q_rows = torch.stack((q0.expand(_NUM_NOISES, -1), q1[a]), dim=1)
+    ids = torch.stack((a, b), dim=1)
+    verdict = GUMBEL.verify(rows, Draft(ids, q_rows, torch.full_like(seeds, _K)), noise)
+    x = draw_gumbel(p0.expand(_NUM_NOISES, -1), noise.at(0).values())
+    y = draw_gumbel(p1[x], noise.at(1).values())
+    z = draw_gumbel(p2[x, y], noise.at(2).values())
+    alone = torch.stack((x, y, z), dim=1)
+    n = verdict.num_accepted[:, None]
+    offsets = torch.arange(_K + 1)
+    committed = torch.where(offsets < n, torch.cat((ids, ids[:, :1]), dim=1), verdict.next_ids[:, None])
+    return float(((committed != alone) & (offsets <= n)).any(dim=1).double().mean())
+
+
+@cache
+def two_rounds_gap(rule: Rule) -> float:
+    """Largest difference of a probability of four tokens between two rounds of a toy and its target alone. The toy is a
+    Markov chain; if the rounds commit fewer tokens, the target continues.
+
+    Numbers that the second round shares with the first are found by comparing the numbers that the loop would use.
+    """
+    p, q = (torch.tensor(rows, dtype=torch.float64) for rows in (_TOY_TARGET, _TOY_DRAFT))
+    m = len(p)
+    pieces = [_pieces(rule, (p[last], p, p.expand(m, m, m), q[last], q)) for last in range(m)]
+    distribution = torch.zeros((m,) * _NUM_TOKENS, dtype=torch.float64)
+    first_bounds, first_committed = pieces[_TOY_LAST]
+    uses = {length: _uses(rule, length, m) for length in range(1, _K + 2)}
+    for bounds, committed in zip(first_bounds, first_committed, strict=True):
+        second_bounds, second_committed = pieces[committed[-1]]
+        volumes = _shared_volumes(bounds, second_bounds, uses[len(committed)])
+        for index in volumes.nonzero().flatten().tolist():
+            text = (*committed, *second_committed[index])[:_NUM_TOKENS]
+            distribution[text] += volumes[index] * _chain_distribution(p, text[-1], _NUM_TOKENS - len(text))
+    return float((distribution - _chain_distribution(p, _TOY_LAST, _NUM_TOKENS)).abs().max())
+
+
+def _chain_distribution(p: Tensor, last: int, num_tokens: int) -> Tensor:
+    """Distribution of the next tokens of a Markov chain. [M, M ...]"""
+    distribution = torch.ones_like(p[0])
+    for _ in range(num_tokens):
+        distribution = p.view(*p.shape, *[1] * (distribution.ndim - 1)) * distribution
+    return distribution[last]
+
+
+def _uses(rule: Rule, length: int, vocab_size: int) -> Tensor:
+    """Index of the first equal number, for each number of a round and of the next, ``length`` tokens later.
+    [2 (2K+1)]"""
+    seeds = torch.arange(_NUM_SEEDS)
+    ahead = NoiseAhead(rule.make_noise, _K, vocab_size)
+    starts = _START, _START + length
+    values = torch.cat([ahead.at(seeds, torch.full_like(seeds, start), _K).values for start in starts], dim=1)
+    return (values[:, :, None] == values[:, None, :]).all(dim=0).long().argmax(dim=1)
+
+
+def _shared_volumes(one: Tensor, others: Tensor, uses: Tensor) -> Tensor:
+    """Joint volume of a piece of one round with each piece of the next, which may share numbers.
+    [N, 2], [C, N, 2], [2N] -> [C]"""
+    bounds = torch.cat((one.expand_as(others), others), dim=1)  # [C, 2N, 2]
+    volumes = torch.ones(len(others), dtype=bounds.dtype)
+    for number in uses.unique():
+        own = bounds[:, uses == number]
+        volumes *= (own[..., 1].amin(dim=1) - own[..., 0].amax(dim=1)).clamp_min(0.0)
+    return volumes
+
+
+def noise_gap(make_noise: Callable[[Tensor, Tensor, int, int], GumbelNoise]) -> float:
+    """Share of the noise in two successive rounds that is not a function of its position: different between rounds, or
+    equal in two positions."""
+    seeds = torch.arange(_NUM_SEEDS)
+    is_wrong = []
+    for length in range(1, _K + 2):
+        ahead = NoiseAhead(make_noise, _K, len(_TOY_TARGET))
+        rounds = [ahead.at(seeds, torch.full_like(seeds, start), _K) for start in (_START, _START + length)]
+        for i, j in product(range(_K + 1), repeat=2):
+            one, other = rounds[0].at(i).values(), rounds[1].at(j).values()  # [S, V]
+            is_wrong.append((one == other) != (i == length + j))
+    return float(torch.stack(is_wrong).double().mean())

@@ -1,4 +1,4 @@
-"""Statistics of generated tokens under p and q: the input to the tests of outrider.stats.evidence.
+"""Statistics of generated tokens under p and q: the input to the tests of outrider.certify.evidence.
 
 p comes from a teacher-forced pass of the target over the finished sequences, which shares no cache, no rollback and no
 rule with the loop that generated them; q likewise from the draft. (A drafter that needs forcing is led along them: q is
@@ -19,23 +19,24 @@ occur by chance: it is counted, unless rounding may have moved it across the edg
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from outrider.certify.divergence import is_at_edge
+from outrider.certify.evidence import Drift, Increments, Integers
 from outrider.drafters.base import Drafter
+from outrider.measure.along import Places, along, needs_forcing
+from outrider.measure.teacher_forcing import ForcedTokens, Text, force
 from outrider.options import Sampling
 from outrider.records import Constraint, Effect
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings, normalise, one_hot
-from outrider.scoring.along import Places, along, needs_forcing
-from outrider.scoring.teacher_forcing import ForcedTokens, Text, force
-from outrider.stats.evidence import Drift, Floats, Increments, Integers
 
 NewConstraint = Callable[[Sequence[int]], Constraint | None]
 """Creates the constraint of a new sequence with this prompt; None if unconstrained."""
@@ -73,51 +74,39 @@ class GeneratedText:
         """Round of each token in the sequence. [n]"""
         return np.cumsum(np.array(self.places) == 0) - 1
 
-    @property
-    def last_step(self) -> int:
-        """Step of the loop that generated its last round."""
-        return self.first_step + int(self.rounds[-1])
-
 
 @dataclass(frozen=True, slots=True)
 class ObservedTokens:
-    """n tokens, sequence by sequence.
+    """n tokens, sequence by sequence: columns of a number for each.
 
-    Attributes:
-        pits: probability integral transforms, uniform if the tokens follow p. [n]
-        statistics: score, likelihood and rank. n tokens
-        drift: of the score, if the tokens followed q. [n]
-        places, positions, prompts: place in the round; index in the output; index of the prompt. [n]
-        texts, slots: index of the sequence; cache slot. [n]
-        rounds, steps: round in the sequence; step of the loop. [n]
-        lengths: number of tokens before it, prompt included. [n]
-        is_forbidden: p is 0 at the token, and rounding cannot explain it. [n]
-        is_at_edge: p is 0 at the token, and rounding may explain it; not tested. [n]
+    - ``pits``: probability integral transforms, uniform if the tokens follow p;
+    - ``is_forbidden``, ``is_at_edge``: p is 0 at the token, and rounding cannot explain it; or it may (not tested);
+    - ``places``, ``rounds``, ``positions``: place in the round; round in the sequence; index in the output;
+    - ``texts``, ``prompts``, ``slots``, ``steps``: of the sequence; its prompt; cache slot; step of the loop;
+    - ``lengths``: tokens before it, prompt included;
+    - those of ``statistics_of``, by ``statistic`` and ``drift``.
     """
 
-    pits: Floats
-    statistics: Mapping[str, Increments]
-    drift: Drift
-    places: Integers
-    positions: Integers
-    prompts: Integers
-    texts: Integers
-    slots: Integers
-    rounds: Integers
-    steps: Integers
-    lengths: Integers
-    is_forbidden: np.ndarray
-    is_at_edge: np.ndarray
+    columns: Mapping[str, NDArray[Any]]
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self.columns[name]
 
     def __len__(self) -> int:
-        return len(self.pits)
+        return len(self["pits"])
 
-    def first(self, num_tokens: int) -> ObservedTokens:
-        part: ObservedTokens = _each([self], lambda arrays: arrays[0][..., :num_tokens])
-        return part
+    def statistic(self, name: str) -> Increments:
+        """The score, the likelihood or the rank."""
+        moments = np.stack([self[f"{name}_m{power}"] for power in (2, 3, 4)])
+        return Increments(self[f"{name}_values"], moments, self[f"{name}_lows"], self[f"{name}_highs"])
 
+    @property
+    def drift(self) -> Drift:
+        """The drift of the score, if the tokens followed q."""
+        return Drift(self["drift"], self["drift_m2"], self["distance"])
 
-_Columns = dict[str, Tensor]  # [M] each
+    def part(self, tokens: slice) -> ObservedTokens:
+        return ObservedTokens({name: column[tokens] for name, column in self.columns.items()})
 
 
 def observe(
@@ -142,57 +131,51 @@ def observe(
         implanted: share of the tokens that a draw from q replaces, after the same text: a known deviation.
     """
     assert written and sampling.temperature > 0, "greedy rows have no randomness"
-    columns: list[_Columns] = []
+    groups: list[dict[str, Tensor]] = []
     for begin in range(0, len(written), batch_size):
         group = written[begin : begin + batch_size]
-        parts = list(_score(target, drafter, sampling, group, seed, new_constraint, num_draft_tokens, implanted))
-        rows = torch.cat([part["rows"] for part in parts])
-        order = rows.argsort(stable=True)  # chunks hold a piece of every sequence
-        columns.append({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
-    whole = {name: torch.cat([part[name] for part in columns]).numpy() for name in columns[0]}
-
-    def increments(name: str) -> Increments:
-        moments = np.stack([whole[f"{name}_{power}"] for power in ("m2", "m3", "m4")])
-        return Increments(whole[f"{name}_values"], moments, whole[f"{name}_lows"], whole[f"{name}_highs"])
-
+        texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in group]
+        # By sequence and token, so that they do not depend on the batch: w, and two numbers for a token drawn from q.
+        spread = [np.random.default_rng([seed, one.index]).random((3, len(one.token_ids))) for one in group]
+        # The place of a token is known before it is drawn, so q may depend on it.
+        offsets = [[place if place < num_draft_tokens else 0 for place in one.places] for one in group]
+        parts = []
+        for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint, offsets, num_draft_tokens):
+            numbers = [spread[row][:, i] for row, i in zip(chunk.rows.tolist(), chunk.places.tolist(), strict=True)]
+            piece = max(1, _MAX_ELEMENTS // p.shape[1])
+            for first in range(0, len(p), piece):
+                part = slice(first, first + piece)
+                uniforms, chances, places = torch.from_numpy(np.stack(numbers[part])).to(p).unbind(1)
+                ids = chunk.ids[part]
+                if implanted:
+                    drawn = torch.searchsorted(q[part].cumsum(1), places[:, None].contiguous())[:, 0]
+                    ids = torch.where(chances < implanted, drawn.clamp_max(p.shape[1] - 1), ids)
+                columns = statistics_of(p[part], q[part], ids, uniforms)
+                is_edge = torch.zeros_like(columns["is_forbidden"])
+                for i in columns["is_forbidden"].nonzero().flatten().tolist():
+                    history = chunk.history.map(itemgetter(first + i))
+                    is_edge[i] = is_at_edge(chunk.logits[first + i], history, int(ids[i]), sampling)
+                columns |= {"is_at_edge": is_edge, "is_forbidden": columns["is_forbidden"] & ~is_edge}
+                columns["rows"] = chunk.rows[part]
+                parts.append({name: column.cpu() for name, column in columns.items()})
+        order = torch.cat([part["rows"] for part in parts]).argsort(stable=True)  # chunks hold a piece of every text
+        groups.append({name: torch.cat([part[name] for part in parts])[order] for name in parts[0]})
     num_tokens = [len(one.token_ids) for one in written]
+    by_text = [(one.prompt, one.index, one.slot, one.first_step, len(one.prompt_ids)) for one in written]
+    prompts, texts_of, slots, steps, lengths = np.repeat(np.array(by_text, dtype=np.int64), num_tokens, axis=0).T
     rounds = np.concatenate([one.rounds for one in written])
     positions = np.concatenate([np.arange(n) for n in num_tokens])
-
-    def repeated(values: Sequence[int]) -> Integers:
-        return np.repeat(np.array(values, dtype=np.int64), num_tokens)
-
     return ObservedTokens(
-        pits=whole["pits"],
-        statistics={name: increments(name) for name in ("score", "likelihood", "rank")},
-        drift=Drift(whole["drift"], whole["drift_m2"], whole["distance"]),
-        places=np.concatenate([np.array(one.places, dtype=np.int64) for one in written]),
-        positions=positions,
-        prompts=repeated([one.prompt for one in written]),
-        texts=repeated([one.index for one in written]),
-        slots=repeated([one.slot for one in written]),
-        rounds=rounds,
-        steps=repeated([one.first_step for one in written]) + rounds,
-        lengths=repeated([len(one.prompt_ids) for one in written]) + positions,
-        is_forbidden=whole["is_forbidden"],
-        is_at_edge=whole["is_at_edge"],
+        {name: torch.cat([group[name] for group in groups]).numpy() for name in groups[0]}
+        | {"prompts": prompts, "texts": texts_of, "slots": slots, "steps": steps + rounds, "rounds": rounds}
+        | {"places": np.array([place for one in written for place in one.places], dtype=np.int64)}
+        | {"positions": positions, "lengths": lengths + positions}
     )
 
 
 def join(parts: Sequence[ObservedTokens]) -> ObservedTokens:
     """Concatenate, in order."""
-    whole: ObservedTokens = _each(parts, lambda arrays: np.concatenate(arrays, axis=-1))
-    return whole
-
-
-def _each(items: Sequence[Any], function: Callable[[Sequence[Any]], Any]) -> Any:
-    """Apply a function to each array of these records; returns a record of the same type."""
-    if isinstance(items[0], np.ndarray):
-        return function(items)
-    if isinstance(items[0], Mapping):
-        return {name: _each([item[name] for item in items], function) for name in items[0]}
-    names = [field.name for field in fields(items[0])]
-    return type(items[0])(**{name: _each([getattr(item, name) for item in items], function) for name in names})
+    return ObservedTokens({name: np.concatenate([part[name] for part in parts]) for name in parts[0].columns})
 
 
 def draft_rows(
@@ -219,11 +202,10 @@ def draft_rows(
     """
     settings = Settings.of([sampling], target.vocab_size, target.device)
     is_forced = needs_forcing(drafter, texts)
-    wanted = offsets if is_forced else None
     rounds = along(
         drafter,
         texts,
-        [sampling],
+        sampling,
         num_draft_tokens if is_forced else 1,
         target=target if is_forced else None,
         constraints=walks_of(texts, new_constraint),
@@ -235,7 +217,7 @@ def draft_rows(
         rows, firsts = places.rows.tolist(), places.places.tolist()
         for at, offset in places.is_scored.nonzero().tolist():
             row, token = rows[at], firsts[at] + offset
-            if offset == (wanted[row][token] if wanted else 0):
+            if offset == (offsets[row][token] if offsets and is_forced else 0):
                 held[row, token] = places.drafted_ids[at, offset] if places.q is None else places.q[at, offset]
         for row, place in zip(rows, firsts, strict=True):
             num_seen[row] = place + 1
@@ -248,54 +230,15 @@ def draft_rows(
         q = p.clone()
         for here, row, token in zip(q, chunk.rows.tolist(), chunk.places.tolist(), strict=True):
             while num_seen[row] <= token:
-                hold(next(rounds)[1])
+                hold(next(rounds))
             found = held.pop((row, token), None)
             if found is not None:
                 here.copy_(normalise(found) if found.ndim else one_hot(found[None].to(p.device), p)[0])
         yield chunk, p, q
 
 
-def _score(
-    target: LM,
-    drafter: Drafter,
-    sampling: Sampling,
-    written: Sequence[GeneratedText],
-    seed: int,
-    new_constraint: NewConstraint,
-    num_draft_tokens: int,
-    implanted: float,
-) -> Iterator[_Columns]:
-    texts = [Text((*one.prompt_ids, *one.token_ids), len(one.prompt_ids)) for one in written]
-    # By sequence and token, so that they do not depend on the batch: w, and two numbers for a token drawn from q.
-    spread = [np.random.default_rng([seed, one.index]).random((3, len(one.token_ids))) for one in written]
-    # The place of a token is known before it is drawn, so q may depend on it.
-    offsets = [[place if place < num_draft_tokens else 0 for place in one.places] for one in written]
-    for chunk, p, q in draft_rows(target, drafter, sampling, texts, new_constraint, offsets, num_draft_tokens):
-        numbers = [spread[row][:, i] for row, i in zip(chunk.rows.tolist(), chunk.places.tolist(), strict=True)]
-        piece = max(1, _MAX_ELEMENTS // p.shape[1])
-        for begin in range(0, len(p), piece):
-            part = slice(begin, begin + piece)
-            uniforms, chances, places = torch.from_numpy(np.stack(numbers[part])).to(p).unbind(1)
-            ids = chunk.ids[part]
-            if implanted:
-                drawn = torch.searchsorted(q[part].cumsum(1), places[:, None].contiguous())[:, 0].clamp_max(
-                    p.shape[1] - 1
-                )
-                ids = torch.where(chances < implanted, drawn, ids)
-            columns = _statistics(p[part], q[part], ids, uniforms)
-            is_edge = torch.zeros_like(columns["is_forbidden"])
-            for i in columns["is_forbidden"].nonzero().flatten().tolist():
-                at = begin + i
-                history = chunk.history.map(itemgetter(at))
-                is_edge[i] = is_at_edge(chunk.logits[at], history, int(ids[i]), sampling)
-            columns["is_at_edge"] = is_edge
-            columns["is_forbidden"] = columns["is_forbidden"] & ~is_edge
-            columns["rows"] = chunk.rows[part]
-            yield {name: column.cpu() for name, column in columns.items()}
-
-
-def _statistics(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> _Columns:
-    """Compute all statistics of M tokens.
+def statistics_of(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> dict[str, Tensor]:
+    """Compute all statistics of M tokens. [M] each
 
     Args:
         p, q: [M, V]
@@ -326,8 +269,8 @@ def _statistics(p: Tensor, q: Tensor, ids: Tensor, uniforms: Tensor) -> _Columns
 
 
 class UnenforcedConstraint:
-    """Constraint that ends no sequence: after a forbidden token everything is allowed. A faulty loop can so commit
-    forbidden tokens, for the tests to detect."""
+    """Ends no sequence: after a forbidden token everything is allowed, so that a faulty loop can commit such tokens,
+    for the tests to detect."""
 
     def __init__(self, inner: Constraint) -> None:
         self._inner = inner

@@ -3,7 +3,7 @@
 Four layers, each reported separately:
 
 - *exact*: the acceptance rule on the pair's real probabilities, without randomness (outrider.certify.exact);
-- *statistical*: output of the real loop against the target's own conditional distributions (outrider.stats.evidence);
+- *statistical*: output of the real loop against the target's own conditional distributions (outrider.certify.evidence);
 - *controls*: deliberate mistakes in the real loop are detected by the same tests with no more tokens; if one is missed,
   the tests are too weak here to certify anything (outrider.certify.controls);
 - *greedy*: at temperature 0 the output equals plain decoding (outrider.certify.divergence).
@@ -16,21 +16,28 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from outrider.certify.certificate import NEGLIGIBLE_TV, Certificate, ControlReport
 from outrider.certify.controls import CONTROLS, Control
 from outrider.certify.design import Design, num_tests
 from outrider.certify.divergence import GreedyReport, against_plain, first_difference, plain_texts
+from outrider.certify.evidence import rate_bound, tokens_needed, tokens_to_alarm
 from outrider.certify.exact import ExactReport, check_exactly
-from outrider.certify.job import CertifyTask, eager, generate_texts
-from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
-from outrider.errors import OptionError
+from outrider.certify.observed import GeneratedText, ObservedTokens, UnenforcedConstraint, join, observe
+from outrider.decoder import Decoder
+from outrider.decoding.engine import decode
+from outrider.errors import OptionError, PromptError
+from outrider.measure.teacher_forcing import Text
+from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
+from outrider.records import Constraint, Request
+from outrider.requests.hooks import constraint_of
+from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
-from outrider.scoring.teacher_forcing import Text
-from outrider.stats.evidence import rate_bound, tokens_needed, tokens_to_alarm
 from outrider.system.ranks import current_ranks
+from outrider.text.row_text import RowText
 
 NUM_PILOT_TOKENS = 1024
 LEAST_NUM_TOKENS = 200
@@ -42,30 +49,155 @@ _SPARE = 1.2  # margin over the tokens needed, since the pilot only estimates th
 _BUDGET_SHARE = 0.25  # of the time for the tested tokens; the rest is for controls and the other layers
 
 
+@dataclass(frozen=True, slots=True)
+class CertifyTask:
+    """Pair, options and prompts to certify.
+
+    Attributes:
+        decoder: with its draft, rule and K.
+        sampling: without a seed.
+        prompts: token ids of each.
+        level: probability of a false alarm of the statistical layer.
+        seed: base seed; sequence i gets seed + i.
+    """
+
+    decoder: Decoder
+    sampling: Sampling
+    prompts: Sequence[Sequence[int]]
+    level: float
+    batch_size: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        assert self.prompts and self.batch_size >= 1
+        if self.sampling.processor is not None:
+            raise OptionError("processor", self.sampling.processor, "certificates know no functions: leave it out")
+        if not 0 < self.level < 1:
+            raise OptionError("--significance", self.level, "a number between 0 and 1")
+        most = self.decoder.target.context_len - 3  # the exact layer looks two tokens ahead
+        for index, ids in enumerate(self.prompts):
+            if len(ids) >= most:
+                raise PromptError(
+                    f"prompt {index} has {len(ids)} tokens, but a prompt must have fewer than {most} here"
+                )
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Constant K for the controls."""
+        k = self.decoder.num_draft_tokens
+        return k if isinstance(k, int) else DEFAULT_NUM_DRAFT_TOKENS
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.sampling.temperature == 0
+
+    @property
+    def effective_sampling(self) -> Sampling:
+        """Sampling options with the decoder's end tokens: all that p depends on, except the constraint."""
+        return self.sampling.without_masks().with_ends(self.decoder.eos_ids)
+
+    def new_constraint(self, prompt_ids: Sequence[int]) -> Constraint | None:
+        """Constraint of a new sequence."""
+        decoder, vocab_size = self.decoder, self.decoder.target.vocab_size
+        return constraint_of(self.sampling, decoder.tokenizer, vocab_size, decoder.eos_ids, prompt_ids)
+
+    def request(self, text: int) -> Request:
+        """Request of a sequence by index, with the decoder's end tokens."""
+        ids = self.prompts[text % len(self.prompts)]
+        most = min(self.sampling.max_new_tokens, self.decoder.target.context_len - len(ids))
+        sampling = replace(self.effective_sampling, seed=self.seed + text, max_new_tokens=most)
+        stop = RowText(None, () if sampling.ignore_eos else self.decoder.eos_ids, (), self.sampling.stop_token_ids)
+        # As the decoder's own requests do, or mistakes would differ from it in their last rounds.
+        beyond = not self.is_greedy
+        return Request(ids, sampling, stop, drafts_beyond_end=beyond, constraint=self.new_constraint(ids))
+
+    def eager(self, **changes: Any) -> CertifyTask:
+        """The task with eager execution, for controls and their reference: capturing steps for each would dominate."""
+        target, drafter = self.decoder.target.uncaptured(), self.decoder.drafter.with_models(LM.uncaptured)
+        return replace(self, decoder=replace(self.decoder, target=target, drafter=drafter, **changes))
+
+
+def generate_texts(job: CertifyTask, texts: Sequence[int], control: Control | None = None) -> list[GeneratedText]:
+    """Generate sequences with the real loop, ``job.batch_size`` concurrently; when one ends, the next takes its slot.
+    Steps of the loop are counted from 0.
+
+    Args:
+        texts: indices of the sequences.
+        control: a mistake to inject.
+    """
+    requests = [job.request(text) for text in texts]
+    rounds: list[list[tuple[int, ...]]] = [[] for _ in texts]
+    begins: list[tuple[int, int]] = [(0, 0)] * len(texts)  # slot and step
+    step = 0
+    if control is None:
+        prompts = [list(request.prompt_ids) for request in requests]
+        own = [replace(job.sampling, seed=one.sampling.seed) for one in requests]
+        last_slot = -1
+        for chunk in job.decoder.stream_many(prompts, own, num_slots=job.batch_size, is_repeatable=False):
+            step += chunk.slot <= last_slot  # the chunks of a step are in the order of their slots
+            last_slot = chunk.slot
+            if not rounds[chunk.row]:
+                begins[chunk.row] = chunk.slot, step
+            rounds[chunk.row].append(chunk.token_ids)
+    else:
+        decoder = job.eager().decoder
+        target, drafter = control.wrap_target(decoder.target), control.wrap_drafter(decoder.drafter)
+        # In batches: a faulty cache must be wrong about its own sequence, not about an earlier one in its slot.
+        num_rows = min(job.batch_size, control.most_rows or job.batch_size)
+        for begin in range(0, len(requests), num_rows):
+            batch = requests[begin : begin + num_rows]
+            for slot, one in enumerate(batch):
+                if one.constraint is not None:  # a faulty loop may commit tokens that the constraint forbids
+                    batch[slot] = one = replace(one, constraint=UnenforcedConstraint(one.constraint))
+                if control.keeps_seeds:
+                    batch[slot] = replace(one, sampling=replace(one.sampling, seed=job.seed + slot))
+            begins[begin : begin + num_rows] = [(slot, step) for slot in range(len(batch))]
+            for round_ in decode(target, drafter, batch, control.rule, num_draft_tokens=job.num_draft_tokens):
+                step += 1
+                for row in round_.rows:
+                    rounds[begin + row.row].append(row.token_ids)
+    return [
+        GeneratedText(
+            index=text,
+            prompt=text % len(job.prompts),
+            prompt_ids=tuple(request.prompt_ids),
+            token_ids=tuple(token for ids in row for token in ids),
+            places=tuple(place for ids in row for place in range(len(ids))),
+            slot=slot,
+            first_step=first_step,
+        )
+        for text, request, row, (slot, first_step) in zip(texts, requests, rounds, begins, strict=True)
+    ]
+
+
 class TokenSample:
     """Tokens generated on demand, with a control or without, in the order of the sequences."""
 
     def __init__(self, job: CertifyTask, control: Control | None = None, first_text: int = 0) -> None:
         self._job, self._control, self._next_text = job, control, first_text
+        self._next_step = 0
         self._parts: list[ObservedTokens] = []
         self.written: list[GeneratedText] = []
 
     def first(self, num_tokens: int, on_tokens: Callable[[int], None] = lambda _: None) -> ObservedTokens:
         """Observe the first tokens, generated as needed."""
         job = self._job
-        num_there = sum(map(len, self._parts))
-        while num_there < num_tokens:
-            texts = range(self._next_text, self._next_text + self._num_texts(num_tokens - num_there))
-            self._next_text = texts.stop
-            first_step = 1 + max((one.last_step for one in self.written), default=-1)
+        while (num_left := num_tokens - sum(map(len, self._parts))) > 0:
+            # At first one batch, then at most four, so that slots are refilled. (It does not affect which sequences are
+            # tested.)
+            num_written = sum(len(one.token_ids) for one in self.written)
+            num_texts = -(-num_left * len(self.written) // num_written) if num_written else 0
+            num_texts = min(max(num_texts, job.batch_size), 4 * job.batch_size)
+            texts = range(self._next_text, self._next_text + num_texts)
             batch = [
-                replace(one, first_step=first_step + one.first_step)
+                replace(one, first_step=self._next_step + one.first_step)
                 for one in generate_texts(job, texts, self._control)
             ]
-            decoder = job.decoder
+            self._next_text = texts.stop
+            self._next_step = 1 + max(one.first_step + int(one.rounds[-1]) for one in batch)
             part = observe(
-                decoder.target,
-                decoder.drafter,
+                job.decoder.target,
+                job.decoder.drafter,
                 job.effective_sampling,
                 batch,
                 seed=job.seed,
@@ -75,17 +207,8 @@ class TokenSample:
             )
             self.written += batch
             self._parts.append(part)
-            on_tokens(min(len(part), num_tokens - num_there))
-            num_there += len(part)
-        return join(self._parts).first(num_tokens)
-
-    def _num_texts(self, num_left: int) -> int:
-        """Number of sequences to generate next for ``num_left`` tokens: at first one batch, then at most four, so that
-        slots are refilled. (It does not affect which sequences are tested.)"""
-        batch_size = self._job.batch_size
-        num_tokens = sum(len(one.token_ids) for one in self.written)
-        num_wanted = -(-num_left * len(self.written) // num_tokens) if num_tokens else 0
-        return min(max(num_wanted, batch_size), 4 * batch_size)
+            on_tokens(min(len(part), num_left))
+        return join(self._parts).part(slice(num_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +232,12 @@ class Pilot:
         """Number of tokens to test so that a total variation of ``distance`` is detected.
 
         Raises:
-            OptionError: the draft is not that far from the target.
+            OptionError: the draft is not that far from the target, or nothing is random.
         """
-        assert self.observed is not None
+        if self.observed is None:
+            raise OptionError("--detect-tv", distance, "temperature 0 is deterministic; leave it out")
         drift = self.observed.drift
-        needed = tokens_needed(self.observed.statistics["score"], drift, distance, level / num_tests(has_rounds=True))
+        needed = tokens_needed(self.observed.statistic("score"), drift, distance, level / num_tests(has_rounds=True))
         if needed is None:
             farthest = float(drift.distances.mean())
             raise OptionError(
@@ -131,99 +255,35 @@ def run_pilot(job: CertifyTask) -> Pilot:
     first = _PILOT_TEXTS + (job.batch_size if job.decoder.target.execution.is_prepared else 1)
     generate_texts(job, range(_PILOT_TEXTS, first))
     began = time.perf_counter()
+    observed = None
     if job.is_greedy:
         written = generate_texts(job, range(first, first + job.batch_size))
-        num_tokens = sum(len(one.token_ids) for one in written)
-        return Pilot(written, None, current_ranks().shared(time.perf_counter() - began) / num_tokens)
-    sample = TokenSample(job, first_text=first)
-    observed = sample.first(NUM_PILOT_TOKENS)
-    num_tokens = sum(len(one.token_ids) for one in sample.written)  # may be more: whole batches are generated
-    return Pilot(sample.written, observed, current_ranks().shared(time.perf_counter() - began) / num_tokens)
+    else:
+        sample = TokenSample(job, first_text=first)
+        observed, written = sample.first(NUM_PILOT_TOKENS), sample.written
+    num_tokens = sum(len(one.token_ids) for one in written)  # may be more: whole batches are generated
+    return Pilot(written, observed, current_ranks().shared(time.perf_counter() - began) / num_tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class Checks:
-    """Findings of the layers before the statistical one.
-
-    Attributes:
-        plain: greedy texts of plain decoding, for all prompts.
-    """
-
-    exact: ExactReport
-    greedy: Sequence[GreedyReport]
-    plain: Sequence[Sequence[int]]
+Checks = tuple[ExactReport, list[GreedyReport], list[list[int]]]
+"""Findings of the layers before the statistical one; and greedy texts of plain decoding, for all prompts."""
 
 
 def run_checks(job: CertifyTask, pilot: Pilot) -> Checks:
     """Run the layers before the statistical one."""
-    decoder, contexts = job.decoder, list(_contexts(job, pilot.written))
-    rule = RULES[decoder.acceptance]
-    exact = check_exactly(decoder.target, decoder.drafter, job.effective_sampling, rule, contexts, job.new_constraint)
-    checks = [(task, _plain(task)) for task in _deterministic(job)]
-    return Checks(exact, [check_greedily(*check) for check in checks], checks[0][1])
-
-
-def certify(
-    job: CertifyTask,
-    pilot: Pilot,
-    checks: Checks,
-    num_tokens: int,
-    *,
-    wanted: float | None = None,
-    controls: Sequence[Control] | None = None,
-    on_tokens: Callable[[str, int, int], None] = lambda what, done, total: None,
-) -> Certificate:
-    """Run the layers that are left.
-
-    Args:
-        num_tokens: to be tested.
-        wanted: total variation that must be detectable.
-        controls: to run; None for all.
-        on_tokens: called with the current stage, the number of tokens just generated, and their total.
-    """
-    selected = CONTROLS if controls is None else controls
-    if pilot.observed is None:
-        plain = checks.plain
-        if job.decoder.target.execution.is_prepared:  # controls run eagerly; rounding must not count as their effect
-            job = replace(job, decoder=eager(job.decoder))
-            plain = _plain(job)
-        found = [_greedy_control(job, plain, control) for control in selected]
-        return Certificate(checks.exact, None, found, checks.greedy)
-    num_distances = 2 * job.num_draft_tokens + 2
-    design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts), num_distances=num_distances)
-
-    def progress(what: str) -> Callable[[int], None]:
-        return lambda done: on_tokens(what, done, num_tokens)
-
-    sample = TokenSample(job)
-    observed = sample.first(num_tokens, progress("sample"))
-    statistical = design.report(observed, job.level, len(sample.written), wanted)
-    found = []
-    reference = _Reference(job)
-    for control in selected:
-        report, written = _control(job, design, control, progress(control.name))
-        if not report.is_ok and statistical.detectable is not None:
-            most = _distance_bound(reference.first(len(written)), written)
-            if most < min(NEGLIGIBLE_TV, statistical.detectable):
-                report = replace(report, excuse=f"deviates by less than {most:.2%} here (99% confidence)")
-        found.append(report)
-    return Certificate(checks.exact, statistical, found, checks.greedy)
-
-
-def _contexts(job: CertifyTask, written: Sequence[GeneratedText]) -> Iterator[Text]:
-    """Prefixes of sequences, of various lengths, each with its prompt given."""
+    contexts = []  # prefixes of sequences, of various lengths, each with its prompt given
     for i in range(_NUM_CONTEXTS):
-        one = written[i % len(written)]
+        one = pilot.written[i % len(pilot.written)]
         num_prompt = len(one.prompt_ids)
         text = (*one.prompt_ids, *one.token_ids)[: job.decoder.target.context_len - 3]
-        yield Text(text[: max(num_prompt, len(text) * (i + 1) // _NUM_CONTEXTS)], num_prompt)
-
-
-def _deterministic(job: CertifyTask) -> Iterator[CertifyTask]:
-    """Yield the tasks whose output must equal plain decoding."""
-    yield replace(job, sampling=replace(job.sampling, temperature=0.0))
-    if job.decoder.acceptance == GUMBEL.name and not job.is_greedy:
-        yield job
+        contexts.append(Text(text[: max(num_prompt, len(text) * (i + 1) // _NUM_CONTEXTS)], num_prompt))
+    pair, rule = (job.decoder.target, job.decoder.drafter), RULES[job.decoder.acceptance]
+    exact = check_exactly(*pair, job.effective_sampling, rule, contexts, job.new_constraint)
+    # The tasks whose output must equal plain decoding.
+    tasks = [replace(job, sampling=replace(job.sampling, temperature=0.0))]
+    tasks += [job] if rule.name == GUMBEL.name and not job.is_greedy else []
+    plain = [_plain(task) for task in tasks]
+    return exact, [check_greedily(*one) for one in zip(tasks, plain, strict=True)], plain[0]
 
 
 def _plain(job: CertifyTask) -> list[list[int]]:
@@ -245,55 +305,89 @@ def check_greedily(job: CertifyTask, plain: Sequence[Sequence[int]], control: Co
     )
 
 
-def _excuse(job: CertifyTask, control: Control) -> str | None:
-    return control.excuse(
-        k=job.num_draft_tokens,
-        num_rows=job.batch_size,
-        has_probs=not job.decoder.drafter.is_one_hot,
-        has_cache=bool(job.decoder.target.layer_shapes),
-        is_greedy=job.is_greedy,
-    )
+def certify(
+    job: CertifyTask,
+    pilot: Pilot,
+    num_tokens: int,
+    *,
+    checks: Checks | None = None,
+    wanted: float | None = None,
+    controls: Sequence[Control] | None = None,
+    on_tokens: Callable[[int], None] = lambda done: None,
+) -> Certificate:
+    """Run the layers that are left.
+
+    Args:
+        num_tokens: to be tested.
+        checks: of ``run_checks``, which is run here without them.
+        wanted: total variation that must be detectable.
+        controls: to run; None for all.
+        on_tokens: called with the number of tokens just done: ``num_tokens`` in all for the sample and each control,
+            also for one that is detected early. At temperature 0 it is not called.
+    """
+    exact, greedy, plain = checks or run_checks(job, pilot)
+    selected = CONTROLS if controls is None else controls
+    if pilot.observed is None:
+        if job.decoder.target.execution.is_prepared:  # controls run eagerly; rounding must not count as their effect
+            job = job.eager()
+            plain = _plain(job)
+        return Certificate(exact, None, [_greedy_control(job, plain, control) for control in selected], greedy)
+    num_distances = 2 * job.num_draft_tokens + 2
+    design = Design.of(pilot.observed, num_tokens, job.level, len(job.prompts), num_distances=num_distances)
+
+    sample = TokenSample(job)
+    observed = sample.first(num_tokens, on_tokens)
+    statistical = design.report(observed, job.level, len(sample.written), wanted)
+    found = []
+    # Output of the correct rule with the controls' K and seeds, generated as needed.
+    reference = job.eager(acceptance=REJECTION.name, num_draft_tokens=job.num_draft_tokens)
+    correct: list[GeneratedText] = []
+    for control in selected:
+        report, written = run_control(job, design, control, num_tokens, on_tokens)
+        if not report.is_ok and statistical.detectable is not None:
+            while len(correct) < len(written):
+                correct += generate_texts(reference, range(len(correct), len(correct) + job.batch_size))
+            most = _distance_bound(correct[: len(written)], written)
+            if most < min(NEGLIGIBLE_TV, statistical.detectable):
+                report = replace(report, excuse=f"deviates by less than {most:.2%} here (99% confidence)")
+        on_tokens(num_tokens - report.num_tokens)
+        found.append(report)
+    return Certificate(exact, statistical, found, greedy)
 
 
-def _control(
-    job: CertifyTask, design: Design, control: Control, on_tokens: Callable[[int], None]
+def excuse_of(job: CertifyTask, control: Control) -> str | None:
+    """Reason why a control is ineffective here; None if it is effective."""
+    if job.batch_size < control.least_rows:
+        return f"correct for batches of fewer than {control.least_rows} sequences"
+    if job.num_draft_tokens < control.least_k:
+        return f"correct for fewer than {control.least_k} drafted tokens"
+    if control.needs_probs and job.decoder.drafter.is_one_hot:
+        return "correct for a draft without probabilities"
+    if control.needs_cache and not job.decoder.target.layer_shapes:
+        return "the target has no cache"
+    return "correct at temperature 0" if job.is_greedy and not control.is_wrong_greedily else None
+
+
+def run_control(
+    job: CertifyTask, design: Design, control: Control, num_tokens: int, on_tokens: Callable[[int], None]
 ) -> tuple[ControlReport, Sequence[GeneratedText]]:
     """Run a control until it is detected, or the tokens are used up. Also returns its output."""
-    excuse = _excuse(job, control)
-    if excuse is not None:
-        return ControlReport(control.name, control.about, excuse), ()
+    report = ControlReport(control.name, control.about, excuse_of(job, control))
+    if report.excuse is not None:
+        return report, ()
     sample = TokenSample(job, control)
-    report = ControlReport(control.name, control.about)
     level = min(job.level, _MOST_CONTROL_LEVEL) / len(_LOOKS)
-    for share in _LOOKS:
-        num_tokens = max(1, round(share * design.num_tokens))
-        observed = sample.first(num_tokens, on_tokens)
-        tests = design.tests(observed, level)
-        best = min(tests, key=lambda test: test.p)
-        is_forbidden = bool(observed.is_forbidden.any())
-        is_caught = is_forbidden or best.is_alarm
-        by, p = ("forbidden tokens", 0.0) if is_forbidden else (best.name, best.p)
-        report = ControlReport(control.name, control.about, None, is_caught, num_tokens, by, p)
+    for num_seen in (max(1, round(share * num_tokens)) for share in _LOOKS):
+        observed = sample.first(num_seen, on_tokens)
+        best = min(design.tests(observed, level), key=lambda test: test.p)
+        by, p, is_caught = best.name, best.p, best.is_alarm
+        if observed["is_forbidden"].any():
+            by, p, is_caught = "forbidden tokens", 0.0, True
+        report = replace(report, is_caught=is_caught, num_tokens=num_seen, by=by, p=p)
         if is_caught:
             return report, sample.written
-    needed = tokens_to_alarm(best.p, design.num_tokens, level / num_tests(has_rounds=True))
+    needed = tokens_to_alarm(best.p, num_tokens, level / num_tests(has_rounds=True))
     return replace(report, num_tokens_needed=needed), sample.written
-
-
-class _Reference:
-    """Output of the correct rule with the controls' K and seeds."""
-
-    def __init__(self, job: CertifyTask) -> None:
-        k = job.num_draft_tokens
-        self._job = replace(job, decoder=replace(eager(job.decoder), acceptance=REJECTION.name, num_draft_tokens=k))
-        self._written: list[GeneratedText] = []
-
-    def first(self, num_texts: int) -> Sequence[GeneratedText]:
-        """First sequences, generated as needed."""
-        while len(self._written) < num_texts:
-            begin = len(self._written)
-            self._written += generate_texts(self._job, range(begin, begin + self._job.batch_size))
-        return self._written[:num_texts]
 
 
 def _distance_bound(correct: Sequence[GeneratedText], written: Sequence[GeneratedText]) -> float:
@@ -309,7 +403,7 @@ def _distance_bound(correct: Sequence[GeneratedText], written: Sequence[Generate
 
 
 def _greedy_control(job: CertifyTask, plain: Sequence[Sequence[int]], control: Control) -> ControlReport:
-    excuse = _excuse(job, control)
+    excuse = excuse_of(job, control)
     if excuse is not None:
         return ControlReport(control.name, control.about, excuse)
     found = check_greedily(job, plain, control)

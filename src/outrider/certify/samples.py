@@ -25,12 +25,12 @@ from outrider.certify.divergence import GreedyReport, against_plain, plain_texts
 from outrider.certify.observed import GeneratedText, ObservedTokens, join, observe
 from outrider.drafters.base import Drafter
 from outrider.errors import PromptError
+from outrider.measure.teacher_forcing import Text, force
 from outrider.options import Sampling
 from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import Settings
 from outrider.sampling.rules import REJECTION
-from outrider.scoring.teacher_forcing import Text, force
 from outrider.text.row_text import RowText
 
 _PILOT_SHARE = 0.1  # of the sequences
@@ -131,24 +131,21 @@ def judge(
     num_tested = len(samples) - num_pilots
     assert num_tested > 0
     prompts = {ids: index for index, ids in enumerate(dict.fromkeys(one.prompt_ids for one in samples))}
-    samplings: list[Sampling] = []
-    groups: list[list[GeneratedText]] = []
+    groups: list[tuple[Sampling, list[GeneratedText]]] = []
     for index, one in enumerate(samples):
-        if one.sampling not in samplings:
-            samplings.append(one.sampling)
-            groups.append([])
         text = GeneratedText(index, prompts[one.prompt_ids], one.prompt_ids, one.token_ids, (0,) * len(one.token_ids))
-        groups[samplings.index(one.sampling)].append(text)
+        group = next((texts for sampling, texts in groups if sampling == one.sampling), None)
+        if group is None:
+            groups.append((one.sampling, group := []))
+        group.append(text)
 
     def observed(indices: range, share: float = 0.0) -> ObservedTokens:
         parts = []
-        for sampling, group in zip(samplings, groups, strict=True):
-            texts = [text for text in group if text.index in indices]
+        for sampling, group in groups:
+            how, texts = (target, drafter, sampling), [text for text in group if text.index in indices]
             for begin in range(0, len(texts), batch_size):
                 batch = texts[begin : begin + batch_size]
-                parts.append(
-                    observe(target, drafter, sampling, batch, seed=seed, batch_size=batch_size, implanted=share)
-                )
+                parts.append(observe(*how, batch, seed=seed, batch_size=batch_size, implanted=share))
                 on_texts(0 if share else len(batch))
         return join(parts)
 
@@ -159,14 +156,13 @@ def judge(
     # Forbidden tokens cannot occur by chance, not even in the pilot.
     report = replace(
         report,
-        num_forbidden=report.num_forbidden + int(pilot.is_forbidden.sum()),
-        num_at_edge=report.num_at_edge + int(pilot.is_at_edge.sum()),
+        num_forbidden=report.num_forbidden + int(pilot["is_forbidden"].sum()),
+        num_at_edge=report.num_at_edge + int(pilot["is_at_edge"].sum()),
     )
     if report.is_alarm or report.detectable is None:
         return report, []
     share = min(1.0, _IMPLANTED * report.detectable / (1 - report.alpha))
-    findings = design.tests(observed(range(num_pilots, len(samples)), share), level)
-    by = min(findings, key=lambda one: one.p)
+    by = min(design.tests(observed(range(num_pilots, len(samples)), share), level), key=lambda one: one.p)
     source = "a sharper distribution" if drafter.most_drafted == 0 else "the draft"
     about = f"{share:.1%} of the tokens drawn from {source}"
     needed = None if by.is_alarm else 2 * len(tested)

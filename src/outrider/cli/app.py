@@ -11,7 +11,6 @@ from typing import Any
 import typer
 
 from outrider.cli.commands import (
-    alpha,
     certify,
     certify_samples,
     chat,
@@ -23,7 +22,6 @@ from outrider.cli.commands import (
     latency,
     models,
     plan,
-    record,
     replay,
     serve,
 )
@@ -45,8 +43,6 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Choose a draft": {
         "models": models.models,
         "plan": plan.plan,
-        "alpha": alpha.alpha,
-        "record": record.record,
         "replay": replay.replay,
     },
     "Train": {"distill": distill.distill},
@@ -61,6 +57,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {  # at the end of each command's help, w
     "generate": (
         'generate "Once upon a time" --seed 1',
         "generate --prompts prompts.txt --output out.jsonl --batch-size 8",
+        "generate --prompts prompts.txt --output log.jsonl --probs",
     ),
     "chat": ("chat", "chat model.gguf", "chat qwen3-8b qwen3-0.6b"),
     "serve": ("serve --port 8080", f"serve {_PAIR} --slots 16"),
@@ -68,11 +65,6 @@ EXAMPLES: dict[str, tuple[str, ...]] = {  # at the end of each command's help, w
     "latency": ("latency -k 1-4", f"latency {_PAIR} --html latency.html"),
     "models": ("models --memory 24GiB", f"models {_PAIR}"),
     "plan": (f"plan {_PAIR} --html plan.html", "plan --what-if alpha=0.8,c=0.05"),
-    "alpha": ("alpha -t 0.5,1", f"alpha {_PAIR} --prompts texts.txt"),
-    "record": (
-        "record --prompts prompts.txt --output log.jsonl --probs",
-        "record qwen3-8b -t 0 --prompts prompts.txt --output q.jsonl",
-    ),
     "replay": (
         "replay log.jsonl --draft ngram --draft suffix -k 1-8",
         "replay log.jsonl --draft qwen3-0.6b -k 4 --per-prompt",

@@ -3,10 +3,10 @@
 ``AdaptiveSchedule`` chooses the K with the most expected tokens per second. It measures nothing beforehand: it begins
 with a guess from the sizes of the models, and learns from its own rounds (of earlier generations too).
 
-A round for which K was chosen commits tau(K) tokens on average (speedup.py), with a_i how often a row's i-th token was
-drafted and accepted where those before it were. Its time is that of the columns that were verified: a look-up drafts
-fewer tokens than K, often none. All rows share one K: they are verified together, padded to the longest draft, so that
-a shorter draft in one row would save nothing. (A row may have a constant K of its own.)
+A round for which K was chosen commits tau(K) tokens on average (``expected_tokens``), with a_i how often a row's i-th
+token was drafted and accepted where those before it were. Its time is that of the columns that were verified: a look-up
+drafts fewer tokens than K, often none. All rows share one K: they are verified together, padded to the longest draft,
+so that a shorter draft in one row would save nothing. (A row may have a constant K of its own.)
 
 K is chosen before the drafts are drawn, from committed tokens and times alone, never from unverified drafts. So the
 output follows the target's distribution, as with a constant K. Two sequences with one seed share their noise, though:
@@ -29,7 +29,6 @@ from outrider.decoding.batch import Row
 from outrider.drafters.base import Drafter
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
-from outrider.stats.speedup import expected_tokens
 from outrider.system.ranks import current_ranks
 
 # Acceptance
@@ -59,6 +58,22 @@ _PLAIN_ROUNDS = 2  # and the second without drafts: until then the CPU caches ho
 _LOST, _FIRST_LOST, _MOST_LOST = 0.007, 2.0, 12.0
 _LENGTH = 2048  # tokens, up to which attention is a small part of a round
 _SWITCH = 0.5  # rounds that a change of K costs
+
+
+def expected_tokens(acceptance: Sequence[float]) -> list[float]:
+    """tau(K), the expected tokens committed by a round of K drafted tokens, for K = 0, 1, ..., len(acceptance).
+
+    tau(K) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_K; for equal a_i it is (1 - alpha^(K+1)) / (1 - alpha) (Leviathan et
+    al. 2211.17192, equation 1; there K is gamma).
+
+    Args:
+        acceptance: a_1, a_2, ... with a_i the probability that the i-th drafted token is accepted if those before are.
+    """
+    expected, reach = [1.0], 1.0
+    for a in acceptance:
+        reach *= a
+        expected.append(expected[-1] + reach)
+    return expected
 
 
 class RowCounts(NamedTuple):

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from outrider.decoder import Decoder
 from outrider.errors import FileError, OptionError
+from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
-from outrider.scoring.teacher_forcing import Text
 from outrider.system.files import read_text, write_whole
 from outrider.text.example_prompts import PROMPTS
 from outrider.text.tokenizer import encode

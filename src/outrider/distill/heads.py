@@ -24,15 +24,16 @@ from outrider.distill.student import Pair, Student, head_size, read_target
 from outrider.drafters.base import Drafter
 from outrider.drafters.heads import head_drafter
 from outrider.errors import NumericsError
+from outrider.measure.along import overlap
+from outrider.measure.intervals import bounded_mean
+from outrider.measure.teacher_forcing import Text
 from outrider.models.heads.base import Head, embedding_of, head_lm, layer_config
 from outrider.models.heads.chains import LAYER_IDS, Eagle3Head
 from outrider.models.heads.loading import check_target
 from outrider.models.weights import widened_weights
+from outrider.records import Interval
 from outrider.runtime.lm import LM
 from outrider.runtime.vocabulary import spread
-from outrider.scoring.alpha import overlap
-from outrider.scoring.teacher_forcing import Text
-from outrider.stats.intervals import Interval, bounded_mean
 
 _BATCH = 8  # sequences whose alpha is measured together
 _SPREAD = 0.02  # standard deviation of initial weights, as in Llama

@@ -22,16 +22,15 @@ from torch.nn import functional
 from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError
+from outrider.measure.along import measure_alpha
+from outrider.measure.teacher_forcing import Text
 from outrider.models.few_tokens import with_few_tokens
 from outrider.models.kinds import auto_class
 from outrider.models.loading import Checkpoint, build_lm
 from outrider.models.weights import widened_weights
-from outrider.options import Sampling
+from outrider.records import Interval
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import recorded_states
-from outrider.scoring.alpha import measure_alpha
-from outrider.scoring.teacher_forcing import Text
-from outrider.stats.intervals import Interval
 
 # Fused weights: their leading part is not composed of leading parts.
 _FUSED = ("qkv", "query_key_value", "gate_up", "c_attn", "Wqkv", "att_proj")
@@ -157,7 +156,7 @@ class ModelStudent(Student):
         return model_drafter(lm if self._token_ids is None else with_few_tokens(lm, self._token_ids))
 
     def alphas(self, drafter: Drafter, texts: Sequence[Text]) -> tuple[Interval, ...]:
-        return (measure_alpha(self.target, drafter, texts, [Sampling()])[0].alpha,)
+        return (measure_alpha(self.target, drafter, texts),)
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
         model: Any = copy.deepcopy(self._model).to(dtype)

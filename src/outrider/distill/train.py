@@ -24,15 +24,15 @@ from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as checkpoint_part
 
-from outrider.bench.round_costs import measure_round_costs
+from outrider.decoding.schedule import expected_tokens
 from outrider.distill.data import Mixture
 from outrider.distill.student import Pair, Student
 from outrider.errors import FileError, NumericsError, OptionError
+from outrider.measure.round_costs import measure_round_costs
+from outrider.measure.teacher_forcing import Text
 from outrider.models.reading import without_bars
+from outrider.records import Interval
 from outrider.sampling.rules import REJECTION
-from outrider.scoring.teacher_forcing import Text
-from outrider.stats.intervals import Interval
-from outrider.stats.speedup import expected_tokens
 from outrider.system.files import write_whole
 
 _NUM_CHECKS = 20  # evaluations of alpha in a run

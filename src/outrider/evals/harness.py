@@ -30,9 +30,9 @@ from tqdm import tqdm
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import OptionError, OutriderError, PromptError
+from outrider.measure.teacher_forcing import Text, force
 from outrider.options import DEFAULT_ACCEPTANCE, DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
 from outrider.requests.row_options import fields_of
-from outrider.scoring.teacher_forcing import Text, force
 from outrider.text.chat import Chat, ChatOptions, chat_text
 
 _LOG = logging.getLogger(__name__)

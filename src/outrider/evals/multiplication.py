@@ -14,8 +14,8 @@ from typing import Any
 from scipy import stats as scipy_stats
 
 from outrider.decoder import Decoder
-from outrider.records import Stats, Timing
-from outrider.stats.intervals import Interval, wald, wilson
+from outrider.measure.intervals import wald, wilson
+from outrider.records import Interval, Stats, Timing
 
 _SOLVED = ((8, 12), (25, 4), (37, 85))
 MAX_ANSWER_TOKENS = 8  # the largest product has four digits; a tokenizer may need more than one token for each

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
-from outrider.stats.intervals import Interval
+from outrider.records import Interval
 
 _INK, _BLUE, _ORANGE = "#010203", "#2b8cd6", "#d55e00"
 _LINES = (  # colour and marker of each

@@ -14,7 +14,7 @@ from outrider.pages.templates import render
 from outrider.system.files import short_names
 
 if TYPE_CHECKING:
-    from outrider.stats.intervals import Interval
+    from outrider.records import Interval
 
 _Document = Mapping[str, Any]
 _Points = dict[str, list[tuple[float, "Interval"]]]
@@ -72,7 +72,7 @@ def report_of(document: _Document) -> Report:
     """Report of a document.
 
     Args:
-        document: of alpha, analyze, compare, latency, plan or replay, as read from JSON.
+        document: of analyze, compare, latency, plan or replay, as read from JSON.
     """
     names: dict[str, str] = {}
     _map_names(document, lambda name: names.setdefault(name, name))
@@ -90,7 +90,7 @@ def _map_names(value: Any, change: Callable[[str], str], key: str = "") -> Any:
 
 
 def render_report(document: _Document) -> str:
-    """Page of a document of alpha, analyze, latency, plan or replay."""
+    """Page of a document of analyze, latency, plan or replay."""
     return render("report.html", document, report=report_of(document))
 
 
@@ -248,44 +248,6 @@ def _bytes(same: _Document | None) -> str:
     return f", but {num_different} of {texts} differ{'s' * (num_different == 1)} (same bytes: {same['promise']})"
 
 
-def _alpha(document: _Document) -> Report:
-    options, alphas = document["options"], document["alphas"]
-    drafts = ", ".join(options["draft"])
-    lines: _Points = {}
-    top_ps = sorted({one["top_p"] for one in alphas if one["temperature"] > 0}) or [1.0]
-    for one in alphas:
-        for top_p in [one["top_p"]] if one["temperature"] > 0 else top_ps:  # top-p has no effect at temperature 0
-            label = one["draft"] if len(top_ps) == 1 else f"{one['draft']}, top-p {top_p:g}"
-            lines.setdefault(label, []).append((one["temperature"], _interval_of(**one["alpha"])))
-    lines = {label: sorted(dict(points).items()) for label, points in lines.items()}
-    figure = Figure(
-        partial(_draw_lines, "alpha", lines, "temperature", "alpha", most=1.02),
-        f"alpha against temperature for {', '.join(lines)}.",
-        "alpha, the mean probability that a drafted token is accepted, with 95% intervals over the texts.",
-    )
-    columns = "draft", "temperature", "top-p", "alpha, 95%", "TV", "by token"
-    has_offsets = any(one["by_offset"] for one in alphas)
-    rows = [
-        (
-            one["draft"],
-            f"{one['temperature']:g}",
-            f"{one['top_p']:g}" if one["temperature"] > 0 else "–",
-            _interval(one["alpha"], 3),
-            f"{1 - one['alpha']['value']:.3f}",
-            *([" ".join(f"{part['value']:.3f}" for part in one["by_offset"] or ())] * has_offsets),
-        )
-        for one in alphas
-    ]
-    note = "alpha = E[sum min(p, q)] = 1 − TV, where TV is the total variation of target and draft."
-    table = Table(f"{options['target']}, {alphas[0]['num_tokens']} tokens", columns[: 5 + has_offsets], rows, note)
-    best = max(alphas, key=lambda one: one["alpha"]["value"])
-    about = f"{best['draft']} at temperature {best['temperature']:g}; 95% interval over the texts"
-    facts = [Fact("Highest alpha", _interval(best["alpha"], 3), about)]
-    lead = f"How far {options['target']} and {drafts} agree on {best['num_tokens']:,} tokens of given texts, by logits."
-    headline = f"{options['target']} with {drafts}"
-    return Report("alpha: agreement of target and draft", headline, lead, facts, [figure], [table])
-
-
 def _replay(document: _Document) -> Report:
     arms, options, target = document["arms"], document["options"], document["target"]
     alphas = {one["draft"]: one["alpha"] for one in document["drafts"]}
@@ -345,7 +307,6 @@ def rounds_table(title: str, arms: Sequence[_Document]) -> Table:
 
 
 _REPORTS: dict[str, Callable[[_Document], Report]] = {
-    "alpha": _alpha,
     "analyze": _analyze,
     "compare": _compare,
     "latency": _latency,
@@ -411,7 +372,7 @@ def _percent(stats: _Document) -> str:
 
 
 def _interval_of(*values: Any, **fields: Any) -> Interval:
-    from outrider.stats.intervals import Interval
+    from outrider.records import Interval
 
     return Interval(*values, **fields)
 

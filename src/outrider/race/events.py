@@ -11,8 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.bench.report import ArmSummary
-from outrider.bench.run import Arm, Case, race_arms
+from outrider.measure.arms import Arm, ArmSummary, Case, race_arms
 from outrider.records import Chunk, Stats, Timing
 from outrider.system.files import short_names
 from outrider.text.chat import Chat

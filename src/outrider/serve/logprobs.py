@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from outrider.measure.teacher_forcing import Text, force
 from outrider.records import TokenLogprob
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import wide
-from outrider.scoring.teacher_forcing import Text, force
 from outrider.serve.http_errors import Refusal
 from outrider.text.spelling import token_bytes
 

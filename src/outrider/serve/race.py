@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outrider.api import load_drafter
-from outrider.bench.run import Arm, Case
 from outrider.decoder import Decoder
+from outrider.measure.arms import Arm, Case
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, LOOKUPS
 from outrider.race.events import race_events
 from outrider.sampling.rules import RULES

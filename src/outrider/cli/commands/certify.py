@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from functools import partial
+from typing import Annotated, Any
 
 import typer
 
@@ -33,15 +33,6 @@ from outrider.errors import OptionError
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.system.files import short_names
 from outrider.system.provenance import sha256_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from rich.console import Console
-
-    from outrider.certify.job import CertifyTask
-    from outrider.certify.run import Pilot
-    from outrider.decoder import Decoder
 
 _STATISTICS = "Statistics"
 _DEFAULT_BUDGET = "5m"
@@ -111,9 +102,10 @@ def certify(
     lines = template.read(prompts)
 
     with progress("loading libraries"):
-        from outrider.certify.job import CertifyTask
-        from outrider.certify.run import LEAST_NUM_TOKENS, run_checks, run_pilot
+        from outrider.certify.controls import CONTROLS
+        from outrider.certify.run import LEAST_NUM_TOKENS, CertifyTask, run_checks, run_pilot
         from outrider.certify.run import certify as judge
+        from outrider.models.weights import weights_checksum
 
     if num_tokens is not None and num_tokens < LEAST_NUM_TOKENS:
         raise OptionError("--num-tokens", num_tokens, f"a whole number >= {LEAST_NUM_TOKENS}")
@@ -125,15 +117,19 @@ def certify(
     report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, max_new_tokens)
     job = CertifyTask(decoder, Sampling(**options | {"seed": None}), prompt_ids, significance, batch_size, seed)
     with progress("reading checksums of the weights"):
-        checksums = {"weights": _weights(decoder), "prompts_sha256": sha256_of(job.prompts)}
+        drafts = " ".join(weights_checksum(lm.weights) for lm in decoder.drafter.models)
+        weights = {"target": weights_checksum(decoder.target.weights), "draft": drafts or None}
     with progress("generating a first sample, which tells how much is needed"):
         pilot = run_pilot(job)
-    if num_tokens is None:
-        num_tokens = _num_tokens(job, pilot, detect_tv, budget_s)
+    if num_tokens is None and detect_tv is not None:
+        num_tokens = pilot.num_tokens_to_detect(detect_tv, job.level)
+    elif num_tokens is None:
+        num_tokens = pilot.num_tokens_for(budget_s)
     with progress("checking the rule, and greedy texts against plain decoding"):
         checks = run_checks(job, pilot)
-    with _progress(job, num_tokens) as on_tokens:
-        certificate = judge(job, pilot, checks, num_tokens, wanted=detect_tv, on_tokens=on_tokens)
+    total = None if job.is_greedy else num_tokens * (1 + len(CONTROLS))
+    with progress(f"generating {'' if job.is_greedy else 'with the draft, and '}with mistakes", total) as advance:
+        certificate = judge(job, pilot, num_tokens, checks=checks, wanted=detect_tv, on_tokens=advance)
     settings = options_json(
         pair,
         options,
@@ -147,61 +143,14 @@ def certify(
         batch_size=batch_size,
         **template.to_json(),
     )
-    document = make_document("certify", settings, {**certificate.to_json(), **checksums}, decoder)
-    title = (
-        f"{' with '.join(short_names([decoder.target.name, decoder.drafter.name]))}, {decoder.acceptance}, "
-        f"K = {decoder.num_draft_tokens}, temperature {job.sampling.temperature:g}"
-    )
-
-    def show(console: Console) -> None:
-        show_findings(
-            console,
-            certificate,
-            title,
-            word="CERTIFIED",
-            level=job.level,
-            towards="the draft",
-            unit="prompt",
-            tokenizer=decoder.tokenizer,
-        )
-
+    body = certificate.to_json() | {"weights": weights, "prompts_sha256": sha256_of(job.prompts)}
+    document = make_document("certify", settings, body, decoder)
+    names = " with ".join(short_names([decoder.target.name, decoder.drafter.name]))
+    how = f"K = {decoder.num_draft_tokens}, temperature {job.sampling.temperature:g}"
+    about: dict[str, Any] = {"word": "CERTIFIED", "towards": "the draft", "unit": "prompt", "level": job.level}
+    about |= {"title": f"{names}, {decoder.acceptance}, {how}", "tokenizer": decoder.tokenizer}
+    show = partial(show_findings, certificate=certificate, **about)
     report_findings(certificate, document, json_target, html, show)
-
-
-def _weights(decoder: Decoder) -> dict[str, str | None]:
-    """Checksum of each model's weights."""
-    from outrider.models.weights import weights_checksum
-
-    drafts = [weights_checksum(lm.weights) for lm in decoder.drafter.models]
-    return {"target": weights_checksum(decoder.target.weights), "draft": " ".join(drafts) or None}
-
-
-def _num_tokens(job: CertifyTask, pilot: Pilot, detect_tv: float | None, budget_s: float) -> int:
-    if detect_tv is None:
-        return pilot.num_tokens_for(budget_s)
-    if job.is_greedy:
-        raise OptionError("--detect-tv", detect_tv, "temperature 0 is deterministic; leave it out")
-    return pilot.num_tokens_to_detect(detect_tv, job.level)
-
-
-@contextmanager
-def _progress(job: CertifyTask, num_tokens: int) -> Iterator[Callable[[str, int, int], None]]:
-    """Progress over the tokens of the sample and all controls; a control detected early makes it jump. At temperature 0
-    nothing is counted."""
-    from outrider.certify.controls import CONTROLS
-
-    done: dict[str, int] = {}
-    total = None if job.is_greedy else num_tokens * (1 + len(CONTROLS))
-    with progress(f"generating {'' if job.is_greedy else 'with the draft, and '}with mistakes", total) as advance:
-
-        def on_tokens(what: str, steps: int, total: int) -> None:
-            if what not in done:
-                advance(sum(total - count for count in done.values()))
-                done.update({name: total for name in done} | {what: 0})
-            done[what] += steps
-            advance(steps)
-
-        yield on_tokens
 
 
 def _seconds(text: str) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -97,15 +97,17 @@ def certify_samples(
         servers.collect(file, decoder, sampling, template, seed)
         lines = [read_samples(path, _NAMES) for path in files]
     read = [_read(decoder, *one, sampling, seed) for one in zip(files, lines, strict=True)]
-    tested: list[tuple[Path, Certificate, list[str]]] = []
     if servers.same_bytes:
-        tested.append((file, _compare(decoder, read, batch_size), []))
+        tested = [_compare(decoder, file, read, batch_size)]
     else:
-        tested += [(one.file, *_test(decoder, one, significance, detect_tv, seed, batch_size)) for one in read]
-    (_, certificate, remarks), *others = tested
-    body = {**certificate.to_json(), **read[0].to_json(), "shared_options": _shared_options(lines[0], sampling)}
-    body["plain"] = None
-    for _, other, _ in others:
+        both = zip(files, read, strict=True)
+        tested = [_test(decoder, *one, significance, detect_tv, seed, batch_size) for one in both]
+    (certificate, remarks), *others = tested
+    options_of = [asdict(replace(sampling, **line.options)) for line in lines[0]]
+    shared = {name: value for name, value in options_of[0].items() if all(one[name] == value for one in options_of)}
+    body = certificate.to_json() | {"is_text": read[0][1] > 0, "num_left_out": read[0][2]}
+    body |= {"shared_options": shared, "plain": None}
+    for other, _ in others:
         body["plain"] = other.to_json()
         if certificate.verdict == "failed":
             remarks.append(_COMPARED[other.verdict])
@@ -118,7 +120,7 @@ def certify_samples(
     against = files[-1].name if servers.same_bytes and len(files) > 1 else short_name(decoder.target.name)
 
     def show(console: Console) -> None:
-        for path, one, notes in reversed(tested):
+        for path, (one, notes) in reversed([*zip(files, tested, strict=False)]):
             show_findings(
                 console,
                 one,
@@ -134,22 +136,9 @@ def certify_samples(
     report_findings(certificate, document, json_target, html, show)
 
 
-@dataclass(frozen=True)
-class _Samples:
-    """The samples of a file.
-
-    Attributes:
-        num_as_text: samples whose tokens are those of their text.
-        num_left_out: texts whose tokens are not certain.
-    """
-
-    file: Path
-    samples: Sequence[SampledText]
-    num_as_text: int
-    num_left_out: int
-
-    def to_json(self) -> dict[str, Any]:
-        return {"is_text": self.num_as_text > 0, "num_left_out": self.num_left_out}
+_Samples = tuple[list["SampledText"], int, int]
+"""Samples of a file; how many of them have the tokens of their text; and of how many texts, which were left out, the
+tokens are not certain."""
 
 
 def _read(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: SamplingOptions, seed: int) -> _Samples:
@@ -195,76 +184,63 @@ def _read(decoder: Decoder, file: Path, lines: Sequence[SampleLine], sampling: S
         except (OptionError, PromptError) as error:
             raise FileError(f"{file}, line {line.number}: {error}") from None
         found.append(one)
-    return _Samples(file, found, num_as_text, num_left_out)
+    return found, num_as_text, num_left_out
 
 
-def _shared_options(lines: Sequence[SampleLine], sampling: SamplingOptions) -> dict[str, Any]:
-    """Options common to all samples."""
-    first, *others = (asdict(replace(sampling, **line.options)) for line in lines)
-    return {name: value for name, value in first.items() if all(one[name] == value for one in others)}
-
-
-def _compare(decoder: Decoder, read: Sequence[_Samples], batch_size: int) -> Certificate:
+def _compare(decoder: Decoder, file: Path, read: Sequence[_Samples], batch_size: int) -> tuple[Certificate, list[str]]:
     """Compare greedy texts with those of the plain server, or of the target; they must be equal. Raises FileError."""
     from outrider.certify.certificate import Certificate
     from outrider.certify.divergence import REQUIRED
     from outrider.certify.samples import judge_greedily
 
-    first, *others = read
-    plain = {one.prompt_ids: one.token_ids for other in others for one in other.samples}
-    missing = [one.line for one in first.samples if others and one.prompt_ids not in plain]
-    if missing or not first.samples:
-        raise FileError(f"{first.file}: texts without certain tokens were left out: the servers must return token ids")
-    right = [plain[one.prompt_ids] for one in first.samples] if others else None
-    with progress("texts", len(first.samples)) as advance:
-        report = judge_greedily(decoder.target, first.samples, batch_size, advance, right)
-    return Certificate(None, None, (), [replace(report, promise=REQUIRED)])
+    (first, *_), *others = read
+    plain = {one.prompt_ids: one.token_ids for other, *_ in others for one in other}
+    missing = [one.line for one in first if others and one.prompt_ids not in plain]
+    if missing or not first:
+        raise FileError(f"{file}: texts without certain tokens were left out: the servers must return token ids")
+    right = [plain[one.prompt_ids] for one in first] if others else None
+    with progress("texts", len(first)) as advance:
+        report = judge_greedily(decoder.target, first, batch_size, advance, right)
+    return Certificate(None, None, (), [replace(report, promise=REQUIRED)]), []
 
 
 def _test(
-    decoder: Decoder, read: _Samples, level: float, wanted: float | None, seed: int, batch_size: int
+    decoder: Decoder, file: Path, read: _Samples, level: float, wanted: float | None, seed: int, batch_size: int
 ) -> tuple[Certificate, list[str]]:
     """Test the samples. Returns the findings, and remarks. Raises FileError if there are too few."""
     from outrider.certify.certificate import Certificate
     from outrider.certify.samples import judge, judge_greedily, level_of_kept, num_repeats
 
-    target, remarks = decoder.target, []
-    greedy = [one for one in read.samples if one.sampling.temperature == 0]
-    sampled = [one for one in read.samples if one.sampling.temperature > 0]
-    if len(sampled) == 1 or not read.samples:
-        left_out = f" ({read.num_left_out} texts have no certain tokens: give token ids)" if read.num_left_out else ""
+    target, remarks, (samples, num_as_text, num_left_out) = decoder.target, [], read
+    greedy = [one for one in samples if one.sampling.temperature == 0]
+    sampled = [one for one in samples if one.sampling.temperature > 0]
+    if len(sampled) == 1 or not samples:
+        left_out = f" ({num_left_out} texts have no certain tokens: give token ids)" if num_left_out else ""
         raise FileError(
-            f"{read.file}: the tests need at least two samples, since some determine how others are tested{left_out}"
+            f"{file}: the tests need at least two samples, since some determine how others are tested{left_out}"
         )
     statistical, greedy_reports = None, []
     controls: list[ControlReport] = []
-    if read.num_as_text:
+    if num_as_text:
         remarks.append(
-            f"Tokens are those of the text for {read.num_as_text} samples. If others were sampled, as many, a correct "
+            f"Tokens are those of the text for {num_as_text} samples. If others were sampled, as many, a correct "
             "system can fail: token ids are better."
         )
-    if sampled and (read.num_as_text or read.num_left_out):
-        whole, level = level, level_of_kept(level, len(sampled), read.num_left_out)
+    if sampled and (num_as_text or num_left_out):
+        whole, level = level, level_of_kept(level, len(sampled), num_left_out)
         if level == 0:
-            raise FileError(f"{read.file}: {read.num_left_out} texts have no certain tokens, too many: give token ids")
+            raise FileError(f"{file}: {num_left_out} texts have no certain tokens, too many: give token ids")
         remarks.append(
-            f"{read.num_left_out} texts without certain tokens were left out. The tests run at a level of {level:.1e}, "
+            f"{num_left_out} texts without certain tokens were left out. The tests run at a level of {level:.1e}, "
             f"so that a correct system fails with a probability of {whole:g} all the same."
         )
-    with progress("texts", len(read.samples)) as advance:
+    with progress("texts", len(samples)) as advance:
         if greedy:
             greedy_reports.append(judge_greedily(target, greedy, batch_size, advance))
         if sampled:
-            statistical, controls = judge(
-                target,
-                decoder.drafter,
-                sampled,
-                level=level,
-                seed=seed,
-                batch_size=batch_size,
-                wanted=wanted,
-                on_texts=advance,
-            )
+            how: dict[str, Any] = {"seed": seed, "batch_size": batch_size}
+            given = target, decoder.drafter, sampled
+            statistical, controls = judge(*given, level=level, wanted=wanted, on_texts=advance, **how)
     repeats = num_repeats(sampled)
     if repeats:
         remarks.append(

@@ -35,10 +35,9 @@ from outrider.system.ranks import current_ranks
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
-    from outrider.bench.report import ArmSummary
-    from outrider.bench.run import Arm, Case, Measurement, OnChunk
     from outrider.certify.divergence import GreedyReport
     from outrider.decoder import Decoder
+    from outrider.measure.arms import Arm, ArmSummary, Case, Measurement, OnChunk
     from outrider.options import NumDraftTokens
     from outrider.records import Chunk
 
@@ -88,8 +87,7 @@ def compare(
 
     decoder = pair.load()
 
-    from outrider.bench.report import summarise
-    from outrider.bench.run import Case, interleave, names_of_drafts, warm_up
+    from outrider.measure.arms import Case, interleave, names_of_drafts, summarise, warm_up
     from outrider.race.events import RaceEvents
 
     if prompt is None:
@@ -157,7 +155,7 @@ def compare(
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
     """Plain decoding, then each draft with each K."""
-    from outrider.bench.run import Arm, arms_by_k
+    from outrider.measure.arms import Arm, arms_by_k
 
     arms = [Arm("plain", decoder)]
     for name, drafter in pair.load_drafts(decoder).items():
@@ -193,7 +191,7 @@ def _show_race(
     console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk
 ) -> list[Measurement]:
     """Show the race: side by side in live panels on a terminal, one output after the other elsewhere."""
-    from outrider.bench.run import race
+    from outrider.measure.arms import race
 
     if current_ranks().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
         return _show_panels(console, arms, case, options, on_chunk)
@@ -210,7 +208,7 @@ def _show_panels(
     from rich.console import Group
     from rich.live import Live
 
-    from outrider.bench.run import race
+    from outrider.measure.arms import race
 
     names, height = short_names(arm.name for arm in arms), max(3, (console.height - 2) // len(arms) - 2)
     panels = {arm.name: _Panel(name, height) for arm, name in zip(arms, names, strict=True)}

@@ -11,7 +11,6 @@ import typer
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import JsonOption
 from outrider.cli.shared.output import clear_line, console_for, print_next, write_json
-from outrider.cli.shared.own_text import open_log
 from outrider.cli.shared.pair_options import AllowPickleOption, set_threads
 from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from outrider.distill.data import Mixture
     from outrider.distill.student import Student
     from outrider.distill.train import Check
-    from outrider.scoring.teacher_forcing import Text
+    from outrider.measure.teacher_forcing import Text
 
 _DEFAULT_MINUTES = 10.0
 _DEFAULT_DEPTH = 5
@@ -94,7 +93,7 @@ class TrainingOptions:
     written_from: Annotated[
         list[Path] | None,
         typer.Option(
-            metavar="LOG", help="Instead: the target's outputs in a log of outrider record. Repeat it for several."
+            metavar="LOG", help="Instead: the target's outputs in a log of generate --output. Repeat it for several."
         ),
     ] = None
     written_fraction: Annotated[
@@ -286,6 +285,7 @@ def _data(
 
     from outrider.distill import data
     from outrider.distill.train import check_same_run
+    from outrider.measure.log import open_log
 
     length, fraction, lm = training.length, training.written_fraction, decoder.target
     text = None if training.data is None else data.text_tokens(decoder.tokenizer, training.data)

@@ -36,8 +36,8 @@ def multiplication(
     draft, drafter = pair.load_named(decoder, draft)
     arms = {"plain": decoder, "speculative": replace(decoder, drafter=drafter, num_draft_tokens=k)}
 
-    from outrider.bench.tables import new_table
     from outrider.evals.multiplication import mcnemar, problems, score
+    from outrider.measure.tables import new_table
 
     sheet = problems(num_prompts, seed)
     scores: dict[str, SheetScore] = {}

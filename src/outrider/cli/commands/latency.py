@@ -24,8 +24,8 @@ from outrider.cli.shared.progress import count_items, gather, progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 
 if TYPE_CHECKING:
-    from outrider.bench.run import Arm
     from outrider.decoder import Decoder
+    from outrider.measure.arms import Arm
     from outrider.options import NumDraftTokens
 
 
@@ -49,8 +49,7 @@ def latency(
 
     decoder = pair.load()
 
-    from outrider.bench.report import summarise
-    from outrider.bench.run import Case, interleave, names_of_drafts, peak_memory_bytes, warm_up
+    from outrider.measure.arms import Case, interleave, names_of_drafts, peak_memory_bytes, summarise, warm_up
 
     prompts = encode_lines(decoder, lines)
     report_context_limit(decoder.target.name, decoder.target.context_len, prompts, max_new_tokens)
@@ -78,7 +77,7 @@ def latency(
 
 def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
     """Target alone (the baseline), each draft model alone, and each pair with each K."""
-    from outrider.bench.run import Arm, arms_by_k
+    from outrider.measure.arms import Arm, arms_by_k
 
     alone = [Arm(f"{decoder.target.name} alone", decoder)]
     pairs = []

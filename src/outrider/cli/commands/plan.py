@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,18 +24,14 @@ from outrider.cli.shared.options import (
     settled_words,
 )
 from outrider.cli.shared.output import print_next, report_context_limit
-from outrider.cli.shared.own_text import open_log, own_text
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.progress import count_items, progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError
 
 if TYPE_CHECKING:
-    from outrider.decoder import Decoder
-    from outrider.drafters.base import Drafter
+    from outrider.measure.round_costs import Costs, PairChoice
     from outrider.records import Stats
-    from outrider.replay.log import Header, Record
-    from outrider.replay.plan import Costs, PairChoice
 
 _EAGER_K, _WHAT_IF_K = "1-16", "1-12"
 _KNOWN = {"alpha": "0 <= alpha <= 1", "c": "c >= 0", "v": "v > 0", "c_ops": "c_ops >= 0"}  # of --what-if
@@ -56,7 +53,7 @@ def plan(
     prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
     log: Annotated[
         Path | None,
-        typer.Option(help="Output recorded with --probs. The log of outrider record, whose sampling options hold."),
+        typer.Option(help="Output of generate --output --probs, whose sampling options hold."),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
     batch_size: Annotated[str, typer.Option(help="One or several: 1,4.")] = "1",
@@ -94,9 +91,10 @@ def plan(
     decoder = pair.load()
     drafters = pair.load_drafts(decoder)
 
-    from outrider.bench.round_costs import tokens_needed
     from outrider.decoding.schedule import favoured_ks
-    from outrider.replay.plan import NUM_STEPS, Setting, choices, measure_costs
+    from outrider.measure.log import open_log, record_outputs
+    from outrider.measure.replay import replay, summarise
+    from outrider.measure.round_costs import NUM_STEPS, choices, measure_costs, tokens_needed
     from outrider.sampling.rules import RULES
 
     ks_of = {}
@@ -113,29 +111,33 @@ def plan(
     if log is None:
         prompt_ids = encode_lines(decoder, lines, prompts)
         report_context_limit(decoder.target.name, decoder.target.context_len, prompt_ids, max_new_tokens)
-        records, header = own_text(decoder, lines, prompt_ids, options)
+        with progress("generating with the target", len(lines)) as advance:
+            own, categories = decoder.of_one_kind(prompt_ids), [line.category for line in lines]
+            header, records = record_outputs(own, prompt_ids, options, categories=categories, on_done=advance)
     else:
         recording = open_log(log, decoder.target.name, decoder.tokenizer)
         records, header = list(recording.records), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
         sampling, generation_config = SamplingOptions.of(header.sampling), "none"
         options["max_new_tokens"] = header.sampling.max_new_tokens
-    counts = _counts(decoder, drafters, records, header, pair.acceptance, ks_of)
-    settings = [Setting(rows, tokens) for rows in sizes for tokens in contexts]
-    results: list[tuple[Costs, list[PairChoice]]] = []
-    rule = RULES[pair.acceptance]
-    with progress("timing rounds", len(settings) * NUM_STEPS) as advance:
-        for setting in settings:
-            costs = measure_costs(decoder.target, drafters, ks_of, rule, header.sampling, setting, lambda: advance(1))
-            results.append((costs, choices(costs, counts)))
-
-    body = {"settings": [_setting_json(costs, found) for costs, found in results]}
+    counts: dict[tuple[str, int], Sequence[Stats]] = {}
+    with progress("replaying the drafts", len(drafters) * len(records)) as advance:
+        for name, drafter in drafters.items():
+            replayed = replay(records, header, drafter, pair.acceptance, ks_of[name], target=decoder.target)
+            expected, _ = summarise(count_items(replayed, advance), ks_of[name])
+            counts |= {(name, k): prompts for k, prompts in expected.items()}
+    results: list[dict[str, Any]] = []
+    how = decoder.target, drafters, ks_of, RULES[pair.acceptance], header.sampling
+    with progress("timing rounds", len(sizes) * len(contexts) * NUM_STEPS) as advance:
+        for rows, tokens in product(sizes, contexts):
+            costs = measure_costs(*how, num_rows=rows, context=tokens, on_pass=lambda: advance(1))
+            results.append(_setting_json(costs, choices(costs, counts)))
     more = {"draft": [*drafters], "prompts": prompts, "log": log, "num_draft_tokens": ks}
     more |= {"batch_size": sizes, "context": contexts}
-    report.finish("plan", options_json(pair, options, **more, **template.to_json()), body, decoder)
-    best = results[0][1][0]
-    words = ["generate", *pair.to_words(best.draft if best.speed_up.value > 1 else "none")]
-    words += ["-k", str(best.k)] if best.speed_up.value > 1 else []
+    report.finish("plan", options_json(pair, options, **more, **template.to_json()), {"settings": results}, decoder)
+    best = results[0]["best"]
+    words = ["generate", *pair.to_words("none" if best is None else best["draft"])]
+    words += [] if best is None else ["-k", str(best["k"])]
     words += settled_words(sampling, command, generation_config)
     words += template.to_words()
     if prompts is not None or sizes[0] > 1:  # generate takes several rows with a file of prompts alone
@@ -146,59 +148,27 @@ def plan(
     print_next(report.console(), "as recommended", words)
 
 
-def _counts(
-    decoder: Decoder,
-    drafters: Mapping[str, Drafter],
-    records: Sequence[Record],
-    header: Header,
-    acceptance: str,
-    ks_of: Mapping[str, Sequence[int]],
-) -> dict[tuple[str, int], Sequence[Stats]]:
-    """Expected rounds of each draft and K."""
-    from outrider.replay.replay import replay, summarise
-
-    counts: dict[tuple[str, int], Sequence[Stats]] = {}
-    with progress("replaying the drafts", len(drafters) * len(records)) as advance:
-        for name, drafter in drafters.items():
-            ks = ks_of[name]
-            replayed = replay(records, header, drafter, acceptance, ks, target=decoder.target)
-            expected = summarise(count_items(replayed, advance), ks).expected
-            counts |= {(name, k): expected[k].prompts for k in ks}
-    return counts
-
-
 def _setting_json(costs: Costs, found: Sequence[PairChoice]) -> dict[str, Any]:
     best = found[0] if found[0].speed_up.value > 1 else None
     return {
-        "num_rows": costs.setting.num_rows,
-        "context": costs.setting.context,
+        "num_rows": costs.num_rows,
+        "context": costs.context,
         "prefill_ms": 1e3 * costs.prefill_s,
         "plain_ms": 1e3 * costs.plain.round_s,
         "target_ms": [{"num_tokens": width, "ms": 1e3 * s} for width, s in costs.target_s().items()],
-        "draft_ms": [{"draft": name, "ms": 1e3 * costs.draft_step_s(name)} for name in costs.drafts],
-        "choices": [_choice_json(one) for one in found],
-        "best": None if best is None else _choice_json(best),
-    }
-
-
-def _choice_json(one: PairChoice) -> dict[str, Any]:
-    cost = {f"{name.removesuffix('_s')}_ms": 1e3 * seconds for name, seconds in asdict(one.cost).items()}
-    return {
-        "draft": one.draft,
-        "k": one.k,
-        "tau": one.tau.to_json(),
-        "speed_up": one.speed_up.to_json(),
-        "tokens_per_s": one.tokens_per_s,
-        "if_free": one.if_free,
-        "if_agreeing": one.if_agreeing,
-        **cost,
+        "draft_ms": [
+            {"draft": name, "ms": 1e3 * costs.draft_step_s(name)}
+            for name in dict.fromkeys(name for name, _ in costs.rounds)
+        ],
+        "choices": [asdict(one) for one in found],
+        "best": best and asdict(best),
     }
 
 
 def _predictions(ks: Sequence[int], known: Mapping[str, float]) -> dict[str, Any]:
     """Speed-up of each K from numbers alone, the best one, and the best ones of drafts without cost or without error.
     The best is None if plain decoding is as fast."""
-    from outrider.stats.speedup import predict
+    from outrider.measure.tau import predict
 
     def best(**changed: float) -> dict[str, Any] | None:
         found = max(predict(ks, **{**known, **changed}), key=lambda one: (one.speed_up, -one.k))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,21 +19,17 @@ from outrider.cli.shared.options import (
     parse_constant_k,
 )
 from outrider.cli.shared.output import say, show_table
-from outrider.cli.shared.own_text import open_log
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
-from outrider.cli.shared.per_prompt import DrawnRounds, analyses_json, has_no_draft, show_file
 from outrider.cli.shared.progress import count_items, progress
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_ACCEPTANCE, Sampling
 from outrider.pages.reports import rounds_table
-from outrider.system.files import check_writable
-from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
-    from outrider.replay.log import Header, Record
-    from outrider.replay.replay import ExpectedRounds, Summary
+    from outrider.measure.log import Header, Record
+    from outrider.measure.replay import ReplayedRecord
 
 
 _FORMATS = ("outrider", "tensors")
@@ -48,7 +44,7 @@ def replay(
     report: ReportOptions,
     log: Annotated[
         Path,
-        typer.Argument(help="Output file of outrider record, or of generate. With --per-prompt: or a file of rounds."),
+        typer.Argument(help="Output file of generate. With --per-prompt: or a file of rounds."),
     ],
     target: Annotated[
         str | None,
@@ -80,16 +76,7 @@ def replay(
     tokens_per_prompt: Annotated[
         int | None, typer.Option(help="For cumulative counts: tokens generated per prompt.")
     ] = None,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            help="Write the rounds of one draft and one K. As lines like [3, 5]: the tokens so far of each of the "
-            "--batch-size prompts (decoding-speculative-decoding)."
-        ),
-    ] = None,
-    seed: Annotated[
-        int, typer.Option(help="Seed for --output and --per-prompt. Rounds over sampled logs are random.")
-    ] = 0,
+    seed: Annotated[int, typer.Option(help="Seed for --per-prompt. Rounds over sampled logs are random.")] = 0,
     log_format: Annotated[
         str,
         typer.Option(
@@ -108,9 +95,16 @@ def replay(
     """Compute tokens per round of drafts from a log. For every draft and K, without generating it again."""
     if tokens_per_prompt is not None and tokens_per_prompt < 1:
         raise OptionError("--tokens-per-prompt", tokens_per_prompt, "a whole number >= 1")
-    if per_prompt and log_format == "outrider" and not has_no_draft(log):
+    from outrider.measure.rounds_file import PromptRounds, RecordedArm, arms_json, read_file
+
+    if per_prompt and log_format == "outrider" and not _has_no_draft(log):
         check_alone(context, _OF_ROUNDS, "a file of rounds has been replayed already: leave it out")
-        show_file(log, tokens_per_prompt, _single_k(num_draft_tokens), report)
+        k, *others = [None] if num_draft_tokens is None else parse_constant_k(num_draft_tokens)
+        if others:
+            raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "one number: that of the file")
+        arms, notes = read_file(log, tokens_per_prompt=tokens_per_prompt, k=k)
+        options = {"file": str(log), "tokens_per_prompt": tokens_per_prompt, "num_draft_tokens": k}
+        report.finish("analyze", options, {"arms": arms_json(arms), "notes": notes})
         return
     if tokens_per_prompt is not None:
         raise OptionError("--tokens-per-prompt", tokens_per_prompt, "it needs --per-prompt and a file of counts")
@@ -124,14 +118,14 @@ def replay(
         raise OptionError("--format", log_format, "tensors need --prompts and --tokenizer-of; a log takes neither")
     if seed < 0:
         raise OptionError("--seed", seed, "a whole number >= 0")
-    if output is not None:
-        check_writable(output)
 
     with progress("loading libraries"):
-        from outrider.replay.log import Log
-        from outrider.replay.replay import PREDICTED_RULES, load_draft, summarise
-        from outrider.replay.replay import replay as judge
-        from outrider.replay.rounds import RecordedArm, round_lines
+        import numpy as np
+
+        from outrider.measure.log import Log, open_log
+        from outrider.measure.replay import PREDICTED_RULES, load_draft, summarise
+        from outrider.measure.replay import replay as judge
+        from outrider.measure.tau import counts_json, stats_of
 
     if drafts.acceptance not in PREDICTED_RULES:
         raise OptionError("--acceptance", drafts.acceptance, f"choose one of {', '.join(PREDICTED_RULES)}")
@@ -149,68 +143,53 @@ def replay(
         header, records = opened.header, opened.records
         if opened.num_failed:
             say(f"{log}: prompts without an output are left out ({opened.num_failed})")
-    names = drafts.names(header.target)
-    if output is not None and len(names) * len(ks) > 1:
-        raise OptionError("--output", str(output), "it holds one draft and one K: give one of each")
-    alone = partial(
-        load_draft,
-        header=header,
-        device=drafts.device,
-        dtype=drafts.dtype,
-        models_file=drafts.models,
-        corpus=drafts.corpus or (),
-        allow_pickle=drafts.allow_pickle,
-    )
+    how: dict[str, Any] = {"device": drafts.device, "dtype": drafts.dtype, "allow_pickle": drafts.allow_pickle}
+    how |= {"header": header, "models_file": drafts.models, "corpus": drafts.corpus or ()}
     loaded: dict[str, Drafter] = dict(
-        (name, alone(name)) if pair is None or decoder is None else pair.load_named(decoder, name) for name in names
+        (name, load_draft(name, **how)) if pair is None or decoder is None else pair.load_named(decoder, name)
+        for name in drafts.names(header.target)
     )
-    names = [*loaded]
-    rounds = DrawnRounds(drafts.acceptance, ks, seed)
-    summaries: list[Summary] = []
+    drawn: dict[RecordedArm, list[PromptRounds]] = {}
+
+    def draw(replayed: Iterable[ReplayedRecord], name: str) -> Iterator[ReplayedRecord]:
+        """Draw the rounds of each record at random, for --per-prompt."""
+        for one in replayed:
+            for k in ks if per_prompt else ():
+                law = one.rounds(k)
+                rounds, is_truncated = law.draw(np.random.default_rng([seed, one.index, k]))
+                stats = stats_of(rounds, int(is_truncated), len(law.num_drafted))
+                arm = RecordedArm(name, k, drafts.acceptance)
+                drawn.setdefault(arm, []).append((one.index, one.category, stats))
+            yield one
+
+    body: dict[str, Any] = {"target": header.target, "num_prompts": len(records), "log_options": _options_json(header)}
+    body |= {"drafts": [], "arms": []}
+    lm = None if decoder is None else decoder.target
     with progress("prompts", len(loaded) * len(records)) as advance:
         for name, drafter in loaded.items():
-            lm = None if decoder is None else decoder.target
             replayed = judge(records, header, drafter, drafts.acceptance, ks, target=lm, batch_size=batch_size)
-            if output is not None or per_prompt:
-                replayed = rounds.draw(replayed, name)
-            summaries.append(summarise(count_items(replayed, advance), ks))
-    if output is not None:
-        with current_ranks().own_path(output).open("w", encoding="utf-8") as stream:
-            stream.writelines(round_lines(rounds.committed, batch_size))
-    arms = [
-        (RecordedArm(name, k, drafts.acceptance), summary.expected[k])
-        for name, summary in zip(names, summaries, strict=True)
-        for k in ks
-    ]
-    body: dict[str, Any] = {
-        "target": header.target,
-        "num_prompts": len(records),
-        "log_options": _options_json(header),
-        "drafts": [
-            {"draft": name, "alpha": summary.alpha and summary.alpha.to_json()}
-            for name, summary in zip(names, summaries, strict=True)
-        ],
-        "arms": [asdict(arm) | _expected_json(one) for arm, one in arms],
-    }
-    settings = {
-        **asdict(drafts),
-        "target": target,
-        "draft": names,
-        "num_draft_tokens": ks,
-        "log": str(log),
-        "format": log_format,
-        "prompts": prompts and str(prompts),
-        "tokenizer_of": tokenizer_of,
-        "batch_size": batch_size,
-        "seed": seed,
-        "models": drafts.models and str(drafts.models),
-    }
+            counts, alpha = summarise(count_items(draw(replayed, name), advance), ks)
+            body["drafts"].append({"draft": name, "alpha": alpha and alpha.to_json()})
+            body["arms"] += [RecordedArm(name, k, drafts.acceptance)._asdict() | counts_json(counts[k]) for k in ks]
+    settings = asdict(drafts) | {"target": target, "draft": [*loaded], "num_draft_tokens": ks, "log": str(log)}
+    settings |= {"format": log_format, "prompts": prompts and str(prompts), "tokenizer_of": tokenizer_of}
+    settings |= {"batch_size": batch_size, "seed": seed, "models": drafts.models and str(drafts.models)}
     ran = next((lm for drafter in loaded.values() for lm in drafter.models), None)
     report.finish("replay", settings, body, ran)
     if per_prompt:
-        show_table(report.console(), rounds_table("Rounds", analyses_json(rounds.analyses())))
+        show_table(report.console(), rounds_table("Rounds", arms_json(drawn)))
     if log_format == "tensors":
         report.console().print("Note: assumes greedy outputs, each ended by its length limit")
+
+
+def _has_no_draft(file: Path) -> bool:
+    """Whether a file has outputs without a draft, and so no rounds of its own. False if it cannot be read."""
+    try:
+        with file.open("rb") as stream:
+            row = json.loads(stream.readline())
+        return bool(row["settings"]["draft"] == "none")
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
 
 
 def _options_json(header: Header) -> dict[str, Any]:
@@ -221,22 +200,12 @@ def _options_json(header: Header) -> dict[str, Any]:
     return options | {"has_probs": header.has_probs}
 
 
-def _single_k(text: str | None) -> int | None:
-    """K of a file of counts. Raises OptionError."""
-    if text is None:
-        return None
-    ks = parse_constant_k(text)
-    if len(ks) > 1:
-        raise OptionError("-k/--num-draft-tokens", text, "one number: that of the file")
-    return ks[0]
-
-
 def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -> tuple[Header, list[Record]]:
     """Read a log of printed tensors as greedy outputs, each ended by its length."""
+    from outrider.measure.log import Header, Record
+    from outrider.measure.rounds_file import read_tensors
     from outrider.models.reading import load_tokenizer
     from outrider.models.registry import resolve
-    from outrider.replay.log import Header, Record
-    from outrider.replay.rounds import read_tensors
     from outrider.text.chat import Chat
     from outrider.text.tokenizer import encode, fingerprint, vocab_size
 
@@ -266,13 +235,3 @@ def _foreign(log: Path, prompts: Path, tokenizer_of: str, models: Path | None) -
         for index, (line, given, ids) in enumerate(zip(lines, prompt_ids, texts, strict=True))
     ]
     return header, records
-
-
-def _expected_json(one: ExpectedRounds) -> dict[str, Any]:
-    from outrider.stats.counts import positions_of
-
-    return {
-        "tau": one.tau and one.tau.to_json(),
-        "stats": one.stats.to_json(),
-        "positions": [position.to_json() for position in positions_of(one.stats)],
-    }

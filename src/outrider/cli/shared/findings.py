@@ -15,7 +15,7 @@ from outrider.system.files import write_text
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from outrider.certify.certificate import Certificate, ControlReport, StatisticalReport
+    from outrider.certify.certificate import Certificate
     from outrider.certify.divergence import GreedyReport
 
 _EXIT_CODES = {"passed": 0, "failed": 1, "inconclusive": 3}  # 2: a user error
@@ -43,26 +43,58 @@ def show_findings(
         unit: of a difference's index: "prompt" or "line".
         remarks: printed before the verdict.
     """
-    from outrider.bench.tables import new_table
+    from outrider.measure.tables import new_table
+
+    def verdict(is_ok: bool) -> str:
+        return "ok" if is_ok else "FAILED"
 
     statistical, exact = certificate.statistical, certificate.exact
     table = new_table(title, "layer", "found", "verdict")
     for name, gap, tolerance in () if exact is None else exact.comparisons():
-        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", _verdict(gap <= tolerance))
+        table.add_row(f"exact: {name}", f"off by {gap:.0e} at most", verdict(gap <= tolerance))
     if statistical is not None:
         for test in statistical.tests:
-            table.add_row(f"statistical: {test.name}", f"p = {test.p:.2g}", _verdict(not test.is_alarm))
+            table.add_row(f"statistical: {test.name}", f"p = {test.p:.2g}", verdict(not test.is_alarm))
         forbidden = statistical.num_forbidden
-        table.add_row("statistical: forbidden tokens", str(forbidden), _verdict(forbidden == 0))
+        table.add_row("statistical: forbidden tokens", str(forbidden), verdict(forbidden == 0))
     elif exact is not None:
         table.add_row("statistical", "no randomness", "-")
-    for control in certificate.controls:
-        found = "-" if control.excuse else "caught" if control.is_caught else "MISSED"
-        table.add_row(f"control: {control.about}", _control_text(control), found)
+    for one in certificate.controls:
+        p = "" if one.p is None else f"p = {one.p:.0e}, "
+        found = "-" if one.excuse else "caught" if one.is_caught else "MISSED"
+        table.add_row(f"control: {one.about}", one.excuse or f"{p}{one.num_tokens} tokens", found)
     print_table(console, table)
     if statistical is not None:
-        _print_deviation(console, statistical, towards)
-    _print_bytes(console, certificate.greedy, unit, tokenizer)
+        least, wanted = statistical.detectable, statistical.wanted
+        limit = (
+            f"Too few to detect even a complete deviation towards {towards} with 99% probability."
+            if least is None
+            else f"A deviation towards {towards} of {least:.2%} or more, in total variation, would have been detected "
+            "with 99% probability."
+        )
+        console.print(f"{statistical.num_tokens} tokens in {statistical.num_texts} samples. {limit}")
+        for where, share in statistical.reuse_limits():
+            console.print(
+                f"So would random numbers reused {where}, if {share:.0%} of the tokens or more depend on them."
+            )
+        if wanted is not None and (least is None or least > wanted):
+            console.print(f"The limit exceeds the requested {wanted:.2%}.")
+        if statistical.estimate is not None:
+            console.print(
+                f"Estimated: {statistical.estimate:+.2%} ± {statistical.estimate_std:.2%} (one standard error); "
+                f"mean of -log p minus the entropy: {statistical.surprise_excess:+.4f} nats."
+            )
+    if certificate.greedy:
+        title = f"Same bytes as plain decoding: {certificate.greedy[0].promise}"
+        table = new_table(title, "texts", "number", "tokens", "differ", "verdict")
+        for report in certificate.greedy:
+            name = "sampled, with the same seeds" if report.has_noise else "greedy"
+            numbers = report.num_texts, report.num_tokens, len(report.differences)
+            table.add_row(name, *(f"{number:,}" for number in numbers), verdict(report.is_ok))
+        print_table(console, table)
+        for report in certificate.greedy:
+            for line in difference_lines(report, unit, tokenizer):
+                console.print(line, markup=False)
     if certificate.is_idle:
         console.print("No drafted token was accepted, or no control has an effect: these options cannot be certified.")
     elif any(not control.is_ok for control in certificate.controls):
@@ -78,6 +110,23 @@ def show_findings(
         return
     about = "" if statistical is None else f" (a correct system fails 1 run in {1 / level:,.0f})"
     console.print(("" if certificate.verdict == "passed" else "NOT ") + word + about, style="bold")
+
+
+def difference_lines(report: GreedyReport, unit: str, tokenizer: Any | None) -> Iterator[str]:
+    """Yield where each text differs from plain decoding, and why."""
+
+    def token(token_id: int | None) -> str:
+        if token_id is None:
+            return "the end"
+        return str(token_id) if tokenizer is None else repr(tokenizer.decode([token_id]))
+
+    for one in report.differences:
+        margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
+        plain, other = token(one.plain_id), token(one.other_id)
+        yield (
+            f"{unit} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, {other} here): "
+            f"margin {margin}, rounding {gap}: {one.verdict}"
+        )
 
 
 def report_findings(
@@ -108,73 +157,3 @@ def report_findings(
         write_text(html, page.export_html(inline_styles=True))
     if certificate.verdict != "passed":
         raise typer.Exit(_EXIT_CODES[certificate.verdict])
-
-
-def _verdict(is_ok: bool) -> str:
-    return "ok" if is_ok else "FAILED"
-
-
-def _control_text(report: ControlReport) -> str:
-    if report.excuse:
-        return report.excuse
-    p = "" if report.p is None else f"p = {report.p:.0e}, "
-    return f"{p}{report.num_tokens} tokens"
-
-
-def _print_deviation(console: Console, report: StatisticalReport, towards: str) -> None:
-    """Print the estimated deviation and the detection limits."""
-    least = report.detectable
-    console.print(
-        f"{report.num_tokens} tokens in {report.num_texts} samples. "
-        + (
-            f"Too few to detect even a complete deviation towards {towards} with 99% probability."
-            if least is None
-            else f"A deviation towards {towards} of {least:.2%} or more, in total variation, would have been detected "
-            "with 99% probability."
-        )
-    )
-    for where, share in report.reuse_limits():
-        console.print(f"So would random numbers reused {where}, if {share:.0%} of the tokens or more depend on them.")
-    wanted = report.wanted
-    if wanted is not None and (least is None or least > wanted):
-        console.print(f"The limit exceeds the requested {wanted:.2%}.")
-    if report.estimate is not None and report.estimate_std is not None:
-        console.print(
-            f"Estimated: {report.estimate:+.2%} ± {report.estimate_std:.2%} (one standard error); "
-            f"mean of -log p minus the entropy: {report.surprise_excess:+.4f} nats."
-        )
-
-
-def _print_bytes(console: Console, reports: Sequence[GreedyReport], unit: str, tokenizer: Any | None) -> None:
-    """Print whether texts are the bytes of plain decoding, with the number of texts and tokens."""
-    from outrider.bench.tables import new_table
-
-    if not reports:
-        return
-    title = f"Same bytes as plain decoding: {reports[0].promise}"
-    table = new_table(title, "texts", "number", "tokens", "differ", "verdict")
-    for one in reports:
-        name = "sampled, with the same seeds" if one.has_noise else "greedy"
-        numbers = one.num_texts, one.num_tokens, len(one.differences)
-        table.add_row(name, *(f"{number:,}" for number in numbers), _verdict(one.is_ok))
-    print_table(console, table)
-    for one in reports:
-        for line in difference_lines(one, unit, tokenizer):
-            console.print(line, markup=False)
-
-
-def difference_lines(report: GreedyReport, unit: str, tokenizer: Any | None) -> Iterator[str]:
-    """Yield where each text differs from plain decoding, and why."""
-    for one in report.differences:
-        margin, gap = ("-" if value is None else f"{value:.2g}" for value in (one.margin, one.gap))
-        plain, other = (_token(tokenizer, token_id) for token_id in (one.plain_id, one.other_id))
-        yield (
-            f"{unit} {one.prompt} differs from token {one.position} on ({plain} in plain decoding, {other} here): "
-            f"margin {margin}, rounding {gap}: {one.verdict}"
-        )
-
-
-def _token(tokenizer: Any | None, token_id: int | None) -> str:
-    if token_id is None:
-        return "the end"
-    return str(token_id) if tokenizer is None else repr(tokenizer.decode([token_id]))

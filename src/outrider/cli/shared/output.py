@@ -31,7 +31,6 @@ CLEAR_LINE = "\r\x1b[K"
 FILE_WIDTH = 120  # of tables in files and pipes, unless COLUMNS tells another
 _OUTPUTS = {  # parameters that name files to write ("race": a page without figures), and their options
     "output": "--output",
-    "tensors": "--tensors",
     "html": "--html",
     "race": "--html",
     "json_target": "--json",
@@ -206,7 +205,7 @@ def show_table(console: Console, table: Table) -> None:
     """Print a table of a report."""
     from rich.markup import escape
 
-    from outrider.bench.tables import new_table
+    from outrider.measure.tables import new_table
 
     shown = new_table(table.title, *table.columns, num_texts=table.num_texts)
     for row in table.rows[: table.most_rows]:

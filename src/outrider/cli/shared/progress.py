@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TypeVar
 from outrider.cli.shared.output import CLEAR_LINE, clear_line, say, stderr_width
 
 if TYPE_CHECKING:
-    from outrider.bench.run import Measurement
+    from outrider.measure.arms import Measurement
 
 _Item = TypeVar("_Item")
 FIRST_S = 2.0  # before the first line in a file or pipe

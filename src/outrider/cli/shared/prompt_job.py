@@ -122,7 +122,7 @@ class LocalWorker:
             yield index, min(most, context_len), most > context_len
 
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, dict[str, Any], Stats]]:
-        from outrider.replay.log import model_json
+        from outrider.measure.log import model_json
 
         waiting: dict[int, tuple[int, PromptLine, list[int], int | None]] = {}
 
@@ -147,8 +147,8 @@ class LocalWorker:
             yield index, row, stats_of(done)
 
     def _probs(self, line: PromptLine, ids: list[int], token_ids: list[int]) -> list[float]:
-        from outrider.replay.log import token_probs
-        from outrider.scoring.teacher_forcing import Text
+        from outrider.measure.log import token_probs
+        from outrider.measure.teacher_forcing import Text
 
         options = self._setup.options | line.options | {"seed": None, "logprobs": None}
         sampling = Sampling(**options).with_ends(self.decoder.ends_of(ids))

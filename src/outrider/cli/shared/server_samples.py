@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,12 +17,10 @@ from outrider.cli.shared.progress import progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
 from outrider.errors import OptionError, WorkerError
 from outrider.offline.output_file import open_output
-from outrider.offline.prompt_row import PromptLine
 from outrider.options import Sampling
 
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
-    from outrider.offline.endpoints import Endpoint
 
 _PANEL = "Server"
 
@@ -103,49 +102,34 @@ class ServerSamples:
         Raises:
             FileError, OptionError, PromptError, WorkerError
         """
-        from outrider.offline.endpoints import Endpoint
+        from outrider.offline.endpoints import Endpoint, samples
 
         options = sampling.to_options(seed=seed, num_seeds=self.num_texts, max_new_tokens=self.max_new_tokens)
-        lines = template.read(self.prompts)
-        encoded = encode_lines(decoder, lines, self.prompts)
-        num_texts = self.num_texts if sampling.temperature > 0 else len(lines)  # a greedy text is the same again
-        which = [i % len(lines) for i in range(num_texts)]
+        given = template.read(self.prompts)
+        encoded = encode_lines(decoder, given, self.prompts)
+        num_texts = self.num_texts if sampling.temperature > 0 else len(given)  # a greedy text is the same again
+        lines, prompts = [*islice(cycle(given), num_texts)], [*islice(cycle(encoded), num_texts)]
+
+        def write(endpoint: Endpoint, path: Path) -> None:
+            about: dict[str, Any] = {"server": endpoint.url, "model": endpoint.model, "engine": endpoint.engine}
+            about |= {"chat": template.is_chat, **asdict(sampling), "max_new_tokens": self.max_new_tokens}
+            settings = as_read(about)
+            with closing(endpoint.client), open_output(path) as output:
+                is_done, _ = output.read_finished(lines, range(len(lines)), lambda line: settings)
+                missing = [index for index, done in enumerate(is_done) if not done]
+                jobs = ((index, lines[index].prompt, seed + index) for index in missing)
+                with progress("texts", len(lines), len(lines) - len(missing)) as advance:
+                    for index, fields in samples(endpoint, jobs, self.concurrency, self.rate):
+                        line, ids, num_read = lines[index], prompts[index], fields["num_prompt_tokens"]
+                        if num_read not in (None, len(ids)):
+                            raise WorkerError(
+                                f"{endpoint.url} reads {line.place} as {num_read} tokens, the target as {len(ids)}: "
+                                "its tokenizer, beginning token or chat template is another one"
+                            )
+                        row = {"index": index, **line.source, **line.labels, "prompt_ids": ids, **fields}
+                        output.write(json_text(row | {"settings": settings}))
+                        advance(1)
+
         for url, model, path in self.files(file):
-            first = lines[0].prompt
-            endpoint = Endpoint.open(url, model, self.engine, first, Sampling(**options), tokenizer=decoder.tokenizer)
-            with closing(endpoint.client):
-                about = {"server": url, "model": endpoint.model, "engine": endpoint.engine, "chat": template.is_chat}
-                settings = as_read({**about, **asdict(sampling), "max_new_tokens": self.max_new_tokens})
-                self._collect(endpoint, path, [lines[i] for i in which], [encoded[i] for i in which], settings, seed)
-
-    def _collect(
-        self,
-        endpoint: Endpoint,
-        path: Path,
-        lines: Sequence[PromptLine],
-        prompts: Sequence[list[int]],
-        settings: dict[str, Any],
-        seed: int,
-    ) -> None:
-        """Write a line for each prompt that has none yet.
-
-        Args:
-            prompts: token ids of each.
-        """
-        from outrider.offline.endpoints import samples
-
-        with open_output(path) as file:
-            is_done, _ = file.read_finished(lines, range(len(lines)), lambda line: settings)
-            missing = [index for index, done in enumerate(is_done) if not done]
-            jobs = ((index, lines[index].prompt, seed + index) for index in missing)
-            with progress("texts", len(lines), len(lines) - len(missing)) as advance:
-                for index, fields in samples(endpoint, jobs, self.concurrency, self.rate):
-                    line, ids, num_read = lines[index], prompts[index], fields["num_prompt_tokens"]
-                    if num_read not in (None, len(ids)):
-                        raise WorkerError(
-                            f"{endpoint.url} reads {line.place} as {num_read} tokens, the target as {len(ids)}: its "
-                            "tokenizer, beginning token or chat template is another one"
-                        )
-                    row = {"index": index, **line.source, **line.labels, "prompt_ids": ids, **fields}
-                    file.write(json_text(row | {"settings": settings}))
-                    advance(1)
+            first, own = given[0].prompt, Sampling(**options)
+            write(Endpoint.open(url, model, self.engine, first, own, tokenizer=decoder.tokenizer), path)

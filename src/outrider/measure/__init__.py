@@ -1,0 +1,1 @@
+"""From a text or a log to tau, alpha and seconds: scoring, replay, timing, prediction, and their intervals."""

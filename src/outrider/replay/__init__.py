@@ -1,1 +1,0 @@
-"""Recorded output of a target, and evaluation of drafts on it."""

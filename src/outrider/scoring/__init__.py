@@ -1,1 +1,0 @@
-"""Scoring of existing texts: teacher forcing and alpha."""

@@ -1,1 +1,0 @@
-"""Intervals, closed forms, counts and tests. Numbers in, numbers out."""

@@ -1,0 +1,127 @@
+"""Means, ratios, proportions, tau and closed forms, against published numbers, hand-computed ones, and simulation."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from outrider.decoding.schedule import expected_tokens
+from outrider.measure.intervals import bounded_mean, mean_std, paired_ratio, wald, wilson
+from outrider.measure.tables import interval_text
+from outrider.measure.tau import counts_json, predict, stats_of, tau_interval
+from outrider.records import Interval, Stats
+
+# Newcombe 1998, Statistics in Medicine 17:857, table I: the simple asymptotic (1) and the score method (3).
+NEWCOMBE = [
+    (81, 263, (0.2522, 0.3638), (0.2553, 0.3662)),
+    (15, 148, (0.0527, 0.1500), (0.0624, 0.1605)),
+    (0, 20, (0.0000, 0.0000), (0.0000, 0.1611)),
+    (1, 29, (0.0000, 0.1009), (0.0061, 0.1718)),
+]
+# Leviathan et al. 2211.17192, table 1 (c = 0) and that of T5-XXL with T5-small: alpha, gamma, c, operations, speed.
+LEVIATHAN = [
+    (0.6, 2, 0.0, 1.53, 1.96),
+    (0.8, 5, 0.0, 1.63, 3.69),
+    (0.9, 10, 0.0, 1.60, 6.86),
+    (0.75, 7, 0.02, None, 3.2),
+    (0.53, 5, 0.02, None, 1.9),
+]
+ROUNDS = [(2, 2), (2, 0), (2, 1), (1, 1), (2, 2), (0, 0)]
+
+
+def ends(interval: Interval | None) -> tuple[float, float]:
+    assert interval is not None and interval.low is not None and interval.high is not None
+    return interval.low, interval.high
+
+
+def test_proportions_are_those_published() -> None:
+    for successes, trials, simple, score in NEWCOMBE:
+        assert wald(successes, trials).value == wilson(successes, trials).value == successes / trials
+        assert ends(wald(successes, trials)) == pytest.approx(simple, abs=5.1e-5)
+        assert ends(wilson(successes, trials)) == pytest.approx(score, abs=5.1e-5)
+    # z = 1.6449 at 90%: 0.5 -+ 1.6449 * sqrt(0.25 / 100)
+    assert ends(wald(50, 100, level=0.9)) == pytest.approx((0.41776, 0.58224), abs=1e-5)
+    low, high = ends(wilson(1, 1))  # where Wald claims certainty, Wilson does not
+    assert ends(wald(1, 1)) == (1, 1) and 0.0 <= low < 0.7 and high == 1.0
+
+
+def test_means_and_paired_ratios_by_hand() -> None:
+    assert mean_std([2, 4, 4, 4, 5, 5, 7, 9]) == (5.0, pytest.approx(math.sqrt(32 / 7)))
+    assert mean_std([3.5]) == (3.5, None)
+    # Ratios 1, 2, 4: the logarithms are 0, 1, 2 times ln 2, with mean 1, deviation 1, and t(0.975, 2) = 4.302653.
+    interval, half = paired_ratio([1.0, 6.0, 20.0], [1.0, 3.0, 5.0]), 4.302653 / math.sqrt(3)
+    assert interval.value == pytest.approx(2.0)
+    assert ends(interval) == pytest.approx((2 ** (1 - half), 2 ** (1 + half)), rel=1e-6)
+    alone = paired_ratio([3.0], [2.0])
+    assert alone.to_json() == {"value": pytest.approx(1.5), "low": None, "high": None, "level": 0.95}
+    texts = [interval_text(one) for one in (None, Interval(1.308, 1.254, 1.377), Interval(1.3, None, None))]
+    assert texts == ["-", "1.31 \\[1.25, 1.38]", "1.30"]
+
+
+def test_an_interval_of_bounded_members_stays_within_the_bounds() -> None:
+    """All at one bound, where the groups are no different: there it is Wilson's, with the t quantile; and groups that
+    differ as much as they can."""
+    members = [10, 30]
+    q = float(stats.t.ppf(0.975, 1)) ** 2 / 40
+    assert ends(bounded_mean([50, 150], members, (1.0, 5.0))) == pytest.approx((5.0 - 4 * q / (1 + q), 5.0))
+    assert ends(bounded_mean(members, members, (1.0, 5.0))) == pytest.approx((1.0, 1.0 + 4 * q / (1 + q)))
+    low, high = ends(bounded_mean([10, 150], members, (1.0, 5.0)))
+    assert 1.0 <= low < 4.0 < high <= 5.0
+    assert ends(bounded_mean(members, members, (1.0, 1.0))) == (1.0, 1.0)
+    assert bounded_mean([50], [10], (1.0, 5.0)) == Interval(5.0, None, None)
+
+
+def test_the_interval_of_bounded_members_covers_the_truth_near_a_bound() -> None:
+    """4000 experiments of 20 texts of 30 rounds, in which nearly all of 4 drafted tokens stand. False alarm: 1e-6. The
+    control is the symmetric interval, which goes beyond the bound and covers less."""
+    generator = np.random.default_rng(0)
+    num, alpha, covered, covered_by_control = 4000, 0.995, 0, 0
+    truth = sum(alpha**i for i in range(5))
+    for _ in range(num):
+        stands = generator.random((20, 30, 4)) < alpha
+        tokens = (1 + np.cumprod(stands, axis=2).sum(axis=2)).sum(axis=1).tolist()
+        low, high = ends(bounded_mean(tokens, [30] * 20, (1.0, 5.0)))
+        covered += low <= truth <= high <= 5.0
+        means = np.array(tokens) / 30
+        covered_by_control += abs(means.mean() - truth) <= stats.t.ppf(0.975, 19) * means.std(ddof=1) / math.sqrt(20)
+    at_least, at_most = stats.binom.interval(1 - 1e-6, num, 0.95)
+    assert at_least <= covered <= at_most
+    assert covered_by_control < at_least
+
+
+def test_counts_by_position_by_hand() -> None:
+    """Position 1 was drafted in five rounds and always judged; position 2 in four, of which one stopped before it."""
+    counts = stats_of(ROUNDS, 1, 13)
+    rates = ("conditional", 4 / 5, 2 / 3), ("unconditional", 4 / 5, 1 / 2)
+    by_hand = [("position", 1, 2), ("num_drafted", 5, 4), ("num_judged", 5, 3), ("num_accepted", 4, 2), *rates]
+    parts = [stats_of(ROUNDS[:2], 0, 5), stats_of(ROUNDS[2:], 1, 8)]
+    assert counts_json(parts)["positions"] == [{name: values[i] for name, *values in by_hand} for i in range(2)]
+    assert counts.mean_acceptance_length == 2.0 and counts.draft_acceptance_rate == 6 / 9
+    histograms = counts.acceptance_histogram, counts.drafted_histogram, counts.full_histogram
+    assert histograms == ((2, 2, 2), (1, 1, 4), (1, 1, 2)) and sum(parts, Stats()) == counts
+    assert counts_json([]) == {"tau": None, "stats": Stats().to_json(), "positions": []}
+
+
+@pytest.mark.parametrize("accepted", [(0, 0, 0), (2, 2, 2), (2, 2, 0)], ids=str)
+def test_tau_stays_within_1_and_k_plus_1(accepted: tuple[int, ...]) -> None:
+    """Three prompts of four rounds; also where no draft is accepted, or every one. The last drafts one token."""
+    prompts = [stats_of([(2, n)] * 4, 0, 0) for n in accepted]
+    for counts in (prompts, [*prompts, stats_of([(1, 0)], 0, 0)]):
+        low, high = ends(tau_interval(counts))
+        assert 1.0 <= low < high <= 3.0
+    assert tau_interval([Stats()]) is None
+    assert tau_interval([stats_of([(0, 0)] * 4, 0, 0)] * 2) == Interval(1.0, 1.0, 1.0)
+
+
+def test_the_closed_forms_are_those_published() -> None:
+    for alpha, gamma, c, operations, speed in LEVIATHAN:
+        (one,) = predict([gamma], alpha=alpha, c=c, v=1.0, c_ops=c)
+        assert round(one.speed_up, 2 if operations else 1) == speed
+        assert operations is None or round(one.operations, 2) == operations
+        tau = (1 - alpha ** (gamma + 1)) / (1 - alpha)
+        assert one.tau == pytest.approx(tau) == pytest.approx(expected_tokens([alpha] * 12)[gamma], rel=1e-12)
+    (one,) = predict([4], alpha=1.0, c=0.25, v=1.5, c_ops=0.1)
+    assert (one.tau, one.speed_up, one.operations) == (5.0, 2.0, pytest.approx(1.08))
+    assert expected_tokens([0.9, 0.5, 0.8])[-1] == pytest.approx(1 + 0.9 + 0.45 + 0.36)
+    assert expected_tokens([]) == [1.0]
