@@ -76,13 +76,6 @@ def test_in_transformers(here: Callable[[str], str]) -> None:
     assert "equal to plain generate: True" in here("in_transformers.py")
 
 
-@pytest.mark.slow
-@needs("lm_eval")
-def test_lm_eval(here: Callable[[str], str]) -> None:
-    plain, speculative = re.findall(r"exact match (\d\.\d\d)", here("lm_eval_scores.py"))
-    assert plain == speculative
-
-
 @needs("fastapi", "httpx")
 def test_fastapi(monkeypatch: pytest.MonkeyPatch) -> None:
     from fastapi.testclient import TestClient
