@@ -1,64 +1,44 @@
-"""Multiplication sheets: the prompt to the letter, what counts as solved, and the same score in every batch."""
+"""Multiplication sheets: the prompt to the letter, the first line as the answer, and the same score in every batch."""
 
 from typing import Any
 
 import pytest
 
-from outrider.evals.multiplication import MAX_ANSWER_TOKENS, Problem, SheetScore, mcnemar, problems, score
+from outrider.evals.multiplication import MAX_ANSWER_TOKENS, SheetScore, is_product, mcnemar, problems, prompt_of, score
 from outrider.records import Stats, Timing
 from pairs import embedded
 
 
-def test_the_prompt_is_that_of_the_issue() -> None:
-    assert Problem(6, 17).prompt == "8 * 12 = 96\n25 * 4 = 100\n37 * 85 = 3145\n6 * 17 = "
-
-
-@pytest.mark.parametrize(
-    ("text", "is_solved"),
-    [
-        ("102", True),
-        ("102\n25 * 4", True),
-        (" 102 \r\n", True),
-        ("1024", False),
-        ("", False),
-        ("\n102", False),
-        ("102.", False),
-        ("0102", False),
-    ],
-)
-def test_the_first_line_is_the_product_and_nothing_else(text: str, is_solved: bool) -> None:
-    assert Problem(6, 17).is_solved_by(text) is is_solved
+def test_the_first_line_is_the_product_and_nothing_else() -> None:
+    assert prompt_of(6, 17) == "8 * 12 = 96\n25 * 4 = 100\n37 * 85 = 3145\n6 * 17 = "
+    assert all(is_product(6, 17, text) for text in ("102", "102\n25 * 4", " 102 \r\n"))
+    assert not any(is_product(6, 17, text) for text in ("1024", "", "\n102", "102.", "0102"))
 
 
 def test_problems_are_the_same_for_the_same_seed() -> None:
     """A shorter sheet is the beginning of a longer one. Both ends occur among 2000 draws of 99 numbers (they would not
     with a chance of 1e-8)."""
     sheet = problems(300, seed=4)
-    assert sheet == problems(300, seed=4)
     assert sheet != problems(300, seed=5)
     assert problems(10, seed=4) == sheet[:10]
-    factors = [factor for problem in problems(1000, seed=0) for factor in (problem.a, problem.b)]
+    factors = [factor for pair in problems(1000, seed=0) for factor in pair]
     assert (min(factors), max(factors), len(set(factors))) == (1, 99, 99)
 
 
 def test_a_score_depends_neither_on_the_batch_nor_on_the_draft() -> None:
-    """At temperature 0 in float64: the answers to the letter; and the first lines of what is generated alone. When
+    """At temperature 0 in float64: the answers to the letter; and the first lines of the text generated alone. When
     sampled, row i has seed + i."""
     decoder, sheet = embedded("float64"), problems(9, seed=1)
     counted: list[int] = []
-    alone = score(decoder, sheet, batch_size=1, seed=0, temperature=0.0)
     together = score(decoder, sheet, batch_size=8, seed=0, on_solved=counted.append, temperature=0.0)
-    plain = score(decoder.plain(), sheet, batch_size=8, seed=0, temperature=0.0)
+    plain = score(decoder.plain(), sheet, batch_size=1, seed=0, temperature=0.0)
     assert counted == [1] * 9
-    assert alone.answers == together.answers == plain.answers and alone.is_solved == together.is_solved
-    assert alone.stats == together.stats and alone.timing.total_s > 0
-    assert alone.num_solved == sum(map(Problem.is_solved_by, sheet, alone.answers))
+    assert together.answers == plain.answers and together.is_solved == plain.is_solved
     assert plain.stats.num_draft_tokens == 0 < together.stats.num_draft_tokens
     sampled = score(decoder.plain(), sheet[:3], batch_size=2, seed=40)
-    for i, problem in enumerate(sheet[:3]):
-        options: dict[str, Any] = {"stop": "\n", "max_new_tokens": 8}
-        assert alone.answers[i] == decoder.generate(problem.prompt, temperature=0.0, **options)[0].text
-        assert sampled.answers[i] == decoder.plain().generate(problem.prompt, seed=40 + i, **options)[0].text
+    for i, factors in enumerate(sheet[:3]):
+        options: dict[str, Any] = {"stop": "\n", "max_new_tokens": 8, "seed": 40 + i}
+        assert sampled.answers[i] == decoder.plain().generate(prompt_of(*factors), **options)[0].text
 
 
 def test_the_budget_holds_the_largest_product() -> None:
@@ -66,14 +46,12 @@ def test_the_budget_holds_the_largest_product() -> None:
     assert max(len(embedded().encode(f"{number}\n")) for number in range(1000, 9802, 7)) <= MAX_ANSWER_TOKENS
 
 
-def made_up(*is_solved: bool) -> SheetScore:
-    return SheetScore(is_solved, ("",) * len(is_solved), Stats(), Timing())
-
-
 def test_scores_are_compared_problem_by_problem() -> None:
     """Only plain solved 1 of 8 problems, only speculative 7: McNemar's exact p is 2 (1 + 8) / 2^8."""
-    plain = made_up(*[True] * 2, *[False] * 7)
-    speculative = made_up(True, False, *[True] * 7)
-    assert (plain.wald.value, speculative.wilson.value) == (2 / 9, 8 / 9)
+
+    def made_up(*is_solved: bool) -> SheetScore:
+        return SheetScore(is_solved, ("",) * len(is_solved), Stats(), Timing())
+
+    plain, speculative = made_up(*[True] * 2, *[False] * 7), made_up(True, False, *[True] * 7)
     assert mcnemar(plain, speculative) == (1, 7, pytest.approx(18 / 256))
     assert mcnemar(plain, plain) == (0, 0, 1.0)

@@ -1,4 +1,4 @@
-"""The lm-evaluation-harness as a client: its ``local-completions`` gets the numbers of our model of the harness."""
+"""The lm-evaluation-harness as a client: its ``local-completions`` gets the scores and texts of the target itself."""
 
 from pathlib import Path
 from typing import Any
@@ -10,38 +10,44 @@ from lm_eval.tasks import TaskManager
 from servers import running
 
 from harness_tasks import TASKS, write_tasks
-from outrider.evals.harness import OutriderLM
+from outrider.decoder import Decoder
+from outrider.measure.teacher_forcing import Text, force
 from pairs import embedded
 
 
-def _numbers(value: Any) -> list[float]:
-    """All that the model answered to a document: numbers as they are."""
-    if isinstance(value, list | tuple):
-        return [number for item in value for number in _numbers(item)]
-    return [value] if isinstance(value, bool | int | float) else []
+def _logprobs(decoder: Decoder, ids: list[int], num_given: int) -> list[float]:
+    (chunk,) = force(decoder.target, [Text(ids, num_given)])
+    return [float(one) for one in chunk.logprobs()]
 
 
-def test_scores_through_the_server_are_those_without(tmp_path: Path) -> None:
+def test_scores_and_texts_through_the_server_are_the_targets(tmp_path: Path) -> None:
     """With the server's tokenizer alone."""
     decoder = embedded("float64")
-    folder = write_tasks(tmp_path)
-
-    def samples(lm: Any) -> dict[str, Any]:
-        tasks = TaskManager(include_path=str(folder), include_defaults=False)
-        found = lm_eval.simple_evaluate(lm, tasks=list(TASKS), task_manager=tasks, bootstrap_iters=0)
-        return {name: [one["resps"] for one in found["samples"][name]] for name in TASKS}
-
+    tasks = TaskManager(include_path=str(write_tasks(tmp_path)), include_defaults=False)
     with running(decoder, context_len=decoder.target.context_len) as server:
-        client = get_model("local-completions")(
+        client: Any = get_model("local-completions")(
             base_url=f"{server.url}/v1/completions",
             model="toy",
             tokenizer_backend="remote",
             max_length=decoder.target.context_len,
             batch_size=4,
         )
-        through_server = samples(client)
-    without = samples(OutriderLM(decoder.plain(), batch_size=4))
-    assert through_server["answers"] == without["answers"]
-    for name in ("endings", "pages"):
-        assert _numbers(through_server[name]) == pytest.approx(_numbers(without[name]), abs=1e-9)
-        assert len(_numbers(without[name])) >= len(without[name])
+        found = lm_eval.simple_evaluate(client, tasks=list(TASKS), task_manager=tasks, bootstrap_iters=0)["samples"]
+        num_scored = 0
+        for one in found["endings"]:
+            for (text, ending), [(logprob, is_greedy)] in zip(one["arguments"], one["resps"], strict=True):
+                if text and not text.startswith("<s>"):
+                    given, scored = client._encode_pair(text, ending)
+                    own = _logprobs(decoder, [*given, *scored], len(given))
+                    assert float(logprob) == pytest.approx(sum(own), abs=1e-9)
+                    (chosen,) = decoder.plain().generate([given], temperature=0.0, max_new_tokens=len(scored))
+                    assert bool(is_greedy) is (chosen.token_ids == tuple(scored))
+                    num_scored += 1
+        page = [client.prefix_token_id, *client.tok_encode("Short.")]
+    assert num_scored >= 6
+    (short, *_) = found["pages"]
+    assert float(short["resps"][0][0]) == pytest.approx(sum(_logprobs(decoder, page, 1)), abs=1e-9)
+    for one in found["answers"]:
+        ((prompt, options),) = one["arguments"]
+        (done,) = decoder.plain().generate(prompt, temperature=0.0, max_new_tokens=12, stop=options["until"])
+        assert one["resps"] == [[done.text]]

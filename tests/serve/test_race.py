@@ -51,7 +51,7 @@ def ids_of(events: list[dict[str, Any]], arm: int) -> list[int]:
 
 @pytest.mark.parametrize("acceptance", ["rejection", "gumbel"])
 def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running, acceptance: str) -> None:
-    """And its last event counts what the others tell."""
+    """And its last event counts what the others tell; the arm that is behind is stepped."""
     events = race(server, acceptance=acceptance, num_draft_tokens=3, temperature=0.8)
     start, *rounds, end = events
     assert (start["type"], {one["type"] for one in rounds}, end["type"]) == ("start", {"round"}, "end")
@@ -67,22 +67,20 @@ def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running
         assert end["arms"][which]["stats"] == alone.stats.to_json()
         assert own[-1]["seconds"] == pytest.approx(end["arms"][which]["time_s"]["total"])
         assert [event["finish_reason"] for event in own] == [None] * (len(own) - 1) + [alone.finish_reason]
-    is_same = ids_of(events, 0) == ids_of(events, 1)
-    assert is_same == (acceptance == "gumbel")
-
-
-@pytest.fixture(scope="module")
-def rounds(server: Running) -> list[dict[str, Any]]:
-    return race(server, acceptance="rejection")[1:-1]
-
-
-def test_rejected_drafts_are_told_with_p_and_q(rounds: list[dict[str, Any]]) -> None:
-    """Those accepted are the tokens themselves, and what is rejected has p < q."""
-    num_rejected = 0
+    assert (ids_of(events, 0) == ids_of(events, 1)) == (acceptance == "gumbel")
+    clocks = [0.0, 0.0]
     for event in rounds:
-        accepted = [token for token in event["tokens"] if token["origin"] == "accepted"]
-        drafted = [(one["id"], one["text"]) for one in event["drafted"][: len(accepted)]]
-        assert drafted == [(token["id"], token["text"]) for token in accepted]
+        which = event["arm"]
+        assert clocks[which] <= clocks[1 - which]
+        clocks[which] = float("inf") if event["finish_reason"] else event["seconds"]
+
+
+def test_rejected_drafts_are_told_with_p_and_q(server: Running) -> None:
+    """Those accepted are the tokens themselves, and a rejected one has p < q."""
+    num_rejected = 0
+    for event in race(server, acceptance="rejection")[1:-1]:
+        accepted = [(token["id"], token["text"]) for token in event["tokens"] if token["origin"] == "accepted"]
+        assert [(one["id"], one["text"]) for one in event["drafted"][: len(accepted)]] == accepted
         assert all(0 <= one["p"] <= 1 and 0 < one["q"] <= 1 for one in event["drafted"])
         if event["tokens"][-1]["origin"] == "correction":
             first = event["drafted"][len(accepted)]
@@ -91,29 +89,8 @@ def test_rejected_drafts_are_told_with_p_and_q(rounds: list[dict[str, Any]]) -> 
     assert num_rejected > 1
 
 
-def test_the_arm_that_is_behind_is_stepped(rounds: list[dict[str, Any]]) -> None:
-    clocks = [0.0, 0.0]
-    for event in rounds:
-        which = event["arm"]
-        assert clocks[which] <= clocks[1 - which]
-        clocks[which] = float("inf") if event["finish_reason"] else event["seconds"]
-    assert clocks == [float("inf")] * 2
-
-
-def test_other_drafts(server: Running) -> None:
-    """Which need no model. Under gumbel the text is the same with any."""
-    for drafter in ("suffix", "none"):
-        events = race(server, drafter=drafter, acceptance="gumbel", num_draft_tokens=7, max_tokens=16)
-        assert events[0]["arms"][1]["draft"] == (None if drafter == "none" else drafter)
-        assert ids_of(events, 0) == ids_of(events, 1)
-
-
-def test_a_seed_is_drawn_where_none_is_given(server: Running) -> None:
-    first, second = (race(server, seed=None, max_tokens=2)[0]["seed"] for _ in range(2))
-    assert first != second and 0 <= min(first, second) and max(first, second) < 2**32
-
-
-def test_choices(server: Running) -> None:
+def test_what_may_be_chosen(server: Running) -> None:
+    """Drafts that need no model, under gumbel with the same text; a seed is drawn where none is given."""
     with server.http() as http:
         found = http.get("/v1/race/choices").json()
     assert found == {
@@ -125,6 +102,14 @@ def test_choices(server: Running) -> None:
         "most_draft_tokens": 16,
         "max_model_len": 256,
     }
+    seeds = set()
+    for drafter in ("suffix", "none"):
+        fields = {"drafter": drafter, "acceptance": "gumbel", "num_draft_tokens": 7, "max_tokens": 16, "seed": None}
+        events = race(server, **fields)
+        seeds.add(events[0]["seed"])
+        assert events[0]["arms"][1]["draft"] == (None if drafter == "none" else drafter)
+        assert ids_of(events, 0) == ids_of(events, 1)
+    assert len(seeds) == 2 and 0 <= min(seeds) and max(seeds) < 2**32
 
 
 def test_a_race_changes_no_text_beside_it(decoder: Decoder, server: Running) -> None:

@@ -10,6 +10,7 @@ import pytest
 from servers import LIMIT_S, Running, running, wait_until, words
 
 from browsers import browser, complaints
+from documents import examples
 from outrider.api import load
 from outrider.measure.arms import Arm, Case
 from outrider.race.events import race_events
@@ -127,7 +128,9 @@ def check_lanes(driver: Any, events: list[dict[str, Any]]) -> None:
         ("gumbel", 6, 7, "Both texts are the same, token for token: under gumbel the seed 6 determines the text"),
     ],
 )
-def test_a_race_to_its_end(driver: Any, server: Running, acceptance: str, seed: int, k: int, said: str) -> None:
+def test_a_race_to_its_end_and_again(
+    driver: Any, server: Running, acceptance: str, seed: int, k: int, said: str
+) -> None:
     events = raced(driver, server, acceptance=acceptance, seed=seed, k=k, max_tokens=60)
     start = events[0]
     assert (start["acceptance"], start["seed"], start["max_new_tokens"]) == (acceptance, seed, 60)
@@ -135,7 +138,18 @@ def test_a_race_to_its_end(driver: Any, server: Running, acceptance: str, seed: 
     plain, speculative = ["".join(text for _, text, _ in lane["tokens"]) for lane in driver.execute_script(SHOWN)]
     assert (plain == speculative) == (acceptance == "gumbel") and said in driver.find_element("id", "verdict").text
     assert "times as fast as plain in this race" in driver.find_element("id", "verdict").text
-    assert complaints(driver) == []
+    pause = driver.find_element("id", "pause")
+    # In one script, so that no time passes between the two.
+    driver.execute_script("document.getElementById('again').click(); document.getElementById('pause').click()")
+    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
+    assert not is_over(driver) and pause.text == "Continue"
+    assert [lane["tokens"] for lane in driver.execute_script(SHOWN)] == [[], []]
+    pause.click()
+    wait_until(lambda: is_over(driver))
+    check_lanes(driver, events)
+    # All rounds were shown at once, and each lane has its place in the order of Tab.
+    stops = "return [...document.querySelectorAll('.lane')].map((lane) => lane.querySelector('.token').tabIndex)"
+    assert driver.execute_script(stops) == [0, 0] and complaints(driver) == []
 
 
 def test_the_policy_is_kept(driver: Any, server: Running) -> None:
@@ -182,22 +196,6 @@ def test_tokens_tell_of_themselves(driver: Any, server: Running) -> None:
     assert complaints(driver) == []
 
 
-def test_it_can_be_paused_and_played_again(driver: Any, server: Running) -> None:
-    events = raced(driver, server, seed=5, max_tokens=40)
-    pause = driver.find_element("id", "pause")
-    # In one script, so that no time passes between the two.
-    driver.execute_script("document.getElementById('again').click(); document.getElementById('pause').click()")
-    driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
-    assert not is_over(driver) and pause.text == "Continue"
-    assert [lane["tokens"] for lane in driver.execute_script(SHOWN)] == [[], []]
-    pause.click()
-    wait_until(lambda: is_over(driver))
-    check_lanes(driver, events)
-    # All rounds were shown at once, and each lane has its place in the order of Tab.
-    stops = "return [...document.querySelectorAll('.lane')].map((lane) => lane.querySelector('.token').tabIndex)"
-    assert driver.execute_script(stops) == [0, 0]
-
-
 def test_a_race_that_fails_says_so(driver: Any, tmp_path: Path) -> None:
     """A model that gives NaN, after a race that was paused."""
     word_tokenizer().save_pretrained(broken_model(tmp_path))
@@ -239,23 +237,10 @@ def test_a_key_is_asked_for(driver: Any) -> None:
         assert all("401" in one or "503" in one for one in complaints(driver))
 
 
-@pytest.mark.parametrize("is_dark", [False, True])
-def test_axe_finds_nothing(server: Running, is_dark: bool) -> None:
-    """At the beginning, and at the end with a token in focus and rejected drafts kept. (axe-core, by Deque)"""
+def found_by_axe(driver: Any) -> list[str]:
+    """Faults that axe-core (by Deque) finds in the page."""
     axe = pytest.importorskip("axe_core_python", reason="axe is not installed: pip install axe-core-python")
-    script = (Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8")
-    with browser(is_dark=is_dark) as driver:
-        driver.get(server.url)
-        assert found_by_axe(driver, script) == []
-        raced(driver, server, seed=5, max_tokens=30)
-        driver.find_element("id", "keep").click()
-        driver.execute_script("document.querySelector('.lane:not(.plain) .ghost').focus()")
-        assert driver.find_element("id", "tip").is_displayed()
-        assert found_by_axe(driver, script) == []
-
-
-def found_by_axe(driver: Any, script: str) -> list[str]:
-    driver.execute_script(script)
+    driver.execute_script((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
     driver.set_script_timeout(LIMIT_S)
     run = "const done = arguments[0]; axe.run().then(done, (error) => done({error: String(error)}))"
     found = driver.execute_async_script(run)
@@ -263,19 +248,48 @@ def found_by_axe(driver: Any, script: str) -> list[str]:
     return [f"{one['id']}: {one['help']}: {node['html']}" for one in found["violations"] for node in one["nodes"]]
 
 
-def test_the_page_with_a_recording_in_it(driver: Any, tmp_path: Path) -> None:
-    """From a file, and of three arms; it fetches nothing."""
-    decoder = embedded()
+@pytest.mark.parametrize("is_dark", [False, True])
+def test_everyone_can_use_the_page(server: Running, tmp_path: Path, is_dark: bool) -> None:
+    """At the beginning, at the end with a token in focus and rejected drafts kept, and with tables, in a narrow window:
+    there nothing but tables scrolls sideways."""
+    with browser(is_dark=is_dark) as driver:
+        driver.get(server.url)
+        assert found_by_axe(driver) == []
+        raced(driver, server, seed=5, max_tokens=30)
+        driver.find_element("id", "keep").click()
+        driver.execute_script("document.querySelector('.lane:not(.plain) .ghost').focus()")
+        assert driver.find_element("id", "tip").is_displayed()
+        assert found_by_axe(driver) == []
+    with browser(is_dark=is_dark, is_still=True, width=390) as driver:
+        path = recorded(tmp_path / "race.html", {"max_new_tokens": 30}, examples()["compare"][0])
+        driver.get(path.as_uri())
+        fill(driver, speed="Infinity")
+        wait_until(lambda: is_over(driver))
+        assert found_by_axe(driver) == []
+        width = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+        assert len(set(driver.execute_script(width))) == 1
+
+
+def recorded(path: Path, options: dict[str, Any], document: Any = None, events: list[Any] | None = None) -> Path:
+    """A file with a race of three arms."""
+    decoder, prompt = embedded(), "</script><script>window.stolen = 1</script><!--<script>"
     arms = [Arm("plain", decoder.plain()), *(Arm(f"fable-draft, K = {k}", decoder, "fable-draft", k) for k in (2, 5))]
-    prompt = "</script><script>window.stolen = 1</script><!--<script>"
-    events = list(race_events(arms, Case(0, prompt, 5), {"max_new_tokens": 60, "temperature": 0.9}))
-    path = tmp_path / "race.html"
-    path.write_text(recorded_page(events), encoding="utf-8")
+    found = [*race_events(arms, Case(0, prompt, 5), options)]
+    path.write_text(recorded_page(found, document), encoding="utf-8")
+    if events is not None:
+        events += json.loads(json.dumps(found))
+    return path
+
+
+def test_the_page_with_a_recording_in_it(driver: Any, tmp_path: Path) -> None:
+    """From a file; it fetches nothing, and texts in it are no scripts."""
+    events: list[Any] = []
+    path = recorded(tmp_path / "race.html", {"max_new_tokens": 60, "temperature": 0.9}, events=events)
     complaints(driver)
     driver.get(path.as_uri())
     fill(driver, speed="Infinity")
     wait_until(lambda: is_over(driver))
-    check_lanes(driver, json.loads(json.dumps(events)))
+    check_lanes(driver, events)
     assert driver.execute_script("return window.stolen") is None
     assert not driver.find_element("id", "controls").is_displayed()
     assert driver.execute_script("return performance.getEntriesByType('resource').length") == 0

@@ -329,7 +329,7 @@ def test_keys() -> None:
                 assert response.headers["www-authenticate"] == "Bearer"
         for path in ("/health", "/metrics", "/version"):
             assert http.get(path).status_code == 200
-        for path in ("/", "/page/race.css", "/page/main.js", "/page/race.js"):
+        for path in ("/", "/page/race.css", "/page/race.js"):
             response = http.get(path)
             assert response.status_code == 200
             assert "script-src 'self'" in response.headers["content-security-policy"]

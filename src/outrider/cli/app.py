@@ -53,33 +53,40 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "eval multiplication": eval.multiplication,
     },
 }
-EXAMPLES: dict[str, tuple[str, ...]] = {  # at the end of each command's help, without ``outrider``
-    "generate": (
-        'generate "Once upon a time" --seed 1',
-        "generate --prompts prompts.txt --output out.jsonl --batch-size 8",
-        "generate --prompts prompts.txt --output log.jsonl --probs",
-    ),
-    "chat": ("chat", "chat model.gguf", "chat qwen3-8b qwen3-0.6b"),
-    "serve": ("serve --port 8080", f"serve {_PAIR} --slots 16"),
-    "compare": ("compare --html race.html", "compare model.gguf -t 0", f"compare {_PAIR} -k 2-6"),
-    "latency": ("latency -k 1-4", f"latency {_PAIR} --html latency.html"),
-    "models": ("models --memory 24GiB", f"models {_PAIR}"),
-    "plan": (f"plan {_PAIR} --html plan.html", "plan --what-if alpha=0.8,c=0.05"),
-    "replay": (
-        "replay log.jsonl --draft ngram --draft suffix -k 1-8",
-        "replay log.jsonl --draft qwen3-0.6b -k 4 --per-prompt",
-    ),
-    "distill": (
-        "distill fable --output draft --minutes 5",
-        "distill qwen3-8b --output head --kind eagle3 --minutes 240",
-    ),
-    "export": ("export --to llama.cpp --output out", f"export {_PAIR} --to vllm --output out"),
-    "certify": ("certify --html certificate.html", f"certify {_PAIR} --budget 5m"),
-    "certify-samples": (
-        "certify-samples qwen3-8b samples.jsonl --draft qwen3-0.6b",
-        "certify-samples qwen3-8b samples.jsonl --server http://host:8000",
-    ),
-    "eval multiplication": ("eval multiplication", "eval multiplication --num-prompts 100 --draft ngram"),
+_EXAMPLES = f"""\
+generate "Once upon a time" --seed 1
+generate --prompts prompts.txt --output out.jsonl --batch-size 8
+generate --prompts prompts.txt --output log.jsonl --probs
+chat
+chat model.gguf
+chat qwen3-8b qwen3-0.6b
+serve --port 8080
+serve {_PAIR} --slots 16
+compare --html race.html
+compare model.gguf -t 0
+compare {_PAIR} -k 2-6
+latency -k 1-4
+latency {_PAIR}
+models {_PAIR}
+plan {_PAIR}
+plan --what-if alpha=0.8,c=0.05
+replay log.jsonl --draft ngram --draft suffix -k 1-8
+replay log.jsonl --draft qwen3-0.6b -k 4 --per-prompt
+distill fable --output draft --minutes 5
+distill qwen3-8b --output head --kind eagle3 --minutes 240
+export --to llama.cpp --output out
+export {_PAIR} --to vllm --output out
+certify --html certificate.html
+certify {_PAIR} --budget 5m
+certify-samples qwen3-8b samples.jsonl --draft qwen3-0.6b
+certify-samples qwen3-8b samples.jsonl --server http://host:8000
+eval multiplication
+eval multiplication --num-prompts 100 --draft ngram
+"""
+EXAMPLES = {  # at the end of each command's help, without ``outrider``
+    name: tuple(line for line in _EXAMPLES.splitlines() if f"{line} ".startswith(f"{name} "))
+    for commands in _COMMANDS.values()
+    for name in commands
 }
 
 _ABOUT = """\

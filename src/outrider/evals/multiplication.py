@@ -15,31 +15,26 @@ from scipy import stats as scipy_stats
 
 from outrider.decoder import Decoder
 from outrider.measure.intervals import wald, wilson
-from outrider.records import Interval, Stats, Timing
+from outrider.records import Stats, Timing
 
 _SOLVED = ((8, 12), (25, 4), (37, 85))
 MAX_ANSWER_TOKENS = 8  # the largest product has four digits; a tokenizer may need more than one token for each
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
-    a: int
-    b: int
-
-    @property
-    def prompt(self) -> str:
-        solved = "".join(f"{a} * {b} = {a * b}\n" for a, b in _SOLVED)
-        return f"{solved}{self.a} * {self.b} = "
-
-    def is_solved_by(self, text: str) -> bool:
-        """Whether the first generated line is the product, and nothing else."""
-        return text.split("\n", 1)[0].strip() == str(self.a * self.b)
+def prompt_of(a: int, b: int) -> str:
+    solved = "".join(f"{x} * {y} = {x * y}\n" for x, y in _SOLVED)
+    return f"{solved}{a} * {b} = "
 
 
-def problems(num_prompts: int, seed: int) -> list[Problem]:
-    """Draw problems with factors from 1 to 99; deterministic for a seed."""
+def is_product(a: int, b: int, text: str) -> bool:
+    """Whether the first generated line is the product, and nothing else."""
+    return text.split("\n", 1)[0].strip() == str(a * b)
+
+
+def problems(num_prompts: int, seed: int) -> list[tuple[int, int]]:
+    """Draw pairs of factors from 1 to 99; deterministic for a seed."""
     generator = random.Random(seed)
-    return [Problem(generator.randint(1, 99), generator.randint(1, 99)) for _ in range(num_prompts)]
+    return [(generator.randint(1, 99), generator.randint(1, 99)) for _ in range(num_prompts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +50,20 @@ class SheetScore:
     def num_solved(self) -> int:
         return sum(self.is_solved)
 
-    @property
-    def wald(self) -> Interval:
-        return wald(self.num_solved, len(self.is_solved))
-
-    @property
-    def wilson(self) -> Interval:
-        return wilson(self.num_solved, len(self.is_solved))
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "num_solved": self.num_solved,
+            "num_prompts": len(self.is_solved),
+            "wald": wald(self.num_solved, len(self.is_solved)).to_json(),
+            "wilson": wilson(self.num_solved, len(self.is_solved)).to_json(),
+            "stats": self.stats.to_json(),
+            "time_s": self.timing.to_json(),
+        }
 
 
 def score(
     decoder: Decoder,
-    sheet: Sequence[Problem],
+    sheet: Sequence[tuple[int, int]],
     *,
     batch_size: int,
     seed: int,
@@ -82,14 +79,14 @@ def score(
     """
     answers = [""] * len(sheet)
     stats, timing = Stats(), Timing()
-    prompts = [problem.prompt for problem in sheet]
+    prompts = [prompt_of(*factors) for factors in sheet]
     options |= {"seed": [seed + i for i in range(len(sheet))], "stop": "\n", "max_new_tokens": MAX_ANSWER_TOKENS}
     for chunk in decoder.stream_many(prompts, num_slots=batch_size, **options):
         answers[chunk.row] += chunk.text
         stats, timing = stats + chunk.stats, timing + chunk.timing
         if on_solved is not None and chunk.finish_reason is not None:
             on_solved(1)
-    is_solved = tuple(problem.is_solved_by(text) for problem, text in zip(sheet, answers, strict=True))
+    is_solved = tuple(is_product(*factors, text) for factors, text in zip(sheet, answers, strict=True))
     return SheetScore(is_solved, tuple(answers), stats, timing)
 
 

@@ -1,45 +1,21 @@
-"""Reports of measurements, for a terminal and as HTML pages: pictures, then tables, then how it was measured.
+"""Tables and lines of measurements, for a terminal and for the page of a race.
 
-A report depends only on the document that a command writes with ``--json`` (docs/reference/json.md).
+They depend only on the document that a command writes with ``--json`` (docs/reference/json.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from html import escape
+from typing import Any
 
-from outrider.pages.templates import render
 from outrider.system.files import short_names
 
-if TYPE_CHECKING:
-    from outrider.records import Interval
-
 _Document = Mapping[str, Any]
-_Points = dict[str, list[tuple[float, "Interval"]]]
 _PARTS = "draft", "verify", "rest"  # of the time of a token
 _TIMED = "round", "draft", "verify"
-_ACROSS = "K, drafted tokens per round"
 _NAMES = "target", "draft", "name", "arm"  # of models, and of what begins with one
-
-
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """A number with its name and a sentence about it."""
-
-    name: str
-    value: str
-    about: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Figure:
-    """A function that draws an SVG element, its description for those who do not see it, and its caption."""
-
-    svg: Callable[[], str]
-    alt: str
-    caption: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,18 +30,24 @@ class Table:
     num_texts: int = 1
     most_rows: int | None = None
 
+    def html(self) -> str:
+        """The table as elements of a page."""
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Content of a report, from top to bottom. A terminal shows tables, facts and notes."""
+        def cells(kind: str, row: Sequence[str]) -> str:
+            return "".join(
+                f"<{kind}{' class=n' * (place >= self.num_texts)}>{escape(text)}</{kind.split()[0]}>"
+                for place, text in enumerate(row)
+            )
 
-    kind: str
-    headline: str
-    lead: str
-    facts: Sequence[Fact] = ()
-    figures: Sequence[Figure] = ()
-    tables: Sequence[Table] = ()
-    notes: Sequence[str] = ()
+        title, rows = escape(self.title), "\n".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
+        return (
+            f'<h2>{title}</h2>\n<div class="scroll" role="region" aria-label="{title}" tabindex="0"><table>\n'
+            f"<thead><tr>{cells('th scope=col', self.columns)}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>\n"
+            f'<p class="quiet">{escape(self.note)}</p>'
+        )
+
+
+Report = tuple[Sequence[Table], Sequence[str]]  # tables, and lines below them
 
 
 def report_of(document: _Document) -> Report:
@@ -89,51 +71,17 @@ def _map_names(value: Any, change: Callable[[str], str], key: str = "") -> Any:
     return change(value) if key in _NAMES and isinstance(value, str) else value
 
 
-def render_report(document: _Document) -> str:
-    """Page of a document of analyze, latency, plan or replay."""
-    return render("report.html", document, report=report_of(document))
-
-
-def render_below(document: _Document) -> str:
-    """Tables and provenance of a document of compare, for the page of its race."""
-    return render("report_below.html", document, report=report_of(document))
-
-
 def _plan(document: _Document) -> Report:
     if "what_if" in document["options"]:
         return _what_if(document)
-    settings, options = document["settings"], document["options"]
-    first = settings[0]
-    best, closest = first["best"], first["choices"][0]
-    same = [one for one in first["choices"] if one["draft"] == closest["draft"]]
-    speed_up = _interval(closest["speed_up"])
-    free, agreeing = max(one["if_free"] for one in same), max(one["if_agreeing"] for one in same)
-    facts = [
-        Fact("Best", f"{best['draft']}, K = {best['k']}", f"{speed_up} times as fast as plain decoding, by prediction")
-        if best
-        else Fact("Best", "none", f"({closest['draft']} at K = {closest['k']} comes closest, with {speed_up})"),
-        Fact("A plain round", f"{first['plain_ms']:.2f} ms", f"{_where(first)}: one token for each row"),
-        Fact("Limits", f"{free:.2f}", f"if {closest['draft']} took no time; {agreeing:.2f} if it always agreed"),
-    ]
-    lines: _Points = {}
-    taus: _Points = {}
-    for setting in settings:
-        where = f", {setting['num_rows']} x {setting['context']}" if len(settings) > 1 else ""
-        for one in sorted(setting["choices"], key=lambda one: one["k"]):
-            lines.setdefault(one["draft"] + where, []).append((one["k"], _interval_of(**one["speed_up"])))
-            if setting is first:
-                taus.setdefault(one["draft"], []).append((one["k"], _interval_of(**one["tau"])))
-    figures = [
-        Figure(
-            partial(_draw_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
-            f"Predicted speed-up against K for {', '.join(lines)}; the best is {speed_up}.",
-            "Predicted speed-up over plain decoding (dashed), with 95% intervals over the prompts.",
-        ),
-        _tau_figure(taus, "Expected tokens per round, from the drafts' agreement with the target's own output."),
-    ]
+    settings = document["settings"]
+    best, closest = settings[0]["best"], settings[0]["choices"][0]
+    same = [one for one in settings[0]["choices"] if one["draft"] == closest["draft"]]
+    name, speed_up = closest["draft"], _interval(closest["speed_up"])
     tables = [
         Table(
-            f"{options['target']}, {_where(setting)}",
+            f"{document['options']['target']}, {setting['num_rows']} row{'s' * (setting['num_rows'] > 1)} of "
+            f"{setting['context']} tokens",
             ("draft", "K", "tau", "round ms", "draft", "verify", "speed-up, 95%", "tok/s"),
             [
                 (
@@ -151,90 +99,68 @@ def _plan(document: _Document) -> Report:
         )
         for setting in settings
     ]
-    lead = f"The best way to run {options['target']} with {', '.join(options['draft'])}: "
-    lead += f"{speed_up} times as fast as plain decoding, by prediction." if best else "no draft is faster than plain."
-    headline = f"{best['draft']}, K = {best['k']}" if best else "No draft"
-    return Report("plan: which draft, which K, or none?", headline, lead, facts, figures, tables)
+    free, agreeing = (max(one[limit] for one in same) for limit in ("if_free", "if_agreeing"))
+    return tables, [
+        f"Best: {name}, K = {best['k']} {speed_up} times as fast as plain decoding, by prediction"
+        if best
+        else f"Best: none ({name} at K = {closest['k']} comes closest, with {speed_up})",
+        f"Limits: {free:.2f} if {name} took no time; {agreeing:.2f} if it always agreed",
+    ]
 
 
 def _what_if(document: _Document) -> Report:
-    known, found, best = document["options"]["what_if"], document["predictions"], document["best"]
+    best, limits = document["best"], document["limits"]
 
     def text(one: _Document | None) -> str:
         return "none" if one is None else f"{one['speed_up']:.2f} (K = {one['k']})"
 
-    limits = document["limits"]
-    facts = [
-        Fact("Best", text(best), "times as fast as plain decoding" if best else "(no K is faster)"),
-        Fact("With a draft that takes no time", text(limits["free"])),
-        Fact("With a draft that always agrees", text(limits["agreeing"])),
-    ]
-    points = [(one["k"], _interval_of(one["speed_up"], None, None)) for one in found]
-    figure = Figure(
-        partial(_draw_lines, "speed-up", {"predicted": points}, _ACROSS, "speed-up", level=1.0),
-        "Predicted speed-up against K.",
-        "Predicted speed-up over plain decoding (dashed).",
-    )
-    rows = [(str(one["k"]), *(f"{one[name]:.2f}" for name in ("tau", "speed_up", "operations"))) for one in found]
-    given = ", ".join(f"{name} = {value:g}" for name, value in known.items())
+    names = "tau", "speed_up", "operations"
+    rows = [(str(one["k"]), *(f"{one[name]:.2f}" for name in names)) for one in document["predictions"]]
+    given = ", ".join(f"{name} = {value:g}" for name, value in document["options"]["what_if"].items())
     note = "tau: tokens per round; ratios are relative to plain decoding; v is the same for every K"
-    table = Table(given, ("K", "tau", "speed-up", "operations"), rows, note, num_texts=0)
-    headline = "No draft" if best is None else f"K = {best['k']}: {best['speed_up']:.2f} times as fast"
-    lead = f"Nothing was measured: predicted from {given}."
-    return Report("plan: what if?", headline, lead, facts, [figure], [table])
+    return [Table(given, ("K", "tau", "speed-up", "operations"), rows, note, num_texts=0)], [
+        f"Best: {text(best)} {'times as fast as plain decoding' if best else '(no K is faster)'}",
+        f"With a draft that takes no time: {text(limits['free'])}",
+        f"With a draft that always agrees: {text(limits['agreeing'])}",
+    ]
 
 
 def _latency(document: _Document) -> Report:
     arms, target = document["arms"], document["options"]["target"]
-    pairs = [arm for arm in arms if arm["draft"] and arm["k"]]
-    facts = [Fact(f"{target} alone", f"{arms[0]['ms_per_token']['mean']:.2f} ms", "per token, without the prefill")]
-    if pairs:
+    lines = [f"{target} alone: {arms[0]['ms_per_token']['mean']:.2f} ms per token, without the prefill"]
+    if pairs := [arm for arm in arms if arm["draft"] and arm["k"]]:
         best = max(pairs, key=lambda arm: arm["speed_up"]["value"])
-        about = f"{best['name']}, over plain decoding; 95% interval over the prompts"
-        facts.insert(0, Fact("Best speed-up", _interval(best["speed_up"]), about))
+        lines.insert(0, f"Best speed-up: {_interval(best['speed_up'])} {best['name']}, over plain decoding")
     if (peak := document["peak_memory_bytes"]) is not None:
-        facts.append(Fact("Peak memory", f"{peak / 2**20:.0f} MiB", "of this process or device"))
-    lines: _Points = {}
-    for arm in pairs:
-        if isinstance(arm["k"], int):  # "auto" has no place on the axis
-            lines.setdefault(arm["draft"], []).append((arm["k"], _interval_of(**arm["speed_up"])))
-    parts = {arm["name"]: _parts(arm) for arm in arms}
-    speed_ups = Figure(
-        partial(_draw_lines, "speed-up", lines, _ACROSS, "speed-up", level=1.0),
-        f"Speed-up against K for {', '.join(lines)}.",
-        "Measured speed-up over plain decoding (dashed), with 95% intervals over the prompts.",
-    )
-    times = Figure(
-        partial(_draw_parts, "parts", parts, "ms per token"),
-        f"Time of a token by part for {', '.join(parts)}.",
-        "The time of a token: drafting, verifying, and the rest.",
-    )
-    figures = [speed_ups, times] if lines else [times]
+        lines.append(f"Peak memory: {peak / 2**20:.0f} MiB of this process or device")
     title = f"{target}, {document['num_prompts']} prompts, {document['options']['max_new_tokens']} tokens each"
-    lead = f"{target} and its drafts on {document['num_prompts']} prompts, in turn, after a warm-up."
-    kind = "latency of target, drafts and pairs"
-    return Report(kind, f"Latency of {target}", lead, facts, figures, [_arms_table(title, arms)])
+    return [_arms_table(title, arms)], lines
 
 
 def _compare(document: _Document) -> Report:
-    arms, target = document["arms"], document["options"]["target"]
-    num_runs = arms[0]["num_cases"]
+    arms, num_runs = document["arms"], document["arms"][0]["num_cases"]
     runs = "1 run" if num_runs == 1 else f"{num_runs} runs"
     rows = [
-        (_label(arm), str(arm["k"] or "–"), *(f"{value:.2f}" for value in _parts(arm, "prefill").values()))
+        (
+            _label(arm),
+            str(arm["k"] or "–"),
+            *(
+                f"{1e3 * arm['time_s'][part] / arm['stats']['num_generated_tokens']:.2f}"
+                for part in ("prefill", *_PARTS)
+            ),
+        )
         for arm in arms
     ]
     tables = [
-        _arms_table(f"{target}, {runs} of each arm, in turn", arms),
+        _arms_table(f"{document['options']['target']}, {runs} of each arm, in turn", arms),
         Table("Parts of a token's time, ms", ("arm", "K", "prefill", *_PARTS), rows),
     ]
-    notes = ["One run has no interval: use --num-runs 5 or more."] * (num_runs == 1)
+    lines = ["One run has no interval: use --num-runs 5 or more."] * (num_runs == 1)
     same = {one["arm"]: one for one in document["same_bytes"]}
     for arm in arms[1:]:
         name = f"{arm['name']}: " if len(arms) > 2 else ""
-        notes.append(f"{name}{_interval(arm['speed_up'])} times as fast{_bytes(same.get(arm['name']))}")
-    lead = f"{runs} of each arm after the race, in turn."
-    return Report("compare", "Measured", lead, tables=tables, notes=notes)
+        lines.append(f"{name}{_interval(arm['speed_up'])} times as fast{_bytes(same.get(arm['name']))}")
+    return tables, lines
 
 
 def _bytes(same: _Document | None) -> str:
@@ -249,7 +175,6 @@ def _bytes(same: _Document | None) -> str:
 
 
 def _replay(document: _Document) -> Report:
-    arms, options, target = document["arms"], document["options"], document["target"]
     alphas = {one["draft"]: one["alpha"] for one in document["drafts"]}
     rows = [
         (
@@ -259,25 +184,16 @@ def _replay(document: _Document) -> Report:
             _percent(arm["stats"]),
             "–" if alphas[arm["draft"]] is None else f"{alphas[arm['draft']]['value']:.3f}",
         )
-        for arm in arms
+        for arm in document["arms"]
     ]
     note = "tau: tokens per round, expected given the log, with an interval over the prompts; alpha: E sum min(p, q)"
-    temperature = document["log_options"]["temperature"]
-    title = f"{target}, {document['num_prompts']} prompts, temperature {temperature:g}, {options['acceptance']}"
-    lines: _Points = {}
-    for arm in arms:
-        if arm["tau"] is not None:
-            lines.setdefault(arm["draft"], []).append((arm["k"], _interval_of(**arm["tau"])))
-    figures = [_tau_figure(lines, "Expected tokens per round on the recorded output.")] if lines else []
-    table = Table(title, ("draft", "K", "tau, 95%", "accepted / drafted", "alpha"), rows, note)
-    lead = f"Rounds of {', '.join(alphas)} over {document['num_prompts']} recorded outputs of {target}."
-    return Report("replay", f"Drafts for {target}", lead, figures=figures, tables=[table])
+    temperature, rule = document["log_options"]["temperature"], document["options"]["acceptance"]
+    title = f"{document['target']}, {document['num_prompts']} prompts, temperature {temperature:g}, {rule}"
+    return [Table(title, ("draft", "K", "tau, 95%", "accepted / drafted", "alpha"), rows, note)], []
 
 
 def _analyze(document: _Document) -> Report:
-    arms, name = document["arms"], str(document["options"]["file"])
-    lead = f"Rounds by prompt and category, from {name}."
-    return Report("replay: rounds", name, lead, tables=[rounds_table(name, arms)], notes=document["notes"])
+    return [rounds_table(str(document["options"]["file"]), document["arms"])], document["notes"]
 
 
 def rounds_table(title: str, arms: Sequence[_Document]) -> Table:
@@ -338,20 +254,6 @@ def _label(arm: _Document) -> str:
     return str(arm["draft"] if arm["draft"] and arm["k"] else arm["name"])
 
 
-def _tau_figure(lines: _Points, caption: str) -> Figure:
-    draw = partial(_draw_lines, "tau", lines, _ACROSS, "tokens per round, tau")
-    return Figure(draw, f"Tokens per round against K for {', '.join(lines)}.", caption)
-
-
-def _parts(arm: _Document, *more: str) -> dict[str, float]:
-    """Milliseconds per token of each part."""
-    return {part: 1e3 * arm["time_s"][part] / arm["stats"]["num_generated_tokens"] for part in (*more, *_PARTS)}
-
-
-def _where(setting: _Document) -> str:
-    return f"{setting['num_rows']} row{'s' * (setting['num_rows'] > 1)} of {setting['context']} tokens"
-
-
 def _interval(value: _Document | None, digits: int = 2) -> str:
     if value is None:
         return "–"
@@ -366,24 +268,3 @@ def _pm(value: _Document, digits: int) -> str:
 def _percent(stats: _Document) -> str:
     rate = stats["draft_acceptance_rate"]
     return "–" if rate is None else f"{100 * rate:.1f}%"
-
-
-# Imported with NumPy, which commands without figures do without.
-
-
-def _interval_of(*values: Any, **fields: Any) -> Interval:
-    from outrider.records import Interval
-
-    return Interval(*values, **fields)
-
-
-def _draw_lines(*what: Any, **how: Any) -> str:
-    from outrider.pages.figures import svg_of_lines
-
-    return svg_of_lines(*what, **how)
-
-
-def _draw_parts(*what: Any) -> str:
-    from outrider.pages.figures import svg_of_parts
-
-    return svg_of_parts(*what)

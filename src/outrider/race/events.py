@@ -11,7 +11,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.measure.arms import Arm, ArmSummary, Case, race_arms
+from outrider.measure.arms import Arm, Case, race_arms
 from outrider.records import Chunk, Stats, Timing
 from outrider.system.files import short_names
 from outrider.text.chat import Chat
@@ -76,14 +76,14 @@ class RaceEvents:
             "finish_reason": chunk.finish_reason,
         }
 
-    def end(self, summaries: Sequence[ArmSummary] = ()) -> dict[str, Any]:
+    def end(self, measured: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """Event for the end.
 
         Args:
-            summaries: of the arms, if measured apart from the race.
+            measured: documents of the arms, if measured apart from the race.
         """
         arms = [{"stats": arm.stats.to_json(), "time_s": arm.timing.to_json()} for arm in self._progress]
-        return {"type": "end", "arms": arms, "measured": [summary.to_json() for summary in summaries]}
+        return {"type": "end", "arms": arms, "measured": list(measured)}
 
 
 @dataclass(slots=True)

@@ -9,16 +9,15 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import re
+import shlex
 from collections.abc import Mapping, Sequence
+from html import escape
 from importlib.resources import files
 from typing import Any
 
-from outrider.pages.reports import render_below
-from outrider.pages.templates import tables_style
+from outrider.pages.reports import report_of
 
-_SCRIPTS = ("race.js", "stream.js", "view.js", "main.js")  # each imports only earlier ones
-PAGE = {"/": "race.html", **{f"/page/{name}": name for name in ("race.css", *_SCRIPTS)}}  # path on the server: file
+PAGE = {"/": "race.html", "/page/race.css": "race.css", "/page/race.js": "race.js"}  # path on the server: file
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _POLICY = {
     "default-src": "'none'",
@@ -54,10 +53,8 @@ def recorded_page(events: Sequence[Mapping[str, Any]], document: Mapping[str, An
         events: see outrider.race.events.
         document: of ``outrider compare``, with the measurement after the race.
     """
-    style, below = read_file("race.css")[1], ""
-    if document is not None:
-        style, below = f"{style}\n{tables_style()}", f'<section class="below">{render_below(document)}</section>\n'
-    script = "\n".join(_without_modules(read_file(name)[1]) for name in _SCRIPTS)
+    style, script = (read_file(name)[1] for name in ("race.css", "race.js"))
+    below = "" if document is None else f'<section class="below">{_below(document)}</section>\n'
     policy = {**_POLICY, "script-src": _hash(script), "style-src": _hash(style)}
     content = "; ".join(f"{name} {value}" for name, value in policy.items())
     # A script ends at "</script" anywhere, and "<!--" would change where its end is looked for.
@@ -70,7 +67,7 @@ def recorded_page(events: Sequence[Mapping[str, Any]], document: Mapping[str, An
         ),
         ('<link rel="stylesheet" href="page/race.css">', f"<style>{style}</style>"),
         (
-            '<script type="module" src="page/main.js"></script>',
+            '<script type="module" src="page/race.js"></script>',
             f'<script type="application/json" id="recording">{recording}</script>\n'
             f'<script type="module">{script}</script>',
         ),
@@ -81,9 +78,20 @@ def recorded_page(events: Sequence[Mapping[str, Any]], document: Mapping[str, An
     return page
 
 
-def _without_modules(script: str) -> str:
-    """Strip imports and exports, to join scripts whose names are all different."""
-    return re.sub(r"^export ", "", re.sub(r"^import [^;]*;\n", "", script, flags=re.MULTILINE), flags=re.MULTILINE)
+def _below(document: Mapping[str, Any]) -> str:
+    """Tables and lines of a document of compare, and how it was made."""
+    tables, lines = report_of(document)
+    origin = dict(document["provenance"])
+    command = shlex.join(["outrider", *origin.pop("argv")])
+    pairs = "".join(
+        f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
+        for name, value in {**document["options"], **origin}.items()
+        if value is not None
+    )
+    parts = [table.html() for table in tables]
+    parts += [f"<p>{escape(line)}</p>" for line in lines]
+    parts += [f"<h2>How it was measured</h2><pre>{escape(command)}</pre>", f'<dl class="pairs">{pairs}</dl>']
+    return "\n".join(parts)
 
 
 def _hash(content: str) -> str:

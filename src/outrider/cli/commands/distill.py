@@ -10,7 +10,7 @@ import typer
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import JsonOption
-from outrider.cli.shared.output import clear_line, console_for, print_next, write_json
+from outrider.cli.shared.output import clear_line, console_for, write_json
 from outrider.cli.shared.pair_options import AllowPickleOption, set_threads
 from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
@@ -229,7 +229,7 @@ def distill(
     best = max(checks, key=lambda check: check.mean_alpha)
     console.print(f"Best: {_line(best)}")
     few = f":vocab={output / TOKENS}" if (output / TOKENS).is_file() else ""
-    print_next(console, "with this draft", ["compare", target, "--draft", f"{output}{few}"])
+    console.print(f"Draft: {output}{few}", markup=False)
     if processes.is_main_process:
         options |= {"device": device, "threads": threads, "allow_pickle": allow_pickle}
         body: dict[str, Any] = {"checks": [asdict(check) for check in checks], "best": asdict(best)}

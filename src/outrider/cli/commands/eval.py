@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -46,42 +46,27 @@ def multiplication(
             scores[name] = score(arm, sheet, batch_size=batch_size, on_solved=advance, **options)
     only_plain, only_speculative, p = mcnemar(scores["plain"], scores["speculative"])
 
-    console = console_for(json_target)
+    console, body = console_for(json_target), {name: result.to_json() for name, result in scores.items()}
     title = f"{' with '.join(short_names([decoder.target.name, draft]))}, K = {k}, {decoder.acceptance}"
     table = new_table(title, "arm", "solved", "rate", "95% Wald", "95% Wilson", "tau")
-    for name, result in scores.items():
-        table.add_row(
-            name,
-            f"{result.num_solved} of {num_prompts}",
-            f"{result.wald.value:.1%}",
-            f"{result.wald.low:.1%} to {result.wald.high:.1%}",
-            f"{result.wilson.low:.1%} to {result.wilson.high:.1%}",
-            f"{result.stats.mean_acceptance_length or 1:.2f}",
-        )
+    for name, one in body.items():
+        ends = (f"{one[interval]['low']:.1%} to {one[interval]['high']:.1%}" for interval in ("wald", "wilson"))
+        tau = one["stats"]["mean_acceptance_length"] or 1
+        rate = one["wald"]["value"]
+        table.add_row(name, f"{one['num_solved']} of {num_prompts}", f"{rate:.1%}", *ends, f"{tau:.2f}")
     print_table(console, table)
     console.print(
         f"Solved by one arm only: {only_plain} plain, {only_speculative} speculative; McNemar's exact test of no "
         f"difference: p = {p:.2g}."
     )
-    body: dict[str, Any] = {
-        "scores": {name: _score_json(result) for name, result in scores.items()},
-        "difference": {"only_plain": only_plain, "only_speculative": only_speculative, "p": p},
-        "problems": [
-            {"a": problem.a, "b": problem.b, **{name: result.answers[i] for name, result in scores.items()}}
-            for i, problem in enumerate(sheet)
-        ],
-    }
     more = {"draft": [draft], "num_draft_tokens": k, "num_prompts": num_prompts, "batch_size": batch_size}
     settings = options_json(pair, options, **more)
-    write_json(json_target, "eval-multiplication", settings, body, decoder)
-
-
-def _score_json(result: SheetScore) -> dict[str, Any]:
-    return {
-        "num_solved": result.num_solved,
-        "num_prompts": len(result.is_solved),
-        "wald": result.wald.to_json(),
-        "wilson": result.wilson.to_json(),
-        "stats": result.stats.to_json(),
-        "time_s": result.timing.to_json(),
+    document = {
+        "scores": body,
+        "difference": {"only_plain": only_plain, "only_speculative": only_speculative, "p": p},
+        "problems": [
+            {"a": a, "b": b, **{name: result.answers[i] for name, result in scores.items()}}
+            for i, (a, b) in enumerate(sheet)
+        ],
     }
+    write_json(json_target, "eval-multiplication", settings, document, decoder)

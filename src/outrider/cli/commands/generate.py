@@ -24,13 +24,7 @@ from outrider.cli.shared.options import (
     check_constraint,
     over_checkpoint,
 )
-from outrider.cli.shared.output import (
-    console_for,
-    make_document,
-    report_context_limit,
-    say,
-    write_document,
-)
+from outrider.cli.shared.output import console_for, make_document, report_context_limit, say, write_document
 from outrider.cli.shared.pair_options import PairOptions, single_k
 from outrider.cli.shared.progress import progress, until_first
 from outrider.cli.shared.prompt_job import LocalWorker, Setup, Workers, run_job
@@ -50,7 +44,7 @@ if TYPE_CHECKING:
     from outrider.certify.divergence import GreedyReport
     from outrider.decoder import Decoder
 
-ORIGIN_STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
+_STYLES = {"accepted": "green", "correction": "bold red", "bonus": "bold blue"}
 
 
 @flat
@@ -62,7 +56,9 @@ def generate(
     structure: StructureOptions,
     template: TemplateOptions,
     cluster: RayOptions,
-    prompt: Annotated[str | None, typer.Argument(help="Prompt. Default, and -: standard input.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="Prompt, which may stand alone. Default, and -: standard input.")
+    ] = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -111,8 +107,16 @@ def generate(
                 raise OptionError(option, value, "this option needs a file of prompts: add --prompts FILE")
     elif prompt is not None or show_origin:
         raise OptionError("--prompts", str(prompts), "leave out the PROMPT and --show-origin")
-    if verify_bytes:
-        _check_verified(pair, sampling.temperature, seed, prompts)
+    for is_unproven, remedy in (
+        (prompts is not None, "it takes one PROMPT; certify --prompts FILE compares many"),
+        (draft == "none", "there is no draft: leave out --draft none"),
+        (
+            sampling.temperature > 0 and (pair.acceptance != "gumbel" or seed is None),
+            "a sampled text is that of plain decoding under --acceptance gumbel with a --seed; -t 0 needs neither",
+        ),
+    ):
+        if verify_bytes and is_unproven:
+            raise OptionError("--verify-bytes", True, remedy)
     part = parse_shard(shard)
     cluster.check(pair)
     with ExitStack() as files:
@@ -155,19 +159,6 @@ def generate(
         raise typer.Exit(1)
 
 
-def _check_verified(pair: PairOptions, temperature: float, seed: int | None, prompts: Path | None) -> None:
-    """Raises OptionError: there is nothing that ``--verify-bytes`` can compare."""
-    if prompts is not None:
-        remedy = "it takes one PROMPT; certify --prompts FILE compares many"
-    elif pair.single_draft == "none":
-        remedy = "there is no draft: leave out --draft none"
-    elif temperature > 0 and (pair.acceptance != "gumbel" or seed is None):
-        remedy = "a sampled text is that of plain decoding under --acceptance gumbel with a --seed; -t 0 needs neither"
-    else:
-        return
-    raise OptionError("--verify-bytes", True, remedy)
-
-
 def _verify(setup: Setup, decoder: Decoder, row: dict[str, Any]) -> GreedyReport:
     """Generate an output by plain decoding, and say whether it is the same."""
     from outrider.certify.divergence import compare_texts
@@ -198,28 +189,22 @@ def _show(
                 if not chunks and console.file.isatty():
                     writer.write(prompt, "dim")
                 chunks.append(chunk)
-                for text, origin in chunk.pieces:
-                    writer.write(text, ORIGIN_STYLES[origin] if has_colours else "")
-                console.file.flush()
+                writer.write_chunk(chunk, _STYLES if has_colours else {})
         except KeyboardInterrupt:
             totals.is_interrupted = True
         finally:
-            console.file.write("\n")
-            console.file.flush()
+            writer.end()
     if has_colours:
-        legend = "  ".join(f"[{style}]{origin}[/]" for origin, style in ORIGIN_STYLES.items())
-        console.print(legend)
+        console.print("  ".join(f"[{style}]{origin}[/]" for origin, style in _STYLES.items()))
     hint_at_chat(decoder, [setup.template.prompt(prompt)])
     totals.time_s = {**sum((chunk.timing for chunk in chunks), Timing()).to_json()}
     done = Completion.of(chunks, len(ids)) if chunks else None
     row = row_of(0, PromptLine("line 1", prompt), ids, setup.options["seed"], done)
-    if setup.options["seed"] is None and setup.options["temperature"] > 0:
-        depends_on_k = setup.k == "auto" and decoder.depends_on_draft(setup.options["temperature"])
-        totals.seed = (
-            "K followed the load, so that no seed repeats this text (-k 4 keeps K)"
-            if depends_on_k
-            else f"--seed {row['seed']} repeats this text"
-        )
+    temperature = setup.options["temperature"]
+    if setup.options["seed"] is None and temperature > 0:
+        totals.seed = f"--seed {row['seed']} repeats this text"
+        if setup.k == "auto" and decoder.depends_on_draft(temperature):
+            totals.seed = "K followed the load, so that no seed repeats this text (-k 4 keeps K)"
     totals.add(row, stats_of(done))
     return row
 

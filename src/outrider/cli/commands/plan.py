@@ -17,13 +17,11 @@ from outrider.cli.shared.options import (
     ReportOptions,
     SamplingOptions,
     SeedOption,
-    is_given,
     over_checkpoint,
     parse_constant_k,
     parse_numbers,
-    settled_words,
 )
-from outrider.cli.shared.output import print_next, report_context_limit
+from outrider.cli.shared.output import report_context_limit
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.cli.shared.progress import count_items, progress
 from outrider.cli.shared.template_options import TemplateOptions, encode_lines
@@ -118,7 +116,6 @@ def plan(
         recording = open_log(log, decoder.target.name, decoder.tokenizer)
         records, header = list(recording.records), recording.header
         options |= {one.name: getattr(header.sampling, one.name) for one in fields(SamplingOptions)}
-        sampling, generation_config = SamplingOptions.of(header.sampling), "none"
         options["max_new_tokens"] = header.sampling.max_new_tokens
     counts: dict[tuple[str, int], Sequence[Stats]] = {}
     with progress("replaying the drafts", len(drafters) * len(records)) as advance:
@@ -135,17 +132,6 @@ def plan(
     more = {"draft": [*drafters], "prompts": prompts, "log": log, "num_draft_tokens": ks}
     more |= {"batch_size": sizes, "context": contexts}
     report.finish("plan", options_json(pair, options, **more, **template.to_json()), {"settings": results}, decoder)
-    best = results[0]["best"]
-    words = ["generate", *pair.to_words("none" if best is None else best["draft"])]
-    words += [] if best is None else ["-k", str(best["k"])]
-    words += settled_words(sampling, command, generation_config)
-    words += template.to_words()
-    if prompts is not None or sizes[0] > 1:  # generate takes several rows with a file of prompts alone
-        words += ["--prompts", str(prompts or "FILE")]
-    words += ["--batch-size", str(sizes[0])] if sizes[0] > 1 else []
-    words += ["-n", str(max_new_tokens)] if is_given(command, "max_new_tokens") else []
-    words += ["--seed", str(seed)] if seed else []
-    print_next(report.console(), "as recommended", words)
 
 
 def _setting_json(costs: Costs, found: Sequence[PairChoice]) -> dict[str, Any]:

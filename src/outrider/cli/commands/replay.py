@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _FORMATS = ("outrider", "tensors")
 # Options with a file of rounds.
-_OF_ROUNDS = "log", "per_prompt", "num_draft_tokens", "tokens_per_prompt", "html", "json_target"
+_OF_ROUNDS = "log", "per_prompt", "num_draft_tokens", "tokens_per_prompt", "json_target"
 
 
 @flat

@@ -131,9 +131,7 @@ def serve(
     for name, seconds in (("--queue-timeout", queue_timeout), ("--shutdown-timeout", shutdown_timeout)):
         if not seconds <= 1e6:  # nor infinite
             raise OptionError(name, seconds, "seconds, at most 1e6")
-    (k, *more) = parse_k(num_draft_tokens)
-    if more:
-        raise OptionError("-k/--num-draft-tokens", num_draft_tokens, "this command takes one number, or auto")
+    k = parse_k(num_draft_tokens, "this command takes one number, or auto")[0]
     from outrider.models.sampling_defaults import check_choice
 
     # A key read from a file may end in a newline.
@@ -196,6 +194,7 @@ def serve(
 
 @contextmanager
 def _log_on_stderr() -> Iterator[None]:
+    """Log the server's work on standard error."""
     handler = OnStderr()
     if sys.stderr.isatty():
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
@@ -205,13 +204,12 @@ def _log_on_stderr() -> Iterator[None]:
     names = {f"outrider.{name}": logging.INFO for name in ("serve", "decoding", "kernels", "sampling")}
     # uvicorn warns of each malformed request: clients could fill the disk.
     names |= {"uvicorn": logging.ERROR, "asyncio": logging.WARNING}
-    levels = {logging.getLogger(name): level for name, level in names.items()}
-    for logger, level in levels.items():
-        logger.addHandler(handler)
-        logger.setLevel(level)
+    for name, level in names.items():
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(level)
     try:
         yield
     finally:
-        for logger in levels:
-            logger.removeHandler(handler)
-            logger.setLevel(logging.NOTSET)
+        for name in names:
+            logging.getLogger(name).removeHandler(handler)
+            logging.getLogger(name).setLevel(logging.NOTSET)

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outrider.cli.shared.output import (
-    console_for,
-    make_document,
-    print_report,
-    say,
-    write_document,
-)
+from outrider.cli.shared.output import console_for, make_document, print_report, say, write_document
 from outrider.cli.shared.progress import progress
 from outrider.errors import FileError, OptionError
 from outrider.options import MAX_NUM_DRAFT_TOKENS, NumDraftTokens, Sampling
-from outrider.pages.reports import render_report, report_of
-from outrider.system.files import read_text, short_name, write_text
+from outrider.system.files import read_text, short_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,14 +34,13 @@ _models_option = partial(typer.Option, rich_help_panel=MODELS_PANEL)
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write a JSON document. '-' is standard output.")
 ]
-HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page with figures.")]
+HtmlOption = Annotated[Path | None, typer.Option(metavar="FILE", help="Write an HTML page.")]
 
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """Files of a report: a page and a document."""
+    """The document of a command, which its report on the terminal shows."""
 
-    html: HtmlOption = None
     json_target: JsonOption = None
 
     def console(self) -> Console:
@@ -56,30 +48,13 @@ class ReportOptions:
         return console_for(self.json_target)
 
     def finish(
-        self,
-        command: str,
-        options: dict[str, Any],
-        body: dict[str, Any],
-        ran: Decoder | LM | None = None,
-        render: Callable[[dict[str, Any]], str] | None = None,
+        self, command: str, options: dict[str, Any], body: dict[str, Any], ran: Decoder | LM | None = None
     ) -> None:
-        """Print the report of a document, and write the document and its page, if requested. See ``make_document``.
-
-        Args:
-            render: makes the page, if not from the report.
-        """
-        is_written = self.html is not None or self.json_target is not None
-        document = make_document(command, options, body, ran, origin=None if is_written else {})
-        print_report(self.console(), report_of(document))
-        self.write(document, render or render_report)
-
-    def write(self, document: dict[str, Any], render: Callable[[dict[str, Any]], str]) -> None:
-        """Write a document and its page, if requested."""
+        """Print the report of a document, and write the document, if requested. See ``make_document``."""
+        document = make_document(command, options, body, ran, origin=None if self.json_target else {})
+        print_report(self.console(), document)
         if self.json_target is not None:
             write_document(self.json_target, document)
-        if self.html is not None:
-            write_text(self.html, render(document))
-            self.console().print(f"Page: {self.html}", markup=False)
 
 
 @dataclass(frozen=True)
@@ -117,25 +92,6 @@ class SamplingOptions:
             Sampling(seed=seed + num_seeds - 1)
         return options | {"seed": seed}
 
-    @classmethod
-    def of(cls, sampling: Sampling) -> SamplingOptions:
-        """The options of a row, as they are given on a command line."""
-        biases = [f"{token_id}={bias:g}" for token_id, bias in (sampling.logit_bias or {}).items()] or None
-        return cls(**{one.name: getattr(sampling, one.name) for one in fields(cls)} | {"logit_bias": biases})
-
-    def to_words(self, given: Collection[str] = ()) -> list[str]:
-        """Words of a command line, for options that are not the defaults, and for those given.
-
-        Args:
-            given: names of fields.
-        """
-        words = []
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name != "logit_bias" and (value != field.default or field.name in given):
-                words += ["-t" if field.name == "temperature" else f"--{field.name.replace('_', '-')}", f"{value:g}"]
-        return [*words, *(word for bias in self.logit_bias or () for word in ("--logit-bias", bias))]
-
 
 @dataclass(frozen=True)
 class EndOptions:
@@ -146,7 +102,6 @@ class EndOptions:
         _sampling_option(
             "-n",
             "--max-new-tokens",
-            "--max-tokens",
             min=1,
             metavar="N",
             help="Maximum tokens to generate. Default: 128, or 1024 of a chat's answer.",
@@ -172,17 +127,6 @@ class EndOptions:
             "stop_token_ids": tuple(self.stop_token_ids or ()),
             "ignore_eos": self.ignore_eos,
         }
-
-    def to_words(self) -> list[str]:
-        """Words of a command line for the maximum of tokens, if it was given: all commands that generate have it."""
-        return [] if self.max_new_tokens is None else ["-n", str(self.max_new_tokens)]
-
-    @property
-    def others(self) -> list[str]:
-        """The options given that ``to_words`` leaves out."""
-        names = "stop", "stop_token_ids", "ignore_eos"
-        options = "--stop", "--stop-token-id", "--ignore-eos"
-        return [option for option, name in zip(options, names, strict=True) if getattr(self, name)]
 
 
 @dataclass(frozen=True)
@@ -289,13 +233,6 @@ def over_checkpoint(
     return replace(sampling, **taken)
 
 
-def settled_words(sampling: SamplingOptions, context: typer.Context, choice: str) -> list[str]:
-    """Words of a command line for the options that ``over_checkpoint`` gave: those given among them stand over the
-    checkpoint's again."""
-    given = {one.name for one in fields(sampling)} - not_given(context, asdict(sampling)).keys()
-    return [*sampling.to_words(given), *(["--generation-config", "none"] if choice == "none" else [])]
-
-
 def not_given(context: typer.Context, values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of options that the command line does not give."""
     sources = {name: getattr(context.get_parameter_source(name), "name", "DEFAULT") for name in values}
@@ -316,16 +253,15 @@ def check_alone(context: typer.Context, kept: Collection[str], remedy: str) -> N
             raise OptionError(max(param.opts, key=len), context.params[name], remedy)
 
 
-def _parse_bias(text: str) -> tuple[int, float]:
-    token_id, _, bias = text.partition("=")
-    try:
-        return int(token_id), float(bias)
-    except ValueError:
-        raise OptionError("--logit-bias", text, "write TOKEN_ID=BIAS, like 42=-5 or 42=-inf") from None
-
-
 def _parse_biases(texts: list[str] | None) -> dict[int, float] | None:
-    return dict(_parse_bias(text) for text in texts) if texts else None
+    biases = {}
+    for text in texts or ():
+        token_id, _, bias = text.partition("=")
+        try:
+            biases[int(token_id)] = float(bias)
+        except ValueError:
+            raise OptionError("--logit-bias", text, "write TOKEN_ID=BIAS, like 42=-5 or 42=-inf") from None
+    return biases or None
 
 
 def parse_numbers(option: str, text: str, remedy: str, *, most: int | None = None) -> list[int]:
@@ -339,30 +275,35 @@ def parse_numbers(option: str, text: str, remedy: str, *, most: int | None = Non
     return numbers
 
 
-def parse_k(text: str) -> list[NumDraftTokens]:
-    """Parse "4", "1-8", "1,2,4" or "1-4,8,auto": each K once, "auto" last. Raises OptionError."""
-    ks: list[int] = []
+def parse_k(text: str, remedy: str = "") -> list[NumDraftTokens]:
+    """Parse "4", "1-8", "1,2,4" or "1-4,8,auto": each K once, "auto" last. Raises OptionError.
+
+    Args:
+        remedy: of a command that takes one K.
+    """
+    ks: set[int] = set()
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
-        if part == "auto":
-            continue
-        match = re.fullmatch(r"\s*(\d+)(?:-(\d+))?\s*", part)
+        match = re.fullmatch(r"(\d+)\s*(?:-\s*(\d+))?", part)
         low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-        if not 1 <= low <= high <= MAX_NUM_DRAFT_TOKENS:
+        if part != "auto" and not 1 <= low <= high <= MAX_NUM_DRAFT_TOKENS:
             remedy = (
                 f"whole numbers from 1 to {MAX_NUM_DRAFT_TOKENS}, like 4, 1-8 or 1,2,4, or auto "
                 "(plain decoding: --draft none)"
             )
             raise OptionError("-k/--num-draft-tokens", text, remedy)
-        ks += range(low, high + 1)
-    autos: list[NumDraftTokens] = ["auto"] if "auto" in parts else []
-    return [*sorted(set(ks)), *autos]
+        ks |= {*range(low, high + 1)} - {0}
+    found: list[NumDraftTokens] = [*sorted(ks)]
+    if "auto" in parts:
+        found.append("auto")
+    if remedy and len(found) > 1:
+        raise OptionError("-k/--num-draft-tokens", text, remedy)
+    return found
 
 
 def parse_constant_k(text: str) -> list[int]:
     """Parse as ``parse_k``, without "auto". Raises OptionError."""
-    given = parse_k(text)
-    ks = [k for k in given if isinstance(k, int)]
-    if len(ks) < len(given):
+    ks = [k for k in parse_k(text) if isinstance(k, int)]
+    if "auto" in text:
         raise OptionError("-k/--num-draft-tokens", text, "numbers, like 1-8 or 1,2,4")
     return ks

@@ -6,16 +6,14 @@ import json
 import logging
 import math
 import os
-import shlex
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from outrider.errors import FileError, MissingExtra, OptionError
+from outrider.errors import FileError, OptionError
 from outrider.system.files import check_writable, short_name, write_text
 
 if TYPE_CHECKING:
@@ -23,26 +21,21 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from outrider.decoder import Decoder
-    from outrider.pages.reports import Report, Table
+    from outrider.pages.reports import Table
     from outrider.runtime.lm import LM
 
 
 CLEAR_LINE = "\r\x1b[K"
 FILE_WIDTH = 120  # of tables in files and pipes, unless COLUMNS tells another
-_OUTPUTS = {  # parameters that name files to write ("race": a page without figures), and their options
-    "output": "--output",
-    "html": "--html",
-    "race": "--html",
-    "json_target": "--json",
-}
+_OUTPUTS = {"output": "--output", "html": "--html", "json_target": "--json"}  # parameters that name files to write
 
 
 def say(message: str) -> None:
     """Print a message on standard error; on a terminal in place of the line of progress, if there is one, and in lines
     that end between words."""
     if sys.stderr.isatty():
-        width = stderr_width()
-        message = CLEAR_LINE + "\n".join(_folded(line, width) for line in message.splitlines())
+        how: dict[str, Any] = {"replace_whitespace": False, "break_long_words": False, "break_on_hyphens": False}
+        message = CLEAR_LINE + "\n".join(textwrap.fill(line, stderr_width(), **how) for line in message.splitlines())
     print(message, file=sys.stderr)
 
 
@@ -60,10 +53,6 @@ def clear_line() -> None:
     """Remove the line of progress from a terminal, to print in its place."""
     if sys.stderr.isatty():
         print(CLEAR_LINE, end="", file=sys.stderr, flush=True)
-
-
-def _folded(line: str, width: int) -> str:
-    return textwrap.fill(line, width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
 
 
 class OnStderr(logging.Handler):
@@ -117,18 +106,6 @@ def print_command(console: Console, command: str) -> None:
     console.print(f"  {command}", style="bold", markup=False, soft_wrap=True)
 
 
-def print_next(console: Console, about: str, *commands: Sequence[str]) -> None:
-    """Print command lines that a user may want next.
-
-    Args:
-        about: what they do.
-        commands: the words of each, without ``outrider``.
-    """
-    console.print(f"Next, {about}:", style="dim", markup=False)
-    for words in commands:
-        print_command(console, shlex.join(["outrider", *words]))
-
-
 def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
     """Warn on standard error if the target's context ends outputs before ``-n``.
 
@@ -146,7 +123,7 @@ def report_context_limit(model: str, context_len: int, prompts: Sequence[Sequenc
 
 def check_files(values: Mapping[str, Any]) -> None:
     """Check before the work that outputs can be written, and that none overwrites an input or another output. Raises
-    OptionError, FileError, MissingExtra.
+    OptionError, FileError.
 
     Args:
         values: the command's parameters. Paths that are no outputs are inputs.
@@ -171,8 +148,6 @@ def check_files(values: Mapping[str, Any]) -> None:
             raise FileError(f"cannot write a page to {path}: the name must end in .html")
         if name != "output":  # opened by the command itself, or a folder
             check_writable(path)
-        if name == "html" and find_spec("matplotlib") is None:
-            raise MissingExtra("matplotlib", "plot")
 
 
 def is_there(name: str | Path) -> bool:
@@ -189,16 +164,15 @@ def title_of(name: str) -> str:
     return f"outrider/{name}/1"
 
 
-def print_report(console: Console, report: Report) -> None:
-    """Print the tables, facts and notes of a report."""
-    from rich.text import Text
+def print_report(console: Console, document: Mapping[str, Any]) -> None:
+    """Print the tables and lines of a document."""
+    from outrider.pages.reports import report_of
 
-    for table in report.tables:
+    tables, lines = report_of(document)
+    for table in tables:
         show_table(console, table)
-    for fact in report.facts:
-        console.print(Text.assemble(f"{fact.name}: ", (fact.value, "bold"), f" {fact.about}".rstrip()))
-    for note in report.notes:
-        console.print(note, markup=False)
+    for line in lines:
+        console.print(line, markup=False)
 
 
 def show_table(console: Console, table: Table) -> None:
@@ -217,18 +191,6 @@ def show_table(console: Console, table: Table) -> None:
         console.print(table.note, style="dim", markup=False)
 
 
-def write_json(
-    json_target: str | None,
-    command: str,
-    options: dict[str, Any],
-    body: dict[str, Any],
-    ran: Decoder | LM | None = None,
-) -> None:
-    """Write a command's document, if requested. See ``make_document``."""
-    if json_target is not None:
-        write_document(json_target, make_document(command, options, body, ran))
-
-
 def make_document(
     command: str,
     options: dict[str, Any],
@@ -245,6 +207,18 @@ def make_document(
     """
     origin = origin_of(ran) if origin is None else origin
     return as_read({"schema": title_of(command), "options": options, **body, "provenance": origin})
+
+
+def write_json(
+    json_target: str | None,
+    command: str,
+    options: dict[str, Any],
+    body: dict[str, Any],
+    ran: Decoder | LM | None = None,
+) -> None:
+    """Write a command's document, if requested. See ``make_document``."""
+    if json_target is not None:
+        write_document(json_target, make_document(command, options, body, ran))
 
 
 def origin_of(ran: Decoder | LM | None) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _model_option = partial(typer.Option, rich_help_panel=MODELS_PANEL)
 _machine_option = partial(typer.Option, rich_help_panel=MACHINE_PANEL)
+_PLACED = "device", "dtype", "device_map", "max_memory", "store", "allow_pickle", "execution"
 
 
 def set_threads(threads: int | None) -> None:
@@ -45,7 +46,7 @@ class PairOptions:
 
     target: Annotated[
         str,
-        _model_option("--target", "--model", help="Known name, folder or hub id. 'outrider models' lists the names."),
+        _model_option(help="Known name, folder or hub id. 'outrider models' lists the names."),
     ] = "fable"
     draft: Annotated[
         list[str] | None,
@@ -150,20 +151,6 @@ class PairOptions:
             raise OptionError("--draft", "none", "there is nothing to compare: choose a model or suffix")
         return self.single_draft
 
-    def to_words(self, draft: str) -> list[str]:
-        """Words of a command line for this pair with one draft."""
-        words = ["--target", self.target, "--draft", draft]
-        for option in fields(self):
-            value, name = getattr(self, option.name), f"--{option.name.replace('_', '-')}"
-            if option.name in ("target", "draft") or value == option.default:
-                continue
-            if isinstance(value, bool):
-                words.append(name)
-            else:
-                values = value if isinstance(value, list) else [value]
-                words += [word for one in values for word in (name, str(one))]
-        return words
-
     def load(self, *, generation_config: str = "none") -> Decoder:
         """Load the target, without a draft.
 
@@ -190,8 +177,8 @@ class PairOptions:
         """The target's placement."""
         from outrider.models.registry import Placement
 
-        plain = Placement(self.device, self.dtype, self.quantize, self.device_map, self.max_memory)
-        return replace(plain, store=self.store, allow_pickle=self.allow_pickle, execution=self.execution)
+        shared = {name: getattr(self, name) for name in _PLACED}
+        return Placement(**shared, quantization=self.quantize)
 
     @property
     def draft_placement(self) -> Placement:
@@ -216,12 +203,12 @@ class PairOptions:
         from outrider.api import load_auto, load_drafter
 
         log_to_stderr("outrider.draft")
-        corpus = (self.corpus or ()) if reads_corpus(name) else ()
         with progress(f"loading the draft {short_name(name)}"):
             if name == AUTO:
                 return load_auto(decoder, self.draft_placement, self.models)
-            options: dict[str, Any] = {"placement": self.draft_placement, "models_file": self.models, "corpus": corpus}
-            return name, load_drafter(decoder, name, **options)
+            corpus = (self.corpus or ()) if reads_corpus(name) else ()
+            options: dict[str, Any] = {"placement": self.draft_placement, "models_file": self.models}
+            return name, load_drafter(decoder, name, corpus=corpus, **options)
 
     def load_drafts(self, decoder: Decoder) -> dict[str, Drafter]:
         """Load all drafts but 'none', by name; that of 'auto' is the name of the draft that it chose."""
@@ -282,10 +269,7 @@ def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, see
     if text is None:
         is_free = seed is None or sampling.temperature == 0 or pair.acceptance == "gumbel"
         return "auto" if is_free else DEFAULT_NUM_DRAFT_TOKENS
-    ks = parse_k(text)
-    if len(ks) > 1:
-        raise OptionError("-k/--num-draft-tokens", text, "this command takes one number")
-    return ks[0]
+    return parse_k(text, "this command takes one number")[0]
 
 
 def options_json(pair: PairOptions, sampling: dict[str, Any], **more: Any) -> dict[str, Any]:

@@ -43,8 +43,7 @@ def progress(what: str, total: int | None = None, done: int = 0) -> Iterator[Cal
     def line() -> str:
         return line_of(what, time.monotonic() - start, total, num_done, num_done - done)
 
-    tell = _redraw if sys.stderr.isatty() else _write
-    teller = threading.Thread(target=tell, args=(line, is_over), daemon=True)
+    teller = threading.Thread(target=_tell, args=(line, is_over, sys.stderr.isatty()), daemon=True)
     teller.start()
     try:
         yield advance
@@ -87,31 +86,27 @@ def line_of(what: str, spent_s: float, total: int | None, num_done: int, num_new
     Args:
         num_new: steps of this run, by which the time that is left is estimated.
     """
+
+    def time_of(seconds: float) -> str:
+        return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
     if total is None:
-        return f"{what}: {_time(spent_s)}"
-    left = f", about {_time((total - num_done) * spent_s / num_new)} left" if num_new > 0 and num_done < total else ""
-    return f"{what}: {num_done:,} of {total:,}, {_time(spent_s)}{left}"
+        return f"{what}: {time_of(spent_s)}"
+    is_known = num_new > 0 and num_done < total
+    left = f", about {time_of((total - num_done) * spent_s / num_new)} left" if is_known else ""
+    return f"{what}: {num_done:,} of {total:,}, {time_of(spent_s)}{left}"
 
 
-def _time(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
-
-
-def _redraw(line: Callable[[], str], is_over: threading.Event) -> None:
-    """Show the line on a terminal, and remove it at the end."""
-    wait, has_line = _SHORT_S, False
-    while not is_over.wait(wait):
-        width = stderr_width() - 3  # with room for the ^C of an interruption
-        print(CLEAR_LINE + line()[:width], end="", file=sys.stderr, flush=True)
-        wait, has_line = _REFRESH_S, True
-    if has_line:
-        clear_line()
-
-
-def _write(line: Callable[[], str], is_over: threading.Event) -> None:
-    """Write lines to a file or pipe, after twice the time each."""
-    wait, spent_s = FIRST_S, 0.0
+def _tell(line: Callable[[], str], is_over: threading.Event, is_terminal: bool) -> None:
+    """Show the line on a terminal, and remove it at the end; or write lines to a file or pipe, after twice the time
+    each."""
+    wait, spent_s = _SHORT_S if is_terminal else FIRST_S, 0.0
     while not is_over.wait(wait):
         spent_s += wait
-        say(line())
-        wait = min(spent_s, _MOST_S)
+        if is_terminal:  # with room for the ^C of an interruption
+            print(CLEAR_LINE + line()[: stderr_width() - 3], end="", file=sys.stderr, flush=True)
+        else:
+            say(line())
+        wait = _REFRESH_S if is_terminal else min(spent_s, _MOST_S)
+    if is_terminal and spent_s:
+        clear_line()

@@ -66,13 +66,6 @@ class TemplateOptions:
         """For the options of a document."""
         return {"chat": self.is_chat, "system": self.system, "chat_template_kwargs": self.chat_template_kwargs}
 
-    def to_words(self) -> list[str]:
-        """Words of a command line."""
-        words = ["--chat"] if self.is_chat else []
-        for name, value in (("--system", self.system), ("--chat-template-kwargs", self.chat_template_kwargs)):
-            words += [] if value is None else [name, value]
-        return words
-
     def prompt(self, given: str | Chat) -> str | Chat:
         """A prompt with these options, and its own, which override them. Raises OptionError."""
         if isinstance(given, Chat):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+    from outrider.records import Chunk
 
 _TAB = 8
 
@@ -29,12 +31,23 @@ class Writer:
         self._column = self._word_len = 0  # in cells; of the word at the end of the line
         self._word: list[tuple[str, str]] = []
 
-    def write(self, text: str, style: str = "") -> None:
-        """Write a piece of text.
+    def write_chunk(self, chunk: Chunk, styles: Mapping[str, str]) -> None:
+        """Write the text of a chunk at once.
 
         Args:
-            style: see ``rich.style``.
+            styles: of tokens, by origin; see ``rich.style``.
         """
+        for text, origin in chunk.pieces:
+            self.write(text, styles.get(origin, ""))
+        self._console.file.flush()
+
+    def end(self) -> None:
+        """End the last line."""
+        self._console.file.write("\n")
+        self._console.file.flush()
+
+    def write(self, text: str, style: str = "") -> None:
+        """Write a piece of text."""
         from rich.cells import cell_len
         from rich.control import strip_control_codes
 
@@ -43,31 +56,34 @@ class Writer:
             return
         width = self._console.width - 1  # so that the cursor never waits behind the last column
         for run in re.findall(r"\n|[^\S\n]+|\S+", strip_control_codes(text)):
+            length = cell_len(run)
             if run == "\n":
                 self._begin_line()
             elif run.isspace():
-                self._word, self._word_len = [], 0
-                before, self._column = self._column, min(width, self._column + cell_len(run))
-                if "\t" in run:
-                    self._column = min(width, (before // _TAB + run.count("\t")) * _TAB)
+                before, self._word, self._word_len = self._column, [], 0
+                self._column = (before // _TAB + run.count("\t")) * _TAB if "\t" in run else before + length
                 if self._column < width:
                     self._put(run, style)
-                    continue
+                else:  # nothing is put behind the last column
+                    self._column = width
             else:
-                length = cell_len(run)
-                if self._column + length > width:
-                    if self._column > self._word_len:
-                        self._move_word()
-                    if self._column + length > width:  # longer than a line: it is cut
-                        self._cut(run, width, style)
-                        continue
-                self._put(run, style)
-                self._word.append((run, style))
-                self._word_len += length
-                self._column += length
-        self._console.file.flush()
+                if self._column + length > width and self._column > self._word_len:
+                    self._move_word()
+                if self._column + length <= width:
+                    self._put(run, style)
+                    self._word.append((run, style))
+                    self._word_len += length
+                    self._column += length
+                else:  # longer than a line: it is cut
+                    for char in run:
+                        if self._column + cell_len(char) > width:
+                            self._begin_line()
+                        self._put(char, style)
+                        self._column += cell_len(char)
+                    self._word, self._word_len = [], 0
 
     def _move_word(self) -> None:
+        """Move the word at the end of the line to the next line."""
         word, length = self._word, self._word_len
         if length:
             self._put(f"\x1b[{length}D\x1b[K")
@@ -75,16 +91,6 @@ class Writer:
         for text, style in word:
             self._put(text, style)
         self._word, self._word_len, self._column = word, length, length
-
-    def _cut(self, word: str, width: int, style: str) -> None:
-        from rich.cells import cell_len
-
-        for char in word:
-            if self._column + cell_len(char) > width:
-                self._begin_line()
-            self._put(char, style)
-            self._column += cell_len(char)
-        self._word, self._word_len = [], 0
 
     def _begin_line(self) -> None:
         self._put("\n")
