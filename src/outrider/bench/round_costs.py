@@ -17,7 +17,6 @@ from outrider.options import Sampling
 from outrider.records import Draft, Request, Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
-from outrider.system.ranks import current_ranks
 
 _NUM_PASSES = 5  # over all K
 _NUM_ROUNDS = 4  # of an arm in each pass, after one that is discarded
@@ -112,7 +111,7 @@ def time_rounds(
             timings += rounds(arm)
         on_pass()
         in_turn.reverse()
-    return current_ranks().shared(taken)
+    return taken
 
 
 def _padded_draft(rows: Rows, k: int, draft: Draft) -> Draft:

@@ -7,7 +7,7 @@ order rotates from case to case, so that drift of the machine affects all equall
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +18,6 @@ from outrider.decoder import Decoder
 from outrider.options import NumDraftTokens
 from outrider.records import Chunk, Stats, Timing
 from outrider.runtime.device_timer import Clock
-from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import Prompt
 
 _NUM_WARM_UP_TOKENS = 8
@@ -135,7 +134,7 @@ def race_arms(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Gener
     last = 0
     try:
         while seconds:
-            which = _furthest_behind(seconds)
+            which = min(seconds, key=seconds.__getitem__)  # furthest behind
             if which != last:
                 device_clock.wait(device_clock.mark())  # for work that the other arm has queued
             last, chunk = which, next(streams[which], None)
@@ -147,11 +146,6 @@ def race_arms(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Gener
     finally:
         for stream in streams:
             stream.close()
-
-
-def _furthest_behind(seconds: Mapping[int, float]) -> int:
-    """Arm with the least time used."""
-    return next(iter(seconds)) if len(seconds) == 1 else current_ranks().shared(min(seconds, key=seconds.__getitem__))
 
 
 def warm_up(arms: Sequence[Arm], cases: Sequence[Case], options: dict[str, Any]) -> None:

@@ -30,7 +30,6 @@ from outrider.errors import OptionError
 from outrider.sampling.rules import GUMBEL, REJECTION, RULES
 from outrider.scoring.teacher_forcing import Text
 from outrider.stats.evidence import rate_bound, tokens_needed, tokens_to_alarm
-from outrider.system.ranks import current_ranks
 
 NUM_PILOT_TOKENS = 1024
 LEAST_NUM_TOKENS = 200
@@ -134,11 +133,11 @@ def run_pilot(job: CertifyTask) -> Pilot:
     if job.is_greedy:
         written = generate_texts(job, range(first, first + job.batch_size))
         num_tokens = sum(len(one.token_ids) for one in written)
-        return Pilot(written, None, current_ranks().shared(time.perf_counter() - began) / num_tokens)
+        return Pilot(written, None, (time.perf_counter() - began) / num_tokens)
     sample = TokenSample(job, first_text=first)
     observed = sample.first(NUM_PILOT_TOKENS)
     num_tokens = sum(len(one.token_ids) for one in sample.written)  # may be more: whole batches are generated
-    return Pilot(sample.written, observed, current_ranks().shared(time.perf_counter() - began) / num_tokens)
+    return Pilot(sample.written, observed, (time.perf_counter() - began) / num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

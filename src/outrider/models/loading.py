@@ -25,7 +25,6 @@ from outrider.models.cpu_weights import (
     widen_weights,
 )
 from outrider.models.executions import choose_execution
-from outrider.models.groups import group_weights, layout_of
 from outrider.models.kinds import auto_class, building, check_kind, check_missing, check_unpickled
 from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
 from outrider.models.notes import has_notes, notes_name, read_notes, reopen, write_notes
@@ -34,7 +33,6 @@ from outrider.models.quantize import (
     check_quantization,
     method_of,
     num_digits_of,
-    own_quantization,
     picks_outliers,
     plain_config,
     quantization_config,
@@ -56,6 +54,7 @@ from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.weight_tensors import move_weights
+from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import has_token, vocab_size
 
 _LOG = logging.getLogger(__name__)
@@ -200,64 +199,52 @@ def _loader(job: _Job, config: Any) -> _Loader:
         check_shares(name, job.num_shares, placed, job.device, config, method)
     if job.quantization == "int4" and not job.is_float32_on_cpu:
         raise OptionError("quantization", "int4", "for float32 on the CPU: choose nf4 or int8 elsewhere")
-    stored = own_quantization(config) or {}
-    is_plain = method in (None, "gguf")
-    in_groups = job.is_float32_on_cpu and spec.gguf is None and layout_of(stored) is not None
     bare: Any = None
     kept, weights = None, None
-    if is_plain or in_groups:
-        dtype = job.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
-        with torch.device("meta"):
-            bare = skeleton(plain_config(config), dtype)
+    if method in (None, "gguf"):
+        bare = _skeleton(job, config)
         if job.is_alone and job.quantization in ("none", "int8", "int4"):
             kept = kept_type(spec, placed, job.device, bare, config.dtype or torch.float32)
-        if job.is_float32_on_cpu and job.quantization == "none":
-            weights = _stored_weights(spec, placed, config, bare, keeps=kept is not None)
-    if placed.quantization in ARITHMETICS and (weights is None or kept is None or not weights.has_blocks):
+        if kept is not None and spec.gguf is not None and job.quantization == "none":
+            from outrider.models.gguf.checkpoint import gguf_weights
+
+            weights = gguf_weights(spec, bare, large_weights(bare), num_digits_of(placed.quantization))
+    if placed.quantization in ARITHMETICS and (weights is None or not weights.has_blocks):
         raise OptionError(
             "quantization", placed.quantization, f"{name} is not multiplied in its blocks here: leave it out"
         )
-    if weights is not None:
+    if weights is not None and weights.kept:
         num_bytes = weights_bytes(bare) - weights.num_bytes_saved(bare)
-        return _Loader(num_bytes, partial(_load_stored, spec, config, weights, keeps=kept is not None))
+        return _Loader(num_bytes, partial(_load_stored, spec, config, weights))
     require_quantizer(name, job.quantization, method)
-    if bare is None or not is_plain:
+    if bare is None:
         return _Loader(stored_bytes(spec), partial(_load_by_transformers, job, config))
     if kept is not None:
         narrow_weights(bare, kept)
     is_widened = job.quantization == "int4" and not has_kernel(placed)
     num_bytes = weights_bytes(bare, "none" if is_widened else job.quantization, job.num_shares)
+    if job.num_shares > 1:
+        return _Loader(num_bytes, partial(current_ranks().share, _load_share, job, config))
     return _Loader(num_bytes, partial(_load_by_transformers, job, config, bare, keeps=kept is not None))
 
 
-def _stored_weights(
-    spec: ModelSpec, placed: Placement, config: Any, bare: nn.Module, *, keeps: bool
-) -> StoredWeights | None:
-    """The weights of a checkpoint in blocks or groups; None if Transformers is to read it.
-
-    Args:
-        keeps: whether matrices may stay in blocks; else groups are widened.
-    """
-    num_digits = num_digits_of(spec, placed.quantization)
-    if spec.gguf is None:
-        return group_weights(spec, own_quantization(config) or {}, bare, keeps=keeps, num_digits=num_digits)
-    from outrider.models.gguf.checkpoint import gguf_weights
-
-    found = gguf_weights(spec, bare, large_weights(bare), num_digits) if keeps else None
-    return found if found and found.kept else None
+def _skeleton(job: _Job, config: Any) -> Any:
+    dtype = job.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
+    with torch.device("meta"):
+        return skeleton(plain_config(config), dtype)
 
 
-def _load_stored(spec: ModelSpec, config: Any, weights: StoredWeights, *, keeps: bool) -> Any:
-    """Load a model in float32 on the CPU, its large matrices in their own blocks or groups.
+def _load_share(job: _Job, config: Any) -> Any:
+    with reading(job.spec, f"model on {job.device}", config):
+        return _load_by_transformers(job, config, _skeleton(job, config))
 
-    Args:
-        keeps: whether large matrices stay as they are stored.
-    """
+
+def _load_stored(spec: ModelSpec, config: Any, weights: StoredWeights) -> Any:
+    """Load a model in float32 on the CPU, its large matrices in their own blocks."""
     model, missing = weights.load(plain_config(config))
     check_missing(spec.location, missing)
     model.generation_config = generation_config_of(spec) or model.generation_config
-    if keeps:
-        narrow_weights(model, torch.float32)
+    narrow_weights(model, torch.float32)
     narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
     move_weights(model, [one for one in narrow if one.blocks is not None])  # blocks are there
     return model
@@ -364,7 +351,16 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     model.eval()
     is_known = isinstance(model, StandIn) or (checkpoint.notes is not None and has_notes(checkpoint.notes))
     with building(f"{checkpoint.name} cannot be run", config):
-        lm = LM(model, name=checkpoint.name, vocab_size=min(width, num_tokens), context_len=context_len(config))
+        options: dict[str, Any] = {
+            "vocab_size": min(width, num_tokens),
+            "context_len": context_len(config),
+            "name": checkpoint.name,
+        }
+        if (getattr(model, "tp_size", None) or 1) > 1:
+            lm: LM = current_ranks().lead(LM, (model,), options)
+            lm.look()
+        else:
+            lm = LM(model, **options)
         lm = choose_execution(lm, checkpoint.execution, is_known=is_known)
     if checkpoint.notes is not None and lm.native is not None and not is_known:
         write_notes(checkpoint.notes, model, checkpoint.tokenizer)

@@ -20,7 +20,7 @@ from outrider.errors import UnsupportedModel
 from outrider.kernels.narrow_weight import without_rounding
 from outrider.models.kinds import FAILURES, odd_numbers
 from outrider.models.quantize import method_of
-from outrider.runtime.cache import STRIDE, SlotCache
+from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import is_finite
 from outrider.system.resources import memory_errors
@@ -165,11 +165,9 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
         return logits
 
     with _running(lm, kind, " with a slot cache"):
-        capacity = lm.execution.round_length(view_len)
-        cache = SlotCache.empty(lm.layer_shapes, len(behind), capacity, is_sparse=True)
+        cache = lm.new_cache(len(behind), view_len, is_sparse=True)
         num_kept = length - int(compared.min())
-        output = lm.model(input_ids=ids, use_cache=False, logits_to_keep=num_kept)
-        full = output.logits[:, -num_kept:, : lm.vocab_size]
+        full = lm.uncached(ids, num_kept)[:, -num_kept:, : lm.vocab_size]
         rows = torch.arange(len(behind), device=full.device)[:, None]
         want = full[rows, (compared - (length - num_kept)).to(full.device)]
         ends = begin - shorter
@@ -237,8 +235,7 @@ def _compare_rows(lm: LM, kind: str) -> None:
     changed[0, :-1] = ids[0, :-1]
 
     def logits(tokens: Tensor) -> Tensor:
-        output = lm.model(input_ids=tokens, use_cache=False).logits
-        return torch.as_tensor(output[0, : length - 1, : lm.vocab_size])
+        return lm.uncached(tokens)[0, : length - 1, : lm.vocab_size]
 
     with _running(lm, kind):
         first, other = logits(ids), logits(changed)

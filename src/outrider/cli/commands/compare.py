@@ -30,7 +30,6 @@ from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, 
 from outrider.errors import OptionError, OutriderError
 from outrider.records import Timing
 from outrider.system.files import short_names
-from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -195,7 +194,7 @@ def _show_race(
     """Show the race: side by side in live panels on a terminal, one output after the other elsewhere."""
     from outrider.bench.run import race
 
-    if current_ranks().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
+    if console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms):
         return _show_panels(console, arms, case, options, on_chunk)
     measurements = race(arms, case, options, on_chunk)
     for measurement, name in zip(measurements, short_names(arm.name for arm in arms), strict=True):

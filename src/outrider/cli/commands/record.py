@@ -28,7 +28,6 @@ from outrider.offline.output_file import Totals
 from outrider.offline.prompt_file import Shard, check_without_options, open_prompts
 from outrider.options import DEFAULT_NUM_DRAFT_TOKENS
 from outrider.system.files import write_text
-from outrider.system.ranks import current_ranks
 from outrider.text.chat import Chat
 
 
@@ -89,7 +88,4 @@ def record(
         from outrider.replay.log import Log
         from outrider.replay.rounds import tensor_text
 
-        def text() -> str:
-            return tensor_text(one.token_ids for one in Log.open(output).records)
-
-        write_text(tensors, current_ranks().of_first(text))
+        write_text(tensors, tensor_text(one.token_ids for one in Log.open(output).records))

@@ -28,7 +28,6 @@ from outrider.offline.prompt_file import read_prompts
 from outrider.options import DEFAULT_ACCEPTANCE, Sampling
 from outrider.pages.reports import rounds_table
 from outrider.system.files import check_writable
-from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from outrider.drafters.base import Drafter
@@ -175,7 +174,7 @@ def replay(
                 replayed = rounds.draw(replayed, name)
             summaries.append(summarise(count_items(replayed, advance), ks))
     if output is not None:
-        with current_ranks().own_path(output).open("w", encoding="utf-8") as stream:
+        with output.open("w", encoding="utf-8") as stream:
             stream.writelines(round_lines(rounds.committed, batch_size))
     arms = [
         (RecordedArm(name, k, drafts.acceptance), summary.expected[k])
