@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compressed_tensors.compressors.pack_quantized import pack_to_int32
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerRow, PerTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
@@ -120,14 +122,47 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(OptionError, match="quantized with gptq already"):
         outrider.load(folder, quantization="int8")
     monkeypatch.setattr("outrider.models.quantize.find_spec", lambda _: None)
-    with pytest.raises(
-        MissingExtra, match=r"quantized with gptq, needs gptqmodel and optimum: pip install '\.\[gptq\]'"
-    ):
-        outrider.load(folder)
+    for method, packages in (("gptq", "gptqmodel and optimum"), ("awq", "gptqmodel"), ("compressed-tensors", "comp")):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+        with pytest.raises(MissingExtra, match=f"a GGUF file needs no package, needs {packages}"):
+            outrider.load(folder)
     with pytest.raises(MissingExtra, match=r"quantization nf4 needs bitsandbytes: pip install '\.\[quantize\]'"):
         outrider.load("fable:nf4")
-    with pytest.raises(OptionError, match="for float32 on the CPU: choose nf4 or int8 elsewhere"):
-        outrider.load("fable:int4", dtype="bfloat16")
+    for name, options, message in (
+        ("fable:int4", {"dtype": "bfloat16"}, "for float32 on the CPU: choose nf4 or int8 elsewhere"),
+        ("fable", {"quantization": "fp8"}, "choose one of none, int8, int4, 8bit, nf4, a32"),
+        ("fable", {"quantization": "a8"}, "for GGUF files, and fable is none"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            outrider.load(name, **options)
+
+
+def test_compressed_tensors_are_read_by_transformers(tmp_path: Path) -> None:
+    """Eagerly, with the package of the format: every number, and a greedy text with a draft."""
+    model = random_llama(num_layers=1, hidden_size=128, intermediate_size=256, tie_word_embeddings=False).float()
+    save(tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            number, width = layer.weight.shape
+            wholes, scales = torch.randint(-8, 8, (number, width)), torch.rand(number, width // 128) / 150 + 0.0005
+            layer.weight = nn.Parameter(wholes * scales.repeat_interleave(128, 1), requires_grad=False)
+            del weights[f"{name}.weight"]
+            weights[f"{name}.weight_packed"] = pack_to_int32(wholes.to(torch.int8), 4)
+            weights |= {f"{name}.weight_scale": scales, f"{name}.weight_shape": torch.tensor([number, width])}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    path = tmp_path / "config.json"
+    how = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    stated = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    stated |= {"ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"], "weights": how}}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
+    pair = outrider.load(tmp_path, tmp_path)
+    assert pair.target.execution.name == "eager"
+    for name, weight in model.named_parameters():
+        assert torch.equal(pair.target.model.get_parameter(name), weight), name
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    (alone,) = outrider.load(model, tokenizer=pair.tokenizer).generate([[5, 6, 7]], **options)
+    assert pair.generate([[5, 6, 7]], num_draft_tokens=3, **options)[0].token_ids == alone.token_ids
 
 
 # The mistakes that the probe is there for: rows, and places of a text, that depend on each other.

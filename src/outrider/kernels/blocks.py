@@ -52,7 +52,6 @@ BLOCK_FORMS = {
     )
 }
 
-_SYMMETRIC_ZERO = 8  # the integer that means 0 where none is stored
 # By the numbers of a group, and whether it has a zero. Groups of 32 without one are the blocks of Q4_0.
 GROUP_FORMS = {
     (32, False): BLOCK_FORMS[2],
@@ -62,7 +61,6 @@ GROUP_FORMS = {
     (128, False): BlockForm("group of 128", 195, 128, 66),
     (128, True): BlockForm("group of 128 with a zero", 196, 128, 67),
 }
-GROUP_SIZES = (128, 64, 32)
 
 
 def in_groups(wholes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
@@ -70,7 +68,7 @@ def in_groups(wholes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
 
     Args:
         wholes: 0 to 15. uint8 [O, I]
-        scales: float16 [O, I / size], size one of GROUP_SIZES.
+        scales: float16 [O, I / size], size 128, 64 or 32.
         zeros: uint8 [O, I / size]; None for 8 everywhere.
 
     Returns:
@@ -83,8 +81,3 @@ def in_groups(wholes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     parts = [] if zeros is None else [zeros.unsqueeze(-1)]
     parts += [scales.contiguous().view(torch.uint8).view(number, num_groups, 2), (low | high << 4).flatten(2)]
     return torch.cat(parts, -1).view(number, -1)
-
-
-def is_symmetric(zeros: Tensor) -> bool:
-    """Whether all zeros are those of groups that store none."""
-    return bool((zeros == _SYMMETRIC_ZERO).all())

@@ -18,7 +18,7 @@ from outrider.errors import FileError, ModelNotFound, OptionError
 from outrider.system.files import read_text
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # of weights, while loading; see quantize.py
+QUANTIZATIONS = ("int8", "int4", "8bit", "nf4")  # of weights, while loading; see quantize.py
 # Digits of the integers to which rows are rounded before products with weights in blocks (see quantize.py).
 ARITHMETICS = {"a32": 0, "a15": 2, "a8": 1}
 EXECUTIONS = ("auto", "eager", "native", "captured")  # see executions.py
@@ -48,8 +48,8 @@ class Placement:
         device: "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps".
         dtype: compute type, and type of all weights that are not quantized: "auto" (float32 on the CPU, else the
             checkpoint's own), "float64", "float32", "bfloat16", "float16".
-        quantization: of the weights of linear layers, while loading: "none", "int8", "int4", "fp8", "8bit", "nf4" (see
-            quantize.py); or "a32", "a15" or "a8", of the activations that are multiplied with a checkpoint's blocks.
+        quantization: of the weights of linear layers, while loading: "none", "int8", "int4", "8bit", "nf4" (see
+            quantize.py); or "a32", "a15" or "a8", of the activations that are multiplied with a GGUF file's blocks.
         device_map: spreads the layers over several devices: "none", "auto", "balanced" (by Accelerate), or a JSON file
             from module names to devices.
         store: on the CPU with float32: "auto" keeps large matrices in the checkpoint's type, mostly bfloat16, and
