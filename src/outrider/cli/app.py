@@ -66,7 +66,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {  # at the end of each command's help, w
     "serve": ("serve --port 8080", f"serve {_PAIR} --slots 16"),
     "compare": ("compare --html race.html", "compare model.gguf -t 0", f"compare {_PAIR} -k 2-6"),
     "latency": ("latency -k 1-4", f"latency {_PAIR} --html latency.html"),
-    "models": ("models --memory 24GiB", f"models {_PAIR}"),
+    "models": ("models", "models qwen3-8b"),
     "plan": (f"plan {_PAIR} --html plan.html", "plan --what-if alpha=0.8,c=0.05"),
     "alpha": ("alpha -t 0.5,1", f"alpha {_PAIR} --prompts texts.txt"),
     "record": (

@@ -30,12 +30,11 @@ _CHOICES = {
     "store": ("auto", "plain"),
     "execution": EXECUTIONS,
 }
-_SIZES = ("num_bytes", "num_params", "num_embedding_params", "num_layers", "num_kv_heads", "head_dim", "context_len")
+_SIZES = ("num_bytes", "num_params", "context_len")
 _LIKE = (*_SIZES, "family")  # what an entry takes from the one that it is "like"
 _PLACED = ("dtype", "quantization", "device", "device_map", "max_memory", "tensor_parallel", "store", "execution")
 _TEXTS = ("path", "hub", "package", "file", "about", "family", "head_of", "gguf", *_PLACED)
-_FLAGS = {"is_chat": bool, "is_draft": bool}
-_KINDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(("tensor_parallel", *_SIZES), int) | _FLAGS
+_KINDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(("tensor_parallel", *_SIZES), int) | {"is_chat": bool}
 _KNOWN = Path(__file__).parent / "known.toml"
 
 
@@ -134,8 +133,8 @@ class ModelSpec:
         family: models of one family share a tokenizer.
         is_chat: whether it was trained for chats.
         head_of: for a head, the name of its target.
-        is_draft: whether it was made to draft for the large models of its family.
-        num_bytes ... context_len: stated sizes, for models that are not on this disk; see ``models.memory.Sizes``.
+        num_params, context_len, num_bytes: stated sizes, for models that are not on this disk; see
+            ``models.memory.Sizes``.
     """
 
     name: str
@@ -149,14 +148,9 @@ class ModelSpec:
     family: str | None = None
     is_chat: bool = False
     head_of: str | None = None
-    is_draft: bool = False
-    num_bytes: int | None = None
     num_params: int | None = None
-    num_embedding_params: int | None = None
-    num_layers: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
     context_len: int | None = None
+    num_bytes: int | None = None
 
     @property
     def location(self) -> str:
