@@ -32,6 +32,13 @@ def test_only_what_the_file_states_counts(tmp_path: Path) -> None:
     assert stated_sampling(spec_of(tmp_path, STATED), "none") == StatedSampling()
     assert stated_sampling(spec_of(tmp_path, {"temperature": None, "do_sample": True})) == StatedSampling()
     assert stated_sampling(resolve("fable")).defaults == embedded().sampling_defaults == {}
+    for document, message in (
+        ({"temperature": -1}, "temperature = -1 is invalid: .*; --generation-config none does without it"),
+        ({"top_k": "many"}, "top_k = 'many' is invalid"),
+        ([1], "generation_config.json: .*has no attribute"),
+    ):
+        with pytest.raises(FileError, match=message):
+            stated_sampling(spec_of(tmp_path, document))
 
 
 def test_what_a_gguf_file_states(tmp_path: Path) -> None:
@@ -58,19 +65,6 @@ def test_what_a_gguf_file_states(tmp_path: Path) -> None:
         with pytest.raises(FileError, match="temperature = .* is invalid"):
             stated_in("wrong.gguf", temp=value)
     assert stated_sampling(replace(spec_of(tmp_path, STATED), gguf="x.gguf")) == StatedSampling()
-
-
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({"temperature": -1}, "temperature = -1 is invalid: .*; --generation-config none does without it"),
-        ({"top_k": "many"}, "top_k = 'many' is invalid"),
-        ([1], "generation_config.json: .*has no attribute"),
-    ],
-)
-def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, document: Any, message: str) -> None:
-    with pytest.raises(FileError, match=message):
-        stated_sampling(spec_of(tmp_path, document))
 
 
 def test_the_library_takes_them_where_nothing_else_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -91,18 +91,15 @@ def _by_letters() -> Tokenizer:
     return tokenizer
 
 
-def test_spaces_after_added_tokens(tmp_path: Path) -> None:
-    """Llama's class puts a space before the first text alone."""
-    spec = _saved(tmp_path, _by_letters(), "llama", "LlamaTokenizer")
-    assert AutoTokenizer.from_pretrained(tmp_path).tokenize("x</s>a") == ["▁", "x", "</s>", "a"]
-    assert load_tokenizer(spec).tokenize("x</s>a") == ["▁", "x", "</s>", "▁a"]
-
-
 @pytest.mark.parametrize("adds", [None, True, False])
-def test_bos_is_as_transformers_reads_it(tmp_path: Path, adds: bool | None) -> None:
-    """Transformers 5 prefers the file's template to the configuration."""
+def test_bos_and_spaces_are_those_of_the_file(tmp_path: Path, adds: bool | None) -> None:
+    """Transformers 5 prefers the file's template to the configuration. Llama's class puts a space before the first text
+    alone."""
     spec = _saved(tmp_path, _by_letters(), "llama", "LlamaTokenizer", bos_token="<s>", add_bos_token=adds)
-    assert load_tokenizer(spec)("a").input_ids == AutoTokenizer.from_pretrained(tmp_path)("a").input_ids
+    by_class, tokenizer = AutoTokenizer.from_pretrained(tmp_path), load_tokenizer(spec)
+    assert tokenizer("a").input_ids == by_class("a").input_ids
+    assert by_class.tokenize("x</s>a") == ["▁", "x", "</s>", "a"]
+    assert tokenizer.tokenize("x</s>a") == ["▁", "x", "</s>", "▁a"]
 
 
 def test_bos_that_a_class_has_lost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -112,12 +109,3 @@ def test_bos_that_a_class_has_lost(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert tokenizer("a").input_ids[0] != 1
     assert as_stated(tokenizer, str(tmp_path))("a").input_ids[0] == 1
     assert caplog.messages[-1] == f"{tmp_path}: texts begin and end as in tokenizer.json"
-
-
-def test_without_a_file_the_class_is_right(tmp_path: Path) -> None:
-    spec = _saved(tmp_path, _backend("smollm"), "llama", "GPT2Tokenizer")
-    model = json.loads((tmp_path / "tokenizer.json").read_text())["model"]
-    (tmp_path / "tokenizer.json").unlink()
-    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (tmp_path / "merges.txt").write_text("".join(f"{left} {right}\n" for left, right in model["merges"]))
-    assert _ids(load_tokenizer(spec), _TEXTS[1]) == _ids(AutoTokenizer.from_pretrained(tmp_path), _TEXTS[1])

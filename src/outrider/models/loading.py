@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -90,11 +90,7 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    spec: ModelSpec,
-    placement: Placement = _ANYWHERE,
-    *,
-    is_target: bool = False,
-    may_stand_in: bool = False,
+    spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_target: bool = False, may_stand_in: bool = False
 ) -> Checkpoint:
     """Load a model and its tokenizer. Raises ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError,
     MissingExtra, FileError.
@@ -115,9 +111,9 @@ def load_checkpoint(
             return Checkpoint(name, stand_in, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
     config = read_config(spec)
     with reading(spec, f"model on {job.device}", config):
-        loader = _loader(job, config)
-        check_fits(name, loader.num_bytes, job.device, job.device_map, job.limits)
-        model = loader.load()
+        num_bytes, load = _loader(job, config)
+        check_fits(name, num_bytes, job.device, job.device_map, job.limits)
+        model = load()
     tokenizer = load_tokenizer(spec)
     if file is not None:
         from outrider.models.gguf.vocabulary import end_ids
@@ -131,14 +127,8 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A checkpoint, and the devices and processes that it is loaded on.
-
-    Attributes:
-        num_shares: number of processes that share it.
-        device_map, limits: ``device_map`` and ``max_memory`` of ``from_pretrained``.
-        dtype: compute type; None for the checkpoint's own.
-        quantization: of the weights, while loading.
-    """
+    """A checkpoint, and where it is loaded: ``device_map`` and ``limits`` are those of ``from_pretrained``, a ``dtype``
+    of None is the checkpoint's own, ``quantization`` is done while loading."""
 
     spec: ModelSpec
     placed: Placement
@@ -156,9 +146,8 @@ class _Job:
         size = num_shares(name, placed, is_target=is_target)
         device, device_map = pick_device(placed.device), device_map_of(placed)
         if isinstance(device_map, str) and placed.device == "cpu" and torch.cuda.is_available():
-            raise OptionError(
-                "device_map", device_map, "it spreads the model over CUDA devices: leave out --device cpu"
-            )
+            remedy = "it spreads the model over CUDA devices: leave out --device cpu"
+            raise OptionError("device_map", device_map, remedy)
         limits = max_memory_of(placed.max_memory)
         dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
         quantization = "none" if placed.quantization in ARITHMETICS else str(placed.quantization)
@@ -166,7 +155,6 @@ class _Job:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the model is on one device of one process."""
         return self.num_shares == 1 and self.device_map is None
 
     @property
@@ -180,15 +168,8 @@ class _Job:
         return not is_eager and has_kernel(replace(self.placed, store=None))
 
 
-class _Loader(NamedTuple):
-    """One way to load a model, and the bytes of its weights."""
-
-    num_bytes: int
-    load: Callable[[], Any]
-
-
-def _loader(job: _Job, config: Any) -> _Loader:
-    """The way to load a model, or the reason why there is none."""
+def _loader(job: _Job, config: Any) -> tuple[int, Callable[[], Any]]:
+    """Bytes of a model's weights, and the way to load them; or the reason why there is none."""
     spec, placed, name = job.spec, job.placed, job.name
     method = "gguf" if spec.gguf else method_of(config)
     if not placed.allow_pickle:
@@ -210,22 +191,21 @@ def _loader(job: _Job, config: Any) -> _Loader:
 
             weights = gguf_weights(spec, bare, large_weights(bare), num_digits_of(placed.quantization))
     if placed.quantization in ARITHMETICS and (weights is None or not weights.has_blocks):
-        raise OptionError(
-            "quantization", placed.quantization, f"{name} is not multiplied in its blocks here: leave it out"
-        )
+        remedy = f"{name} is not multiplied in its blocks here: leave it out"
+        raise OptionError("quantization", placed.quantization, remedy)
     if weights is not None and weights.kept:
         num_bytes = weights_bytes(bare) - weights.num_bytes_saved(bare)
-        return _Loader(num_bytes, partial(_load_stored, spec, config, weights))
+        return num_bytes, partial(_load_stored, spec, config, weights)
     require_quantizer(name, job.quantization, method)
     if bare is None:
-        return _Loader(stored_bytes(spec), partial(_load_by_transformers, job, config))
+        return stored_bytes(spec), partial(_load_by_transformers, job, config)
     if kept is not None:
         narrow_weights(bare, kept)
     is_widened = job.quantization == "int4" and not has_kernel(placed)
     num_bytes = weights_bytes(bare, "none" if is_widened else job.quantization, job.num_shares)
     if job.num_shares > 1:
-        return _Loader(num_bytes, partial(current_ranks().share, _load_share, job, config))
-    return _Loader(num_bytes, partial(_load_by_transformers, job, config, bare, keeps=kept is not None))
+        return num_bytes, partial(current_ranks().share, _load_share, job, config)
+    return num_bytes, partial(_load_by_transformers, job, config, bare, keeps=kept is not None)
 
 
 def _skeleton(job: _Job, config: Any) -> Any:
@@ -251,12 +231,8 @@ def _load_stored(spec: ModelSpec, config: Any, weights: StoredWeights) -> Any:
 
 
 def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, keeps: bool = False) -> Any:
-    """Let Transformers load a model; then keep large matrices in their type and round int4.
-
-    Args:
-        bare: the skeleton; None for checkpoints that are quantized.
-        keeps: whether large matrices stay in the checkpoint's type, or float32.
-    """
+    """Let Transformers load a model; then round int4, and keep large matrices in the checkpoint's type (or float32) if
+    the loader ``keeps`` them. ``bare`` is the skeleton, None for checkpoints that are quantized."""
     spec = job.spec
     kept = kept_type(spec, job.placed, job.device, bare) if keeps else None  # may download its files
     how: dict[str, Any] = {"dtype": kept or job.dtype or "auto"}
@@ -351,11 +327,8 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     model.eval()
     is_known = isinstance(model, StandIn) or (checkpoint.notes is not None and has_notes(checkpoint.notes))
     with building(f"{checkpoint.name} cannot be run", config):
-        options: dict[str, Any] = {
-            "vocab_size": min(width, num_tokens),
-            "context_len": context_len(config),
-            "name": checkpoint.name,
-        }
+        sizes: dict[str, Any] = {"vocab_size": min(width, num_tokens), "context_len": context_len(config)}
+        options = {"name": checkpoint.name, **sizes}
         if (getattr(model, "tp_size", None) or 1) > 1:
             lm: LM = current_ranks().lead(LM, (model,), options)
             lm.look()

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from outrider.errors import DeviceError
 from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, Windows
-from outrider.system.ranks import Twin, in_all_processes
+from outrider.system.ranks import in_all_processes
 from outrider.system.resources import available_bytes, memory_errors, size_text
 
 STRIDE = 8
@@ -68,7 +68,7 @@ def _check_room(shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> N
             )
 
 
-class SlotCache(Twin):
+class SlotCache:
     """KV cache and states of B sequences of at most ``capacity`` tokens.
 
     Attributes:
@@ -97,6 +97,7 @@ class SlotCache(Twin):
         self.capacity = capacity
         self._most_behind = most_behind
         self.bound = STRIDE - 1
+        self.twin_key: int | None = None
         self.is_shared = any(shape.is_shared for shape in self.shapes)
         self._plan = Plan(capacity, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
         states = [state for shape in self.shapes for state in shape.states]

@@ -32,14 +32,14 @@ from outrider.runtime.modules import cache_argument, find_mixers, recorded_state
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.vocabulary import UNKNOWN, spread
 from outrider.runtime.weight_tensors import is_shared
-from outrider.system.ranks import Twin, any_process, check_equal, in_all_processes
+from outrider.system.ranks import any_process, check_equal, in_all_processes
 
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens in one forward, all rows together. Matrix products on the CPU are fastest at this size; more
 would only take more memory (docs/internals/log/2026.md)."""
 
 
-class LM(Twin):
+class LM:
     """A model with what the decoding loop needs to know of it.
 
     Attributes:
@@ -61,6 +61,7 @@ class LM(Twin):
         native: runs the forwards in place of the model's own code; None for the model.
     """
 
+    twin_key: int | None = None
     TOLD = ("vocab_size", "unknown_ids", "own_ids", "token_ids", "context_len", "least_columns", "is_stepped")
 
     def __init__(
@@ -98,13 +99,9 @@ class LM(Twin):
         self.native: Native | None = None
 
     @property
-    def is_shared(self) -> bool:  # type: ignore[override]
+    def is_shared(self) -> bool:
+        """Whether several processes share the model."""
         return self.num_shares > 1
-
-    @property
-    def owner(self) -> Any:
-        """The model, of which there may be several LMs."""
-        return self.weights
 
     @property
     def model(self) -> Any:

@@ -1,8 +1,9 @@
 """Tensor parallelism: processes of one job (``torchrun``) that share each layer of a model.
 
 The first process runs the program: options, prompts, drawing, files, output. The others follow it: they make the same
-calls on a shared model and its caches, on their own shares. An object that exists in all processes is a ``Twin``, and
-``in_all_processes`` decorates the methods that read or write shares. All other code is that of one process.
+calls on a shared model and its caches, on their own shares (``in_all_processes``). All other code is that of one
+process. An object that exists in all is a twin: its ``twin_key`` names it in the others, copies have the same, and
+calls send its attributes ``TOLD``.
 
 The job belongs to the process, as torch's process group does, and is kept by this module. Nothing here knows models.
 """
@@ -10,6 +11,7 @@ The job belongs to the process, as torch's process group does, and is kept by th
 from __future__ import annotations
 
 import atexit
+import copyreg
 import io
 import itertools
 import os
@@ -22,7 +24,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.errors import DeviceError, OutriderError, RankError
 
@@ -34,30 +36,12 @@ _TIMEOUT = timedelta(days=365)  # the first process may be idle; a process that 
 _PATIENCE_S = 10.0  # a call that fails here fails in the first process, too, which then goes on
 
 
-class Twin:
-    """An object that exists in all processes of a job if it is shared.
-
-    Attributes:
-        is_shared: whether each process has a share.
-        twin_key: the object's name in the other processes; copies have the same.
-        TOLD: attributes that calls send to the other processes.
-    """
-
-    TOLD: ClassVar[tuple[str, ...]] = ()
-    is_shared: bool
-    twin_key: int | None = None
-
-    @property
-    def owner(self) -> Any:
-        """The object at whose end the other processes forget theirs."""
-        return self
-
-
 def in_all_processes(function: _Function) -> _Function:
-    """Decorator of a method of a ``Twin``: all processes call it. If it returns a twin, this exists in all, too."""
+    """Decorator of a method of a twin (an LM or a cache with ``is_shared``): all processes call it. If it returns a
+    twin, this exists in all, too."""
 
     @wraps(function)
-    def call(twin: Twin, *arguments: Any, **options: Any) -> Any:
+    def call(twin: Any, *arguments: Any, **options: Any) -> Any:
         if not twin.is_shared or _ranks.is_within:  # the others make an inner call within the outer one
             return function(twin, *arguments, **options)
         return _ranks.lead(call, (twin, *arguments), options)
@@ -135,7 +119,9 @@ class Ranks:
             torch.distributed.broadcast_object_list(received, src=0, device=torch.device("cpu"))
             if alarm is not None:
                 alarm.cancel()
-            ended, call = _Unpickler(io.BytesIO(received[0]), self._twins).load()
+            unpickler = pickle.Unpickler(io.BytesIO(received[0]))
+            unpickler.persistent_load = self._twin  # type: ignore[method-assign]
+            ended, call = unpickler.load()
             for key in ended:
                 self._twins.pop(key, None)
             if call is None:
@@ -173,7 +159,10 @@ class Ranks:
 
         self.has_begun = True
         buffer = io.BytesIO()
-        _Pickler(buffer).dump(([self._ended.popleft() for _ in range(len(self._ended))], call))
+        pickler = pickle.Pickler(buffer)
+        pickler.persistent_id = _told  # type: ignore[method-assign]
+        pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
+        pickler.dump(([self._ended.popleft() for _ in range(len(self._ended))], call))
         torch.distributed.broadcast_object_list([buffer.getvalue()], src=0, device=torch.device("cpu"))
 
     def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: Any) -> Any:
@@ -201,7 +190,7 @@ class Ranks:
         """The result of a call: a new twin, with its key; or whether all processes meet a condition."""
         import torch
 
-        if isinstance(result, Twin) and result.twin_key is None:
+        if getattr(result, "twin_key", 0) is None:
             self.name(result)
         if isinstance(result, bool):
             return not any_process(torch.tensor(not result))
@@ -213,30 +202,11 @@ class Ranks:
         if self.rank:
             self._twins[key] = thing
         else:
-            weakref.finalize(thing.owner if isinstance(thing, Twin) else thing, self._ended.append, key).atexit = False
+            owner = getattr(thing, "weights", thing)  # of several LMs that are copies
+            weakref.finalize(owner, self._ended.append, key).atexit = False
 
-
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, thing: Any) -> Any:
-        import torch
-
-        if isinstance(thing, Twin):
-            return thing.twin_key, {name: getattr(thing, name) for name in thing.TOLD}
-        return (thing.twin_key, {}) if isinstance(thing, torch.nn.Module) else None
-
-    def reducer_override(self, thing: Any) -> Any:
-        import torch
-
-        is_elsewhere = isinstance(thing, torch.Tensor) and thing.device.type != "cpu"
-        return (_on, (thing.cpu(), thing.device.type)) if is_elsewhere else NotImplemented
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: Any, twins: dict[int, Any]) -> None:
-        super().__init__(file)
-        self._twins = twins
-
-    def persistent_load(self, told: Any) -> Any:
+    def _twin(self, told: tuple[int, dict[str, Any]]) -> Any:
+        """A twin by its key, with the attributes that were sent."""
         key, changes = told
         vars(self._twins[key]).update(changes)
         return self._twins[key]
@@ -338,6 +308,16 @@ def has_lost_others(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _told(thing: Any) -> tuple[int, dict[str, Any]] | None:
+    key = getattr(thing, "twin_key", None)
+    return None if key is None else (key, {name: getattr(thing, name) for name in getattr(thing, "TOLD", ())})
+
+
+def _reduced(tensor: Tensor) -> Any:
+    """Tensors go by way of the CPU, to the device that each process has."""
+    return tensor.__reduce_ex__(2) if tensor.device.type == "cpu" else (_on, (tensor.cpu(), tensor.device.type))
 
 
 def _on(tensor: Tensor, device: str) -> Tensor:
