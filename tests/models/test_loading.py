@@ -255,10 +255,7 @@ def test_what_is_no_model_by_itself_is_refused(folder: Path, monkeypatch: pytest
             outrider.load("fable", folder)
 
 
-# Models in processes of their own, with the imports of their libraries
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("names", [("fable", "fable-draft"), ("fable:int8", "ngram"), ("fable:8bit", "ngram")])
-def test_the_embedded_pair(names: tuple[str, str]) -> None:
+def test_nothing_is_printed(names: tuple[str, str]) -> None:
     assert said_by_loading(*names) == ""

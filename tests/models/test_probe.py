@@ -99,7 +99,6 @@ def test_a_model_that_is_wrong_only_beyond_its_window_is_refused(
     [
         ("Mistral", {}, torch.float32),
         ("Mistral", {}, torch.bfloat16),
-        ("Mistral", {"max_position_embeddings": 3}, torch.float32),
         ("Mistral", {"max_position_embeddings": num_tokens_across(WINDOW) - 1}, torch.float32),
         ("Gemma2", {"head_dim": 8}, torch.float32),
         ("Llama", {}, torch.float32),  # states a window, and does without

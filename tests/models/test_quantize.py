@@ -93,7 +93,7 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest
     refusals: tuple[tuple[Any, dict[str, Any], str], ...] = (
         ("fable:int4", {"dtype": "bfloat16"}, "for float32 on the CPU: choose nf4 or int8 elsewhere"),
         ("fable", {"quantization": "fp8"}, "choose one of none, int8, int4, 8bit, nf4, a32"),
-        ("fable", {"quantization": "a8"}, "for GGUF files, and fable is none"),
+        ("fable", {"quantization": "a8"}, "for GGUF files, and fable:a8 is none"),
         # GPT-2 has matrices of another class, which torchao passes over.
         (save(tmp_path / "gpt2", gpt2), {"quantization": "int8"}, "has no linear layers that it could be applied to"),
         (random_llama(), {"quantization": "int8"}, "a model in memory stays as it is"),

@@ -1,10 +1,7 @@
-"""Run by torchrun, in each process (see models/test_parallel.py): a target shared by all processes, against the same
-one whole. The first process runs this, and the second follows it. What the first finds it writes to a JSON file for
-each process, with what it has asked of that one.
+"""Run by torchrun (see models/test_parallel.py): a target shared by two processes, against the same one whole.
 
-    torchrun --nproc-per-node 2 tests/support/shares.py FOLDER
-
-The folder holds two models, ``target`` and ``draft``, and a file of names, in which ``shared`` is the target.
+The first process runs this, and the second follows it. What the first finds it writes to a JSON file for each process,
+with what it has asked of that one. The folder holds two models, and a file of names, in which ``shared`` is the target.
 """
 
 import copy

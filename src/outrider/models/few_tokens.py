@@ -72,7 +72,7 @@ def _rows_in_model(lm: LM, token_ids: Tensor) -> Tensor:
 
 
 def _token_weights(lm: LM) -> list[str]:
-    """Names of the parameters with a row for each token: first the matrix of the LM head."""
+    """First the matrix of the LM head."""
     weights = lm.weights
     if isinstance(weights, StandIn):
         head = weights.plan.head

@@ -220,7 +220,6 @@ def _load_share(job: _Job, config: Any) -> Any:
 
 
 def _load_stored(spec: ModelSpec, config: Any, weights: StoredWeights) -> Any:
-    """Load a model in float32 on the CPU, its large matrices in their own blocks."""
     model, missing = weights.load(plain_config(config))
     check_missing(spec.location, missing)
     model.generation_config = generation_config_of(spec) or model.generation_config
@@ -289,7 +288,6 @@ def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, 
 
 
 def _report_share(name: str, quantization: str, share: float) -> None:
-    """Log the quantized share of the weights. Raises OptionError: none could be quantized."""
     if share == 0:
         raise OptionError("quantization", quantization, f"{name} has no linear layers that it could be applied to")
     # A low share surprises by memory and speed, so it is a warning.

@@ -193,7 +193,6 @@ def _read(file: Path, source: str) -> dict[str, ModelSpec]:
 
 
 def _whole(name: str, tables: dict[str, Any], file: Path) -> Any:
-    """A table with the sizes of the one that it is "like", in the same file."""
     table = tables[name]
     if not isinstance(table, dict) or "like" not in table:
         return table
@@ -284,7 +283,6 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
 
 
 def _in_package(spec: ModelSpec) -> ModelSpec:
-    """Spec with the folder of its package, which is not imported."""
     if spec.package is None:
         return spec
     found = importlib.util.find_spec(spec.package)

@@ -76,7 +76,6 @@ def models(
 
 
 def _known(models: Path | None, dtype: str) -> list[dict[str, Any]]:
-    """Rows of all known models."""
     from outrider.models.memory import sizes_of
     from outrider.models.registry import known_models
 
@@ -150,7 +149,6 @@ def _forms(spec: ModelSpec, dtype: str, sizes: list[int]) -> list[dict[str, Any]
 
 
 def _drafts(target: ModelSpec, models: Path | None, dtype: str) -> list[dict[str, Any]]:
-    """Rows of the known drafts of a target."""
     from outrider.models.memory import sizes_of
     from outrider.models.pairs import drafts_of, is_local
     from outrider.models.registry import known_models
