@@ -65,19 +65,14 @@ def test_a_quantized_target(quantization: str) -> None:
     assert (got - want).norm() < tolerance * (want - want.mean(-1, keepdim=True)).norm()
 
 
-def test_folders_of_mlx_are_refused(tmp_path: Path) -> None:
-    """As targets, as drafts and as heads."""
-    save(tmp_path, random_llama())
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization": {"group_size": 64, "bits": 4}}))
-    for pair in ((tmp_path,), ("fable", tmp_path)):
-        with pytest.raises(UnsupportedModel, match="is quantized for MLX: take a GGUF file of the model"):
-            outrider.load(*pair)
-
-
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, random_llama())
     config = json.loads((folder / "config.json").read_text())
+    mlx = config | {"quantization": {"group_size": 64, "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(mlx))
+    for pair in ((folder,), ("fable", folder)):
+        with pytest.raises(UnsupportedModel, match="is quantized for MLX: take a GGUF file of the model"):
+            outrider.load(*pair)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(OptionError, match="quantized with gptq already"):
         outrider.load(folder, quantization="int8")

@@ -115,8 +115,8 @@ def _is_affordable(lm: LM, num_tokens: int) -> bool:
 
 
 def _compare_with_states(lm: LM) -> None:
-    """If a single token that continues from a state gets other logits than among several, feed it among several from now
-    on; if several do not continue correctly, feed them one at a time."""
+    """If a single token that continues from a state gets other logits than among several, feed it among several from
+    now on; if several do not continue correctly, feed them one at a time."""
     alone = _error(lm, _LENGTH_WITH_STATES, _VIEW)
     lm.least_columns = 2
     among = _error(lm, _LENGTH_WITH_STATES, _VIEW)
