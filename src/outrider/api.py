@@ -45,7 +45,7 @@ from outrider.options import (
 )
 from outrider.runtime.lm import LM
 from outrider.system.files import short_name
-from outrider.system.ranks import join
+from outrider.system.ranks import take_part
 from outrider.system.resources import gc_paused
 from outrider.text.chat import ends_text, turn_end
 from outrider.text.example_prompts import PROMPTS
@@ -316,7 +316,7 @@ def _checkpoint(
         how = placement.quantization or placement.device_map
         raise OptionError("placement", how, "a model in memory stays as it is: pass a name or a folder")
     if (getattr(model, "tp_size", None) or 1) > 1:
-        join()  # the ranks that share it
+        take_part(model)
     name = config.name_or_path or type(model).__name__
     execution = "eager" if placement.execution == "auto" else placement.execution  # its weights may be changed
     return Checkpoint(name, model, tokenizer_of(tokenizer), processor_of(tokenizer), execution)

@@ -37,7 +37,6 @@ from outrider.requests.session import AsyncSession, Session
 from outrider.runtime.lm import LM
 from outrider.runtime.media import read_media
 from outrider.sampling.rules import GUMBEL, RULES
-from outrider.system.ranks import current_ranks
 from outrider.text.chat_images import chat_inputs, has_images
 from outrider.text.output_parser import ThoughtSplitter
 from outrider.text.prompts import begun_of, check_ids, check_padding, is_chat, media_of, prompts_of, without_media
@@ -249,7 +248,7 @@ class Decoder(GenerationCalls):
         begun = begun if isinstance(prompt, ReadPrompt) else begun_of(prompt)
         ids, media = prompt if isinstance(prompt, ReadPrompt) else self.read(prompt)
         if not (has_seed := sampling.seed is not None):  # 53 bits: JSON numbers are float64 in other languages
-            sampling = with_checked(sampling, seed=current_ranks().shared(secrets.randbits(53)))
+            sampling = with_checked(sampling, seed=secrets.randbits(53))
         ends = self.ends_of(ids)
         if sampling.min_tokens:  # until then no end may be generated
             check_tokens(sampling, target.vocab_size, ends)

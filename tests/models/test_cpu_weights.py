@@ -13,8 +13,6 @@ import outrider
 from gguf_models import Case, random_case
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
-from outrider.models.memory import skeleton, weights_bytes
-from outrider.models.registry import ModelSpec, Placement
 from outrider.models.weights import num_bytes, weights_checksum
 from pairs import random_llama, save
 from toys import random_model
@@ -42,10 +40,13 @@ MODELS = {"Llama": random_llama, "Llama, untied": lambda: random_llama(tie_word_
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_checkpoint_in_bfloat16(name: str, tmp_path: Path) -> None:
-    """Takes half the memory, and is the same model: every other number is that of the widened one, to the bit."""
-    folder = save(tmp_path, MODELS[name]().bfloat16())
+def test_a_checkpoint_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Takes half the memory, as predicted, and is the same model: every other number is that of the widened one, to the
+    bit."""
+    folder, predicted = save(tmp_path, MODELS[name]().bfloat16()), list[int]()
+    monkeypatch.setattr("outrider.models.loading.check_fits", lambda name, needed, *_: predicted.append(needed))
     kept, plain = outrider.load(folder), outrider.load(folder, store="plain")
+    assert predicted == [num_bytes(one.target.model) for one in (kept, plain)]
     assert _stored(kept.target.model) == {torch.bfloat16} and not _stored(plain.target.model)
     assert kept.target.dtype == plain.target.dtype == torch.float32
     wide = dict(plain.target.model.named_buffers()) | plain.target.model.state_dict()
@@ -74,7 +75,7 @@ def test_numbers_that_bfloat16_does_not_have_are_not_rounded(tmp_path: Path) -> 
 def test_plain_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other arithmetic has no kernel; and small models are not worth the seconds in which it is compiled."""
     folder = save(tmp_path, random_llama().bfloat16())
-    for how in ({"dtype": "float64"}, {"dtype": "bfloat16"}, {"quantization": "fp8"}):
+    for how in ({"dtype": "float64"}, {"dtype": "bfloat16"}):
         assert not _stored(outrider.load(folder, **how).target.model)
     monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 2**24)
     assert not _stored(outrider.load(folder).target.model)
@@ -100,26 +101,6 @@ def test_int8_of_torchao(tmp_path: Path) -> None:
     with torch.inference_mode():
         want = plain(ids).logits
         torch.testing.assert_close(kept(ids).logits, want, rtol=0.0, atol=1e-4 * float(want.abs().amax()))
-
-
-def test_memory_is_predicted_as_it_is_kept(tmp_path: Path) -> None:
-    folder = save(tmp_path, random_llama().bfloat16())
-    model = outrider.load(folder).target.model
-    with torch.device("meta"):
-        bare = skeleton(model.config, torch.float32)
-    plain = weights_bytes(bare)
-    cpu_weights.narrow_weights(bare, torch.bfloat16)
-    assert weights_bytes(bare) == num_bytes(model) < plain
-
-
-@pytest.mark.parametrize(("stated", "kept"), [(one, one) for one in (torch.bfloat16, torch.float16, torch.float32)])
-def test_a_prediction_fetches_nothing(stated: torch.dtype, kept: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The configuration suffices for a model on the hub."""
-    monkeypatch.setattr(cpu_weights, "files_of", lambda spec: pytest.fail("fetches"))
-    with torch.device("meta"):
-        bare = skeleton(random_llama().config, torch.float32)
-    spec, placed = ModelSpec(name="a", hub="x/y"), Placement(quantization="none")
-    assert cpu_weights.kept_type(spec, placed, torch.device("cpu"), bare, stated) == kept
 
 
 def test_layers_with_a_product_of_their_own_are_plain() -> None:

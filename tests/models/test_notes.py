@@ -23,7 +23,6 @@ from outrider.native.engine import NativeForward
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.stand_in import StandIn
 from outrider.serve.about import sample_of
-from outrider.system.private import PrivateFolder
 from pairs import random_llama, save
 
 _IDS = torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(0))
@@ -37,30 +36,40 @@ def _logits(native: NativeForward) -> Tensor:
 
 
 def _text(decoder: Decoder) -> tuple[int, ...]:
-    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    return tuple(decoder.generate([[5, 6, 7]], **options)[0].token_ids)
+    return tuple(decoder.generate([[5, 6, 7]], temperature=0, max_new_tokens=12, ignore_eos=True)[0].token_ids)
 
 
-def _check_both(first: Decoder, second: Decoder) -> None:
-    """The second is a stand-in, and the same model in every respect."""
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "gguf"])
+def test_the_second_start_has_a_stand_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same model in every respect. Another file, or a model that is loaded otherwise, has other notes."""
+    if name == "bfloat16":  # so that matrices stay in their type
+        monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
+        monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
+    file = tmp_path / "a"
+    if name == "gguf":
+        write_case(file, next(case for key, case in GGUF_CASES.items() if key.startswith("gemma3")))
+    else:
+        save(file, random_llama(tie_word_embeddings=name == "bfloat16").to(getattr(torch, name)))
+    first, second = outrider.load(file), outrider.load(file)
     ours, theirs = second.target, first.target
     assert not isinstance(theirs.weights, StandIn) and isinstance(ours.weights, StandIn)
-    assert ours.native is not None and theirs.native is not None
     assert _text(first) == _text(second)
     assert weights_checksum(ours.weights) == weights_checksum(theirs.weights)
     assert sample_of(ours.weights) == sample_of(theirs.weights)
     assert (ours.context_len, ours.vocab_size, first.eos_ids) == (theirs.context_len, theirs.vocab_size, second.eos_ids)
-    assert type(second.tokenizer) is type(first.tokenizer)
     assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
     assert "original" not in vars(ours.weights)  # nothing so far has asked for it
     models: list[Any] = [ours.model, theirs.model]
-    assert type(models[0]) is type(models[1])
     built, whole = ({**model.config.to_dict(), "_name_or_path": ""} for model in models)
-    assert built == whole
+    assert type(models[0]) is type(models[1]) and built == whole
     assert models[0].generation_config.eos_token_id == models[1].generation_config.eos_token_id
-    ids = _IDS % 40
     with torch.inference_mode():
-        assert torch.equal(models[0](ids).logits, models[1](ids).logits)
+        assert torch.equal(*(model(_IDS % 40).logits for model in models))
+    assert not isinstance(outrider.load(file, execution="eager").target.weights, StandIn)
+    if name == "float32":
+        shutil.rmtree(file)
+        save(file, random_llama(seed=1))
+        assert not isinstance(outrider.load(file).target.weights, StandIn)
 
 
 @pytest.mark.parametrize(("family", "name"), [(family, name) for family, cases in CASES.items() for name in cases])
@@ -71,47 +80,6 @@ def test_notes_hold_what_the_engine_needs(family: str, name: str) -> None:
     stand_in = notes.stand_in(lambda: model)
     stand_in.fill({name: model.state_dict()[name] for name in notes.shapes})
     assert torch.equal(_logits(NativeForward(stand_in)), _logits(NativeForward(model)))
-
-
-@pytest.mark.parametrize(("dtype", "is_large"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)])
-def test_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, is_large: bool) -> None:
-    if is_large:  # so that matrices stay in their type
-        monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
-        monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
-    save(tmp_path / "a", random_llama(tie_word_embeddings=is_large).to(dtype))
-    _check_both(outrider.load(tmp_path / "a"), outrider.load(tmp_path / "a"))
-
-
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_gguf_files(tmp_path: Path, name: str) -> None:
-    case = next(case for key, case in GGUF_CASES.items() if key.startswith(name))
-    file = write_case(tmp_path / "a.gguf", case)
-    _check_both(outrider.load(file), outrider.load(file))
-
-
-def test_without_usable_notes_all_is_read_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    from outrider.kernels.library import library
-
-    assert library() is not None  # which is compiled already
-    save(tmp_path / "a", random_llama())
-    first = outrider.load(tmp_path / "a")
-    (file,) = (tmp_path / "cache" / "outrider" / "notes").iterdir()
-    PrivateFolder(file.parent, 2**24).keep(file.name, pickle.dumps(None))
-    second = outrider.load(tmp_path / "a")
-    assert not isinstance(second.target.weights, StandIn) and _text(first) == _text(second)
-
-
-def test_another_file_has_other_notes(tmp_path: Path) -> None:
-    """And so has a model that is loaded otherwise."""
-    save(tmp_path / "a", random_llama())
-    first = outrider.load(tmp_path / "a")
-    assert not isinstance(outrider.load(tmp_path / "a", execution="eager").target.weights, StandIn)
-    assert not isinstance(outrider.load(tmp_path / "a", dtype="bfloat16").target.weights, StandIn)
-    shutil.rmtree(tmp_path / "a")
-    save(tmp_path / "a", random_llama(seed=1))
-    second = outrider.load(tmp_path / "a")
-    assert not isinstance(second.target.weights, StandIn) and _text(first) != _text(second)
 
 
 def test_the_second_start_imports_no_modelling_code() -> None:

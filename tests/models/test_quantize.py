@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from compressed_tensors.compressors.pack_quantized import pack_to_int32
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerRow, PerTensor
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import outrider
 from outrider.errors import DeviceError, MissingExtra, OptionError, UnsupportedModel
@@ -39,8 +41,12 @@ def test_a_quantized_target(quantization: str) -> None:
     model = plain.target.model
     assert plain.target.name == f"fable:{quantization}" and plain.target.dtype == torch.float32
     assert quantized_share(model) > 0.8
-    predicted = weights_bytes(_skeleton(torch.float32), quantization)
-    assert predicted == _about(num_bytes(model), quantization)
+    config = transformers.AutoConfig.from_pretrained(zoo("fable"))
+    with torch.device("meta"):
+        skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # bitsandbytes stores the scales of nf4 in 2 or 4 bytes, by the kernels that this processor has.
+    about = pytest.approx(num_bytes(model), rel=0.04 if quantization == "nf4" else 1e-9)
+    assert weights_bytes(skeleton, quantization) == about
     pair = outrider.load("fable", "fable-draft", quantization=quantization)
     assert pair.target.name == plain.target.name
     text, alone = (tokens(decoder, temperature=0) for decoder in (pair, plain))
@@ -59,75 +65,65 @@ def test_a_quantized_target(quantization: str) -> None:
     assert (got - want).norm() < tolerance * (want - want.mean(-1, keepdim=True)).norm()
 
 
-@pytest.mark.parametrize("quantization", ["int8", "nf4"])
-def test_bytes_in_bfloat16_are_predicted(quantization: str) -> None:
-    model = outrider.load(f"fable:{quantization}", dtype="bfloat16").target.model
-    predicted = weights_bytes(_skeleton(torch.bfloat16), quantization)
-    assert predicted == _about(num_bytes(model), quantization)
-
-
-def _skeleton(dtype: torch.dtype) -> Any:
-    config = transformers.AutoConfig.from_pretrained(zoo("fable"))
-    with torch.device("meta"):
-        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
-
-
-def _about(number: int, quantization: str) -> Any:
-    """bitsandbytes stores the scales of nf4 in 2 or 4 bytes, by the kernels that this processor has."""
-    return pytest.approx(number, rel=0.04 if quantization == "nf4" else 1e-9)
-
-
-def test_widths_that_the_group_does_not_divide_are_passed_over(tmp_path: Path) -> None:
-    """A scale is for 32 inputs: of 96 and 48, the layers of 96 inputs are quantized. The prediction knows."""
-    config = random_llama(hidden_size=96, tie_word_embeddings=False, initializer_range=0.02).config
-    folder = save(tmp_path, LlamaForCausalLM(config))
-    model = outrider.load(folder, quantization="int4").target.model
-    down = [layer.mlp.down_proj.weight for layer in model.model.layers]
-    assert {type(weight) for weight in down} == {torch.nn.Parameter}
-    assert 0.4 < quantized_share(model) < 0.8
-    with torch.device("meta"):
-        skeleton = LlamaForCausalLM(config)
-    assert weights_bytes(skeleton, "int4") == num_bytes(model)
-
-
-def test_folders_of_mlx_are_refused(tmp_path: Path) -> None:
-    """As targets, as drafts and as heads."""
-    save(tmp_path, random_llama())
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization": {"group_size": 64, "bits": 4}}))
-    for pair in ((tmp_path,), ("fable", tmp_path)):
-        with pytest.raises(UnsupportedModel, match="is quantized for MLX: take a GGUF file of the model"):
-            outrider.load(*pair)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_type": "qwen3_5_mtp"}))
-    with pytest.raises(UnsupportedModel, match="MLX"):
-        outrider.load("fable", tmp_path)
-
-
-def test_a_model_without_linear_layers_is_refused(tmp_path: Path) -> None:
-    """GPT-2 has matrices of another class, which torchao passes over."""
-    config = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64)
-    folder = save(tmp_path, GPT2LMHeadModel(config))
-    with pytest.raises(OptionError, match="has no linear layers that it could be applied to"):
-        outrider.load(folder, quantization="int8")
-    with pytest.raises(OptionError, match="a model in memory stays as it is"):
-        outrider.load(random_llama(), quantization="int8")
-
-
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, random_llama())
     config = json.loads((folder / "config.json").read_text())
+    mlx = config | {"quantization": {"group_size": 64, "bits": 4}}
+    (folder / "config.json").write_text(json.dumps(mlx))
+    for pair in ((folder,), ("fable", folder)):
+        with pytest.raises(UnsupportedModel, match="is quantized for MLX: take a GGUF file of the model"):
+            outrider.load(*pair)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(OptionError, match="quantized with gptq already"):
         outrider.load(folder, quantization="int8")
     monkeypatch.setattr("outrider.models.quantize.find_spec", lambda _: None)
-    with pytest.raises(
-        MissingExtra, match=r"quantized with gptq, needs gptqmodel and optimum: pip install '\.\[gptq\]'"
-    ):
-        outrider.load(folder)
+    for method, packages in (("gptq", "gptqmodel and optimum"), ("awq", "gptqmodel"), ("compressed-tensors", "comp")):
+        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
+        with pytest.raises(MissingExtra, match=f"a GGUF file needs no package, needs {packages}"):
+            outrider.load(folder)
     with pytest.raises(MissingExtra, match=r"quantization nf4 needs bitsandbytes: pip install '\.\[quantize\]'"):
         outrider.load("fable:nf4")
-    with pytest.raises(OptionError, match="for float32 on the CPU: choose nf4 or int8 elsewhere"):
-        outrider.load("fable:int4", dtype="bfloat16")
+    monkeypatch.undo()
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+    refusals: tuple[tuple[Any, dict[str, Any], str], ...] = (
+        ("fable:int4", {"dtype": "bfloat16"}, "for float32 on the CPU: choose nf4 or int8 elsewhere"),
+        ("fable", {"quantization": "fp8"}, "choose one of none, int8, int4, 8bit, nf4, a32"),
+        ("fable", {"quantization": "a8"}, "for GGUF files, and fable:a8 is none"),
+        # GPT-2 has matrices of another class, which torchao passes over.
+        (save(tmp_path / "gpt2", gpt2), {"quantization": "int8"}, "has no linear layers that it could be applied to"),
+        (random_llama(), {"quantization": "int8"}, "a model in memory stays as it is"),
+    )
+    for name, options, message in refusals:
+        with pytest.raises(OptionError, match=message):
+            outrider.load(name, **options)
+
+
+def test_compressed_tensors_are_read_by_transformers(tmp_path: Path) -> None:
+    """Eagerly, with the package of the format: every number, and a greedy text with a draft."""
+    model = random_llama(num_layers=1, hidden_size=128, intermediate_size=256, tie_word_embeddings=False).float()
+    save(tmp_path, model)
+    weights = load_file(tmp_path / "model.safetensors")
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name != "lm_head":
+            number, width = layer.weight.shape
+            wholes, scales = torch.randint(-8, 8, (number, width)), torch.rand(number, width // 128) / 150 + 0.0005
+            layer.weight = nn.Parameter(wholes * scales.repeat_interleave(128, 1), requires_grad=False)
+            del weights[f"{name}.weight"]
+            weights[f"{name}.weight_packed"] = pack_to_int32(wholes.to(torch.int8), 4)
+            weights |= {f"{name}.weight_scale": scales, f"{name}.weight_shape": torch.tensor([number, width])}
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    path = tmp_path / "config.json"
+    how = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 128}
+    stated = {"quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed"}
+    stated |= {"ignore": ["lm_head"], "config_groups": {"group_0": {"targets": ["Linear"], "weights": how}}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": stated}))
+    pair = outrider.load(tmp_path, tmp_path)
+    assert pair.target.execution.name == "eager"
+    for name, weight in model.named_parameters():
+        assert torch.equal(pair.target.model.get_parameter(name), weight), name
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
+    (alone,) = outrider.load(model, tokenizer=pair.tokenizer).generate([[5, 6, 7]], **options)
+    assert pair.generate([[5, 6, 7]], num_draft_tokens=3, **options)[0].token_ids == alone.token_ids
 
 
 # The mistakes that the probe is there for: rows, and places of a text, that depend on each other.
@@ -196,29 +192,26 @@ def test_each_number_is_near() -> None:
     inside = (wholes > 0) & (wholes < 15)
     assert bool((error <= steps)[inside].all())  # the scale is fitted after the integers are chosen
     groups = weight.unflatten(-1, (-1, 32))
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    plain = (high - low) / 15
+    low = groups.amin(-1, keepdim=True)
+    plain = (groups.amax(-1, keepdim=True) - low) / 15
     zero = (-low / plain).round()
     by_range = ((((groups / plain).round() + zero).clamp(0, 15) - zero) * plain).flatten(-2)
     importance = (groups.abs() + groups.square().mean(-1, keepdim=True).sqrt()).flatten(-2)
     assert (importance * error.square()).mean() < 0.9 * (importance * (weight - by_range).square()).mean()
-
-
-@pytest.mark.parametrize("number", [0.0, -3.0, 1e-7, 3e-9])
-def test_groups_of_one_number(number: float) -> None:
-    """Exact where float16 has the scale; nothing is divided by zero."""
-    weight = torch.full((2, 64), number)
-    weight[:, 1::2] = 0.0
-    wholes, scales, zeros = rounded_to_groups(weight)
-    assert bool(scales.isfinite().all())
-    torch.testing.assert_close(widened_groups(wholes, scales, zeros), weight, rtol=2e-3, atol=2.0**-20)
+    for number in (0.0, -3.0, 1e-7, 3e-9):  # exact where float16 has the scale; nothing is divided by zero
+        weight = torch.full((2, 64), number)
+        weight[:, 1::2] = 0.0
+        wholes, scales, zeros = rounded_to_groups(weight)
+        assert bool(scales.isfinite().all())
+        torch.testing.assert_close(widened_groups(wholes, scales, zeros), weight, rtol=2e-3, atol=2.0**-20)
 
 
 def test_a_loaded_model_has_these_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kept in groups beside embeddings in bfloat16; with ``store="plain"``, the same numbers widened."""
+    """Kept in groups beside embeddings in bfloat16; with ``store="plain"``, the same numbers widened. A scale is for 32
+    inputs: layers of other widths are passed over, as is predicted."""
     monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
     monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
-    model = random_llama(hidden_size=64, intermediate_size=128).to(torch.bfloat16)
+    model = random_llama(hidden_size=64, intermediate_size=144).to(torch.bfloat16)
     save(tmp_path, model)
     predicted: list[int] = []
     monkeypatch.setattr("outrider.models.loading.check_fits", lambda name, needed, *_: predicted.append(needed))
@@ -229,9 +222,9 @@ def test_a_loaded_model_has_these_weights(tmp_path: Path, monkeypatch: pytest.Mo
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name != "lm_head":
             one, other = (of.target.model.get_submodule(name).weight for of in (kept, plain))
+            if "down_proj" in name:  # of 144 inputs
+                assert isinstance(one, NarrowWeight) and one.blocks is None
+                continue
             groups = NarrowWeight.of_blocks(in_groups(*rounded_to_groups(layer.weight)), GROUP_FORMS[32, True])
             assert one.blocks == replace(GROUP_FORMS[32, True], num_digits=2) and torch.equal(one.stored, groups.stored)
             assert type(other) is nn.Parameter and torch.equal(one.wide(), other)
-    options = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    texts = [one.generate([[5, 6, 7]], **options)[0].token_ids for one in (kept, plain)]
-    assert texts[0] == texts[1]

@@ -85,14 +85,10 @@ def _config(name: str) -> Any:
             vision = tf.PixtralVisionConfig(**_VISION, head_dim=8)
             text = tf.MistralConfig(**_TEXT)
             return tf.Mistral3Config(text_config=text, vision_config=vision, spatial_merge_size=2, **image)
-        case "internvl":
-            vision = tf.InternVLVisionConfig(**_VISION | {"image_size": [SIDE, SIDE], "patch_size": [4, 4]})
-            text = tf.Qwen2Config(**_TEXT)
-            return tf.InternVLConfig(text_config=text, vision_config=vision, image_token_id=IMAGE, image_seq_length=4)
     raise ValueError(name)
 
 
-KINDS = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3", "internvl")
+KINDS = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3")
 
 
 def multimodal(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:

@@ -1,9 +1,7 @@
-"""Run by torchrun, in each process (see models/test_parallel.py): a target shared by all processes, against the same
-one whole. Each process writes what it found to a JSON file of its own.
+"""Run by torchrun (see models/test_parallel.py): a target shared by two processes, against the same one whole.
 
-    torchrun --nproc-per-node 2 tests/support/shares.py FOLDER
-
-The folder holds two models, ``target`` and ``draft``, and a file of names, in which ``shared`` is the target.
+The first process runs this, and the second follows it. What the first finds it writes to a JSON file for each process,
+with what it has asked of that one. The folder holds two models, and a file of names, in which ``shared`` is the target.
 """
 
 import copy
@@ -27,23 +25,22 @@ from outrider.errors import OptionError, OutriderError
 from outrider.models.weights import num_bytes, weights_checksum
 from outrider.options import Sampling
 from outrider.runtime.cuda_graphs import CapturedExecution
+from outrider.runtime.lm import LM
 from outrider.sampling.rules import RULES
-from outrider.system.ranks import Ranks, join
+from outrider.system.ranks import Ranks, current_ranks, take_part
 
 torch.set_num_threads(1)
 PROMPTS = ["w1 w2 w3 w1 w2", "w5", "w9 w8 w7 w6"]
 
 
 def main(folder: Path) -> None:
-    ranks = join()
+    ranks = take_part()
     names = folder / "names.toml"
     shared = load("shared", str(folder / "draft"), dtype="float64", models_file=names)
     model = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float64)
     whole = replace(load(model, tokenizer=shared.tokenizer), drafter=shared.drafter)
+    own = ranks.lead(_share, (shared.target, shared.target.model))
     found = {
-        "num_shares": shared.target.num_shares,
-        "heads": shared.target.layer_shapes[0].num_heads,
-        "bytes": [num_bytes(one.target.model) for one in (shared, whole)],
         "checksums": [weights_checksum(one.target.model) for one in (shared, whole)],
         "tokens": _tokens(shared, whole),
         "captured": _captured(shared, whole),
@@ -55,8 +52,13 @@ def main(folder: Path) -> None:
         "refused": _refused(folder, names),
         "parted": _parted(shared, ranks),
     }
-    (folder / f"found-{ranks.rank}.json").write_text(json.dumps(found))
-    ranks.leave()
+    for rank, (num_shares, heads, size) in enumerate(own):
+        about = {"num_shares": num_shares, "heads": heads, "bytes": [size, num_bytes(model)]}
+        (folder / f"found-{rank}.json").write_text(json.dumps(found | about))
+
+
+def _share(lm: LM, model: Any) -> tuple[int, int, int]:
+    return lm.num_shares, lm.layer_shapes[0].num_heads, num_bytes(model)
 
 
 def _tokens(shared: Decoder, whole: Decoder) -> dict[str, bool]:
@@ -89,7 +91,7 @@ def _certificate(decoder: Decoder) -> dict[str, Any]:
     certifying.NUM_PILOT_TOKENS, certifying._NUM_CONTEXTS = 128, 2
     job = certifying.CertifyTask(decoder, Sampling(max_new_tokens=16), [(1, 2), (3,)], 1e-6, batch_size=16, seed=7)
     pilot = certifying.run_pilot(job)
-    certificate = certifying.certify(job, pilot, 400, controls=CONTROLS[:1])
+    certificate = certifying.certify(job, pilot, certifying.run_checks(job, pilot), 400, controls=CONTROLS[:1])
     return {
         "is_ok": certificate.verdict == "passed",
         "is_caught": [control.is_caught for control in certificate.controls],
@@ -106,16 +108,22 @@ def _learned(decoder: Decoder) -> dict[str, Any]:
         drafted.append([(chunk.row, chunk.token_ids, chunk.stats.num_draft_tokens) for chunk in chunks])
     assert decoder.pair_state is not None
     loads = decoder.pair_state.estimates(RULES["block"])._loads
-    return {"drafted": drafted, "seconds": {size: load.seconds(size, 0) for size, load in loads.items()}}
+    seconds = {2**size: load.seconds(2**size, 0) for (size, _), load in loads.items()}
+    return {"drafted": drafted, "seconds": seconds}
 
 
 def _first(ranks: Ranks) -> list[Any]:
     """The first process's value, its error, and all values."""
+    values = ranks.lead(_rank, ())
+    return [values[0], _error(lambda: ranks.lead(_fail, ())), values]
 
-    def fail() -> None:
-        raise OptionError("a", "b", f"process {ranks.rank} cannot")
 
-    return [ranks.shared(ranks.rank), _error(lambda: ranks.of_first(fail)), ranks.of_all(ranks.rank)]
+def _rank() -> int:
+    return current_ranks().rank
+
+
+def _fail() -> None:
+    raise OptionError("a", "b", f"process {_rank()} cannot")
 
 
 def _quantized(folder: Path, names: Path) -> dict[str, Any]:
@@ -135,8 +143,15 @@ def _refused(folder: Path, names: Path) -> dict[str, str]:
 
 
 def _parted(decoder: Decoder, ranks: Ranks) -> str:
-    """The processes are asked for different texts."""
-    return _error(lambda: decoder.generate(PROMPTS[0], seed=ranks.rank, max_new_tokens=8))
+    """The processes have different files."""
+    ranks.lead(_spoil, (decoder.target.model,))
+    return _error(lambda: replace(decoder).generate(PROMPTS[0], seed=1, max_new_tokens=8))
+
+
+@torch.no_grad()
+def _spoil(model: Any) -> None:
+    if _rank():
+        model.get_decoder().norm.weight.neg_()
 
 
 def _error(call: Callable[[], Any]) -> str:

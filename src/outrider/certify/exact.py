@@ -148,7 +148,7 @@ def forcing_gap(target: LM, text: Sequence[int]) -> float:
     ids = torch.tensor([list(text)], device=target.device)
     gaps, begin = [], 0
     with rounding_off(target):
-        plain = target.model(input_ids=ids, use_cache=False).logits[0, :-1, : target.vocab_size]
+        plain = target.uncached(ids)[0, :-1, : target.vocab_size]
         for chunk in force(target, [Text(text)]):
             forced = wide(chunk.logits).softmax(-1)
             gaps.append(float((wide(plain[begin : begin + len(forced)]).softmax(-1) - forced).abs().sum(-1).max() / 2))

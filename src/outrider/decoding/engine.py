@@ -30,7 +30,6 @@ from outrider.errors import DeviceError
 from outrider.records import Request, Round, RowRound, Timing
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
-from outrider.system.ranks import Agreement
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE = 4  # rounds that a single row may keep the batch wider than necessary, before it is moved down
@@ -114,7 +113,6 @@ class Engine:
         self._last_k = -1
         self._has_warned = False
         self._num_high = 0  # consecutive rounds in which a single row kept the batch wider than necessary
-        self._agreement = Agreement()
         self._inference_mode = torch.inference_mode()  # made once: as a decorator it would be made for every round
 
     def submit(self, request: Request, client: str = "", priority: int = 0) -> int:
@@ -171,7 +169,6 @@ class Engine:
             return Round(tuple(lost), Timing()) if lost or self._scheduler.filling else None
         done = self._in_flight.popleft()
         clock.wait(done.marks[-1])
-        self._agreement.check(done.report)
         # All rounds before it were read: the lengths are those with which it began.
         most_drafted = [row.most_drafted(done.k) for row in done.rows if row is not None and not row.is_done]
         row_rounds = read(done, self._target.name)
@@ -270,7 +267,6 @@ class Engine:
             cache = self._runner.cache
             cache.shift(slot, 0 if row.request.media is None else row.request.media.offset)
             row.num_cached, row.num_filled = cache.num_spared(slot, num_shared), num_shared
-            self._agreement.note((row.index, slot, row.token_ids, row.request.sampling))
             self._batch.admit(row)
 
     def _assign(self, slot: int, source: int, num_tokens: int) -> None:

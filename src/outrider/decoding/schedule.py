@@ -29,7 +29,6 @@ from outrider.decoding.batch import Row
 from outrider.drafters.base import Drafter
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
-from outrider.system.ranks import current_ranks
 
 # Acceptance
 _PRIOR, _PRIOR_WEIGHT = 0.7, 2.0  # of a_1, in drafted tokens
@@ -285,7 +284,7 @@ class Estimates:
             return self._choose(rows, num_rows)
 
     def _catch_up(self) -> None:
-        """Learn from the queued rounds. The ranks of a job use the times of the first rank."""
+        """Learn from the queued rounds."""
         outcomes = [self._outcomes.popleft() for _ in range(len(self._outcomes))]
         times: dict[tuple[int, int, int], list[float]] = {}
         for one in outcomes:
@@ -298,7 +297,7 @@ class Estimates:
             if one.seconds is not None:
                 _, length = _load_of(one.num_rows, one.longest)
                 times.setdefault((one.num_rows, length, one.num_columns), []).append(one.seconds)
-        for (num_rows, length, k), seconds in current_ranks().shared(times).items():
+        for (num_rows, length, k), seconds in times.items():
             self._at(_load_of(num_rows, 0)[0], length).learn_times(num_rows, k, seconds)
 
     def _at(self, size: int, length: int) -> _Load:
@@ -386,8 +385,7 @@ class AdaptiveSchedule:
 @dataclass(frozen=True, slots=True)
 class PairState:
     """Estimates of one pair, kept from one generation to the next, for each rule. Sampling options are not part of it:
-    the last rounds correct the estimates soon. The ranks of a job learn the same, since they commit the same tokens and
-    share the times of the first rank."""
+    the last rounds correct the estimates soon."""
 
     target: LM
     drafter: Drafter
@@ -396,7 +394,7 @@ class PairState:
     def estimates(self, rule: Rule) -> Estimates:
         if rule.name not in self._by_rule:
             sizes = [sum(one.numel() for one in lm.weights.parameters()) for lm in (self.target, *self.drafter.models)]
-            share = current_ranks().shared(sum(sizes[1:]) / max(1, sizes[0]))
+            share = sum(sizes[1:]) / max(1, sizes[0])
             # Drafters that favour some K draft all tokens in one forward.
             new = Estimates(favoured_ks(self.target, self.drafter), share, bool(self.drafter.favoured_k))
             self._by_rule.setdefault(rule.name, new)

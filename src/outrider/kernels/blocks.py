@@ -45,7 +45,6 @@ BLOCK_FORMS = {
     )
 }
 
-_SYMMETRIC_ZERO = 8  # the integer that means 0 where none is stored
 # By the numbers of a group, and whether it has a zero. Groups of 32 without one are the blocks of Q4_0.
 GROUP_FORMS = {
     (32, False): BLOCK_FORMS[2],
@@ -55,7 +54,6 @@ GROUP_FORMS = {
     (128, False): BlockForm("group of 128", 195, 128, 66),
     (128, True): BlockForm("group of 128 with a zero", 196, 128, 67),
 }
-GROUP_SIZES = (128, 64, 32)
 
 
 def in_groups(wholes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
@@ -68,8 +66,3 @@ def in_groups(wholes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     parts = [] if zeros is None else [zeros.unsqueeze(-1)]
     parts += [scales.contiguous().view(torch.uint8).view(number, num_groups, 2), (low | high << 4).flatten(2)]
     return torch.cat(parts, -1).view(number, -1)
-
-
-def is_symmetric(zeros: Tensor) -> bool:
-    """Whether all zeros are those of groups that store none."""
-    return bool((zeros == _SYMMETRIC_ZERO).all())

@@ -20,7 +20,6 @@ from outrider.options import NumDraftTokens
 from outrider.records import Chunk, Interval, Stats, Timing
 from outrider.runtime.execution import Clock
 from outrider.system.provenance import sha256_of
-from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import Prompt
 
 _NUM_WARM_UP_TOKENS = 8
@@ -130,9 +129,7 @@ def race_arms(arms: Sequence[Arm], case: Case, options: dict[str, Any]) -> Gener
     last = 0
     try:
         while seconds:
-            which = next(iter(seconds))
-            if len(seconds) > 1:
-                which = current_ranks().shared(min(seconds, key=seconds.__getitem__))
+            which = min(seconds, key=seconds.__getitem__)  # furthest behind
             if which != last:
                 device_clock.wait(device_clock.mark())  # for work that the other arm has queued
             last, chunk = which, next(streams[which], None)

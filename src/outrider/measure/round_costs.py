@@ -24,7 +24,6 @@ from outrider.options import Sampling
 from outrider.records import Draft, Interval, Request, Stats, Timing, add_counts
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import Rule
-from outrider.system.ranks import current_ranks
 
 _NUM_PASSES, _NUM_PLAN_PASSES = 5, 8  # over all K; over all drafts and K
 NUM_STEPS = _NUM_PLAN_PASSES + 1  # of the progress bar
@@ -119,7 +118,7 @@ def time_rounds(
             timings += rounds(arm)
         on_pass()
         in_turn.reverse()
-    return current_ranks().shared(taken)
+    return taken
 
 
 def _padded_draft(rows: Rows, k: int, draft: Draft) -> Draft:

@@ -208,7 +208,6 @@ class StoredWeights:
 
 
 def _set_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Set weights, wherever they are shared."""
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, weight in weights.items():
         shared = model.get_parameter(name)

@@ -36,6 +36,8 @@ def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) 
     Raises:
         UnsupportedModel: rows of its LM head cannot be taken, or it knows none of these tokens.
     """
+    if lm.is_shared:
+        raise UnsupportedModel(f"{lm.name} is shared by {lm.num_shares} processes: leave out vocab=")
     rows = _rows_in_model(lm, token_ids) if lm.token_ids is None else _rows_among(lm.token_ids, token_ids)
     is_known = rows >= 0
     token_ids, rows = token_ids[is_known].to(lm.device), rows[is_known]
@@ -70,7 +72,7 @@ def _rows_in_model(lm: LM, token_ids: Tensor) -> Tensor:
 
 
 def _token_weights(lm: LM) -> list[str]:
-    """Names of the parameters with a row for each token: first the matrix of the LM head."""
+    """First the matrix of the LM head."""
     weights = lm.weights
     if isinstance(weights, StandIn):
         head = weights.plan.head

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +25,6 @@ from outrider.models.cpu_weights import (
     widen_weights,
 )
 from outrider.models.executions import choose_execution
-from outrider.models.groups import group_weights, layout_of
 from outrider.models.kinds import auto_class, building, check_kind, check_missing, check_unpickled
 from outrider.models.memory import check_fits, skeleton, stored_bytes, weights_bytes
 from outrider.models.notes import has_notes, notes_name, read_notes, reopen, write_notes
@@ -34,7 +33,6 @@ from outrider.models.quantize import (
     check_quantization,
     method_of,
     num_digits_of,
-    own_quantization,
     picks_outliers,
     plain_config,
     quantization_config,
@@ -56,6 +54,7 @@ from outrider.runtime.lm import LM
 from outrider.runtime.media import takes_images
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.weight_tensors import move_weights
+from outrider.system.ranks import current_ranks
 from outrider.text.tokenizer import has_token, vocab_size
 
 _LOG = logging.getLogger(__name__)
@@ -91,11 +90,7 @@ class Checkpoint:
 
 
 def load_checkpoint(
-    spec: ModelSpec,
-    placement: Placement = _ANYWHERE,
-    *,
-    is_target: bool = False,
-    may_stand_in: bool = False,
+    spec: ModelSpec, placement: Placement = _ANYWHERE, *, is_target: bool = False, may_stand_in: bool = False
 ) -> Checkpoint:
     """Load a model and its tokenizer. Raises ModelNotFound, ModelCorrupt, UnsupportedModel, DeviceError, OptionError,
     MissingExtra, FileError.
@@ -116,9 +111,9 @@ def load_checkpoint(
             return Checkpoint(name, stand_in, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
     config = read_config(spec)
     with reading(spec, f"model on {job.device}", config):
-        loader = _loader(job, config)
-        check_fits(name, loader.num_bytes, job.device, job.device_map, job.limits)
-        model = loader.load()
+        num_bytes, load = _loader(job, config)
+        check_fits(name, num_bytes, job.device, job.device_map, job.limits)
+        model = load()
     tokenizer = load_tokenizer(spec)
     if file is not None:
         from outrider.models.gguf.vocabulary import end_ids
@@ -132,14 +127,8 @@ def load_checkpoint(
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """A checkpoint, and the devices and processes that it is loaded on.
-
-    Attributes:
-        num_shares: number of processes that share it.
-        device_map, limits: ``device_map`` and ``max_memory`` of ``from_pretrained``.
-        dtype: compute type; None for the checkpoint's own.
-        quantization: of the weights, while loading.
-    """
+    """A checkpoint, and where it is loaded: ``device_map`` and ``limits`` are those of ``from_pretrained``, a ``dtype``
+    of None is the checkpoint's own, ``quantization`` is done while loading."""
 
     spec: ModelSpec
     placed: Placement
@@ -157,9 +146,8 @@ class _Job:
         size = num_shares(name, placed, is_target=is_target)
         device, device_map = pick_device(placed.device), device_map_of(placed)
         if isinstance(device_map, str) and placed.device == "cpu" and torch.cuda.is_available():
-            raise OptionError(
-                "device_map", device_map, "it spreads the model over CUDA devices: leave out --device cpu"
-            )
+            remedy = "it spreads the model over CUDA devices: leave out --device cpu"
+            raise OptionError("device_map", device_map, remedy)
         limits = max_memory_of(placed.max_memory)
         dtype = DTYPES.get(placed.dtype, torch.float32 if device.type == "cpu" else None)
         quantization = "none" if placed.quantization in ARITHMETICS else str(placed.quantization)
@@ -167,7 +155,6 @@ class _Job:
 
     @property
     def is_alone(self) -> bool:
-        """Whether the model is on one device of one process."""
         return self.num_shares == 1 and self.device_map is None
 
     @property
@@ -181,15 +168,8 @@ class _Job:
         return not is_eager and has_kernel(replace(self.placed, store=None))
 
 
-class _Loader(NamedTuple):
-    """One way to load a model, and the bytes of its weights."""
-
-    num_bytes: int
-    load: Callable[[], Any]
-
-
-def _loader(job: _Job, config: Any) -> _Loader:
-    """The way to load a model, or the reason why there is none."""
+def _loader(job: _Job, config: Any) -> tuple[int, Callable[[], Any]]:
+    """Bytes of a model's weights, and the way to load them; or the reason why there is none."""
     spec, placed, name = job.spec, job.placed, job.name
     method = "gguf" if spec.gguf else method_of(config)
     if not placed.allow_pickle:
@@ -200,76 +180,58 @@ def _loader(job: _Job, config: Any) -> _Loader:
         check_shares(name, job.num_shares, placed, job.device, config, method)
     if job.quantization == "int4" and not job.is_float32_on_cpu:
         raise OptionError("quantization", "int4", "for float32 on the CPU: choose nf4 or int8 elsewhere")
-    stored = own_quantization(config) or {}
-    is_plain = method in (None, "gguf")
-    in_groups = job.is_float32_on_cpu and spec.gguf is None and layout_of(stored) is not None
     bare: Any = None
     kept, weights = None, None
-    if is_plain or in_groups:
-        dtype = job.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
-        with torch.device("meta"):
-            bare = skeleton(plain_config(config), dtype)
+    if method in (None, "gguf"):
+        bare = _skeleton(job, config)
         if job.is_alone and job.quantization in ("none", "int8", "int4"):
             kept = kept_type(spec, placed, job.device, bare, config.dtype or torch.float32)
-        if job.is_float32_on_cpu and job.quantization == "none":
-            weights = _stored_weights(spec, placed, config, bare, keeps=kept is not None)
-    if placed.quantization in ARITHMETICS and (weights is None or kept is None or not weights.has_blocks):
-        raise OptionError(
-            "quantization", placed.quantization, f"{name} is not multiplied in its blocks here: leave it out"
-        )
-    if weights is not None:
+        if kept is not None and spec.gguf is not None and job.quantization == "none":
+            from outrider.models.gguf.checkpoint import gguf_weights
+
+            weights = gguf_weights(spec, bare, large_weights(bare), num_digits_of(placed.quantization))
+    if placed.quantization in ARITHMETICS and (weights is None or not weights.has_blocks):
+        remedy = f"{name} is not multiplied in its blocks here: leave it out"
+        raise OptionError("quantization", placed.quantization, remedy)
+    if weights is not None and weights.kept:
         num_bytes = weights_bytes(bare) - weights.num_bytes_saved(bare)
-        return _Loader(num_bytes, partial(_load_stored, spec, config, weights, keeps=kept is not None))
+        return num_bytes, partial(_load_stored, spec, config, weights)
     require_quantizer(name, job.quantization, method)
-    if bare is None or not is_plain:
-        return _Loader(stored_bytes(spec), partial(_load_by_transformers, job, config))
+    if bare is None:
+        return stored_bytes(spec), partial(_load_by_transformers, job, config)
     if kept is not None:
         narrow_weights(bare, kept)
     is_widened = job.quantization == "int4" and not has_kernel(placed)
     num_bytes = weights_bytes(bare, "none" if is_widened else job.quantization, job.num_shares)
-    return _Loader(num_bytes, partial(_load_by_transformers, job, config, bare, keeps=kept is not None))
+    if job.num_shares > 1:
+        return num_bytes, partial(current_ranks().share, _load_share, job, config)
+    return num_bytes, partial(_load_by_transformers, job, config, bare, keeps=kept is not None)
 
 
-def _stored_weights(
-    spec: ModelSpec, placed: Placement, config: Any, bare: nn.Module, *, keeps: bool
-) -> StoredWeights | None:
-    """The weights of a checkpoint in blocks or groups; None if Transformers is to read it.
-
-    Args:
-        keeps: whether matrices may stay in blocks; else groups are widened.
-    """
-    num_digits = num_digits_of(spec, placed.quantization)
-    if spec.gguf is None:
-        return group_weights(spec, own_quantization(config) or {}, bare, keeps=keeps, num_digits=num_digits)
-    from outrider.models.gguf.checkpoint import gguf_weights
-
-    found = gguf_weights(spec, bare, large_weights(bare), num_digits) if keeps else None
-    return found if found and found.kept else None
+def _skeleton(job: _Job, config: Any) -> Any:
+    dtype = job.dtype or config.get_text_config(decoder=True).dtype or torch.bfloat16  # as most are stored
+    with torch.device("meta"):
+        return skeleton(plain_config(config), dtype)
 
 
-def _load_stored(spec: ModelSpec, config: Any, weights: StoredWeights, *, keeps: bool) -> Any:
-    """Load a model in float32 on the CPU, its large matrices in their own blocks or groups.
+def _load_share(job: _Job, config: Any) -> Any:
+    with reading(job.spec, f"model on {job.device}", config):
+        return _load_by_transformers(job, config, _skeleton(job, config))
 
-    Args:
-        keeps: whether large matrices stay as they are stored.
-    """
+
+def _load_stored(spec: ModelSpec, config: Any, weights: StoredWeights) -> Any:
     model, missing = weights.load(plain_config(config))
     check_missing(spec.location, missing)
     model.generation_config = generation_config_of(spec) or model.generation_config
-    if keeps:
-        narrow_weights(model, torch.float32)
+    narrow_weights(model, torch.float32)
     narrow = [one for one in model.parameters() if isinstance(one, NarrowWeight)]
     move_weights(model, [one for one in narrow if one.blocks is not None])  # blocks are there
     return model
 
 
 def _load_by_transformers(job: _Job, config: Any, bare: Any | None = None, *, keeps: bool = False) -> Any:
-    """Let Transformers load a model; then keep large matrices in their type and round int4.
-
-    Args:
-        bare: the skeleton; None for checkpoints that are quantized.
-        keeps: whether large matrices stay in the checkpoint's type, or float32.
-    """
+    """Let Transformers load a model; then round int4, and keep large matrices in the checkpoint's type (or float32) if
+    the loader ``keeps`` them. ``bare`` is the skeleton, None for checkpoints that are quantized."""
     spec = job.spec
     kept = kept_type(spec, job.placed, job.device, bare) if keeps else None  # may download its files
     how: dict[str, Any] = {"dtype": kept or job.dtype or "auto"}
@@ -326,7 +288,6 @@ def _from_pretrained(name: str, spec: ModelSpec, config: Any, how: Mapping[str, 
 
 
 def _report_share(name: str, quantization: str, share: float) -> None:
-    """Log the quantized share of the weights. Raises OptionError: none could be quantized."""
     if share == 0:
         raise OptionError("quantization", quantization, f"{name} has no linear layers that it could be applied to")
     # A low share surprises by memory and speed, so it is a warning.
@@ -364,7 +325,13 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
     model.eval()
     is_known = isinstance(model, StandIn) or (checkpoint.notes is not None and has_notes(checkpoint.notes))
     with building(f"{checkpoint.name} cannot be run", config):
-        lm = LM(model, name=checkpoint.name, vocab_size=min(width, num_tokens), context_len=context_len(config))
+        sizes: dict[str, Any] = {"vocab_size": min(width, num_tokens), "context_len": context_len(config)}
+        options = {"name": checkpoint.name, **sizes}
+        if (getattr(model, "tp_size", None) or 1) > 1:
+            lm: LM = current_ranks().lead(LM, (model,), options)
+            lm.look()
+        else:
+            lm = LM(model, **options)
         lm = choose_execution(lm, checkpoint.execution, is_known=is_known)
     if checkpoint.notes is not None and lm.native is not None and not is_known:
         write_notes(checkpoint.notes, model, checkpoint.tokenizer)

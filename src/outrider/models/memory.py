@@ -1,9 +1,7 @@
-"""Memory of the weights of a model, and of the cache at a given context and batch size; and whether devices have room
-for the weights. Nothing is loaded.
+"""Memory of the weights of a model, and whether devices have room for them. Nothing is loaded.
 
 For the list of all models, sizes come from files (configuration and headers of the weights) or, for models that are not
-on this disk, from the registry. For one model, they come from its skeleton, built from its configuration;
-bench/predicted_memory.py runs the loop's steps on it.
+on this disk, from the registry. For one model, they come from its skeleton, built from its configuration.
 """
 
 from __future__ import annotations
@@ -12,98 +10,41 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.errors import DeviceError
 from outrider.models.kinds import INDEX, WHOLE, auto_class
 from outrider.models.registry import BYTES_PER_NUMBER, ModelSpec
-from outrider.runtime.shape_buckets import eager_length, prepared_length
 from outrider.system.resources import available_bytes, size_text
 
 if TYPE_CHECKING:
     import torch
 
-_OF_STATES = ("linear_", "mamba_", "ssm_", "conv_", "layers_block_type")  # prefixes of configuration fields
 
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """Sizes that determine memory. ``num_params`` counts shared weights once; ``num_embedding_params`` are those of
-    them that quantization leaves as they are, or None if that is unknown. ``num_bytes`` is the size of a GGUF file,
-    which on the CPU stays as it is, with a cache in float32."""
+class Sizes(NamedTuple):
+    """Parameters, shared ones once; maximum sequence length; and bytes of a GGUF file, which stays as it is."""
 
     num_params: int
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    context_len: int
-    num_embedding_params: int | None = None
+    context_len: int | None
     num_bytes: int | None = None
 
     def weights_bytes(self, dtype: str) -> int:
         return self.num_bytes or self.num_params * BYTES_PER_NUMBER[dtype]
 
-    def quantized_bytes(self, dtype: str, bits: float) -> int | None:
-        """Bytes of the weights if layers take ``bits`` for each number, scales included, and embeddings stay in
-        ``dtype``; None if the share of embeddings is unknown, or for a GGUF file."""
-        if self.num_embedding_params is None or self.num_bytes is not None:
-            return None
-        kept = self.num_embedding_params * BYTES_PER_NUMBER[dtype]
-        return kept + int((self.num_params - self.num_embedding_params) * bits / 8)
-
-    def cache_bytes(self, dtype: str, num_tokens: int, batch_size: int, *, is_prepared: bool = False) -> int:
-        """Bytes of the cache for keys and values of ``batch_size`` sequences of ``num_tokens``, allocated at once.
-
-        Args:
-            is_prepared: captured, where fewer lengths occur.
-        """
-        number = BYTES_PER_NUMBER[dtype if self.num_bytes is None else "float32"]
-        per_token = 2 * self.num_layers * self.num_kv_heads * self.head_dim * number
-        capacity = prepared_length(num_tokens) if is_prepared else eager_length(num_tokens)
-        return per_token * (capacity + 1) * batch_size  # each row has a place for the writes of padding
-
 
 def sizes_of(spec: ModelSpec) -> Sizes | None:
     """Sizes of a model; None if neither files nor the registry state them."""
-    if spec.path is not None and spec.gguf is None:
-        try:
-            return _from_files(spec.path)
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            return None
-    stated = {field.name: getattr(spec, field.name) for field in fields(Sizes)}
-    needed = (stated[field.name] for field in fields(Sizes) if field.default is MISSING)
-    return None if None in needed else Sizes(**stated)
-
-
-def _from_files(folder: Path) -> Sizes:
-    files = weight_files(folder)
-    if not files:
-        raise KeyError("there are no safetensors to count parameters in")
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config |= config.get("text_config") or {}  # of multimodal models
-    if any(name.startswith(_OF_STATES) for name in config):
-        raise KeyError("these numbers do not determine the memory of states")
-
-    def first(*names: str) -> int:
-        return next(int(config[name]) for name in names if config.get(name) is not None)
-
+    if spec.path is None or spec.gguf is not None:
+        return None if spec.num_params is None else Sizes(spec.num_params, spec.context_len, spec.num_bytes)
     try:
-        shapes = [tensor["shape"] for file in files for tensor in _tensors(file)]
-        num_heads = first("num_attention_heads", "n_head")
-        hidden_size = first("hidden_size", "n_embd")
-        return Sizes(
-            num_params=sum(map(math.prod, shapes)),
-            num_layers=first("num_hidden_layers", "n_layer"),
-            num_kv_heads=int(config.get("num_key_value_heads") or num_heads),
-            head_dim=int(config.get("head_dim") or hidden_size // num_heads),
-            context_len=first("max_position_embeddings", "n_positions"),
-            # Embeddings and the last layer, which are stored once if they are tied.
-            num_embedding_params=sum(map(math.prod, (s for s in shapes if s == [first("vocab_size"), hidden_size]))),
-        )
-    except StopIteration:
-        raise KeyError("a size is missing") from None
+        config: dict[str, Any] = json.loads((spec.path / "config.json").read_text(encoding="utf-8"))
+        config |= config.get("text_config") or {}  # of multimodal models
+        shapes = [tensor["shape"] for file in weight_files(spec.path) for tensor in _tensors(file)]
+        context_len = config.get("max_position_embeddings") or config.get("n_positions")
+        return Sizes(sum(map(math.prod, shapes)), context_len) if shapes else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -209,7 +150,7 @@ def check_fits(
 def _room(
     device: torch.device, device_map: str | Mapping[str, str] | None, limits: Mapping[int | str, str] | None
 ) -> tuple[str, int | None]:
-    """Devices in words, and their free bytes; None if unknown."""
+    """Devices in words, and their free bytes."""
     import torch
 
     if device_map is None:

@@ -18,11 +18,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from outrider.kernels.narrow_weight import ExpertLayout, NarrowWeight
 from outrider.models.cpu_weights import without_weights
-from outrider.models.groups import tensors_in
 from outrider.models.memory import check_fits, weight_files
 from outrider.models.quantize import num_digits_of, plain_config
 from outrider.models.reading import generation_config_of, held_file, read_config, reading
@@ -188,14 +188,14 @@ def _weights(spec: ModelSpec, placed: Placement, notes: Notes, model: StandIn) -
     if spec.gguf is not None:
         from outrider.models.gguf.checkpoint import gguf_weights
 
-        num_digits = num_digits_of(spec, placed.quantization)
+        num_digits = num_digits_of(placed.quantization)
         large = {name: notes.experts.get(name) for name in (*notes.in_blocks, *notes.narrow)}
         tensors = gguf_weights(spec, model, large, num_digits, model.config).read_all()
     else:
         assert spec.path is not None
-        if notes.in_blocks:  # made from groups of the file, or from its numbers
+        if notes.in_blocks:  # made from the numbers of the file
             return None
-        tensors = tensors_in(weight_files(spec.path))
+        tensors = {name: one for file in weight_files(spec.path) for name, one in load_file(file).items()}
         if not notes.shapes.keys() <= tensors.keys() <= notes.shapes.keys() | notes.tied.keys():
             return None
     weights = {name: tensors[name] for name in notes.in_blocks}

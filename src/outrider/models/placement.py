@@ -14,7 +14,7 @@ import torch
 
 from outrider.errors import DeviceError, FileError, OptionError, UnsupportedModel
 from outrider.models.registry import MAPS, Placement
-from outrider.system.ranks import current_ranks, join
+from outrider.system.ranks import current_ranks, take_part
 
 DTYPES = {
     "float64": torch.float64,
@@ -95,7 +95,7 @@ def num_shares(name: str, placed: Placement, *, is_target: bool) -> int:
     stated = placed.tensor_parallel
     if stated is None:
         return current_ranks().size if is_target else 1
-    size = join().size if stated > 1 else current_ranks().size
+    size = take_part().size if stated > 1 else current_ranks().size
     if stated == size or (stated == 1 and not is_target):
         return stated
     remedy = f"torchrun --nproc-per-node {stated} -m outrider COMMAND ..." if stated > 1 else "run it without torchrun"
@@ -123,8 +123,8 @@ def check_shares(
         raise OptionError(
             "quantization",
             method or placed.quantization,
-            f"{name} is shared by {size} processes, which works with torchao's int8 and fp8 of a checkpoint that "
-            "is not quantized",
+            f"{name} is shared by {size} processes, which works with torchao's int8 of a checkpoint that is not "
+            "quantized",
         )
     has_cuda = torch.cuda.is_available()
     if device.type != ("cuda" if has_cuda else "cpu") or device.index is not None:

@@ -20,7 +20,7 @@ from outrider.errors import UnsupportedModel
 from outrider.kernels.narrow_weight import without_rounding
 from outrider.models.kinds import FAILURES, odd_numbers
 from outrider.models.quantize import method_of
-from outrider.runtime.cache import STRIDE, SlotCache
+from outrider.runtime.cache import STRIDE
 from outrider.runtime.lm import LM
 from outrider.sampling.probs import is_finite
 from outrider.system.resources import memory_errors
@@ -50,9 +50,8 @@ def probe(lm: LM) -> None:
     """Probe a model with a few tokens; and, if it has a sliding window, with a sequence longer than the window, if that
     takes at most a second or two. Activations are not rounded meanwhile, so that a small difference shows a fault.
     Raises UnsupportedModel."""
-    config: Any = lm.model.config
     with rounding_off(lm):
-        _probe(lm, config.model_type)
+        _probe(lm)
 
 
 @contextmanager
@@ -62,34 +61,35 @@ def rounding_off(lm: LM) -> Iterator[None]:
         yield
 
 
-def _probe(lm: LM, kind: str) -> None:
-    """
-    Args:
-        kind: of the model, for messages.
-    """
+def _told(lm: LM) -> str:
+    config: Any = lm.model.config
+    return f"{lm.name} ({config.model_type})"
+
+
+def _probe(lm: LM) -> None:
     ignored = lm.visibility.ignored_window or lm.context_len
     if ignored < lm.context_len:
         raise UnsupportedModel(
-            f"{lm.name} ({kind}) states a window of {ignored} tokens that its modelling code does not apply, but its "
+            f"{_told(lm)} states a window of {ignored} tokens that its modelling code does not apply, but its "
             "own cache does, so that its output depends on the cache: limit its context to the window "
             "(max_position_embeddings)"
         )
     if lm.native is None:
-        _compare_rows(lm, kind)
-    with _running(lm, kind, " with a slot cache"):
+        _compare_rows(lm)
+    with _running(lm, " with a slot cache"):
         lm.layer_shapes  # noqa: B018 - the first look at its cache
     if lm.has_states:
-        _compare_with_states(lm, kind)
+        _compare_with_states(lm)
     else:
         # A wide view shows dependence on the number of places in view instead of positions.
         # Rows of different lengths if convolution inputs are stored, which padding must not spoil.
         has_windows = any(state.width for shape in lm.layer_shapes for state in shape.states)
         what = "its cache cannot be rolled back, or it sees later tokens"
-        _compare(lm, kind, _LENGTH, _VIEW, what, _BEHIND if has_windows else (0,))
+        _compare(lm, _LENGTH, _VIEW, what, _BEHIND if has_windows else (0,))
     window = window_of(lm)
     length = min(lm.context_len, num_tokens_across(window))
     if 0 < window < length and window <= _LONGEST_WINDOW and _is_affordable(lm, length):
-        _compare(lm, kind, length, length, f"beyond its window of {window} tokens its attention differs")
+        _compare(lm, length, length, f"beyond its window of {window} tokens its attention differs")
 
 
 def window_of(lm: LM) -> int:
@@ -114,26 +114,24 @@ def _is_affordable(lm: LM, num_tokens: int) -> bool:
     return num_tokens * (num_parameters + _WORK_OF_SCORE * num_heads * num_tokens) <= most_work
 
 
-def _compare_with_states(lm: LM, kind: str) -> None:
-    """Compare block-wise forwards of a model with states. If a single token that continues from a state gets other
-    logits than among several, beyond rounding, feed it among several from now on; if several do not continue correctly,
-    feed them one at a time."""
-    alone = _error(lm, kind, _LENGTH_WITH_STATES, _VIEW)
+def _compare_with_states(lm: LM) -> None:
+    """If a single token that continues from a state gets other logits than among several, feed it among several from
+    now on; if several do not continue correctly, feed them one at a time."""
+    alone = _error(lm, _LENGTH_WITH_STATES, _VIEW)
     lm.least_columns = 2
-    among = _error(lm, kind, _LENGTH_WITH_STATES, _VIEW)
+    among = _error(lm, _LENGTH_WITH_STATES, _VIEW)
     lm.is_stepped = not among <= _tolerance_of(lm)
     if lm.is_stepped or alone <= max(_MOST_ALONE * among, _TOLERANCE_OF_ROWS):
         lm.least_columns = 1
     if lm.is_stepped:
-        _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, "its states do not continue where they were left")
+        _compare(lm, _LENGTH_WITH_STATES, _VIEW, "its states do not continue where they were left")
     what = "its states depend on other rows or on padding"
-    _compare(lm, kind, _LENGTH_WITH_STATES, _VIEW, what, _BEHIND)
+    _compare(lm, _LENGTH_WITH_STATES, _VIEW, what, _BEHIND)
 
 
-def _compare(lm: LM, kind: str, length: int, view_len: int, what: str, behind: Sequence[int] = (0,)) -> None:
-    """Refuse the model if the error is larger than rounding explains."""
-    if not _error(lm, kind, length, view_len, behind) <= _tolerance_of(lm):  # NaN fails too
-        raise UnsupportedModel(f"{lm.name} ({kind}) cannot be used: {what}")
+def _compare(lm: LM, length: int, view_len: int, what: str, behind: Sequence[int] = (0,)) -> None:
+    if not _error(lm, length, view_len, behind) <= _tolerance_of(lm):  # NaN fails too
+        raise UnsupportedModel(f"{_told(lm)} cannot be used: {what}")
 
 
 def _tolerance_of(lm: LM) -> float:
@@ -143,13 +141,10 @@ def _tolerance_of(lm: LM) -> float:
 
 
 @torch.inference_mode()
-def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] = (0,)) -> float:
+def _error(lm: LM, length: int, view_len: int, behind: Sequence[int] = (0,)) -> float:
     """Compare the last tokens of sequences, fed block by block with a rollback before them, to one forward without a
-    cache: the difference relative to the spread of the log-probabilities.
-
-    Args:
-        behind: for each sequence, by how many tokens it is shorter than ``length``.
-    """
+    cache: the difference relative to the spread of the log-probabilities. Each sequence is shorter than ``length`` by
+    as many tokens as ``behind`` says."""
     length, view_len = min(length, lm.context_len), min(view_len, lm.context_len)
     begin = max(length // 2, length - _NUM_COMPARED)
     shorter = torch.tensor(behind, device=lm.device).clamp_max(max(begin - 1, 0))
@@ -164,12 +159,10 @@ def _error(lm: LM, kind: str, length: int, view_len: int, behind: Sequence[int] 
         cache.settle(num_committed - shorter)
         return logits
 
-    with _running(lm, kind, " with a slot cache"):
-        capacity = lm.execution.round_length(view_len)
-        cache = SlotCache.empty(lm.layer_shapes, len(behind), capacity, is_sparse=True)
+    with _running(lm, " with a slot cache"):
+        cache = lm.new_cache(len(behind), view_len, is_sparse=True)
         num_kept = length - int(compared.min())
-        output = lm.model(input_ids=ids, use_cache=False, logits_to_keep=num_kept)
-        full = output.logits[:, -num_kept:, : lm.vocab_size]
+        full = lm.uncached(ids, num_kept)[:, -num_kept:, : lm.vocab_size]
         rows = torch.arange(len(behind), device=full.device)[:, None]
         want = full[rows, (compared - (length - num_kept)).to(full.device)]
         ends = begin - shorter
@@ -188,9 +181,8 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def _difference(got: Tensor, want: Tensor) -> float:
-    """Root mean square difference of log-probabilities, in nats, over tokens with more than e^-20 in either. (The
-    others share the remaining probability, so their mass is compared too.) Infinite if different tokens are impossible,
-    NaN if ``got`` is broken."""
+    """Root mean square difference in nats, over tokens with more than e^-20 in either. (The others share the remaining
+    probability.) Infinite if different tokens are impossible, NaN if ``got`` is broken."""
     if not torch.equal(got.isneginf(), want.isneginf()):
         return math.inf
     left, right = (_log_probs(logits) for logits in (got, want))
@@ -213,8 +205,7 @@ def _log_probs(logits: Tensor) -> Tensor:
 
 
 @contextmanager
-def _running(lm: LM, kind: str, how: str = "") -> Iterator[None]:
-    """Raise UnsupportedModel for errors of a model's code."""
+def _running(lm: LM, how: str = "") -> Iterator[None]:
     try:
         with memory_errors():
             yield
@@ -223,11 +214,11 @@ def _running(lm: LM, kind: str, how: str = "") -> Iterator[None]:
     except FAILURES as error:
         reason = " ".join(str(error).split())[:200]
         odd = odd_numbers(lm.model.config)
-        raise UnsupportedModel(f"{lm.name} ({kind}) cannot run{how}: {reason}{odd}") from error
+        raise UnsupportedModel(f"{_told(lm)} cannot run{how}: {reason}{odd}") from error
 
 
 @torch.inference_mode()
-def _compare_rows(lm: LM, kind: str) -> None:
+def _compare_rows(lm: LM) -> None:
     """Change the last token of one row, and all of the others: the other logits must not change. (Kernels whose rows
     depend on each other fail here: one scale for all activations, or columns treated separately because one row has an
     outlier there.)"""
@@ -237,31 +228,25 @@ def _compare_rows(lm: LM, kind: str) -> None:
     changed[0, :-1] = ids[0, :-1]
 
     def logits(tokens: Tensor) -> Tensor:
-        output = lm.model(input_ids=tokens, use_cache=False).logits
-        return torch.as_tensor(output[0, : length - 1, : lm.vocab_size])
+        return lm.uncached(tokens)[0, : length - 1, : lm.vocab_size]
 
-    with _running(lm, kind):
+    with _running(lm):
         first, other = logits(ids), logits(changed)
         if length < 2 or torch.equal(first, other) or not bool(is_finite(first).all()):
             return
         # Some kernels add in a different order each time.
         noise = 4 * _difference(logits(ids), first)
     spread = _spread(first)
-    by_rounding = (tolerance(lm.dtype) if _has_experts(lm) else _TOLERANCE_OF_ROWS) * spread
+    config: Any = lm.model.config.get_text_config(decoder=True)
+    has_experts = any(getattr(config, name, None) for name in _EXPERTS)  # whose tokens' order depends on other rows
+    by_rounding = (tolerance(lm.dtype) if has_experts else _TOLERANCE_OF_ROWS) * spread
     change = _difference(other, first)
     if not change <= max(by_rounding, noise) < math.inf:
         raise UnsupportedModel(
-            f"{lm.name} ({kind}) gives a token other logits when later tokens or other rows change (by "
+            f"{_told(lm)} gives a token other logits when later tokens or other rows change (by "
             f"{change / spread:.1e} of their spread), so that speculation cannot be exact: if it is quantized, choose "
             "weights only, or a scale for each row of activations"
         )
-
-
-def _has_experts(lm: LM) -> bool:
-    """Whether it has experts: the order in which the tokens of an expert are multiplied depends on the other rows."""
-    config: Any = lm.model.config
-    text_config = config.get_text_config(decoder=True)
-    return any(getattr(text_config, name, None) for name in _EXPERTS)
 
 
 def tolerance(dtype: torch.dtype) -> float:

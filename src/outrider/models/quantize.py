@@ -8,18 +8,17 @@ are not quantized (weights only), or have a scale per row.
 |---|---|---|
 | int8 | 8 bits, a scale for each output channel | torchao ``Int8WeightOnlyConfig`` |
 | int4 | 4 bits, a scale and a zero for each 32 inputs; 4.75 bits in all | ``round_to_groups``, on the CPU in float32 |
-| fp8 | e4m3, a scale for each output channel | torchao ``Float8WeightOnlyConfig`` |
 | 8bit | 8 bits, a scale for each output channel; activations with one for each row | bitsandbytes LLM.int8() |
 | nf4 | 4 bits, a scale for each 64 numbers | bitsandbytes |
 
-Weights in blocks (GGUF) or groups of 4 bits are multiplied on the CPU with activations in one of three arithmetics
-(kernels/rounded_rows.h):
+Weights in blocks (GGUF) are multiplied on the CPU with activations in one of three arithmetics
+(kernels/rounded_rows.h), those in int4 with a15:
 
-| name | activations | default for |
-|---|---|---|
-| a32 | float32 | |
-| a15 | 15 bits, a scale for each 32 numbers: as good as float32, and faster | groups of 4 bits |
-| a8 | 8 bits, a scale for each 32 numbers | GGUF files, as in llama.cpp |
+| name | activations |
+|---|---|
+| a32 | float32 |
+| a15 | 15 bits, a scale for each 32 numbers: as good as float32, and faster |
+| a8 | 8 bits, a scale for each 32 numbers, the default, as in llama.cpp |
 
 Of a few scales of int4, each fitted to its own integers by least squares, the one with the least error is taken. Errors
 of large weights count more (by their size plus the root mean square of the group, as in llama.cpp's K-quants). Nothing
@@ -40,7 +39,7 @@ from torch import Tensor, nn
 from outrider.errors import MissingExtra, ModelCorrupt, OptionError, UnsupportedModel
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
-from outrider.models.registry import ARITHMETICS, ModelSpec
+from outrider.models.registry import ARITHMETICS
 
 # Extras that Transformers needs to read a checkpoint, by its ``quant_method``, with their packages.
 _EXTRAS = {
@@ -79,16 +78,16 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
                 raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
         return
     if quantization in ARITHMETICS:
-        if method is None:
-            raise OptionError("quantization", quantization, f"for GGUF files and 4-bit checkpoints, and {name} is none")
+        if method != "gguf":
+            raise OptionError("quantization", quantization, f"for GGUF files, and {name} is none")
         return
     if method is not None:
         raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")
 
 
-def num_digits_of(spec: ModelSpec, quantization: str | None) -> int:
-    """Digits of the integers to which rows are rounded before they are multiplied with blocks."""
-    return ARITHMETICS.get(str(quantization), ARITHMETICS["a15" if spec.gguf is None else "a8"])
+def num_digits_of(quantization: str | None) -> int:
+    """Digits of the integers to which rows are rounded before they are multiplied with the blocks of a GGUF file."""
+    return ARITHMETICS.get(str(quantization), ARITHMETICS["a8"])
 
 
 def method_of(config: Any) -> str | None:
@@ -132,7 +131,9 @@ def require_quantizer(name: str, quantization: str, method: str | None) -> None:
     Args:
         method: see ``check_quantization``.
     """
-    needed_by = f"quantization {quantization}" if method is None else f"{name}, quantized with {method},"
+    needed_by = f"quantization {quantization}"
+    if method is not None:
+        needed_by = f"{name}, quantized with {method}, of which a GGUF file needs no package,"
     if method is None and quantization not in ("none", "int4"):
         method = "bitsandbytes" if quantization in ("8bit", "nf4") else "torchao"
     extra, packages = _EXTRAS.get(method or "", ("quantize", ()))
@@ -176,9 +177,9 @@ def quantization_config(quantization: str, dtype: torch.dtype) -> Any:
         return transformers.BitsAndBytesConfig(
             load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype, bnb_4bit_use_double_quant=False
         )
-    from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
+    from torchao.quantization import Int8WeightOnlyConfig
 
-    return transformers.TorchAoConfig(Int8WeightOnlyConfig() if quantization == "int8" else Float8WeightOnlyConfig())
+    return transformers.TorchAoConfig(Int8WeightOnlyConfig())
 
 
 def linear_bytes(quantization: str, layer: nn.Linear) -> int:
@@ -188,7 +189,7 @@ def linear_bytes(quantization: str, layer: nn.Linear) -> int:
         return number // 2 + 4 * -(-number // _NF4_BLOCK) + 4 * _NF4_CODES
     if quantization == "int4":
         return number // _GROUP * _FORM.num_bytes
-    return number + outputs * (4 + (quantization == "int8"))  # torchao's int8 stores zero points
+    return number + outputs * (5 if quantization == "int8" else 4)  # torchao's int8 stores zero points
 
 
 def round_to_groups(model: Any, *, keeps: bool) -> float:

@@ -18,7 +18,7 @@ from outrider.errors import FileError, ModelNotFound, OptionError
 from outrider.system.files import read_text
 
 BYTES_PER_NUMBER = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-QUANTIZATIONS = ("int8", "int4", "fp8", "8bit", "nf4")  # of weights, while loading; see quantize.py
+QUANTIZATIONS = ("int8", "int4", "8bit", "nf4")  # of weights, while loading; see quantize.py
 # Digits of the integers to which rows are rounded before products with weights in blocks (see quantize.py).
 ARITHMETICS = {"a32": 0, "a15": 2, "a8": 1}
 EXECUTIONS = ("auto", "eager", "native", "captured")  # see executions.py
@@ -30,12 +30,11 @@ _CHOICES = {
     "store": ("auto", "plain"),
     "execution": EXECUTIONS,
 }
-_SIZES = ("num_bytes", "num_params", "num_embedding_params", "num_layers", "num_kv_heads", "head_dim", "context_len")
+_SIZES = ("num_bytes", "num_params", "context_len")
 _LIKE = (*_SIZES, "family")  # what an entry takes from the one that it is "like"
 _PLACED = ("dtype", "quantization", "device", "device_map", "max_memory", "tensor_parallel", "store", "execution")
 _TEXTS = ("path", "hub", "package", "file", "about", "family", "head_of", "gguf", *_PLACED)
-_FLAGS = {"is_chat": bool, "is_draft": bool}
-_KINDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(("tensor_parallel", *_SIZES), int) | _FLAGS
+_KINDS = dict.fromkeys(_TEXTS, str) | dict.fromkeys(("tensor_parallel", *_SIZES), int) | {"is_chat": bool}
 _KNOWN = Path(__file__).parent / "known.toml"
 
 
@@ -48,8 +47,8 @@ class Placement:
         device: "auto" (CUDA, then MPS, then the CPU), "cpu", "cuda", "cuda:1", "mps".
         dtype: compute type, and type of all weights that are not quantized: "auto" (float32 on the CPU, else the
             checkpoint's own), "float64", "float32", "bfloat16", "float16".
-        quantization: of the weights of linear layers, while loading: "none", "int8", "int4", "fp8", "8bit", "nf4" (see
-            quantize.py); or "a32", "a15" or "a8", of the activations that are multiplied with a checkpoint's blocks.
+        quantization: of the weights of linear layers, while loading: "none", "int8", "int4", "8bit", "nf4" (see
+            quantize.py); or "a32", "a15" or "a8", of the activations that are multiplied with a GGUF file's blocks.
         device_map: spreads the layers over several devices: "none", "auto", "balanced" (by Accelerate), or a JSON file
             from module names to devices.
         store: on the CPU with float32: "auto" keeps large matrices in the checkpoint's type, mostly bfloat16, and
@@ -134,8 +133,8 @@ class ModelSpec:
         family: models of one family share a tokenizer.
         is_chat: whether it was trained for chats.
         head_of: for a head, the name of its target.
-        is_draft: whether it was made to draft for the large models of its family.
-        num_bytes ... context_len: stated sizes, for models that are not on this disk; see ``models.memory.Sizes``.
+        num_params, context_len, num_bytes: stated sizes, for models that are not on this disk; see
+            ``models.memory.Sizes``.
     """
 
     name: str
@@ -149,14 +148,9 @@ class ModelSpec:
     family: str | None = None
     is_chat: bool = False
     head_of: str | None = None
-    is_draft: bool = False
-    num_bytes: int | None = None
     num_params: int | None = None
-    num_embedding_params: int | None = None
-    num_layers: int | None = None
-    num_kv_heads: int | None = None
-    head_dim: int | None = None
     context_len: int | None = None
+    num_bytes: int | None = None
 
     @property
     def location(self) -> str:
@@ -199,7 +193,6 @@ def _read(file: Path, source: str) -> dict[str, ModelSpec]:
 
 
 def _whole(name: str, tables: dict[str, Any], file: Path) -> Any:
-    """A table with the sizes of the one that it is "like", in the same file."""
     table = tables[name]
     if not isinstance(table, dict) or "like" not in table:
         return table
@@ -290,7 +283,6 @@ def resolve(name: str, extra: Path | None = None) -> ModelSpec:
 
 
 def _in_package(spec: ModelSpec) -> ModelSpec:
-    """Spec with the folder of its package, which is not imported."""
     if spec.package is None:
         return spec
     found = importlib.util.find_spec(spec.package)

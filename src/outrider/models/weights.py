@@ -15,19 +15,24 @@ from outrider.system.ranks import current_ranks
 def weights_checksum(model: nn.Module) -> str:
     """SHA-256 of names, shapes, types and bytes of all weights.
 
-    All processes of a job must call it. Weights that they share are gathered one by one. Quantized shares cannot be
-    gathered; then it is the SHA-256 of the checksums of all processes.
+    Weights that the processes of a job share are gathered one by one. Quantized shares cannot be gathered; then it is
+    the SHA-256 of the checksums of all processes.
     """
+    is_shared = (getattr(model, "tp_size", None) or 1) > 1
+    checksums = current_ranks().lead(_checksum, (model,)) if is_shared else [_checksum(model)]
+    if len(set(checksums)) == 1:
+        return str(checksums[0])
+    return hashlib.sha256("".join(checksums).encode()).hexdigest()
+
+
+def _checksum(model: nn.Module) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         for stored in portable_tensors(whole(weight.detach())):
             # As bytes: NumPy does not support all of torch's types.
             digest.update(stored.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    checksums = current_ranks().of_all(digest.hexdigest())
-    if len(set(checksums)) == 1:
-        return checksums[0]
-    return hashlib.sha256("".join(checksums).encode()).hexdigest()
+    return digest.hexdigest()
 
 
 def portable_tensors(weight: Tensor, num_rows: int | None = None) -> list[Tensor]:

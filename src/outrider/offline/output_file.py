@@ -21,7 +21,6 @@ from outrider.offline.prompt_file import PromptFile
 from outrider.offline.prompt_row import PromptLine
 from outrider.records import Completion, Stats
 from outrider.system.files import parse_row
-from outrider.system.ranks import current_ranks
 
 _LOG = logging.getLogger(__name__)
 _ROW_BEGINS = b'{"index": '  # the prefix of every line
@@ -102,7 +101,6 @@ class Totals:
 def open_output(path: Path) -> Iterator[OutputFile]:
     """Open the output file for this process alone. A file that was made here and is empty at the end is removed. Raises
     FileError: it cannot be written, or another process writes to it."""
-    path = current_ranks().own_path(path)
     existed = path.exists()
     stream = _open(path)
     while _is_regular(stream) and not _is_at(stream, path):  # another run has removed the file before it was locked

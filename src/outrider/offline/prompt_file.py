@@ -16,7 +16,6 @@ from typing import IO
 from outrider.errors import FileError, OptionError
 from outrider.offline.prompt_row import PromptLine, prompt_of
 from outrider.system.files import parse_json, parse_row
-from outrider.system.ranks import current_ranks
 
 # Prompts per slot in a sorted window: rows generated together span a 64th of its lengths. Larger windows gain little,
 # and move rows further from their neighbours in the file, with which they may share a cached prefix.
@@ -103,8 +102,6 @@ def open_prompts(path: Path) -> Iterator[PromptFile]:
         try:
             stream: IO[bytes] = files.enter_context(path.open("rb"))
             if not stream.seekable():  # a pipe can be read once only
-                if current_ranks().size > 1:
-                    raise FileError(f"cannot read {path}: several processes read the prompts: use a regular file")
                 copy = files.enter_context(tempfile.TemporaryFile())
                 shutil.copyfileobj(stream, copy)
                 copy.seek(0)

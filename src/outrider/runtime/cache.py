@@ -34,6 +34,7 @@ from torch import Tensor
 
 from outrider.errors import DeviceError
 from outrider.runtime.cache_shapes import WINDOW, LayerShape, Plan, windows_at
+from outrider.system.ranks import in_all_processes
 from outrider.system.resources import available_bytes, memory_errors, size_text
 
 STRIDE = 8
@@ -93,6 +94,8 @@ class SlotCache:
         self.capacity = capacity
         self._most_behind = most_behind
         self.bound = STRIDE - 1
+        self.twin_key: int | None = None
+        self.is_shared = any(shape.is_shared for shape in self.shapes)
         self._plan = Plan(capacity, torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.bool))
         states = [state for shape in self.shapes for state in shape.states]
         self._has_offsets = any(shape.has_offset for shape in self.shapes)
@@ -158,14 +161,10 @@ class SlotCache:
     def on(self, storage: Sequence[Tensor]) -> SlotCache:
         """Cache over other storage, for programs: shapes follow from the bound, not from the values of the anchors."""
         other = SlotCache(self.shapes, storage, self.capacity, most_behind=self.bound)
-        other.bound = self.bound
+        other.bound, other.twin_key = self.bound, self.twin_key
         return other
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the shape only: another process gets an empty cache."""
-        num_rows = self.storage[0].shape[0] if self.storage else 0
-        return _of_form, (self.shapes, num_rows, self.capacity, self.bound)
-
+    @in_all_processes
     def rows(self, begin: int, end: int | None) -> SlotCache:
         """View of the slots begin <= slot < end."""
         views = [store[begin:end] for store in self.storage]
@@ -184,6 +183,7 @@ class SlotCache:
         shapes = [replace(self.shapes[i], states=(), has_offset=False) for i in layers]
         return SlotCache(shapes, [store for i in layers for store in stores[i]], self.capacity)
 
+    @in_all_processes
     def copy(self, source: int, slot: int, num_tokens: int) -> None:
         """Begin a slot with the first tokens of a slot (another or itself), at most what ``take_over`` allows."""
         if source != slot:
@@ -193,6 +193,7 @@ class SlotCache:
                 store[slot] = store[source]
         self._restart(slot, num_tokens)
 
+    @in_all_processes
     def erase(self, slot: int, begin: int = 0, end: int | None = None) -> None:
         """Zero a slot from a place on, or between two. (Numbers that are not finite would spoil the next sequence even
         if masked.)"""
@@ -200,6 +201,7 @@ class SlotCache:
             store[slot, begin:end] = 0
         self._restart(slot, begin)
 
+    @in_all_processes
     def is_finite(self, slot: int, num_tokens: int) -> bool:
         """Whether all numbers of a slot's first tokens, and of its states, are finite."""
         kept = [store[slot, :num_tokens] for store in self.storage[: self.num_token_stores]]
@@ -273,6 +275,7 @@ class SlotCache:
         """Differences between the positions of tokens and their places; None in models where they are always 0. [B]"""
         return self.storage[-1] if self._has_offsets else None
 
+    @in_all_processes
     def shift(self, slot: int, offset: int) -> None:
         """Set the offset of later tokens in a slot."""
         if self._has_offsets:
@@ -313,8 +316,11 @@ class SlotCache:
     def settle(self, num_committed: Tensor) -> None:
         """Keep the states of the last forward in rows where all tokens that it consumed are committed.
         ``num_committed`` tokens of each row were fed and are. [B]"""
-        if not self.has_states:
-            return
+        if self.has_states:
+            self._settle(num_committed)
+
+    @in_all_processes
+    def _settle(self, num_committed: Tensor) -> None:
         is_kept = self._is_full & (self._reached <= num_committed.to(self._reached.device))
         if self._most_behind is None and not bool(is_kept.any()):
             return
@@ -322,6 +328,7 @@ class SlotCache:
             layer.settle(is_kept)
         self.anchors.copy_(torch.where(is_kept, self._reached, self.anchors))
 
+    @in_all_processes
     def scratch(self) -> SlotCache:
         """Cache over the same keys, values and ids, with a copy of the current states, if it has states. There is one,
         at fixed addresses, so that recorded graphs stay valid."""
@@ -337,9 +344,3 @@ class SlotCache:
         for own, state in zip(self._scratch.storage[self.num_token_stores :], states, strict=True):
             own.copy_(state)
         return self._scratch
-
-
-def _of_form(shapes: Sequence[LayerShape], num_rows: int, capacity: int, bound: int) -> SlotCache:
-    cache = SlotCache.empty(shapes, num_rows, capacity)
-    cache.bound = bound
-    return cache.on(cache.storage)

@@ -40,7 +40,8 @@ class StateShape:
 class LayerShape:
     """Cache of one layer: per token H keys of ``key_dim`` and H values of ``value_dim`` numbers (H is 0 without
     attention), per row its states; and, with the first layer, an offset of positions if images have other places than
-    their tokens (``SlotCache.shift``), and the memory that forwards need beside their results."""
+    their tokens (``SlotCache.shift``), and the memory that forwards need beside their results. In tensor parallelism
+    H is that of one process's share."""
 
     num_heads: int
     key_dim: int
@@ -50,6 +51,7 @@ class LayerShape:
     states: tuple[StateShape, ...] = ()
     has_offset: bool = False
     scratch_bytes: int = 0
+    is_shared: bool = False
 
     @property
     def bytes_per_token(self) -> int:

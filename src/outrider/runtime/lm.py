@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import copy
 import threading
+import zlib
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -29,6 +31,8 @@ from outrider.runtime.execution import EagerExecution, Step
 from outrider.runtime.modules import cache_argument, find_mixers, recorded_states, token_by_token, with_finite_numbers
 from outrider.runtime.stand_in import StandIn
 from outrider.runtime.vocabulary import UNKNOWN, spread
+from outrider.runtime.weight_tensors import is_shared
+from outrider.system.ranks import any_process, check_equal, in_all_processes
 
 PREFILL_TOKENS = 1024
 """Maximum prompt tokens in one forward, all rows together. Matrix products on the CPU are fastest at this size; more
@@ -48,7 +52,7 @@ class LM:
         context_len: maximum sequence length.
         device: the device of the first layer.
         dtype: the type of activations.
-        num_shares: processes that share the model (tensor parallel); each runs the same forwards.
+        num_shares: processes that share the model (tensor parallel); the others follow the first (system/ranks.py).
         execution: runs its steps.
         lock: held while the model runs in Python or is captured.
         least_columns: minimum width of a forward of a model with states: 2 if a single token gets other logits than
@@ -56,6 +60,9 @@ class LM:
         is_stepped: call layers with states token by token, since they can continue from a state by one token only.
         native: runs the forwards in place of the model's own code (native/engine.py); None for the model.
     """
+
+    twin_key: int | None = None
+    TOLD = ("vocab_size", "unknown_ids", "own_ids", "token_ids", "context_len", "least_columns", "is_stepped")
 
     def __init__(
         self,
@@ -87,6 +94,11 @@ class LM:
         self.least_columns = 1
         self.is_stepped = False
         self.native: Any | None = None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether several processes share the model."""
+        return self.num_shares > 1
 
     @property
     def model(self) -> Any:
@@ -141,7 +153,8 @@ class LM:
         """Cache shapes of each layer."""
         from outrider.runtime.cache_layers import layer_shapes  # which imports Transformers
 
-        return layer_shapes(self.model, self.device)
+        shapes = layer_shapes(self.model, self.device)
+        return tuple(replace(shape, is_shared=True) for shape in shapes) if self.is_shared else shapes
 
     @cached_property
     def _unknown(self) -> Tensor:
@@ -190,10 +203,38 @@ class LM:
             remedy = f"{self.name} has layers whose inputs are kept for some tokens only: at most {most}"
             raise OptionError("num_draft_tokens", k, remedy)
 
-    def new_cache(self, num_rows: int, capacity: int) -> SlotCache:
+    @in_all_processes
+    def look(self) -> None:
+        """Look at the cache of a model and its states now."""
+        self.layer_shapes, self.mixers  # noqa: B018
+
+    @in_all_processes
+    def uncached(self, ids: Tensor, num_logits: int = 0) -> Tensor:
+        """Logits of one forward of the model's own code without a cache. [B, T] -> [B, N, V], padding of V included
+
+        Args:
+            num_logits: N, the last ones; 0 for all.
+        """
+        logits: Tensor = self.model(input_ids=ids, use_cache=False, logits_to_keep=num_logits).logits
+        return logits
+
+    def new_cache(self, num_rows: int, capacity: int, *, is_sparse: bool = False) -> SlotCache:
         """Cache for ``num_rows`` sequences of at most ``capacity`` tokens (rounded up). Raises DeviceError: there is
-        not enough memory."""
-        return self.execution.new_cache(self.layer_shapes, num_rows, self.execution.round_length(capacity))
+        not enough memory.
+
+        Args:
+            is_sparse: little of it will be used (see ``SlotCache.empty``).
+        """
+        return self._new_cache(num_rows, self.execution.round_length(capacity), is_sparse)
+
+    @in_all_processes
+    def _new_cache(self, num_rows: int, capacity: int, is_sparse: bool) -> SlotCache:
+        if self.is_shared:  # norms, which all processes have whole
+            whole = [one.tolist() for one in self.model.parameters() if one.ndim == 1 and not is_shared(one)]
+            check_equal(zlib.crc32(repr((torch.__version__, whole)).encode()))
+        if is_sparse:
+            return SlotCache.empty(self.layer_shapes, num_rows, capacity, is_sparse=True)
+        return self.execution.new_cache(self.layer_shapes, num_rows, capacity)
 
     def view_len(self, length: int, cache: SlotCache) -> int:
         """Places of a cache to view for sequences of ``length`` tokens: few distinct values, none beyond the context,
@@ -240,6 +281,7 @@ class LM:
         )
         return logits
 
+    @in_all_processes
     def forward_with_features(
         self,
         ids: Tensor,
@@ -330,7 +372,10 @@ class LM:
                 logits_to_keep=kept,
                 **arguments,
             )
-        return self._finished(output.logits, cache.find_broken(), wanted), states
+        broken = cache.find_broken()
+        if broken is not None and self.is_shared:
+            broken = any_process(broken)
+        return self._finished(output.logits, broken, wanted), states
 
     def _finished(self, logits: Tensor, broken: Tensor | None, wanted: Tensor | None) -> Tensor:
         """Logits of the tokens of ``vocab_size``, or of ``token_ids``, NaN from a broken token ([B, T]) on. They are
@@ -349,6 +394,7 @@ class LM:
             logits.masked_fill_(broken[..., None], torch.nan)
         return logits
 
+    @in_all_processes
     @torch.inference_mode()
     def prefill(
         self,
@@ -386,6 +432,7 @@ class LM:
             _, found = self.forward_with_features(tokens, positions, cache, view_len, features, num_logits=1)
         return found
 
+    @in_all_processes
     @torch.inference_mode()
     def advance(self, cache: SlotCache, lengths: Tensor) -> None:
         """Before a round of a model with states: advance the states of rows that are STRIDE or more tokens behind the

@@ -20,6 +20,7 @@ from outrider.records import MediaPrompt
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.lm import LM
 from outrider.runtime.modules import CACHE_NAMES, cache_argument, recorded_states
+from outrider.system.ranks import in_all_processes
 from outrider.system.resources import memory_errors
 
 _OWN = ("inputs_embeds", "attention_mask", "position_ids", "use_cache", "cache_position", *CACHE_NAMES)
@@ -41,6 +42,7 @@ class _Reached(Exception):
         self.arguments = arguments
 
 
+@in_all_processes
 @torch.inference_mode()
 def read_media(lm: LM, ids: Sequence[int], inputs: Mapping[str, Any]) -> MediaPrompt:
     """Run the parts of a model that come before its text decoder, on a prompt of P ids with a placeholder for each
@@ -116,6 +118,7 @@ def _visible(lm: LM, masks: Any, num_tokens: int) -> dict[str, Tensor]:
     return found
 
 
+@in_all_processes
 @torch.inference_mode()
 def prefill_media(lm: LM, media: MediaPrompt, cache: SlotCache, features: Sequence[int] = ()) -> Tensor | None:
     """Put all tokens of a prompt with images into the cache of one row. -> hidden states of ``features`` (see

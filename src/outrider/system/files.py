@@ -15,7 +15,6 @@ from typing import Any
 
 from outrider.errors import FileError
 from outrider.options import HYBRID
-from outrider.system.ranks import current_ranks
 
 # The model, or the file of a draft's option: "suffix+/a/model.gguf:vocab=9@/a/outputs.jsonl, K = 4".
 _PART_OF_NAME = re.compile(rf"(^(?:{re.escape(HYBRID)})?|:vocab=(?:\d+@)?)([^:]+?)/*(?=:|, K = |$)")
@@ -89,7 +88,7 @@ def check_writable(path: Path) -> None:
         if not os.access(path, os.W_OK):
             raise FileError(f"cannot write {path}: {os.strerror(errno.EACCES)}")
         return
-    path = current_ranks().own_path(path).resolve()
+    path = path.resolve()
     existed = path.exists()
     try:
         path.open("a").close()
@@ -100,8 +99,8 @@ def check_writable(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
-    """Write a file atomically: no reader ever finds half of it, even after a loss of power. (In a job only the first
-    process writes.) Raises OSError.
+    """Write a file atomically: no reader ever finds half of it, even after a loss of power. Raises
+    OSError.
 
     Args:
         mode: permissions, less the umask.
@@ -109,8 +108,6 @@ def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
     If several write the same file concurrently, the last one wins. They may be threads, or processes that share only
     the folder, so the temporary file has a random name.
     """
-    if not current_ranks().is_first:
-        return
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     stream = open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode))
     try:
@@ -130,9 +127,8 @@ def write_text(path: Path, text: str) -> None:
     written."""
     try:
         if _is_stream(path):
-            if current_ranks().is_first:
-                with path.open("ab") as stream:
-                    stream.write(text.encode())
+            with path.open("ab") as stream:
+                stream.write(text.encode())
         else:
             write_whole(path.resolve(), text.encode())
     except OSError as error:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from outrider.system.files import write_whole
-from outrider.system.ranks import current_ranks
 
 _LOG = logging.getLogger(__name__)
 _CHECKSUM_BYTES = 32  # of SHA-256
@@ -52,8 +51,6 @@ class PrivateFolder:
 
     def keep(self, name: str, data: bytes) -> None:
         """Cache a file with its checksum; if that fails, warn."""
-        if not current_ranks().is_first:
-            return
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             if self._is_trusted(self.path, self.path.stat()):

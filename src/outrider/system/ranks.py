@@ -1,23 +1,29 @@
-"""The processes of one job (``torchrun``): each holds a share of the target, and all run the same program.
+"""Tensor parallelism: processes of one job (``torchrun``) that share each layer of a model.
 
-They reach the same decisions without communication, since noise is a pure function of the seed, and an all-reduce gives
-the same bits in every process: the ring of gloo and the algorithms of NCCL send each finished sum to all unchanged
-(https://github.com/NVIDIA/nccl/issues/434, 855 and 1497). All other inputs of decisions (a random seed, a measured
-time, a terminal, a file that one process writes) come from the first process: ``shared`` and ``of_first``.
-``Agreement`` checks every round that the processes agree, since the output would be wrong otherwise.
+The first process runs the program: options, prompts, drawing, files, output. The others follow it: they make the same
+calls on a shared model and its caches, on their own shares (``in_all_processes``). All other code is that of one
+process. An object that exists in all is a twin: its ``twin_key`` names it in the others, copies have the same, and
+calls send its attributes ``TOLD``.
 
 The job belongs to the process, as torch's process group does, and is kept by this module. Nothing here knows models.
 """
 
 from __future__ import annotations
 
+import atexit
+import copyreg
+import io
+import itertools
 import os
-import time
-import zlib
+import pickle
+import sys
+import threading
+import traceback
+import weakref
+from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from datetime import timedelta
-from pathlib import Path
+from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from outrider.errors import DeviceError, OutriderError, RankError
@@ -25,9 +31,22 @@ from outrider.errors import DeviceError, OutriderError, RankError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_Value = TypeVar("_Value")
-_TIMEOUT = timedelta(hours=2)  # others wait while the first writes to a slow reader; a dead process is noticed at once
-_LAST_WORDS_S = 10.0  # for the first process to finish writing when the job ends
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+_TIMEOUT = timedelta(days=365)  # the first process may be idle; a process that has died is noticed at once
+_PATIENCE_S = 10.0  # a call that fails here fails in the first process, too, which then goes on
+
+
+def in_all_processes(function: _Function) -> _Function:
+    """Decorator of a method of a twin (an LM or a cache with ``is_shared``): all processes call it. If it returns a
+    twin, this exists in all, too."""
+
+    @wraps(function)
+    def call(twin: Any, *arguments: Any, **options: Any) -> Any:
+        if not twin.is_shared or _ranks.is_within:  # the others make an inner call within the outer one
+            return function(twin, *arguments, **options)
+        return _ranks.lead(call, (twin, *arguments), options)
+
+    return call  # type: ignore[return-value]
 
 
 class Ranks:
@@ -36,78 +55,161 @@ class Ranks:
     Attributes:
         rank: of this process, from 0.
         size: number of processes.
-        is_interrupted: Ctrl-C was pressed; takes effect where all processes can act alike (``Agreement.check``).
-        has_begun: a round was run.
+        is_interrupted: Ctrl-C was pressed; takes effect before the next call, while the others are idle.
+        has_begun: a call was made.
     """
 
     def __init__(self, rank: int = 0, size: int = 1, store: Any = None) -> None:
         self.rank, self.size = rank, size
-        self.is_interrupted = self.has_begun = False
+        self.is_interrupted = self.has_begun = self._has_failed = False
+        self._thread: int | None = None  # of the current call
         self._store = store
+        self._lock = threading.RLock()
+        self._keys = itertools.count()  # equal in all processes
+        self._twins: dict[int, Any] = {}  # in all but the first
+        self._ended: deque[int] = deque()  # twins that the others may forget
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process prints and writes."""
-        return self.rank == 0
+    def is_within(self) -> bool:
+        """Whether this thread makes a call that all processes make."""
+        return self._thread == threading.get_ident()
 
-    def shared(self, value: _Value) -> _Value:
-        """Broadcast the first process's value. Every process must call it."""
-        if self.size == 1:
-            return value
-        import torch.distributed as dist
+    def lead(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: Any = None) -> Any:
+        """Call a function in all processes.
 
-        values = [value]
-        dist.broadcast_object_list(values, src=0, device=_cpu())
-        return values[0]
+        Args:
+            options: keyword arguments; None to gather the results of all, with no twins among them.
 
-    def of_first(self, make: Callable[[], _Value]) -> _Value:
-        """Call ``make`` in the first process and broadcast its result. Every process must call this. Raises
-        OutriderError: raised by ``make``, in all processes."""
-        if self.size == 1:
-            return make()
-        value: Any = None
-        failure: OutriderError | None = None
-        if self.is_first:
+        Raises:
+            OutriderError: if results are gathered, the first one of those raised.
+            KeyboardInterrupt: before the call.
+        """
+        with self._lock:
+            if self.is_interrupted:
+                raise KeyboardInterrupt
+            self._tell((function, arguments, options))
+            self._has_failed = True
             try:
-                value = make()
-            except OutriderError as error:
-                failure = error
-        value, failure = self.shared((value, failure))
-        if failure is not None:
-            raise failure
-        result: _Value = value
-        return result
+                result = self._run(function, arguments, options)
+            except OutriderError:  # which all raise
+                self._has_failed = False
+                raise
+            self._has_failed = False
+            return result
 
-    def of_all(self, value: _Value) -> list[_Value]:
-        """Gather the values of all processes, by rank. Every process must call it."""
-        if self.size == 1:
-            return [value]
+    def share(self, load: Callable[..., Any], *arguments: Any) -> Any:
+        """Load a share of a module in each process. Returns that of the first. Raises OutriderError."""
+        found: list[Any] = []
+        self.lead(_load_share, (found, load, arguments))
+        return found[0]
+
+    def follow(self, module: Any = None) -> None:
+        """Make the calls of the first process until it ends. Raises DistError: it was killed, or has failed.
+
+        Args:
+            module: a share that this process has loaded itself (see ``take_part``).
+        """
+        import torch
+
+        if module is not None:
+            self.name(module)
+        alarm: threading.Timer | None = None
+        while True:
+            received: list[Any] = [None]
+            torch.distributed.broadcast_object_list(received, src=0, device=torch.device("cpu"))
+            if alarm is not None:
+                alarm.cancel()
+            unpickler = pickle.Unpickler(io.BytesIO(received[0]))
+            unpickler.persistent_load = self._twin  # type: ignore[method-assign]
+            ended, call = unpickler.load()
+            for key in ended:
+                self._twins.pop(key, None)
+            if call is None:
+                return
+            try:
+                with torch.inference_mode(call[2] is not None):
+                    self._run(*call)
+            except Exception as error:
+                if has_lost_others(error):
+                    raise
+                alarm = threading.Timer(_PATIENCE_S, self._give_up, [traceback.format_exc()])
+                alarm.daemon = True
+                alarm.start()
+
+    def leave(self) -> None:
+        """End the other processes if they are idle, and close the connections."""
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
-        return values
-
-    def own_path(self, path: Path) -> Path:
-        """Path that this process writes: the file in the first process, the null device in the others."""
-        return path if self.is_first else Path(os.devnull)
+        if self.rank == 0 and not self._has_failed:
+            self._tell(None)
+        dist.destroy_process_group()
 
     def fail(self) -> bool:
         """Record that this process has failed. Returns whether it is the first, which reports the reason."""
         return self.size == 1 or bool(self._store.add("failed", 1) == 1)
 
-    def leave(self) -> None:
-        """Close the connections, so that no process waits for this one; the first may finish its writing."""
+    def _give_up(self, reason: str) -> None:
+        if self.fail():
+            print(reason, file=sys.__stderr__, flush=True)
+        os._exit(1)
+
+    def _tell(self, call: tuple[Any, ...] | None) -> None:
+        """Send a call to the others; None to end."""
+        import torch
+
+        self.has_begun = True
+        buffer = io.BytesIO()
+        pickler = pickle.Pickler(buffer)
+        pickler.persistent_id = _told  # type: ignore[method-assign]
+        pickler.dispatch_table = copyreg.dispatch_table | {torch.Tensor: _reduced}
+        pickler.dump(([self._ended.popleft() for _ in range(len(self._ended))], call))
+        torch.distributed.broadcast_object_list([buffer.getvalue()], src=0, device=torch.device("cpu"))
+
+    def _run(self, function: Callable[..., Any], arguments: tuple[Any, ...], options: Any) -> Any:
         import torch.distributed as dist
 
-        if self.is_first:
-            self._store.set("first has left", "")
-        dist.destroy_process_group()
-        end = time.monotonic() + _LAST_WORDS_S
-        with suppress(dist.DistError):  # the store may be gone too
-            # Polled, since a wait would block the store for the other threads.
-            while time.monotonic() < end and not self._store.check(["first has left"]):
-                time.sleep(0.02)
+        self._thread = threading.get_ident()
+        try:
+            if options is not None:
+                return self._agreed(function(*arguments, **options))
+            outcome: Any = None
+            try:
+                outcome = function(*arguments)
+            except OutriderError as error:
+                outcome = error
+            outcomes: list[Any] = [None] * self.size
+            dist.all_gather_object(outcomes, outcome)
+            for one in outcomes:
+                if isinstance(one, OutriderError):
+                    raise one
+            return outcomes
+        finally:
+            self._thread = None
+
+    def _agreed(self, result: Any) -> Any:
+        """The result of a call: a new twin, with its key; or whether all processes meet a condition."""
+        import torch
+
+        if getattr(result, "twin_key", 0) is None:
+            self.name(result)
+        if isinstance(result, bool):
+            return not any_process(torch.tensor(not result))
+        return result
+
+    def name(self, thing: Any) -> None:
+        """Give a twin or a module its key, in all processes in the same order."""
+        thing.twin_key = key = next(self._keys)
+        if self.rank:
+            self._twins[key] = thing
+        else:
+            owner = getattr(thing, "weights", thing)  # of several LMs that are copies
+            weakref.finalize(owner, self._ended.append, key).atexit = False
+
+    def _twin(self, told: tuple[int, dict[str, Any]]) -> Any:
+        """A twin by its key, with the attributes that were sent."""
+        key, changes = told
+        vars(self._twins[key]).update(changes)
+        return self._twins[key]
 
 
 _ranks = Ranks()
@@ -116,6 +218,29 @@ _ranks = Ranks()
 def current_ranks() -> Ranks:
     """Job that this process has joined; a job of one until then."""
     return _ranks
+
+
+def any_process(flags: Tensor) -> Tensor:
+    """Conditions that hold in any process; all must call this. bool [...]"""
+    import torch
+    import torch.distributed as dist
+
+    found = flags.to(torch.uint8)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return found.bool()
+
+
+def check_equal(value: int) -> None:
+    """Raises RankError, in all processes: they have different values."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * _ranks.size
+    dist.all_gather_object(values, value)
+    if len(set(values)) > 1:
+        raise RankError(
+            "the processes of this job have generated different tokens, or would: check that all have the same files "
+            "and versions"
+        )
 
 
 def is_one_of_several() -> bool:
@@ -154,6 +279,26 @@ def join() -> Ranks:
     return _ranks
 
 
+def take_part(module: Any = None) -> Ranks:
+    """Join the job. Only the first process returns: the others follow it, and exit when it does.
+
+    Args:
+        module: a shared model in memory, the first of the job, of which each process has loaded its share itself.
+    """
+    is_new = _ranks.size == 1
+    ranks = join()
+    if ranks.rank:
+        ranks.follow(module)
+        sys.exit()
+    if ranks.size > 1 and is_new:
+        atexit.register(ranks.leave)
+    if module is not None and "twin_key" not in vars(module):
+        if not is_new:
+            raise DeviceError("only one shared model in memory is possible, and no other beside it: give names")
+        ranks.name(module)
+    return ranks
+
+
 def has_lost_others(error: BaseException | None) -> bool:
     """Whether an error, or one of its causes, means that another process does not answer."""
     import torch.distributed as dist
@@ -165,50 +310,20 @@ def has_lost_others(error: BaseException | None) -> bool:
     return False
 
 
-class Agreement:
-    """Running checksum of requests, decisions and committed tokens, compared between the processes of a job. It costs
-    one more all-reduce per round, and nothing in a process that is alone."""
-
-    def __init__(self) -> None:
-        self._checksum = 0
-
-    def note(self, value: object) -> None:
-        """Add a value that must be equal in all processes; its ``repr`` is compared at the next check."""
-        if current_ranks().size > 1:
-            self._checksum = zlib.crc32(repr(value).encode(), self._checksum)
-
-    def check(self, report: Tensor) -> None:
-        """Compare with the other processes, at the end of a round.
-
-        Args:
-            report: of the round, on the host: see ``Judged``.
-
-        Raises:
-            RankError: they differ.
-            KeyboardInterrupt: one of them was interrupted; raised in all, at the same round.
-        """
-        ranks = current_ranks()
-        if ranks.size == 1:
-            return
-        import torch
-        import torch.distributed as dist
-
-        ranks.has_begun = True
-        self._checksum = zlib.crc32(report.numpy().tobytes(), self._checksum)
-        # The maxima of x and of -x: all processes agree if they belong to one x.
-        extremes = torch.tensor([self._checksum, -self._checksum, ranks.is_interrupted])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        largest, smallest, is_interrupted = extremes.tolist()
-        if largest != -smallest:
-            raise RankError(
-                "the processes of this job have generated different tokens, so the output would be wrong: check that "
-                "all have the same files, versions and kind of device"
-            )
-        if is_interrupted:
-            raise KeyboardInterrupt
+def _told(thing: Any) -> tuple[int, dict[str, Any]] | None:
+    key = getattr(thing, "twin_key", None)
+    return None if key is None else (key, {name: getattr(thing, name) for name in getattr(thing, "TOLD", ())})
 
 
-def _cpu() -> Any:
-    import torch
+def _reduced(tensor: Tensor) -> Any:
+    """Tensors go by way of the CPU, to the device that each process has."""
+    return tensor.__reduce_ex__(2) if tensor.device.type == "cpu" else (_on, (tensor.cpu(), tensor.device.type))
 
-    return torch.device("cpu")
+
+def _on(tensor: Tensor, device: str) -> Tensor:
+    return tensor.to(device)
+
+
+def _load_share(found: list[Any], load: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    found.append(load(*arguments))
+    _ranks.name(found[0])

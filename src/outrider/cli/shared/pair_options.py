@@ -81,8 +81,8 @@ class PairOptions:
     quantize: Annotated[
         str | None,
         _machine_option(
-            help="int8, int4, fp8, 8bit, nf4 or none, of the target's weights. Or the arithmetic of a GGUF file or a "
-            "4-bit checkpoint on the CPU: a8, a15 or a32. A name ending in :int8 does the same."
+            help="int8, int4, 8bit, nf4 or none, of the target's weights. Or the arithmetic of a GGUF file on the "
+            "CPU: a8, a15 or a32. A name ending in :int8 does the same."
         ),
     ] = None
     device_map: Annotated[

@@ -1,4 +1,4 @@
-"""Runs a command as one of several processes (``torchrun``) that print, fail and end together."""
+"""Runs a command as one of several processes (``torchrun``): the first runs it, the others follow, all end together."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ _LOST = "another process of this job was killed or has crashed (its memory may b
 
 
 def run_together(command: Callable[[], int], mistake: Callable[[BaseException], str | None]) -> None:
-    """Run the same command in all processes and exit. The first process prints; only the process that fails first
-    reports its error.
+    """Run a command in the first process, follow it in the others, and exit. Only the process that fails first reports
+    its error.
 
     Args:
         command: returns the exit code.
@@ -33,18 +33,21 @@ def run_together(command: Callable[[], int], mistake: Callable[[BaseException], 
         print(f"error: {error}", file=sys.__stderr__)
         sys.exit(2)
     threading.Thread(target=_watch_signals, args=(ranks, signals), daemon=True).start()
+    code = 0
     try:
-        code = command()
-        if code:
-            ranks.fail()  # the first process has printed the reason
+        if ranks.rank:
+            ranks.follow()
+        elif code := command():
+            ranks.fail()  # it has printed the reason
     except BaseException as error:
         message = _LOST if has_lost_others(error) else mistake(error)
         code = 1 if message is None else 2
         _report(ranks, traceback.format_exc().rstrip() if message is None else f"error: {message}")
     sys.stdout.flush()
     sys.stderr.flush()
-    ranks.leave()
-    os._exit(code)  # a regular exit of torch may wait for processes that have gone
+    if code == 0:
+        ranks.leave()
+    os._exit(code)  # which ends the others, too; a regular exit of torch may wait for processes that have gone
 
 
 def _report(ranks: Ranks, message: str) -> None:
@@ -59,7 +62,7 @@ def _watch_signals(ranks: Ranks, signals: set[signal.Signals]) -> None:
     """
     while signal.sigwait(signals) == signal.SIGINT:
         ranks.is_interrupted = True
-        if not ranks.has_begun:  # there is nothing to save
+        if ranks.rank == 0 and not ranks.has_begun:  # there is nothing to save
             ranks.fail()
             os._exit(128 + signal.SIGINT)
     _report(ranks, f"error: {_LOST}")

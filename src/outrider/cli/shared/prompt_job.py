@@ -10,7 +10,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -26,7 +26,6 @@ from outrider.offline.prompt_row import PromptLine
 from outrider.options import NumDraftTokens, Sampling
 from outrider.records import Stats, Timing
 from outrider.system.files import short_name, short_names
-from outrider.system.ranks import current_ranks
 from outrider.text.chat import Chat
 
 if TYPE_CHECKING:
@@ -197,9 +196,7 @@ def run_job(
             raise FileError(f"{lines.path}, {line.place}: {error}") from None
     if output is not None:
         file = files.enter_context(open_output(output))
-        is_done, totals.num_failed = current_ranks().of_first(
-            partial(file.read_finished, lines, indices, setup.settings)
-        )
+        is_done, totals.num_failed = file.read_finished(lines, indices, setup.settings)
         write = file.write
     assert write is not None
     missing = [index for index in indices if not is_done[index]]

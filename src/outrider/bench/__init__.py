@@ -1,1 +1,0 @@
-"""Paired, interleaved measurement, its tables and plots."""
