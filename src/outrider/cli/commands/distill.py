@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from outrider.distill.train import Check
     from outrider.scoring.teacher_forcing import Text
 
-_DEFAULT_MINUTES = 10.0
-_DEFAULT_DEPTH = 5
-
 _shape, _training, _machine = (partial(typer.Option, rich_help_panel=name) for name in ("Shape", "Training", "Machine"))
 
 
@@ -70,7 +67,7 @@ class ShapeOptions:
     @property
     def num_drafted(self) -> int:
         """Tokens that a head drafts in a row in training; 0 for a model."""
-        return 0 if self.kind == "model" else self.depth or _DEFAULT_DEPTH
+        return 0 if self.kind == "model" else self.depth or 5
 
 
 @dataclass(frozen=True)
@@ -143,14 +140,14 @@ def distill(
         from accelerate import PartialState
 
         from outrider.api import load
-        from outrider.distill.heads import HeadStudent, most_frequent, new_eagle3
+        from outrider.distill.heads import HeadStudent, new_eagle3
         from outrider.distill.student import TOKENS, ModelStudent
         from outrider.distill.train import Recipe, distil
         from outrider.models.reading import stored_dtype
         from outrider.models.registry import resolve
 
     if training.steps is None and minutes is None:
-        minutes = _DEFAULT_MINUTES
+        minutes = 10.0
     same = {name: getattr(training, name) for name in ("loss", "batch_size", "learning_rate", "patience", "seed")}
     recipe = Recipe(num_steps=training.steps, seconds=None if minutes is None else 60 * minutes, **same)
     processes = PartialState()  # before loading the target: under `accelerate launch` it sets this process's GPU
@@ -177,7 +174,7 @@ def distill(
     mixture, held_out = _data(decoder, training, output, options)
     token_ids = None
     if shape.draft_vocab is not None and shape.draft_vocab < lm.vocab_size:
-        token_ids = most_frequent(mixture.token_counts(lm.vocab_size), shape.draft_vocab)
+        token_ids = mixture.most_frequent(shape.draft_vocab, lm.vocab_size)
     student: Student = (
         HeadStudent(lm, new_eagle3(lm, token_ids, training.seed), shape.num_drafted)
         if model is None
@@ -288,7 +285,7 @@ def _data(
             sizes = {"num_sequences": num_sequences, "length": length, "seed": training.seed}
             data.generate_sequences(decoder, text, folder, **sizes, share=share, on_done=advance)
         processes.wait_for_everyone()
-        packed = data.hold_out(*data.read_sequences(folder, num_sequences=num_sequences, length=length))
+        packed = data.read_sequences(folder, num_sequences=num_sequences, length=length)
     sequences, held_out = packed
     trained_on = None if fraction == 1 else text
     return data.Mixture(
