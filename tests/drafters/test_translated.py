@@ -4,7 +4,6 @@ import json
 import logging
 import random
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -134,11 +133,8 @@ def test_the_share_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         next(replay([], header, decoder.drafter, "block", [2]))
 
 
-def test_too_few_tokens_in_common_are_refused(tmp_path: Path) -> None:
-    draft = random_llama(256)
+def test_too_few_tokens_in_common_are_refused() -> None:
+    own = {"tokenizer": embedded().tokenizer, "draft_tokenizer": byte_level_tokenizer()}
     with pytest.raises(TokenizerMismatch, match=r"4096 of 4096 tokens differ \(id 0 .* it has 256 of the 4096 tokens"):
-        load(embedded().target.model, draft, tokenizer=embedded().tokenizer, draft_tokenizer=byte_level_tokenizer())
-
-
-def test_models_without_a_tokenizer_are_taken_as_they_are() -> None:
-    assert load(random_llama(), random_llama(seed=1)).drafter.lm is not None
+        load(embedded().target.model, random_llama(256), **own)
+    assert load(random_llama(), random_llama(seed=1)).drafter.lm is not None  # without tokenizers, as they are
