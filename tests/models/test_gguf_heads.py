@@ -127,7 +127,7 @@ def test_it_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", MTP)
 def test_an_mtp_layer_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
-    """From the target's own file, whose name has no suffix; from one with that layer alone, which converters write, too;
+    """From the target's own file, whose name has no suffix; from one with that layer alone, as converters write, too;
     and beside a target that is opened from notes, the second time."""
     file = write_mtp_case(name, tmp_path).rename(tmp_path / "sha256-0a1b")
     decoder, again = (outrider.load(file) for _ in range(2))
