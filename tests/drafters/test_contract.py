@@ -23,7 +23,7 @@ from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.heads import head_drafter
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixSession, ngram_drafter, suffix_drafter
-from outrider.drafters.model import model_drafter, self_drafter
+from outrider.drafters.model import ModelSession, model_drafter, self_drafter
 from outrider.drafters.translated import translated_drafter
 from outrider.models.few_tokens import with_few_tokens
 from outrider.options import Sampling
@@ -350,6 +350,7 @@ def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatc
         ("dflash", head_states.BlockSession, "assign"),
         ("dflash", head_states.BlockSession, "observe"),
         ("suffix", SuffixSession, "assign"),
+        ("translated", ModelSession, "forget"),
     ],
 )
 def test_a_stale_context_is_detected(name: str, session: type, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
