@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from outrider.distill.data import Mixture
-from outrider.distill.heads import HeadStudent, default_features, most_frequent, new_eagle3, unroll
+from outrider.distill.heads import HeadStudent, default_features, new_eagle3, unroll
 from outrider.distill.student import read_target
 from outrider.distill.train import Recipe, distil
 from outrider.drafters import chains
@@ -146,5 +146,5 @@ def test_the_head_that_is_judged_is_the_one_that_is_kept(tmp_path: Path) -> None
 def test_layers_and_tokens_that_a_head_knows() -> None:
     assert [default_features(n) for n in (32, 8, 7)] == [(2, 16, 29), (2, 4, 5), (2, 3, 4)]
     assert [default_features(n) for n in (6, 4, 2, 1)] == [(1, 3, 5), (1, 2, 3), (1, 1, 1), (0, 0, 0)]
-    assert most_frequent(torch.tensor([0, 5, 2, 9, 5, 0]), 3).tolist() == [1, 3, 4]
-    assert most_frequent(torch.tensor([0, 5, 2, 9, 5, 0]), 5).tolist() == [0, 1, 2, 3, 4]
+    data = Mixture(None, torch.tensor([[1] * 5 + [2] * 2 + [3] * 9 + [4] * 5]), 21, 1.0, 0)
+    assert [data.most_frequent(num, 6).tolist() for num in (3, 5)] == [[1, 3, 4], [0, 1, 2, 3, 4]]

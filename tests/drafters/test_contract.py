@@ -23,7 +23,7 @@ from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.heads import head_drafter
 from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixSession, ngram_drafter, suffix_drafter
-from outrider.drafters.model import model_drafter, self_drafter
+from outrider.drafters.model import ModelSession, model_drafter, self_drafter
 from outrider.drafters.translated import translated_drafter
 from outrider.measure.teacher_forcing import Text
 from outrider.models.few_tokens import with_few_tokens
@@ -69,10 +69,10 @@ def _suffix(corpus: Sequence[Sequence[int]]) -> Drafter:
     return suffix_drafter(Corpus(corpus), min_prob=0.02)
 
 
-def _eagle3(context_len: int | None = None, window: int | None = None, **options: Any) -> Pair:
+def _eagle3(context_len: int | None = None, **options: Any) -> Pair:
     """Two layers, norms of EAGLE-3.1, and three of the tokens."""
     target = _target(4)
-    layers: dict[str, Any] = {"num_layers": 2, "fc_norm": True, "norm_output": True, "window": window}
+    layers: dict[str, Any] = {"num_layers": 2, "fc_norm": True, "norm_output": True}
     drafter = eagle3_drafter(target, token_ids=[0, 1, 3], context_len=context_len, **layers)
     return target, head_drafter(drafter.models[0], DraftOptions(**options))
 
@@ -134,14 +134,12 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "translated": _translated,
     "translated, short context": lambda: _translated(context_len=24),
     "hybrid": lambda: _hybrid(_model(), CORPUS),
-    "hybrid, no match": lambda: _hybrid(_model(), [3, 3, 3]),
     "hybrid with a head": lambda: _hybrid(_eagle3(), CORPUS),
     "dflash": _block,
     "dflash2": lambda: _block(is_second=True, selector_top_k=3),
     "dflash, from the anchor": lambda: _block(layout="speculators", sample_from_anchor=True),
     "self": _self,
     "eagle3, short context": lambda: _eagle3(context_len=6),
-    "eagle3, window": lambda: _eagle3(window=4),
     "dflash, short context": lambda: _block(layers={"max_position_embeddings": 6}),
     "few tokens": lambda: _few(_model(), [1, 3], model_drafter),
     "few tokens, other tokens": lambda: _few(_other_tokens(), [0, 1], model_drafter),
@@ -350,6 +348,7 @@ def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatc
         ("dflash", head_states.BlockSession, "assign"),
         ("dflash", head_states.BlockSession, "observe"),
         ("suffix", SuffixSession, "assign"),
+        ("translated", ModelSession, "forget"),
     ],
 )
 def test_a_stale_context_is_detected(name: str, session: type, what: str, monkeypatch: pytest.MonkeyPatch) -> None:

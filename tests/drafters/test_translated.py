@@ -4,7 +4,6 @@ import json
 import logging
 import random
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +14,10 @@ from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 from contract import check_state
 from outrider.api import load
 from outrider.decoder import Decoder
-from outrider.drafters.base import Drafter
-from outrider.drafters.draft_options import NO_OPTIONS, DraftOptions
-from outrider.drafters.model import ModelSession
 from outrider.drafters.translated import translated_drafter
 from outrider.errors import OptionError, TokenizerMismatch
 from outrider.measure.log import Header
 from outrider.measure.replay import replay
-from outrider.runtime.lm import LM
 from outrider.sampling.rules import REJECTION
 from outrider.text.spelling import Spelling
 from pairs import byte_level_tokenizer, embedded, random_llama, zoo
@@ -56,33 +51,14 @@ def _pair(num_merges: int = 1500, acceptance: str = "block") -> Decoder:
     return load(target, draft, tokenizer=own, draft_tokenizer=tokenizer, device="cpu", acceptance=acceptance)
 
 
-def _spelling() -> Spelling:
-    """Of 60 tokens the draft has the even ones up to 40, and spells the others in one to three of its 30."""
-    generator = random.Random(0)
-    equals = [i // 2 if i % 2 == 0 and i <= 40 else -1 for i in range(60)]
-    spelled = [
-        (equal,) if equal >= 0 else tuple(generator.randrange(30) for _ in range(generator.randint(1, 3)))
-        for equal in equals
-    ]
-    return Spelling(tuple(equals), tuple(spelled))
-
-
-SPELLING = _spelling()
-
-
-def _toy(options: DraftOptions = NO_OPTIONS, context_len: int = 256) -> tuple[LM, Drafter]:
-    draft = as_lm(tiny_llama(1, vocab_size=30), "draft", context_len)
-    return as_lm(tiny_llama()), translated_drafter(draft, SPELLING, options)
-
-
 def test_logits_are_those_of_equal_tokens() -> None:
     """Fed with the target's tokens or its own, as it spells them."""
-    _, drafter = _toy()
-    lm, own = drafter.models[0], as_lm(tiny_llama(1, vocab_size=30))
+    own, equals = as_lm(tiny_llama(1, vocab_size=5)), (2, -1, 0, -1)
+    lm = own.with_tokens(equals)
     with torch.inference_mode():
-        got = lm.forward(torch.tensor([[6, 60 + 7, 40]]), torch.arange(3)[None], lm.new_cache(1, 16), 16)
-        want = own.forward(torch.tensor([[3, 7, 20]]), torch.arange(3)[None], own.new_cache(1, 16), 16)
-    for token, i in enumerate(SPELLING.equals):
+        got = lm.forward(torch.tensor([[0, 4 + 3, 2]]), torch.arange(3)[None], lm.new_cache(1, 16), 16)
+        want = own.forward(torch.tensor([[2, 3, 0]]), torch.arange(3)[None], own.new_cache(1, 16), 16)
+    for token, i in enumerate(equals):
         assert torch.equal(got[..., token], want[..., i]) if i >= 0 else bool((got[..., token] == -1e4).all())
 
 
@@ -112,16 +88,6 @@ def test_a_long_spelling_ends_drafting() -> None:
     check_state(target, drafter, [(long, rest), (long[:4], rest), (rest, [9] * 20 + rest)], 2)
 
 
-def test_stale_and_missing_tokens_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the contract, which the drafter keeps otherwise (test_contract.py)."""
-    target, drafter = _toy()
-    generator = random.Random(1)
-    ids = [generator.randrange(60) for _ in range(37)]
-    monkeypatch.setattr(ModelSession, "forget", lambda *_: None)
-    with pytest.raises(AssertionError, match="q is off by"):
-        check_state(target, drafter, [(ids[:3], ids[3:17]), (ids[17:23], ids[23:])], 3)
-
-
 def test_the_share_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     _pair.cache_clear()
     with caplog.at_level(logging.WARNING):
@@ -134,11 +100,8 @@ def test_the_share_is_reported(caplog: pytest.LogCaptureFixture) -> None:
         next(replay([], header, decoder.drafter, "block", [2]))
 
 
-def test_too_few_tokens_in_common_are_refused(tmp_path: Path) -> None:
-    draft = random_llama(256)
+def test_too_few_tokens_in_common_are_refused() -> None:
+    own = {"tokenizer": embedded().tokenizer, "draft_tokenizer": byte_level_tokenizer()}
     with pytest.raises(TokenizerMismatch, match=r"4096 of 4096 tokens differ \(id 0 .* it has 256 of the 4096 tokens"):
-        load(embedded().target.model, draft, tokenizer=embedded().tokenizer, draft_tokenizer=byte_level_tokenizer())
-
-
-def test_models_without_a_tokenizer_are_taken_as_they_are() -> None:
-    assert load(random_llama(), random_llama(seed=1)).drafter.lm is not None
+        load(embedded().target.model, random_llama(256), **own)
+    assert load(random_llama(), random_llama(seed=1)).drafter.lm is not None  # without tokenizers, as they are

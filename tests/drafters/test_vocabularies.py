@@ -69,12 +69,6 @@ def test_only_unknown_tokens_are_allowed(caplog: pytest.LogCaptureFixture) -> No
     assert not caplog.messages
 
 
-def test_many_unknown_tokens_are_refused() -> None:
-    five_percent = [token if i >= 5 else f"other{i}" for i, token in enumerate(TARGET_TOKENS)]
-    with pytest.raises(TokenizerMismatch, match="5 of 99 tokens differ .id 0 is 'w0' / 'other0'"):
-        _pair(draft_tokens=five_percent)
-
-
 def test_numbers_of_tokens_tell_without_tokenizers(caplog: pytest.LogCaptureFixture) -> None:
     """Tokens beyond the target's do not matter."""
     (lm,) = outrider.load(random_llama(99), random_llama(97)).drafter.models
@@ -83,3 +77,6 @@ def test_numbers_of_tokens_tell_without_tokenizers(caplog: pytest.LogCaptureFixt
     tokenizers = {"tokenizer": _tokenizer(TARGET_TOKENS), "draft_tokenizer": _tokenizer([*TARGET_TOKENS, "more"])}
     decoder = outrider.load(random_llama(99), random_llama(100), **tokenizers)
     assert not caplog.messages and decoder.drafter.models[0].unknown_ids == ()
+    five_percent = [token if i >= 5 else f"other{i}" for i, token in enumerate(TARGET_TOKENS)]
+    with pytest.raises(TokenizerMismatch, match="5 of 99 tokens differ .id 0 is 'w0' / 'other0'"):
+        _pair(draft_tokens=five_percent)

@@ -3,6 +3,7 @@
     python tests/golden/make_eagle3.py
 
 The package is needed for this script only. The logits are those of its training forward: step j feeds the given tokens
+and, from step 1 on, the head's own outputs.
 """
 
 import json

@@ -23,7 +23,6 @@ _NUM, _STEPS = 11, 3
 _EAGLE3: dict[str, dict[str, Any]] = {
     "plain": {},
     "no embedding, few tokens": {"has_embedding": False, "token_ids": [*range(1, 90, 3)]},
-    "three layers": {"num_layers": 3, "norm_before_residual": False},
     "normed residual": {"norm_before_residual": True, "num_layers": 2},
     "EAGLE-3.1": {"fc_norm": True, "norm_output": True, "layout": "specforge"},
     "normed features": {"norm_before_fc": True, "layout": "safeailab"},
@@ -39,7 +38,6 @@ _BLOCKS: dict[str, dict[str, Any]] = {
     "its own tokens, few": {"layout": "speculators", "token_ids": [*range(1, 90, 3)]},
     "windows": {"layers": _WINDOW, "input_embedding_scale": 3.0, "output_multiplier": 0.5},
     "a long window": {"layers": _WINDOW | {"sliding_window": 7}, "block_size": 9, "is_causal": False},
-    "causal": {"is_causal": True, "layers": _WINDOW},
     "before the anchor": {"layout": "speculators", "layers": _WINDOW},
     "from the anchor": {"layout": "speculators", "sample_from_anchor": True, "final_logit_softcapping": 5.0},
 }

@@ -65,35 +65,22 @@ def write_block(
         tensors |= few_tokens(token_ids, num)
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     own = stated_layers("qwen3", config, num_layers, rope_parameters=rope, tie_word_embeddings=False, **(layers or {}))
-    mask_id = num - 1
-    stated: dict[str, Any]
+    second = second if is_second else {}
+    stated: dict[str, Any] = {"architectures": [f"DFlash{2 if is_second else ''}DraftModel"], "block_size": block_size}
     if layout == "speculators":
-        stated = {
-            "architectures": [f"{'DFlash2' if is_second else 'DFlash'}DraftModel"],
+        stated |= {
             "speculators_model_type": "dflash2" if is_second else "dflash",
             "transformer_layer_config": own,
             "draft_vocab_size": num if token_ids is None else len(token_ids),
-            "block_size": block_size,
-            "mask_token_id": mask_id,
+            "mask_token_id": num - 1,
             "aux_hidden_state_layer_ids": list(LAYERS),
-            **(second if is_second else {}),
-            **flags,
+            **second,
         }
     else:
-        stated = {
-            "architectures": [f"{'DFlash2' if is_second else 'DFlash'}DraftModel"],
-            "block_size": block_size,
-            "num_target_layers": config.num_hidden_layers,
-            "dflash_config": {
-                "mask_token_id": mask_id,
-                "target_layer_ids": [i - 1 for i in LAYERS],
-                **(second if is_second else {}),
-            },
-            **own,
-            **flags,
-        }
+        inner = {"mask_token_id": num - 1, "target_layer_ids": [i - 1 for i in LAYERS], **second}
+        stated |= {"num_target_layers": config.num_hidden_layers, "dflash_config": inner, **own}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(stated))
+    (folder / "config.json").write_text(json.dumps(stated | flags))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

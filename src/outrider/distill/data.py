@@ -85,23 +85,19 @@ def generate_sequences(
             on_done(len(indices))
 
 
-def read_sequences(folder: Path, *, num_sequences: int, length: int) -> tuple[Tensor, Tensor]:
-    """Read the sequences that all processes have generated.
-
-    Returns:
-        ids [num_sequences, length], and the number of prompt tokens [num_sequences].
-
-    Raises:
-        FileError: a file is missing or damaged.
-    """
+def read_sequences(folder: Path, *, num_sequences: int, length: int) -> tuple[Tensor, list[Text]]:
+    """Read the sequences that all processes have generated; the last ones are held out, to be scored after their
+    prompts: [M, length], and texts. Raises FileError: a file is missing or damaged."""
     parts = []
     for path, indices in _files(folder, num_sequences):
         part = _stored(path, (len(indices), length))
         if part is None:
             raise FileError(f"{path} cannot be read: remove it and start again")
         parts.append(part)
-    ids, num_given = zip(*parts, strict=True)
-    return torch.cat(ids), torch.cat(num_given)
+    written, num_given = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    num_held = min(max(1, round(_HELD_OUT * len(written))), _MOST_HELD_OUT)
+    pairs = zip(written[-num_held:].tolist(), num_given[-num_held:].tolist(), strict=True)
+    return written[:-num_held], [Text(ids, given) for ids, given in pairs]
 
 
 def _files(folder: Path, num_sequences: int) -> list[tuple[Path, range]]:
@@ -168,10 +164,11 @@ class Mixture:
         if self.text is not None and len(self.text) < self.length:
             raise OptionError("length", self.length, f"the text has only {len(self.text)} tokens to train on")
 
-    def token_counts(self, vocab_size: int) -> Tensor:
-        """How often the tokens occur in the data. [V]"""
+    def most_frequent(self, num_tokens: int, vocab_size: int) -> Tensor:
+        """Ids of the most frequent tokens, ascending; of equally frequent ones the lowest. [num_tokens]"""
         parts = [part.flatten() for part in (self.text, self.written) if part is not None]
-        return torch.cat(parts).bincount(minlength=vocab_size)
+        counts = torch.cat(parts).bincount(minlength=vocab_size)
+        return torch.sort(counts, descending=True, stable=True).indices[:num_tokens].sort().values
 
     def __getitem__(self, index: int) -> Tensor:
         random = _random(self.seed, "sequence", index)
@@ -207,18 +204,3 @@ def pack(texts: Sequence[Text], length: int, seed: int) -> tuple[Tensor, list[Te
         raise OptionError("length", length, f"{len(texts)} outputs are too few or too short, or all begin later")
     scored = [Text(texts[i].ids[:length], texts[i].num_given) for i in held_out]
     return ids[: num * length].view(num, length), scored
-
-
-def hold_out(written: Tensor, num_given: Tensor) -> tuple[Tensor, list[Text]]:
-    """Hold out the last sequences, to be scored after their prompts.
-
-    Args:
-        written: generated sequences. [M, length]
-        num_given: prompt tokens. [M]
-
-    Returns:
-        [M', length], and the held-out sequences.
-    """
-    num_held = min(max(1, round(_HELD_OUT * len(written))), _MOST_HELD_OUT)
-    pairs = zip(written[-num_held:].tolist(), num_given[-num_held:].tolist(), strict=True)
-    return written[:-num_held], [Text(ids, given) for ids, given in pairs]

@@ -46,12 +46,6 @@ def default_features(num_layers: int) -> tuple[int, int, int]:
     return usual if usual[0] < usual[1] < usual[2] else shallow
 
 
-def most_frequent(counts: Tensor, num_tokens: int) -> Tensor:
-    """Ids of the most frequent tokens, ascending; of equally frequent ones the lowest. [V] -> [num_tokens]"""
-    order = torch.sort(counts, descending=True, stable=True).indices
-    return order[:num_tokens].sort().values
-
-
 def unroll(head: Head, ids: Tensor, target_logits: Tensor, features: Tensor, depth: int) -> Iterator[Pair]:
     """Follow rounds along sequences.
 

@@ -177,7 +177,10 @@ def distil(
         return run.checks
     accelerator = Accelerator(cpu=device.type == "cpu")
     model, optimizer = accelerator.prepare(student.module, optimizer)
-    run.begin()
+    drafter = student.as_stored(output.name, save_dtype)
+    run.costs = _of_first(measure_round_costs(student.target, drafter, REJECTION))
+    if not run.checks:  # of a draft that is not trained
+        run.check()
     last = last_save = time.perf_counter()
     while not run.is_over():
         for group in optimizer.param_groups:
@@ -237,13 +240,6 @@ class _Run:
     def is_over(self) -> bool:
         """Whether the budget is spent, or alpha has stopped improving."""
         return self.spent >= 1.0 or self.num_idle >= self.recipe.patience
-
-    def begin(self) -> None:
-        """Time rounds, and check a draft that is not trained."""
-        drafter = self.student.as_stored(self.output.name, self.save_dtype)
-        self.costs = _of_first(measure_round_costs(self.student.target, drafter, REJECTION))
-        if not self.checks:
-            self.check()
 
     def advance(self, loss: float, step_s: float) -> bool:
         """Count a step. Returns whether a check is due."""

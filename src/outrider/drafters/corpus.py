@@ -43,10 +43,7 @@ class Corpus:
     """
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
-        """
-        Args:
-            sequences: at least one token.
-        """
+        """Sort the places of sequences, of at least one token in all."""
         ids = np.concatenate([np.array([*sequence, _END], dtype=np.int32) for sequence in sequences])
         assert (ids >= 0).any()
         # Compared as bytes, big-endian numbers are compared as numbers, the end as the largest.
@@ -56,10 +53,6 @@ class Corpus:
         # Those after token i are begins[i] to begins[i + 1], so that most of the bisection is one look-up.
         self._begins = np.concatenate(([0], np.bincount(ids[ids >= 0]).cumsum())).astype(np.int32).data
         self.digest = hashlib.sha256(self._reversed).hexdigest()[:8]
-
-    def __len__(self) -> int:
-        """Number of tokens, and of ends."""
-        return len(self._ids)
 
     def continuation(self, last_ids: Sequence[int]) -> Iterator[tuple[int, int, int, int]]:
         """See ``SuffixIndex.continuation``. Of many places, 16 evenly spaced ones are counted; of equally frequent
@@ -99,7 +92,7 @@ class Corpus:
             end = bisect_right(self._places, wanted[:num_bytes], at, end, key=before)
         num_taken = min(end - begin, _MOST_PLACES)
         taken = (self._places[begin + i * (end - begin) // num_taken] for i in range(num_taken))
-        return [len(self) - place for place in taken], length
+        return [len(self._ids) - place for place in taken], length
 
 
 def _num_equal(a: bytes, b: bytes) -> int:

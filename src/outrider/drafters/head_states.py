@@ -105,11 +105,9 @@ def feed_blocks(
         return module.logits(slots), slots
 
 
-def _at_once(
-    run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, cache: SlotCache, last_ids: Tensor, lengths: Tensor
-) -> LogitsAt:
+def _at_once(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
     """A forward for all tokens, whose logits may be corrected by the token before each one."""
-    logits, slots = run(feed_blocks, (view_len, k), cache, last_ids, lengths, num_wanted)
+    logits, slots = run(feed_blocks, (view_len, k), *own, num_wanted)
     correct = head.model.candidate_selector
 
     def logits_at(i: int, ids: Tensor, num_drafted: Tensor) -> Tensor:
@@ -158,16 +156,13 @@ def feed_shared(
     return of_tokens(head, logits), states
 
 
-def _in_place(
-    run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, cache: SlotCache, shared: SlotCache, lengths: Tensor
-) -> LogitsAt:
+def _in_place(run: Any, head: LM, k: int, view_len: int, num_wanted: Tensor, *own: Any) -> LogitsAt:
     """A forward for each token, all at the place of the last committed one.
 
     Args:
-        cache: the states.
-        shared: keys and values of the target.
-        lengths: [B]
+        own: the cache of states; keys and values of the target; lengths [B].
     """
+    cache, shared, lengths = own
     positions = torch.where(num_wanted > 0, lengths - 1, -1)[:, None]
     states = stored_states(cache, positions - 1)
 

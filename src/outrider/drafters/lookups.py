@@ -108,11 +108,8 @@ class SuffixSession(Session):
         return found
 
     def _likely(self, continuation: Iterable[tuple[int, int, int, int]], k: int) -> tuple[float, list[int]]:
-        """Cut a continuation at k tokens, and where it becomes unlikely.
-
-        Returns:
-            Expected number of accepted tokens; the tokens.
-        """
+        """Cut a continuation at k tokens, and where it becomes unlikely: the expected number of accepted tokens, and
+        the tokens."""
         score, prob, ids = 0.0, 1.0, list[int]()
         for token, count, num_followed, length in continuation:
             prob *= count / (num_followed + _DOUBT / length)

@@ -218,14 +218,9 @@ class ModelSession(Session):
         while begin < len(lacking):
             end = begin + num_together(lacking[begin:], self._lm.device)
             if num_columns := max(lacking[begin:end]):
-                self._lm.prefill(
-                    rows.ids[begin:end],
-                    starts[begin:end],
-                    ends[begin:end],
-                    self._cache.rows(begin, end),
-                    latest=max(begins[begin:end]),
-                    num_columns=num_columns,
-                )
+                part, cache = slice(begin, end), self._cache.rows(begin, end)
+                given = rows.ids[part], starts[part], ends[part], cache
+                self._lm.prefill(*given, latest=max(begins[part]), num_columns=num_columns)
             begin = end
         cached.copy_(ends)
         return gap == _ASSIGNED

@@ -31,18 +31,11 @@ _LOST = 2**40  # length of a sequence that is too long for the draft, now and la
 
 
 def translated_drafter(lm: LM, spelling: Spelling, options: DraftOptions = NO_OPTIONS) -> Drafter:
-    """Draft with a language model of other tokens. Raises OptionError.
-
-    Args:
-        lm: with its own tokens.
-        options: greedy, and a least probability.
-    """
+    """Draft with a language model of other tokens, perhaps greedily or with a least probability. Raises OptionError."""
     options.check_taken(lm.name, "is_greedy", "min_prob")
     return Drafter(
         options.full_name(lm.name),
-        lambda models, num_slots, capacity, device, _: TranslatedSession(
-            models[0], spelling, options, num_slots, capacity, device
-        ),
+        lambda models, *sizes: TranslatedSession(models[0], spelling, options, *sizes[:3]),
         (lm.with_tokens(spelling.equals),),
         is_one_hot=options.is_greedy,
         reads_on_host=True,
@@ -54,16 +47,13 @@ class TranslatedSession(Session):
 
     A spelled sequence may be longer than the target's, on average by the factor ``_most_per_token``, so that the
     cache has a fixed size. One that once was longer, or exceeds the draft's context, is *lost*: nothing is drafted for
-    it from there on. (That is a function of its tokens, too.)
+    it from there on. (That is a function of its tokens, too.) The draft has the target's vocabulary by
+    ``LM.with_tokens``.
     """
 
     def __init__(
         self, lm: LM, spelling: Spelling, options: DraftOptions, num_slots: int, capacity: int, device: torch.device
     ) -> None:
-        """
-        Args:
-            lm: with the target's vocabulary (``LM.with_tokens``).
-        """
         spelled, prefix = spelling.spelled, spelling.prefix
         self._context_len = lm.context_len
         self._most = max(map(len, spelled))  # own tokens of one of the target's

@@ -225,6 +225,18 @@ def write_folder(
     if sampling.temperature > 0:
         tau = "This is lossless, but tau (tokens per round) depends on the rule; other engines differ."
     name = f"{draft.spec.name}:greedy" if rule == "greedy" else draft.spec.name
+    architectures = {target.architecture} | ({draft.architecture} if draft.kind is None else set())
+    known = f"{' and '.join(sorted(architectures))}: known to {engine.name} {engine.version}."
+    if unknown := sorted(architectures - FAMILIES):
+        known = f"**{' and '.join(unknown)}: not among the architectures checked** in {engine.version}."
+    sizes = target.config.vocab_size, draft.config.vocab_size
+    checked = [
+        f"The head is for a target of {sizes[1]} tokens."
+        if draft.kind
+        else "Both tokenizers have the same tokens under the same ids.",
+        f"vocab_size {sizes[0]} and {sizes[1]}; context {target.context_len} and {draft.context_len}.",
+        known,
+    ]
     url = f"http://127.0.0.1:{engine.port}/v1/completions"
     lines = [
         f"# {target.spec.name} with the draft {draft.spec.name}, for {engine.name}",
@@ -249,7 +261,7 @@ def write_folder(
         "",
         "## Checked",
         "",
-        *(f"- {line}" for line in _checks(engine, target, draft)),
+        *(f"- {line}" for line in checked),
         "",
         "## Notes",
         "",
@@ -264,35 +276,12 @@ def write_folder(
 
 
 def _conversion(name: str, spec: ModelSpec, target: ModelSpec | None = None) -> list[str]:
-    """Shell commands for llama.cpp's own converter, in its repository.
-
-    Args:
-        target: of a head.
-    """
-
-    def folder(name: str, spec: ModelSpec) -> str:
-        return str(spec.path.resolve()) if spec.path is not None else f"{name}-checkpoint"
-
-    words = ["python", "convert_hf_to_gguf.py", folder(name, spec), "--outfile", f"{name}.gguf"]
-    if target is not None:
-        words += ["--target-model-dir", folder("target", target)]
-    fetch = ["hf", "download", str(spec.hub), "--local-dir", folder(name, spec)]
+    """Shell commands for llama.cpp's own converter, in its repository; of a head with its target."""
+    folders = {
+        one: f"{one}-checkpoint" if model.path is None else str(model.path.resolve())
+        for one, model in (("target", target or spec), (name, spec))
+    }
+    words = ["python", "convert_hf_to_gguf.py", folders[name], "--outfile", f"{name}.gguf"]
+    words += [] if target is None else ["--target-model-dir", folders["target"]]
+    fetch = ["hf", "download", str(spec.hub), "--local-dir", folders[name]]
     return [*([] if spec.path is not None else [shlex.join(fetch)]), shlex.join(words)]
-
-
-def _checks(engine: Engine, target: DescribedModel, draft: DescribedModel) -> list[str]:
-    architectures = {target.architecture}
-    if draft.kind is None:
-        architectures.add(draft.architecture)
-        lines = [
-            "Both tokenizers have the same tokens under the same ids.",
-            f"vocab_size {target.config.vocab_size} and {draft.config.vocab_size}; context {target.context_len} and "
-            f"{draft.context_len}.",
-        ]
-    else:
-        lines = [f"The head is for a target of {draft.config.vocab_size} tokens."]
-    if unknown := sorted(architectures - FAMILIES):
-        lines.append(f"**{' and '.join(unknown)}: not among the architectures checked** in {engine.version}.")
-    else:
-        lines.append(f"{' and '.join(sorted(architectures))}: known to {engine.name} {engine.version}.")
-    return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,41 +24,27 @@ if TYPE_CHECKING:
     from outrider.distill.train import Check
     from outrider.measure.teacher_forcing import Text
 
-_DEFAULT_MINUTES = 10.0
-_DEFAULT_DEPTH = 5
-
-_SHAPE, _TRAINING, _MACHINE = "Shape", "Training", "Machine"
+_shape, _training, _machine = (partial(typer.Option, rich_help_panel=name) for name in ("Shape", "Training", "Machine"))
 
 
 @dataclass(frozen=True)
 class ShapeOptions:
     """Kind, size and initial weights of a draft."""
 
-    kind: Annotated[
-        str, typer.Option(help="model, or eagle3: a head on the target's hidden states.", rich_help_panel=_SHAPE)
-    ] = "model"
-    layers: Annotated[
-        int | None, typer.Option(help="Number of layers. Default: a sixteenth of the target's.", rich_help_panel=_SHAPE)
-    ] = None
-    hidden_size: Annotated[
-        int | None, typer.Option(help="Hidden size. Default: the target's.", rich_help_panel=_SHAPE)
-    ] = None
+    kind: Annotated[str, _shape(help="model, or eagle3: a head on the target's hidden states.")] = "model"
+    layers: Annotated[int | None, _shape(help="Number of layers. Default: a sixteenth of the target's.")] = None
+    hidden_size: Annotated[int | None, _shape(help="Hidden size. Default: the target's.")] = None
     init: Annotated[
         str,
-        typer.Option(
+        _shape(
             help="Initial weights: target (some of its layers, part of its width), scratch (random), or an existing "
-            "draft (known name, folder or hub id).",
-            rich_help_panel=_SHAPE,
+            "draft (known name, folder or hub id)."
         ),
     ] = "target"
     draft_vocab: Annotated[
-        int | None,
-        typer.Option(help="Tokens that the draft can draft, the most frequent. Default: all.", rich_help_panel=_SHAPE),
+        int | None, _shape(help="Tokens that the draft can draft, the most frequent. Default: all.")
     ] = None
-    depth: Annotated[
-        int | None,
-        typer.Option(help="Of a head: tokens that it drafts in a row in training. Default: 5.", rich_help_panel=_SHAPE),
-    ] = None
+    depth: Annotated[int | None, _shape(help="Of a head: tokens drafted in a row in training. Default: 5.")] = None
 
     def __post_init__(self) -> None:
         if self.kind not in ("model", "eagle3"):
@@ -79,7 +66,7 @@ class ShapeOptions:
     @property
     def num_drafted(self) -> int:
         """Tokens that a head drafts in a row in training; 0 for a model."""
-        return 0 if self.kind == "model" else self.depth or _DEFAULT_DEPTH
+        return 0 if self.kind == "model" else self.depth or 5
 
 
 @dataclass(frozen=True)
@@ -99,18 +86,14 @@ class TrainingOptions:
     written_fraction: Annotated[
         float, typer.Option(help="With --data: fraction of generated sequences in training.")
     ] = 0.5
-    length: Annotated[int, typer.Option(help="Tokens per sequence.", rich_help_panel=_TRAINING)] = 256
-    steps: Annotated[int | None, typer.Option(help="Number of training steps.", rich_help_panel=_TRAINING)] = None
-    minutes: Annotated[
-        float | None, typer.Option(help="Minutes of training. Default: 10.", rich_help_panel=_TRAINING)
-    ] = None
-    loss: Annotated[str, typer.Option(help="Loss: kl, tv or lk.", rich_help_panel=_TRAINING)] = "kl"
-    batch_size: Annotated[int, typer.Option(help="Sequences per step on each device.", rich_help_panel=_TRAINING)] = 8
-    learning_rate: Annotated[float, typer.Option(help="Peak learning rate.", rich_help_panel=_TRAINING)] = 2e-3
-    patience: Annotated[
-        int, typer.Option(help="Stop after this many checks (of 20) without a better alpha.", rich_help_panel=_TRAINING)
-    ] = 8
-    seed: Annotated[int, typer.Option(rich_help_panel=_TRAINING)] = 0
+    length: Annotated[int, _training(help="Tokens per sequence.")] = 256
+    steps: Annotated[int | None, _training(help="Number of training steps.")] = None
+    minutes: Annotated[float | None, _training(help="Minutes of training. Default: 10.")] = None
+    loss: Annotated[str, _training(help="Loss: kl, tv or lk.")] = "kl"
+    batch_size: Annotated[int, _training(help="Sequences per step on each device.")] = 8
+    learning_rate: Annotated[float, _training(help="Peak learning rate.")] = 2e-3
+    patience: Annotated[int, _training(help="Stop after this many checks (of 20) without a better alpha.")] = 8
+    seed: Annotated[int, _training()] = 0
 
     def __post_init__(self) -> None:
         for name, value in (("--written", self.num_written), ("--length", self.length)):
@@ -134,14 +117,13 @@ def distill(
     shape: ShapeOptions,
     training: TrainingOptions,
     models: Annotated[Path | None, typer.Option(help="TOML file with more model names.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1 or mps.", rich_help_panel=_MACHINE)] = "auto",
+    device: Annotated[str, _machine(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto",
     threads: Annotated[
         int | None,
-        typer.Option(
+        _machine(
             min=1,
             metavar="N",
             help="CPU threads. Default: OMP_NUM_THREADS; else one for each physical core, without efficiency cores.",
-            rich_help_panel=_MACHINE,
         ),
     ] = None,
     allow_pickle: AllowPickleOption = False,
@@ -157,14 +139,14 @@ def distill(
         from accelerate import PartialState
 
         from outrider.api import load
-        from outrider.distill.heads import HeadStudent, most_frequent, new_eagle3
+        from outrider.distill.heads import HeadStudent, new_eagle3
         from outrider.distill.student import TOKENS, ModelStudent
         from outrider.distill.train import Recipe, distil
         from outrider.models.reading import stored_dtype
         from outrider.models.registry import resolve
 
     if training.steps is None and minutes is None:
-        minutes = _DEFAULT_MINUTES
+        minutes = 10.0
     same = {name: getattr(training, name) for name in ("loss", "batch_size", "learning_rate", "patience", "seed")}
     recipe = Recipe(num_steps=training.steps, seconds=None if minutes is None else 60 * minutes, **same)
     processes = PartialState()  # before loading the target: under `accelerate launch` it sets this process's GPU
@@ -191,7 +173,7 @@ def distill(
     mixture, held_out = _data(decoder, training, output, options)
     token_ids = None
     if shape.draft_vocab is not None and shape.draft_vocab < lm.vocab_size:
-        token_ids = most_frequent(mixture.token_counts(lm.vocab_size), shape.draft_vocab)
+        token_ids = mixture.most_frequent(shape.draft_vocab, lm.vocab_size)
     student: Student = (
         HeadStudent(lm, new_eagle3(lm, token_ids, training.seed), shape.num_drafted)
         if model is None
@@ -303,7 +285,7 @@ def _data(
             sizes = {"num_sequences": num_sequences, "length": length, "seed": training.seed}
             data.generate_sequences(decoder, text, folder, **sizes, share=share, on_done=advance)
         processes.wait_for_everyone()
-        packed = data.hold_out(*data.read_sequences(folder, num_sequences=num_sequences, length=length))
+        packed = data.read_sequences(folder, num_sequences=num_sequences, length=length)
     sequences, held_out = packed
     trained_on = None if fraction == 1 else text
     return data.Mixture(

@@ -14,7 +14,7 @@ rejection that generator leaves keys of rejected tokens visible; here they are h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -126,7 +126,15 @@ def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name
     config = CONFIG_MAPPING[stated["model_type"]].from_dict(dict(stated))
     own = config.get_text_config(decoder=True)
     own._attn_implementation = target.model.config._attn_implementation
-    head = AssistantHead(config, own, _shared_layers(own.layer_types, name, target), target)
+    of_target = target.model.config.get_text_config(decoder=True)
+    types = list(getattr(of_target, "layer_types", None) or ())
+    types = types[: len(types) - (getattr(of_target, "num_kv_shared_layers", None) or 0)]  # others have no keys
+    shared = {kind: max((i for i, one in enumerate(types) if one == kind), default=-1) for kind in own.layer_types}
+    if lacking := [kind for kind, i in shared.items() if i < 0]:
+        raise UnsupportedModel(
+            f"{name} reads keys and values of layers of the type {lacking[0]}, which {target.name} does not have"
+        )
+    head = AssistantHead(config, own, shared, target)
     _check(head, config, name, target)
     tensors = dict(stored)
     embedding = tensors.pop("model.embed_tokens.weight", None)
@@ -143,19 +151,6 @@ def load_assistant(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name
         state = torch.zeros(1, 1, head.state_size, dtype=target.dtype, device=target.device)
         head(place, state, place, SlotCache.empty(target.layer_shapes, 1, 1).of_layers(head.shared_layers), 1)
     return head
-
-
-def _shared_layers(types: Sequence[str], name: str, target: LM) -> dict[str, int]:
-    """The last layer of a target with keys and values, for each type of an assistant's layers."""
-    config = target.model.config.get_text_config(decoder=True)
-    own = list(getattr(config, "layer_types", None) or ())
-    own = own[: len(own) - (getattr(config, "num_kv_shared_layers", None) or 0)]
-    found = {kind: max((i for i, one in enumerate(own) if one == kind), default=-1) for kind in types}
-    if lacking := [kind for kind, i in found.items() if i < 0]:
-        raise UnsupportedModel(
-            f"{name} reads keys and values of layers of the type {lacking[0]}, which {target.name} does not have"
-        )
-    return found
 
 
 def _check(head: AssistantHead, config: Any, name: str, target: LM) -> None:

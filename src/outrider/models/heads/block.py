@@ -43,7 +43,6 @@ from outrider.runtime.vocabulary import UNKNOWN
 _KINDS = ("dflash", "dflash2")  # in the speculators layout; others have the same tensors, and more
 # Settings, and the beginnings of the weights that they promise.
 _PROMISES = {"selector_rank": "candidate_selector.", "conv_kernel_size": "layers.0.attention_conv."}
-_CONVOLUTIONS = ("attention_conv", "mlp_conv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,12 +152,7 @@ class BlockHead(Head):
     mask_id: int
 
     def __init__(self, config: Any, stated: Mapping[str, Any], tensors: Mapping[str, Tensor], target: LM) -> None:
-        """
-        Args:
-            config: of its layers.
-            stated: its config.json.
-            tensors: its weights; they decide what there is.
-        """
+        """Arguments: see ``Eagle3Head``."""
         super().__init__()
         self.features = _features(stated, config, target)
         self.reaches = _reaches(stated, config, window_of(stated.get("transformer_layer_config") or stated, target))
@@ -182,7 +176,7 @@ class BlockHead(Head):
             self.is_convolved = bool(_part_of(tensors, "layers.0.attention_conv."))
             if self.is_convolved:
                 for layer in self.layers:
-                    for part in _CONVOLUTIONS:
+                    for part in ("attention_conv", "mlp_conv"):
                         setattr(layer, part, DynamicConvolution(_part_of(tensors, f"layers.0.{part}.")))
             self.candidate_selector = None
             if selector := _part_of(tensors, "candidate_selector."):

@@ -41,12 +41,7 @@ LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 """Key of the features of an EAGLE-3 head in a config.json."""
 
 # The layout of DeepSeek and GLM, in the names of Qwen's.
-_RENAMED = {
-    "eh_proj": "fc",
-    "enorm": "pre_fc_norm_embedding",
-    "hnorm": "pre_fc_norm_hidden",
-    "shared_head.norm": "norm",
-}
+_NAMES = {"eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "shared_head.norm": "norm"}
 _OF_TARGET = ("embed_tokens.", "shared_head.head.")  # copies of the target's weights
 _PROMISES = ("mtp_num_hidden_layers", "num_nextn_predict_layers", "num_mtp_layers")
 
@@ -284,8 +279,8 @@ def load_mtp(stored: Mapping[str, Tensor], prefix: str, name: str, target: LM) -
         if key.startswith(_OF_TARGET):
             continue
         if "mtp." not in prefix:
-            part = next((old for old in _RENAMED if key.startswith(f"{old}.")), None)
-            key = f"layers.0.{key}" if part is None else _RENAMED[part] + key.removeprefix(part)
+            part = next((old for old in _NAMES if key.startswith(f"{old}.")), None)
+            key = f"layers.0.{key}" if part is None else _NAMES[part] + key.removeprefix(part)
         if not re.match(r"layers\.[1-9]", key):  # further layers predict tokens further on: only the first is used
             tensors[key] = value
     config: Any = target.model.config

@@ -103,7 +103,7 @@ def check_runs(name: str, tensors: Iterable[str], thing: str | None) -> None:
         thing: as ``head_named`` has it.
     """
     found = next((one for part, one in _NOT_RUN.items() if any(key.startswith(part) for key in tensors)), None)
-    if found is None and thing is not None and any(kind in thing for kind in ("DSpark", "LiLiCorr")):
+    if found is None and any(kind in (thing or "") for kind in ("DSpark", "LiLiCorr")):
         found = thing
     if found is not None:
         remedy = "take an EAGLE-3, DFlash or DFlash 2 head of its target, or a draft model"
@@ -156,20 +156,18 @@ def load_mtp_of(target: LM, *, allow_pickle: bool = False) -> LM:
             f"{target.name} is a model in memory that was not loaded from files: it has no MTP layers"
         )
     name, prefix = f"the MTP layer of {target.name}", _MTP_PREFIX
-    if is_gguf(Path(location)):
-        from outrider.models.gguf.file import GgufFile
-        from outrider.models.gguf.heads import gguf_mtp
-
-        with building(f"no head can be built of {name}"):
-            tensors = gguf_mtp(GgufFile.open(Path(location)), name, model.config, digits_beside(target))
-        if not tensors:
-            raise UnsupportedModel(f"the file of {target.name} has no MTP layers: choose another draft")
-    else:
-        files = find_tensors(location, allow_pickle=allow_pickle)
-        prefix = mtp_prefix(files, target)
-        with building(f"no head can be built of {name}"):
-            tensors = without_fp8(read_tensors(location, files, prefix), read_config(location))
     with building(f"no head can be built of {name}"):
+        if is_gguf(Path(location)):
+            from outrider.models.gguf.file import GgufFile
+            from outrider.models.gguf.heads import gguf_mtp
+
+            tensors = gguf_mtp(GgufFile.open(Path(location)), name, model.config, digits_beside(target))
+            if not tensors:
+                raise UnsupportedModel(f"the file of {target.name} has no MTP layers: choose another draft")
+        else:
+            files = find_tensors(location, allow_pickle=allow_pickle)
+            prefix = mtp_prefix(files, target)
+            tensors = without_fp8(read_tensors(location, files, prefix), read_config(location))
         return head_lm(load_mtp(tensors, prefix, name, target), f"{target.name}:{MTP}", target)
 
 
