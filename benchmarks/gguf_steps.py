@@ -44,9 +44,8 @@ def _qwen35() -> Case:
     fields = {"hidden_size": 1024, "intermediate_size": 3584, "num_hidden_layers": 24, "head_dim": 256}
     fields |= {"num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 248320, "tie_word_embeddings": True}
     fields |= {"linear_num_key_heads": 16, "linear_num_value_heads": 16, "rms_norm_eps": 1e-6}
-    keys = {"full_attention_interval": 4, "rope.dimension_sections": [11, 11, 10, 0], "ssm.conv_kernel": 4}
-    keys |= {"ssm.state_size": 128, "ssm.group_count": 16, "ssm.time_step_rank": 16, "ssm.inner_size": 2048}
-    return Case("qwen3_5_text", "qwen35", fields, _head_dim(keys, 256))
+    keys = {"full_attention_interval": 4, "rope.dimension_sections": [11, 11, 10, 0]}
+    return Case("qwen3_5_text", "qwen35", fields, keys)
 
 
 def _gemma4() -> Case:
@@ -60,21 +59,14 @@ def _gemma4() -> Case:
     fields |= {"layer_types": types, "sliding_window": 512, "num_kv_shared_layers": 20, "use_double_wide_mlp": True}
     fields |= {"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 256, "rope_parameters": ropes}
     fields |= {"tie_word_embeddings": True, "final_logit_softcapping": 30.0, "rms_norm_eps": 1e-6}
-    keys = {
-        "attention.key_length_swa": 256,
-        "attention.value_length_swa": 256,
-        "attention.shared_kv_layers": 20,
-        "attention.sliding_window": 512,
-        "attention.sliding_window_pattern": [kind == "sliding_attention" for kind in types],
-        "embedding_length_per_layer_input": 256,
-        "feed_forward_length": [6144] * 15 + [12288] * 20,
-        "final_logit_softcapping": 30.0,
-        "rope.dimension_count": 512,
-        "rope.dimension_count_swa": 256,
-        "rope.freq_base_swa": 10000.0,
-    }
     factors = np.array([1.0] * 64 + [1e30] * 192, np.float32)
-    return Case("gemma4_text", "gemma4", fields, _head_dim(keys, 512), {"rope_freqs.weight": factors})
+    return Case(
+        "gemma4_text",
+        "gemma4",
+        fields,
+        {"feed_forward_length": [6144] * 15 + [12288] * 20},
+        {"rope_freqs.weight": factors},
+    )
 
 
 def _gpt_oss() -> Case:
@@ -83,14 +75,7 @@ def _gpt_oss() -> Case:
     fields = {"hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 6, "head_dim": 64}
     fields |= {"num_attention_heads": 64, "num_key_value_heads": 8, "vocab_size": 201088, "sliding_window": 128}
     fields |= {"num_local_experts": 32, "num_experts_per_tok": 4, "rope_parameters": rope, "rms_norm_eps": 1e-5}
-    keys = {"attention.sliding_window": 128, "expert_count": 32, "expert_used_count": 4}
-    keys |= {"expert_feed_forward_length": 2880, "rope.scaling.type": "yarn", "rope.scaling.factor": 32.0}
-    keys |= {"rope.scaling.original_context_length": 4096}
-    return Case("gpt_oss", "gpt-oss", fields, _head_dim(keys, 64), has_mxfp4=True)
-
-
-def _head_dim(keys: dict[str, Any], size: int) -> dict[str, Any]:
-    return keys | {"attention.key_length": size, "attention.value_length": size}
+    return Case("gpt_oss", "gpt-oss", fields, has_mxfp4=True)
 
 
 _SHAPES: dict[str, Callable[[], Case]] = {"qwen35": _qwen35, "gemma4": _gemma4, "gpt-oss": _gpt_oss}

@@ -107,7 +107,7 @@ def test_other_forms_are_widened(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_activations_of_integers(tmp_path: Path) -> None:
-    """Rows are rounded for matrices in blocks (tests/native/test_weights.py), by default to 8 bits."""
+    """Rows are rounded for matrices in blocks (tests/native/test_native_forward.py), by default to 8 bits."""
     file = write_in_blocks(tmp_path / "tiny.gguf", "llama", _FILES["Q4_K_M"])
     for ending, num_digits in (("", 1), (":a8", 1), (":a15", 2), (":a32", 0)):
         target = outrider.load(f"{file}{ending}").target

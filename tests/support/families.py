@@ -30,25 +30,16 @@ SIZES: Fields = {
 
 @dataclass(frozen=True)
 class Case:
-    """A model with a GGUF file.
+    """A model with a GGUF file."""
 
-    Attributes:
-        model_type: Transformers' name.
-        architecture: llama.cpp's name.
-        fields: of the configuration.
-        keys: of the architecture, beside those that follow from the configuration; None to leave one out.
-        tensors: added to the file.
-        has_oracle: llama.cpp computes the same model.
-        has_mxfp4: experts are of this type.
-    """
-
-    model_type: str
-    architecture: str
-    fields: Fields
+    model_type: str  # Transformers' name
+    architecture: str  # llama.cpp's name
+    fields: Fields  # of the configuration
+    # Of the architecture, beside those that follow from the configuration; None to leave one out:
     keys: Fields = field(default_factory=dict)
-    tensors: Fields = field(default_factory=dict)
-    has_oracle: bool = True
-    has_mxfp4: bool = False
+    tensors: Fields = field(default_factory=dict)  # added to the file
+    has_oracle: bool = True  # llama.cpp computes the same model
+    has_mxfp4: bool = False  # experts are of this type
 
 
 def configuration(model_type: str, fields: Fields) -> Any:
@@ -324,8 +315,8 @@ _STEPS = {"mamba_expand": 3, "mamba_n_heads": 3, "time_step_limit": (0.9, float(
 # By family: fields that no row of FILES has, for families with a native plan.
 VARIATIONS: dict[str, dict[str, Fields]] = {
     "llama": {
-        "one group, biases of attention": {"num_key_value_heads": 1, "attention_bias": True, "hidden_act": "gelu"},
-        "a head for each, biases of the MLP": {"num_key_value_heads": 4, "mlp_bias": True, "hidden_act": "relu"},
+        "one group, gelu": {"num_key_value_heads": 1, "attention_bias": True, "hidden_act": "gelu"},
+        "a head for each, relu": {"num_key_value_heads": 4, "mlp_bias": True, "hidden_act": "relu"},
         "five heads a group": {"num_attention_heads": 10, "head_dim": 20, "hidden_act": "relu2"} | _CUT_YARN,
         "of published files": {"is_llama_config": True, "unsloth_fixed": True, "auto_map": {"AutoModel": "mine.Model"}}
         | _rope(partial_rotary_factor=0.5)  # which it does not read
@@ -363,7 +354,7 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         | _UNTIED,
     },
     "gemma3_text": {
-        "biases": _GEMMA2_MIXED | _ropes(_LINEAR | {"rope_theta": 9000.0}, _DEFAULT) | {"attention_bias": True},
+        "biases": _GEMMA2_MIXED | _ropes(_LINEAR) | {"attention_bias": True},
         "of published files": {"layer_types": None, "sliding_window_pattern": 2, "hidden_activation": "silu"},
     },
     "qwen3_5_text": {
@@ -384,12 +375,11 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
     },
     "falcon_h1": {
         "no norm": _FALCON,
-        "biases, groups": _FALCON
-        | _GROUPED
+        "biases, by expansion": _FALCON
+        | _STEPS
         | _BIASES
-        | _TIED
-        | {"mamba_proj_bias": True, "projectors_bias": True, "mamba_conv_bias": False},
-        "by expansion": _FALCON | _STEPS | {"mamba_d_ssm": None, "mamba_d_head": "auto", "mamba_chunk_size": 16},
+        | {"mamba_proj_bias": True, "projectors_bias": True, "mamba_conv_bias": False, "mamba_chunk_size": 16}
+        | {"mamba_d_ssm": None, "mamba_d_head": "auto"},
     },
     "nemotron_h": {
         "biases, groups": _NEMOTRON_WIDE
@@ -405,8 +395,10 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         "a width of its own": {"full_attn_idxs": [1], "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.2},
     },
     "starcoder2": {
-        "no biases, untied": {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 0.1} | _UNTIED,
-        "a window": {"sliding_window": 7} | _WIDE | _rope(_LINEAR) | {"norm_type": "layer_norm", "mlp_type": "default"},
+        "a window": {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 0.1, "sliding_window": 7}
+        | _WIDE
+        | _rope(_LINEAR)
+        | {"norm_type": "layer_norm", "mlp_type": "default"},
     },
     "gpt2": {
         "unscaled scores": {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "layer_norm_epsilon": 0.1}
@@ -419,35 +411,26 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
     },
     "ernie4_5": {"plain": _HEAD_DIM, "biases": {"use_bias": True, "head_dim": 16} | _UNTIED},
     "cohere2": {
-        "plain": {"sliding_window": 7, "logit_scale": 0.5} | _MIXED,
-        "biases": {"attention_bias": True, "layer_norm_eps": 0.1, "sliding_window": 9} | _UNTIED,
+        "plain": {"sliding_window": 7, "logit_scale": 0.5, "attention_bias": True, "layer_norm_eps": 0.1} | _MIXED
     },
     "ministral3": {"a window": {"sliding_window": 7} | _HEAD_DIM | _TIED | _rope(_YARN, llama_4_scaling_beta=0.1)},
-    "olmoe": {
-        "plain": {"num_experts": 5, "num_experts_per_tok": 2},
-        "normalized, biases": _MOE | {"num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True},
-    },
+    "olmoe": {"plain": _MOE | {"num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True}},
     "ernie4_5_moe": {
-        "plain": _ERNIE,
+        "plain": _ERNIE | {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_norm_min": 1e-9},
         "biases, some layers": _ERNIE | {"use_bias": True, "moe_layer_interval": 2, "moe_num_shared_experts": 0},
-        "first layers": _ERNIE | {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_norm_min": 1e-9},
     },
     "qwen3_moe": {
         "dense layers": _EXPERTS | {"mlp_only_layers": [0], "num_experts_per_tok": 1, "attention_bias": True},
         "a window, every second": _EXPERTS | _SLIDING | {"decoder_sparse_step": 2, "num_local_experts": 3},
     },
     "qwen2_moe": {
-        "plain": _EXPERTS | _SHARED,
+        "plain": _EXPERTS | _SHARED | _SLIDING | {"decoder_sparse_step": 2},
         "no biases": _EXPERTS | _SHARED | {"qkv_bias": False, "norm_topk_prob": True, "mlp_only_layers": [1]},
-        "windows": _EXPERTS | _SHARED | _SLIDING | {"decoder_sparse_step": 2},
     },
-    "mixtral": {
-        "plain": {"num_local_experts": 5, "router_jitter_noise": 0.1, "router_aux_loss_coef": 0.02},
-        "a window": {"num_local_experts": 4, "num_experts_per_tok": 3, "sliding_window": 7} | _WIDE | _TIED,
-    },
+    "mixtral": {"plain": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7} | _WIDE},
     "granitemoe": {
-        "plain": _MULTIPLIERS | {"logits_scaling": 2.5, "num_local_experts": 5, "attention_bias": True},
-        "one expert of a token": {"num_local_experts": 5, "attention_multiplier": 0.4, "num_experts_per_tok": 1},
+        "plain": _MULTIPLIERS
+        | {"logits_scaling": 2.5, "num_local_experts": 5, "num_experts_per_tok": 1, "attention_bias": True}
     },
     "glm4_moe": {
         "two dense layers": _EXPERTS | _GLM4_MOE | {"first_k_dense_replace": 2, "norm_topk_prob": False},

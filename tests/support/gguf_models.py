@@ -57,12 +57,8 @@ def random_case(case: Case) -> PreTrainedModel:
 def write_case(
     file: Path, case: Case, model: PreTrainedModel | None = None, *, keys: dict[str, Any] | None = None, **more: Any
 ) -> Path:
-    """Write the GGUF file of a case.
-
-    Args:
-        keys: whole keys of the file.
-        more: keys of the architecture that replace or follow those of the case, dots as ``__``.
-    """
+    """Write the GGUF file of a case, with whole keys of the file, and more of the architecture, dots as ``__``, which
+    replace or follow those of the case."""
     model = random_case(case) if model is None else model
     config, architecture = model.config.get_text_config(), case.architecture
     writer = gguf.GGUFWriter(file, architecture)
@@ -429,12 +425,8 @@ def many_forms(name: str) -> str:
 
 
 def write_in_blocks(file: Path, kind: str, form_of: Callable[[str], str | None]) -> Path:
-    """Write the GGUF file of a random model whose matrices are in blocks.
-
-    Args:
-        kind: of the model in Transformers, for Gemma 3 that of the file.
-        form_of: the type of a tensor by its name; None for float32.
-    """
+    """Write the GGUF file of a random model of a kind in Transformers, for Gemma 3 of the file. Its matrices are in
+    blocks, whose type ``form_of`` tells by the name of a tensor; None for float32."""
     add = gguf.GGUFWriter.add_tensor
 
     def add_in_blocks(writer: gguf.GGUFWriter, name: str, numbers: Any) -> None:
