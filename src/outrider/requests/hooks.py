@@ -106,7 +106,7 @@ class Hooked:
         ends: frozenset[int],
         forbidden: Callable[[int], NDArray[np.bool_] | None],
     ) -> None:
-        """Hooks come by their names for messages; ``inner`` is another constraint, at its beginning; the ends are tokens.
+        """Hooks come by their names for messages; ``inner`` is another constraint, at its beginning; ends are tokens.
         ``forbidden``: number of tokens in the output -> the next tokens that other options forbid [V]; None for none.
         """
         self._hooks, self._inner, self._vocab_size = hooks, inner, vocab_size
