@@ -55,7 +55,7 @@ def test_clients_that_leave_free_their_slots(server: Running, caplog: pytest.Log
         connection.sendall(as_sent(LONG)[:-10])
     with server.http() as http:
         assert http.post("/v1/completions", json={"prompt": "w1", "max_tokens": 1}).status_code == 200
-    assert not caplog.records
+    assert {one.name for one in caplog.records} <= {"asyncio"}  # which may tell of the others
 
 
 def test_a_full_queue(server: Running) -> None:

@@ -43,21 +43,6 @@ def test_thoughts_are_no_content(server: Running) -> None:
         assert client.completions.create(model="toy", prompt="a", max_tokens=50).choices[0].text == "".join(SCRIPT)
 
 
-def test_constraints_begin_after_them() -> None:
-    with (
-        running(talker(TEMPLATES["hermes"] + "<think>\n", MARKERS | {"<tool_call>": False})) as server,
-        server.openai() as client,
-    ):
-        end_id = server.model.decoder.tokenizer.convert_tokens_to_ids("</think>")
-        body: Any = {"model": "toy", "messages": ASK, "logit_bias": {str(end_id): 50}}
-        tools: Any = [tool("time", {"type": "object", "additionalProperties": False})]
-        extra = {"structured_outputs": {"regex": "(yes|no)"}}
-        assert client.chat.completions.create(**body, extra_body=extra).choices[0].message.content in ("yes", "no")
-        body["messages"] = [{"role": "user", "content": "Call."}]
-        message = client.chat.completions.create(**body, tools=tools, tool_choice="required").choices[0].message
-        assert message.tool_calls is not None and message.tool_calls[0].function.name == "time"
-
-
 BUDGETS = {"chat/completions": {"thinking_token_budget": 2}, "responses": {"thinking_budget_tokens": 2}}
 BUDGETS["messages"] = {"thinking": {"type": "enabled", "budget_tokens": 2}}  # type: ignore[dict-item]
 
@@ -68,10 +53,8 @@ def test_thoughts_have_a_budget(template: str) -> None:
     decoder = scripted(SCRIPT, template, MARKERS, has_draft=True)
     with running(decoder) as server:
         for (door, budget), is_stream, k in itertools.product(BUDGETS.items(), (False, True), (0, 1, 8)):
-            assert said(server, door, is_stream=is_stream, num_draft_tokens=k, **budget)[:2] == (
-                "It may",
-                'Yes.{"a": 1}',
-            )
+            found = said(server, door, is_stream=is_stream, num_draft_tokens=k, **budget)
+            assert found[:2] == ("It may", 'Yes.{"a": 1}')
         with server.http() as http:
             body = {"messages": ASK, "separate_reasoning": False}
             for budget, num in ((0, 0), (2, 2), (-1, 4), (50, 4)):
@@ -130,13 +113,10 @@ def test_without_markers_thoughts_are_content_and_have_no_budget() -> None:
     with running(decoder, reasoning_parser="none") as server, server.http() as http:
         message = http.post("/v1/chat/completions", json={"messages": ASK}).json()["choices"][0]["message"]
         assert message["content"] == "".join(SCRIPT[1:]) and "reasoning_content" not in message
-        for path, name, extra in (
-            ("chat/completions", "thinking_token_budget", {"thinking_token_budget": 3}),
-            ("responses", "thinking_budget", {"thinking_budget": 3, "input": "Hm?"}),
-            ("messages", "thinking.budget_tokens", BUDGETS["messages"] | {"max_tokens": 9}),
-        ):
-            body = extra if "input" in extra else extra | {"messages": ASK}
-            error = http.post(f"/v1/{path}", json=body).json()["error"]
+        names = ("thinking_token_budget", "thinking_budget_tokens", "thinking.budget_tokens")
+        for (path, budget), name in zip(BUDGETS.items(), names, strict=True):
+            asked = {"input": "Hm?"} if path == "responses" else {"messages": ASK}
+            error = http.post(f"/v1/{path}", json=asked | budget).json()["error"]
             assert name in error["message"] and "no known markers of thoughts" in error["message"]
     with pytest.raises(OptionError, match="forbids </think>"):
         decoder.generate("a", thinking_budget=1, logit_bias={6: -math.inf})
