@@ -18,44 +18,33 @@ def send(server: Running, path: str = URL, headers: Mapping[str, str] | None = N
         return {"status": response.status_code, **response.json()}
 
 
-def stream(server: Running, **body: Any) -> list[dict[str, Any]]:
+def streamed(server: Running, **body: Any) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+    """Blocks of the message that a client puts together, and its end."""
     body = {"model": "toy", "max_tokens": 200, "seed": 1, "stream": True} | body
-    with server.http() as http, http.stream("POST", URL, json=body) as response:
-        lines = [line for line in response.iter_lines() if line]
-    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    with server.http() as http:
+        lines = http.post(URL, json=body).text.splitlines()
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-    assert names == [event["type"] for event in events]
-    return events
-
-
-def joined(events: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a client puts together."""
+    assert [f"event: {event['type']}" for event in events] == [line for line in lines if line.startswith("event: ")]
     begin, *others, ending, end = events
     assert (begin["type"], ending["type"], end["type"]) == ("message_start", "message_delta", "message_stop")
-    message = begin["message"]
-    assert message["content"] == [] and message["stop_reason"] is None
-    texts: list[str] = []
+    assert begin["message"]["content"] == [] and begin["message"]["stop_reason"] is None
+    found: list[tuple[str, Any]] = []
     for event in others:
+        assert event["index"] == len(found) - (event["type"] != "content_block_start")
         if event["type"] == "content_block_start":
-            assert event["index"] == len(texts)
-            message["content"].append(event["content_block"])
-            texts.append("")
+            found.append((event["content_block"]["type"], ""))
         elif event["type"] == "content_block_delta":
             (text,) = (value for key, value in event["delta"].items() if key != "type")
-            texts[event["index"]] += text
-    assert sum(event["type"] == "content_block_stop" for event in others) == len(texts)
-    for block, text in zip(message["content"], texts, strict=True):
-        if block["type"] == "tool_use":
-            block["input"] = json.loads(text)
-        else:
-            block[block["type"]] = text
-    return message | ending["delta"] | {"usage": ending["usage"]}
+            found[-1] = found[-1][0], found[-1][1] + text
+    assert sum(event["type"] == "content_block_stop" for event in others) == len(found)
+    return [(kind, json.loads(text) if kind == "tool_use" else text) for kind, text in found], ending["delta"]
 
 
-def without_ids(message: dict[str, Any]) -> dict[str, Any]:
-    left = {key: value for key, value in message.items() if key not in ("id", "status", "metrics", "usage")}
-    content = [{key: value for key, value in block.items() if key != "id"} for block in message["content"]]
-    return left | {"content": content}
+def blocks(message: dict[str, Any]) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+    """The same of a message in one piece."""
+    keys = {"tool_use": "input"}
+    found = [(one["type"], one[keys.get(one["type"], one["type"])]) for one in message["content"]]
+    return found, {key: message[key] for key in ("stop_reason", "stop_sequence")}
 
 
 def test_a_call_and_its_result(server: Running) -> None:
@@ -66,7 +55,7 @@ def test_a_call_and_its_result(server: Running) -> None:
     assert (whole["stop_reason"], whole["stop_sequence"]) == ("tool_use", None)
     (call,) = whole["content"]
     assert (call["type"], call["name"], sorted(call["input"])) == ("tool_use", "weather", ["city", "days"])
-    assert without_ids(joined(stream(server, **body))) == without_ids(whole)
+    assert streamed(server, **body) == blocks(whole)
     function = {"name": "weather", "description": "Tells something.", "parameters": WEATHER}
     chat = {"messages": [ASK], "tools": [{"type": "function", "function": function}], "tool_choice": "required"}
     same = send(server, "/v1/chat/completions", **chat, parallel_tool_calls=False)
@@ -97,9 +86,9 @@ def test_thoughts_and_ends() -> None:
         thoughts, text = whole["content"]
         assert thoughts == {"type": "thinking", "thinking": "hm", "signature": ""}
         assert (text["type"], text["text"], whole["stop_reason"]) == ("text", "sun today", "end_turn")
-        assert without_ids(joined(stream(server, messages=[ASK]))) == without_ids(whole)
+        assert streamed(server, messages=[ASK]) == blocks(whole)
         assert send(server, messages=[ASK], include_reasoning=False)["content"] == [text]
-        assert joined(stream(server, messages=[ASK], include_reasoning=False))["content"] == [text]
+        assert streamed(server, messages=[ASK], include_reasoning=False)[0] == [("text", "sun today")]
         cut = send(server, messages=[ASK], stop_sequences=[" tod"])
         assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", " tod")
         assert cut["content"][1]["text"] == "sun"
