@@ -228,8 +228,7 @@ def test_demanded_forms_begin_after_thoughts() -> None:
                 "no",
             )
             found = said(server, "chat/completions", **body, tools=tools, tool_choice="required")
-            ((name, arguments),) = found.calls
-            assert (found.content, name, json.loads(arguments)) == ("", "time", {})
+            assert found.content == "" and {name for name, _ in found.calls} == {"time"}
             if thought == "analysis":
                 error = sent(server, "chat/completions", asked("chat/completions", {"tools": tools}))["error"]
                 assert "make tool_choice required" in error["message"]
