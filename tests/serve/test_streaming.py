@@ -137,17 +137,6 @@ def test_without_a_seed_the_answer_tells_which(decoder: Decoder, server: Running
     assert len(seeds) == 3
 
 
-def test_stop_strings(decoder: Decoder, client: OpenAI) -> None:
-    text = alone(decoder, PROMPT, seed=3, max_new_tokens=24).text
-    stop = text[20:26]
-    options = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 24, "stop": ["never seen", stop]}
-    streamed = [chunk.choices[0] for chunk in client.completions.create(**options, stream=True)]
-    for choices in (client.completions.create(**options).choices, streamed):
-        assert "".join(choice.text for choice in choices) == text[: text.index(stop)]
-        assert [choice.stop_reason for choice in choices] == [None] * (len(choices) - 1) + [stop]
-        assert choices[-1].finish_reason == "stop"
-
-
 _SCHEMA = {
     "type": "object",
     "properties": {"name": {"enum": ["fox", "hen"]}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
