@@ -173,33 +173,27 @@ def test_errors_say_what_to_do(serve: Callable[[Handler], None], monkeypatch: py
         assert request.headers["Authorization"] == "Bearer secret"
         return httpx.Response(401, json={"error": {"message": "wrong key"}})
 
-    serve(guard)
-    with pytest.raises(WorkerError, match=r"answers 401: wrong key: set the environment variable OPENAI_API_KEY"):
-        _open()
-
     def gone(request: httpx.Request) -> httpx.Response:
         raise httpx.ConnectError("Connection refused")
 
-    serve(gone)
-    with pytest.raises(OptionError, match="no server answers there .Connection refused"):
-        _open()
-    serve(lambda request: httpx.Response(200, json=[]))
-    with pytest.raises(OptionError, match="no OpenAI-compatible server"):
-        _open()
-    serve(lambda request: httpx.Response(200, json={"data": [{"id": "a"}, {"id": "b"}]}))
-    with pytest.raises(OptionError, match="the server has several: a, b"):
-        _open()
-    serve(_handler("vllm", [], lambda body: httpx.Response(404, json={"error": {"message": "no model x"}})))
-    with pytest.raises(WorkerError, match="404: no model x"):
-        _open(model="x")
-    serve(_handler("vllm", [], lambda body: {"choices": []}))
-    with pytest.raises(WorkerError, match="the answer is no completion"):
-        _open()
-    serve(_handler("someone", [], lambda body: _completion()))
-    options: tuple[dict[str, Any], ...] = ({"logit_bias": {3: 1.0}}, {"top_k": 4}, {"repetition_penalty": 2.0})
-    for option in options:
-        with pytest.raises(OptionError, match=f"--{next(iter(option))[:3]}.* the API of openai has no field"):
-            _open(sampling=Sampling(**option))
+    two = httpx.Response(200, json={"data": [{"id": "a"}, {"id": "b"}]})
+    lost = httpx.Response(404, json={"error": {"message": "no model x"}})
+    any_one = _handler("someone", [], lambda body: _completion())
+    refused: list[tuple[Handler, dict[str, Any], type[Exception], str]] = [
+        (guard, {}, WorkerError, "answers 401: wrong key: set the environment variable OPENAI_API_KEY"),
+        (gone, {}, OptionError, "no server answers there .Connection refused"),
+        (lambda request: httpx.Response(200, json=[]), {}, OptionError, "no OpenAI-compatible server"),
+        (lambda request: two, {}, OptionError, "the server has several: a, b"),
+        (_handler("vllm", [], lambda body: lost), {"model": "x"}, WorkerError, "404: no model x"),
+        (_handler("vllm", [], lambda body: {"choices": []}), {}, WorkerError, "the answer is no completion"),
+        (any_one, {"sampling": Sampling(logit_bias={3: 1.0})}, OptionError, "--logit-bias .* has no field"),
+        (any_one, {"sampling": Sampling(top_k=4)}, OptionError, "--top-k .* the API of openai has no field"),
+        (any_one, {"sampling": Sampling(repetition_penalty=2.0)}, OptionError, "--repetition-penalty .* no field"),
+    ]
+    for handler, more, kind, message in refused:
+        serve(handler)
+        with pytest.raises(kind, match=message):
+            _open(**more)
 
 
 def test_a_busy_server_is_asked_again_and_a_lost_one_given_up(serve: Callable[[Handler], None]) -> None:

@@ -207,37 +207,20 @@ def test_a_hook_cannot_use_its_own_session() -> None:
         assert session.generate([PROMPT], seed=1, max_new_tokens=3, processor=hook)[0].token_ids == alone
 
 
-def _count_fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Numbers of tokens that the target is fed in prefill, padding excluded."""
-    fed: list[int] = []
-    prefill = LM.prefill
+@pytest.mark.parametrize("make", [_decoder, _hybrid], ids=["llama", "lfm2"])
+def test_copies_are_those_of_their_own_calls(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completion i takes seed + i; the prompt is fed once."""
+    decoder, fed, prefill = make(), list[int](), LM.prefill
 
     def counted(self: LM, ids: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, *rest: Any, **more: Any) -> Any:
-        if self.name == "target":
-            fed.append(int((ends - starts).sum()))
+        fed.extend([int((ends - starts).sum())] if self.name == "target" else [])
         return prefill(self, ids, starts, ends, *rest, **more)
 
+    prompts, options = [PROMPT, PROMPT[::-1]], {"max_new_tokens": 7}
+    alone = [decoder.generate([prompts[i // 3]], seed=5 + i, **options)[0].token_ids for i in range(6)]
+    assert [one.token_ids for one in decoder.generate(prompts, n=3, seed=5, **options, num_slots=2)] == alone
     monkeypatch.setattr(LM, "prefill", counted)
-    return fed
-
-
-@pytest.mark.parametrize("make", [_decoder, _hybrid], ids=["llama", "lfm2"])
-def test_copies_share_their_prefill(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Completion i takes seed + i, and is that of its own call; the prompt is fed once."""
-    decoder = make()
-    other = PROMPT[::-1]
-    alone = [
-        decoder.generate([prompt], seed=5 + i, max_new_tokens=7)[0].token_ids
-        for i, prompt in enumerate([PROMPT] * 3 + [other] * 3)
-    ]
-    fed = _count_fed(monkeypatch)
-    for num_slots in (2, 6):
-        fed.clear()
-        done = decoder.generate([PROMPT, other], n=3, seed=5, max_new_tokens=7, num_slots=num_slots)
-        assert [one.token_ids for one in done] == alone and [one.seed for one in done] == [5, 6, 7, 8, 9, 10]
-        if make is _decoder or num_slots == 6:
-            assert sum(fed) == 2 * (len(PROMPT) - 1)
     with decoder.session(slots=6) as session:
-        fed.clear()
-        assert [one.token_ids for one in session.generate([PROMPT, other], n=3, seed=5, max_new_tokens=7)] == alone
-        assert sum(fed) == 2 * (len(PROMPT) - 1)
+        done = session.generate(prompts, n=3, seed=5, **options)
+    assert [one.token_ids for one in done] == alone and [one.seed for one in done] == [5, 6, 7, 8, 9, 10]
+    assert sum(fed) == 2 * (len(PROMPT) - 1)

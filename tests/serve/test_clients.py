@@ -2,8 +2,6 @@
 
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -146,39 +144,34 @@ def test_who_reads_nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_until(lambda: one.metric("outrider:unread_bytes") == 0)
 
 
-@dataclass(eq=False)
-class Cycle:
-    response_complete: bool
-    more_body: bool
+class Plain:
+    """An object with these attributes, equal to itself alone."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__ |= attributes
 
 
-class Connection:
+def connection(*, is_whole: bool = True, is_answered: bool = False, is_paused: bool = False) -> Any:
     """As uvicorn has them."""
-
-    def __init__(self, *, is_whole: bool = True, is_answered: bool = False, is_paused: bool = False) -> None:
-        self.cycle: Cycle | None = Cycle(is_answered, not is_whole)
-        self.flow = SimpleNamespace(write_paused=is_paused)
-        self.num_unread, self.now_s, self.left_at = 9, 0.0, 0.0
-        self.transport = self
-
-    def get_write_buffer_size(self) -> int:
-        return self.num_unread
-
-    def abort(self) -> None:
-        self.left_at = self.now_s
+    one: Any = Plain(flow=Plain(write_paused=is_paused), num_unread=9, now_s=0.0, left_at=0.0)
+    one.cycle = Plain(response_complete=is_answered, more_body=not is_whole)
+    one.transport = Plain(
+        get_write_buffer_size=lambda: one.num_unread, abort=lambda: setattr(one, "left_at", one.now_s)
+    )
+    return one
 
 
 def test_connections_that_wait_for_the_server_are_kept() -> None:
     """And those in which something goes on."""
     seen: dict[Any, tuple[object, float]] = {}
-    idle, body, stuck = Connection(), Connection(is_whole=False), Connection(is_paused=True)
-    waits, busy, reads = Connection(), Connection(is_answered=True), Connection(is_paused=True)
-    idle.cycle = None  # no head so far
+    idle, body, stuck = connection(), connection(is_whole=False), connection(is_paused=True)
+    waits, busy, reads = connection(), connection(is_answered=True), connection(is_paused=True)
+    idle.cycle, every = None, (idle, body, stuck, waits, busy, reads)  # no head so far
     for second in range(200):
         if second % 50 == 0:
-            busy.cycle, reads.num_unread = Cycle(True, False), second
-        kept = [one for one in (idle, body, stuck, waits, busy, reads) if not one.left_at]
+            busy.cycle, reads.num_unread = Plain(response_complete=True, more_body=False), second
+        kept = [one for one in every if not one.left_at]
         for one in kept:
             one.now_s = float(second)
         seen = server.close_stalled(kept, seen, float(second))
-    assert [one.left_at for one in (idle, body, stuck, waits, busy, reads)] == [76.0, 76.0, 76.0, 0.0, 0.0, 0.0]
+    assert [one.left_at for one in every] == [76.0, 76.0, 76.0, 0.0, 0.0, 0.0]

@@ -5,7 +5,6 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import pytest
 from scripted import MARKERS, TEMPLATES, scripted, tool
 from servers import Running, running
 from tokenizers import Tokenizer, pre_tokenizers
@@ -178,22 +177,21 @@ THINK = {"<think>": False, "</think>": False}
 CALL = ["<tool_call>", '{"name": "weather", ', '"arguments": {"city"', ': "Rome"}}', "</tool_call>"]
 
 
-@pytest.mark.parametrize(
-    ("script", "expected"),
-    [
-        (["<think>", "Yes", ".", "</think>", "\n\n", "Yes", "."], ["Yes", "."]),
-        (["<think>", "Hm", "</think>", "\n", "\nYes", " and", "\n", *CALL], ["\nYes", " and"]),
-        (["<think>", "Hm", "</think>", *CALL, "\n", "So", "."], ["\n", "So", "."]),
-        (["Yes", "\n", "<tool", "_call", " or so"], ["Yes", "\n", "<tool", "_call", " or so"]),
-        (["Yes", "\n", "<tool_call>", "no"], ["Yes", "\n", "<tool_call>", "no"]),
-        (["<think>", "Hm"], []),
-    ],
-)
-def test_tokens_of_content_alone(script: list[str], expected: list[str]) -> None:
+CONTENT = [
+    (["<think>", "Yes", ".", "</think>", "\n\n", "Yes", "."], ["Yes", "."]),
+    (["<think>", "Hm", "</think>", "\n", "\nYes", " and", "\n", *CALL], ["\nYes", " and"]),
+    (["<think>", "Hm", "</think>", *CALL, "\n", "So", "."], ["\n", "So", "."]),
+    (["Yes", "\n", "<tool", "_call", " or so"], ["Yes", "\n", "<tool", "_call", " or so"]),
+    (["Yes", "\n", "<tool_call>", "no"], ["Yes", "\n", "<tool_call>", "no"]),
+    (["<think>", "Hm"], []),
+]
+
+
+def test_tokens_of_content_alone() -> None:
     """Neither thoughts nor calls, nor their markers."""
-    with running(scripted(script, TEMPLATES["hermes"], MARKERS["hermes"] | THINK, has_draft=True)) as server:
-        body = {"messages": CHAT, "logprobs": True, "tools": [tool()]}
-        (choice,) = asked(server, "chat/completions", body)
-        found = [one["token"] for one in choice["logprobs"]["content"]]
-        assert found == expected
-        assert "".join(found).strip() == (choice["message"]["content"] or "").strip()
+    for script, expected in CONTENT:
+        with running(scripted(script, TEMPLATES["hermes"], MARKERS["hermes"] | THINK, has_draft=True)) as server:
+            body = {"messages": CHAT, "logprobs": True, "tools": [tool()]}
+            (choice,) = asked(server, "chat/completions", body)
+            assert [one["token"] for one in choice["logprobs"]["content"]] == expected
+            assert "".join(expected).strip() == (choice["message"]["content"] or "").strip()

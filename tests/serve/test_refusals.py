@@ -295,7 +295,6 @@ def test_other_refusals(http: httpx.Client) -> None:
     response = http.get("/v1/completions")
     refused(response, 405)
     assert response.headers["allow"] == "POST"
-    refused(http.post("/tokenize", json={"prompt": "A", "add_special_tokens": 1}))
     refused(http.post("/v1/completions", content=b'{"prompt": "A"}', headers={"content-type": "text/plain"}), 415)
     error = refused(http.post("/v1/completions", json={"prompt": "A", "model": "gpt"}), 404)
     assert error["param"] == "model" and error["code"] == "model_not_found" and "fable" in error["message"]
@@ -305,12 +304,13 @@ def test_other_refusals(http: httpx.Client) -> None:
     for path in ("/tokenizer_info", "/v1/race/choices"):
         refused(http.get(path, params={"model": "gpt"}), 404)
     assert refused(http.post("/tokenize", json={"prompt": "A", "model": 7}))["param"] == "model"
-    refused(http.post("/tokenize", json={"prompt": [1]}))
-    refused(http.post("/detokenize", json={"tokens": [10**9]}))
-    refused(http.post("/detokenize", json={}))
-    refused(http.post("/tokenize", json={"prompt": "A", "chat_template": "x"}))
-    too_long = {"prompt": "A" * 5_000_000}
-    refused(http.post("/v1/completions", json=too_long), 413)
+    for body in ({"prompt": [1]}, {"prompt": "A", "add_special_tokens": 1}, {"prompt": "A", "chat_template": "x"}):
+        refused(http.post("/tokenize", json=body))
+    for body in ({}, {"tokens": [10**9]}):
+        refused(http.post("/detokenize", json=body))
+    refused(http.post("/v1/completions", json={"prompt": "A" * 5_000_000}), 413)
+    endless = '{"input": "Hm", "metadata": {"a": 1e999}}'  # which JSON cannot repeat in the response
+    assert refused(http.post("/v1/responses", content=endless, headers=JSON))["param"] == "metadata"
 
 
 def test_errors_do_not_echo_the_request(http: httpx.Client) -> None:

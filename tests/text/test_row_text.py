@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -33,35 +32,23 @@ class Pieces:
         return rest
 
 
-class Shown(NamedTuple):
-    """What came of a row: the text after each token, the text in the end, and why and when it ended."""
-
-    steps: list[str]
-    text: str
-    reason: FinishReason | None
-    num_tokens: int
-    owners: list[tuple[int, str]]
+Shown = tuple[list[str], str, FinishReason | None, int, list[tuple[int, str]]]
+"""What came of a row: the text after each token, the text in the end, why and when it ended, and the text by token."""
 
 
 def play(pieces: Sequence[str], stop: Sequence[str] = (), *, rest: str = "", end: int | None = None) -> Shown:
     """Push the tokens until the row ends; ``end`` is the index of an end token."""
     row = RowText(Pieces(pieces, rest), () if end is None else {end}, stop)  # type: ignore[arg-type]
-    steps, owners, text, reason, count = [], [], "", None, 0
-    for token_id in range(len(pieces)):
-        reason = row.push(token_id)
-        count += 1
-        if reason is not None:
+    steps, owners, reason, count = list[str](), list[tuple[int, str]](), None, 0
+    for count in range(1, len(pieces) + 1):
+        if (reason := row.push(count - 1)) is not None:
             break
-        taken = row.take()
-        owners += taken
-        text += "".join(piece for _, piece in taken)
-        steps.append(text)
+        owners += row.take()
+        steps.append("".join(piece for _, piece in owners))
     row.finish()
-    taken = row.take()
-    owners += taken
-    text += "".join(piece for _, piece in taken)
+    owners += row.take()
     assert row.take() == []
-    return Shown(steps, text, reason, count, owners)
+    return steps, "".join(piece for _, piece in owners), reason, count, owners
 
 
 def ends_at(text: str, stop: Sequence[str]) -> int | None:
@@ -110,23 +97,23 @@ def test_every_row_ends_as_a_search_of_its_text_says(pieces: list[str], stop: li
     """The row ends with the first token that makes a stop string whole, and its text ends where that one begins. All is
     shown that cannot become a stop string, and no more: a stream does not lag without need. Text keeps the token that
     it came with, however long it was held back; also the end of a text, cut off at a stop string."""
-    shown = play(pieces, stop)
-    for count, step in enumerate(shown.steps, start=1):
+    steps, shown, reason, num_tokens, owners = play(pieces, stop)
+    for count, step in enumerate(steps, start=1):
         text = "".join(pieces[:count])
         assert step == text[: len(text) - held_back(text, stop)]
     by_token = [""] * len(pieces)
-    for index, piece in shown.owners:
+    for index, piece in owners:
         assert piece
         by_token[index] += piece
     assert all(piece.startswith(part) for piece, part in zip(pieces, by_token, strict=True))
-    assert shown.owners == sorted(shown.owners, key=lambda owner: owner[0])
+    assert owners == sorted(owners, key=lambda owner: owner[0])
     for count in range(1, len(pieces) + 1):
         text = "".join(pieces[:count])
         at = ends_at(text, stop)
         if at is not None:
-            assert (shown.reason, shown.num_tokens, shown.text) == ("stop", count, text[:at])
+            assert (reason, num_tokens, shown) == ("stop", count, text[:at])
             return
-    assert (shown.reason, shown.num_tokens, shown.text) == (None, len(pieces), "".join(pieces))
+    assert (reason, num_tokens, shown) == (None, len(pieces), "".join(pieces))
 
 
 MARKERS = Thinking("[a", "b]", (90,), 91)
@@ -185,12 +172,9 @@ def test_stop_strings_lie_in_one_message(thought: str) -> None:
 def test_the_end_of_a_row() -> None:
     """Nothing after a stop string is shown, neither the rest of its token nor what the detokenizer still holds. At an
     end token, what was held back as a possible stop string is text after all; half a character comes with the end."""
-    shown = play(["a", "STOP and go on"], ["STOP"], rest="?")
-    assert (shown.text, shown.reason) == ("a", "stop")
-    shown = play(["a", "\n", "never", "shown"], ["\n\n"], end=2)
-    assert (shown.text, shown.reason, shown.num_tokens) == ("a\n", "eos", 3)
-    shown = play(["a", ""], ["ab"], rest="\ufffd")
-    assert (shown.text, shown.owners) == ("a\ufffd", [(0, "a"), (1, "\ufffd")])
+    assert play(["a", "STOP and go on"], ["STOP"], rest="?")[1:3] == ("a", "stop")
+    assert play(["a", "\n", "never", "shown"], ["\n\n"], end=2)[1:4] == ("a\n", "eos", 3)
+    assert play(["a", ""], ["ab"], rest="\ufffd")[1::3] == ("a\ufffd", [(0, "a"), (1, "\ufffd")])
     row = RowText(Pieces(["a", "b", "c"]), {2}, (), stop_ids={1, 2})  # type: ignore[arg-type]
     assert [row.push(i) for i in (0, 1, 2)] == [None, "stop", "eos"] and row.stop_reason == 1
     row = RowText(Pieces(["ab", "x", "b"]), (), ["b", "abc"], min_tokens=1)  # type: ignore[arg-type]

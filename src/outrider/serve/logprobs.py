@@ -53,8 +53,7 @@ class TokenTexts:
             # After another token, since at the beginning of a text some decoders drop a space.
             once, twice = (self.tokenizer.decode([token_id] * n, clean_up_tokenization_spaces=False) for n in (1, 2))
             text = twice[len(once) :]
-            is_part = _UNFINISHED in text
-            return text, None if is_part else text.encode(), is_part
+            return text, None if _UNFINISHED in text else text.encode(), _UNFINISHED in text
         found = self._bytes.of(token_id)
         try:
             text = found.decode()

@@ -250,8 +250,7 @@ class ServedModel:
         self._is_open = True
         # Warm up: generating once detects models that cannot generate, and does one-time work like capturing. (NaN in
         # this sequence is no reason to refuse all requests.)
-        is_prepared = decoder.target.execution.is_prepared
-        sizes = [2**i for i in range(options.num_slots.bit_length())] if is_prepared else [1]
+        sizes = [2**i for i in range(options.num_slots.bit_length())] if decoder.target.execution.is_prepared else [1]
         own = {"max_new_tokens": min(2 * (self.schedule.max_k + 1), self.capacity - 1), "ignore_eos": True}
         for size in sizes:
             self._loop.submit([decoder.request([0], own) for _ in range(size)], discard)

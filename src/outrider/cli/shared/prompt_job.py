@@ -121,8 +121,6 @@ class LocalWorker:
             yield index, min(most, context_len), most > context_len
 
     def rows(self, prompts: Prompts) -> Iterator[tuple[int, dict[str, Any], Stats]]:
-        from outrider.measure.log import model_json
-
         waiting: dict[int, tuple[int, PromptLine, list[int], int | None]] = {}
 
         def jobs() -> Iterator[tuple[list[int], Mapping[str, Any]]]:
@@ -132,7 +130,6 @@ class LocalWorker:
                 yield ids, {**line.options, "seed": seed}
 
         options = {name: value for name, value in self._setup.options.items() if name != "seed"}
-        model = model_json(self.decoder)
         for place, done in self.decoder.complete(jobs(), num_slots=self._num_slots, **options):
             index, line, ids, seed = waiting.pop(place)
             row = row_of(index, line, ids, seed, done)
@@ -142,8 +139,14 @@ class LocalWorker:
                 except NumericsError as error:
                     row = row_of(index, line, ids, seed, error)
             row["settings"] = self._setup.settings(line)
-            row["model"] = model | {"eos_ids": sorted(self.decoder.ends_of(ids))}
+            row["model"] = self._model | {"eos_ids": sorted(self.decoder.ends_of(ids))}
             yield index, row, stats_of(done)
+
+    @cached_property
+    def _model(self) -> dict[str, Any]:
+        from outrider.measure.log import model_json
+
+        return model_json(self.decoder)
 
     def _probs(self, line: PromptLine, ids: list[int], token_ids: list[int]) -> list[float]:
         from outrider.measure.log import token_probs

@@ -1,0 +1,339 @@
+"""One model at every door, whole and streamed, however long a round is: thoughts, content, calls, and how each ends."""
+
+import itertools
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+from openai import OpenAI
+from scripted import MARKERS, TEMPLATES, WEATHER, scripted, talker, tool
+from servers import Running, running, words
+
+from outrider.errors import OptionError
+from outrider.text.chat import Chat, ChatOptions
+
+DOORS = ("chat/completions", "responses", "messages")
+ASK: Any = [{"role": "user", "content": "Will it rain?"}]
+PLAIN = "{{ messages[0].content }}"
+THINK = {"<think>": False, "</think>": False}
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [tool(), tool("time", NOTHING)]
+
+
+class Said(NamedTuple):
+    """An answer: its calls with their arguments, and its end: "stop", "length" or "calls"."""
+
+    thoughts: str
+    content: str
+    calls: list[tuple[str, str]]
+    end: str
+
+
+def asked(door: str, body: Mapping[str, Any]) -> dict[str, Any]:
+    """A body of chats in the words of another door."""
+    body = {"model": "toy", "max_tokens": 300} | dict(body)
+    if door == "chat/completions":
+        return {"messages": ASK} | body
+    tools = [one["function"] for one in body.pop("tools", ())]
+    if door == "responses":
+        body |= {"tools": [{"type": "function", **one} for one in tools], "max_output_tokens": body.pop("max_tokens")}
+        return {"input": ASK} | body
+    renamed = [{{"parameters": "input_schema"}.get(name, name): one[name] for name in one} for one in tools]
+    body |= {"tools": renamed, "stop_sequences": body.pop("stop", None)}
+    if (budget := body.pop("thinking_token_budget", None)) is not None:
+        body["thinking"] = {"type": "enabled", "budget_tokens": budget}
+    if (choice := body.pop("tool_choice", None)) is not None:
+        is_single = body.pop("parallel_tool_calls", None) is False
+        body["tool_choice"] = {"type": {"required": "any"}.get(choice, choice), "disable_parallel_tool_use": is_single}
+    return {"messages": ASK} | body
+
+
+def sent(server: Running, path: str, body: Mapping[str, Any]) -> Any:
+    with server.http() as http:
+        answer = http.post(f"/v1/{path}", json=body)
+    if not body.get("stream"):
+        return answer.json()
+    lines = answer.text.splitlines()
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    assert path.startswith("chat") or names == [event["type"] for event in events]
+    return events
+
+
+def said(server: Running, door: str, **body: Any) -> Said:
+    found = sent(server, door, asked(door, body))
+    return {"responses": of_response, "messages": of_message}.get(door, of_chat)(found)
+
+
+def of_chat(found: Any) -> Said:
+    choices = [one["choices"][0] for one in found] if isinstance(found, list) else found["choices"]
+    parts = [choice["delta" if isinstance(found, list) else "message"] for choice in choices]
+    texts = ["".join(part.get(key) or "" for part in parts) for key in ("reasoning_content", "content")]
+    calls: list[tuple[str, str]] = []
+    for one in (one for part in parts for one in part.get("tool_calls") or []):
+        if "id" in one:
+            assert one.get("index", len(calls)) == len(calls) and one["type"] == "function"
+            calls.append((one["function"]["name"], ""))
+        calls[-1] = calls[-1][0], calls[-1][1] + one["function"]["arguments"]
+    return Said(*texts, calls, {"tool_calls": "calls"}.get(choices[-1]["finish_reason"], choices[-1]["finish_reason"]))
+
+
+def of_response(found: Any) -> Said:
+    response = found[-1]["response"] if isinstance(found, list) else found
+    items = response["output"]
+    texts = {kind: "".join(one["content"][0]["text"] for one in items if one["type"] == kind)
+             for kind in ("reasoning", "message")}  # fmt: skip
+    calls = [(one["name"], one["arguments"]) for one in items if one["type"] == "function_call"]
+    if isinstance(found, list):
+        assert [event["sequence_number"] for event in found] == list(range(len(found)))
+        kinds = {"response.reasoning_text.delta": texts["reasoning"], "response.output_text.delta": texts["message"]}
+        kinds["response.function_call_arguments.delta"] = "".join(arguments for _, arguments in calls)
+        for kind, text in kinds.items():
+            assert "".join(event["delta"] for event in found if event["type"] == kind) == text
+        for kind in ("added", "done"):
+            assert sum(one["type"] == f"response.output_item.{kind}" for one in found) == len(items)
+    end = "length" if response["status"] == "incomplete" else "calls" if calls else "stop"
+    return Said(texts["reasoning"], texts["message"], calls, end)
+
+
+def of_message(found: Any) -> Said:
+    blocks: list[list[Any]] = []
+    if isinstance(found, list):
+        begin, *others, ending, end = found
+        assert (begin["type"], ending["type"], end["type"]) == ("message_start", "message_delta", "message_stop")
+        for event in others:
+            assert event["index"] == len(blocks) - (event["type"] != "content_block_start")
+            if event["type"] == "content_block_start":
+                blocks.append([event["content_block"], ""])
+            elif event["type"] == "content_block_delta":
+                blocks[-1][1] += next(value for key, value in event["delta"].items() if key != "type")
+        assert sum(event["type"] == "content_block_stop" for event in others) == len(blocks)
+        reason = ending["delta"]["stop_reason"]
+    else:
+        blocks = [[one, json.dumps(one["input"]) if "input" in one else one[one["type"]]] for one in found["content"]]
+        reason = found["stop_reason"]
+    texts = ["".join(text for one, text in blocks if one["type"] == kind) for kind in ("thinking", "text")]
+    calls = [(one["name"], text) for one, text in blocks if one["type"] == "tool_use"]
+    return Said(*texts, calls, {"max_tokens": "length", "tool_use": "calls"}.get(reason, "stop"))
+
+
+SCRIPT = ["<think>", "\n", "It may", " rain", ".\n", "</think>", "\n\n", "Yes", ".", '{"a": 1}']
+STOP = {"stop": ["Q:", "\n\n"]}
+CALL = ["<tool_call>", '{"name": "weather", "arguments"', ': {"city": "Ro', 'me"}}\n', "</tool_call>"]
+TIME = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
+ROME = ("weather", '{"city": "Rome"}')
+GEMMA = ["<|channel>", "thought", "\n", "Hm", ".", "<channel|>", "Yes"]
+CHANNELS = dict.fromkeys(("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>"), True)
+CHANNELS |= dict.fromkeys(("assistant", "analysis", "final", "commentary"), False)
+HEADER = "<|channel|>analysis<|message|>{{ '\\n' }}"
+HARMONY = ["\n", "It may", " rain", ".", "<|end|>", "<|start|>", "assistant", "<|channel|>", "final", "<|message|>"]
+HARMONY += ["Yes", "."]
+# What a model with these markers says after its template, the request, and what is read of it.
+CASES: list[tuple[Mapping[str, bool], Sequence[str], str, dict[str, Any], tuple[Any, ...]]] = [
+    (THINK, SCRIPT, PLAIN, {}, ("It may rain.", 'Yes.{"a": 1}', [], "stop")),
+    (THINK, SCRIPT, "<think>", {}, ("It may rain.", 'Yes.{"a": 1}', [], "stop")),
+    (THINK, SCRIPT, PLAIN, {"max_tokens": 3}, ("It may", "", [], "length")),
+    (THINK, SCRIPT, "<think>", {"thinking_token_budget": 2}, ("It may", 'Yes.{"a": 1}', [], "stop")),
+    (THINK, SCRIPT, PLAIN, {"thinking_token_budget": 2}, ("It may", 'Yes.{"a": 1}', [], "stop")),
+    (THINK, SCRIPT, PLAIN, {"thinking_token_budget": 0}, ("", 'Yes.{"a": 1}', [], "stop")),
+    # Stop strings wait for the end of a thought.
+    (THINK, ["<think>", "Hm, Q: a", "\n\n", "</think>", "\n\n", "Yes", ".", " Q", ": b"], PLAIN, STOP,
+     ("Hm, Q: a", "Yes. ", [], "stop")),
+    (THINK, ["<think>", "Hm, Q: a", " Q", ": </think>", "\n\n", "Yes.\n", "\nQ: b"], "<think>", STOP,
+     ("Hm, Q: a Q:", "Yes.", [], "stop")),
+    (THINK, ["<think>", "Q: a", "</", "thi", "nk>", "Yes Q", ":"], PLAIN, STOP, ("Q: a", "Yes ", [], "stop")),
+    (THINK, ["<think>", "Q: a Q", "</th", "ink>: \n\nYes Q: b"], PLAIN, STOP, ("Q: a Q", ": ", [], "stop")),
+    (THINK, ["\n", " Yes", ".", " Q:", " b"], PLAIN, STOP, ("", "\n Yes. ", [], "stop")),  # no thought
+    (THINK, ["</think>", "\n\n", "Yes", ". Q: <think>", "Q"], "</think>", STOP, ("", "Yes. ", [], "stop")),
+    (THINK, ["<think>", "Q: a", " Q:"], PLAIN, STOP, ("Q: a Q:", "", [], "stop")),  # cut
+    # Calls in free text; the marker of one format is a special token, that of the other is not.
+    (MARKERS["hermes"], ["Let me see", ".\n", *CALL], TEMPLATES["hermes"], {"tools": TOOLS},
+     ("", "Let me see.", [ROME], "calls")),
+    (MARKERS["mistral"], ["Let me see.", "[TOOL_CALLS]", " [", *CALL[1:3], 'me"}}, ', '{"name": "time"}]'],
+     TEMPLATES["mistral"], {"tools": TOOLS}, ("", "Let me see.", [ROME, ("time", "{}")], "calls")),
+    (THINK, ["<think>", "Hm", "</think>", "\n\n", TIME[:20], TIME[20:], TIME[:14], TIME[14:]], TEMPLATES["hermes"],
+     {"tools": TOOLS}, ("Hm", "", [("time", "{}")] * 2, "calls")),
+    # A label is no thought, as in Gemma 4; a budget of nothing ends the thought before its label.
+    ({"<|channel>": False, "<channel|>": False}, GEMMA, PLAIN, {}, ("Hm.", "Yes", [], "stop")),
+    ({"<|channel>": False, "<channel|>": False}, GEMMA, PLAIN, {"thinking_token_budget": 0}, ("", "Yes", [], "stop")),
+    # Channels, as in gpt-oss: no header is content, and a budget leads to the answer.
+    (CHANNELS | {"\n": False}, HARMONY, HEADER, {}, ("It may rain.", "Yes.", [], "stop")),
+    (CHANNELS | {"\n": False}, HARMONY, HEADER, {"thinking_token_budget": 2}, ("It may rain", "Yes.", [], "stop")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "".join(case[1])[:30] + str([*case[3]]))
+def test_every_door_says_the_same(case: Any) -> None:
+    markers, script, template, body, expected = case
+    with running(scripted(script, template, markers, has_draft=True)) as server:
+        for door, is_stream, k in itertools.product(DOORS, (False, True), (0, 1, 8)):
+            if door != "messages" or body.get("thinking_token_budget") != 0:
+                assert said(server, door, stream=is_stream, num_draft_tokens=k, **body) == expected, (door, is_stream)
+
+
+def test_thoughts_may_be_left_out_or_be_content() -> None:
+    """Whoever reads none stops in them; stop tokens do not wait. Their tokens are counted. Without markers they are
+    content, and have no budget."""
+    decoder, text = scripted(SCRIPT, PLAIN, THINK), "".join(SCRIPT)
+    with running(decoder) as server:
+        for door in DOORS:
+            assert said(server, door, include_reasoning=False) == ("", 'Yes.{"a": 1}', [], "stop")
+        for body, content in (
+            ({"separate_reasoning": False}, text),
+            ({"separate_reasoning": False, "stop": "rain"}, "<think>\nIt may "),
+            ({"stop_token_ids": [5]}, ""),
+            ({"stop": ".", "min_tokens": 10}, 'Yes.{"a": 1}'),
+            ({"stop": ".", "include_stop_str_in_output": True}, "Yes."),
+        ):
+            assert said(server, "chat/completions", **body).content == content
+        usage = sent(server, "chat/completions", asked("chat/completions", {}))["usage"]
+        assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
+        plain = sent(server, "completions", {"prompt": "a", "stop": "rain", "max_tokens": 50})
+        assert plain["choices"][0]["text"] == "<think>\nIt may "
+    with running(scripted(SCRIPT, "<think>", THINK), reasoning_parser="none") as server:
+        names = ("thinking_token_budget", "thinking_token_budget", "thinking.budget_tokens")
+        for door, name in zip(DOORS, names, strict=True):
+            assert said(server, door).content == "".join(SCRIPT[1:])
+            error = sent(server, door, asked(door, {"thinking_token_budget": 3}))["error"]["message"]
+            assert name in error and "no known markers of thoughts" in error
+    # The prompt may have begun the thought; options that would hinder its end are refused.
+    continued = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", THINK)
+    begun = Chat([*ASK, {"role": "assistant", "content": "<think>Hm,"}], ChatOptions(continue_final_message=True))
+    (completion,) = continued.generate([begun], thinking_budget=2)
+    assert completion.text == "".join([*SCRIPT[1:3], *SCRIPT[5:]])
+    for options, message in (
+        ({"logit_bias": {6: -math.inf}}, "forbids </think>"),
+        ({"min_tokens": 5, "stop_token_ids": [6]}, "stop token"),
+        ({"bad_words": [[6]]}, "bad_words"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            decoder.generate("a", thinking_budget=1, **options)  # type: ignore[arg-type]
+
+
+def test_demanded_forms_begin_after_thoughts() -> None:
+    """Of calls and of text, also after the header of a channel's answer."""
+    template = TEMPLATES["hermes"].replace("<tool_call>", "<|channel|>commentary") + "<|start|>assistant"
+    tools = [tool("time", NOTHING, strict=True)]
+    for decoder, thought in (
+        (talker(TEMPLATES["hermes"] + "<think>\n", THINK | {"<tool_call>": False}), "</think>"),
+        (talker(template, CHANNELS), "analysis"),
+    ):
+        bias = {str(decoder.tokenizer.convert_tokens_to_ids(thought)): 50}
+        with running(decoder) as server:
+            body = {"logit_bias": bias, "thinking_token_budget": 2}
+            assert said(server, "chat/completions", **body, structured_outputs={"regex": "(yes|no)"})[1] in (
+                "yes",
+                "no",
+            )
+            found = said(server, "chat/completions", **body, tools=tools, tool_choice="required")
+            assert found.content == "" and {name for name, _ in found.calls} == {"time"}
+            if thought == "analysis":
+                error = sent(server, "chat/completions", asked("chat/completions", {"tools": tools}))["error"]
+                assert "make tool_choice required" in error["message"]
+
+
+def test_a_demanded_call_and_its_result(server: Running) -> None:
+    """Equal at every door; the whole history goes back and forth, since nothing is kept."""
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
+    histories: list[Any] = [
+        {"messages": [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]},
+                      {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "Sun."}]}]},
+        {"input": [*ASK, {"type": "function_call", "call_id": "c1", "name": "weather", "arguments": '{"city": "Rome"}'},
+                   {"type": "function_call_output", "call_id": "c1", "output": "Sun."}]},
+        {"messages": [*ASK, {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "weather",
+                                                               "input": {"city": "Rome"}}]},
+                      {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": "Sun."}]}]},
+    ]  # fmt: skip
+    found, answers = [], []
+    for door, history in zip(DOORS, histories, strict=True):
+        for is_stream in (False, True):
+            own = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False, "seed": 3}
+            one = said(server, door, stream=is_stream, **own)
+            ((name, arguments),) = one.calls
+            assert (one.content, one.end, name) == ("", "calls", "weather")
+            found.append(json.loads(arguments))
+            assert sorted(found[-1]) == ["city", "days"] and found[-1] == found[0]
+        answers.append(said(server, door, max_tokens=20, temperature=0, ignore_eos=True, **history))
+    assert answers[0] == answers[1] == answers[2] and answers[0].end == "length"
+    text = '<user>Will it rain?<assistant><tool_call>weather{"city": "Rome"}<tool>Sun.<assistant>'
+    tokenizer: Any = server.model.decoder.tokenizer
+    for door, history, key in zip(DOORS, histories, ("prompt_tokens", "input_tokens", "input_tokens"), strict=True):
+        usage = sent(server, door, asked(door, history))["usage"]
+        assert usage[key] + usage.get("cache_read_input_tokens", 0) == len(tokenizer(text).input_ids)
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_demanded_call_that_is_cut_shows_no_marker(kind: str) -> None:
+    """There is no text beside a call that is forced: half a marker is none."""
+    with running(talker(TEMPLATES[kind], MARKERS[kind]), num_slots=2) as server:
+        for most, is_stream in itertools.product(range(1, 50, 8), (False, True)):
+            body = {"tools": TOOLS[:1], "tool_choice": "required", "seed": 1, "max_tokens": most, "stream": is_stream}
+            found = said(server, "chat/completions", **body)
+            assert (found.content, found.end) == ("", "length")
+    assert found.calls
+
+
+def test_unknown_formats_are_refused() -> None:
+    """Rather than answered with calls as content; unless no tool may be called."""
+    with running(talker("{{ tools }}{{ messages }}", {}), num_slots=1) as server:
+        for door in DOORS:
+            body = asked(door, {"tools": TOOLS, "max_tokens": 1})
+            assert "--tool-parser" in sent(server, door, body)["error"]["message"]
+            assert said(server, door, tools=TOOLS, max_tokens=1, tool_choice="none", ignore_eos=True).end == "length"
+    script = ["Let me see", ".\n", *CALL]
+    with running(scripted(script, TEMPLATES["hermes"], MARKERS["hermes"])) as server:
+        for more in ({"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
+            assert said(server, "chat/completions", **more) == ("", "".join(script), [], "stop")
+        assert said(server, "chat/completions", tools=TOOLS, stop='"Ro')[2:] == ([("weather", '{"city": ')], "stop")
+
+
+def test_messages_are_those_of_a_chat(server: Running) -> None:
+    """System, the tokens that are counted, a schema, errors."""
+    parts = [{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief"}]
+    found = sent(server, "messages", asked("messages", {"system": parts, "max_tokens": 20, "seed": 1}))
+    chat = [{"role": "system", "content": "Be brief"}, *ASK]
+    body = {"messages": chat, "max_tokens": 20, "seed": 1}
+    same = sent(server, "chat/completions", body)
+    assert found["content"][0]["text"] == same["choices"][0]["message"]["content"]
+    counted = sent(server, "messages/count_tokens", {"system": parts, "messages": ASK})
+    assert counted == {"input_tokens": same["usage"]["prompt_tokens"]}
+    long = [{"role": "user", "content": "Rome? " * 1000}]  # more than the context
+    assert sent(server, "messages/count_tokens", {"messages": long})["input_tokens"] > 5000
+    form = {"format": {"type": "json_schema", "schema": WEATHER}}
+    assert sorted(json.loads(said(server, "messages", output_config=form).content)) == ["city", "days"]
+    with running(words(), api_keys=("secret",)) as other, other.http() as http:
+        for headers, more, status, kind in (
+            ({}, {}, 401, "authentication_error"),
+            ({"x-api-key": "secret"}, {"model": "none"}, 404, "not_found_error"),
+            ({"x-api-key": "secret"}, {}, 400, "invalid_request_error"),  # without a template
+        ):
+            answer = http.post("/v1/messages", json=asked("messages", more), headers=headers)
+            error = answer.json()
+            assert (answer.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
+
+
+def test_responses_with_the_openai_client(client: OpenAI) -> None:
+    """Its own events, a schema, an end at the limit; and an error in a stream, an event numbered like the others."""
+    schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
+    form: Any = {"type": "json_schema", "name": "answer", "schema": schema | {"additionalProperties": False}}
+    body: Any = {"model": "toy", "instructions": "Be brief.", "input": "Hm", "text": {"format": form}, "store": False}
+    with client.responses.stream(**body) as stream:
+        kinds = [event.type for event in stream]
+        assert isinstance(json.loads(stream.get_final_response().output_text)["rain"], bool)
+    assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.completed"
+    cut = client.responses.create(model="toy", input="Hm", max_output_tokens=2, top_p=0.5)
+    assert cut.status == "incomplete" and (cut.temperature, cut.top_p) == (1.0, 0.5)
+    assert cut.incomplete_details and cut.incomplete_details.reason == "max_output_tokens"
+    decoder = words(1_000_000)
+    decoder.tokenizer.chat_template = "w1"
+    with running(decoder, num_slots=1, context_len=1_000_000) as server, server.openai() as other:
+        events = []
+        for event in other.responses.create(model="toy", input="Hm", stream=True):
+            events.append(event)
+            if len(events) == 5:
+                server.server.stop()
+    last = events[-1]
+    assert last.type == "error" and "shutting down" in last.message and last.code == "unavailable"
+    assert last.sequence_number == len(events) - 1
