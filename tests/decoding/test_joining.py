@@ -54,13 +54,7 @@ def play(
     cancels: dict[int, int] | None = None,
     clients: Sequence[str] | None = None,
 ) -> Played:
-    """Step until all is done.
-
-    Args:
-        arrivals: before which step each request comes, ascending.
-        cancels: request -> before which step it is cancelled.
-        clients: of each request; None for one.
-    """
+    """Step until all is done. Requests arrive before these steps, ascending; some are cancelled before a step."""
     played, submitted, step = Played(), 0, 0
     while True:
         while submitted < len(requests) and arrivals[submitted] <= step:

@@ -173,20 +173,17 @@ def _row(index: int = 0, num_draft_tokens: int | None = None) -> Row:
 
 
 def test_rows_with_a_constant_k_are_learned_from() -> None:
-    """Though there is nothing to choose for them, and their columns are verified in any case."""
+    """Though there is nothing to choose for them. A row near its end drafts fewer tokens than K: neither was the
+    drafter at a loss, nor was a token rejected."""
     estimates = Estimates((0, 2, 4), 0.05)
     schedule = AdaptiveSchedule(estimates)
     for _ in range(40):
         assert schedule.next_k([_row(0, 2)], 1) == 0
         schedule.learn(RoundOutcome(0, 1, 2, [RowCounts(2, 2, 2)], 1.0))
     assert AdaptiveSchedule(estimates).next_k([_row(0, 2), _row(1)], 2) >= 2
-
-
-def test_a_row_near_its_end_says_nothing_of_later_tokens() -> None:
-    """It drafts fewer tokens than K: neither was the drafter at a loss, nor was a token rejected."""
     ended, rejected = (Estimates((0, 1, 2, 4), 0.01) for _ in range(2))
-    for estimates, num_wanted in ((ended, 1), (rejected, 4)):
-        for _ in range(60):
+    for _ in range(60):
+        for estimates, num_wanted in ((ended, 1), (rejected, 4)):
             estimates.note(RoundOutcome(4, 1, 1, [RowCounts(num_wanted, 1, 1)], None))
     ended, rejected = (one.choose([_row()], 1)[0] for one in (ended, rejected))
     assert ended > rejected == 1
