@@ -46,26 +46,16 @@ ALPHAS = (0.0, 0.2, 0.4, 0.6, 0.8, 0.95)
 
 @dataclass
 class World:
-    """Rows that never end, on a machine of its own.
+    """Rows that never end, on a machine of its own."""
 
-    Attributes:
-        share, costs: see COSTS.
-        alpha: probability that a drafted token is accepted, by the number of rounds so far.
-        found: that anything is drafted for a row.
-        pace: factor of all times, by the number of rounds so far.
-        spread: of the logarithms of times.
-        held_up: probability that a round is seen to take five times as long.
-        change: a change of K costs this part of a plain round more.
-    """
-
-    share: float
+    share: float  # see COSTS
     costs: dict[int, float]
-    alpha: Callable[[int], float]
-    found: float = 1.0
-    pace: Callable[[int], float] = lambda number: 1.0
-    spread: float = 0.15
-    held_up: float = 0.02
-    change: float = 0.25
+    alpha: Callable[[int], float]  # probability that a drafted token is accepted, by the number of rounds so far
+    found: float = 1.0  # probability that anything is drafted for a row
+    pace: Callable[[int], float] = lambda number: 1.0  # factor of all times, by the number of rounds so far
+    spread: float = 0.15  # of the logarithms of times
+    held_up: float = 0.02  # probability that a round is seen to take five times as long
+    change: float = 0.25  # a change of K costs this part of a plain round more
     num_rows: int = 1
     length: int = 1
 
