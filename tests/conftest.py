@@ -28,13 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    settings.register_profile(
-        "fixed",
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],  # which is of the load
-    )
+    of_load = [HealthCheck.too_slow]
+    settings.register_profile("fixed", derandomize=True, deadline=None, database=None, suppress_health_check=of_load)
     settings.load_profile("fixed")
 
 

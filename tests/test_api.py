@@ -260,6 +260,9 @@ def test_the_public_door() -> None:
     assert issubclass(UsageError, outrider.OutriderError) and outrider.Sampling is Sampling
     assert import_module("outrider.errors").__all__ == sorted(import_module("outrider.errors").__all__)
     assert SamplingChanges.__annotations__.keys() == {field.name for field in dataclasses.fields(outrider.Sampling)}
+    for options in ({"placement": outrider.Placement(), "dtype": "float32"}, {"torch_dtype": "float32"}):
+        with pytest.raises(OptionError, match="give it or its fields, not both|no such option: did you mean dtype"):
+            outrider.load("fable", **options)
 
 
 def test_sampling_as_one_object() -> None:
@@ -273,16 +276,6 @@ def test_sampling_as_one_object() -> None:
     assert [one.token_ids for one in decoder.generate(PROMPTS, own, max_new_tokens=3)] == [ids[:3] for ids in want]
     assert tuple(i for chunk in decoder.stream(PROMPTS[0], sampling) for i in chunk.token_ids) == want[0]
     assert {i: one.token_ids for i, one in decoder.complete(PROMPTS, sampling)} == dict(enumerate(want))
-
-
-def test_a_placement_is_one_object() -> None:
-    placement = outrider.Placement(dtype="float64")
-    decoder = outrider.load("fable", "fable-draft", placement=placement)
-    assert (decoder.target.dtype, decoder.drafter.models[0].dtype) == (torch.float64, torch.float64)
-    with pytest.raises(OptionError, match="placement"):
-        outrider.load("fable", dtype="float32", placement=placement)
-    with pytest.raises(OptionError, match="no such option: did you mean dtype"):
-        outrider.load("fable", torch_dtype="float32")
 
 
 OPTIONS = {"seed": 5, "max_new_tokens": 12}

@@ -1,7 +1,6 @@
 """The engine: what its clients share, rounds that are started ahead, and steps that lack memory."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +16,11 @@ from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import suffix_drafter
 from outrider.errors import DeviceError
-from outrider.records import Request, Round, RowRound
-from outrider.runtime.cuda_graphs import CapturedExecution
+from outrider.records import Request, RowRound
 from outrider.runtime.device_timer import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
-from toys import StopAt, llama_pair, request, tokens
+from toys import llama_pair, request, tokens
 
 K = 3
 
@@ -147,47 +145,14 @@ def test_the_wait_of_a_client(
     assert first_rounds == {"a": 0} | dict.fromkeys(expected, 12)
 
 
-PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
-
-
-def test_loops_take_turns_on_the_same_programs() -> None:
-    """Also with ones that are given up on the way: a step's results stand only until the next."""
-    target, drafter = llama_pair()
-    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
-
-    def started(seed: int) -> Iterator[Round]:
-        requests = [request(ids, seed=seed + i, max_new_tokens=20 + 9 * i) for i, ids in enumerate(PROMPTS)]
-        return decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
-
-    alone = [[round_.rows for round_ in started(seed)] for seed in (0, 10)]
-    together: list[list[Any]] = [[], []]
-    for pair in itertools.zip_longest(started(0), started(10)):
-        given_up = started(20)
-        next(given_up)
-        given_up.close()
-        for said, round_ in zip(together, pair, strict=True):
-            said += [] if round_ is None else [round_.rows]
-    assert together == alone
-
-
 def test_rounds_are_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own seconds, not those that the host saw; a round too many is waited for, or it is on the next one's
-    clock."""
+    """Its own seconds, not those that the host saw."""
     target, drafter = llama_pair()
     target.execution.lookahead = 1
-    with monkeypatch.context() as patch:
-        patch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
-        first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
+    monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
+    first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
     assert first.timing.total_s == 3.0 and first.timing.prefill_s == 1.5
     assert others and all(one.timing.total_s == 1.5 and one.timing.prefill_s == 0.0 for one in others)
-    marks, waits = itertools.count(), list[int]()
-    monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 0.0)
-    monkeypatch.setattr(Clock, "mark", lambda self: next(marks))
-    monkeypatch.setattr(Clock, "wait", lambda self, one: waits.append(one))
-    requests = [request(PROMPTS[3], StopAt(12), seed=4, max_new_tokens=40, temperature=1.5)]
-    (*_, last) = decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
-    assert last.rows[0].finish_reason == "eos"
-    assert waits[0] == 0 and waits[-1] == next(marks) - 1
 
 
 _LONG = [(5, 6, 7, 5, 6, 7, 5), (1, 4, 2), (2, 3) * 20, (7, 1)]

@@ -42,11 +42,8 @@ def philox_uniforms(seed: int, counter: Sequence[int]) -> tuple[float, float]:
 def hf_probs(
     logits: torch.Tensor, prefix: Sequence[int], sampling: Sampling, num_prompt: int | None = None
 ) -> torch.Tensor:
-    """The distribution from which `generate` samples the token after ``prefix``. [V] -> [V]
-
-    Args:
-        num_prompt: what comes after so many tokens is output; None for nothing.
-    """
+    """The distribution from which `generate` samples the token after ``prefix``, of which the first ``num_prompt`` are
+    the prompt, or all. [V] -> [V]"""
     num_prompt = len(prefix) if num_prompt is None else num_prompt
     bias = {(i,): float(b) for i, b in (sampling.logit_bias or {}).items()}
     is_sampled, ends = sampling.temperature != 0.0, list(sampling.stop_token_ids)
@@ -157,11 +154,7 @@ def invert(weights: Probs, uniform: float) -> int:
 def draft_paths(
     first: int, table: Sequence[Probs], length: int, later: Sequence[Probs] | None = None
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """All drafts of this length that have a chance, with their probability.
-
-    Args:
-        later: the table from the second token on, if it is another.
-    """
+    """All drafts of this length that have a chance, with their probability. (``later``: from the second token on.)"""
     tables = [table, *[later or table] * length]
     for ids in itertools.product(range(len(table)), repeat=length):
         chances = [rows[last][x] for rows, last, x in zip(tables, (first, *ids), ids, strict=False)]
