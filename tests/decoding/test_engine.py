@@ -122,7 +122,6 @@ def test_a_paused_text_is_the_same(
         (2, "bcd", False, "b"),  # more clients than slots
         (1, "b", False, ""),
         (4, "b", True, ""),  # priorities decide
-        (4, "aa", False, ""),
     ],
 )
 def test_the_wait_of_a_client(
