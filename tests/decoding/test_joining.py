@@ -281,7 +281,7 @@ def test_numbers_that_are_not_finite_end_one_row_only(make_pair: Callable[[], An
     for lm in (target, drafter.lm):
         lm.model.get_input_embeddings().weight[bad] = torch.nan
     options = {"temperature": 0.0, "max_new_tokens": 12, "logit_bias": {bad: -1e9}}
-    prompts = [(1, 2, 3), (*range(20), bad, 5), (6, 7), (8,), (9, 9, 9), (10, bad), (*range(20), 7)]
+    prompts = [(1, 2, 3), (*range(20), bad, 5), (*range(20), 7), (6, 7), (8,), (10, bad), (9, 9, 9)]
     requests = [request(ids, **options) for ids in prompts]
     played = play(_engine(target, drafter, REJECTION, num_slots=2), requests, [0] * len(requests))
     for index, one in enumerate(requests):
