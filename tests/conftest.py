@@ -1,10 +1,5 @@
-"""What all tests share: threads, property tests that draw the same examples every time, and executions.
-
-No verdict may depend on the processor, the number of threads or the load. One thread is the default, since there is a
-worker for each core; OMP_NUM_THREADS asks for more.
-
-The tests of the core (marked ``each_execution``) run with every execution of ``--executions``.
-"""
+"""What all tests share: property tests that draw the same examples every time; one thread, since there is a worker for
+each core (OMP_NUM_THREADS asks for more); and the executions with which tests marked ``each_execution`` run."""
 
 import gc
 import os
@@ -28,13 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
-    settings.register_profile(
-        "fixed",
-        derandomize=True,
-        deadline=None,
-        database=None,
-        suppress_health_check=[HealthCheck.too_slow],  # which is of the load
-    )
+    of_load = [HealthCheck.too_slow]
+    settings.register_profile("fixed", derandomize=True, deadline=None, database=None, suppress_health_check=of_load)
     settings.load_profile("fixed")
 
 

@@ -1,8 +1,8 @@
 """The public door, on the embedded pair: text in, chunks out. Nothing here depends on what the pair says."""
 
 import dataclasses
+import itertools
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from typing import Any
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import outrider
-import toys
 from outrider.api import load
 from outrider.decoder import Decoder
 from outrider.errors import NumericsError, OptionError, OutriderError, PromptError, UsageError
@@ -261,6 +260,9 @@ def test_the_public_door() -> None:
     assert issubclass(UsageError, outrider.OutriderError) and outrider.Sampling is Sampling
     assert import_module("outrider.errors").__all__ == sorted(import_module("outrider.errors").__all__)
     assert SamplingChanges.__annotations__.keys() == {field.name for field in dataclasses.fields(outrider.Sampling)}
+    for options in ({"placement": outrider.Placement(), "dtype": "float32"}, {"torch_dtype": "float32"}):
+        with pytest.raises(OptionError, match="give it or its fields, not both|no such option: did you mean dtype"):
+            outrider.load("fable", **options)
 
 
 def test_sampling_as_one_object() -> None:
@@ -276,16 +278,6 @@ def test_sampling_as_one_object() -> None:
     assert {i: one.token_ids for i, one in decoder.complete(PROMPTS, sampling)} == dict(enumerate(want))
 
 
-def test_a_placement_is_one_object() -> None:
-    placement = outrider.Placement(dtype="float64")
-    decoder = outrider.load("fable", "fable-draft", placement=placement)
-    assert (decoder.target.dtype, decoder.drafter.models[0].dtype) == (torch.float64, torch.float64)
-    with pytest.raises(OptionError, match="placement"):
-        outrider.load("fable", dtype="float32", placement=placement)
-    with pytest.raises(OptionError, match="no such option: did you mean dtype"):
-        outrider.load("fable", torch_dtype="float32")
-
-
 OPTIONS = {"seed": 5, "max_new_tokens": 12}
 
 
@@ -295,38 +287,24 @@ def _decoder(**model: object) -> Decoder:
     )
 
 
-def _prompts(num_prompts: int) -> list[str]:
-    return [" ".join(f"w{(7 * i + j) % 90}" for j in range(1 + i % 9)) for i in range(num_prompts)]
-
-
 def test_each_prompt_as_if_it_were_alone() -> None:
-    """With options of its own, in any order, each once."""
-    decoder = _decoder()
-    own = [{"max_new_tokens": 1 + i % 12, "seed": i, "temperature": (0.0, 1.0, 0.7)[i % 3]} for i in range(15)]
-    done = dict(decoder.complete(zip(_prompts(15), own, strict=True), num_slots=4))
-    assert sorted(done) == list(range(15))
-    for i, prompt in enumerate(_prompts(15)):
-        (alone,) = decoder.generate(prompt, **own[i])
-        one = done[i]
-        assert isinstance(one, Completion)
-        found = one.token_ids, one.text, one.seed, one.finish_reason
-        assert found == (alone.token_ids, alone.text, i, alone.finish_reason)
+    """With options of its own, in any order, each once. Far fewer are held than there are."""
+    decoder, taken = _decoder(), []
 
+    def asked(i: int) -> tuple[str, dict[str, Any]]:
+        options = {"max_new_tokens": 1 + i % 12, "seed": i, "temperature": (0.0, 1.0, 0.7)[i % 3]}
+        return " ".join(f"w{(7 * i + j) % 90}" for j in range(1 + i % 9)), options
 
-def test_prompts_are_taken_as_slots_become_free() -> None:
-    """Far fewer are held than there are."""
-    taken = 0
-
-    def endless() -> Iterator[list[int]]:
-        nonlocal taken
-        while True:
-            taken += 1
-            yield [taken % 90]
-
-    stream = _decoder().complete(endless(), num_slots=2, seed=5, max_new_tokens=4)
-    for number, _ in zip(range(24), stream, strict=False):
-        assert taken <= number + 8
+    done = {}
+    stream = decoder.complete((taken.append(i) or asked(i) for i in itertools.count()), num_slots=4)
+    for number, (i, one) in zip(range(24), stream, strict=False):
+        assert len(taken) <= number + 12 and i not in done
+        done[i] = one
     stream.close()
+    for i, one in done.items():
+        prompt, options = asked(i)
+        (alone,) = decoder.generate(prompt, **options)
+        assert isinstance(one, Completion) and (one.seed, parts(one)) == (i, parts(alone))
 
 
 def test_errors_of_single_prompts_do_not_end_the_others() -> None:
@@ -352,18 +330,14 @@ def test_errors_of_single_prompts_do_not_end_the_others() -> None:
     assert list(decoder.complete([])) == []
 
 
-@pytest.mark.parametrize("execution", ["eager", pytest.param("captured", marks=pytest.mark.slow)])
-def test_eight_threads_may_share_a_decoder(execution: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_eight_threads_may_share_a_decoder() -> None:
     """Each gets the texts that it gets alone."""
-    monkeypatch.setattr(toys, "execution", toys.EXECUTIONS[execution])
     target, drafter = llama_pair()
     decoder = Decoder(target, None, frozenset(), drafter, num_draft_tokens=2)
-    jobs = [[1 + i, 2, 3] for i in range(8)]
 
     def write(i: int) -> tuple[int, ...]:
-        return decoder.generate([jobs[i]], seed=i, max_new_tokens=12)[0].token_ids
+        return decoder.generate([[1 + i, 2, 3]], seed=i, max_new_tokens=12)[0].token_ids
 
-    alone = [write(i) for i in range(len(jobs))]
+    alone = [write(i) for i in range(8)]
     with ThreadPoolExecutor(8) as pool:
-        for _ in range(2):
-            assert list(pool.map(write, range(len(jobs)))) == alone
+        assert list(pool.map(write, [*range(8)] * 2)) == alone * 2

@@ -1,11 +1,13 @@
-"""The engine: what its clients share, and rounds that are started ahead."""
+"""The engine: what its clients share, rounds that are started ahead, and steps that lack memory."""
 
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
+from languages import Remainders
 from outrider.decoding import scheduler
 from outrider.decoding.batch import Row
 from outrider.decoding.engine import Engine, decode
@@ -13,12 +15,12 @@ from outrider.decoding.fair_queue import FairQueue
 from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.drafters.lookups import suffix_drafter
-from outrider.records import Round, RowRound
-from outrider.runtime.cuda_graphs import CapturedExecution
+from outrider.errors import DeviceError
+from outrider.records import Request, RowRound
 from outrider.runtime.execution import Clock
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, GUMBEL, REJECTION, Rule
-from toys import StopAt, llama_pair, request, tokens
+from toys import llama_pair, request, tokens
 
 K = 3
 
@@ -120,7 +122,6 @@ def test_a_paused_text_is_the_same(
         (2, "bcd", False, "b"),  # more clients than slots
         (1, "b", False, ""),
         (4, "b", True, ""),  # priorities decide
-        (4, "aa", False, ""),
     ],
 )
 def test_the_wait_of_a_client(
@@ -143,44 +144,80 @@ def test_the_wait_of_a_client(
     assert first_rounds == {"a": 0} | dict.fromkeys(expected, 12)
 
 
-PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5, (4, 4)]
-
-
-def test_loops_take_turns_on_the_same_programs() -> None:
-    """Also with ones that are given up on the way: a step's results stand only until the next."""
-    target, drafter = llama_pair()
-    target.execution, drafter.lm.execution = CapturedExecution(), CapturedExecution()
-
-    def started(seed: int) -> Iterator[Round]:
-        requests = [request(ids, seed=seed + i, max_new_tokens=20 + 9 * i) for i, ids in enumerate(PROMPTS)]
-        return decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
-
-    alone = [[round_.rows for round_ in started(seed)] for seed in (0, 10)]
-    together: list[list[Any]] = [[], []]
-    for pair in itertools.zip_longest(started(0), started(10)):
-        given_up = started(20)
-        next(given_up)
-        given_up.close()
-        for said, round_ in zip(together, pair, strict=True):
-            said += [] if round_ is None else [round_.rows]
-    assert together == alone
-
-
 def test_rounds_are_timed_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own seconds, not those that the host saw; a round too many is waited for, or it is on the next one's
-    clock."""
+    """Its own seconds, not those that the host saw."""
     target, drafter = llama_pair()
     target.execution.lookahead = 1
-    with monkeypatch.context() as patch:
-        patch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
-        first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
+    monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 1.5)
+    first, *others = decode(target, drafter, [request((1, 2), max_new_tokens=12)], REJECTION, num_draft_tokens=2)
     assert first.timing.total_s == 3.0 and first.timing.prefill_s == 1.5
     assert others and all(one.timing.total_s == 1.5 and one.timing.prefill_s == 0.0 for one in others)
-    marks, waits = itertools.count(), list[int]()
-    monkeypatch.setattr(Clock, "seconds", lambda self, begin, end: 0.0)
-    monkeypatch.setattr(Clock, "mark", lambda self: next(marks))
-    monkeypatch.setattr(Clock, "wait", lambda self, one: waits.append(one))
-    requests = [request(PROMPTS[3], StopAt(12), seed=4, max_new_tokens=40, temperature=1.5)]
-    (*_, last) = decode(target, drafter, requests, REJECTION, num_draft_tokens=3)
-    assert last.rows[0].finish_reason == "eos"
-    assert waits[0] == 0 and waits[-1] == next(marks) - 1
+
+
+_LONG = [(5, 6, 7, 5, 6, 7, 5), (1, 4, 2), (2, 3) * 20, (7, 1)]
+_REQUESTS = [request(ids, seed=i, temperature=0.0, max_new_tokens=12) for i, ids in enumerate(_LONG)]
+
+
+def _too_large(*_: object, **__: object) -> Any:
+    return torch.empty(2**60, dtype=torch.uint8)  # PyTorch's own error on the CPU
+
+
+def _run(engine: Engine) -> tuple[dict[int, RowRound], dict[int, tuple[int, ...]]]:
+    """The last round and the text of each row, when all have ended."""
+    last, texts = dict[int, RowRound](), dict[int, tuple[int, ...]]()
+    while (round_ := engine.step()) is not None:
+        for row in round_.rows:
+            last[row.row], texts[row.row] = row, (*texts.get(row.row, ()), *row.token_ids)
+    return last, texts
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_prompt_that_lacks_memory(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The texts of rows beside it, and of those that get its slot, are what they are alone."""
+    target, draft = llama_pair()
+    want = [tokens(target, NO_DRAFTER, [one], BLOCK, 0)[0] for one in _REQUESTS]
+    engine, prefill = _engine(target, draft, BLOCK, 2, k=k), target.prefill
+    for one in _REQUESTS:
+        engine.submit(one)
+
+    def fail_if_long(ids: Any, starts: Any, ends: Any, *more: Any, **others: Any) -> Any:
+        return _too_large() if int(ends.max()) > 30 else prefill(ids, starts, ends, *more, **others)
+
+    monkeypatch.setattr(target, "prefill", fail_if_long)
+    last, texts = _run(engine)
+    assert isinstance(last[2].error, DeviceError) and last[2].finish_reason == "error"
+    assert texts == {0: want[0], 1: want[1], 2: (), 3: want[3]}
+    monkeypatch.setattr(target, "prefill", prefill)
+    again = engine.submit(_REQUESTS[2])
+    assert _run(engine)[1] == {again: want[2]}
+    monkeypatch.setattr(target, "prefill", _too_large)
+    for requests, message in ((_REQUESTS[:1], "^there is not enough"), (_REQUESTS, r"^prompt \d: there is not enough")):
+        with pytest.raises(DeviceError, match=f"{message} memory on the CPU: free some"):
+            list(decode(target, NO_DRAFTER, requests, BLOCK, num_draft_tokens=0))
+
+
+def test_a_round_that_lacks_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its longest row ends, and the round is tried again without it: constraints forget its draft. The slot keeps
+    nothing for the next row."""
+    target, draft = llama_pair()
+
+    def asked() -> list[Request]:
+        return [replace(one, constraint=Remainders(60)) for one in _REQUESTS]
+
+    want = [tokens(target, NO_DRAFTER, [one], BLOCK, 0)[0] for one in asked()]
+    engine = _engine(target, draft, BLOCK, 2)
+    for one in asked():
+        engine.submit(one)
+    engine.step()
+    propose, num_rows = engine._runner.session.propose, []
+
+    def fail_for_two(rows: Any, *given: Any) -> Any:
+        found = propose(rows, *given)
+        num_rows.append(len(rows))
+        return _too_large() if num_rows.count(2) == 1 and len(rows) == 2 else found
+
+    monkeypatch.setattr(engine._runner.session, "propose", fail_for_two)
+    last, texts = _run(engine)
+    assert isinstance(last[0].error, DeviceError) and num_rows[0] == 2
+    assert {row: texts[row] for row in (2, 3)} == {2: want[2], 3: want[3]}
+    assert texts[1] == want[1][-len(texts[1]) :] and 0 < len(texts[1])

@@ -24,11 +24,6 @@ def generated(model: Any, prompt: dict[str, Any]) -> list[int]:
     return ids
 
 
-def prompts_of(name: str) -> list[dict[str, Any]]:
-    """Two with the same tokens and different images, one of text."""
-    return [with_image(name, BEFORE, AFTER, seed=1), TEXT, with_image(name, BEFORE, AFTER, seed=2)]
-
-
 def texts(decoder: Decoder, prompts: list[dict[str, Any]], **options: Any) -> list[list[int]]:
     options = {"temperature": 0.0} | options
     done = decoder.generate(prompts, max_new_tokens=NUM_TOKENS, ignore_eos=True, **options)
@@ -40,7 +35,8 @@ def test_text_is_that_of_generate(name: str, monkeypatch: pytest.MonkeyPatch) ->
     """With a draft, all at once; and plain, one after the other in a slot that was used; resumed. The control: without
     the offset of later positions the text is another one."""
     model = multimodal(name)
-    prompts = prompts_of(name)
+    # Two have the same tokens and different images.
+    prompts = [with_image(name, BEFORE, AFTER, seed=1), TEXT, with_image(name, BEFORE, AFTER, seed=2)]
     want = [generated(model, prompt) for prompt in prompts]
     assert want[0] != want[2]  # the image tells
     decoder = outrider.load(model, random_llama(), num_draft_tokens=3)

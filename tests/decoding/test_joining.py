@@ -54,13 +54,7 @@ def play(
     cancels: dict[int, int] | None = None,
     clients: Sequence[str] | None = None,
 ) -> Played:
-    """Step until all is done.
-
-    Args:
-        arrivals: before which step each request comes, ascending.
-        cancels: request -> before which step it is cancelled.
-        clients: of each request; None for one.
-    """
+    """Step until all is done. Requests arrive before these steps, ascending; some are cancelled before a step."""
     played, submitted, step = Played(), 0, 0
     while True:
         while submitted < len(requests) and arrivals[submitted] <= step:
@@ -280,15 +274,16 @@ def test_a_prompt_is_found_in_the_slot_that_remembers_it() -> None:
 
 @pytest.mark.parametrize("make_pair", [llama_pair, _hybrid_pair], ids=["llama", "hybrid"])
 def test_numbers_that_are_not_finite_end_one_row_only(make_pair: Callable[[], Any]) -> None:
-    """Its neighbours go on, and so does the next text in its slot, where NaN was left in both caches, or states."""
+    """Its neighbours go on, and so does the next text in its slot, where NaN was left in both caches, or states; no
+    prefix of the row is found there."""
     target, drafter = make_pair()
     bad = target.vocab_size - 1
     for lm in (target, drafter.lm):
         lm.model.get_input_embeddings().weight[bad] = torch.nan
     options = {"temperature": 0.0, "max_new_tokens": 12, "logit_bias": {bad: -1e9}}
-    prompts = [(1, 2, 3), (*range(8), bad, *range(20)), (6, 7), (8,), (9, 9, 9), (10, bad)]
+    prompts = [(1, 2, 3), (*range(20), bad, 5), (*range(20), 7), (6, 7), (8,), (10, bad), (9, 9, 9)]
     requests = [request(ids, **options) for ids in prompts]
-    played = play(_engine(target, drafter, REJECTION, num_slots=2), requests, [0] * 6)
+    played = play(_engine(target, drafter, REJECTION, num_slots=2), requests, [0] * len(requests))
     for index, one in enumerate(requests):
         if bad in one.prompt_ids:
             (row,) = played.outputs[index]

@@ -92,24 +92,18 @@ def test_the_output_follows_the_targets_law(rule: Rule) -> None:
     assert _pvalue(table_lm(table), drafter, rule, law, **ALL_OPTIONS) > FALSE_ALARM
 
 
-def _open_toy(toy: dict) -> tuple[LM, Drafter, Law]:
+@pytest.mark.parametrize("name", [*WRONG_RULES, "drop-unlikely"])
+def test_wrong_rules_are_found_out(name: str) -> None:
+    """By as many seeds as the right rules are tested with, but for noise keyed by position. A right rule cannot help
+    where the drafter shows only those drafts that its model was sure of."""
+    rule = WRONG_RULES.get(name, REJECTION)
+    is_by_position = rule is BLOCK_BY_POSITION
+    toy = POSITION_TOY if is_by_position else SLIP_TOY
     tables = {name: torch.tensor(rows, dtype=torch.float64).log() for name, rows in toy.items()}
     law = table_law(tables["target"], PROMPT, Sampling(), NUM_TOKENS)
-    return table_lm(tables["target"]), model_drafter(table_lm(tables["draft"], name="draft")), law
-
-
-@pytest.mark.parametrize("rule", WRONG_RULES.values(), ids=WRONG_RULES)
-def test_wrong_rules_are_found_out(rule: Rule) -> None:
-    """By as many seeds as the right rules are tested with, but for noise keyed by position."""
-    is_by_position = rule is BLOCK_BY_POSITION
-    target, drafter, law = _open_toy(POSITION_TOY if is_by_position else SLIP_TOY)
+    target, drafter = table_lm(tables["target"]), model_drafter(table_lm(tables["draft"], name="draft"))
+    drafter = drop_unlikely(drafter, 0.35) if name == "drop-unlikely" else drafter
     assert _pvalue(target, drafter, rule, law, POSITION_SEEDS if is_by_position else NUM_SEEDS) < CAUGHT
-
-
-def test_dropping_unlikely_drafts_is_found_out() -> None:
-    """A right rule cannot help it: the drafter shows it only those drafts that the draft model was sure of."""
-    target, drafter, law = _open_toy(SLIP_TOY)
-    assert _pvalue(target, drop_unlikely(drafter, 0.35), REJECTION, law) < CAUGHT
 
 
 PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]

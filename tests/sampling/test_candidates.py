@@ -21,8 +21,6 @@ from outrider.sampling.rules import RULES, Rule
 OPTIONS = [
     {},
     {"temperature": 0.0},
-    {"temperature": 0.7},
-    {"top_k": 1},
     {"top_k": 50, "top_p": 0.9},
     {"top_k": 3000, "temperature": 1.5},
     {"top_p": 0.9},

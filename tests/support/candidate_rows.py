@@ -11,11 +11,8 @@ from outrider.sampling.rules import Rule
 
 
 def as_candidates(rows: Tensor, *, lists_all: bool = False) -> Candidates:
-    """The same rows, which float32 must hold. [..., V]
-
-    Args:
-        lists_all: as rows of V weights without ids, as where nothing is filtered.
-    """
+    """The same rows, which float32 must hold; of V weights without ids, as where nothing is filtered, if asked for.
+    [..., V]"""
     table, owners = [], []
     for row in rows.reshape(-1, rows.shape[-1]).to(torch.float32):
         ids = row.nonzero().flatten().to(torch.int32)

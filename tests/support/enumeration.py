@@ -70,12 +70,8 @@ def list_cases(
 def outcomes(
     rule: Rule, name: str, target: Table, draft: Table, num_drafted: Sequence[int], later: Table | None = None
 ) -> list[Outcome]:
-    """All cases through ``rule``, in one batch. Columns beyond a row's drafted tokens are filled with rubbish.
-
-    Args:
-        name: the rule whose thresholds say which cases there are.
-        later: the draft from the second token of a round on, if it is another.
-    """
+    """All cases through ``rule``, in one batch: those of the thresholds of the rule ``name``. Columns beyond a row's
+    drafted tokens are filled with rubbish. ``later`` is the draft from the second token of a round on."""
     cases = list_cases(name, target, draft, num_drafted, later)
     k, vocab_size = max(num_drafted), len(target)
     p_rows = [[target[x] for x in _pad((case.last, *case.ids), k + 1)] for case in cases]

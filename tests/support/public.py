@@ -6,15 +6,8 @@ from typing import Any
 
 import outrider
 
-NOT_PUBLIC = {
-    "Decoder.engine",
-    "Decoder.loop",
-    "Decoder.request",
-    "Decoder.read",
-    "Decoder.pair_state",
-    "Decoder.constant_k",
-    "Decoder.depends_on_draft",
-}  # for other layers
+_FOR_OTHER_LAYERS = "engine loop request read pair_state constant_k depends_on_draft"
+NOT_PUBLIC = {f"Decoder.{name}" for name in _FOR_OTHER_LAYERS.split()}
 
 
 def _parameters(function: Any) -> list[str]:

@@ -42,32 +42,24 @@ def philox_uniforms(seed: int, counter: Sequence[int]) -> tuple[float, float]:
 def hf_probs(
     logits: torch.Tensor, prefix: Sequence[int], sampling: Sampling, num_prompt: int | None = None
 ) -> torch.Tensor:
-    """The distribution from which `generate` samples the token after ``prefix``. [V] -> [V]
-
-    Args:
-        num_prompt: what comes after so many tokens is output; None for nothing.
-    """
+    """The distribution from which `generate` samples the token after ``prefix``, of which the first ``num_prompt`` are
+    the prompt, or all. [V] -> [V]"""
     num_prompt = len(prefix) if num_prompt is None else num_prompt
-    processors: list[Callable[..., torch.Tensor]] = []
-    if sampling.logit_bias:
-        processors.append(hf.SequenceBiasLogitsProcessor({(i,): float(b) for i, b in sampling.logit_bias.items()}))
-    if sampling.repetition_penalty != 1.0:
-        processors.append(hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    processors.append(lambda _, scores: scores - counted_penalties(prefix[num_prompt:], sampling, scores))
-    if sampling.min_tokens:
-        ends = list(sampling.stop_token_ids)
-        processors.append(hf.MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, ends, device="cpu"))
-    if sampling.temperature not in (0.0, 1.0):
-        processors.append(hf.TemperatureLogitsWarper(sampling.temperature))
-    if sampling.temperature != 0.0:
-        if sampling.top_k:
-            processors.append(hf.TopKLogitsWarper(sampling.top_k))
-        if sampling.top_p < 1.0:
-            processors.append(hf.TopPLogitsWarper(sampling.top_p))
-        if sampling.min_p > 0.0:
-            processors.append(hf.MinPLogitsWarper(sampling.min_p))
+    bias = {(i,): float(b) for i, b in (sampling.logit_bias or {}).items()}
+    is_sampled, ends = sampling.temperature != 0.0, list(sampling.stop_token_ids)
+    processors = (
+        bias and hf.SequenceBiasLogitsProcessor(bias),
+        sampling.repetition_penalty != 1.0 and hf.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        lambda _, scores: scores - counted_penalties(prefix[num_prompt:], sampling, scores),
+        sampling.min_tokens
+        and hf.MinNewTokensLengthLogitsProcessor(num_prompt, sampling.min_tokens, ends, device="cpu"),
+        is_sampled and sampling.temperature != 1.0 and hf.TemperatureLogitsWarper(sampling.temperature),
+        is_sampled and sampling.top_k and hf.TopKLogitsWarper(sampling.top_k),
+        is_sampled and sampling.top_p < 1.0 and hf.TopPLogitsWarper(sampling.top_p),
+        is_sampled and sampling.min_p > 0.0 and hf.MinPLogitsWarper(sampling.min_p),
+    )
     scores, input_ids = logits[None].clone(), torch.tensor([list(prefix)])
-    for process in processors:
+    for process in filter(None, processors):
         scores = process(input_ids, scores)
     if sampling.temperature == 0.0:
         return torch.nn.functional.one_hot(scores[0].argmax(), len(logits)).to(logits.dtype)
@@ -77,7 +69,7 @@ def hf_probs(
 def counted_penalties(output: Sequence[int], sampling: Sampling, scores: torch.Tensor) -> torch.Tensor:
     """Penalty to subtract, by OpenAI's API reference, "Frequency and presence penalties". [1, V]"""
     counts = torch.tensor([list(output).count(token) for token in range(scores.shape[-1])], dtype=scores.dtype)
-    return (counts * sampling.frequency_penalty + (counts > 0) * sampling.presence_penalty)[None]
+    return (counts * sampling.frequency_penalty + (counts > 0).to(scores.dtype) * sampling.presence_penalty)[None]
 
 
 def table_law(table: torch.Tensor, prompt: Sequence[int], sampling: Sampling, num_tokens: int) -> Law:
@@ -162,11 +154,7 @@ def invert(weights: Probs, uniform: float) -> int:
 def draft_paths(
     first: int, table: Sequence[Probs], length: int, later: Sequence[Probs] | None = None
 ) -> Iterator[tuple[tuple[int, ...], float]]:
-    """All drafts of this length that have a chance, with their probability.
-
-    Args:
-        later: the table from the second token on, if it is another.
-    """
+    """All drafts of this length that have a chance, with their probability. (``later``: from the second token on.)"""
     tables = [table, *[later or table] * length]
     for ids in itertools.product(range(len(table)), repeat=length):
         chances = [rows[last][x] for rows, last, x in zip(tables, (first, *ids), ids, strict=False)]

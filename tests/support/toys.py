@@ -184,10 +184,7 @@ class InTurn:
 
 
 def run(target: LM, drafter: Drafter, requests: Sequence[Request], rule: Rule, k: int | Schedule) -> list[Output]:
-    """The loop to its end; one output for each request.
-
-    Thousands of samples are generated NUM_ROWS at a time: the work of letting a row join grows with the number of rows.
-    """
+    """The loop to its end, for NUM_ROWS requests at a time: the work of letting a row join grows with their number."""
     outputs = [Output([]) for _ in requests]
     for first in range(0, len(requests), NUM_ROWS):
         some = requests[first : first + NUM_ROWS]

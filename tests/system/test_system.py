@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import outrider
-from outrider.cli.shared.pair_options import set_threads
 from outrider.errors import ModelNotFound, OptionError
 from outrider.system.files import check_writable, short_name, short_names, write_text, write_whole
 from outrider.system.private import PrivateFolder
@@ -173,22 +172,6 @@ def test_the_quota_of_a_container_is_the_most(limit: str, expected: int, tmp_pat
     assert useful_threads(set(range(8)), _write(tmp_path / "root", {"sys/fs/cgroup/cpu.max": limit})) == expected
     files = {"proc/self/cgroup": "0::/a.slice/b", "sys/fs/cgroup/a.slice/cpu.max": limit}
     assert useful_threads(set(range(8)), _write(tmp_path / "slice", files)) == expected
-
-
-def test_the_default_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is asked for is taken; PyTorch's choice is only ever lowered."""
-    chosen: list[int] = []
-    monkeypatch.setattr("torch.set_num_threads", chosen.append)
-    monkeypatch.setattr("torch.get_num_threads", lambda: 8)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    for useful in (3, 16, None):
-        monkeypatch.setattr("outrider.cli.shared.pair_options.useful_threads", lambda useful=useful: useful)
-        set_threads(None)
-    set_threads(5)
-    monkeypatch.setattr("outrider.cli.shared.pair_options.useful_threads", lambda: 3)
-    monkeypatch.setenv("OMP_NUM_THREADS", "6")
-    set_threads(None)
-    assert chosen == [3, 5]
 
 
 @pytest.mark.parametrize("is_enabled", [True, False])
