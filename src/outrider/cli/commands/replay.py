@@ -42,10 +42,7 @@ def replay(
     context: typer.Context,
     drafts: DraftOptions,
     report: ReportOptions,
-    log: Annotated[
-        Path,
-        typer.Argument(help="Output file of generate. With --per-prompt: or a file of rounds."),
-    ],
+    log: Annotated[Path, typer.Argument(help="Output file of generate. With --per-prompt: or a file of rounds.")],
     target: Annotated[
         str | None,
         typer.Option(
