@@ -195,7 +195,8 @@ def _compare(decoder: Decoder, file: Path, read: Sequence[_Samples], batch_size:
         raise FileError(f"{file}: texts without certain tokens were left out: the servers must return token ids")
     right = [plain[one.prompt_ids] for one in first] if others else None
     with progress("texts", len(first)) as advance:
-        report = judge_greedily(decoder.target, first, batch_size, advance, right)
+        report = judge_greedily(decoder.target, first, batch_size, right)
+        advance(len(first))
     return Certificate(None, None, (), [replace(report, promise=REQUIRED)]), []
 
 
@@ -231,7 +232,8 @@ def _test(
         )
     with progress("texts", len(samples)) as advance:
         if greedy:
-            greedy_reports.append(judge_greedily(target, greedy, batch_size, advance))
+            greedy_reports.append(judge_greedily(target, greedy, batch_size))
+            advance(len(greedy))
         if sampled:
             how: dict[str, Any] = {"seed": seed, "batch_size": batch_size}
             given = target, decoder.drafter, sampled
