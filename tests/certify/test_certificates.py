@@ -118,10 +118,7 @@ def test_shared_random_numbers_show_in_pairs_of_tokens_alone(name: str, by: str,
 
 @pytest.mark.parametrize(
     ("acceptance", "num_certificates", "num_tokens", "level"),
-    [
-        ("block", 40, 200, 0.05),
-        *(pytest.param(name, 1000, 1000, 0.01, marks=pytest.mark.slow) for name in RULES),
-    ],
+    [("block", 40, 200, 0.05), *(pytest.param(name, 1000, 1000, 0.01, marks=pytest.mark.slow) for name in RULES)],
 )
 def test_false_alarms_are_as_rare_as_stated(
     acceptance: str, num_certificates: int, num_tokens: int, level: float

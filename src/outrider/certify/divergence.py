@@ -11,7 +11,7 @@ is within a few times that change, the verdict is "numerics"; otherwise it is "b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any, Literal
@@ -139,7 +139,6 @@ def against_plain(
     num_draft_tokens: int | None,
     promise: str = _OF_OTHERS,
     explains: bool = True,
-    on_text: Callable[[int], None] = lambda done: None,
 ) -> GreedyReport:
     """Compare outputs with those of plain decoding, and explain differences.
 
@@ -149,7 +148,6 @@ def against_plain(
         num_draft_tokens: K of ``texts``; None for those of another system.
         promise: see ``GreedyReport``.
         explains: else differences are found only, which cannot fail.
-        on_text: called with 1 for each sequence compared.
     """
     differences = []
     for index, (one, right, text) in enumerate(zip(requests, plain, texts, strict=True)):
@@ -158,7 +156,6 @@ def against_plain(
             given = index, one.prompt_ids, right, text, one.sampling, num_draft_tokens
             found = explain(target, *given, constraint=one.constraint)
         differences += [] if found is None else [found]
-        on_text(1)
     has_noise = any(one.sampling.temperature > 0 for one in requests)
     return GreedyReport(len(texts), sum(map(len, plain)), differences, has_noise, promise)
 

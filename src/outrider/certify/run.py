@@ -174,7 +174,7 @@ class TokenSample:
 
     def __init__(self, job: CertifyTask, control: Control | None = None, first_text: int = 0) -> None:
         self._job, self._control, self._next_text = job, control, first_text
-        self._next_step = 0
+        self._next_step = self._num_told = 0
         self._parts: list[ObservedTokens] = []
         self.written: list[GeneratedText] = []
 
@@ -207,6 +207,9 @@ class TokenSample:
             self.written += batch
             self._parts.append(part)
             on_tokens(min(len(part), num_left))
+            self._num_told += min(len(part), num_left)
+        on_tokens(num_tokens - self._num_told)  # tokens that were left over when fewer were asked for
+        self._num_told = num_tokens
         return join(self._parts).part(slice(num_tokens))
 
 

@@ -179,7 +179,6 @@ def judge_greedily(
     target: LM,
     samples: Sequence[SampledText],
     batch_size: int,
-    on_text: Callable[[int], None] = lambda done: None,
     plain: Sequence[Sequence[int]] | None = None,
 ) -> GreedyReport:
     """Compare greedy samples with plain decoding. Differences carry the line number in place of the prompt's index.
@@ -194,5 +193,5 @@ def judge_greedily(
     if plain is None:
         plain = plain_texts(target, REJECTION, requests, batch_size)
     texts = [one.token_ids for one in samples]
-    found = against_plain(target, requests, plain, texts, num_draft_tokens=None, on_text=on_text)
+    found = against_plain(target, requests, plain, texts, num_draft_tokens=None)
     return replace(found, differences=[replace(one, prompt=samples[one.prompt].line) for one in found.differences])

@@ -15,6 +15,7 @@ from typing import Any
 
 from outrider.decoder import Decoder
 from outrider.errors import FileError, OptionError, OutriderError
+from outrider.measure.rounds_file import whole_ids
 from outrider.measure.teacher_forcing import Text, force
 from outrider.options import DEFAULT_NUM_SLOTS, MASKS, Sampling
 from outrider.records import FinishReason
@@ -102,7 +103,7 @@ class Header:
         options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
         sizes = model["vocab_size"], model["context_len"]
         probs = bool(settings.get("probs"))
-        return cls(model["name"], Sampling(**options), probs, *sizes, _ids(model["eos_ids"]), model["tokenizer"])
+        return cls(model["name"], Sampling(**options), probs, *sizes, whole_ids(model["eos_ids"]), model["tokenizer"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,23 +182,16 @@ def _header(where: str, row: Mapping[str, Any]) -> Header:
 
 def _record(where: str, row: Mapping[str, Any], header: Header) -> Record:
     try:
-        prompt_ids, token_ids = _ids(row["prompt_ids"]), _ids(row["token_ids"])
+        prompt_ids, token_ids = whole_ids(row["prompt_ids"]), whole_ids(row["token_ids"])
         if max(prompt_ids + token_ids) >= header.vocab_size:
             raise ValueError("an id is out of range")
-        (index,) = _ids([row["index"]])
+        (index,) = whole_ids([row["index"]])
         probs = tuple(row["probs"]) if header.has_probs else None
         if probs is not None and not all(map(math.isfinite, probs)):
             raise ValueError("a probability is no number")
         return Record(index, row.get("category"), row["seed"], row["finish_reason"], prompt_ids, token_ids, probs)
     except (KeyError, TypeError, ValueError, AssertionError):
         raise FileError(f"{where} is damaged: {_REMEDY}") from None
-
-
-def _ids(stated: Any) -> tuple[int, ...]:
-    """Raises TypeError, ValueError."""
-    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in stated):
-        raise ValueError("an id is no whole number")
-    return tuple(stated)
 
 
 def model_json(decoder: Decoder) -> dict[str, Any]:

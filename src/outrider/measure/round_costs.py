@@ -179,17 +179,16 @@ def measure_costs(
     num_rows: int,
     context: int,
     on_pass: Callable[[], None] = lambda: None,
-    num_passes: int = _NUM_PLAN_PASSES,
 ) -> Costs:
     """Time rounds of every draft and K, and plain ones, in turn.
 
     Args:
         ks: of each draft.
-        on_pass: called after warming up and after each pass: NUM_STEPS times, unless ``num_passes`` says otherwise.
+        on_pass: called after warming up and after each pass: NUM_STEPS times.
     """
     keys = [(name, k) for name in drafters for k in ks[name]]
     arms = [CostArm(target, NO_DRAFTER, 0), *(CostArm(target, drafters[name], k) for name, k in keys)]
-    size: dict[str, int] = {"num_rows": num_rows, "length": context, "num_passes": num_passes}
+    size: dict[str, int] = {"num_rows": num_rows, "length": context, "num_passes": _NUM_PLAN_PASSES}
     taken = time_rounds(arms, rule, **size, sampling=sampling, on_pass=on_pass)
     average = _average_of([target, *(lm for drafter in drafters.values() for lm in drafter.models)])
     plain, *rounds = (

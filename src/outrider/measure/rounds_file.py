@@ -215,7 +215,7 @@ def read_tensors(path: Path) -> list[tuple[int, ...]]:
             if match is None:
                 raise ValueError
             rows = json.loads(match[1])
-            texts += [tuple(map(_whole, row)) for row in (rows if isinstance(rows[0], list) else [rows])]
+            texts += map(whole_ids, rows if isinstance(rows[0], list) else [rows])
         except (ValueError, TypeError, IndexError):
             line = text.count("\n", 0, at + len(text[at:]) - len(text[at:].lstrip())) + 1
             remedy = "; print all ids, after torch.set_printoptions(threshold=sys.maxsize)" * ("..." in text[at:])
@@ -226,8 +226,8 @@ def read_tensors(path: Path) -> list[tuple[int, ...]]:
     return texts
 
 
-def _whole(value: Any) -> int:
-    """Raises ValueError."""
-    if not isinstance(value, int):
-        raise ValueError
-    return value
+def whole_ids(stated: Any) -> tuple[int, ...]:
+    """Token ids as JSON has them. Raises TypeError, ValueError."""
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in stated):
+        raise ValueError("an id is no whole number")
+    return tuple(stated)

@@ -13,6 +13,8 @@ from outrider.cli.shared.findings import report_findings, show_findings
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import (
     DEFAULT_SIGNIFICANCE,
+    MODELS_PANEL,
+    SAMPLING_PANEL,
     BatchSizeOption,
     GenerationConfigOption,
     HtmlOption,
@@ -34,7 +36,7 @@ from outrider.options import DEFAULT_NUM_DRAFT_TOKENS, Sampling
 from outrider.system.files import short_names
 from outrider.system.provenance import sha256_of
 
-_STATISTICS = "Statistics"
+_option = partial(typer.Option, rich_help_panel="Statistics")
 _DEFAULT_BUDGET = "5m"
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0}
 
@@ -49,32 +51,22 @@ def certify(
     num_draft_tokens: Annotated[
         str,
         typer.Option(
-            "-k", "--num-draft-tokens", help="K, tokens drafted per round, or auto.", rich_help_panel="Models"
+            "-k", "--num-draft-tokens", help="K, tokens drafted per round, or auto.", rich_help_panel=MODELS_PANEL
         ),
     ] = str(DEFAULT_NUM_DRAFT_TOKENS),
     prompts: PromptsOption = None,
     max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", help="Maximum tokens per sample.", rich_help_panel="Sampling")
+        int, typer.Option("-n", "--max-new-tokens", help="Maximum tokens per sample.", rich_help_panel=SAMPLING_PANEL)
     ] = 64,
     significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     budget: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Approximate time to spend: 90s, 5m. Default: {_DEFAULT_BUDGET}.", rich_help_panel=_STATISTICS
-        ),
+        str | None, _option(help=f"Approximate time to spend: 90s, 5m. Default: {_DEFAULT_BUDGET}.")
     ] = None,
     detect_tv: Annotated[
         float | None,
-        typer.Option(
-            min=1e-9,
-            max=1,
-            help="Total variation to detect with 99% probability; sets the sample size.",
-            rich_help_panel=_STATISTICS,
-        ),
+        _option(min=1e-9, max=1, help="Total variation to detect with 99% probability; sets the sample size."),
     ] = None,
-    num_tokens: Annotated[
-        int | None, typer.Option(help="Tokens to test, instead of --budget.", rich_help_panel=_STATISTICS)
-    ] = None,
+    num_tokens: Annotated[int | None, _option(help="Tokens to test, instead of --budget.")] = None,
     batch_size: BatchSizeOption = 8,
     seed: SeedOption = 0,
     generation_config: GenerationConfigOption = "auto",

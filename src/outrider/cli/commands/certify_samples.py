@@ -49,10 +49,7 @@ _COMPARED = {  # verdict on the plain server's texts, where those of the server 
 @flat
 def certify_samples(
     context: typer.Context,
-    target: Annotated[
-        str,
-        typer.Argument(help="Model that generated the samples. Known name, folder or hub id."),
-    ],
+    target: Annotated[str, typer.Argument(help="Model that generated the samples. Known name, folder or hub id.")],
     file: Annotated[
         Path, typer.Argument(help="JSON lines with prompt_ids or prompt, token_ids or text, and optionally options.")
     ],
@@ -61,13 +58,11 @@ def certify_samples(
     servers: ServerSamples,
     template: TemplateOptions,
     draft: Annotated[
-        str,
-        typer.Option(help="Draft that the system used; deviations are tested towards it first."),
+        str, typer.Option(help="Draft that the system used; deviations are tested towards it first.")
     ] = "none",
     significance: SignificanceOption = DEFAULT_SIGNIFICANCE,
     detect_tv: Annotated[
-        float | None,
-        typer.Option(min=1e-9, max=1, help="Total variation to detect with 99% probability."),
+        float | None, typer.Option(min=1e-9, max=1, help="Total variation to detect with 99% probability.")
     ] = None,
     batch_size: BatchSizeOption = 8,
     seed: Annotated[int, typer.Option(help="Seed of the tests, and of a server's first text.")] = 0,
@@ -200,7 +195,8 @@ def _compare(decoder: Decoder, file: Path, read: Sequence[_Samples], batch_size:
         raise FileError(f"{file}: texts without certain tokens were left out: the servers must return token ids")
     right = [plain[one.prompt_ids] for one in first] if others else None
     with progress("texts", len(first)) as advance:
-        report = judge_greedily(decoder.target, first, batch_size, advance, right)
+        report = judge_greedily(decoder.target, first, batch_size, right)
+        advance(len(first))
     return Certificate(None, None, (), [replace(report, promise=REQUIRED)]), []
 
 
@@ -236,7 +232,8 @@ def _test(
         )
     with progress("texts", len(samples)) as advance:
         if greedy:
-            greedy_reports.append(judge_greedily(target, greedy, batch_size, advance))
+            greedy_reports.append(judge_greedily(target, greedy, batch_size))
+            advance(len(greedy))
         if sampled:
             how: dict[str, Any] = {"seed": seed, "batch_size": batch_size}
             given = target, decoder.drafter, sampled

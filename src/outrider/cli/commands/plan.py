@@ -50,8 +50,7 @@ def plan(
     ] = None,
     prompts: Annotated[Path | None, typer.Option(help="File of prompts for the target. Default: 15 sentences.")] = None,
     log: Annotated[
-        Path | None,
-        typer.Option(help="Output of generate --output --probs, whose sampling options hold."),
+        Path | None, typer.Option(help="Output of generate --output --probs, whose sampling options hold.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option("-n", "--max-new-tokens", help="Tokens to generate per prompt.")] = 64,
     batch_size: Annotated[str, typer.Option(help="One or several: 1,4.")] = "1",

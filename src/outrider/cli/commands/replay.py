@@ -11,13 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import (
-    MODELS_PANEL,
-    BatchSizeOption,
-    ReportOptions,
-    check_alone,
-    parse_constant_k,
-)
+from outrider.cli.shared.options import MODELS_PANEL, BatchSizeOption, ReportOptions, check_alone, parse_constant_k
 from outrider.cli.shared.output import say, show_table
 from outrider.cli.shared.pair_options import DraftOptions, PairOptions, set_threads
 from outrider.cli.shared.progress import count_items, progress
@@ -42,10 +36,7 @@ def replay(
     context: typer.Context,
     drafts: DraftOptions,
     report: ReportOptions,
-    log: Annotated[
-        Path,
-        typer.Argument(help="Output file of generate. With --per-prompt: or a file of rounds."),
-    ],
+    log: Annotated[Path, typer.Argument(help="Output file of generate. With --per-prompt: or a file of rounds.")],
     target: Annotated[
         str | None,
         typer.Option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,7 +23,8 @@ from outrider.options import Sampling
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
 
-_PANEL = "Server"
+_option = partial(typer.Option, rich_help_panel="Server")
+_URL = partial(_option, metavar="URL")
 
 
 @dataclass(frozen=True)
@@ -31,48 +33,32 @@ class ServerSamples:
 
     server: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL",
-            rich_help_panel=_PANEL,
+        _URL(
             help="Sample from this OpenAI-compatible server into FILE first. An interrupted run resumes. The key is in "
-            "OPENAI_API_KEY.",
+            "OPENAI_API_KEY."
         ),
     ] = None
     plain_server: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            rich_help_panel=_PANEL,
-            help="The same without speculation, for comparison: into FILE with '-plain' in its name.",
-        ),
+        str | None, _URL(help="The same without speculation, for comparison: into FILE with '-plain' in its name.")
     ] = None
-    model: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", rich_help_panel=_PANEL, help="The server's name of the model. Default: its one."),
-    ] = None
+    model: Annotated[str | None, _option(metavar="NAME", help="The server's name of the model. Default: its one.")] = (
+        None
+    )
     engine: Annotated[
         str,
-        typer.Option(
-            rich_help_panel=_PANEL,
-            help="The server's API: outrider, vllm, llama.cpp, llama-cpp-python, transformers, openai. auto asks it.",
+        _option(
+            help="The server's API: outrider, vllm, llama.cpp, llama-cpp-python, transformers, openai. auto asks it."
         ),
     ] = "auto"
     prompts: PromptsOption = None
-    num_texts: Annotated[
-        int, typer.Option(min=2, rich_help_panel=_PANEL, help="Texts to sample, over all prompts in turn.")
-    ] = 100
-    max_new_tokens: Annotated[
-        int, typer.Option("-n", "--max-new-tokens", min=1, rich_help_panel=_PANEL, help="Maximum tokens per text.")
-    ] = 64
-    concurrency: Annotated[int, typer.Option(min=1, rich_help_panel=_PANEL, help="Requests at a time.")] = 1
-    rate: Annotated[
-        float | None, typer.Option(min=1e-6, rich_help_panel=_PANEL, help="Maximum requests per second.")
-    ] = None
+    num_texts: Annotated[int, _option(min=2, help="Texts to sample, over all prompts in turn.")] = 100
+    max_new_tokens: Annotated[int, _option("-n", "--max-new-tokens", min=1, help="Maximum tokens per text.")] = 64
+    concurrency: Annotated[int, _option(min=1, help="Requests at a time.")] = 1
+    rate: Annotated[float | None, _option(min=1e-6, help="Maximum requests per second.")] = None
     same_bytes: Annotated[
         bool,
-        typer.Option(
+        _option(
             "--same-bytes",
-            rich_help_panel=_PANEL,
             help="Require greedy texts equal to those of the plain server, or of TARGET. The first difference of each "
             "is explained.",
         ),
