@@ -55,7 +55,7 @@ def test_the_table(
         for temperature in (0, 1):
             log = tmp_path / "logs" / f"{kind}-held-out-t{temperature}.jsonl"
             how = "-t", temperature, "-n", 6, "--probs"
-            assert outrider("record", "--prompts", prompts, "--output", log, *how).code == 0
+            assert outrider("generate", "--prompts", prompts, "--output", log, *how).code == 0
     module = script("recipes/smollm2/table.py")
     options = "--drafts fable-draft suffix --k 1 2 --tokens 4 --larger fable suffix".split()
     monkeypatch.setattr(sys, "argv", ["table.py", "fable", str(tmp_path), *options])

@@ -235,10 +235,6 @@ class MachineOptions:
     allow_pickle: Annotated[bool, _of_pair("allow_pickle")] = False
     execution: Annotated[str, _of_pair("execution")] = "auto"
 
-    def load(self, target: str) -> Decoder:
-        """See ``PairOptions.load``."""
-        return PairOptions(target=target, **asdict(self)).load()
-
 
 @dataclass(frozen=True)
 class DraftOptions:
