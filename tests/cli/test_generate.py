@@ -114,15 +114,16 @@ def test_options_reach_the_decoder(parsed: Any, tmp_path: Path) -> None:
             "yy",
         ),
         *("--presence-penalty", 0.5, "--frequency-penalty", 0.25, "--min-tokens", 6, "--stop-token-id", 40),
-        *("--ignore-eos", "-k", 2, "--json-schema", schema, "--thinking-budget", 5, "--bad-word", "had"),
+        *("-k", 2, "--json-schema", schema, "--thinking-budget", 5, "--bad-word", "had"),
     )
     assert prompt == "Once" and setup.k == 2 and setup.draft == "fable-draft"
     expected: dict[str, Any] = {"max_new_tokens": 14, "seed": 8, "temperature": 0.9, "top_k": 50, "top_p": 0.9}
     expected |= {"min_p": 0.01, "repetition_penalty": 1.3, "logit_bias": {7: 4.0, 0: -float("inf")}, "logprobs": 2}
     expected |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 6, "stop_token_ids": (40,)}
-    expected |= {"stop": ("zz", "yy"), "ignore_eos": True, "json_schema": {"type": "object"}, "thinking_budget": 5}
+    expected |= {"stop": ("zz", "yy"), "ignore_eos": False, "json_schema": {"type": "object"}, "thinking_budget": 5}
     assert setup.options == {**expected, "bad_words": ["had"], "regex": None, "grammar": None}
     assert setup.settings()["logit_bias"] == ["7=4.0", "0=-inf"]  # JSON has no infinity
+    assert parsed("Once", "--ignore-eos")[0].options["ignore_eos"] is True
     assert parsed("Once", "--regex", "a|b")[0].options["regex"] == "a|b"
     assert parsed("Once", "--grammar", grammar)[0].options["grammar"] == grammar.read_text()
 

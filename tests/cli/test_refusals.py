@@ -194,7 +194,7 @@ def test_mistakes_are_told_before_the_work(
         (["--prompts", "none", "--output", "out.jsonl"], b"", "none contains no prompts"),
         (["w1", "--target", "bert"], b"", "is not a causal language model"),
         (["w1", "--target", "bloom"], b"", "uses ALiBi"),
-        (["Once", "--draft", "model"], b"", "fable and model have different tokenizers, so"),
+        (["Once", "--draft", "model"], b"", "fable and model have different tokenizers"),
         (["Once", "--draft", "corrupt"], b"", "the weights of corrupt cannot be read"),
         (["w1", "--target", "pickled"], b"", "pytorch_model.bin, a pickle"),
         (["w1", "--target", "model", "--draft", "pickled"], b"", "pytorch_model.bin, a pickle"),
@@ -241,13 +241,16 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_draft_whose_logits_are_not_numbers_changes_no_text(outrider: Outrider, models: Path) -> None:
-    """Those of a draft are a line, and the output is that of no draft."""
-    arguments = "generate", "w1 w2 w7", "-n", 4, "-k", 4, "-t", 0, "--target", models / "model"
-    plain = outrider(*arguments, "--draft", "none")
-    with_draft = outrider(*arguments, "--draft", models / "broken")
+def test_logits_that_are_not_numbers(outrider: Outrider, models: Path) -> None:
+    """Those of a draft are a line, and the output is that of no draft; a target's are an error, with the position."""
+    arguments, target = ("generate", "w1 w2 w7", "-n", 4, "-k", 4, "-t", 0), ("--target", models / "model")
+    plain = outrider(*arguments, *target, "--draft", "none")
+    with_draft = outrider(*arguments, *target, "--draft", models / "broken")
     assert (with_draft.code, with_draft.out) == (plain.code, plain.out) == (0, plain.out)
     assert f"the draft {models / 'broken'} gave NaN or infinite logits" in with_draft.err
+    ended = outrider(*arguments, "--target", models / "broken", "--draft", "none")
+    assert ended.code == 2 and ended.err.count("\n") == 1
+    assert f"the model {models / 'broken'} gave NaN or infinite logits for position 3 of the text" in ended.err
 
 
 @pytest.mark.parametrize("words", ["generate Once", "chat", "plan"])

@@ -132,7 +132,7 @@ def check_files(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         for one in () if name in _OUTPUTS else value if isinstance(value, list) else [value]:
             with suppress(OSError):  # a prompt, too long for a name
-                if isinstance(one, Path) or (isinstance(one, str) and Path(one).exists()):
+                if isinstance(one, Path) or (isinstance(one, str) and one and Path(one).exists()):
                     taken.add(Path(one).resolve())
     for name, option in _OUTPUTS.items():
         value = values.get(name)
