@@ -96,36 +96,29 @@ def parsed(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_options_reach_the_decoder(parsed: Any, tmp_path: Path) -> None:
-    schema, grammar = tmp_path / "schema.json", tmp_path / "animal.lark"
-    schema.write_text('{"type": "object"}')
-    grammar.write_text('start: "fox" | "hen"')
     setup, prompt = parsed(
         *("Once", "-n", 14, "--seed", 8, "-t", 0.9, "--top-k", 50, "--top-p", 0.9, "--min-p", 0.01, "--logprobs", 2),
-        *(
-            "--repetition-penalty",
-            1.3,
-            "--logit-bias",
-            "7=4",
-            "--logit-bias",
-            "0=-inf",
-            "--stop",
-            "zzz",
-            "--stop",
-            "yy",
-        ),
+        *("--repetition-penalty", 1.3, "--logit-bias", "7=4", "--logit-bias", "0=-inf", "--stop", "zz", "--stop", "yy"),
         *("--presence-penalty", 0.5, "--frequency-penalty", 0.25, "--min-tokens", 6, "--stop-token-id", 40),
-        *("-k", 2, "--json-schema", schema, "--thinking-budget", 5, "--bad-word", "had"),
+        *("--ignore-eos", "-k", 2, "--bad-word", "had"),
     )
     assert prompt == "Once" and setup.k == 2 and setup.draft == "fable-draft"
     expected: dict[str, Any] = {"max_new_tokens": 14, "seed": 8, "temperature": 0.9, "top_k": 50, "top_p": 0.9}
     expected |= {"min_p": 0.01, "repetition_penalty": 1.3, "logit_bias": {7: 4.0, 0: -float("inf")}, "logprobs": 2}
     expected |= {"presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 6, "stop_token_ids": (40,)}
-    expected |= {"stop": ("zz", "yy"), "ignore_eos": False, "json_schema": {"type": "object"}, "thinking_budget": 5}
-    assert setup.options == {**expected, "bad_words": ["had"], "regex": None, "grammar": None}
+    expected |= {"stop": ("zz", "yy"), "ignore_eos": True, "bad_words": ["had"]}
+    assert setup.options == {**expected, **dict.fromkeys(("json_schema", "regex", "grammar", "thinking_budget"))}
     assert setup.settings()["logit_bias"] == ["7=4.0", "0=-inf"]  # JSON has no infinity
-    assert parsed("Once", "--ignore-eos")[0].options["ignore_eos"] is True
-    assert parsed("Once", "--regex", "a|b")[0].options["regex"] == "a|b"
-    assert parsed("Once", "--grammar", grammar)[0].options["grammar"] == grammar.read_text()
+    schema, grammar = tmp_path / "schema.json", tmp_path / "animal.lark"
+    schema.write_text('{"type": "object"}')
+    grammar.write_text('start: "fox" | "hen"')
+    for option, given, name, value in (
+        ("--json-schema", schema, "json_schema", {"type": "object"}),
+        ("--grammar", grammar, "grammar", grammar.read_text()),
+        ("--regex", "a|b", "regex", "a|b"),
+        ("--thinking-budget", 5, "thinking_budget", 5),
+    ):
+        assert parsed("Once", option, given)[0].options[name] == value
 
 
 def test_options_reach_the_loader(parsed: Any, tmp_path: Path) -> None:
