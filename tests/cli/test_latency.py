@@ -14,10 +14,11 @@ def few_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outrider.text.example_prompts.PROMPTS", PROMPTS[:3])
 
 
-def test_the_document_and_the_table(outrider: Outrider) -> None:
+def test_the_document_the_table_and_the_page(outrider: Outrider, tmp_path: Path) -> None:
     """All arms measure the same number of tokens on the same prompts, whatever they say: end tokens are ignored."""
+    page = tmp_path / "speed-up.html"
     drafts = "--draft", "fable-draft", "--draft", "ngram", "--draft", "none"
-    ended = outrider("latency", "-n", 4, "-k", "1-2", *drafts, "--json", "-")
+    ended = outrider("latency", "-n", 4, "-k", "1-2", *drafts, "--html", page, "--json", "-")
     document = only_document(ended.out, "latency")
     arms = document["arms"]
     assert [(arm["draft"], arm["k"]) for arm in arms] == [
@@ -50,6 +51,7 @@ def test_the_document_and_the_table(outrider: Outrider) -> None:
     ]
     assert "fable, 3 prompts, 4 tokens each" in ended.err
     assert "mean ± standard deviation" in ended.err and "Peak memory" in ended.err
+    assert page.read_text(encoding="utf-8").count("<svg") == 2 and f"Page: {page}" in ended.err.replace("\n", "")
 
 
 def test_by_default_k_is_1_to_8_over_15_prompts(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:

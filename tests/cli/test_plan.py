@@ -36,7 +36,7 @@ def prompts(tmp_path: Path) -> Path:
 
 
 def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
-    """Rows of each draft and K, for each batch size."""
+    """Every option that matters is in the command that is the answer."""
     drafts = "-k", "1,2", "--draft", "fable-draft", "--draft", "ngram"
     options = "-t", 0.5, "--top-k", 20, "--logit-bias", "5=-inf", "--acceptance", "gumbel", "--dtype", "float64"
     ended = outrider("plan", *QUICK, "--prompts", prompts, "--batch-size", "2,4", *drafts, *options)
@@ -44,12 +44,21 @@ def test_the_table_and_the_answer(outrider: Outrider, prompts: Path) -> None:
     rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] in (["fable-draft"], ["ngram"])]
     assert sorted((row[0], row[1]) for row in rows) == [(d, k) for d in ("fable-draft", "ngram") for k in "1122"]
     assert "if fable-draft took no time; " in ended.out and "A plain round takes 10.00 ms" in ended.out
-    assert "Best: " in ended.out
+    *_, command = ended.out.splitlines()
+    assert "Best: " in ended.out and "outrider generate --target fable --draft fable-draft " in command
+    assert "-t 0.5" in command and "--top-k 20" in command and "--logit-bias 5=-inf" in command
+    assert "--dtype float64" in command and "--top-p" not in command
+    assert (
+        command.endswith(f" --prompts {prompts} --batch-size 2 -n 12")
+        and "--seed" not in command
+        and "--generation-config" not in command
+    )
 
 
 def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """Two batch sizes."""
-    arguments = "--prompts", prompts, "-k", "1,3", "--batch-size", "1,2", "-t", 0
+    """Two batch sizes; the page is of the first."""
+    page = tmp_path / "plan.html"
+    arguments = "--prompts", prompts, "-k", "1,3", "--batch-size", "1,2", "--html", page, "-t", 0
     document = only_document(outrider("plan", *QUICK, *arguments, "--json", "-").out, "plan")
     one, two = document["settings"]
     assert (one["num_rows"], two["num_rows"], one["context"]) == (1, 2, 8)
@@ -60,6 +69,7 @@ def test_the_document(outrider: Outrider, prompts: Path, tmp_path: Path) -> None
     assert [entry["num_tokens"] for entry in one["target_ms"]] == [1, 2, 4]
     for choice in one["choices"]:
         assert choice["tau"]["value"] >= 1 and choice["if_free"] > choice["speed_up"]["value"]
+    assert page.read_text(encoding="utf-8").count("<svg") == 2
 
 
 def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -67,6 +77,7 @@ def test_the_answer_may_be_none(outrider: Outrider, prompts: Path, tmp_path: Pat
     than it drafts."""
     ended = outrider("plan", *QUICK, "--prompts", prompts, "-k", "2", "--draft", "fable")
     assert "Best: none (fable at K = 2 comes closest, with " in ended.out
+    assert "outrider generate --target fable --draft none" in ended.out
     write_block(tmp_path / "head", embedded().target.model, block_size=4, num_layers=1)
     head = "-k", "2,5", "--draft", tmp_path / "head"
     document = only_document(outrider("plan", *QUICK, "--prompts", prompts, *head, "--json", "-").out, "plan")
@@ -115,14 +126,16 @@ def test_a_log_brings_its_own_options(outrider: Outrider, prompts: Path, tmp_pat
 
 
 def test_what_if(outrider: Outrider, tmp_path: Path) -> None:
-    """The table and the answer."""
-    ended = outrider("plan", "--what-if", "alpha=0.8,c=0.05", "-k", "1-8")
+    """The table, the answer and the page."""
+    page = tmp_path / "plan.html"
+    ended = outrider("plan", "--what-if", "alpha=0.8,c=0.05", "-k", "1-8", "--html", page)
     assert (ended.code, ended.err) == (0, "")
     rows = [line.split() for line in ended.out.splitlines() if line.split()[:1] and line.split()[0].isdigit()]
     assert [row[0] for row in rows] == [str(k) for k in range(1, 9)]
     assert rows[4] == ["5", "3.69", "2.95", "1.69"]
     assert "Best: 3.09 (K = 8) times as fast as plain decoding" in ended.out
     assert "takes no time: 4.33 (K = 8)" in ended.out and "always agrees: 6.43 (K = 8)" in ended.out
+    assert "<svg" in page.read_text(encoding="utf-8")
 
 
 def test_what_if_the_answer_is_none(outrider: Outrider) -> None:

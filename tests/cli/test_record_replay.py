@@ -42,9 +42,9 @@ def test_replayed_greedy_rounds_are_those_of_generate(outrider: Outrider, prompt
     names = ("--draft", "fable-draft", "--draft", "ngram")
     ended = outrider(
         "replay", log, *names, "-k", "1,3", "--acceptance", "block", "--dtype", "float64",
-        "--json", tmp_path / "replay.json", "--per-prompt",
+        "--json", tmp_path / "replay.json", "--html", tmp_path / "tau.html", "--per-prompt",
     )  # fmt: skip
-    assert ended.code == 0
+    assert ended.code == 0 and "<svg" in (tmp_path / "tau.html").read_text(encoding="utf-8")
     document = only_document((tmp_path / "replay.json").read_text(), "replay")
     assert len(document["arms"]) == 4
     for arm in document["arms"]:
