@@ -34,7 +34,6 @@ from outrider.cli.shared.progress import count_items, gather, progress
 from outrider.cli.shared.template_options import TemplateOptions, hint_at_chat, read_prompt
 from outrider.errors import OptionError, OutriderError
 from outrider.system.files import short_names, write_text
-from outrider.system.ranks import current_ranks
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -186,7 +185,7 @@ def _show_race(
     from outrider.bench.run import race
 
     names = short_names(arm.name for arm in arms)
-    if not current_ranks().shared(console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
+    if not (console.is_terminal and console.height >= _PANEL_HEIGHT * len(arms)):
         measurements = race(arms, case, options, on_chunk)
         for measurement, name in zip(measurements, names, strict=True):
             # Not through the console, which would wrap lines and expand tabs.

@@ -15,7 +15,6 @@ from outrider.errors import FileError, OptionError, PromptError
 from outrider.offline.prompt_file import read_prompts
 from outrider.offline.prompt_row import PromptLine
 from outrider.system.files import short_name
-from outrider.system.ranks import current_ranks
 from outrider.text.chat import Chat, ChatOptions
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ def read_prompt(argument: str | None) -> str:
         raise PromptError("no prompt: give one as an argument, pipe it in, or use --prompts FILE")
     else:
         try:
-            text = current_ranks().of_first(sys.stdin.buffer.read).decode("utf-8").rstrip("\n")
+            text = sys.stdin.buffer.read().decode("utf-8").rstrip("\n")
         except UnicodeDecodeError as error:
             raise FileError(f"standard input is not UTF-8 (byte {error.start})") from None
     if not text.strip():
