@@ -12,8 +12,8 @@ Source: ``GenerationMixin.generate`` and ``_sample`` of Transformers 5.22 to 5.2
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,97 +48,19 @@ _OTHER_MODES = {
 }
 _BEAMS = ("num_beams", "num_beam_groups")  # where 1 is none
 _WITHOUT_EFFECT = {"use_cache", "logits_to_keep", "cache_position"}
+CustomGenerate = Callable[..., Any]
 _KEPT = "_outrider_decoders"  # attribute of a model
 
 
-@dataclass(frozen=True, eq=False)
-class Assisted:
-    """Callable for ``custom_generate``: see ``assisted``."""
-
-    draft: str | Path | Any | None
-    tokenizer: Any | None
-    draft_tokenizer: Any | None
-    num_draft_tokens: NumDraftTokens
-    acceptance: str
-    streamer: Any | None
-    stop_strings: str | Sequence[str] | None
-    allow_pickle: bool
-
-    def __post_init__(self) -> None:
-        if self.stop_strings and self.tokenizer is None:
-            remedy = "they need the tokenizer: assisted(..., tokenizer=...)"
-            raise OptionError("stop_strings", self.stop_strings, remedy)
-
-    def __call__(
-        self,
-        model: Any,
-        input_ids: Tensor,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **model_kwargs: Any,
-    ) -> Any:
-        """Called by ``generate``.
-
-        Args:
-            input_ids: [B, N]
-
-        Returns:
-            Ids [B, N + new tokens], or GenerateDecoderOnlyOutput.
-
-        Raises:
-            OptionError, PromptError, UnsupportedModel: not possible here.
-            NumericsError: a model gave NaN or infinite logits.
-        """
-        _check(model, generation_config)
-        num_padding = _padding(input_ids, model_kwargs)
-        if self.stop_strings:
-            from transformers import StoppingCriteriaList, StopStringCriteria
-
-            own: Any = StopStringCriteria(stop_strings=self.stop_strings, tokenizer=self.tokenizer)
-            stopping_criteria = StoppingCriteriaList([*stopping_criteria, own])
-        if self.streamer is not None:
-            if len(input_ids) > 1:
-                raise OptionError("streamer", type(self.streamer).__name__, f"for one row, not {len(input_ids)}")
-            self.streamer.put(input_ids.cpu())
-        decoder = self._decoder(model)
-        rows = _Rows(input_ids, logits_processor, stopping_criteria, generation_config, self.streamer)
-        states = _requests(decoder, rows, num_padding, do_sample=bool(generation_config.do_sample))
-        loop, open_rows = decoder.loop(len(states)), set(range(len(states)))
-        for chunk in loop.chunks(states):
-            errors = getattr(states[chunk.row].request.constraint, "errors", {})
-            rows.extend(chunk.row, chunk.token_ids, chunk.logits, errors)
-            ended = rows.take_ended()
-            loop.cancel(states[index] for index in ended)
-            open_rows -= {*ended, *([] if chunk.finish_reason is None else [chunk.row])}
-            if not open_rows:
-                break
-        if self.streamer is not None:
-            self.streamer.end()
-        return rows.output()
-
-    def _decoder(self, model: Any) -> Decoder:
-        """The decoder of this model, kept as long as both this object and the model are alive."""
-        kept = model.__dict__.setdefault(_KEPT, _Kept()).decoders
-        place = model.device, model.dtype
-        if self not in kept or kept[self][0] != place:
-            # Without the generation config: all tokens that have logits, as in ``generate``.
-            # Eager: between calls the caller may train the model, whose weights a graph would know by address.
-            own: Any = {"num_draft_tokens": self.num_draft_tokens, "acceptance": self.acceptance}
-            plain = load(model, generation_config="none", execution="eager", **own)
-            known = replace(plain, tokenizer=self.tokenizer)
-            placement = Placement(device=str(model.device), allow_pickle=self.allow_pickle, execution="eager")
-            drafter = load_drafter(known, self.draft, tokenizer=self.draft_tokenizer, placement=placement)
-            kept[self] = place, replace(plain, drafter=drafter, eos_ids=frozenset(), turn_ids=frozenset())
-        decoder: Decoder = kept[self][1]
-        return decoder
+class _Key:
+    """Stands for a function of ``assisted``, which refers to its key: a function that knew itself would stay alive."""
 
 
 class _Kept:
     """Decoders of one model; not part of its copies."""
 
     def __init__(self) -> None:
-        self.decoders: WeakKeyDictionary[Assisted, tuple[Any, Decoder]] = WeakKeyDictionary()
+        self.decoders: WeakKeyDictionary[_Key, tuple[Any, Decoder]] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[_Kept], tuple[()]]:
         return _Kept, ()
@@ -154,8 +76,9 @@ def assisted(
     streamer: Any | None = None,
     stop_strings: str | Sequence[str] | None = None,
     allow_pickle: bool = False,
-) -> Assisted:
-    """Argument ``custom_generate`` of ``model.generate``. Keep the object: draft and model are prepared once for it.
+) -> CustomGenerate:
+    """Argument ``custom_generate`` of ``model.generate``. Keep the function: draft and model are prepared once for it.
+    The call raises OptionError, PromptError or UnsupportedModel (not possible here) and NumericsError.
 
     Args:
         draft: see ``outrider.load``.
@@ -169,8 +92,64 @@ def assisted(
     Raises:
         OptionError
     """
-    options = num_draft_tokens, acceptance, streamer, stop_strings, allow_pickle
-    return Assisted(draft, tokenizer, draft_tokenizer, *options)
+    if stop_strings and tokenizer is None:
+        raise OptionError("stop_strings", stop_strings, "they need the tokenizer: assisted(..., tokenizer=...)")
+
+    key = _Key()
+
+    def decoder_of(model: Any) -> Decoder:
+        """The decoder of this model, kept as long as both key and model are alive."""
+        kept = model.__dict__.setdefault(_KEPT, _Kept()).decoders
+        place = model.device, model.dtype
+        if key not in kept or kept[key][0] != place:
+            # Without the generation config: all tokens that have logits, as in ``generate``.
+            # Eager: between calls the caller may train the model, whose weights a graph would know by address.
+            options: Any = {"num_draft_tokens": num_draft_tokens, "acceptance": acceptance}
+            plain = load(model, generation_config="none", execution="eager", **options)
+            known = replace(plain, tokenizer=tokenizer)
+            placement = Placement(device=str(model.device), allow_pickle=allow_pickle, execution="eager")
+            drafter = load_drafter(known, draft, tokenizer=draft_tokenizer, placement=placement)
+            kept[key] = place, replace(plain, drafter=drafter, eos_ids=frozenset(), turn_ids=frozenset())
+        decoder: Decoder = kept[key][1]
+        return decoder
+
+    def own(
+        model: Any,
+        input_ids: Tensor,  # [B, N]
+        logits_processor: Any,
+        stopping_criteria: Any,
+        generation_config: Any,
+        **model_kwargs: Any,
+    ) -> Any:
+        """Called by ``generate``. Returns ids [B, N + new tokens], or GenerateDecoderOnlyOutput."""
+        _check(model, generation_config)
+        num_padding = _padding(input_ids, model_kwargs)
+        if stop_strings:
+            from transformers import StoppingCriteriaList, StopStringCriteria
+
+            ends: Any = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+            stopping_criteria = StoppingCriteriaList([*stopping_criteria, ends])
+        if streamer is not None:
+            if len(input_ids) > 1:
+                raise OptionError("streamer", type(streamer).__name__, f"for one row, not {len(input_ids)}")
+            streamer.put(input_ids.cpu())
+        decoder = decoder_of(model)
+        rows = _Rows(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        states = _requests(decoder, rows, num_padding, do_sample=bool(generation_config.do_sample))
+        loop, open_rows = decoder.loop(len(states)), set(range(len(states)))
+        for chunk in loop.chunks(states):
+            errors = getattr(states[chunk.row].request.constraint, "errors", {})
+            rows.extend(chunk.row, chunk.token_ids, chunk.logits, errors)
+            ended = rows.take_ended()
+            loop.cancel(states[index] for index in ended)
+            open_rows -= {*ended, *([] if chunk.finish_reason is None else [chunk.row])}
+            if not open_rows:
+                break
+        if streamer is not None:
+            streamer.end()
+        return rows.output()
+
+    return own
 
 
 def generate(
@@ -194,7 +173,7 @@ def generate(
     name of ``draft``. Nothing is dropped.
 
     Raises:
-        OptionError: an argument is not possible here; see also ``Assisted``.
+        OptionError: an argument is not possible here; see also ``assisted``.
     """
     if draft is not None and assistant_model is not None:
         raise OptionError("assistant_model", type(assistant_model).__name__, "give it or draft, not both")

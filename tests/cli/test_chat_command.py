@@ -17,7 +17,7 @@ from rich.console import Console
 
 from commands import Outrider
 from outrider.cli.commands import chat
-from outrider.cli.commands.chat import ChatConversation, Continuation
+from outrider.cli.commands.chat import Conversation
 from outrider.cli.shared.terminal import Writer
 from outrider.errors import DeviceError, NumericsError, OptionError, SessionError
 from outrider.records import Chunk
@@ -45,34 +45,33 @@ def test_lines_are_continued(outrider: Outrider) -> None:
     third = embedded().generate("The king", seed=5, max_new_tokens=6)[0].text
     assert (ended.code, ended.out) == (0, f"{first}\n{second}\n{third}\n")
     numbers = r"6 tokens, [\d.]+ tokens/s, tau [\d.]+ tokens/round, (\d+) of (\d+) prompt tokens cached, -n 6"
-    status = re.findall(numbers, ended.err)
-    assert len(status) == 3 and len(ended.err.splitlines()) == 3
+    assert len(re.findall(numbers, ended.err)) == len(ended.err.splitlines()) == 3
 
 
 def test_a_chat_has_a_history_and_a_system_message(outrider: Outrider, tmp_path: Path) -> None:
-    """The second prompt holds the first answer, and finds it in the cache."""
+    """The second prompt holds the first answer, and finds it in the cache. Words that begin like commands are refused,
+    and texts that begin with a path are messages."""
     folder = _instruct(tmp_path / "model")
-    said = b"w1 w2 w3 w4 w5 w6 w7 w8 w9 w10\nw2\n/system w40\n/what\nw3\n"
+    said = b"w1 w2 w3 w4 w5 w6 w7 w8 w9 w10\nw2\n/system w40\n/what\n/help\n/etc/hosts: w3\n"
     ended = outrider("chat", folder, "none", "--seed", 1, "-n", 4, "--system", "w30", stdin=said)
     assert ended.code == 0, ended.err
     counts = [tuple(map(int, one)) for one in re.findall(r"(\d+) of (\d+) prompt tokens cached", ended.err)]
     assert [num_cached for num_cached, _ in counts] == [0, counts[0][1] - 1 + 4, 0]
-    assert "there is no command /what" in ended.err and len(ended.out.splitlines()) == 3
+    assert "there is no command /what" in ended.err and ended.err.count(chat._HELP) == 2
+    assert len(ended.out.splitlines()) == 3
 
 
-def test_what_is_refused(outrider: Outrider, tmp_path: Path) -> None:
+def test_mistakes_end_a_filter(outrider: Outrider, tmp_path: Path) -> None:
     assert "has no chat template" in outrider("chat", "--system", "Be kind.").error
-    assert "a JSON object" in outrider("chat", "--chat-template-kwargs", "[1]").error
     assert "is not UTF-8" in outrider("chat", stdin=b"\xff\n").error
-    assert "not both" in outrider("chat", "fable", "ngram", "--draft", "none").error
     assert "no chat template" in outrider("chat", stdin=b"/system Be kind.\n").error
     folder = _instruct(tmp_path / "model")
     assert "shorten it" in outrider("chat", folder, "none", "--generation-config", "none", stdin=b"w1 " * 130).error
 
 
 def test_a_model_for_chats_that_states_no_sampling(outrider: Outrider, tmp_path: Path) -> None:
-    """It gets the options of other programs' chats, but those given; a line says which, and how to do without. What a
-    checkpoint states wins; plain text of a base model is sampled as it is."""
+    """It gets the options of other programs' chats, but those given; a line says which, and how to do without. Options
+    that a checkpoint states win; plain text of a base model is sampled as it is."""
     folder, asked = _instruct(tmp_path / "model"), ("--seed", 1, "-n", 2)
     said = {"stdin": b"w1 w2\n"}
     ended = outrider("chat", folder, "none", *asked, **said)
@@ -85,7 +84,6 @@ def test_a_model_for_chats_that_states_no_sampling(outrider: Outrider, tmp_path:
         assert "sampling" not in outrider("chat", folder, "none", *asked, *more, **said).err
     (folder / "generation_config.json").write_text('{"temperature": 1.0}')
     assert "sampling" not in outrider("chat", folder, "none", *asked, **said).err
-    assert "sampling" not in outrider("chat", "fable", *asked, **said).err
 
 
 def test_a_chat_begins_with_a_model_that_chats(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,36 +97,11 @@ def test_a_chat_begins_with_a_model_that_chats(outrider: Outrider, monkeypatch: 
     assert targets == [chat._SMALL_CHAT, "fable", "fable", "fable"]
 
 
-class _Screen(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def _said(monkeypatch: pytest.MonkeyPatch, *texts: str, session: Any = None) -> tuple[list[str], list[str]]:
-    """What a terminal without a model answers, and what it says beside."""
-    said: list[str] = []
-    monkeypatch.setattr(chat._Terminal, "_say", lambda self, message: said.append(message))
-    console = Console(file=_Screen(), force_terminal=True)
-    decoder = embedded()
-    terminal = chat._Terminal(decoder, session, Continuation("m"), {"seed": 1, "max_new_tokens": 4}, console)
-    answered: list[str] = []
-    if session is None:
-        monkeypatch.setattr(chat._Terminal, "_answer", lambda self, text: answered.append(text))
-    terminal.run(iter(texts))
-    return answered, said
-
-
-def test_only_known_commands_are_commands(monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = ["/etc/hosts: what is this?", "/etc/hosts\nis a file", " a", "", "and /help?"]
-    answered, said = _said(monkeypatch, *messages, "/foo", " /help ", "/reset", "/quit", "never")
-    assert answered == messages
-    assert [one.partition("\n")[0] for one in said[1:]] == ["there is no command /foo", chat._HELP.partition("\n")[0]]
-
-
 def test_errors_do_not_end_a_chat_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """The next message is answered, with the history."""
-    session = embedded().session()
-    stream, calls = session.stream, []
+    said: list[str] = []
+    decoder, session, calls = embedded(), embedded().session(), []
+    stream = session.stream
 
     def failing(prompt: Any, **options: Any) -> Any:
         calls.append(prompt)
@@ -137,32 +110,24 @@ def test_errors_do_not_end_a_chat_in_a_terminal(monkeypatch: pytest.MonkeyPatch)
         return stream(prompt, **options)
 
     monkeypatch.setattr(session, "stream", failing)
-    _, said = _said(monkeypatch, *["The king"] * 5, session=session)
-    assert ["error: no more" in one for one in said[1:]] == [False, True, True, True, False]
+    monkeypatch.setattr(chat, "_say", said.append)
+    monkeypatch.setattr(chat, "_lines_of", lambda _: iter(["The king"] * 5))
+    screen = type("Screen", (io.StringIO,), {"isatty": lambda self: True})()
+    chat._talk(Conversation("m", None), decoder, session, {"seed": 1, "max_new_tokens": 4}, Console(file=screen))
+    assert ["error: no more" in one for one in said] == [False, True, True, True, False]
     assert calls[1] == calls[4] and len(calls[0]) < len(calls[1])
 
 
-def test_tabs_are_written_as_they_are() -> None:
-    """As in a Makefile."""
-    screen = _Screen()
-    console = Console(file=screen, force_terminal=True, color_system="standard", no_color=False)
-    writer = Writer(console)
-    writer.write("all:\n\tcc [bold]")
-    writer.write("\tx.c", "underline")
-    assert screen.getvalue() == "all:\n\tcc [bold]\x1b[4m\t\x1b[0m\x1b[4mx.c\x1b[0m"
-
-
 def test_conversations() -> None:
-    talk = ChatConversation(ChatOptions(system="S"))
-    talk.add("A", "B")
+    talk = Conversation("m", ChatOptions(system="S"), [("A", "B")])
     user = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]
     assert talk.prompt("C") == Chat(user, ChatOptions(system="S")) and talk.prompt(" ") is None
     talk.set_system("")
-    talk.reset()
+    talk.turns.clear()
     assert talk.prompt("C") == Chat(user[2:], ChatOptions())
-    text = Continuation("m")
+    text = Conversation("m", None)
     assert text.prompt("") is None
-    text.add("A", " B")
+    text.turns.append(("A", " B"))
     assert (text.prompt("C"), text.prompt("")) == ("A B\nC", "A B")
     with pytest.raises(OptionError, match="m has no chat template"):
         text.set_system("S")
@@ -170,17 +135,17 @@ def test_conversations() -> None:
 
 @pytest.mark.parametrize("num_presses", [1, 2])
 def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, num_presses: int) -> None:
-    """And keeps what there is of it, with its cache; pressed twice, it does not wait for the round."""
-    write, num_written = chat._Terminal._write, 0
+    """And keeps its text so far, with its cache; pressed twice, it does not wait for the round."""
+    write, num_written = Writer.write_chunk, 0
 
-    def pressed(terminal: chat._Terminal, writer: Writer, chunk: Chunk) -> None:
+    def pressed(writer: Writer, chunk: Chunk, styles: Any) -> None:
         nonlocal num_written
-        write(terminal, writer, chunk)
+        write(writer, chunk, styles)
         num_written += 1
         for _ in range(num_presses if num_written == 2 else 0):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(chat._Terminal, "_write", pressed)
+    monkeypatch.setattr(Writer, "write_chunk", pressed)
     before = signal.getsignal(signal.SIGINT)
     ended = outrider("chat", "--seed", 3, "-n", 40, stdin=f"{LONG}\n\n".encode())
     assert ended.code == 0 and signal.getsignal(signal.SIGINT) is before
@@ -188,8 +153,7 @@ def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPa
     assert first[3] and int(first[0]) < 11 and not second[3]
     whole = embedded().generate(LONG, seed=3, max_new_tokens=40)[0].text
     cut = ended.out.partition("\n")[0]
-    assert cut and whole.startswith(cut)
-    assert int(second[1]) > 0
+    assert cut and whole.startswith(cut) and int(second[1]) > 0
 
 
 def test_ctrl_c_at_the_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -220,7 +184,7 @@ def test_in_a_terminal() -> None:
     seen = ""
 
     def until(pattern: str) -> re.Match[str]:
-        """Wait for a pattern in what is new."""
+        """Wait for a pattern in the new text."""
         nonlocal seen
         end_s = time.monotonic() + LIMIT_S
         while (match := re.search(pattern, seen)) is None:

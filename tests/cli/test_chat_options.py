@@ -16,10 +16,6 @@ TEMPLATE = (
 )
 SYSTEM, KWARGS = ("--system", "Be brief"), ("--chat-template-kwargs", '{"think": true}')
 ROW = {"messages": [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "A hen"}]}
-COMMANDS: list[tuple[Any, ...]] = [
-    ("generate", "-n", 2),
-    ("plan", "-n", 4, "-k", 1),
-]
 
 
 @pytest.fixture
@@ -38,10 +34,10 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("command", [("generate", "-n", 2), ("plan", "-n", 4, "-k", 1)])
 def test_prompts_become_chats(outrider: Outrider, tmp_path: Path, written: list[str], command: tuple[Any, ...]) -> None:
     """Texts by ``--chat``, which other options imply; messages without it; and a row's own options stand."""
-    prompts, name = tmp_path / "prompts.jsonl", command[0]
+    prompts = tmp_path / "prompts.jsonl"
     continued = ROW | {"continue_final_message": True}
     own = {**ROW, "tools": [{"type": "function"}], "chat_template_kwargs": {"think": False}}
     prompts.write_text("".join(json.dumps(row) + "\n" for row in ({"prompt": "The fox"}, continued, own)))
@@ -53,29 +49,18 @@ def test_prompts_become_chats(outrider: Outrider, tmp_path: Path, written: list[
         "system: Be brief user: Hello assistant: A hen",
         "system: Be brief user: Hello assistant: A hen 1 no:",
     }
-    if name == "generate":
+    if command[0] == "generate":
         (_, _, row) = only_document((tmp_path / "out.json").read_text(), "generate")["completions"]
         assert row.items() >= own.items()
 
 
-def test_texts_of_the_command(outrider: Outrider, written: list[str]) -> None:
-    """Of ``compare`` and the built-in ones."""
-    assert outrider("compare", "Hello", "--chat", "-n", 1, "--num-runs", 1).code == 0
-    assert set(written) == {"user: Hello no:"}
-    written.clear()
-    assert outrider("latency", "--chat", "-n", 1, "-k", 1).code == 0
-    assert len(set(written)) == 15 and all(text.startswith("user: ") for text in written)
-
-
-@pytest.mark.parametrize(
-    "command", [("generate", "The fox", "-n", 1), ("compare", "The fox", "-n", 1, "--num-runs", 1)]
-)
+@pytest.mark.parametrize("command", [("generate",), ("compare", "--num-runs", 1, "--target", "fable")])
 def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str], command: tuple[Any, ...]) -> None:
-    """Once, where it is given plain text. Text from a template is none."""
-    hint = "fable has a chat template, but continues plain text here: add --chat"
-    assert outrider(*command).err.count(hint) == 1
-    assert written == []
-    assert hint not in outrider(*command, "--chat").err
+    """Once, where it is given plain text. Text from a template is not plain."""
+    words = *command, "Hello", "-n", 1
+    hint = "fable has a chat template, but continues plain text here: add --chat to ask it as a user\n"
+    assert outrider(*words).err.count(hint) == 1 and written == []
+    assert hint not in outrider(*words, "--chat").err and set(written) == {"user: Hello no:"}
     end = embedded().tokenizer.eos_token
     assert hint not in outrider("generate", f"The fox{end}A hen", "-n", 1).err
 
@@ -83,13 +68,12 @@ def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str]
 @pytest.mark.parametrize(
     ("kwargs", "row", "message"),
     [
-        ("{", None, "--chat-template-kwargs = '{' is invalid: a JSON object"),
         ('{"thought": 1}', None, "does not read 'thought', but think"),
         ("{}", {**ROW, "chat_template_kwargs": {"x": 1}}, "line 1: chat_template_kwargs = {'x': 1} is invalid"),
         ("{}", {"messages": [{"role": "system", "content": "a"}]}, "line 1: system = 'Be brief' is invalid"),
     ],
 )
-def test_what_is_refused(
+def test_options_that_the_template_does_not_read(
     outrider: Outrider, written: list[str], tmp_path: Path, kwargs: str, row: dict[str, Any] | None, message: str
 ) -> None:
     path = tmp_path / "prompts.jsonl"

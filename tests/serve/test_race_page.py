@@ -82,13 +82,11 @@ def is_over(driver: Any) -> bool:
 def check_lanes(driver: Any, events: list[dict[str, Any]]) -> None:
     """Each lane shows its events: texts, a colour and an underline for each origin, and the counts."""
     start, *rounds, end = events
-    lanes = driver.execute_script(SHOWN)
-    assert [lane["name"] for lane in lanes] == [arm["name"] for arm in start["arms"]]
-    for which, (lane, arm) in enumerate(zip(lanes, start["arms"], strict=True)):
+    for which, (lane, arm) in enumerate(zip(driver.execute_script(SHOWN), start["arms"], strict=True)):
         own = [event for event in rounds if event["arm"] == which]
         tokens = [(token["origin"], token["text"] or "▫") for event in own for token in event["tokens"]]
         assert [(origin, text) for origin, text, _ in lane["tokens"]] == tokens
-        assert lane["prompt"] == start["prompt"]
+        assert (lane["name"], lane["prompt"]) == (arm["name"], start["prompt"])
         stats, facts = end["arms"][which]["stats"], lane["facts"]
         assert facts["Rounds"] == str(len(own))
         if arm["draft"] is None:
@@ -103,21 +101,14 @@ def check_lanes(driver: Any, events: list[dict[str, Any]]) -> None:
         ]
         assert [text for text, _ in lane["ghosts"]] == rejected and rejected
         assert all("line-through" in style for _, style in lane["ghosts"])
-        styles = {origin: {style for one, _, style in lane["tokens"] if one == origin} for origin, _ in tokens}
-        assert [len(one) for one in styles.values()] == [1, 1, 1]
-        looks = {origin: style.rpartition(" underline ") for origin, (style,) in styles.items()}
-        assert {origin: line for origin, (_, _, line) in looks.items()} == {
-            "accepted": "solid",
-            "correction": "double",
-            "bonus": "dotted",
-        }
-        assert len({colour for colour, _, _ in looks.values()}) == 3
-        counts = [sum(origin == one for one, _ in tokens) for origin in ("accepted", "correction", "bonus")]
+        looks = {(origin, *style.split(" underline ")) for origin, _, style in lane["tokens"]}
+        lines = {"accepted": "solid", "correction": "double", "bonus": "dotted"}
+        assert {origin: line for origin, _, line in looks} == lines
+        assert len(looks) == len({colour for _, colour, _ in looks}) == 3
+        counts = [sum(origin == one for one, _ in tokens) for origin in lines]
         assert [int(number) for number in re.findall(r"\d+", facts["Tokens"])] == counts
-        assert re.findall(r"\d+", facts["Drafted"])[:2] == [
-            str(stats["num_draft_tokens"]),
-            str(stats["num_accepted_draft_tokens"]),
-        ]
+        num_drafted = [stats["num_draft_tokens"], stats["num_accepted_draft_tokens"]]
+        assert [*map(int, re.findall(r"\d+", facts["Drafted"])[:2])] == num_drafted
         assert facts["τ measured"] == f"{stats['mean_acceptance_length']:.2f}"
 
 
@@ -205,9 +196,9 @@ def test_a_race_that_fails_says_so(driver: Any, tmp_path: Path) -> None:
         fill(driver, prompt="w3 w7", max_tokens=9)
         driver.find_element("id", "start").click()
         wait_until(lambda: "NaN" in driver.find_element("id", "error").text)
+        pause = driver.find_element("id", "pause")
         assert driver.find_element("id", "verdict").text == "The race was interrupted."
-        assert driver.find_element("id", "pause").text == "Pause"
-        assert not driver.find_element("id", "pause").is_enabled()
+        assert pause.text == "Pause" and not pause.is_enabled()
 
 
 def test_a_key_is_asked_for(driver: Any) -> None:
@@ -224,11 +215,10 @@ def test_a_key_is_asked_for(driver: Any) -> None:
         body = {"prompt": "w1", "max_tokens": 900_000, "stream": True}
         headers = {"authorization": "Bearer secret"}
         with http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
-            next(lines := response.iter_lines())
+            next(response.iter_lines())
             start.click()
             wait_until(lambda: error.text != "")
             assert error.text == "the queue is full (running or waiting: 1): try again in about 1 s"
-            next(lines)
         wait_until(lambda: server.num_open == 0)
         start.click()
         wait_until(lambda: is_over(driver))

@@ -8,11 +8,7 @@ import yaml
 
 CHOICES = [
     {"text": "The fox saw the hen", "choices": ["and ran.", "at noon", "."], "label": 0},
-    {
-        "text": "Once upon a time an old king had three sons and no daughter at all.",
-        "choices": ["The", "So"],
-        "label": 1,
-    },
+    {"text": "Once upon a time an old king had three sons.", "choices": ["The", "So"], "label": 1},
     {"text": "  a   b ", "choices": [" c", "ccc ddd eee fff"], "label": 1},
     {"text": "<s>The hen", "choices": ["ran", "sat down"], "label": 0},
     {"text": "", "choices": ["A", "B C"], "label": 1},

@@ -1,7 +1,7 @@
 """Race events, for the page of ``outrider serve`` and the file of ``outrider compare --html``.
 
-An event is a JSON object (``page/race.js`` has the types): one at the start, one per round of an arm, one at the end.
-This module knows neither HTTP nor the page.
+An event is a JSON object, made by a method of ``RaceEvents``: one at the start, one per round of an arm, one at the
+end. This module knows neither HTTP nor the page.
 """
 
 from __future__ import annotations

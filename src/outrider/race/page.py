@@ -19,25 +19,16 @@ from outrider.pages.reports import report_of
 
 PAGE = {"/": "race.html", "/page/race.css": "race.css", "/page/race.js": "race.js"}  # path on the server: file
 _KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_POLICY = {
-    "default-src": "'none'",
-    "img-src": "data:",  # the icon
-    "base-uri": "'none'",
-    "form-action": "'none'",
-    "require-trusted-types-for": "'script'",
-    "trusted-types": "'none'",
-}
+
+
+def _policy(script: str, style: str, more: str) -> str:
+    """The policy of a page: nothing but these sources, and an icon."""
+    sources = f"default-src 'none'; img-src data:; script-src {script}; style-src {style}; {more}"
+    return f"{sources}base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+
+
 HEADERS = {
-    "content-security-policy": "; ".join(
-        f"{name} {value}"
-        for name, value in {
-            **_POLICY,
-            "script-src": "'self'",
-            "style-src": "'self'",
-            "connect-src": "'self'",
-            "frame-ancestors": "'none'",
-        }.items()
-    ),
+    "content-security-policy": _policy("'self'", "'self'", "connect-src 'self'; frame-ancestors 'none'; "),
     "cache-control": "no-cache",
     "cross-origin-opener-policy": "same-origin",
     "cross-origin-resource-policy": "same-origin",
@@ -53,23 +44,18 @@ def recorded_page(events: Sequence[Mapping[str, Any]], document: Mapping[str, An
         events: see outrider.race.events.
         document: of ``outrider compare``, with the measurement after the race.
     """
-    style, script = (read_file(name)[1] for name in ("race.css", "race.js"))
-    below = "" if document is None else f'<section class="below">{_below(document)}</section>\n'
-    policy = {**_POLICY, "script-src": _hash(script), "style-src": _hash(style)}
-    content = "; ".join(f"{name} {value}" for name, value in policy.items())
+    page, style, script = (read_file(name)[1] for name in ("race.html", "race.css", "race.js"))
+    content = _policy(_hash(script), _hash(style), "")
     # A script ends at "</script" anywhere, and "<!--" would change where its end is looked for.
     recording = json.dumps(events, allow_nan=False).replace("<", "\\u003c")
-    _, page = read_file("race.html")
+    below = "" if document is None else f'<section class="below">{_below(document)}</section>\n'
+    charset, scripts = '<meta charset="utf-8">', f'<script type="module">{script}</script>'
     for old, new in (
-        (
-            '<meta charset="utf-8">',
-            f'<meta charset="utf-8">\n<meta http-equiv="content-security-policy" content="{content}">',
-        ),
+        (charset, f'{charset}\n<meta http-equiv="content-security-policy" content="{content}">'),
         ('<link rel="stylesheet" href="page/race.css">', f"<style>{style}</style>"),
         (
             '<script type="module" src="page/race.js"></script>',
-            f'<script type="application/json" id="recording">{recording}</script>\n'
-            f'<script type="module">{script}</script>',
+            f'<script type="application/json" id="recording">{recording}</script>\n{scripts}',
         ),
         ('<div id="tip"', f'{below}<div id="tip"'),
     ):

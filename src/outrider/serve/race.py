@@ -96,8 +96,7 @@ async def race_stream(events: AsyncIterator[dict[str, Any] | None]) -> AsyncIter
 
 def _speculative(decoder: Decoder, name: str | None, k: int | None) -> Arm:
     drafts = _drafts(decoder)
-    if name is None:
-        name = drafts[0]
+    name = drafts[0] if name is None else name
     if name not in drafts:
         raise Refusal(f"drafter = {name!r:.60} is not supported: choose one of {', '.join(drafts)}", param="drafter")
     k = DEFAULT_NUM_DRAFT_TOKENS if k is None else k
@@ -105,9 +104,7 @@ def _speculative(decoder: Decoder, name: str | None, k: int | None) -> Arm:
         raise Refusal(f"num_draft_tokens = {k} is invalid: give 1 to {_MOST_K}", param="num_draft_tokens")
     if name != decoder.drafter.name:
         decoder = replace(decoder, drafter=load_drafter(decoder, name))
-    if name == "none":
-        return Arm("plain, again", decoder)
-    return Arm(f"{name}, K = {k}", decoder, name, k)
+    return Arm("plain, again", decoder) if name == "none" else Arm(f"{name}, K = {k}", decoder, name, k)
 
 
 def _drafts(decoder: Decoder) -> list[str]:

@@ -9,9 +9,10 @@ import typer
 
 from outrider.cli.shared.flat import flat
 from outrider.cli.shared.options import JsonOption, NumDraftTokensOption, SamplingOptions, SeedOption
-from outrider.cli.shared.output import console_for, print_table, write_json
+from outrider.cli.shared.output import console_for, show_table, write_json
 from outrider.cli.shared.pair_options import PairOptions, options_json, single_k
 from outrider.cli.shared.progress import progress
+from outrider.pages.reports import Table
 from outrider.system.files import short_names
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ def multiplication(
     arms = {"plain": decoder, "speculative": replace(decoder, drafter=drafter, num_draft_tokens=k)}
 
     from outrider.evals.multiplication import mcnemar, problems, score
-    from outrider.measure.tables import new_table
 
     sheet = problems(num_prompts, seed)
     scores: dict[str, SheetScore] = {}
@@ -47,14 +47,18 @@ def multiplication(
     only_plain, only_speculative, p = mcnemar(scores["plain"], scores["speculative"])
 
     console, body = console_for(json_target), {name: result.to_json() for name, result in scores.items()}
+    rows = [
+        (
+            name,
+            f"{one['num_solved']} of {num_prompts}",
+            f"{one['wald']['value']:.1%}",
+            *(f"{one[interval]['low']:.1%} to {one[interval]['high']:.1%}" for interval in ("wald", "wilson")),
+            f"{one['stats']['mean_acceptance_length'] or 1:.2f}",
+        )
+        for name, one in body.items()
+    ]
     title = f"{' with '.join(short_names([decoder.target.name, draft]))}, K = {k}, {decoder.acceptance}"
-    table = new_table(title, "arm", "solved", "rate", "95% Wald", "95% Wilson", "tau")
-    for name, one in body.items():
-        ends = (f"{one[interval]['low']:.1%} to {one[interval]['high']:.1%}" for interval in ("wald", "wilson"))
-        tau = one["stats"]["mean_acceptance_length"] or 1
-        rate = one["wald"]["value"]
-        table.add_row(name, f"{one['num_solved']} of {num_prompts}", f"{rate:.1%}", *ends, f"{tau:.2f}")
-    print_table(console, table)
+    show_table(console, Table(title, ("arm", "solved", "rate", "95% Wald", "95% Wilson", "tau"), rows))
     console.print(
         f"Solved by one arm only: {only_plain} plain, {only_speculative} speculative; McNemar's exact test of no "
         f"difference: p = {p:.2g}."

@@ -140,7 +140,11 @@ def generate(
                 lines,
                 files,
                 totals,
-                partial(_open_workers, cluster, setup, batch_size, files),
+                lambda num_prompts: (
+                    LocalWorker(setup, batch_size)
+                    if cluster.ray is None
+                    else files.enter_context(open_ray_workers(cluster, setup, batch_size, num_prompts))
+                ),
                 num_slots=batch_size,
                 output=output,
                 write=partial(print, end="", file=stream, flush=True),
@@ -207,9 +211,3 @@ def _show(
             totals.seed = "K followed the load, so that no seed repeats this text (-k 4 keeps K)"
     totals.add(row, stats_of(done))
     return row
-
-
-def _open_workers(cluster: RayOptions, setup: Setup, num_slots: int, files: ExitStack, num_prompts: int) -> Workers:
-    if cluster.ray is None:
-        return LocalWorker(setup, num_slots)
-    return files.enter_context(open_ray_workers(cluster, setup, num_slots, num_prompts))

@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outrider.cli.shared.flat import flat
-from outrider.cli.shared.options import GenerationConfigOption, parse_k
+from outrider.cli.shared.options import GenerationConfigOption, field_of, parse_k
 from outrider.cli.shared.output import OnStderr
 from outrider.cli.shared.pair_options import PairOptions
 from outrider.cli.shared.progress import progress
@@ -29,12 +29,76 @@ if TYPE_CHECKING:
     from outrider.serve.served_model import ServedModel
 
 _LOG = logging.getLogger("outrider.serve")
-_option = partial(typer.Option, rich_help_panel="Server")
+_server = partial(field_of, "Server")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Options of the server."""
+
+    slots: int = _server(DEFAULT_NUM_SLOTS, "Sequences generated concurrently.", min=1, metavar="N")
+    context: int | None = _server(
+        None,
+        "Maximum tokens of a sequence, prompt included. Default: the target's context, at most 8192.",
+        min=2,
+        metavar="N",
+    )
+    host: str = _server("127.0.0.1", "Address to listen on. Any but loopback requires --api-key.")
+    port: int = _server(8000, "Port to listen on; 0 takes a free one.")
+    api_key: list[str] | None = _server(
+        None,
+        "API key for clients. Repeatable, one per client. Prefer the environment variable (keys separated by spaces): "
+        "other users can see command lines.",
+        envvar="OUTRIDER_API_KEY",
+        metavar="KEY",
+    )
+    served_model_name: list[str] | None = _server(
+        None, "Model name for clients. Repeatable. Default: the target's, as all commands show it.", metavar="NAME"
+    )
+    max_queue: int = _server(256, "Maximum sequences waiting for a slot; more get 503.", min=0, metavar="N")
+    max_per_client: int | None = _server(
+        None,
+        "Maximum sequences per client, running or waiting; more get 429. Default: three quarters of --slots and "
+        "--max-queue together.",
+        min=1,
+        metavar="N",
+    )
+    max_connections: int = _server(1024, "Maximum connections; requests on further ones get 503.", min=2, metavar="N")
+    priority_across_clients: bool = _server(
+        False,
+        "Compare request priorities across clients. Default: clients take turns, and priority orders the requests of "
+        "one client.",
+        "--priority-across-clients",
+    )
+    queue_timeout: float = _server(
+        600.0, "Maximum seconds that a request waits for a slot; then it gets 503.", min=1e-3, metavar="S"
+    )
+    tool_parser: str = _server(
+        "auto",
+        "How the model writes calls of tools: auto (by its chat template), hermes (Qwen too), llama3_json, mistral, "
+        "openai (gpt-oss).",
+        metavar="NAME",
+    )
+    reasoning_parser: str = _server(
+        "auto",
+        "How the model marks its thoughts, which become reasoning_content: auto, none, think (<think>), mistral "
+        "([THINK]), gemma4, harmony (gpt-oss). Default: by its tokens.",
+        metavar="NAME",
+    )
+    shared_prompt: list[Path] | None = _server(
+        None,
+        "System prompt, or beginning of texts, that clients with different keys share. Repeatable.",
+        metavar="FILE",
+    )
+    shutdown_timeout: float = _server(
+        30.0, "Seconds that running requests may continue after SIGTERM.", min=0, metavar="S"
+    )
 
 
 @flat
 def serve(
     pair: PairOptions,
+    given: ServeOptions,
     num_draft_tokens: Annotated[
         str,
         typer.Option(
@@ -44,103 +108,24 @@ def serve(
             rich_help_panel="Models",
         ),
     ] = "auto",
-    slots: Annotated[int, _option(min=1, metavar="N", help="Sequences generated concurrently.")] = DEFAULT_NUM_SLOTS,
-    context: Annotated[
-        int | None,
-        _option(
-            min=2,
-            metavar="N",
-            help="Maximum tokens of a sequence, prompt included. Default: the target's context, at most 8192.",
-        ),
-    ] = None,
     generation_config: GenerationConfigOption = "auto",
-    host: Annotated[str, _option(help="Address to listen on. Any but loopback requires --api-key.")] = "127.0.0.1",
-    port: Annotated[int, _option(help="Port to listen on; 0 takes a free one.")] = 8000,
-    api_key: Annotated[
-        list[str] | None,
-        _option(
-            envvar="OUTRIDER_API_KEY",
-            metavar="KEY",
-            help="API key for clients. Repeatable, one per client. Prefer the environment variable (keys separated by "
-            "spaces): other users can see command lines.",
-        ),
-    ] = None,
-    served_model_name: Annotated[
-        list[str] | None,
-        _option(
-            metavar="NAME",
-            help="Model name for clients. Repeatable. Default: the target's, as all commands show it.",
-        ),
-    ] = None,
-    max_queue: Annotated[
-        int, _option(min=0, metavar="N", help="Maximum sequences waiting for a slot; more get 503.")
-    ] = 256,
-    max_per_client: Annotated[
-        int | None,
-        _option(
-            min=1,
-            metavar="N",
-            help="Maximum sequences per client, running or waiting; more get 429. Default: three quarters of --slots "
-            "and --max-queue together.",
-        ),
-    ] = None,
-    max_connections: Annotated[
-        int, _option(min=2, metavar="N", help="Maximum connections; requests on further ones get 503.")
-    ] = 1024,
-    priority_across_clients: Annotated[
-        bool,
-        _option(
-            "--priority-across-clients",
-            help="Compare request priorities across clients. Default: clients take turns, and priority orders the "
-            "requests of one client.",
-        ),
-    ] = False,
-    queue_timeout: Annotated[
-        float, _option(min=1e-3, metavar="S", help="Maximum seconds that a request waits for a slot; then it gets 503.")
-    ] = 600.0,
-    tool_parser: Annotated[
-        str,
-        _option(
-            metavar="NAME",
-            help="How the model writes calls of tools: auto (by its chat template), hermes (Qwen too), llama3_json, "
-            "mistral, openai (gpt-oss).",
-        ),
-    ] = "auto",
-    reasoning_parser: Annotated[
-        str,
-        _option(
-            metavar="NAME",
-            help="How the model marks its thoughts, which become reasoning_content: auto, none, think (<think>), "
-            "mistral ([THINK]), gemma4, harmony (gpt-oss). Default: by its tokens.",
-        ),
-    ] = "auto",
-    shared_prompt: Annotated[
-        list[Path] | None,
-        _option(
-            metavar="FILE",
-            help="System prompt, or beginning of texts, that clients with different keys share. Repeatable.",
-        ),
-    ] = None,
-    shutdown_timeout: Annotated[
-        float, _option(min=0, metavar="S", help="Seconds that running requests may continue after SIGTERM.")
-    ] = 30.0,
 ) -> None:
     """Serve a target and its draft over OpenAI's API.
 
     Endpoints: /v1/chat/completions, /v1/responses, /v1/completions and others; the page at / shows a race."""
-    for name, seconds in (("--queue-timeout", queue_timeout), ("--shutdown-timeout", shutdown_timeout)):
+    for name, seconds in (("--queue-timeout", given.queue_timeout), ("--shutdown-timeout", given.shutdown_timeout)):
         if not seconds <= 1e6:  # nor infinite
             raise OptionError(name, seconds, "seconds, at most 1e6")
     k = parse_k(num_draft_tokens, "this command takes one number, or auto")[0]
     from outrider.models.sampling_defaults import check_choice
 
     # A key read from a file may end in a newline.
-    keys = tuple(key.strip() for key in api_key or () if key.strip())
+    keys = tuple(key.strip() for key in given.api_key or () if key.strip())
     if is_one_of_several():
         raise OptionError("torchrun", "outrider serve", "a server is one process: use --device-map to spread a model")
-    names, draft = served_model_name or [short_name(pair.target)], pair.single_draft
+    names, draft = given.served_model_name or [short_name(pair.target)], pair.single_draft
     check_choice(generation_config)
-    shared = {path: read_text(path).removesuffix("\n") for path in shared_prompt or ()}
+    shared = {path: read_text(path).removesuffix("\n") for path in given.shared_prompt or ()}
     if empty := [path for path, text in shared.items() if not text.strip()]:
         raise OptionError("--shared-prompt", str(empty[0]), "the file is empty: name one with a prompt")
     try:
@@ -153,18 +138,18 @@ def serve(
             from outrider.text.tool_formats import tool_format_of
     except ModuleNotFoundError as error:
         raise MissingExtra(error.name or "starlette", "serve", "'outrider serve'") from None
-    if not keys and not is_loopback(host):
-        raise OptionError("--host", host, "without --api-key only loopback is allowed: use 127.0.0.1")
+    if not keys and not is_loopback(given.host):
+        raise OptionError("--host", given.host, "without --api-key only loopback is allowed: use 127.0.0.1")
 
     def load() -> Decoder:
         _LOG.info("loading %s: %s with draft %s; %s/health is 503 until ready", names[0], pair.target, draft, url)
         decoder = pair.load(generation_config=generation_config)
-        tool_format_of(decoder.tokenizer, tool_parser)  # before the server is ready
-        thinking_of(decoder.tokenizer, reasoning_parser)
+        tool_format_of(decoder.tokenizer, given.tool_parser)  # before the server is ready
+        thinking_of(decoder.tokenizer, given.reasoning_parser)
         return replace(decoder, drafter=pair.load_draft(decoder, draft), num_draft_tokens=k)
 
-    listener = listen(host, port)
-    url = f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+    listener = listen(given.host, given.port)
+    url = f"http://{f'[{given.host}]' if ':' in given.host else given.host}:{listener.getsockname()[1]}"
 
     def on_ready(model: ServedModel) -> None:
         gc.freeze()  # full collections stop all threads, for half a second if they go through all modules
@@ -175,17 +160,17 @@ def serve(
         _LOG.info("web page with a race of plain and speculative decoding: %s", url)
 
     options = ServerOptions(
-        num_slots=slots,
-        context_len=context or 8192,
-        max_queue=max_queue,
-        queue_timeout_s=queue_timeout,
-        max_per_client=max_per_client,
-        max_connections=max_connections,
-        has_priority_across_clients=priority_across_clients,
+        num_slots=given.slots,
+        context_len=given.context or 8192,
+        max_queue=given.max_queue,
+        queue_timeout_s=given.queue_timeout,
+        max_per_client=given.max_per_client,
+        max_connections=given.max_connections,
+        has_priority_across_clients=given.priority_across_clients,
         api_keys=keys,
-        shutdown_timeout_s=shutdown_timeout,
-        tool_parser=tool_parser,
-        reasoning_parser=reasoning_parser,
+        shutdown_timeout_s=given.shutdown_timeout,
+        tool_parser=given.tool_parser,
+        reasoning_parser=given.reasoning_parser,
         shared_prompts=tuple(shared.values()),
     )
     with listener, _log_on_stderr():

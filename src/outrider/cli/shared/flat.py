@@ -15,7 +15,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 from typer.models import ArgumentInfo
 
-from outrider.cli.shared.options import is_given
+from outrider.cli.shared.options import OPTION, is_given
 from outrider.cli.shared.output import check_files
 from outrider.errors import OptionError
 
@@ -35,7 +35,9 @@ def flat(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in inspect.signature(command).parameters.items():
         if name in groups:
             own = get_type_hints(groups[name], include_extras=True)
-            parameters += [_parameter(field.name, own[field.name], field.default) for field in fields(groups[name])]
+            for field in fields(groups[name]):
+                hint = Annotated[own[field.name], field.metadata[OPTION]] if field.metadata else own[field.name]
+                parameters.append(_parameter(field.name, hint, field.default))
         else:
             parameters.append(_parameter(name, hints[name], parameter.default))
     has_first = any(one.name == "target" for one in parameters) and not any(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,6 +30,21 @@ DEFAULT_MAX_NEW_TOKENS = 128
 
 _sampling_option = partial(typer.Option, rich_help_panel=SAMPLING_PANEL)
 _models_option = partial(typer.Option, rich_help_panel=MODELS_PANEL)
+
+OPTION = "option"  # metadata of a field: how Typer reads it from the command line (flat.py)
+
+
+def field_of(panel: str | None, default: Any, help: str, *names: str, **more: Any) -> Any:
+    """Field of an option group: an option of the command line.
+
+    Args:
+        panel: of the help.
+        more: see ``typer.Option``.
+    """
+    return field(default=default, metadata={OPTION: typer.Option(*names, help=help, rich_help_panel=panel, **more)})
+
+
+_sampling = partial(field_of, SAMPLING_PANEL)
 
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write a JSON document. '-' is standard output.")
@@ -61,23 +76,15 @@ class ReportOptions:
 class SamplingOptions:
     """Sampling options; names and meanings as in ``outrider.Sampling``."""
 
-    temperature: Annotated[
-        float, _sampling_option("-t", "--temperature", help="Sampling temperature; 0 is greedy.")
-    ] = 1.0
-    top_k: Annotated[int, _sampling_option(help="0 keeps all tokens.")] = 0
-    top_p: Annotated[float, _sampling_option(help="1.0 keeps all tokens.")] = 1.0
-    min_p: Annotated[float, _sampling_option(help="0.0 keeps all tokens.")] = 0.0
-    repetition_penalty: Annotated[float, _sampling_option(help="1.0 is off.")] = 1.0
-    presence_penalty: Annotated[
-        float, _sampling_option(help="Subtracted from the logits of tokens generated so far; -2 to 2.")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        float, _sampling_option(help="Subtracted once per occurrence of the token; -2 to 2.")
-    ] = 0.0
-    logit_bias: Annotated[
-        list[str] | None, _sampling_option(metavar="ID=BIAS", help="Bias added to a token's logit. Repeatable.")
-    ] = None
-    min_tokens: Annotated[int, _sampling_option(help="Minimum tokens; stop strings are ignored until then.")] = 0
+    temperature: float = _sampling(1.0, "Sampling temperature; 0 is greedy.", "-t", "--temperature")
+    top_k: int = _sampling(0, "0 keeps all tokens.")
+    top_p: float = _sampling(1.0, "1.0 keeps all tokens.")
+    min_p: float = _sampling(0.0, "0.0 keeps all tokens.")
+    repetition_penalty: float = _sampling(1.0, "1.0 is off.")
+    presence_penalty: float = _sampling(0.0, "Subtracted from the logits of tokens generated so far; -2 to 2.")
+    frequency_penalty: float = _sampling(0.0, "Subtracted once per occurrence of the token; -2 to 2.")
+    logit_bias: list[str] | None = _sampling(None, "Bias added to a token's logit. Repeatable.", metavar="ID=BIAS")
+    min_tokens: int = _sampling(0, "Minimum tokens; stop strings are ignored until then.")
 
     def to_options(self, *, seed: int | None, num_seeds: int, **more: Any) -> dict[str, Any]:
         """Keyword arguments for a decoder, including ``more``, checked before anything is loaded. Raises OptionError.
@@ -85,7 +92,7 @@ class SamplingOptions:
         Args:
             num_seeds: number of consecutive seeds to be used.
         """
-        options = {field.name: getattr(self, field.name) for field in fields(self)} | more
+        options = {one.name: getattr(self, one.name) for one in fields(self)} | more
         options["logit_bias"] = _parse_biases(self.logit_bias)
         Sampling(**options, seed=seed)
         if seed is not None:
@@ -97,23 +104,16 @@ class SamplingOptions:
 class EndOptions:
     """Options that end the output."""
 
-    max_new_tokens: Annotated[
-        int | None,
-        _sampling_option(
-            "-n",
-            "--max-new-tokens",
-            min=1,
-            metavar="N",
-            help="Maximum tokens to generate. Default: 128, or 1024 of a chat's answer.",
-        ),
-    ] = None
-    stop: Annotated[list[str] | None, _sampling_option(metavar="TEXT", help="Stop string. Repeatable.")] = None
-    stop_token_ids: Annotated[
-        list[int] | None, _sampling_option("--stop-token-id", metavar="ID", help="Stop token. Repeatable.")
-    ] = None
-    ignore_eos: Annotated[bool, _sampling_option("--ignore-eos", help="Continue after an end-of-sequence token.")] = (
-        False
+    max_new_tokens: int | None = _sampling(
+        None,
+        "Maximum tokens to generate. Default: 128, or 1024 of a chat's answer.",
+        *("-n", "--max-new-tokens"),
+        min=1,
+        metavar="N",
     )
+    stop: list[str] | None = _sampling(None, "Stop string. Repeatable.", metavar="TEXT")
+    stop_token_ids: list[int] | None = _sampling(None, "Stop token. Repeatable.", "--stop-token-id", metavar="ID")
+    ignore_eos: bool = _sampling(False, "Continue after an end-of-sequence token.", "--ignore-eos")
 
     def to_options(self, default: int = DEFAULT_MAX_NEW_TOKENS) -> dict[str, Any]:
         """Keyword arguments for a decoder.
@@ -133,20 +133,13 @@ class EndOptions:
 class StructureOptions:
     """Constraints on the output (schemas, expressions and grammars: extra ``structured``)."""
 
-    json_schema: Annotated[
-        Path | None, _sampling_option(metavar="FILE", help="Constrain the output to a JSON schema.")
-    ] = None
-    regex: Annotated[str | None, _sampling_option(help="Constrain the output to a regular expression.")] = None
-    grammar: Annotated[
-        Path | None, _sampling_option(metavar="FILE", help="Constrain the output to a Lark or GBNF grammar.")
-    ] = None
-    thinking_budget: Annotated[
-        int | None,
-        _sampling_option(min=0, metavar="N", help="Maximum tokens of thoughts; then their end marker is forced."),
-    ] = None
-    bad_words: Annotated[
-        list[str] | None, _sampling_option("--bad-word", metavar="TEXT", help="Text not to generate. Repeatable.")
-    ] = None
+    json_schema: Path | None = _sampling(None, "Constrain the output to a JSON schema.", metavar="FILE")
+    regex: str | None = _sampling(None, "Constrain the output to a regular expression.")
+    grammar: Path | None = _sampling(None, "Constrain the output to a Lark or GBNF grammar.", metavar="FILE")
+    thinking_budget: int | None = _sampling(
+        None, "Maximum tokens of thoughts; then their end marker is forced.", min=0, metavar="N"
+    )
+    bad_words: list[str] | None = _sampling(None, "Text not to generate. Repeatable.", "--bad-word", metavar="TEXT")
 
     def to_options(self) -> dict[str, Any]:
         """Keyword arguments for a decoder. Raises FileError."""

@@ -130,10 +130,10 @@ def check_files(values: Mapping[str, Any]) -> None:
     """
     taken: set[Path] = set()
     for name, value in values.items():
-        given = () if name in _OUTPUTS else value if isinstance(value, list) else [value]
-        taken |= {
-            Path(one).resolve() for one in given if isinstance(one, Path) or (isinstance(one, str) and is_there(one))
-        }
+        for one in () if name in _OUTPUTS else value if isinstance(value, list) else [value]:
+            with suppress(OSError):  # a prompt, too long for a name
+                if isinstance(one, Path) or (isinstance(one, str) and one and Path(one).exists()):
+                    taken.add(Path(one).resolve())
     for name, option in _OUTPUTS.items():
         value = values.get(name)
         if value in (None, "-"):
@@ -148,14 +148,6 @@ def check_files(values: Mapping[str, Any]) -> None:
             raise FileError(f"cannot write a page to {path}: the name must end in .html")
         if name != "output":  # opened by the command itself, or a folder
             check_writable(path)
-
-
-def is_there(name: str | Path) -> bool:
-    """Whether a name, of a model for example, is that of a file or folder."""
-    try:
-        return Path(name).exists()
-    except OSError:  # a prompt, too long for a name
-        return False
 
 
 def title_of(name: str) -> str:

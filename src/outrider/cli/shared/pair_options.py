@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
-from outrider.cli.shared.options import MACHINE_PANEL, MODELS_PANEL, SamplingOptions, parse_k
+from outrider.cli.shared.options import MACHINE_PANEL, MODELS_PANEL, OPTION, SamplingOptions, field_of, parse_k
 from outrider.cli.shared.output import as_read, log_to_stderr
 from outrider.cli.shared.progress import progress
 from outrider.errors import OptionError
@@ -24,8 +22,7 @@ if TYPE_CHECKING:
     from outrider.models.registry import Placement
 
 
-_model_option = partial(typer.Option, rich_help_panel=MODELS_PANEL)
-_machine_option = partial(typer.Option, rich_help_panel=MACHINE_PANEL)
+_model, _machine = partial(field_of, MODELS_PANEL), partial(field_of, MACHINE_PANEL)
 _PLACED = "device", "dtype", "device_map", "max_memory", "store", "allow_pickle", "execution"
 
 
@@ -44,89 +41,66 @@ def set_threads(threads: int | None) -> None:
 class PairOptions:
     """Options of target, drafts and machine."""
 
-    target: Annotated[
-        str,
-        _model_option(help="Known name, folder or hub id. 'outrider models' lists the names."),
-    ] = "fable"
-    draft: Annotated[
-        list[str] | None,
-        _model_option(
-            metavar="NAME",
-            help="Model, head, mtp, self, ngram, suffix, auto or none. A model or a head for the target is a known "
-            "name, folder or hub id; mtp is the target's own MTP layer; self is the target, which reads the last "
-            "tokens; ngram and suffix look up the text so far; auto is the first available of mtp, a known draft on "
-            "this machine, and suffix. NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts "
-            "before unlikely tokens, NAME:vocab=N drafts the N most frequent tokens (vocab=FILE: a log's), "
-            "NAME:window=W reads the last tokens, suffix+NAME looks tokens up where that promises more. Repeatable "
-            "where drafts are compared. Default: auto; fable-draft for fable.",
-        ),
-    ] = None
-    acceptance: Annotated[str, _model_option(help="Rule: block, rejection or gumbel.")] = DEFAULT_ACCEPTANCE
-    models: Annotated[Path | None, _model_option(help="TOML file with more model names.")] = None
-    corpus: Annotated[
-        list[Path] | None,
-        _model_option(
-            metavar="FILE",
-            help="Text that the draft 'suffix' looks up, too: plain, or JSON lines with prompt and text, as 'outrider "
-            "generate --output' writes them. Repeatable.",
-        ),
-    ] = None
-    device: Annotated[str, _machine_option(help="auto, cpu, cuda, cuda:1 or mps.")] = "auto"
-    dtype: Annotated[
-        str,
-        _machine_option(
-            help="auto, float64, float32, bfloat16, float16. auto: float32 on the CPU, else the checkpoint's."
-        ),
-    ] = "auto"
-    quantize: Annotated[
-        str | None,
-        _machine_option(
-            help="int8, int4, 8bit, nf4 or none, of the target's weights. Or the arithmetic of a GGUF file on the "
-            "CPU: a8, a15 or a32. A name ending in :int8 does the same."
-        ),
-    ] = None
-    device_map: Annotated[
-        str | None,
-        _machine_option(
-            help="Spread the target's layers over devices: auto, balanced, none, or a JSON file that maps modules to "
-            "devices."
-        ),
-    ] = None
-    max_memory: Annotated[
-        str | None, _machine_option(metavar="SIZES", help="Memory limits for --device-map: 0=20GiB,1=20GiB,cpu=60GiB.")
-    ] = None
-    store: Annotated[
-        str | None,
-        _machine_option(
-            help="On the CPU: auto keeps large matrices in the checkpoint's dtype and converts them when read; plain "
-            "converts them on loading. Default: auto."
-        ),
-    ] = None
-    draft_device: Annotated[str | None, _machine_option(help="The draft's device. Default: the target's.")] = None
-    draft_dtype: Annotated[str | None, _machine_option(help="The draft's dtype. Default: the target's.")] = None
-    draft_quantize: Annotated[str | None, _machine_option(help="--quantize for the draft.")] = None
-    threads: Annotated[
-        int | None,
-        _machine_option(
-            min=1,
-            metavar="N",
-            help="CPU threads. Default: OMP_NUM_THREADS; else one for each physical core, without efficiency cores.",
-        ),
-    ] = None
-    allow_pickle: Annotated[
-        bool,
-        _machine_option(
-            "--allow-pickle",
-            help="Read weights from pickled files (pytorch_model.bin), too, if you trust their authors.",
-        ),
-    ] = False
-    execution: Annotated[
-        str,
-        _machine_option(
-            help="How forwards run: auto, eager, native (CPU) or captured (CUDA graphs). auto takes the fastest that "
-            "the model and its device allow."
-        ),
-    ] = "auto"
+    target: str = _model("fable", "Known name, folder or hub id. 'outrider models' lists the names.")
+    draft: list[str] | None = _model(
+        None,
+        "Model, head, mtp, self, ngram, suffix, auto or none. A model or a head for the target is a known "
+        "name, folder or hub id; mtp is the target's own MTP layer; self is the target, which reads the last "
+        "tokens; ngram and suffix look up the text so far; auto is the first available of mtp, a known draft on "
+        "this machine, and suffix. NAME:greedy drafts the most probable tokens, NAME:min-prob=P ends drafts "
+        "before unlikely tokens, NAME:vocab=N drafts the N most frequent tokens (vocab=FILE: a log's), "
+        "NAME:window=W reads the last tokens, suffix+NAME looks tokens up where that promises more. Repeatable "
+        "where drafts are compared. Default: auto; fable-draft for fable.",
+        metavar="NAME",
+    )
+    acceptance: str = _model(DEFAULT_ACCEPTANCE, "Rule: block, rejection or gumbel.")
+    models: Path | None = _model(None, "TOML file with more model names.")
+    corpus: list[Path] | None = _model(
+        None,
+        "Text that the draft 'suffix' looks up, too: plain, or JSON lines with prompt and text, as 'outrider "
+        "generate --output' writes them. Repeatable.",
+        metavar="FILE",
+    )
+    device: str = _machine("auto", "auto, cpu, cuda, cuda:1 or mps.")
+    dtype: str = _machine(
+        "auto", "auto, float64, float32, bfloat16, float16. auto: float32 on the CPU, else the checkpoint's."
+    )
+    quantize: str | None = _machine(
+        None,
+        "int8, int4, 8bit, nf4 or none, of the target's weights. Or the arithmetic of a GGUF file on the CPU: a8, a15 "
+        "or a32. A name ending in :int8 does the same.",
+    )
+    device_map: str | None = _machine(
+        None,
+        "Spread the target's layers over devices: auto, balanced, none, or a JSON file that maps modules to devices.",
+    )
+    max_memory: str | None = _machine(
+        None, "Memory limits for --device-map: 0=20GiB,1=20GiB,cpu=60GiB.", metavar="SIZES"
+    )
+    store: str | None = _machine(
+        None,
+        "On the CPU: auto keeps large matrices in the checkpoint's dtype and converts them when read; plain "
+        "converts them on loading. Default: auto.",
+    )
+    draft_device: str | None = _machine(None, "The draft's device. Default: the target's.")
+    draft_dtype: str | None = _machine(None, "The draft's dtype. Default: the target's.")
+    draft_quantize: str | None = _machine(None, "--quantize for the draft.")
+    threads: int | None = _machine(
+        None,
+        "CPU threads. Default: OMP_NUM_THREADS; else one for each physical core, without efficiency cores.",
+        min=1,
+        metavar="N",
+    )
+    allow_pickle: bool = _machine(
+        False,
+        "Read weights from pickled files (pytorch_model.bin), too, if you trust their authors.",
+        "--allow-pickle",
+    )
+    execution: str = _machine(
+        "auto",
+        "How forwards run: auto, eager, native (CPU) or captured (CUDA graphs). auto takes the fastest that "
+        "the model and its device allow.",
+    )
 
     @property
     def draft_names(self) -> list[str]:
@@ -215,43 +189,40 @@ class PairOptions:
         return dict(self.load_named(decoder, name) for name in self.draft_names if name != "none")
 
 
-def _of_pair(name: str) -> Any:
-    """Declaration of an option of ``PairOptions``, for groups that share it."""
-    return get_type_hints(PairOptions, include_extras=True)[name].__metadata__[0]
+def _same(name: str) -> Any:
+    """A field of ``PairOptions``, for groups that share it."""
+    (found,) = (one for one in fields(PairOptions) if one.name == name)
+    return field(default=found.default, metadata=found.metadata)
 
 
 @dataclass(frozen=True)
 class MachineOptions:
     """Machine options for commands without a draft; see ``PairOptions``."""
 
-    models: Annotated[Path | None, _of_pair("models")] = None
-    device: Annotated[str, _of_pair("device")] = "auto"
-    dtype: Annotated[str, _of_pair("dtype")] = "auto"
-    quantize: Annotated[str | None, _of_pair("quantize")] = None
-    device_map: Annotated[str | None, _of_pair("device_map")] = None
-    max_memory: Annotated[str | None, _of_pair("max_memory")] = None
-    store: Annotated[str | None, _of_pair("store")] = None
-    threads: Annotated[int | None, _of_pair("threads")] = None
-    allow_pickle: Annotated[bool, _of_pair("allow_pickle")] = False
-    execution: Annotated[str, _of_pair("execution")] = "auto"
-
-    def load(self, target: str) -> Decoder:
-        """See ``PairOptions.load``."""
-        return PairOptions(target=target, **asdict(self)).load()
+    models: Path | None = _same("models")
+    device: str = _same("device")
+    dtype: str = _same("dtype")
+    quantize: str | None = _same("quantize")
+    device_map: str | None = _same("device_map")
+    max_memory: str | None = _same("max_memory")
+    store: str | None = _same("store")
+    threads: int | None = _same("threads")
+    allow_pickle: bool = _same("allow_pickle")
+    execution: str = _same("execution")
 
 
 @dataclass(frozen=True)
 class DraftOptions:
     """Draft and machine options for commands without a target; see ``PairOptions``."""
 
-    draft: Annotated[list[str] | None, _of_pair("draft")] = None
-    acceptance: Annotated[str, _of_pair("acceptance")] = DEFAULT_ACCEPTANCE
-    models: Annotated[Path | None, _of_pair("models")] = None
-    corpus: Annotated[list[Path] | None, _of_pair("corpus")] = None
-    device: Annotated[str, _of_pair("device")] = "auto"
-    dtype: Annotated[str, _of_pair("dtype")] = "auto"
-    threads: Annotated[int | None, _of_pair("threads")] = None
-    allow_pickle: Annotated[bool, _of_pair("allow_pickle")] = False
+    draft: list[str] | None = _same("draft")
+    acceptance: str = _same("acceptance")
+    models: Path | None = _same("models")
+    corpus: list[Path] | None = _same("corpus")
+    device: str = _same("device")
+    dtype: str = _same("dtype")
+    threads: int | None = _same("threads")
+    allow_pickle: bool = _same("allow_pickle")
 
     def names(self, target: str) -> list[str]:
         """See ``PairOptions.draft_names``; by default 'suffix' in place of 'auto', which needs the target."""
@@ -259,8 +230,8 @@ class DraftOptions:
         return names if self.draft else ["suffix" if name == AUTO else name for name in names]
 
 
-TargetOption = Annotated[str, _of_pair("target")]
-AllowPickleOption = Annotated[bool, _of_pair("allow_pickle")]
+TargetOption = Annotated[str, _same("target").metadata[OPTION]]
+AllowPickleOption = Annotated[bool, _same("allow_pickle").metadata[OPTION]]
 
 
 def single_k(text: str | None, pair: PairOptions, sampling: SamplingOptions, seed: int | None) -> NumDraftTokens:

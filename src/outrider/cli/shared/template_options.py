@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
+from outrider.cli.shared.options import field_of
 from outrider.cli.shared.output import say
 from outrider.errors import FileError, OptionError, PromptError
 from outrider.offline.prompt_file import read_prompts
@@ -21,27 +20,19 @@ from outrider.text.chat import Chat, ChatOptions
 if TYPE_CHECKING:
     from outrider.decoder import Decoder
 
-_PANEL = "Chat"
-
 
 @dataclass(frozen=True)
 class TemplateOptions:
     """Options of the chat template, for all prompts of a command."""
 
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the model's chat template. A text is a message of the user.")
-    ] = False
-    system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="System message. Implies --chat.", rich_help_panel=_PANEL)
-    ] = None
-    chat_template_kwargs: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JSON",
-            help="Variables of the chat template, like '{\"enable_thinking\": false}'. Implies --chat.",
-            rich_help_panel=_PANEL,
-        ),
-    ] = None
+    chat: bool = field_of(None, False, "Apply the model's chat template. A text is a message of the user.", "--chat")
+    system: str | None = field_of("Chat", None, "System message. Implies --chat.", metavar="TEXT")
+    chat_template_kwargs: str | None = field_of(
+        "Chat",
+        None,
+        "Variables of the chat template, like '{\"enable_thinking\": false}'. Implies --chat.",
+        metavar="JSON",
+    )
 
     @property
     def is_chat(self) -> bool:
