@@ -99,8 +99,10 @@ class Ranks:
 
     def share(self, load: Callable[..., Any], *arguments: Any) -> Any:
         """Load a share of a module in each process. Returns that of the first. Raises OutriderError."""
+        import torch
+
         found: list[Any] = []
-        self.lead(_load_share, (found, load, arguments))
+        self.lead(_load_share, (found, torch.get_num_threads(), load, arguments))
         return found[0]
 
     def follow(self, module: Any = None) -> None:
@@ -324,6 +326,9 @@ def _on(tensor: Tensor, device: str) -> Tensor:
     return tensor.to(device)
 
 
-def _load_share(found: list[Any], load: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _load_share(found: list[Any], num_threads: int, load: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(num_threads)  # an option of the first process
     found.append(load(*arguments))
     _ranks.name(found[0])
