@@ -68,7 +68,7 @@ def test_output_is_that_of_one_process(folder: Path, tmp_path: Path, outrider: O
     ) as process:
         code, out, err = _ended(process)
     assert (code, out, len(err)) == (0, "", 1), err
-    assert re.match(r"\d+ tokens, .* \(shared with draft, K = 4, block\)", err[0])
+    assert re.match(r"\d+ tokens, .* \(shared with draft, K = 4, block", err[0])
     assert json.loads((tmp_path / "j").read_text())["stats"]["num_generated_tokens"] > 0
     outrider(*_generate(folder, *more, "--output", tmp_path / "one", target=str(folder / "target")))
     assert _texts(tmp_path / "two") == _texts(tmp_path / "one")

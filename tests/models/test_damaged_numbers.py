@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-import gguf_heads
 from gguf_models import CASES, write_case
 from native_cases import CASES as FOLDERS
 from native_cases import VOCAB, random_model
@@ -67,14 +66,3 @@ def test_memory_that_is_lacking_while_a_model_is_built(error: Exception) -> None
     """The model was called corrupt."""
     with pytest.raises(DeviceError, match="not enough memory"), building("the model cannot be run"):
         raise error
-
-
-def test_a_head_whose_positions_do_not_fit(tmp_path: Path) -> None:
-    """A draft's first token failed. A head of this kind runs in its own code, without a probe."""
-    target, *_ = gguf_heads.write_assistant_pair(tmp_path)
-    config = tmp_path / "head" / "config.json"
-    stated = json.loads(config.read_text())
-    stated["text_config"]["rope_parameters"]["full_attention"]["partial_rotary_factor"] = 3
-    config.write_text(json.dumps(stated))
-    with pytest.raises(ModelCorrupt, match="no head can be built"):
-        load(target, tmp_path / "head", device="cpu")

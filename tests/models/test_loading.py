@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -91,72 +90,79 @@ def test_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
         read_config("nobody-here/no-such-model")
 
 
-def _change(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
-
-
 _UP = "model.layers.1.mlp.up_proj.weight"
-
-
-def _set_config(**changes: Any) -> Callable[[Path], None]:
-    def change(folder: Path) -> None:
-        file = folder / "config.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-    return change
-
-
-DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no config": (
-        lambda folder: (folder / "config.json").unlink(),
-        "is not a model folder: there is no config.json in it",
-    ),
-    "no safetensors at all": (lambda folder: (folder / "model.safetensors").write_text("not at all"), "cannot be read"),
-    "a missing tensor": (
-        lambda folder: _change(folder, lambda one: one.pop(_UP)),
-        f"lacks 1 of the model's weights, {_UP}",
-    ),
-    "a tensor of another shape": (
-        lambda folder: _change(folder, lambda one: one.update({_UP: one[_UP][:-1].clone()})),
-        "up_proj",
-    ),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "safetensors"),
-    "a broken tokenizer": (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer"),
-    "a broken config": (lambda folder: (folder / "config.json").write_text('{"model_type": "llama",'), "JSON"),
-    "an unknown kind": (_set_config(model_type="martian"), "martian"),
-    "a config of nonsense": (_set_config(hidden_size="large"), "hidden_size"),
-    "another architecture": (
-        _set_config(architectures=["LlamaForSequenceClassification"]),
-        "is not a causal language model: its config.json says LlamaForSequenceClassification",
-    ),
-    "an unknown quantization": (_set_config(quantization_config={"quant_method": "martian"}), "martian"),
+_OWN_CODE = "the {} of {{}} needs code of its own, which is never run here"
+_CODE = {"tokenizer_class": "MartianTokenizer", "auto_map": {"AutoTokenizer": ["code.Tokenizer", None]}}
+_CONFIG_CODE = {"model_type": "martian", "auto_map": {"AutoConfig": "code.Config"}}
+_MODEL_CODE = {"model_type": "vit", "architectures": None, "auto_map": {"AutoModelForCausalLM": "code.Model"}}
+# A file, its new content (None: removed; fields that are changed; a change of its tensors), and the message.
+DAMAGED: dict[str, tuple[str, Any, str]] = {
+    "no config": ("config.json", None, "is not a model folder: there is no config.json in it"),
+    "no safetensors at all": ("model.safetensors", "not at all", "cannot be read"),
+    "a missing tensor": ("model.safetensors", lambda one: one.pop(_UP), f"lacks 1 of the model's weights, {_UP}"),
+    "a tensor of another shape": ("model.safetensors", lambda one: one.update({_UP: one[_UP][:-1].clone()}), "up_proj"),
+    "no weights": ("model.safetensors", None, "safetensors"),
+    "a broken tokenizer": ("tokenizer.json", "{}", "tokenizer"),
+    "a broken config": ("config.json", '{"model_type": "llama",', "JSON"),
+    "an unknown kind": ("config.json", {"model_type": "martian"}, "martian"),
+    "a config of nonsense": ("config.json", {"hidden_size": "large"}, "hidden_size"),
+    "another task": ("config.json", {"architectures": ["BertForMaskedLM"]}, "is not a causal language model"),
+    "a quantization": ("config.json", {"quantization_config": {"quant_method": "martian"}}, "martian"),
+}
+NOT_ALONE: dict[str, tuple[str, Any, str]] = {
+    "EAGLE-3": ("config.json", {"draft_vocab_size": 32}, "is an EAGLE-3 head"),
+    "Medusa": ("config.json", {"medusa_num_heads": 2}, "is a set of Medusa heads"),
+    "MTP": ("config.json", {"architectures": ["MiMoMTPForCausalLM"]}, "is a multi-token prediction (MTP) head"),
+    "adapter": ("adapter_config.json", {"base_model_name_or_path": "org/base"}, "is a PEFT adapter of org/base, or"),
+    "own configuration": ("config.json", _CONFIG_CODE, _OWN_CODE.format("configuration")),
+    "own model": ("config.json", _MODEL_CODE, _OWN_CODE.format("model")),
+    "own tokenizer": ("tokenizer_config.json", _CODE, _OWN_CODE.format("tokenizer")),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+def _alter(path: Path, content: Any) -> None:
+    if content is None:
+        path.unlink()
+    elif callable(content):
+        tensors = load_file(path)
+        content(tensors)
+        save_file(tensors, path, metadata={"format": "pt"})
+    elif isinstance(content, str):
+        path.write_text(content)
+    else:
+        path.write_text(json.dumps((json.loads(path.read_text()) if path.exists() else {}) | content))
+
+
+@pytest.mark.parametrize("damage", DAMAGED)
 def test_damaged_folders(folder: Path, damage: str) -> None:
     """One line that names the folder and what is wrong with it; never random weights in place of missing ones."""
-    apply, word = DAMAGES[damage]
-    apply(folder)
-    assert word in refusal(folder, ModelCorrupt)
+    name, content, message = DAMAGED[damage]
+    _alter(folder / name, content)
+    assert message in refusal(folder, ModelCorrupt)
+
+
+@pytest.mark.parametrize("kind", NOT_ALONE)
+def test_what_is_no_model_by_itself_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """As target and, if it is a head, as draft. Its code is not run, nor asked for on standard input, where "y" would
+    run it."""
+    name, content, message = NOT_ALONE[kind]
+    _alter(folder / name, content)
+    (folder / "code.py").write_text('raise SystemExit("the code of the folder was run")')
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    told = refusal(folder, UnsupportedModel)
+    assert message.format(folder) in told
+    if "which works only together with its base model" in told:
+        with pytest.raises(UnsupportedModel, match="in a layout that is not known"):
+            outrider.load("fable", folder)
 
 
 _SIZES: dict[str, Any] = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+_RWKV = tf.RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2)
+_T5 = tf.T5Config(vocab_size=97, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8)
 UNSUPPORTED: dict[str, tuple[Any, Any, str]] = {
-    "rwkv": (
-        tf.RwkvForCausalLM,
-        tf.RwkvConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2),
-        "state outside of the common cache",
-    ),
+    "rwkv": (tf.RwkvForCausalLM, _RWKV, "outside of the common cache"),
     "falcon": (tf.FalconForCausalLM, tf.FalconConfig(**_SIZES, alibi=True), "ALiBi"),
-    "t5": (
-        tf.T5ForConditionalGeneration,
-        tf.T5Config(vocab_size=97, d_model=32, d_ff=48, num_layers=2, num_heads=4, d_kv=8),
-        "encoder-decoder",
-    ),
+    "t5": (tf.T5ForConditionalGeneration, _T5, "encoder-decoder"),
     "bert": (tf.BertLMHeadModel, tf.BertConfig(**_SIZES), "when later tokens or other rows change"),
     "gpt2": (tf.GPT2Model, tf.GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4), "logits"),
 }
@@ -208,51 +214,6 @@ def test_the_checksum_of_weights_knows_every_bit() -> None:
     module.weight = nn.Parameter(NarrowWeight.of_blocks(rows, BLOCK_FORMS[2], order), requires_grad=False)
     head, tail = b"weight (40, 64) torch.float32\n", order.numpy().tobytes()
     assert weights_checksum(module) == hashlib.sha256(head + rows.numpy().tobytes() + tail).hexdigest()
-
-
-_OF_HEAD = "is {}, which works only together with its base model"
-_OWN_CODE = "needs code of its own, which is never run here"
-NOT_ALONE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "EAGLE-3, no word": (_set_config(draft_vocab_size=32), _OF_HEAD.format("an EAGLE-3 head")),
-    "Medusa": (
-        _set_config(architectures=None, model_type=None, medusa_num_heads=2),
-        _OF_HEAD.format("a set of Medusa heads"),
-    ),
-    "MTP": (
-        _set_config(architectures=["MiMoMTPForCausalLM"]),
-        _OF_HEAD.format("a multi-token prediction (MTP) head"),
-    ),
-    "adapter": (
-        lambda folder: (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "org/base"}'),
-        "is a PEFT adapter of org/base, or has one beside it: merge it (PEFT's merge_and_unload)",
-    ),
-    "configuration": (_set_config(model_type="martian", auto_map={"AutoConfig": "code.Config"}), _OWN_CODE),
-    "model": (
-        _set_config(model_type="vit", architectures=None, auto_map={"AutoModelForCausalLM": "code.Model"}),
-        _OWN_CODE,
-    ),
-    "tokenizer": (
-        lambda folder: (folder / "tokenizer_config.json").write_text(
-            '{"tokenizer_class": "MartianTokenizer", "auto_map": {"AutoTokenizer": ["code.Tokenizer", null]}}'
-        ),
-        _OWN_CODE,
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", NOT_ALONE)
-def test_what_is_no_model_by_itself_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """As target and, if it is a head, as draft. Its code is not run, nor asked for on standard input, where "y" would
-    run it."""
-    change, expected = NOT_ALONE[kind]
-    change(folder)
-    (folder / "code.py").write_text('raise SystemExit("the code of the folder was run")')
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    message = refusal(folder, UnsupportedModel)
-    assert expected in message and (expected != _OWN_CODE or f"the {kind}" in message)
-    if "base model" in expected:
-        with pytest.raises(UnsupportedModel, match="in a layout that is not known"):
-            outrider.load("fable", folder)
 
 
 @pytest.mark.slow

@@ -72,17 +72,14 @@ def check_quantization(name: str, quantization: str, method: str | None) -> None
 
     if method == "mlx":
         raise UnsupportedModel(f"{name} is quantized for MLX: take a GGUF file of the model")
-    if quantization == "none":
-        if method is not None:
-            if method not in (*AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
-                raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
-        return
     if quantization in ARITHMETICS:
         if method != "gguf":
             raise OptionError("quantization", quantization, f"for GGUF files, and {name} is none")
-        return
-    if method is not None:
-        raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")
+    elif quantization != "none":
+        if method is not None:
+            raise OptionError("quantization", quantization, f"{name} is a checkpoint quantized with {method} already")
+    elif method not in (None, *AUTO_QUANTIZATION_CONFIG_MAPPING, "bitsandbytes", "gguf"):  # Transformers ignores these
+        raise ModelCorrupt(f"{name} is quantized with {method}, which this release of Transformers cannot read")
 
 
 def num_digits_of(quantization: str | None) -> int:

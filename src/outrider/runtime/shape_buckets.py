@@ -1,5 +1,4 @@
-"""Rounding of lengths, so that few shapes occur. (Imports nothing, so that listing models with their memory is
-quick.)"""
+"""Rounding of lengths, so that few shapes occur."""
 
 from __future__ import annotations
 

@@ -99,8 +99,10 @@ class Ranks:
 
     def share(self, load: Callable[..., Any], *arguments: Any) -> Any:
         """Load a share of a module in each process. Returns that of the first. Raises OutriderError."""
+        import torch
+
         found: list[Any] = []
-        self.lead(_load_share, (found, load, arguments))
+        self.lead(_load_share, (found, torch.get_num_threads(), load, arguments))
         return found[0]
 
     def follow(self, module: Any = None) -> None:
@@ -112,7 +114,7 @@ class Ranks:
         import torch
 
         if module is not None:
-            self.name(module)
+            self.name(module, self.next_key())
         alarm: threading.Timer | None = None
         while True:
             received: list[Any] = [None]
@@ -191,14 +193,18 @@ class Ranks:
         import torch
 
         if getattr(result, "twin_key", 0) is None:
-            self.name(result)
+            self.name(result, self.next_key())
         if isinstance(result, bool):
             return not any_process(torch.tensor(not result))
         return result
 
-    def name(self, thing: Any) -> None:
-        """Give a twin or a module its key, in all processes in the same order."""
-        thing.twin_key = key = next(self._keys)
+    def next_key(self) -> int:
+        """Key of a new twin, drawn in all processes in the same order."""
+        return next(self._keys)
+
+    def name(self, thing: Any, key: int) -> None:
+        """Give a twin or a module its key."""
+        thing.twin_key = key
         if self.rank:
             self._twins[key] = thing
         else:
@@ -295,7 +301,7 @@ def take_part(module: Any = None) -> Ranks:
     if module is not None and "twin_key" not in vars(module):
         if not is_new:
             raise DeviceError("only one shared model in memory is possible, and no other beside it: give names")
-        ranks.name(module)
+        ranks.name(module, ranks.next_key())
     return ranks
 
 
@@ -324,6 +330,10 @@ def _on(tensor: Tensor, device: str) -> Tensor:
     return tensor.to(device)
 
 
-def _load_share(found: list[Any], load: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _load_share(found: list[Any], num_threads: int, load: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    import torch
+
+    torch.set_num_threads(num_threads)  # an option of the first process
+    key = _ranks.next_key()  # even if loading fails here
     found.append(load(*arguments))
-    _ranks.name(found[0])
+    _ranks.name(found[0], key)
