@@ -83,7 +83,7 @@ def test_the_page_of_python_names_has_each(made: Path) -> None:
 def test_the_page_of_errors_names_each() -> None:
     page = (DOCS / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
     section = page.split("\n## Errors")[1].split("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)`", section, re.MULTILINE)) == set(errors.__all__)
+    assert set(re.findall(r"^- `(\w+)`", section, re.MULTILINE)) == set(errors.__all__)
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
