@@ -1,4 +1,4 @@
-"""Make docs/reference/api.md from the signatures and docstrings of the public names (tests/support/public.py)."""
+"""Make the page of Python names from signatures and docstrings of what is public (tests/support/public.py)."""
 
 import inspect
 import re
@@ -16,7 +16,7 @@ from public import public
 HEAD = """# Python names
 
 Made from the docstrings, which `help(outrider.load)` shows. [Python](python.md) tells how these go together,
-[errors](errors.md) has the errors.
+[errors](../guides/troubleshooting.md#errors) has the errors.
 
 """
 ORDER = ("load", "Decoder", "Sampling", "Chat", "ChatOptions", "Session", "AsyncSession", "Chunk", "Completion")

@@ -1,13 +1,11 @@
 #!/usr/bin/env python3
-"""Make pages: docs/reference/commands.md from the commands' help, json.md from examples, api.md from docstrings,
-llms.txt from the navigation.
+"""Make the pages that only the site has: commands from their help, JSON documents from examples, names from docstrings.
 
-With ``--check`` nothing is written; the exit code is 1 if a file is not current. llms.txt follows https://llmstxt.org.
+Usage: python .ci/reference.py FOLDER, a copy of docs/, as .ci/site.py makes it.
 """
 
 import re
 import sys
-import tomllib
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -18,23 +16,11 @@ from api_page import api
 
 from outrider.cli.app import EXAMPLES, app
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs"
 FEW = 3  # commands with the same row of options: it is written once
 HEAD = """# Commands
 
-Made from the commands' own help, which `outrider COMMAND --help` shows. Common to all:
-
-| exit code | meaning |
-|---|---|
-| 0 | done |
-| 1 | done, with a finding or rows that failed, where the command says so |
-| 2 | [an error](errors.md), in one line on standard error |
-| 3 | a certificate is inconclusive |
-| 130 | Ctrl-C |
-
-`--json FILE` writes a [document](json.md); `-` is standard output. "Shared" options are explained
-[at the end](#shared-options).
+Made from the commands' own help, which `outrider COMMAND --help` shows. `--json FILE` writes a [document](json.md).
+[Exit codes](../guides/troubleshooting.md#errors). "Shared" options are explained [at the end](#shared-options).
 
 """
 
@@ -119,49 +105,11 @@ def commands() -> str:
     return text + f"## Shared options\n\n{_tables(shared)}".rstrip() + "\n"
 
 
-def _entries(nav: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    return [(title, path) for entry in nav for title, path in entry.items() if isinstance(path, str)]
-
-
-def _lines(entries: list[tuple[str, str]]) -> str:
-    text = ""
-    for title, path in entries:
-        page = (DOCS / path).read_text(encoding="utf-8")
-        about = next(heading for heading in re.findall(r"^# (.+)$", page, re.MULTILINE))
-        text += f"- [{title}]({path})" + (f": {about}\n" if about != title else "\n")
-    return text + "\n"
-
-
-def llms() -> str:
-    """The pages by section, for programs that read the documentation."""
-    project = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
-    text = f"# {project['site_name']}\n\n> {project['site_description']}\n\n"
-    text += "## Pages\n\n" + _lines(_entries(project["nav"]))
-    for entry in project["nav"]:
-        for title, below in entry.items():
-            if isinstance(below, list):
-                name = "Optional" if title == "Internals" else title
-                text += f"## {name}\n\n" + _lines(_entries(below))
-    return text.rstrip() + "\n"
-
-
-def main() -> None:
-    stale = []
-    made = {
-        "reference/commands.md": commands,
-        "reference/json.md": json_page.page,
-        "reference/api.md": api,
-        "llms.txt": llms,  # last: it has the titles of the others
-    }
-    for name, make in made.items():
-        path, text = DOCS / name, make()
-        if not path.exists() or path.read_text(encoding="utf-8") != text:
-            stale.append(path.relative_to(ROOT).as_posix())
-            if "--check" not in sys.argv:
-                path.write_text(text, encoding="utf-8")
-    if "--check" in sys.argv and stale:
-        sys.exit(f"not current: {', '.join(stale)}: run python .ci/reference.py")
+def main(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, make in {"commands": commands, "json": json_page.page, "api": api}.items():
+        (folder / f"{name}.md").write_text(make(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]) / "reference")

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Build the site of the documentation into build/site, and check that its links lead somewhere.
 
-Zensical makes the pages, beside the page of a recorded race (benchmarks/cast.py). Pages link to scripts, results and
-sources outside of docs/; these are copied beside them, at the same relative places. Links and anchors are then checked
-in the HTML, as a browser resolves them.
+Zensical makes the pages from build/docs, a copy of docs/ with the pages that .ci/reference.py makes; the page of a
+recorded race (benchmarks/cast.py) is beside them. Pages link to scripts, results and sources outside of docs/, which
+are copied beside them, at the same relative places. Links and anchors are then checked in the HTML, as a browser
+resolves them.
 """
 
 import json
@@ -16,9 +17,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import reference
 from outrider.race.page import recorded_page
 
 ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "build" / "docs"
 SITE = ROOT / "build" / "site"
 REDIRECT = '<!doctype html><title>Outrider</title><meta http-equiv="refresh" content="0; url=docs/index.html">\n'
 
@@ -74,7 +77,7 @@ def llms_txt() -> str:
         for entry in entries:
             ((name, value),) = entry.items()
             if isinstance(value, str):
-                text = (ROOT / "docs" / value).read_text(encoding="utf-8")
+                text = (PAGES / value).read_text(encoding="utf-8")
                 body = re.sub(r"^(#|<|!|```|\|).*$", "", text, flags=re.MULTILINE).strip().split("\n\n")[0]
                 body = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", " ".join(body.split()))
                 lines.append(f"- [{name}](docs/{value.removesuffix('.md')}.html): {body.split('. ')[0].rstrip('.:')}.")
@@ -89,7 +92,10 @@ def llms_txt() -> str:
 
 
 def main() -> int:
-    shutil.rmtree(SITE, ignore_errors=True)
+    for folder in (SITE, PAGES):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(ROOT / "docs", PAGES)
+    reference.main(PAGES / "reference")
     subprocess.run(["zensical", "build", "--strict", "--clean"], cwd=ROOT, check=True)
     (SITE / "index.html").write_text(REDIRECT, encoding="utf-8")
     (SITE / "llms.txt").write_text(llms_txt(), encoding="utf-8")

@@ -1,6 +1,6 @@
 """Which architectures work: every type of causal model in Transformers that a tiny random model can be made of.
 
-    python benchmarks/architectures.py [--page docs/reference/models.md] [TYPE ...] > architectures.txt
+    python benchmarks/architectures.py [TYPE ...] > architectures.txt
 
 Each model is loaded as a target, in float64 and, if it refuses that, in float32. It works if its greedy text is that of
 Hugging Face's `generate`, token for token: plain, and with a draft (the model itself with perturbed weights, K = 4),
@@ -17,16 +17,12 @@ import json
 import logging
 import re
 import sys
-import textwrap
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from tiny_models import SPAN, V, tiny
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -61,9 +57,6 @@ class _Found:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="as in configurations; all by default")
-    parser.add_argument(
-        "--page", type=Path, help="write the result in words to this page, too, in place of its lists of types"
-    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.ERROR)
@@ -76,10 +69,6 @@ def main() -> None:
         print(f"{name:28} {one.result:18} {states}{one.why}".rstrip(), flush=True)
     counts = Counter(one.result for one in found.values())
     print(", ".join(f"{number} {result}" for result, number in counts.most_common()))
-    if arguments.page is not None:
-        first, _, others = arguments.page.read_text(encoding="utf-8").partition("## Work in float64")
-        _, heading, last = others.partition("\n## Multimodal\n")
-        arguments.page.write_text(first + _page(found) + heading + last, encoding="utf-8")
     types = {name: asdict(one) for name, one in found.items()}
     json.dump({"provenance": provenance("cpu"), "types": types}, sys.stdout)
     print()
@@ -142,77 +131,6 @@ def _texts(target: LM, drafter: Drafter, prompts: list[list[int]], k: int) -> li
         for row in round_.rows:
             texts[row.row] += row.token_ids
     return texts
-
-
-_PAGE = """## Work in float64: {num_works}
-
-By [a script](../../benchmarks/architectures.py), from tiny random models of the causal types of Transformers {version}
-([result](../../benchmarks/results/architectures.txt)). A type works if greedily it equals Hugging Face's `generate`,
-token for token: plain and with a draft, alone and in a batch of prompts of different lengths.
-
-{works}
-
-## Work in float32: {num_narrow}
-
-Their grouped experts have no float64.
-
-{narrow}
-
-## With recurrent or convolutional state
-
-These of the types above keep a state, as target and as draft; most compute it in float32, whatever the type of the
-model. A recurrence [waits at an anchor](../how-it-works/proofs.md); inputs of convolutions alone (LFM2, LFM3) have
-places, as keys have.
-
-{states}
-
-Run eagerly, Nemotron-H and Zamba2 are always fed several tokens, and may differ from `generate` in near-ties. Layers
-with states of Mamba-1 (Mamba, Falcon-Mamba, Jamba, Zamba) are called token by token.
-
-## Refused
-
-{num_refused} types, with the beginning of the message:
-
-| reason | types |
-|---|---|
-{refused}
-
-## Left out: {num_left_out}
-
-The script makes no tiny model of these, or `generate` fails with it. (`gemma3n` needs the package timm; its text model,
-`gemma3n_text`, works.)
-
-{left_out}
-"""
-# What follows in a message is the same for all types, or a number.
-_REST = re.compile(r"(?<!used): |, (whose|so that|where|but) | \(by ")
-
-
-def _page(found: Mapping[str, _Found]) -> str:
-    def names(*results: str, has_states: bool | None = None) -> str:
-        chosen = [
-            f"`{name}`" for name, one in found.items() if one.result in results and has_states in (None, one.has_states)
-        ]
-        return textwrap.fill(", ".join(chosen), 118, break_long_words=False, break_on_hyphens=False)
-
-    counts = Counter(one.result for one in found.values())
-    refused: dict[str, list[str]] = {}
-    for name, one in found.items():
-        if one.result == "refused":
-            refused.setdefault(_REST.split(one.why)[0], []).append(f"`{name}`")
-    of_most = sorted(refused.items(), key=lambda one: -len(one[1]))
-    return _PAGE.format(
-        version=transformers.__version__,
-        num_works=counts["works"],
-        works=names("works"),
-        num_narrow=counts["works in float32"],
-        narrow=names("works in float32"),
-        states=names("works", "works in float32", has_states=True),
-        num_refused=counts["refused"],
-        refused="\n".join(f"| {why} | {', '.join(types)} |" for why, types in of_most),
-        num_left_out=counts["left out"],
-        left_out=names("left out"),
-    )
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python benchmarks/gpu.py > benchmarks/results/gpu.txt
 
 The embedded target is grown (see grow.py) to the shapes of the Llama models from 1B to 65B, in bfloat16, and decoded
-plainly, captured (docs/internals/engine.md) and eager, by Hugging Face's ``generate``, and at K = 4, captured, with the
-embedded draft, which has real acceptance, and with grown drafts no bigger than the target. A grown draft computes the
-same function as its target: they agree but for rounding, acceptance is near 1, and its rows show the cost of a draft of
-that size and an upper bound of what it could gain.
+plainly, captured (docs/internals/architecture.md) and eager, by Hugging Face's ``generate``, and at K = 4, captured,
+with the embedded draft, which has real acceptance, and with grown drafts no bigger than the target. A grown draft
+computes the same function as its target: they agree but for rounding, acceptance is near 1, and its rows show the
+cost of a draft of that size and an upper bound of what it could gain.
 Grown models keep the embedded target's vocabulary of 4096.
 
 What does not fit the free memory is left out by name. Where there is no CUDA device, nothing is measured. The last line

@@ -1,11 +1,14 @@
 """The pages: links lead somewhere, the site names each page, and docs/internals/architecture.md names what exists."""
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 import outrider
 from outrider import errors
@@ -46,21 +49,27 @@ def _named_in(nav: Any) -> list[str]:
     return [path for entry in (nav.values() if isinstance(nav, dict) else nav) for path in _named_in(entry)]
 
 
-def test_the_navigation_names_every_page_once() -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of all pages, as the site has them, with those that are made."""
+    folder = tmp_path_factory.mktemp("site") / "docs"
+    shutil.copytree(DOCS, folder)
+    subprocess.run([sys.executable, ROOT / ".ci" / "reference.py", folder], check=True)
+    return folder
+
+
+def test_the_navigation_names_every_page_once(made: Path) -> None:
     nav = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]["nav"]
-    assert sorted(_named_in(nav)) == sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+    assert sorted(_named_in(nav)) == sorted(page.relative_to(made).as_posix() for page in made.rglob("*.md"))
 
 
-def test_pages_that_are_made_are_current() -> None:
-    """docs/reference/commands.md is the help of the commands, api.md the docstrings, docs/llms.txt the navigation."""
-    made = subprocess.run(
-        [sys.executable, ROOT / ".ci" / "reference.py", "--check"], capture_output=True, text=True, check=False
-    )
-    assert (made.returncode, made.stderr) == (0, "")
+def test_the_links_of_pages_that_are_made_lead_somewhere(made: Path) -> None:
+    pages = [page for page in made.rglob("*.md") if not (DOCS / page.relative_to(made)).exists()]
+    assert {page.name: _broken_links(page) for page in pages} == {"api.md": [], "commands.md": [], "json.md": []}
 
 
-def test_the_page_of_python_names_has_each() -> None:
-    page = (DOCS / "reference" / "api.md").read_text(encoding="utf-8")
+def test_the_page_of_python_names_has_each(made: Path) -> None:
+    page = (made / "reference" / "api.md").read_text(encoding="utf-8")
     sections = {text.splitlines()[0]: text for text in page.split("\n## ")[1:]}
     listed = public()["python"]
     assert set(sections) == set(listed)
@@ -72,8 +81,9 @@ def test_the_page_of_python_names_has_each() -> None:
 
 
 def test_the_page_of_errors_names_each() -> None:
-    page = (DOCS / "reference" / "errors.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"^\| [│├└ ]*`(\w+)`", page, re.MULTILINE)) == set(errors.__all__)
+    page = (DOCS / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    section = page.split("\n## Errors")[1].split("\n## ")[0]
+    assert set(re.findall(r"^- `(\w+)`", section, re.MULTILINE)) == set(errors.__all__)
 
 
 def test_broken_links_are_found(tmp_path: Path) -> None:
