@@ -153,7 +153,7 @@ def serve(
 
     def on_ready(model: ServedModel) -> None:
         gc.freeze()  # full collections stop all threads, for half a second if they go through all modules
-        for line in startup_lines(model.decoder, model.schedule, slots, model.capacity):
+        for line in startup_lines(model.decoder, model.schedule, given.slots, model.capacity):
             _LOG.info("%s", line)
         key = "any API key" if not keys else "with an API key"
         _LOG.info("ready: %s/v1 (model %s, %s)", url, names[0], key)
