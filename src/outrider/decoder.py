@@ -182,7 +182,7 @@ class Decoder(GenerationCalls):
         return AsyncSession(self.session(slots, capacity, num_draft_tokens=num_draft_tokens, acceptance=acceptance))
 
     def engine(self, num_slots: int, capacity: int, **options: Any) -> Engine:
-        """An engine for requests that arrive at any time (docs/internals/engine.md), made by ``request``.
+        """An engine for requests that arrive at any time (docs/internals/architecture.md), made by ``request``.
 
         Args:
             capacity: most tokens in a row, prompt included.

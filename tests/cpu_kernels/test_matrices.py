@@ -151,7 +151,7 @@ def test_rows_are_rounded_alike(num_digits: int) -> None:
 def test_rows_with_one_number_far_above_the_others(
     num_rows: int, width: int, dtype: torch.dtype, outlier: float, seed: int
 ) -> None:
-    """Within the bounds of docs/internals/numerics.md, of which one is that of tiles."""
+    """Within the bounds of docs/how-it-works/same-bytes.md, of which one is that of tiles."""
     x = torch.randn(num_rows, width, generator=torch.Generator().manual_seed(seed)) * min(1.0, outlier)
     x[:, seed % width] = outlier
     weights = _numbers(33, width, dtype, seed)

@@ -2,7 +2,7 @@
 
 At temperature 0 speculation generates the tokens of plain decoding, and ``gumbel`` does so at any temperature, up to
 rounding: a forward over several tokens and a forward over one differ in the last bits, and so do the keys and values
-that they write to the cache; a near-tie may be resolved the other way (docs/internals/numerics.md). After that the
+that they write to the cache; a near-tie may be resolved the other way (docs/how-it-works/same-bytes.md). After that the
 sequences diverge, so only the first difference is informative. There the scores of the two tokens are computed as in
 plain decoding, and in blocks of several sizes. If the blocks change them by no more than rounding can, and the margin
 is within a few times that change, the verdict is "numerics"; otherwise it is "bug".
@@ -35,7 +35,7 @@ from outrider.sampling.probs import Settings, is_finite, to_probs, wide
 from outrider.sampling.rules import Rule
 from outrider.text.tokenizer import Prompt
 
-# Logits this close may change their order by rounding (observed values: docs/internals/numerics.md).
+# Logits this close may change their order by rounding (observed values: docs/how-it-works/same-bytes.md).
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.3}
 _LEAST_TOP_P = 1e-9
 _OF_OTHERS = "not promised (another system)"

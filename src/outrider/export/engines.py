@@ -1,6 +1,6 @@
 """Engines that a pair can be exported to: acceptance rules, sampling options, heads, and the folder that each reads.
 
-Facts were read in the sources of the versions named in ``ENGINES`` (docs/reference/engines.md cites the places).
+Facts were read in the sources of the versions named in ``ENGINES`` (docs/guides/engines.md cites the places).
 Settings that are not lossless are never written: vLLM's ``fly`` and ``synthetic``.
 """
 

@@ -1,8 +1,8 @@
 """Logs: a target's outputs for many prompts, as ``generate --output`` writes them, one JSON line each.
 
-docs/reference/logs.md describes the lines. The outputs come from plain decoding; p at their tokens comes from one
+docs/guides/long-jobs.md describes the lines. The outputs come from plain decoding; p at their tokens comes from one
 teacher-forced pass with the same sampling options, and equals that of the loop up to rounding
-(docs/internals/numerics.md).
+(docs/how-it-works/same-bytes.md).
 """
 
 from __future__ import annotations

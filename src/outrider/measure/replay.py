@@ -17,7 +17,7 @@ Where it does not, the numbers of a place are those of the tokens after it (``by
 
 A round that accepts i tokens commits i+1, and the next one begins there. Noise is independent between rounds, so the
 beginnings of rounds form a renewal process, and every expectation follows from u(t), the probability that a round
-begins at t. The proofs are in docs/how-it-works/replay.md. Greedy decoding is the case where every r is 0 or 1.
+begins at t. The proofs are in docs/guides/replay.md. Greedy decoding is the case where every r is 0 or 1.
 """
 
 from __future__ import annotations

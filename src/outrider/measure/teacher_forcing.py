@@ -1,7 +1,7 @@
 """Teacher forcing: a model's logits for each token of existing texts.
 
 One forward scores a whole text, while generation takes a forward per token. The logits equal those of the loop up
-to rounding (docs/internals/numerics.md). This module does not know where the texts come from, nor how many models
+to rounding (docs/how-it-works/same-bytes.md). This module does not know where the texts come from, nor how many models
 are compared.
 """
 

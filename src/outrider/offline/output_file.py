@@ -1,4 +1,4 @@
-"""Output of ``generate`` for many prompts: rows, totals, and the file of the rows (docs/reference/json.md).
+"""Output of ``generate`` for many prompts: rows, totals, and the file of the rows (docs/guides/long-jobs.md).
 
 The file has one JSON line per prompt, in the order in which prompts finish.
 """

@@ -1,6 +1,6 @@
 """Tables and lines of measurements, for a terminal and for the page of a race.
 
-They depend only on the document that a command writes with ``--json`` (docs/reference/json.md).
+They depend only on the document that a command writes with ``--json`` (docs/guides/long-jobs.md).
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def same_bytes_of(decoder: Decoder) -> str:
 
 
 def fingerprint_of(decoder: Decoder) -> str:
-    """Fingerprint under which equal seeds give equal output, up to rounding (docs/internals/numerics.md).
+    """Fingerprint under which equal seeds give equal output, up to rounding (docs/how-it-works/same-bytes.md).
 
     Weights are sampled: reading all of a large model's would delay the start by a minute.
     """

@@ -49,7 +49,7 @@ def export(
     if is_one_of_several():
         raise OptionError("torchrun", "outrider export", "export runs in one process: leave out torchrun")
     if to not in ENGINES:
-        flags = "; docs/reference/engines.md has the flags of SGLang and Transformers"
+        flags = "; docs/guides/engines.md has the flags of SGLang and Transformers"
         remedy = f"choose one of {', '.join(ENGINES)}{flags if to in ('sglang', 'transformers') else ''}"
         raise OptionError("--to", to, remedy)
     engine = ENGINES[to]
