@@ -19,7 +19,7 @@ SRC = ROOT / "src" / "outrider"
 LAYERS = """
     __main__ cli
     serve offline
-    certify measure bench race distill export evals
+    certify measure race distill export evals
     __init__ api decoder custom_generate
     decoding drafters requests
     models
