@@ -48,7 +48,7 @@ _LEAST_SESSION_CAPACITY = 2048  # tokens of a slot, so that most sessions never 
 
 
 class ReadPrompt(NamedTuple):
-    """A checked prompt for any number of requests: token ids, and what the model has read of images at placeholders."""
+    """A checked prompt for any number of requests: token ids, and what the model has read of images (None for text)."""
 
     ids: Sequence[int]
     media: MediaPrompt | None
@@ -238,8 +238,10 @@ class Decoder(GenerationCalls):
         Args:
             options: fields of ``Sampling``, one value each; others are the decoder's defaults.
             resume_ids: see ``stream``.
-            shown_ids, includes_stop: special tokens, and the token or string that ends it, are written in its text.
-            thinking, splits_thoughts: markers of its thoughts, after which constraints begin, and stop strings count.
+            shown_ids: special tokens that are written in the text.
+            includes_stop: the token or string that ends the text is written in it.
+            thinking: markers of thoughts, after which constraints begin.
+            splits_thoughts: separate thoughts from text; then stop strings count after thoughts alone.
             begun: of a prompt that was read before; see ``begun_of``.
             is_repeatable, reports_drafts: see ``CallOptions``.
         """

@@ -135,6 +135,7 @@ def p_value(log_wealth: float) -> float:
 
 def mean_wealth(log_wealths: Sequence[float], num_accounts: int) -> float:
     """Log of the mean over ``num_accounts`` accounts; those not given were never staked and hold 1."""
+    assert len(log_wealths) <= num_accounts
     idle = [0.0] * (num_accounts - len(log_wealths))
     return float(np.logaddexp.reduce([*log_wealths, *idle])) - math.log(num_accounts)
 

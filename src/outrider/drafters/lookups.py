@@ -6,7 +6,7 @@ after suffix and draft, and so on. With N of F occurrences followed by that toke
 is estimated as N / (F + 2 / m): one place after one equal token counts for little, after twenty for much. The draft
 ends where the product of its estimates falls below ``min_prob``. The sum of these products, the expected number of
 accepted tokens, decides between sequence and corpus. Prompt look-up (``ngram``) has no corpus and no least
-probability: where the last token occurred before, as many tokens are drafted as are wanted.
+probability: a draft ends only where the place that it copies meets the end of the sequence.
 
 Sources: prompt lookup decoding, Saxena 2023, and, with references as the source, Yang et al. 2304.04487.
 SuffixDecoding, Oliaro et al. 2411.04975, whose D(N) and score these are, but for the summand 2 / m, which takes the

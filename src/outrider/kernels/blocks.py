@@ -58,7 +58,7 @@ GROUP_FORMS = {
 
 def in_groups(wholes: Tensor, scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Pack integers of 4 bits (uint8 [O, I]) as groups, which mean (integer - zero) * scale: scales are float16 [O, I /
-    size], size one of GROUP_SIZES; zeros uint8 [O, I / size], None for 8 everywhere. uint8 [O, bytes of a row]"""
+    size], size one of GROUP_FORMS; zeros uint8 [O, I / size], None for 8 everywhere. uint8 [O, bytes of a row]"""
     number, num_groups = scales.shape
     form = GROUP_FORMS[wholes.shape[1] // num_groups, zeros is not None]
     part = min(form.num_numbers, 64)  # numbers i and i + part / 2 share a byte

@@ -76,7 +76,7 @@ _WITHOUT = {"avx2": ("avx512", "amx"), "default": ("avx", "amx", "asimddp")}
 
 
 def levels_here(features: Set[str] | None = None) -> list[Level]:
-    """Levels that this processor (None to ask the system for its features) has, best first. ``ATEN_CPU_CAPABILITY``
+    """Levels that a processor with these features has, best first; None asks the system. ``ATEN_CPU_CAPABILITY``
     forbids some, as in PyTorch; ``OUTRIDER_SUMS=fast`` allows faster sums to the baseline; other levels need none.
     Raises CompilerError: OUTRIDER_SUMS is something else."""
     machine = platform.machine()

@@ -184,8 +184,8 @@ def _share(function: str, user: str) -> None:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Load the library. Raises OSError: that fails, its structures have other fields than ours, or its threads are not
-    numbered (threads.cpp)."""
+    """Load the library. Raises OSError: the library cannot be loaded, its structures have other fields than ours, or
+    its threads are not numbered (threads.cpp)."""
     _share("GOMP_parallel", "libtorch_cpu.so")
     try:
         kernels = ctypes.CDLL(str(path))

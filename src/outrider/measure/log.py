@@ -90,6 +90,7 @@ class Header:
         Args:
             options: fields of ``Sampling``; the seed is left out.
         """
+        Sampling(**{**options, "seed": None})  # an unknown name is an error here
         return cls.from_json({"model": model_json(decoder), "settings": {**options, "probs": has_probs}})
 
     @classmethod

@@ -272,7 +272,7 @@ def replay(
             "draft",
             drafter.name,
             f"the log was sampled at temperature {header.sampling.temperature:g} without the probabilities that "
-            "replaying a draft model needs: record it again with --probs",
+            "replaying a draft model needs: generate it again with --output --probs",
         )
     if target is None and needs_forcing(drafter, [one.text for one in records]):
         why = "its q is known in rounds with the target only"

@@ -72,7 +72,7 @@ def _rows_in_model(lm: LM, token_ids: Tensor) -> Tensor:
 
 
 def _token_weights(lm: LM) -> list[str]:
-    """First the matrix of the LM head."""
+    """Names of the parameters with a row for each token, the LM head's first."""
     weights = lm.weights
     if isinstance(weights, StandIn):
         head = weights.plan.head

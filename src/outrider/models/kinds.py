@@ -27,6 +27,7 @@ _APART = ("minimax", "recurrent_gemma", "rwkv", "xlstm")
 _HEADS = {
     "lilicorr": "a LiLiCorr draft",
     "dspark": "a DSpark draft",
+    "peagle": "a P-EAGLE head",
     "eagle3": "an EAGLE-3 head",
     "dflash": "a DFlash draft",
     "draft_vocab_size": "an EAGLE-3 head",

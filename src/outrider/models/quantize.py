@@ -130,7 +130,7 @@ def require_quantizer(name: str, quantization: str, method: str | None) -> None:
     """
     needed_by = f"quantization {quantization}"
     if method is not None:
-        needed_by = f"{name}, quantized with {method}, of which a GGUF file needs no package,"
+        needed_by = f"{name} (quantized with {method}; a GGUF file needs no package)"
     if method is None and quantization not in ("none", "int4"):
         method = "bitsandbytes" if quantization in ("8bit", "nf4") else "torchao"
     extra, packages = _EXTRAS.get(method or "", ("quantize", ()))

@@ -232,6 +232,7 @@ class OutputFile:
 
 
 def _of_text(settings: Any) -> Any:
-    """Settings on which a text may depend."""
-    is_read = isinstance(settings, dict)
-    return {name: settings[name] for name in settings if name not in _OF_MACHINE} if is_read else settings
+    """Settings on which a text may depend. Absent and None mean the same, so that older logs can be resumed."""
+    if not isinstance(settings, dict):
+        return settings
+    return {name: value for name, value in settings.items() if name not in _OF_MACHINE and value is not None}

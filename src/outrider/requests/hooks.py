@@ -106,8 +106,12 @@ class Hooked:
         ends: frozenset[int],
         forbidden: Callable[[int], NDArray[np.bool_] | None],
     ) -> None:
-        """Hooks come by their names for messages; ``inner`` is another constraint, at its beginning; ends are tokens.
-        ``forbidden``: number of tokens in the output -> the next tokens that other options forbid [V]; None for none.
+        """
+        Args:
+            hooks: by name, for messages.
+            inner: another constraint, at its beginning.
+            ends: tokens that end the sequence.
+            forbidden: maps the number of tokens in the output to the next tokens that other options forbid [V].
         """
         self._hooks, self._inner, self._vocab_size = hooks, inner, vocab_size
         self._ends, self._forbidden = ends, forbidden

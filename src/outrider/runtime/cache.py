@@ -230,9 +230,12 @@ class SlotCache:
         return min(num_tokens, int(self.anchors[slot])) if self.has_states else num_tokens
 
     def at(self, positions: Tensor, view_len: int, *, is_single: bool, keeps_finite: bool = False) -> None:
-        """Set up the next forward, of tokens at these positions (-1 is padding [B, T]), all below ``view_len``. Layers
-        with states are called with a single token at a time, or not. If the cache is to stay finite, zeros are written
-        for numbers that are not (see ``find_broken``)."""
+        """Set up the next forward, of tokens at these positions, -1 for padding [B, T], all below ``view_len``.
+
+        Args:
+            is_single: layers with states are called with one token at a time.
+            keeps_finite: write zeros for numbers that are not finite (see ``find_broken``).
+        """
         assert view_len <= self.capacity
         self._plan.places = self._places(positions)
         self._plan.view_len = view_len
@@ -305,8 +308,8 @@ class SlotCache:
         return max(least, self._most_behind)
 
     def from_anchors(self, lasts: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Start a forward that feeds the stored tokens from the anchors up to a position [B], -1 for none. -> their ids
-        and positions, -1 for padding [B, W]"""
+        """Start a forward over the stored tokens from the anchors to ``lasts`` [B], -1 for none. Returns their ids and
+        positions, -1 for padding [B, W]."""
         self._reached = self.anchors + width
         self._is_full = lasts + 1 == self._reached
         positions = self.anchors[:, None] + torch.arange(width, device=lasts.device)

@@ -205,7 +205,7 @@ class LM:
 
     @in_all_processes
     def look(self) -> None:
-        """Look at the cache of a model and its states now."""
+        """Compute ``layer_shapes`` and ``mixers`` now, in all processes."""
         self.layer_shapes, self.mixers  # noqa: B018
 
     @in_all_processes
@@ -378,8 +378,8 @@ class LM:
         return self._finished(output.logits, broken, wanted), states
 
     def _finished(self, logits: Tensor, broken: Tensor | None, wanted: Tensor | None) -> Tensor:
-        """Logits of the tokens of ``vocab_size``, or of ``token_ids``, NaN from a broken token ([B, T]) on. They are
-        those of the columns ``wanted`` [B, N], None for the last ones. [B, N, V]"""
+        """Logits of the columns ``wanted`` [B, N], of the last ones if None; NaN from a broken token ([B, T]) on.
+        [B, N, V]"""
         if self.own_ids and self.token_ids is None:
             own = self._own.to(logits.device)
             logits = logits.index_select(-1, own.clamp_min(0)).masked_fill(own < 0, UNKNOWN)
@@ -409,8 +409,12 @@ class LM:
     ) -> Tensor | None:
         """Prefill: put the tokens starts <= position < ends of each row [B] into the cache, from a buffer whose column
         j holds the token at position j [B, N]. ``latest`` is at least ``starts``, and ``num_columns``, T, at least
-        ``ends - starts`` (known on the host, which need not wait for the device). -> the hidden states of ``features``
-        (see ``forward_with_features``; for at most PREFILL_TOKENS tokens), from the column ``starts`` on [B, T, F]"""
+        ``ends - starts`` (known on the host, which need not wait for the device).
+
+        Returns:
+            hidden states of ``features`` (see ``forward_with_features``; for at most PREFILL_TOKENS tokens), from the
+            column ``starts`` on. [B, T, F]
+        """
         most = max(1, PREFILL_TOKENS // len(ids))
         assert not features or num_columns <= most
         if cache.has_states:
@@ -477,8 +481,8 @@ class LM:
 def _advance_step(
     lm: LM, width: int, view_len: int, features: tuple[int, ...], is_kept: bool, cache: SlotCache, lengths: Tensor
 ) -> tuple[Tensor, ...]:
-    """Feed tokens from the anchors on: ``is_kept`` of rows that are ``width`` or more tokens behind, whose states are
-    kept; else of all rows. -> positions of the tokens fed, -1 for padding [B, W], and any hidden states [B, W, F]"""
+    """Feed tokens from the anchors on; if ``is_kept``, only rows at least ``width`` tokens behind, whose states are
+    kept. Returns the positions of the tokens fed, -1 for padding [B, W], and any hidden states [B, W, F]."""
     lasts = torch.minimum(cache.anchors + width, lengths) - 1
     if is_kept:
         lasts = torch.where(lengths - cache.anchors >= width, lasts, -1)

@@ -48,8 +48,8 @@ def recorded_states(model: Any, features: Sequence[int]) -> Iterator[dict[int, T
 
 @contextmanager
 def find_mixers(model: nn.Module, layers: Iterable[Any]) -> Iterator[list[nn.Module]]:
-    """Find the mixers, which share no name, class or child: the modules that run while the state of one of the layers,
-    those of a cache for this run alone, is updated."""
+    """Find the mixers: modules that run while a layer's state is updated. They share no name, class or child. The
+    layers are those of a cache for this run alone."""
     running: list[nn.Module] = []
     found: list[nn.Module] = []
 

@@ -149,8 +149,12 @@ class ToolUse:
     def constraint(
         self, form: ToolFormat, marker_ids: Mapping[str, int], answer: Mapping[str, Any], answer_by: str | None
     ) -> dict[str, Any] | None:
-        """Constraint of the output, in the form of ``Sampling``; None if nothing is demanded of calls. The constraint
-        of the text is set by the field ``answer_by``; the ids are of the format's markers. Raises Refusal."""
+        """Constraint of the output, in the form of ``Sampling``; None if nothing is demanded of calls. Raises Refusal.
+
+        Args:
+            marker_ids: ids of the format's markers.
+            answer: constraint of the text, set by the field ``answer_by``.
+        """
         is_strict = any(tool.strict for tool in self.callable)
         if not (answer or self.is_forced or not self.is_parallel or is_strict):
             return None  # calls have the form that the model has learnt

@@ -40,8 +40,8 @@ class Piece:
 
 
 class OutputParser:
-    """Parser of one output with thoughts, calls, or both; without content, what looks like it is the beginning of a
-    call that was cut."""
+    """Parser of one output with thoughts, calls, or both. If ``has_content`` is false, text outside calls is the
+    beginning of a call that was cut."""
 
     def __init__(
         self, thoughts: ThoughtSplitter | None = None, calls: CallParser | None = None, *, has_content: bool = True

@@ -65,9 +65,14 @@ def gguf_weights(
     num_digits: int = 0,
     config: Any | None = None,
 ) -> StoredWeights:
-    """Find the matrices of a GGUF file that can stay as they are, among those that are named, with layouts of those of
-    experts. They remain in the file until they are loaded. Rows are rounded to ``num_digits`` before products
-    (``BlockForm``); ``bare`` is the skeleton, ``config`` that of this file, if it was made before."""
+    """Find which of the ``large`` matrices can stay in the file's blocks; experts have layouts. Matrices remain in the
+    file until they are loaded.
+
+    Args:
+        bare: skeleton of the model.
+        num_digits: of the integers to which rows are rounded before products (``BlockForm``).
+        config: configuration of this file, if it was made before.
+    """
     file = gguf_file(spec)
     found = _sources(file, stated_model(file, spec.name, config), bare, spec.name)
     large = {name: layout for name, layout in sorted(large.items()) if name in found}

@@ -202,7 +202,6 @@ def _block_fields(stated: Stated, fields: Mapping[str, Any], features: list[int]
     num_layers, window = fields["num_hidden_layers"], stated.take("attention.sliding_window", 0)
     has_window = stated.take("attention.sliding_window_pattern", [window > 0] * num_layers)
     activation = stated.take("hidden_activation", "silu")
-    stated.take("sample_from_anchor", True), stated.take("has_confidence_head", False)  # of DSpark alone
     second = {key: stated.take(key, 0) for key in _OF_SECOND}
     if all(second.values()):
         size, num_groups = fields["hidden_size"], fields["hidden_size"] // second["conv_group_size"]

@@ -265,9 +265,14 @@ def expert_fields(
     gate: int = SOFTMAX,
     has_groups: bool = False,
 ) -> dict[str, Any]:
-    """Numbers of experts (the first under the name ``number``), and their width, of an architecture that divides the
-    weights of the chosen experts by their sum, or not; that weighs them by a function with llama.cpp's number; and that
-    chooses groups of experts first, or not."""
+    """Numbers and width of experts.
+
+    Args:
+        number: name of the field for their number.
+        is_normalized: the weights of the chosen experts are divided by their sum.
+        gate: llama.cpp's number of the function that makes weights of scores.
+        has_groups: groups of experts are chosen first.
+    """
     stated.check("expert_weights_norm", is_normalized)
     stated.check("expert_gating_func", gate)
     for key in ("expert_group_count", "expert_group_used_count"):

@@ -304,6 +304,8 @@ def _reaches(stated: Mapping[str, Any], config: Any, context_len: int | None) ->
     Args:
         context_len: the most tokens of the context that slots see; None for all.
     """
+    if _value(stated, "use_swa"):
+        raise UnsupportedModel("a DFlash head with use_swa: take the head in z-lab's or speculators' layout")
     windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
     if "speculators_model_type" in stated:
         is_causal = not stated.get("sliding_window_non_causal", stated["speculators_model_type"] == "dflash2")
@@ -325,6 +327,9 @@ def load_block(stored: Mapping[str, Tensor], stated: Mapping[str, Any], name: st
     tensors = {key.replace("_codebook.weight", "_codebook"): value for key, value in tensors.items()}
     if offsets is not None and _part_of(tensors, "candidate_selector."):
         raise UnsupportedModel(f"{name} has a reduced vocabulary, which DFlash 2 heads do not have")
+    for setting in ("markov_rank", "enable_confidence_head", "lilicorr_candidate_topk"):  # of DSpark and LiLiCorr
+        if _value(stated, setting):
+            raise UnsupportedModel(f"{name} states {setting}, which is not run here: take a plain DFlash head")
     for setting, beginning in _PROMISES.items():
         if _value(stated, setting) and not _part_of(tensors, beginning):
             raise ModelCorrupt(f"{name} has no weights {beginning}*, although its configuration states {setting}")

@@ -103,7 +103,7 @@ def check_runs(name: str, tensors: Iterable[str], thing: str | None) -> None:
         thing: as ``head_named`` has it.
     """
     found = next((one for part, one in _NOT_RUN.items() if any(key.startswith(part) for key in tensors)), None)
-    if found is None and any(kind in (thing or "") for kind in ("DSpark", "LiLiCorr")):
+    if found is None and any(kind in (thing or "") for kind in ("DSpark", "LiLiCorr", "P-EAGLE")):
         found = thing
     if found is not None:
         remedy = "take an EAGLE-3, DFlash or DFlash 2 head of its target, or a draft model"
