@@ -337,5 +337,6 @@ def measure_alpha(
                 sums.index_add_(1, rows, torch.stack((values, torch.ones_like(values))))
     overlaps, counts = sums[:, sums[1] > 0].tolist()
     if not counts:
-        raise PromptError("no text has two tokens or more, so there is no token to score")
+        what = f"{drafter.name} has drafted no token of these texts" if texts else "no text has two tokens or more"
+        raise PromptError(f"{what}, so there is no token to score")
     return bounded_mean(overlaps, counts, (0.0, 1.0))

@@ -42,8 +42,8 @@ class Table:
         title, rows = escape(self.title), "\n".join(f"<tr>{cells('td', row)}</tr>" for row in self.rows)
         return (
             f'<h2>{title}</h2>\n<div class="scroll" role="region" aria-label="{title}" tabindex="0"><table>\n'
-            f"<thead><tr>{cells('th scope=col', self.columns)}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>\n"
-            f'<p class="quiet">{escape(self.note)}</p>'
+            f"<thead><tr>{cells('th scope=col', self.columns)}</tr></thead>\n<tbody>\n{rows}\n</tbody></table></div>"
+            + (f'\n<p class="quiet">{escape(self.note)}</p>' if self.note else "")
         )
 
 
@@ -101,7 +101,7 @@ def _plan(document: _Document) -> Report:
     ]
     free, agreeing = (max(one[limit] for one in same) for limit in ("if_free", "if_agreeing"))
     return tables, [
-        f"Best: {name}, K = {best['k']} {speed_up} times as fast as plain decoding, by prediction"
+        f"Best: {name}, K = {best['k']}: {speed_up} times as fast as plain decoding, by prediction"
         if best
         else f"Best: none ({name} at K = {closest['k']} comes closest, with {speed_up})",
         f"Limits: {free:.2f} if {name} took no time; {agreeing:.2f} if it always agreed",

@@ -69,14 +69,20 @@ def _below(document: Mapping[str, Any]) -> str:
     tables, lines = report_of(document)
     origin = dict(document["provenance"])
     command = shlex.join(["outrider", *origin.pop("argv")])
-    pairs = "".join(
-        f"<dt>{escape(name)}</dt><dd>{escape(str(value))}</dd>"
-        for name, value in {**document["options"], **origin}.items()
-        if value is not None
-    )
+    stopped = ", until it was interrupted" if document["is_interrupted"] else ""
+
+    def pairs(values: Mapping[str, Any]) -> str:
+        texts = {k: ", ".join(map(str, v)) if isinstance(v, list) else v for k, v in values.items() if v is not None}
+        items = (f"<dt>{escape(name)}</dt><dd>{escape(str(text))}</dd>" for name, text in texts.items())
+        return f'<dl class="pairs">{"".join(items)}</dl>'
+
     parts = [table.html() for table in tables]
     parts += [f"<p>{escape(line)}</p>" for line in lines]
-    parts += [f"<h2>How it was measured</h2><pre>{escape(command)}</pre>", f'<dl class="pairs">{pairs}</dl>']
+    parts += [
+        f"<h2>How it was measured{stopped}</h2><pre>{escape(command)}</pre>",
+        pairs(document["options"]),
+        pairs(origin),
+    ]
     return "\n".join(parts)
 
 

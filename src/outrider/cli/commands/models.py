@@ -137,7 +137,8 @@ def _forms(spec: ModelSpec, dtype: str, sizes: list[int]) -> list[dict[str, Any]
         from outrider.models.gguf.checkpoint import gguf_file
 
         stored = sum(math.prod(tensor.stored_shape) for tensor in gguf_file(spec).tensors.values())
-        return [row("GGUF", "none", 1, stored)]
+        # Elsewhere than on a CPU blocks are widened.
+        return [row("GGUF", "none", 1, stored) | ({} if device.type == "cpu" else {"fits_here": None})]
     with torch.device("meta"):
         bare = skeleton(config, DTYPES[dtype])
     return [
