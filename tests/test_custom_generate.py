@@ -18,7 +18,7 @@ from torch import Tensor
 import outrider
 from hybrids import tiny_models
 from outrider import assisted
-from outrider.errors import OptionError, PromptError, UnsupportedModel, UsageError
+from outrider.errors import OptionError, PromptError, UnsupportedModel
 from outrider.runtime.modules import cache_argument
 from pairs import embedded, random_llama
 from toys import perturbed
@@ -50,9 +50,7 @@ def _same(name: str = "llama", draft: Any = None, **options: Any) -> Any:
     given = {**INPUTS, "do_sample": False, "return_dict_in_generate": True, "output_scores": True, **options}
     plain = model.generate(**given, output_logits=True)
     found = model.generate(**given, output_logits=True, custom_generate=assisted(draft or own))
-    assert type(found) is type(plain)
-    assert found.sequences.tolist() == plain.sequences.tolist()
-    assert found.sequences.dtype == plain.sequences.dtype
+    assert type(found) is type(plain) and found.sequences.equal(plain.sequences)
     assert len(found.scores) == len(found.logits) == len(plain.scores)
     num_given = given["input_ids"].shape[1]
     ends = list(given["eos_token_id"] or [])
@@ -69,20 +67,7 @@ def _same(name: str = "llama", draft: Any = None, **options: Any) -> Any:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3_text"])
 def test_greedy_output_is_that_of_generate(name: str) -> None:
     found = _same(name)
-    assert found.sequences.shape == (3, 20)
-    ends = found.sequences[:2, 10].tolist()
-    _same(name, "ngram", eos_token_id=ends)
-    model, draft = _pair(name)
-    given: dict[str, Any] = {"inputs": IDS[2:], "max_new_tokens": 1}
-    assert model.generate(**given, custom_generate=assisted(draft)).equal(model.generate(**given))
-
-
-class Odd(tf.LogitsProcessor):
-    """Reads ids and scores: forbids the best token after an odd one."""
-
-    def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
-        is_best = scores == scores.amax(dim=-1, keepdim=True)
-        return scores.masked_fill(is_best & (ids[:, -1:] % 2 == 1), -torch.inf)
+    _same(name, "ngram", eos_token_id=found.sequences[:2, 10].tolist())
 
 
 class At(tf.StoppingCriteria):
@@ -102,15 +87,13 @@ OPTIONS: list[dict[str, Any]] = [
     {"suppress_tokens": list(range(40)), "begin_suppress_tokens": list(range(70))},
     {"prefix_allowed_tokens_fn": lambda row, ids: [1 + row, 20 + int(ids[-1]) % 50, 90]},
     {"forced_eos_token_id": END, "eos_token_id": [END]},
-    {"logits_processor": tf.LogitsProcessorList([Odd()])},
-    {"remove_invalid_values": True, "max_time": 60.0},
     {"logits_processor": tf.LogitsProcessorList([tf.RepetitionPenaltyLogitsProcessor(3.0, 8)])},
 ]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_options_act_on_greedy_output(options: dict[str, Any]) -> None:
-    assert _same(**options).sequences.tolist() != _plain().tolist() or "remove_invalid_values" in options
+    assert _same(**options).sequences.tolist() != _plain().tolist()
 
 
 def test_ends_act_token_by_token() -> None:
@@ -120,7 +103,6 @@ def test_ends_act_token_by_token() -> None:
     ends = [int(plain[0, 11]), int(plain[1, 14])]
     assert (_same(eos_token_id=ends).sequences[0, 12:] == PAD).all()
     _same(eos_token_id=ends, min_new_tokens=7)
-    _same(eos_token_id=ends, min_length=13)
     _same(eos_token_id=ends, exponential_decay_length_penalty=(2, 1.5))
     criteria = tf.StoppingCriteriaList([At([int(plain[0, 9]), int(plain[1, 12]), int(plain[2, 10])])])
     _same(stopping_criteria=criteria)
@@ -193,14 +175,12 @@ def test_the_callers_seed_governs() -> None:
     model, draft = _pair()
     own = assisted(draft)
 
-    def sampled(seed: int | None) -> list[list[int]]:
-        if seed is not None:
-            torch.manual_seed(seed)
-        ids: list[list[int]] = model.generate(**INPUTS, do_sample=True, custom_generate=own).tolist()
-        return ids
+    def sampled() -> list[list[list[int]]]:
+        torch.manual_seed(1)
+        return [model.generate(**INPUTS, do_sample=True, custom_generate=own).tolist() for _ in range(2)]
 
-    first, second = sampled(1), sampled(None)
-    assert first != second and [sampled(1), sampled(None)] == [first, second]
+    first, second = sampled()
+    assert first != second and sampled() == [first, second]
     state = torch.random.get_rng_state()
     model.generate(**INPUTS, custom_generate=own)  # greedy output takes no noise
     assert torch.random.get_rng_state().equal(state)
@@ -228,18 +208,10 @@ def test_streamer_and_stop_strings_are_arguments_of_ours() -> None:
     own = assisted(draft, tokenizer=tokenizer, stop_strings=[stop], streamer=written)
     assert model.generate(**given, custom_generate=own).equal(stopped)
     assert written.ids == stopped[0].tolist() and written.has_ended
-    written = Written()
-    more = {"tokenizer": tokenizer, "stop_strings": stop, "streamer": written}
-    assert outrider.generate(model, assistant_model=draft, **given, **more).equal(stopped)
-    assert written.ids == stopped[0].tolist()
     config = copy.deepcopy(model.generation_config)
     config.stop_strings = [stop]
     with_config = outrider.generate(model, draft="ngram", generation_config=config, tokenizer=tokenizer, **given)
     assert with_config.equal(stopped) and config.stop_strings == [stop]
-    with pytest.raises(OptionError, match="stop_strings .* need the tokenizer"):
-        assisted(draft, stop_strings="a")
-    with pytest.raises(OptionError, match="streamer = 'Written' is invalid: for one row, not 3"):
-        outrider.generate(_pair()[0], draft="ngram", streamer=Written(), **INPUTS)
 
 
 class Counting(tf.LogitsProcessor):
@@ -250,15 +222,25 @@ class Counting(tf.LogitsProcessor):
         return scores
 
 
+class Sticky(tf.StoppingCriteria):
+    """Has a state of its batch."""
+
+    met = torch.zeros(3, dtype=torch.bool)
+
+    def __call__(self, ids: Tensor, scores: Any, **more: Any) -> Tensor:
+        self.met = self.met | (ids[:, -1] % 5 == 0)
+        return self.met
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"num_beams": 2}, "num_beams = 2"),
         ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens = 3 is invalid: give the draft 'ngram'"),
-        ({"penalty_alpha": 0.5, "top_k": 4}, "penalty_alpha = 0.5"),
         ({"guidance_scale": 2.0}, "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "output_hidden_states = True"),
         ({"logits_processor": tf.LogitsProcessorList([Counting()])}, "'Counting' is invalid: it changes itself"),
+        ({"stopping_criteria": tf.StoppingCriteriaList([Sticky()])}, r"'Sticky' .* gave shape \[3\] for one row"),
         ({CACHE: tf.DynamicCache()}, f"{CACHE} = 'DynamicCache'"),
         ({"max_new_tokens": 400}, "the context of the model is 256"),
         ({"position_ids": torch.zeros_like(IDS)}, "position_ids"),
@@ -268,52 +250,8 @@ class Counting(tf.LogitsProcessor):
 )
 def test_other_searches_are_refused_by_name(options: dict[str, Any], message: str) -> None:
     model, draft = _pair()
-    with pytest.raises(UsageError, match=message) as caught:
+    with pytest.raises((OptionError, PromptError), match=message):
         model.generate(**{**INPUTS, **options}, custom_generate=assisted(draft))
-    assert isinstance(caught.value, (OptionError, PromptError))
-
-
-def test_processors_may_fail_where_no_row_gets() -> None:
-    """A trie of texts has nothing after an end token, nor after a token that it forbids."""
-    texts = [[*row[:4].tolist(), END] for row in _plain()[:, 8:]]
-    calls: list[list[int]] = []
-
-    def allowed(row: int, ids: Tensor) -> list[int]:
-        own = ids[8:].tolist()
-        calls.append(own)
-        return texts[row][len(own) : len(own) + 1] if own == texts[row][: len(own)] else []
-
-    for draft in (None, "ngram"):
-        found = _same(draft=draft, prefix_allowed_tokens_fn=allowed, eos_token_id=[END])
-        assert found.sequences[:, 8:].tolist() == texts
-    assert all(END not in own for own in calls)
-    with pytest.raises(ValueError, match="returned an empty list for batch ID"):
-        _pair()[0].generate(**INPUTS, prefix_allowed_tokens_fn=allowed, custom_generate=assisted("ngram"))
-
-
-class Sticky(tf.StoppingCriteria):
-    """Has a state of its batch."""
-
-    def __init__(self, num_rows: int) -> None:
-        self.met = torch.zeros(num_rows, dtype=torch.bool)
-
-    def __call__(self, ids: Tensor, scores: Any, **more: Any) -> Tensor:
-        self.met = self.met | (ids[:, -1] % 5 == 0)
-        return self.met
-
-
-def test_criteria_with_a_state_are_refused_for_batches() -> None:
-    model, draft = _pair()
-    for num_rows, message in ((3, r"'Sticky' .* gave shape \[3\] for one row"), (1, "'Sticky' .* changes itself")):
-        criteria = tf.StoppingCriteriaList([Sticky(num_rows)])
-        with pytest.raises(OptionError, match=message):
-            model.generate(**INPUTS, stopping_criteria=criteria, custom_generate=assisted(draft))
-    one = {**INPUTS, "input_ids": IDS[2:], "attention_mask": MASK[2:]}
-    plain, found = (
-        model.generate(**one, stopping_criteria=tf.StoppingCriteriaList([Sticky(1)]), custom_generate=own)
-        for own in (None, assisted(draft))
-    )
-    assert found.equal(plain)
 
 
 def test_arguments_that_contradict_each_other_are_refused() -> None:
@@ -323,6 +261,10 @@ def test_arguments_that_contradict_each_other_are_refused() -> None:
             outrider.generate(model, IDS, **more)
     with pytest.raises(OptionError, match=r"model\.training"):
         outrider.generate(copy.deepcopy(model).train(), IDS, draft="ngram", max_new_tokens=2)
+    with pytest.raises(OptionError, match="stop_strings .* need the tokenizer"):
+        assisted(draft, stop_strings="a")
+    with pytest.raises(OptionError, match="streamer = 'Written' is invalid: for one row, not 3"):
+        outrider.generate(model, draft="ngram", streamer=Written(), **INPUTS)
     sizes: dict[str, int] = {"vocab_size": 9, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
     encoder = tf.T5ForConditionalGeneration(tf.T5Config(**sizes, decoder_start_token_id=0)).eval()
     with pytest.raises(UnsupportedModel, match="encoder-decoder"):
@@ -339,11 +281,8 @@ def test_a_model_is_prepared_once_and_let_go(monkeypatch: pytest.MonkeyPatch) ->
     for _ in range(2):
         model.generate(IDS[2:], max_new_tokens=2, custom_generate=own)
     assert len(loaded) == 1
-    twin = copy.deepcopy(model)
-    twin.generate(IDS[2:], max_new_tokens=2, custom_generate=own)
-    assert len(loaded) == 2 and loaded[1][0] is twin
-    gone = weakref.ref(twin)
+    gone = weakref.ref(model)
     loaded.clear()
-    del twin
+    del model
     gc.collect()
     assert gone() is None

@@ -65,18 +65,10 @@ def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str]
     assert hint not in outrider("generate", f"The fox{end}A hen", "-n", 1).err
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "row", "message"),
-    [
-        ('{"thought": 1}', None, "does not read 'thought', but think"),
-        ("{}", {**ROW, "chat_template_kwargs": {"x": 1}}, "line 1: chat_template_kwargs = {'x': 1} is invalid"),
-        ("{}", {"messages": [{"role": "system", "content": "a"}]}, "line 1: system = 'Be brief' is invalid"),
-    ],
-)
-def test_options_that_the_template_does_not_read(
-    outrider: Outrider, written: list[str], tmp_path: Path, kwargs: str, row: dict[str, Any] | None, message: str
-) -> None:
+def test_options_that_the_template_does_not_read(outrider: Outrider, written: list[str], tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    prompt = ("Hello",) if row is None else ("--prompts", path)
-    assert message in outrider("generate", *prompt, *SYSTEM, "--chat-template-kwargs", kwargs).error
+    path.write_text(json.dumps({**ROW, "chat_template_kwargs": {"x": 1}}) + "\n")
+    message = "line 1: chat_template_kwargs = {'x': 1} is invalid"
+    assert message in outrider("generate", "--prompts", path, *SYSTEM).error
+    words = "Hello", *SYSTEM, "--chat-template-kwargs", '{"thought": 1}'
+    assert "does not read 'thought', but think" in outrider("generate", *words).error

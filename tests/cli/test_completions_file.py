@@ -5,20 +5,14 @@ import json
 import os
 import resource
 import sys
-import tracemalloc
-from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from commands import Outrider, only_document
-from outrider.decoder import Decoder
 from outrider.errors import FileError
-from outrider.offline import output_file
 from outrider.offline.jsonl import read_samples
 from outrider.offline.output_file import open_output
-from outrider.records import Completion, Stats
 from pairs import broken_model, random_llama, save
 
 OPTIONS = ("-n", 5, "--seed", 20, "--dtype", "float64")
@@ -30,34 +24,18 @@ def output(tmp_path: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
-@pytest.mark.parametrize("num_bytes", [0, 4])
-def test_a_disk_that_fills_up(output: Path, num_bytes: int) -> None:
-    """So many bytes into the second line: one line of error, and the line before is kept."""
+def test_a_disk_that_fills_up(output: Path) -> None:
+    """In the second line: one line of error, and the line before is kept."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     message = f"cannot write {output}: File too large; the lines in it are whole, and the same command continues"
     with open_output(output) as file:
         file.write("first\n")
-        resource.setrlimit(resource.RLIMIT_FSIZE, (6 + num_bytes, hard))  # no file may be longer
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # no file may be longer
         try:
             with pytest.raises(FileError, match=message):
                 file.write("another\n")
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert output.read_text() == "first\n"
-
-
-def test_ctrl_c_in_the_middle_of_a_line_leaves_none(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Interrupted(output_file.FileIO):
-        def write(self, data: Any) -> int:
-            if self.tell() > 0:
-                super().write(data[:3])
-                raise KeyboardInterrupt
-            return super().write(data)
-
-    monkeypatch.setattr(output_file, "FileIO", Interrupted)
-    with pytest.raises(KeyboardInterrupt), open_output(output) as file:
-        file.write("first\n")
-        file.write("another\n")
     assert output.read_text() == "first\n"
 
 
@@ -122,31 +100,3 @@ def test_a_prompt_that_fails_does_not_end_the_run(outrider: Outrider, tmp_path: 
     assert [line.number for line in read_samples(output, ())] == [
         number for number, line in enumerate(whole.splitlines(), start=1) if b"error" not in line
     ]
-
-
-def test_completions_do_not_pile_up(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A hundred of 100,000 characters each; neither do the prompts, which are no smaller."""
-    num_prompts, length = 100, 10**5
-    prompts, output = tmp_path / "prompts.txt", tmp_path / "out.jsonl"
-    with prompts.open("w") as stream:
-        for index in range(num_prompts):
-            stream.write(f"{index} " + "x" * length + "\n")
-    peaks: list[int] = []
-
-    def fake(
-        self: Decoder, items: Iterable[Any], *, num_slots: int, **options: Any
-    ) -> Iterator[tuple[int, Completion]]:
-        tracemalloc.start()
-        for place, (_, own) in enumerate(items):
-            yield place, Completion("y" * length, (1,), ("bonus",), None, "length", Stats(), 1, own["seed"])
-        peaks.append(tracemalloc.get_traced_memory()[1])
-        tracemalloc.stop()
-
-    monkeypatch.setattr(Decoder, "complete", fake)
-    monkeypatch.setattr(Decoder, "encode", lambda self, prompt: [1])
-    document = tmp_path / "out.json"
-    ended = outrider("generate", "--prompts", prompts, "--output", output, "--json", document, *OPTIONS)
-    assert ended.code == 0, ended.err
-    assert len(output.read_text().splitlines()) == num_prompts
-    assert peaks[0] < 30 * length  # a few copies of one row, where all rows are two hundred times that length
-    assert only_document(document.read_text(), "generate")["completions"] is None

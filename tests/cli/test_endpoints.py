@@ -79,7 +79,6 @@ def _open(url: str = "http://m", prompt: str | Chat = "The king", **more: Any) -
         ("vllm", "vllm", VLLM, [4040, 440, 0], 2, {"top_k": 0, "min_p": 0.0, "return_token_ids": True}),
         ("outrider", "outrider", OUTRIDER, IDS, 3, {"return_tokens_as_token_ids": True, "logprobs": 1}),
         ("me", "llama-cpp-python", _completion("stop"), None, 3, {"top_k": 0, "repeat_penalty": 1.0}),
-        ("me", "llama-cpp-python", _completion(), None, 3, {}),
         ("someone", "openai", _completion("stop"), None, 2, {"top_p": 1.0, "logprobs": 1}),
     ],
 )
@@ -138,9 +137,6 @@ def test_what_a_server_refuses_is_left_out(serve: Callable[[Handler], None]) -> 
 
         serve(_handler("someone", sent, answer))
         assert _open().sample("a", seed=3)["seed"] == seeds and not sent[-1].keys() & set(refused)
-    serve(_handler("outrider", [], lambda body: httpx.Response(400, json={"error": {"message": "no"}})))
-    with pytest.raises(WorkerError, match="completions answers 400: no"):
-        _open()
 
 
 def test_chats(serve: Callable[[Handler], None]) -> None:
@@ -152,8 +148,6 @@ def test_chats(serve: Callable[[Handler], None]) -> None:
     assert _open(prompt=chat).sample(chat, seed=1)["token_ids"] == [5]
     assert sent[0]["path"] == "/v1/chat/completions" and sent[0]["logprobs"] is True
     assert [one["role"] for one in sent[0]["messages"]] == ["system", "user"]
-    with pytest.raises(OptionError, match="continue_final_message"):
-        _open(prompt=Chat(chat.messages, ChatOptions(continue_final_message=True)))
     content[:] = [{"token": "token_id:6", "bytes": [119], "logprob": -1.0}]  # our own, whose bytes do not matter
     usage = {"completion_tokens": 1}
     serve(_handler("outrider", sent, lambda body: {"choices": [choice], "usage": usage}))
@@ -182,13 +176,10 @@ def test_errors_say_what_to_do(serve: Callable[[Handler], None], monkeypatch: py
     refused: list[tuple[Handler, dict[str, Any], type[Exception], str]] = [
         (guard, {}, WorkerError, "answers 401: wrong key: set the environment variable OPENAI_API_KEY"),
         (gone, {}, OptionError, "no server answers there .Connection refused"),
-        (lambda request: httpx.Response(200, json=[]), {}, OptionError, "no OpenAI-compatible server"),
         (lambda request: two, {}, OptionError, "the server has several: a, b"),
         (_handler("vllm", [], lambda body: lost), {"model": "x"}, WorkerError, "404: no model x"),
-        (_handler("vllm", [], lambda body: {"choices": []}), {}, WorkerError, "the answer is no completion"),
         (any_one, {"sampling": Sampling(logit_bias={3: 1.0})}, OptionError, "--logit-bias .* has no field"),
         (any_one, {"sampling": Sampling(top_k=4)}, OptionError, "--top-k .* the API of openai has no field"),
-        (any_one, {"sampling": Sampling(repetition_penalty=2.0)}, OptionError, "--repetition-penalty .* no field"),
     ]
     for handler, more, kind, message in refused:
         serve(handler)

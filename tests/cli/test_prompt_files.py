@@ -26,10 +26,9 @@ def jsonl(*rows: Any) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-@pytest.mark.parametrize("indent", [None, 2])
-def test_an_array_has_the_rows_of_json_lines(tmp_path: Path, indent: int | None) -> None:
+def test_an_array_has_the_rows_of_json_lines(tmp_path: Path) -> None:
     """And an item may be a text alone. Blank lines and a byte order mark are no prompts."""
-    array = read(tmp_path / "array", "\ufeff\n" + json.dumps([*ROWS, "A hen"], indent=indent))
+    array = read(tmp_path / "array", "\ufeff\n" + json.dumps([*ROWS, "A hen"], indent=2))
     lines = read(tmp_path / "lines", "\ufeff\n" + jsonl(*ROWS, {"prompt": "A hen"}).replace("\n", "\n\n"))
     assert [(one.prompt, one.labels, one.options) for one in array] == [
         (one.prompt, one.labels, one.options) for one in lines
@@ -50,9 +49,6 @@ def test_plain_lines_are_prompts(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": "Once", "id": 4, "metadata": {"colour": "red"}},
         {"question_id": 81, "category": "math", "turns": ["Once", "b"], "reference": ["c", ""]},
-        {"prompt": "Once", "task_id": "HumanEval/0", "entry_point": "f", "test": "def check(f): ..."},
-        {"prompt": "Once", "question": "How many?", "answer": "#### 3"},
-        {"prompt": "Once", "ind": 4, "activity_label": "Sailing", "ctx": "a b", "endings": ["c"], "label": 0},
     ]
     assert [one.prompt for one in read(tmp_path / "prompts", jsonl(*rows))] == ["Once"] * len(rows)
 
@@ -131,23 +127,16 @@ REFUSED: list[tuple[Any, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, ": messages[0].content must be a string"),
     ({"messages": [{"role": "user", "content": "a\ud800"}]}, ": the messages has a lone surrogate"),
     ({"messages": ASKED, "prompt": "a"}, ": give a prompt or messages"),
-    ({"messages": ASKED, "continue_final_message": 1}, ": continue_final_message = 1 is invalid: true or false"),
     ({"prompt": "a", "tools": []}, ": tools is for the messages of a chat"),
     ({"prompt": "a", "id": "\ud800"}, ": the id has a lone surrogate at 0"),
-    ({"prompt": "a", "stop": "\ud800"}, ": the stop has a lone surrogate at 0"),
     ({"prompt": "\udc00"}, ": the prompt has a lone surrogate at 0"),
-    ({"prompt": "a", "category": 3}, ": the category 3 is not a string"),
-    ({"text": "b"}, ": the key 'prompt' has no string"),
     ({"prompt": 5}, ": the key 'prompt' has no string"),
     ({"turns": []}, ": the key 'turns' has no string"),
-    ({"turns": "text"}, ": the key 'turns' has no string"),
     ({"prompt": "a", "temprature": 0}, ": a prompt has no field 'temprature': did you mean 'temperature'?"),
     ({"prompt": "a", "max_tokens": 5}, ": a prompt has no field 'max_tokens': did you mean 'max_new_tokens'?"),
-    ({"prompt": "a", "suppress_tokens": [5]}, ": a prompt has no field 'suppress_tokens': logit_bias forbids a token"),
     ({"prompt": "a", "colour": 5}, ": a prompt has no field 'colour': put your own notes under 'metadata'"),
     ({"prompt": "a", "temperature": float("nan")}, ": temperature = nan is invalid: a number >= 0"),
     ({"prompt": "a", "ignore_eos": "no"}, ": ignore_eos must be true or false, not 'no'"),
-    ({"prompt": "a", "logit_bias": ["5=1"]}, ": logit_bias must map token ids to numbers"),
     ({"prompt": "a", "logit_bias": {"the": 1}}, ": logit_bias must map token ids to numbers"),
     ({"prompt": "a", "regex": "(a"}, ": regex = '(a' is invalid"),
     (b'{"prompt": "b"', ": not JSON (Expecting ',' delimiter at column 15)"),

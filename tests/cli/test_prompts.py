@@ -36,11 +36,10 @@ def said(prompts: list[str] = PROMPTS) -> list[str]:
     return [decoder.generate(p, seed=20 + i, max_new_tokens=5)[0].text for i, p in enumerate(prompts)]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, batch_size: int) -> None:
-    """With its own seed; in float64 the same in every batch. With ``--json -`` the document stands alone on standard
-    output, and the lines go to standard error."""
-    arguments = ("generate", "--prompts", prompts, "--batch-size", batch_size, *OPTIONS)
+def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """With its own seed, on standard output or in a file; in float64 the same in every batch. The document has no rows
+    of a file: it is held in memory until the end. With ``--json -`` the lines go to standard error."""
+    arguments = ("generate", "--prompts", prompts, "--batch-size", 3, *OPTIONS)
     ended = outrider(*arguments)
     rows = rows_of(ended.out)
     assert ended.code == 0 and all(set(row) == ROW_KEYS for row in rows)
@@ -49,34 +48,24 @@ def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, batch_size
     ]
     total = sum(row["stats"]["num_generated_tokens"] for row in rows)
     assert ended.err.startswith(f"{total} tokens, ") and ended.err.count("\n") == 1
+    output, document = tmp_path / "out.jsonl", tmp_path / "out.json"
+    ended = outrider(*arguments, "--output", output, "--json", document)
+    assert (ended.code, ended.out) == (0, "") and rows_of(output.read_text(encoding="utf-8")) == rows
+    summary = only_document(document.read_text(encoding="utf-8"), "generate")
+    assert summary["completions"] is None and summary["num_failed"] == 0 < summary["time_s"]["total"]
+    assert summary["stats"]["num_generated_tokens"] == total
     ended = outrider(*arguments, "--json", "-")
     completions = only_document(ended.out, "generate")["completions"]
-    rows = [json.loads(line) for line in ended.err.split("\n")[:-2]]
     assert completions == [{key: row[key] for key in ROW_KEYS - {"settings", "model"}} for row in rows]
 
 
-def test_output_goes_to_a_file(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """And then standard output has nothing. The document has no rows: it is held in memory until the end."""
-    output, document = tmp_path / "out.jsonl", tmp_path / "out.json"
-    ended = outrider("generate", "--prompts", prompts, "--output", output, "--json", document, *OPTIONS)
-    assert (ended.code, ended.out) == (0, "")
-    rows = rows_of(output.read_text(encoding="utf-8"))
-    assert [row["text"] for row in rows] == said()
-    summary = only_document(document.read_text(encoding="utf-8"), "generate")
-    assert summary["completions"] is None and summary["num_failed"] == 0 < summary["time_s"]["total"]
-    assert summary["stats"]["num_generated_tokens"] == sum(len(row["token_ids"]) for row in rows)
-
-
-MORE = [("--batch-size", 2, "--stop", "e"), ("--logprobs", 1, "-t", 0.7, "--draft", "ngram", "--logit-bias", "5=-inf")]
-
-
-@pytest.mark.parametrize("more", MORE, ids=["batches", "other options"])
 def test_an_interrupted_run_is_continued(
-    outrider: Outrider, prompts: Path, tmp_path: Path, more: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After any lines, whole or half-written, whichever they are: in the end the file has the lines that an
     uninterrupted run writes, and what was there is not generated again."""
     output = tmp_path / "out.jsonl"
+    more = ("--logprobs", 1, "-t", 0.7, "--draft", "ngram", "--logit-bias", "5=-inf", "--batch-size", 2, "--stop", "e")
     arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS, *more)
     assert outrider(*arguments).code == 0
     lines = sorted(output.read_bytes().splitlines(keepends=True))
@@ -126,20 +115,16 @@ def test_the_output_of_another_run_is_left_alone(outrider: Outrider, prompts: Pa
     assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said([*PROMPTS, "And then"])
 
 
-@pytest.mark.usefixtures("unloaded")
-@pytest.mark.parametrize("content", ["\0\0some notes", "some notes\n", '{"index": 0}\n', "notes\nand no newline"])
-def test_a_file_that_is_no_output_is_left_alone(
-    outrider: Outrider, prompts: Path, tmp_path: Path, content: str
+def test_a_file_that_is_no_output_or_has_zeros_in_it_is_left_alone(
+    outrider: Outrider, prompts: Path, tmp_path: Path
 ) -> None:
-    """Nor is a note without a newline the half-written line of a run."""
-    output = tmp_path / "notes.txt"
-    output.write_text(content)
-    assert f"{output}, line 1" in outrider("generate", "--prompts", prompts, "--output", output, *OPTIONS).error
-    assert output.read_text() == content
-
-
-def test_zeros_within_a_file_are_reported(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
-    """A loss of power can leave them before lines that are whole: those are not thrown away."""
+    """Nor is a note without a newline the half-written line of a run. A loss of power can leave zeros before lines that
+    are whole: those are not thrown away."""
+    notes = tmp_path / "notes.txt"
+    for content in ("\0\0some notes", "some notes\n", '{"index": 0}\n', "notes\nand no newline"):
+        notes.write_text(content)
+        assert f"{notes}, line 1" in outrider("generate", "--prompts", prompts, "--output", notes, *OPTIONS).error
+        assert notes.read_text() == content
     output = tmp_path / "out.jsonl"
     arguments = ("generate", "--prompts", prompts, "--output", output, *OPTIONS)
     assert outrider(*arguments).code == 0

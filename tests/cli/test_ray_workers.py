@@ -61,14 +61,12 @@ def test_two_workers_write_what_one_process_writes(outrider: Outrider, prompts: 
     output, document, alone = (tmp_path / name for name in ("out.jsonl", "out.json", "alone.jsonl"))
     code, message = on_ray(prompts, output, "--json", document)
     assert code == 0, message
-    assert message.count("\n") == 1 and "(fable with fable-draft, K = 4, block, same" in message
     assert outrider("generate", "--prompts", prompts, "--output", alone, *OPTIONS).code == 0
     whole = sorted(alone.read_text().splitlines())
     assert sorted(output.read_text().splitlines()) == whole
     summary = only_document(document.read_text(), "generate")
     num_tokens = sum(len(json.loads(line)["token_ids"]) for line in whole)
     assert summary["stats"]["num_generated_tokens"] == num_tokens
-    assert summary["provenance"]["argv"][:2] == ["generate", "--prompts"]
     assert summary["provenance"]["dtype"] == "float64"
 
 
@@ -77,8 +75,6 @@ def test_two_workers_write_what_one_process_writes(outrider: Outrider, prompts: 
     ("more", "reason"),
     [
         ((), "{prompts}, line 61: the prompt has "),
-        (("--target", "fabel"), "no model is called 'fabel': did you mean 'fable'?"),
-        (("--ray", "auto"), "--ray = 'auto' is invalid: "),
         (("--ray-workers", "99999"), "--ray-workers = 99999 is invalid: the cluster has room for "),
     ],
 )

@@ -10,39 +10,6 @@ from commands import Outrider
 from scripts import script
 
 
-def test_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once, and none both for training and held out."""
-    questions = [f"How many are {i} and {i}?" for i in range(40)]
-    files = {
-        "gsm8k_test": [{"question": one} for one in questions],
-        "hellaswag_prompts": [{"prompt": f"Someone sits on {i} roofs."} for i in range(12)],
-        "humaneval": [{"prompt": f"def f{i}():"} for i in range(11)],
-        "spec_bench": [{"category": "math_reasoning", "turns": [one]} for one in questions[:20]]
-        + [{"category": "writing", "turns": [f"Write {i} lines.", "Again."]} for i in range(15)],
-    }
-    for name, rows in files.items():
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (tmp_path / "stories.txt").write_text("\n\n".join(f"Once {i} kings " + "rode away " * 50 for i in range(30)))
-    monkeypatch.setattr(sys, "argv", ["prompts.py", str(tmp_path), str(tmp_path / "out"), "33"])
-    script("recipes/smollm2/prompts.py").main()
-    found = {
-        path.stem: [json.loads(line) for line in path.read_text().splitlines()] for path in (tmp_path / "out").iterdir()
-    }
-    assert {name: len(rows) for name, rows in found.items()} == {
-        "chat-train": 33,  # of 30 questions, 2 roofs, 1 function and 5 to write
-        "chat-held-out": 40,
-        "text-train": 20,
-        "text-held-out": 10,
-    }
-    prompts = [row["prompt"] for rows in found.values() for row in rows]
-    assert len(set(prompts)) == len(prompts) and {*prompts} & {*questions}
-    tasks = [row["category"] for row in found["chat-held-out"]]
-    assert {task: tasks.count(task) for task in tasks} == dict.fromkeys(
-        ("gsm8k", "hellaswag", "humaneval", "mt_bench"), 10
-    )
-    assert all(len(row["prompt"].split()) == 40 for row in found["text-train"])
-
-
 def test_the_table(
     outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

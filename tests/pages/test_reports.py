@@ -1,10 +1,8 @@
 """Reports of measurements: the same in 80 columns of a terminal and as elements of a page, true to their documents."""
 
-import copy
 import io
 import re
 from html import unescape
-from typing import Any
 
 import pytest
 from rich.console import Console
@@ -38,26 +36,3 @@ def test_texts_are_no_markup() -> None:
     html = Table("a <b>", ("name", "n"), [("<i>&", "1")], "note <u>").html()
     assert re.findall(r"<([bius])\b", html) == [] and "&lt;i&gt;&amp;" in html
     assert "<td class=n>1</td>" in html and "<th scope=col>name</th>" in html
-
-
-def test_drafts_of_one_file_name_stay_apart() -> None:
-    drafts = ["/q4/small.gguf", "suffix+/q8/small.gguf"]
-    document = copy.deepcopy(examples()["replay"][0])
-    (arm, *_), (alpha, *_) = document["arms"], document["drafts"]
-
-    def names(*drafts: str) -> list[str]:
-        document["arms"] = [{**arm, "draft": name} for name in drafts]
-        document["drafts"] = [{**alpha, "draft": name} for name in drafts]
-        (table,), _ = report_of(document)
-        return [row[0] for row in table.rows]
-
-    assert names(*drafts) == drafts
-    assert names(drafts[0], "suffix+/q8/other.gguf") == ["small.gguf", "suffix+other.gguf"]
-
-
-@pytest.mark.parametrize("place", range(len(examples()["plan"])))
-def test_no_draft_may_be_the_best(place: int) -> None:
-    document: Any = copy.deepcopy(examples()["plan"][place])
-    for one in document.get("settings", [document]):
-        one["best"] = None
-    assert report_of(document)[1][0].startswith("Best: none (")

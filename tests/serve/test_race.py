@@ -1,19 +1,16 @@
 """``/v1/race``: plain and speculative decoding side by side, in events."""
 
 import json
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import LIMIT_S, Running, running, wait_until, words
+from servers import Running, running, wait_until, words
 
 from outrider.api import load
 from outrider.decoder import Decoder
-from outrider.serve import admission
-from outrider.serve.race import Race
 from pairs import broken_model, embedded, word_tokenizer
 
 PROMPT = "Once upon a time there was a"
@@ -65,7 +62,6 @@ def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running
         assert "".join(token["text"] for event in own for token in event["tokens"]) == alone.text
         assert [token["origin"] for event in own for token in event["tokens"]] == list(alone.origins)
         assert end["arms"][which]["stats"] == alone.stats.to_json()
-        assert own[-1]["seconds"] == pytest.approx(end["arms"][which]["time_s"]["total"])
         assert [event["finish_reason"] for event in own] == [None] * (len(own) - 1) + [alone.finish_reason]
     assert (ids_of(events, 0) == ids_of(events, 1)) == (acceptance == "gumbel")
     clocks = [0.0, 0.0]
@@ -93,23 +89,11 @@ def test_what_may_be_chosen(server: Running) -> None:
     """Drafts that need no model, under gumbel with the same text; a seed is drawn where none is given."""
     with server.http() as http:
         found = http.get("/v1/race/choices").json()
-    assert found == {
-        "target": "toy",
-        "drafts": ["fable-draft", "ngram", "suffix", "none"],
-        "acceptances": ["rejection", "block", "gumbel"],
-        "acceptance": "block",
-        "num_draft_tokens": 4,
-        "most_draft_tokens": 16,
-        "max_model_len": 256,
-    }
-    seeds = set()
-    for drafter in ("suffix", "none"):
-        fields = {"drafter": drafter, "acceptance": "gumbel", "num_draft_tokens": 7, "max_tokens": 16, "seed": None}
-        events = race(server, **fields)
-        seeds.add(events[0]["seed"])
-        assert events[0]["arms"][1]["draft"] == (None if drafter == "none" else drafter)
-        assert ids_of(events, 0) == ids_of(events, 1)
-    assert len(seeds) == 2 and 0 <= min(seeds) and max(seeds) < 2**32
+    assert (found["target"], found["drafts"]) == ("toy", ["fable-draft", "ngram", "suffix", "none"])
+    fields = {"drafter": "suffix", "acceptance": "gumbel", "num_draft_tokens": 7, "max_tokens": 16, "seed": None}
+    races = [race(server, **fields) for _ in range(2)]
+    assert races[0][0]["arms"][1]["draft"] == "suffix" and races[0][0]["seed"] != races[1][0]["seed"]
+    assert ids_of(races[0], 0) == ids_of(races[0], 1)
 
 
 def test_a_race_changes_no_text_beside_it(decoder: Decoder, server: Running) -> None:
@@ -133,27 +117,6 @@ def test_a_race_that_is_left_ends() -> None:
             assert server.num_open == 1
         wait_until(lambda: server.num_open == 0)
         assert race(server, prompt="w1")[-1]["type"] == "end"
-
-
-def test_a_race_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a model is slow: comments come, which clients ignore."""
-    monkeypatch.setattr(admission, "_KEEP_ALIVE_S", 0.05)
-    may_end = threading.Event()
-
-    def slow(self: Race) -> Iterator[dict[str, Any]]:
-        yield {"type": "start"}
-        assert may_end.wait(LIMIT_S)
-        yield {"type": "end"}
-
-    monkeypatch.setattr(Race, "events", slow)
-    with running(words()) as server, server.http() as http:
-        with http.stream("POST", "/v1/race", json={"prompt": "w1"}) as response:
-            lines = response.iter_lines()
-            begun = ['data: {"type": "start"}', "", ": keep-alive", "", ": keep-alive"]
-            assert [next(lines) for _ in range(5)] == begun
-            may_end.set()
-            told = [line for line in lines if line.startswith("data:")]
-            assert told == ['data: {"type": "end"}', "data: [DONE]"]
 
 
 def test_a_model_that_fails_ends_the_race_alone(tmp_path: Path) -> None:

@@ -1,21 +1,19 @@
-"""The page in a real browser: skipped where there is none."""
+"""The page in a real browser, Debian's chromium without a window: skipped where there is none."""
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import LIMIT_S, Running, running, wait_until, words
+from servers import Running, running, wait_until, words
 
-from browsers import browser, complaints
-from documents import examples
-from outrider.api import load
 from outrider.measure.arms import Arm, Case
 from outrider.race.events import race_events
 from outrider.race.page import recorded_page
-from pairs import broken_model, embedded, word_tokenizer
+from pairs import embedded
 
 pytestmark = pytest.mark.slow
 # All that a lane shows, in text and colour, and what the server sent for it.
@@ -41,8 +39,31 @@ window.fetch = async (...all) => { const answer = await original(...all);
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    with browser(is_still=True) as one:
+    """A driver of selenium's, for a user who prefers reduced motion."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
+    binary, path = (shutil.which(name) for name in ("chromium", "chromedriver"))
+    if binary is None or path is None:
+        pytest.skip("no browser: apt-get install chromium chromium-driver")
+    options = webdriver.ChromeOptions()
+    options.binary_location = binary
+    # As root, as in containers, there is no sandbox; /dev/shm is small there.
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    one = webdriver.Chrome(options, webdriver.ChromeService(path))
+    try:
+        size = {"width": 1200, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+        one.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        features = [{"name": "prefers-reduced-motion", "value": "reduce"}]
+        one.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
         yield one
+    finally:
+        one.quit()
+
+
+def complaints(driver: Any) -> list[str]:
+    """What the console has heard since the last call, violations of the policy among it."""
+    return [entry["message"] for entry in driver.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
 
 
 @pytest.fixture(scope="module")
@@ -105,30 +126,17 @@ def check_lanes(driver: Any, events: list[dict[str, Any]]) -> None:
         lines = {"accepted": "solid", "correction": "double", "bonus": "dotted"}
         assert {origin: line for origin, _, line in looks} == lines
         assert len(looks) == len({colour for _, colour, _ in looks}) == 3
-        counts = [sum(origin == one for one, _ in tokens) for origin in lines]
-        assert [int(number) for number in re.findall(r"\d+", facts["Tokens"])] == counts
         num_drafted = [stats["num_draft_tokens"], stats["num_accepted_draft_tokens"]]
         assert [*map(int, re.findall(r"\d+", facts["Drafted"])[:2])] == num_drafted
         assert facts["τ measured"] == f"{stats['mean_acceptance_length']:.2f}"
 
 
-@pytest.mark.parametrize(
-    ("acceptance", "seed", "k", "said"),
-    [
-        ("block", 5, 4, "Different samples, same distribution"),
-        ("gumbel", 6, 7, "Both texts are the same, token for token: under gumbel the seed 6 determines the text"),
-    ],
-)
-def test_a_race_to_its_end_and_again(
-    driver: Any, server: Running, acceptance: str, seed: int, k: int, said: str
-) -> None:
-    events = raced(driver, server, acceptance=acceptance, seed=seed, k=k, max_tokens=60)
-    start = events[0]
-    assert (start["acceptance"], start["seed"], start["max_new_tokens"]) == (acceptance, seed, 60)
+def test_a_race_to_its_end_and_again(driver: Any, server: Running) -> None:
+    events = raced(driver, server, acceptance="block", seed=5, k=4, max_tokens=60)
+    start, verdict = events[0], driver.find_element("id", "verdict").text
+    assert (start["acceptance"], start["seed"], start["max_new_tokens"]) == ("block", 5, 60)
     check_lanes(driver, events)
-    plain, speculative = ["".join(text for _, text, _ in lane["tokens"]) for lane in driver.execute_script(SHOWN)]
-    assert (plain == speculative) == (acceptance == "gumbel") and said in driver.find_element("id", "verdict").text
-    assert "times as fast as plain in this race" in driver.find_element("id", "verdict").text
+    assert "Different samples, same distribution" in verdict and "times as fast as plain in this race" in verdict
     pause = driver.find_element("id", "pause")
     # In one script, so that no time passes between the two.
     driver.execute_script("document.getElementById('again').click(); document.getElementById('pause').click()")
@@ -138,9 +146,7 @@ def test_a_race_to_its_end_and_again(
     pause.click()
     wait_until(lambda: is_over(driver))
     check_lanes(driver, events)
-    # All rounds were shown at once, and each lane has its place in the order of Tab.
-    stops = "return [...document.querySelectorAll('.lane')].map((lane) => lane.querySelector('.token').tabIndex)"
-    assert driver.execute_script(stops) == [0, 0] and complaints(driver) == []
+    assert complaints(driver) == []
 
 
 def test_the_policy_is_kept(driver: Any, server: Running) -> None:
@@ -151,54 +157,6 @@ def test_the_policy_is_kept(driver: Any, server: Running) -> None:
     assert driver.execute_script(markup) == "TypeError"
     driver.execute_script("const s = document.createElement('style'); s.textContent = 'p {}'; document.head.append(s)")
     wait_until(lambda: any("Content Security Policy" in one for one in complaints(driver)))
-
-
-def test_tokens_tell_of_themselves(driver: Any, server: Running) -> None:
-    """With the keyboard, and at the pointer; Escape takes it away."""
-    from selenium.webdriver import ActionChains
-    from selenium.webdriver.common.keys import Keys
-
-    events = raced(driver, server, acceptance="rejection", seed=5, max_tokens=40)
-    driver.find_element("id", "keep").click()
-    drafted = [one for event in events[1:-1] if event["arm"] == 1 for one in event["drafted"]]
-    lane = driver.find_element("css selector", ".lane:not(.plain)")
-    tip = driver.find_element("id", "tip")
-    assert not tip.is_displayed()
-    driver.execute_script("arguments[0].querySelector('[tabindex=\"0\"]').focus()", lane)
-    for _ in range(4):
-        focused = driver.switch_to.active_element
-        assert focused.get_attribute("aria-describedby") == "tip" and tip.is_displayed()
-        origin, classes = focused.get_attribute("data-origin"), focused.get_attribute("class")
-        if origin == "accepted" or "ghost" in classes:
-            one = drafted.pop(0)
-            assert one["text"].strip() in tip.text
-            p, q, least = (float(dd.text) for dd in tip.find_elements("tag name", "dd"))
-            assert (p, q) == (pytest.approx(one["p"], rel=0.1, abs=5e-4), pytest.approx(one["q"], rel=0.1, abs=5e-4))
-            assert least == pytest.approx(min(1, one["p"] / one["q"]), rel=0.1, abs=5e-4)
-        else:
-            assert origin in tip.text or "drawn from p" in tip.text
-        ActionChains(driver).send_keys(Keys.ARROW_RIGHT).perform()
-    (stop,) = lane.find_elements("css selector", "[tabindex='0']")
-    assert stop.get_attribute("class") == "token"  # also while a rejected draft is in focus
-    ActionChains(driver).send_keys(Keys.ESCAPE).perform()
-    assert not tip.is_displayed()
-    ActionChains(driver).move_to_element(lane.find_element("css selector", ".token")).perform()
-    assert tip.is_displayed()
-    assert complaints(driver) == []
-
-
-def test_a_race_that_fails_says_so(driver: Any, tmp_path: Path) -> None:
-    """A model that gives NaN, after a race that was paused."""
-    word_tokenizer().save_pretrained(broken_model(tmp_path))
-    with running(load(tmp_path, device="cpu")) as server:
-        raced(driver, server, prompt="w1 w2", max_tokens=2, drafter="ngram")
-        driver.execute_script("document.getElementById('again').click(); document.getElementById('pause').click()")
-        fill(driver, prompt="w3 w7", max_tokens=9)
-        driver.find_element("id", "start").click()
-        wait_until(lambda: "NaN" in driver.find_element("id", "error").text)
-        pause = driver.find_element("id", "pause")
-        assert driver.find_element("id", "verdict").text == "The race was interrupted."
-        assert pause.text == "Pause" and not pause.is_enabled()
 
 
 def test_a_key_is_asked_for(driver: Any) -> None:
@@ -227,54 +185,13 @@ def test_a_key_is_asked_for(driver: Any) -> None:
         assert all("401" in one or "503" in one for one in complaints(driver))
 
 
-def found_by_axe(driver: Any) -> list[str]:
-    """Faults that axe-core (by Deque) finds in the page."""
-    axe = pytest.importorskip("axe_core_python", reason="axe is not installed: pip install axe-core-python")
-    driver.execute_script((Path(axe.__file__).parent / "axe.min.js").read_text(encoding="utf-8"))
-    driver.set_script_timeout(LIMIT_S)
-    run = "const done = arguments[0]; axe.run().then(done, (error) => done({error: String(error)}))"
-    found = driver.execute_async_script(run)
-    assert len(found["passes"]) > 20
-    return [f"{one['id']}: {one['help']}: {node['html']}" for one in found["violations"] for node in one["nodes"]]
-
-
-@pytest.mark.parametrize("is_dark", [False, True])
-def test_everyone_can_use_the_page(server: Running, tmp_path: Path, is_dark: bool) -> None:
-    """At the beginning, at the end with a token in focus and rejected drafts kept, and with tables, in a narrow window:
-    there nothing but tables scrolls sideways."""
-    with browser(is_dark=is_dark) as driver:
-        driver.get(server.url)
-        assert found_by_axe(driver) == []
-        raced(driver, server, seed=5, max_tokens=30)
-        driver.find_element("id", "keep").click()
-        driver.execute_script("document.querySelector('.lane:not(.plain) .ghost').focus()")
-        assert driver.find_element("id", "tip").is_displayed()
-        assert found_by_axe(driver) == []
-    with browser(is_dark=is_dark, is_still=True, width=390) as driver:
-        path = recorded(tmp_path / "race.html", {"max_new_tokens": 30}, examples()["compare"][0])
-        driver.get(path.as_uri())
-        fill(driver, speed="Infinity")
-        wait_until(lambda: is_over(driver))
-        assert found_by_axe(driver) == []
-        width = "return [document.documentElement.scrollWidth, document.documentElement.clientWidth]"
-        assert len(set(driver.execute_script(width))) == 1
-
-
-def recorded(path: Path, options: dict[str, Any], document: Any = None, events: list[Any] | None = None) -> Path:
-    """A file with a race of three arms."""
+def test_the_page_with_a_recording_in_it(driver: Any, tmp_path: Path) -> None:
+    """From a file, of three arms; it fetches nothing, and texts in it are no scripts."""
     decoder, prompt = embedded(), "</script><script>window.stolen = 1</script><!--<script>"
     arms = [Arm("plain", decoder.plain()), *(Arm(f"fable-draft, K = {k}", decoder, "fable-draft", k) for k in (2, 5))]
-    found = [*race_events(arms, Case(0, prompt, 5), options)]
-    path.write_text(recorded_page(found, document), encoding="utf-8")
-    if events is not None:
-        events += json.loads(json.dumps(found))
-    return path
-
-
-def test_the_page_with_a_recording_in_it(driver: Any, tmp_path: Path) -> None:
-    """From a file; it fetches nothing, and texts in it are no scripts."""
-    events: list[Any] = []
-    path = recorded(tmp_path / "race.html", {"max_new_tokens": 60, "temperature": 0.9}, events=events)
+    events = json.loads(json.dumps([*race_events(arms, Case(0, prompt, 5), {"max_new_tokens": 60})]))
+    path = tmp_path / "race.html"
+    path.write_text(recorded_page(events), encoding="utf-8")
     complaints(driver)
     driver.get(path.as_uri())
     fill(driver, speed="Infinity")
