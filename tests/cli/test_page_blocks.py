@@ -11,14 +11,15 @@ import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-import outrider
 from commands import Outrider, command_of
+from outrider.api import load
 from pages import PAGES, ROOT, Block, blocks_of, missing_line, without_fences
 from serve.servers import running
 
@@ -61,20 +62,10 @@ def commands_of(code: str) -> list[list[str]]:
     return [command for command in commands if command]
 
 
-def arguments_of(command: list[str]) -> list[str] | None:
-    """The arguments of ``outrider`` in a command, whatever starts it, or None."""
-    if "-m" in command and command[command.index("-m") + 1] == "outrider":
-        return command[command.index("-m") + 2 :]
-    for i, word in enumerate(command):
-        if word == "outrider":
-            return command[i + 1 :]
-    return None
-
-
-def check_options(arguments: list[str]) -> None:
+def check_options(rest: list[str]) -> None:
     """Every option of a command exists, and has a value where it needs one."""
     command = command_of("")
-    context, rest = command.make_context("outrider", [], resilient_parsing=True), arguments
+    context = command.make_context("outrider", [], resilient_parsing=True)
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         command = command.commands[rest[0]]
         context, rest = type(context)(command, info_name=rest[0], parent=context), rest[1:]
@@ -85,18 +76,13 @@ def check(block: Block) -> None:
     """A block can be parsed."""
     if block.language == "bash":
         for command in commands_of(block.code):
-            arguments = arguments_of(command)
-            if arguments is not None:
-                check_options(arguments)
+            if "outrider" in command:  # whatever starts it
+                check_options(command[command.index("outrider") + 1 :])
             for extras in re.findall(r"\[([a-z,]+)\]", " ".join(command)) if "pip" in command else ():
                 assert set(extras.split(",")) <= set(EXTRAS), command
-    parsers: dict[str, Callable[[str], object]] = {
-        "python": ast.parse,
-        "toml": tomllib.loads,
-        "json": json.loads,
-        "yaml": yaml.safe_load,
-    }
-    parsers.get(block.language, str)(block.code)
+    {"python": ast.parse, "toml": tomllib.loads, "json": json.loads, "yaml": yaml.safe_load}.get(block.language, str)(
+        block.code
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
@@ -118,8 +104,6 @@ def test_mistakes_are_found() -> None:
         check(Block(1, "bash", "A=1 outrider compare --draff x | cat\n", "", None))
     with pytest.raises(KeyError, match="comprae"):
         check(Block(1, "bash", "torchrun --nproc-per-node 4 -m outrider comprae\n", "", None))
-    with pytest.raises(AssertionError):
-        check(Block(1, "bash", "pip install '.[serv]' && outrider compare\n", "", None))
     code = "outrider compare \\\n  -k 3,5 > f.txt  # 'a comment\noutrider eval multiplication\n"
     check(Block(1, "bash", code, "", None))
     assert missing_line("a  1\nb", "x\na 27.5\ny\nb") is None
@@ -127,25 +111,34 @@ def test_mistakes_are_found() -> None:
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+def url() -> Iterator[Callable[[], str]]:
     """Starts a server of the embedded pair when it is first asked for."""
     with ExitStack() as stack:
-        found: list[str] = []
 
-        def url() -> str:
-            if not found:
-                decoder = outrider.load("fable", "fable-draft")
-                found.append(stack.enter_context(running(decoder, names=("fable",))).url)
-            return found[0]
+        @cache
+        def started() -> str:
+            return stack.enter_context(running(load("fable", "fable-draft"), names=("fable",))).url
 
-        yield url
+        yield started
 
 
-def run_blocks(
-    page: Path, blocks: list[Block], run: Outrider, url: Callable[[], str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_blocks_run(
+    page: Path,
+    outrider: Outrider,
+    url: Callable[[], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """In a folder with the files that commands name."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     names: dict[str, Any] = {}
-    for block in blocks:
+    for block in filter(lambda one: one.is_run, blocks_of(page)):
         code = block.code.replace(ADDRESS, url()) if ADDRESS in block.code else block.code
         written = ""
         if block.language == "python":
@@ -155,7 +148,7 @@ def run_blocks(
         else:
             for command in commands_of(code):
                 if command[0] == "outrider" and command[1] != "serve":  # the server of ``url`` takes its place
-                    ended = run(*command[1:])
+                    ended = outrider(*command[1:])
                     assert ended.code == 0, (page, block.line, command, ended)
                     written += ended.out + ended.err
                 elif command[0] in SHELL:
@@ -167,22 +160,3 @@ def run_blocks(
         if block.output is not None:
             missing = missing_line(block.output, written)
             assert missing is None, f"{page}:{block.line}: not written: {missing!r}, but:\n{written}"
-
-
-@pytest.fixture
-def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of a page, with the files that its commands name."""
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("page_folder")
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_blocks_run(
-    page: Path, outrider: Outrider, address: Callable[[], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_blocks(page, [block for block in blocks_of(page) if block.is_run], outrider, address, capsys)

@@ -13,16 +13,8 @@ def test_the_first_line_is_the_product_and_nothing_else() -> None:
     assert prompt_of(6, 17) == "8 * 12 = 96\n25 * 4 = 100\n37 * 85 = 3145\n6 * 17 = "
     assert all(is_product(6, 17, text) for text in ("102", "102\n25 * 4", " 102 \r\n"))
     assert not any(is_product(6, 17, text) for text in ("1024", "", "\n102", "102.", "0102"))
-
-
-def test_problems_are_the_same_for_the_same_seed() -> None:
-    """A shorter sheet is the beginning of a longer one. Both ends occur among 2000 draws of 99 numbers (they would not
-    with a chance of 1e-8)."""
-    sheet = problems(300, seed=4)
-    assert sheet != problems(300, seed=5)
-    assert problems(10, seed=4) == sheet[:10]
-    factors = [factor for pair in problems(1000, seed=0) for factor in pair]
-    assert (min(factors), max(factors), len(set(factors))) == (1, 99, 99)
+    sheet = problems(300, seed=4)  # a shorter sheet is the beginning of a longer one
+    assert sheet != problems(300, seed=5) and problems(10, seed=4) == sheet[:10]
 
 
 def test_a_score_depends_neither_on_the_batch_nor_on_the_draft() -> None:

@@ -1,7 +1,6 @@
 """The recipe of the embedded pair, end to end on a small text: corpus, tokenizer, target."""
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -12,17 +11,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from scripts import script
 
 STORIES = "\n\n".join(f"Once upon a time there was a king who had {i} sons, and each had a horse." for i in range(400))
-
-
-def test_the_corpus() -> None:
-    """All of the stories, in order; sheets that are right, and as many as they should be."""
-    corpus = script("recipes/fable/corpus.py").mixed(STORIES)
-    lines = re.findall(r"^(\d+) \* (\d+) = (\d+)$", corpus, flags=re.MULTILINE)
-    assert all(int(a) * int(b) == int(c) and 1 <= int(a) <= 99 and 1 <= int(b) <= 99 for a, b, c in lines)
-    without = [part for part in corpus.split("\n\n") if " * " not in part]
-    assert "\n\n".join(without) == STORIES
-    assert 0.07 < 1 - len(STORIES) / len(corpus) < 0.13
-    assert script("recipes/fable/corpus.py").mixed(STORIES) == corpus
 
 
 def test_tokenizer_and_target(
