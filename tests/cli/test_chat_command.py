@@ -23,16 +23,14 @@ from outrider.errors import NumericsError
 from outrider.records import Chunk
 from pairs import embedded, random_llama, save, word_tokenizer
 
-PROMPT_END = "{% if add_generation_prompt %}assistant: {% endif %}"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + PROMPT_END
-LIMIT_S = 300.0  # until a test that hangs is given up
 LONG = "Once upon a time there was a king who had a daughter, and she was the fairest of them all"
 
 
 def _instruct(folder: Path) -> Path:
     """A model with a template that reads all messages, and the words of roles as unknown ones."""
     tokenizer = word_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    end = "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + end
     return save(folder, random_llama(context_len=128), tokenizer)
 
 
@@ -127,13 +125,12 @@ def test_in_a_terminal() -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "outrider", "chat", "fable", "fable-draft", "--seed", "1", "-n", "20", "-k", "4"]
     environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
-    streams = {"stdin": slave, "stdout": slave, "stderr": slave}
     seen = ""
 
     def until(pattern: str) -> re.Match[str]:
         """Wait for a pattern in the new text."""
         nonlocal seen
-        end_s = time.monotonic() + LIMIT_S
+        end_s = time.monotonic() + 300  # until a test that hangs is given up
         while (match := re.search(pattern, seen)) is None:
             assert time.monotonic() < end_s, seen
             if select.select([master], [], [], 0.1)[0]:
@@ -141,7 +138,9 @@ def test_in_a_terminal() -> None:
         seen = seen[match.end() :]
         return match
 
-    with subprocess.Popen(command, **streams, env=environment, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+    ) as process:
         os.close(slave)
         try:
             text = until(r"(?s).*fable with fable-draft \(/help\).*a base model, which continues your text")[0]
@@ -152,7 +151,7 @@ def test_in_a_terminal() -> None:
             assert int(until(r"0 of (\d+) prompt tokens cached")[1]) > 7
             until("> ")
             os.write(master, b"\x04")
-            assert process.wait(LIMIT_S) == 0
+            assert process.wait(300) == 0
         finally:
             process.kill()
             os.close(master)

@@ -28,8 +28,7 @@ def _values(script: Path) -> dict[str, str]:
     return {a: b for a, b in zip(words, words[1:], strict=False) if a.startswith("-")}
 
 
-@pytest.mark.parametrize("to", ENGINES)
-@pytest.mark.parametrize("temperature", [0.8, 0.0])
+@pytest.mark.parametrize(("to", "temperature"), [("vllm", 0.8), ("vllm", 0.0), ("llama.cpp", 0.8)])
 def test_each_folder_has_the_rule_and_the_options(
     outrider: Outrider, tmp_path: Path, to: str, temperature: float
 ) -> None:
@@ -44,8 +43,6 @@ def test_each_folder_has_the_rule_and_the_options(
     assert (document["k"], document["law"], document["setting"]) == (3, rule, setting)
     readme = found["README.md"].read_text()
     assert RULES[rule] in readme and RULES[rule] in ended.out
-    draft = "fable-draft" if temperature else "fable-draft:greedy"
-    assert f"K = 3. `outrider replay LOG --draft {draft} --acceptance rejection` predicts tau" in readme
     for name, path in found.items():
         text = path.read_text() if path.is_file() else ""
         assert not any(word in text for word in LOSSY), name
@@ -71,9 +68,8 @@ def test_each_folder_has_the_rule_and_the_options(
 
 
 def test_only_links_are_replaced(outrider: Outrider, tmp_path: Path) -> None:
-    for num in ((), ("-k", 7)):
-        ended = outrider("export", "--to", "vllm", "--output", tmp_path, "--json", "-", *num)
-        assert only_document(ended.out, "export")["k"] == (7 if num else 4)
+    for _ in range(2):
+        assert outrider("export", "--to", "vllm", "--output", tmp_path).code == 0
     assert (tmp_path / "target").resolve() == zoo("fable") and (tmp_path / "draft").resolve() == zoo("fable-draft")
     (tmp_path / "draft").unlink()
     (tmp_path / "draft").mkdir()
@@ -116,8 +112,6 @@ def test_pairs_that_an_engine_cannot_serve_are_refused(outrider: Outrider, tmp_p
     short = save(tmp_path / "short", random_llama(context_len=64), tokenizer)
     assert "takes 64 tokens: set --context 64" in outrider(*pair, short).error
     assert "takes 256 tokens" in outrider(*pair, short, "--context", 512).error
-    wide = save(tmp_path / "wide", random_llama(100, context_len=256), tokenizer)
-    assert "vocab_size of 97" in outrider(*pair, wide).error
     other = save(tmp_path / "other", random_llama(context_len=256), word_tokenizer(word="v{}"))
     assert "have different tokenizers" in outrider(*pair, other).error
     assert not (tmp_path / "out").exists()

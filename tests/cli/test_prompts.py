@@ -1,16 +1,25 @@
-"""``outrider generate --prompts``: many prompts from a file, and runs that are continued."""
+"""``outrider generate --prompts``: many prompts from a file, runs that are continued, parts of a file, and the output
+file when things go wrong."""
 
 import json
+import os
+import resource
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from commands import Outrider, only_document, rows_of
 from outrider.decoder import Decoder
-from pairs import embedded
+from outrider.errors import FileError
+from outrider.offline.jsonl import read_samples
+from outrider.offline.output_file import open_output
+from outrider.offline.prompt_file import by_length
+from pairs import broken_model, embedded, random_llama, save
 
 PROMPTS = ["Once upon a time", "8 * 12 = ", "Grüße: 世界\u2028\u0085", "The king's daughter, who lived far away,"]
 OPTIONS = ("-n", "5", "--seed", "20", "--dtype", "float64")
@@ -159,3 +168,115 @@ def test_ctrl_c_keeps_the_lines_that_are_done(
     assert summary["stats"]["num_generated_tokens"] == sum(len(row["token_ids"]) for row in rows)
     assert outrider(*arguments).code == 0
     assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said()
+
+
+def test_a_disk_that_fills_up(tmp_path: Path) -> None:
+    """In the second line: one line of error, and the line before is kept."""
+    output = tmp_path / "out.jsonl"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    message = f"cannot write {output}: File too large; the lines in it are whole, and the same command continues"
+    with open_output(output) as file:
+        file.write("first\n")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))  # no file may be longer
+        try:
+            with pytest.raises(FileError, match=message):
+                file.write("another\n")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert output.read_text() == "first\n"
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_one_run_at_a_time(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
+    """The second is told so, at once, and before its model is read."""
+    output = tmp_path / "out.jsonl"
+    with open_output(output) as file:
+        file.write("first\n")
+        message = outrider("generate", "--prompts", prompts, "--output", output).error
+    remedy = "another run is writing to it: wait until it has ended, or choose another file"
+    assert message == f"cannot write {output}: {remedy}" and output.read_text() == "first\n"
+
+
+def test_a_pipe_may_be_read_and_a_device_written(outrider: Outrider, prompts: Path) -> None:
+    """Neither can be read twice, locked or continued. A full one is told."""
+    reading, writing = os.pipe()
+    os.write(writing, prompts.read_bytes())
+    os.close(writing)
+    ended = outrider("generate", "--prompts", f"/dev/fd/{reading}", "--output", os.devnull, *OPTIONS)
+    os.close(reading)
+    assert ended.code == 0 and ended.err.startswith("20 tokens")
+    if Path("/dev/full").exists():
+        message = outrider("generate", "--prompts", prompts, "--output", "/dev/full", *OPTIONS).error
+        assert "cannot write /dev/full: No space left on device" in message
+
+
+def test_a_prompt_that_fails_does_not_end_the_run(outrider: Outrider, tmp_path: Path) -> None:
+    """Its row says why, and the exit code says that not all is well; so it does when the run is started again, which
+    does not try once more. Commands that read such files find no text there."""
+    folder, draft = broken_model(tmp_path / "broken"), save(tmp_path / "good", random_llama())
+    prompts, output, document = tmp_path / "prompts.txt", tmp_path / "out.jsonl", tmp_path / "out.json"
+    texts = ["w1 w2", "w1 w2 w7", "w3 w4 w5 w6", "w7"]
+    prompts.write_text("\n".join(texts))
+    arguments = ("generate", "--prompts", prompts, "--output", output, "--json", document, "--target", folder)
+    arguments += ("--draft", draft, "-n", 3, "--logit-bias", "7=-inf", "--seed", 1, "--batch-size", 3)
+    ended = outrider(*arguments)
+    assert ended.code == 1 and ended.err.endswith(", 2 failed\n")
+    rows = {row["prompt"]: row for row in map(json.loads, output.read_text().splitlines())}
+    assert set(rows) == set(texts)
+    for text, row in rows.items():
+        has_failed = "w7" in text.split()
+        assert (row["finish_reason"] == "error") == ("error" in row) == (not row["token_ids"]) == has_failed
+    assert f"the model {folder} gave NaN or infinite logits for position 3" in rows["w1 w2 w7"]["error"]
+    summary = only_document(document.read_text(), "generate")
+    assert summary["num_failed"] == 2
+    assert summary["stats"]["num_generated_tokens"] == sum(len(row["token_ids"]) for row in rows.values())
+    whole = output.read_bytes()
+    ended = outrider(*arguments)
+    assert ended.code == 1 and ended.err.startswith("0 tokens") and ended.err.endswith(", 2 failed\n")
+    assert output.read_bytes() == whole
+    assert outrider("replay", output, "--per-prompt").code == 0
+    assert [line.number for line in read_samples(output, ())] == [
+        number for number, line in enumerate(whole.splitlines(), start=1) if b"error" not in line
+    ]
+
+
+def test_shards_are_the_whole(outrider: Outrider, tmp_path: Path) -> None:
+    """Each line as it is without shards. Their files, put together, are the file of the whole, and the whole run finds
+    nothing left to do. A shard does not continue the file of another; its own goes on, and so may the whole run."""
+    prompts, whole, joined = (tmp_path / name for name in ("prompts.jsonl", "whole.jsonl", "joined.jsonl"))
+    rows = [{"prompt": " ".join(["Once"] * (1 + 4 * i % 9)), "max_new_tokens": 1 + 3 * i % 4} for i in range(12)]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = ("generate", "--prompts", prompts, *OPTIONS, "--batch-size", 2)
+    assert outrider(*arguments, "--output", whole).code == 0
+    outputs = [tmp_path / f"{number}.jsonl" for number in range(1, 4)]
+    for number, output in enumerate(outputs, start=1):
+        ended = outrider(*arguments, "--shard", f"{number}/3", "--output", output)
+        assert ended.code == 0, ended.err
+    joined.write_bytes(b"".join(output.read_bytes() for output in outputs))
+    assert rows_of(joined.read_text()) == rows_of(whole.read_text())
+    assert outrider(*arguments, "--output", joined).err.startswith("0 tokens")
+    second, text = (*arguments, "--output", outputs[1], "--shard"), outputs[1].read_bytes()
+    for other in ("1/3", "1/2"):
+        message = outrider(*second, other).error
+        assert message.startswith(f"{outputs[1]}, line ") and "is of another shard (prompt " in message
+        assert outputs[1].read_bytes() == text
+    outputs[1].write_bytes(b"".join(text.splitlines(keepends=True)[:3]))
+    assert outrider(*second, "2/3").code == 0
+    assert sorted(outputs[1].read_bytes().splitlines()) == sorted(text.splitlines())
+    assert outrider(*second[:-1]).code == 0
+    assert rows_of(outputs[1].read_text()) == rows_of(whole.read_text())
+
+
+@given(st.lists(st.integers(0, 50), max_size=500), st.integers(2, 3))
+def test_windows_are_sorted_by_length(lengths: list[int], num_slots: int) -> None:
+    """The longest first; those of one length as they were; each once, none far from its place; one window is held."""
+    order = list(by_length(iter(range(len(lengths))), lengths, num_slots))
+    size = 64 * num_slots
+    for start in range(0, len(lengths), size):
+        window = range(start, min(start + size, len(lengths)))
+        assert order[start : start + size] == sorted(window, key=lambda index: (-lengths[index], index))
+    taken: list[int] = []
+    unending = by_length((taken.append(i) or i for i in range(10**6)), range(10**6), 2)
+    for _ in range(129):
+        next(unending)
+    assert len(taken) == 256

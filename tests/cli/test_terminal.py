@@ -3,13 +3,12 @@
 import io
 import re
 import threading
-from collections.abc import Iterator
 
 import pytest
 from rich.console import Console
 
 from outrider.cli.shared import progress as module
-from outrider.cli.shared.progress import count_items, line_of, progress, until_first
+from outrider.cli.shared.progress import count_items, line_of, progress
 from outrider.cli.shared.terminal import Writer
 
 
@@ -47,10 +46,6 @@ def test_lines_end_between_words_on_a_terminal_alone() -> None:
     assert file.getvalue() == "a line that is longer\tthan ten \x07 [bold]"
 
 
-def test_lines_tell_what_is_done_and_what_is_left() -> None:
-    assert line_of("runs", 20.0, 40, 30, 10) == "runs: 30 of 40, 20 s, about 20 s left"  # 20 are of earlier runs
-
-
 def test_a_pipe_is_told_of_slow_work(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """And of nothing that is quick."""
     told = threading.Event()
@@ -67,34 +62,8 @@ def test_a_pipe_is_told_of_slow_work(monkeypatch: pytest.MonkeyPatch, capsys: py
         told.clear()  # a line may have come before
         assert told.wait(60)
     assert capsys.readouterr().err.splitlines()[-1].startswith("runs: 3 of 3, ")
+    assert line_of("runs", 20.0, 40, 30, 10) == "runs: 30 of 40, 20 s, about 20 s left"  # 20 are of earlier runs
     monkeypatch.setattr(module, "FIRST_S", 1e6)
     with progress("runs", 3):
         pass
     assert capsys.readouterr().err == ""
-
-
-def test_on_a_terminal_the_line_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first item, and it is no longer than a line; a message takes its place."""
-    terminal, shown = _Screen(), threading.Event()
-    write = terminal.write
-
-    def writing(text: str) -> int:
-        if "reading" in text:
-            shown.set()
-        return write(text)
-
-    monkeypatch.setattr(terminal, "write", writing)
-    monkeypatch.setattr("sys.stderr", terminal)
-    monkeypatch.setattr(module, "_SHORT_S", 0.01)
-    monkeypatch.setenv("COLUMNS", "40")
-
-    def items() -> Iterator[int]:
-        assert shown.wait(60)
-        module.say("a warning of six words or so, which is folded")
-        yield 1
-        yield 2
-
-    assert [*until_first(items(), "reading " + "many " * 20)] == [1, 2]
-    lines = terminal.getvalue().replace("\x1b[K", "").split("\r")
-    assert max(map(len, lines[1].splitlines())) == 37
-    assert "a warning of six words or so, which is\nfolded\n" in lines and lines[-1] == ""

@@ -23,19 +23,12 @@ CHOICES = [
 PAGES = ["Short.", "The hen sat on the wall, and the fox sat below. " * 4, "", "x" * 63]
 PROMPTS = ["The fox saw the hen", "Once upon a time an old king had three sons. " * 2, " b "]
 ENDINGS = {"output_type": "multiple_choice", "doc_to_text": "{{text}}", "doc_to_choice": "choices"}
+ROLLING = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{page}}"}
 ANSWERS = {"output_type": "generate_until", "doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}
 HOW = {"until": ["e", "ou"], "do_sample": False, "max_gen_toks": 12}
 TASKS: dict[str, tuple[list[dict[str, Any]], dict[str, Any]]] = {
     "endings": (CHOICES, ENDINGS | {"doc_to_target": "label", "metric_list": [{"metric": "acc"}]}),
-    "pages": (
-        [{"page": page} for page in PAGES],
-        {
-            "output_type": "loglikelihood_rolling",
-            "doc_to_text": "",
-            "doc_to_target": "{{page}}",
-            "metric_list": [{"metric": "bits_per_byte"}],
-        },
-    ),
+    "pages": ([{"page": page} for page in PAGES], ROLLING | {"metric_list": [{"metric": "bits_per_byte"}]}),
     "answers": (
         [{"text": text, "answer": "no"} for text in PROMPTS],
         ANSWERS | {"generation_kwargs": HOW, "metric_list": [{"metric": "exact_match"}]},
