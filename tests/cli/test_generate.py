@@ -68,19 +68,14 @@ def parsed(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> Any:
         seen.append(setup)
         raise PromptError("enough")
 
-    def read(text: str | None) -> str:
-        seen.append(text)
-        return text or "?"
-
     monkeypatch.setattr(command, "LocalWorker", stop)
-    monkeypatch.setattr(command, "read_prompt", read)
+    monkeypatch.setattr(command, "read_prompt", lambda text: seen.append(text) or "?")
     monkeypatch.setattr(command, "over_checkpoint", lambda sampling, *_: sampling)
 
     def setup_of(*words: object) -> tuple[Setup, str | None]:
         seen.clear()
-        ended = outrider("generate", *words)
-        assert "enough" in ended.err, ended
-        return seen[-1], seen[0] if len(seen) > 1 else None
+        assert "enough" in outrider("generate", *words).error
+        return seen[-1], seen[0]
 
     return setup_of
 
@@ -151,7 +146,7 @@ def test_on_a_terminal_the_prompt_stands_before_the_text(outrider: Outrider, mon
 
 
 def test_a_drawn_seed_repeats_the_text(outrider: Outrider) -> None:
-    """It is in the summary and in the document. Under -k auto the text follows the load: the summary says so."""
+    """Under -k auto the text follows the load: the summary says so."""
     arguments = ("generate", PROMPT, "-n", 8, "--dtype", "float64", "-k", 4)
     ended = outrider(*arguments, "--json", "-")
     (row,) = only_document(ended.out, "generate")["completions"]
@@ -162,19 +157,17 @@ def test_a_drawn_seed_repeats_the_text(outrider: Outrider) -> None:
 
 
 def test_sampling_options_of_the_checkpoint(outrider: Outrider, tmp_path: Path) -> None:
-    """They are taken where none are given, and a line tells of them."""
-    stated = {"temperature": 0.4, "top_k": 9}
-    folder = stating(tmp_path / "fable", stated)
-    arguments = ("generate", "Once", "--target", folder, "--draft", "none", "-n", 2, "--seed", 1, "--json", "-")
-    ended = outrider(*arguments)
+    """They are taken where none are given, though those be the defaults, and a line tells of them."""
+    folder = stating(tmp_path / "fable", {"temperature": 0.4, "top_k": 9})
     line = "sampling as fable states: temperature 0.4, top-k 9 (--generation-config none does without)"
-    assert line in ended.err
-    options = only_document(ended.out, "generate")["options"]
-    assert options.items() >= stated.items() and options["max_new_tokens"] == 2
-    for more in (("-t", 1.0, "--top-k", 0), ("--generation-config", "none")):  # given, though they are the defaults
-        ended = outrider(*arguments, *more)
+    for more, found in (
+        ((), (0.4, 9)),
+        (("-t", 1.0, "--top-k", 0), (1.0, 0)),
+        (("--generation-config", "none"), (1, 0)),
+    ):
+        ended = outrider("generate", "Once", "--target", folder, "--draft", "none", "-n", 2, "--json", "-", *more)
         options = only_document(ended.out, "generate")["options"]
-        assert (options["temperature"], options["top_k"]) == (1.0, 0) and "sampling as" not in ended.err
+        assert (options["temperature"], options["top_k"]) == found and (line in ended.err) == (more == ())
 
 
 def test_verified_bytes(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:

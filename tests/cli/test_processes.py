@@ -121,12 +121,3 @@ def test_an_error_is_told_once(folder: Path) -> None:
         code, out, err = _ended(process)
     assert code != 0 and out == "" and "another process" not in "\n".join(err)
     assert "\n".join(err).count("error: cannot write /dev/full: No space left on device") == 1
-
-
-def test_a_race_is_printed_once(folder: Path, tmp_path: Path) -> None:
-    pair = ["--target", "shared", "--draft", "draft", "--models", folder / "names.toml", "--dtype", "float64"]
-    race = ["compare", *pair, "w1 w2", "-n", 8, "--num-runs", 2, "--json", tmp_path / "race"]
-    with launched("-m", "outrider", *race) as process:
-        code, out, _ = _ended(process)
-    assert code == 0 and out.count("--- plain") == 1
-    assert len(json.loads((tmp_path / "race").read_text())["arms"]) == 2

@@ -39,6 +39,10 @@ def prompts(tmp_path: Path) -> Path:
     return write(tmp_path / "prompts.jsonl", PROMPTS)
 
 
+def texts_of(output: Path) -> list[str]:
+    return [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))]
+
+
 def said(prompts: list[str] = PROMPTS) -> list[str]:
     """Prompt i with seed + i."""
     decoder = embedded("float64")
@@ -121,7 +125,7 @@ def test_the_output_of_another_run_is_left_alone(outrider: Outrider, prompts: Pa
     write(prompts, [*PROMPTS, "And then"])
     assert outrider(*arguments, "--threads", 2, "--allow-pickle").code == 0  # no text depends on them
     assert output.read_bytes().startswith(whole)
-    assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said([*PROMPTS, "And then"])
+    assert texts_of(output) == said([*PROMPTS, "And then"])
 
 
 def test_a_file_that_is_no_output_or_has_zeros_in_it_is_left_alone(
@@ -160,14 +164,10 @@ def test_ctrl_c_keeps_the_lines_that_are_done(
     with monkeypatch.context() as patch:
         patch.setattr(Decoder, "complete", interrupted)
         ended = outrider(*arguments)
-    assert ended.code == 130 and ended.err.endswith(", interrupted\n")
-    rows = rows_of(output.read_text(encoding="utf-8"))
-    assert [row["text"] for row in rows] == said()[:2]
+    assert ended.code == 130 and ended.err.endswith(", interrupted\n") and texts_of(output) == said()[:2]
     summary = only_document(document.read_text(), "generate")
-    assert summary["is_interrupted"]
-    assert summary["stats"]["num_generated_tokens"] == sum(len(row["token_ids"]) for row in rows)
-    assert outrider(*arguments).code == 0
-    assert [row["text"] for row in rows_of(output.read_text(encoding="utf-8"))] == said()
+    assert summary["is_interrupted"] and summary["stats"]["num_generated_tokens"] == 10
+    assert outrider(*arguments).code == 0 and texts_of(output) == said()
 
 
 def test_a_disk_that_fills_up(tmp_path: Path) -> None:

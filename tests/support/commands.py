@@ -14,7 +14,6 @@ from outrider.cli.app import app
 from outrider.cli.shared.output import title_of
 
 _WITHOUT_MODELS = "models", "analyze", "export"
-_LINES = {"generate": "generate-output"}  # of --output
 
 
 @dataclass(frozen=True)
@@ -67,23 +66,11 @@ def only_document(text: str, command: str) -> dict[str, Any]:
 
 
 def check_written(words: Sequence[str], out: str) -> None:
-    """Hold what a command wrote against the examples.
-
-    Args:
-        words: of the command line.
-        out: standard output.
-    """
+    """Hold what a command wrote, to files and to standard output, against the examples."""
     values = dict(zip(words, words[1:], strict=False))
-    if target := values.get("--json"):
-        text = out if target == "-" else _text_of(target)
-        if text is not None:
-            document = json.loads(text)
-            check(document, document["schema"].split("/")[1])
-    if output := values.get("--output"):
-        if words[0] in _LINES:
-            check_lines(_text_of(output) or "", _LINES[words[0]])
-
-
-def _text_of(file: str) -> str | None:
-    """None of devices and pipes."""
-    return Path(file).read_text(encoding="utf-8") if Path(file).is_file() else None
+    target, output = values.get("--json"), values.get("--output")
+    if target == "-" or (target and Path(target).is_file()):  # devices and pipes are not read
+        document = json.loads(out if target == "-" else Path(target).read_text(encoding="utf-8"))
+        check(document, document["schema"].split("/")[1])
+    if words[0] == "generate" and output and Path(output).is_file():
+        check_lines(Path(output).read_text(encoding="utf-8"), "generate-output")
