@@ -179,13 +179,12 @@ class Written(tf.TextStreamer):
 
 
 def test_streamer_and_stop_strings_are_arguments_of_ours() -> None:
-    decoder = embedded()
-    model, tokenizer, draft = decoder.target.model, decoder.tokenizer, "ngram"
+    model, tokenizer = embedded().target.model, embedded().tokenizer
     given = {**tokenizer("Once upon a time", return_tensors="pt"), "max_new_tokens": 16, "pad_token_id": PAD}
     stop = tokenizer.decode(model.generate(**given)[0, -4:])
     stopped = model.generate(**given, stop_strings=[stop], tokenizer=tokenizer)
     written = Written()
-    own = assisted(draft, tokenizer=tokenizer, stop_strings=[stop], streamer=written)
+    own = assisted("ngram", tokenizer=tokenizer, stop_strings=[stop], streamer=written)
     assert model.generate(**given, custom_generate=own).equal(stopped)
     assert written.ids == [*stopped[0].tolist(), -1]
     config = copy.deepcopy(model.generation_config)

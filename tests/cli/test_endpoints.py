@@ -125,7 +125,6 @@ def test_chats(serve: Callable[[Handler], None]) -> None:
     serve(_handler("outrider", sent, lambda body: {"choices": [choice], "usage": usage}))
     one = _open(prompt=chat)
     for num_tokens, finish, is_whole in (
-        (1, "stop", True),
         (2, "stop", True),
         (2, "length", False),
         (3, "stop", False),

@@ -81,7 +81,7 @@ def test_heads_are_linked_or_converted_with_their_target(outrider: Outrider, tmp
     target = save(tmp_path / "T", model)
     write_eagle3(tmp_path / "eagle3", model, token_ids=[3, 5, 8, 13])
     write_block(tmp_path / "dflash", model, layout="speculators")
-    for to, kind in (("vllm", "eagle3"), ("vllm", "dflash"), ("llama.cpp", "eagle3")):
+    for to, kind in (("vllm", "dflash"), ("llama.cpp", "eagle3")):
         head, output = tmp_path / kind, tmp_path / f"{to} {kind}"
         ended = outrider("export", "--to", to, "--target", target, "--draft", head, "--output", output)
         assert (ended.code, ended.err) == (0, "")
@@ -111,9 +111,6 @@ def test_pairs_that_an_engine_cannot_serve_are_refused(outrider: Outrider, tmp_p
     pair = "export", "--to", "vllm", "--output", tmp_path / "out", "--target", target, "--draft"
     short = save(tmp_path / "short", random_llama(context_len=64), tokenizer)
     assert "takes 64 tokens: set --context 64" in outrider(*pair, short).error
-    assert "takes 256 tokens" in outrider(*pair, short, "--context", 512).error
     other = save(tmp_path / "other", random_llama(context_len=256), word_tokenizer(word="v{}"))
     assert "have different tokenizers" in outrider(*pair, other).error
     assert not (tmp_path / "out").exists()
-    assert outrider(*pair, short, "--context", 64).code == 0
-    assert _values(tmp_path / "out" / "serve.sh")["--max-model-len"] == "64"

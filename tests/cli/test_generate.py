@@ -34,8 +34,6 @@ def test_the_text_stands_alone_on_standard_output(outrider: Outrider, monkeypatc
     assert (ended.code, ended.out, numbers) == (0, said(prompt) + "\n", [3])
     about = r"\(fable with fable-draft, K = 4, block, same bytes: not promised \(block\)\)"
     assert re.fullmatch(rf"10 tokens, [\d.]+ tokens/s, tau \d\.\d\d tokens/round {about}\n", ended.err)
-    plain = outrider("generate", PROMPT, *SHORT, "--draft", "none", "--execution", "eager")
-    assert plain.err.endswith("tau 1.00 tokens/round (fable, plain, same bytes: not promised (eager))\n")
 
 
 def test_the_document(outrider: Outrider) -> None:

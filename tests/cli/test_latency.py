@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from commands import Outrider, only_document
+from outrider.measure import arms as run
 from outrider.text.example_prompts import PROMPTS
 
 
@@ -35,8 +36,6 @@ def test_the_document_and_the_table(outrider: Outrider) -> None:
 
 def test_ctrl_c_reports_what_is_complete(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases that every arm has done; exit code 130."""
-    from outrider.measure import arms as run
-
     interleave = run.interleave
 
     def interrupted(*arguments: Any) -> Any:

@@ -123,7 +123,7 @@ def check(block: Block) -> None:
     )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_can_be_parsed(page: Path) -> None:
     for block in blocks_of(page):
         assert not block.mark or block.mark.startswith("not run: "), f"{page}:{block.line}"
@@ -159,9 +159,7 @@ def url() -> Iterator[Callable[[], str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page",
-    [page for page in PAGES if any(one.is_run for one in blocks_of(page))],
-    ids=lambda page: page.relative_to(ROOT).as_posix(),
+    "page", [page for page in PAGES if any(one.is_run for one in blocks_of(page))], ids=lambda page: page.name
 )
 def test_blocks_run(
     page: Path,

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from commands import Outrider, only_document, rows_of
 from outrider.measure.log import Log
-from pairs import embedded, random_llama, save
+from pairs import embedded
 
 TEXTS = ["Once upon a time", "8 * 12 = ", "the cat and the dog and the cat and the"]
 PROMPTS = [
@@ -52,8 +51,6 @@ def test_replayed_greedy_rounds_are_those_of_generate(outrider: Outrider, prompt
         assert got["tau"] == pytest.approx(arm["tau"])
         assert arm["stats"]["num_rounds"] == pytest.approx(got["stats"]["num_rounds"])
         assert [one["category"] for one in got["categories"]] == ["sum", "tale"]
-    lines = [line for line in ended.out.splitlines() if line.split()[1:2] in (["all"], ["sum"], ["tale"])]
-    assert len(lines) == 12
 
 
 def test_a_sampled_log_needs_probabilities_and_for_gumbel_the_target(outrider: Outrider, prompts: Path) -> None:
@@ -94,12 +91,8 @@ def test_printed_tensors_outputs_with_a_draft_and_counts_of_rounds(
     (arm,) = only_document(ended.out, "analyze")["arms"]
     assert arm["tau"]["value"] == 2.0 and arm["num_prompts"] == 2
     assert "the ends of prompts are guessed" in outrider("replay", counts, "--per-prompt").out
-    for text, message in (
-        ("[[1, 2]]", "has 1 outputs, but"),
-        ("[[1, 2], [1, 2], [1, 999999]]", "output 2: empty, or with ids unknown to fable"),
-    ):
-        tensors.write_text(f"{torch.tensor(json.loads(text))}\n")
-        assert message in outrider("replay", tensors, *tokens).error
+    tensors.write_text("tensor([[1, 2], [1, 2], [1, 999999]])\n")
+    assert "output 2: empty, or with ids unknown to fable" in outrider("replay", tensors, *tokens).error
     rows = rows_of(generated.read_text())
     rows[1] |= {"finish_reason": "error", "token_ids": []}
     generated.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -111,18 +104,13 @@ def test_bad_input_is_refused_in_one_line_and_changes_no_file(
 ) -> None:
     log = record(outrider, prompts, "-t", 0, "-n", 2)
     before = [file.read_bytes() for file in (prompts, log)]
-    model = save(tmp_path / "model", random_llama())
     for arguments, message in (
         ((log, "--target", "fable-draft", "--draft", "ngram"), "recorded from fable"),
-        ((log, "--draft", model), "have different tokenizers; choose a draft of the same family"),
         ((prompts, "--per-prompt", "--json", prompts), "choose another file"),
-        ((tmp_path / "nowhere",), "cannot read"),
         ((prompts,), "create one with outrider generate --output"),
         ((prompts, "--per-prompt"), "not a line of generate --output"),
-        ((log, "--draft", "none"), "name a draft to replay"),
         ((log, "--draft", "auto"), "give the log's target (--target)"),
         ((log, "-k", "auto"), "numbers, like 1-8"),
-        ((log, "--format", "tensors"), "tensors need --prompts and --tokenizer-of"),
         ((log, "--tokens-per-prompt", 9), "it needs --per-prompt and a file of counts"),
         ((prompts, "--per-prompt", "--draft", "ngram"), "is invalid: a file of rounds"),
     ):

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,15 +90,6 @@ def test_what_may_be_chosen(server: Running) -> None:
     races = [race(server, **fields) for _ in range(2)]
     assert races[0][0]["arms"][1]["draft"] == "suffix" and races[0][0]["seed"] != races[1][0]["seed"]
     assert ids_of(races[0], 0) == ids_of(races[0], 1)
-
-
-def test_a_race_changes_no_text_beside_it(decoder: Decoder, server: Running) -> None:
-    (alone,) = decoder.generate(PROMPT, seed=1, max_new_tokens=20)
-    body = {"prompt": PROMPT, "seed": 1, "max_tokens": 20}
-    with ThreadPoolExecutor() as pool, server.http() as http:
-        beside = pool.submit(race, server, max_tokens=32)
-        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == alone.text
-    assert beside.result()[-1]["type"] == "end"
 
 
 def test_a_race_that_is_left_ends() -> None:
