@@ -65,14 +65,3 @@ def test_a_wrong_loop_is_not_certified(outrider: Outrider, prompts: Path, monkey
     assert "differs from token" in ended.err and ": bug" in ended.err
     document = only_document(ended.out, "certify")
     assert document["statistical"]["wanted"] == 0.2 and 200 <= document["options"]["num_tokens"] < 1000
-
-
-def test_at_temperature_zero_greedy_texts_are_compared(outrider: Outrider, prompts: Path) -> None:
-    ended = outrider("certify", "--prompts", prompts, "-t", 0, "-n", 24, "--json", "-")
-    assert ended.code == 0
-    document = only_document(ended.out, "certify")
-    assert document["statistical"] is None and document["verdict"] == "passed"
-    (greedy,) = document["greedy"]
-    assert (greedy["num_texts"], greedy["num_tokens"], greedy["differences"]) == (2, 48, [])
-    assert "no randomness" in ended.err and "Same bytes as plain decoding: promised" in ended.err
-    assert re.search(r"\n greedy +2 +48 +0 +ok ", ended.err)

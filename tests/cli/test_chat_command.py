@@ -1,6 +1,5 @@
 """``outrider chat``: as a filter of lines, and in a terminal."""
 
-import io
 import os
 import pty
 import re
@@ -13,13 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from commands import Outrider
 from outrider.cli.commands import chat
-from outrider.cli.commands.chat import Conversation
 from outrider.cli.shared.terminal import Writer
-from outrider.errors import NumericsError
 from outrider.records import Chunk
 from pairs import embedded, random_llama, save, word_tokenizer
 
@@ -73,27 +69,6 @@ def test_a_model_for_chats_that_states_no_sampling(outrider: Outrider, tmp_path:
     assert "sampling" not in outrider("chat", folder, "none", *asked, "--generation-config", "none", **said).err
     (folder / "generation_config.json").write_text('{"temperature": 1.0}')
     assert "sampling" not in outrider("chat", folder, "none", *asked, **said).err
-
-
-def test_errors_do_not_end_a_chat_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next message is answered, with the history."""
-    said: list[str] = []
-    decoder, session, calls = embedded(), embedded().session(), []
-    stream = session.stream
-
-    def failing(prompt: Any, **options: Any) -> Any:
-        calls.append(prompt)
-        if len(calls) == 2:
-            raise NumericsError("no more")
-        return stream(prompt, **options)
-
-    monkeypatch.setattr(session, "stream", failing)
-    monkeypatch.setattr(chat, "_say", said.append)
-    monkeypatch.setattr(chat, "_lines_of", lambda _: iter(["The king"] * 3))
-    screen = type("Screen", (io.StringIO,), {"isatty": lambda self: True})()
-    chat._talk(Conversation("m", None), decoder, session, {"seed": 1, "max_new_tokens": 4}, Console(file=screen))
-    assert ["error: no more" in one for one in said] == [False, True, False]
-    assert calls[1] == calls[2] and len(calls[0]) < len(calls[1])
 
 
 def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,16 +56,6 @@ def test_prompts_become_chats(outrider: Outrider, tmp_path: Path, written: list[
         assert row.items() >= own.items() and other["messages"] == ROW["messages"]
 
 
-def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str]) -> None:
-    """Once, where it is given plain text. Text from a template is not plain."""
-    words = "generate", "Hello", "-n", 1
-    hint = "fable has a chat template, but continues plain text here: add --chat to ask it as a user\n"
-    assert outrider(*words).err.count(hint) == 1 and written == []
-    assert hint not in outrider(*words, "--chat").err and set(written) == {"user: Hello no:"}
-    end = embedded().tokenizer.eos_token
-    assert hint not in outrider("generate", f"The fox{end}A hen", "-n", 1).err
-
-
 def test_options_that_the_template_does_not_read(outrider: Outrider, written: list[str], tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({**ROW, "chat_template_kwargs": {"x": 1}}) + "\n")

@@ -1,6 +1,5 @@
 """``outrider distill``: from a text to a draft that the other commands take."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -62,15 +61,10 @@ def test_recorded_answers(outrider: Outrider, tmp_path: Path) -> None:
     few = "distill", "fable", *how, "--written-from", log, "--draft-vocab", 50
     ended = outrider(*few)
     assert ended.code == 0 and f"--draft {out}:vocab={out / 'tokens.jsonl'}" in ended.out.replace("\n", "")
-    assert len(json.loads((out / "tokens.jsonl").read_text())["token_ids"]) == 50
     draft = f"{out}:vocab={out / 'tokens.jsonl'}"
     assert outrider("generate", "The king", "-n", 4, "--draft", draft, "-k", 2).code == 0
-    # A log that has grown is another run.
-    lines = log.read_text().splitlines(keepends=True)
-    log.write_text("".join(lines[:-1]))
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))  # another run
     assert "its num_logged_tokens differ" in outrider(*few).error
-    log.write_text("".join(lines).replace('"fable"', '"other"'))
-    assert "--written-from" in (error := outrider(*few).error) and "recorded from other" in error
 
 
 def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
@@ -78,12 +72,9 @@ def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     other = save(tmp_path / "other", random_llama())
     for more, message in (
         (("--length", 2000), "accepts 1024"),
-        (("--layers", 0), "num_layers = 0"),
         (("--written-from", text), "not JSON"),
-        (("--kind", "eagle3", "--init", "scratch"), "leave out --init and the sizes"),
         (("--kind", "eagle3", "--draft-vocab", 5000), "fable has 4096 tokens"),
         (("--kind", "eagle3", "--length", 6, "--depth", 5), "less than --length - 1"),
-        (("--data", tmp_path / "missing"), "cannot read"),
         (("--data", text, "--length", 900), "tokens to train on"),
         (("--init", other), "tokens"),
     ):

@@ -101,16 +101,6 @@ def test_tokens_as_text_become_ids_where_the_spelling_is_one_tokens_own(serve: C
     assert "token_ids" not in _open(tokenizer=metaspace_tokenizer()).sample("a", seed=1)
 
 
-def test_what_a_server_refuses_is_left_out(serve: Callable[[Handler], None]) -> None:
-    """The log-probabilities first, then the seed, which is not told then."""
-
-    def answer(body: dict[str, Any]) -> Any:
-        return httpx.Response(422) if body.keys() & {"logprobs", "seed"} else _completion()
-
-    serve(_handler("someone", [], answer))
-    assert _open().sample("a", seed=3)["seed"] is None
-
-
 def test_chats(serve: Callable[[Handler], None]) -> None:
     content = [{"id": 5, "token": "w", "bytes": [119], "logprob": -1.0}]
     choice = {"message": {"content": "w"}, "finish_reason": "stop", "logprobs": {"content": content}}
@@ -146,16 +136,13 @@ def test_errors_say_what_to_do(serve: Callable[[Handler], None], monkeypatch: py
         raise httpx.ConnectError("Connection refused")
 
     two = httpx.Response(200, json={"data": [{"id": "a"}, {"id": "b"}]})
-    lost = httpx.Response(404, json={"error": {"message": "no model x"}})
     any_one = _handler("someone", [], lambda body: _completion())
-    refused: list[tuple[Handler, dict[str, Any], type[Exception], str]] = [
+    for handler, more, kind, message in (
         (guard, {}, WorkerError, "answers 401: wrong key: set the environment variable OPENAI_API_KEY"),
         (gone, {}, OptionError, "no server answers there .Connection refused"),
         (lambda request: two, {}, OptionError, "the server has several: a, b"),
-        (_handler("vllm", [], lambda body: lost), {"model": "x"}, WorkerError, "404: no model x"),
         (any_one, {"sampling": Sampling(logit_bias={3: 1.0})}, OptionError, "--logit-bias .* has no field"),
-    ]
-    for handler, more, kind, message in refused:
+    ):
         serve(handler)
         with pytest.raises(kind, match=message):
             _open(**more)

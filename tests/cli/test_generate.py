@@ -36,6 +36,11 @@ def test_the_text_stands_alone_on_standard_output(outrider: Outrider, monkeypatc
     assert re.fullmatch(rf"10 tokens, [\d.]+ tokens/s, tau \d\.\d\d tokens/round {about}\n", ended.err)
 
 
+def test_show_origin_colours_the_text(outrider: Outrider) -> None:
+    text, legend = outrider("generate", PROMPT, *SHORT, "--show-origin").out.rstrip("\n").rsplit("\n", 1)
+    assert re.sub(r"\x1b\[[\d;]*m", "", text) == said() and "\x1b[32m" in text and "\x1b[32maccepted" in legend
+
+
 def test_the_document(outrider: Outrider) -> None:
     """With ``--json -`` standard output has nothing else; the text goes to standard error."""
     arguments = ["generate", PROMPT, *SHORT, "--logprobs", "2", "--draft", "auto", "--json", "-"]
@@ -129,7 +134,7 @@ def test_options_reach_the_loader(parsed: Any, tmp_path: Path) -> None:
 
 
 def test_on_a_terminal_the_prompt_stands_before_the_text(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And markup in it is left alone; --show-origin colours the text. Waiting for typed text without a word would look
+    """And markup in it is left alone. Waiting for typed text without a word would look
     like hanging."""
     screen = type("Screen", (io.StringIO,), {"isatty": lambda self: True})
     assert "give one as an argument, pipe it in, or use --prompts FILE" in outrider("generate", stdin=screen()).error
@@ -138,9 +143,6 @@ def test_on_a_terminal_the_prompt_stands_before_the_text(outrider: Outrider, mon
     outrider("generate", "[bold] once upon a time", *SHORT)
     plain = re.sub(r"\x1b\[[\d;]*m", "", terminal.getvalue())
     assert plain == "[bold] once upon a time" + said("[bold] once upon a time") + "\n"
-    monkeypatch.undo()
-    text, legend = outrider("generate", PROMPT, *SHORT, "--show-origin").out.rstrip("\n").rsplit("\n", 1)
-    assert re.sub(r"\x1b\[[\d;]*m", "", text) == said() and "\x1b[32m" in text and "\x1b[32maccepted" in legend
 
 
 def test_a_drawn_seed_repeats_the_text(outrider: Outrider) -> None:

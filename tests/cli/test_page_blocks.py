@@ -133,18 +133,6 @@ def test_blocks_can_be_parsed(page: Path) -> None:
             raise AssertionError(f"{page}:{block.line}: {error}") from error
 
 
-def test_mistakes_are_found() -> None:
-    """The control."""
-    with pytest.raises(Exception, match="--draff"):
-        check(Block(1, "bash", "A=1 outrider compare --draff x | cat\n"))
-    with pytest.raises(KeyError, match="comprae"):
-        check(Block(1, "bash", "torchrun --nproc-per-node 4 -m outrider comprae\n"))
-    code = "outrider compare \\\n  -k 3,5 > f.txt  # 'a comment\noutrider eval multiplication\n"
-    check(Block(1, "bash", code))
-    assert missing_line("a  1\nb", "x\na 27.5\ny\nb") is None
-    assert missing_line("a\nb", "b\na") == "b"
-
-
 @pytest.fixture
 def url() -> Iterator[Callable[[], str]]:
     """Starts a server of the embedded pair when it is first asked for."""

@@ -81,17 +81,6 @@ def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running
     assert num_rejected > 1
 
 
-def test_what_may_be_chosen(server: Running) -> None:
-    """Drafts that need no model, under gumbel with the same text; a seed is drawn where none is given."""
-    with server.http() as http:
-        found = http.get("/v1/race/choices").json()
-    assert (found["target"], found["drafts"]) == ("toy", ["fable-draft", "ngram", "suffix", "none"])
-    fields = {"drafter": "suffix", "acceptance": "gumbel", "num_draft_tokens": 7, "max_tokens": 16, "seed": None}
-    races = [race(server, **fields) for _ in range(2)]
-    assert races[0][0]["arms"][1]["draft"] == "suffix" and races[0][0]["seed"] != races[1][0]["seed"]
-    assert ids_of(races[0], 0) == ids_of(races[0], 1)
-
-
 def test_a_race_that_is_left_ends() -> None:
     """And the next one has its turn: there is one at a time."""
     with running(words(1_000_000), context_len=1_000_000) as server, server.http() as http:

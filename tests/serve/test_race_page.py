@@ -72,22 +72,17 @@ def fill(driver: Any, **values: object) -> None:
             field.send_keys(str(value))
 
 
-def raced(driver: Any, server: Running, **values: object) -> None:
-    """Run a race from the page to its end."""
-    driver.get(server.url)
-    start = driver.find_element("id", "start")
-    wait_until(start.is_enabled)
-    fill(driver, speed="Infinity", **values)
-    start.click()
-    wait_until(lambda: is_over(driver), pause_s=0.5)  # seldom asked, since the race needs the processor
-
-
 def is_over(driver: Any) -> bool:
     return "over" in driver.find_element("id", "verdict").get_attribute("class")
 
 
 def test_a_race_to_its_end_and_again(driver: Any, server: Running) -> None:
-    raced(driver, server, acceptance="block", seed=5, k=4, max_tokens=60)
+    driver.get(server.url)
+    start = driver.find_element("id", "start")
+    wait_until(start.is_enabled)
+    fill(driver, speed="Infinity", acceptance="block", seed=5, k=4, max_tokens=60)
+    start.click()
+    wait_until(lambda: is_over(driver), pause_s=0.5)  # seldom asked, since the race needs the processor
     verdict, texts = driver.find_element("id", "verdict").text, driver.execute_script(SHOWN)
     assert "Different samples, same distribution" in verdict and "times as fast as plain in this race" in verdict
     options: dict[str, Any] = {"seed": 5, "max_new_tokens": 60, "acceptance": "block", "num_draft_tokens": 4}
