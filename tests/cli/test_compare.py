@@ -90,7 +90,9 @@ def test_what_is_raced_by_default(outrider: Outrider, tmp_path: Path) -> None:
     assert options["chat"] and options["prompt"] == command._TASK and options["target"] == str(folder)
 
 
-def test_on_a_terminal_the_arms_race_side_by_side(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_the_arms_race_side_by_side(
+    outrider: Outrider, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Each has a panel with its text, within the height of the terminal. Ctrl-C shows the cursor again, and the panels
     stay."""
     file = io.StringIO()
@@ -111,5 +113,5 @@ def test_on_a_terminal_the_arms_race_side_by_side(outrider: Outrider, monkeypatc
     shown = " ".join(frames()[-1].split("╭─ fable-draft, K = 4")[1].split("╰")[0].replace("│", " ").split())
     assert shown.endswith(text[-1]) and " ".join(text[:6]) not in shown
     monkeypatch.setattr("outrider.race.events.RaceEvents.round", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-    assert outrider(*words).code == 130
+    assert outrider(*words, "--html", tmp_path / "race.html").code == 130
     assert file.getvalue().rindex("\x1b[?25h") > file.getvalue().rindex("\x1b[?25l")

@@ -60,8 +60,8 @@ def test_recorded_answers(outrider: Outrider, tmp_path: Path) -> None:
     how = "--output", out, "--length", 32, "--steps", 4, "--batch-size", 2, "--layers", 1, "--hidden-size", 64
     few = "distill", "fable", *how, "--written-from", log, "--draft-vocab", 50
     ended = outrider(*few)
-    assert ended.code == 0 and f"--draft {out}:vocab={out / 'tokens.jsonl'}" in ended.out.replace("\n", "")
     draft = f"{out}:vocab={out / 'tokens.jsonl'}"
+    assert ended.code == 0 and f"Draft: {draft}" in ended.out.replace("\n", "")
     assert outrider("generate", "The king", "-n", 4, "--draft", draft, "-k", 2).code == 0
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))  # another run
     assert "its num_logged_tokens differ" in outrider(*few).error
@@ -72,6 +72,7 @@ def test_bad_options(outrider: Outrider, tmp_path: Path, text: Path) -> None:
     other = save(tmp_path / "other", random_llama())
     for more, message in (
         (("--length", 2000), "accepts 1024"),
+        (("--init", "fable-draft", "--layers", 1), "leave out the sizes"),
         (("--written-from", text), "not JSON"),
         (("--kind", "eagle3", "--draft-vocab", 5000), "fable has 4096 tokens"),
         (("--kind", "eagle3", "--length", 6, "--depth", 5), "less than --length - 1"),

@@ -68,7 +68,7 @@ def test_every_prompt_has_its_line(outrider: Outrider, prompts: Path, tmp_path: 
     assert summary["completions"] is None and summary["num_failed"] == 0 < summary["time_s"]["total"]
     assert summary["stats"]["num_generated_tokens"] == total
     ended = outrider(*arguments, "--json", "-")
-    completions = only_document(ended.out, "generate")["completions"]
+    completions = sorted(only_document(ended.out, "generate")["completions"], key=lambda row: row["index"])
     assert completions == [{key: row[key] for key in ROW_KEYS - {"settings", "model"}} for row in rows]
 
 
