@@ -39,8 +39,6 @@ def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, t
     assert document["shared_options"]["temperature"] == 0.8 and document["verdict"] == "passed"
     assert document["statistical"]["num_texts"] == 8 and document["statistical"]["places"] == []
     assert "CONSISTENT (a correct system fails" in ended.err and "towards the draft" in ended.err
-    twice = _write(tmp_path / "twice", _lines(samples) + _lines(samples)[:3])
-    assert "Repeated samples: 3" in outrider("certify-samples", "fable", twice).out
     # The same ids, said to be of another temperature.
     rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
     others = _write(tmp_path / "others", rows)

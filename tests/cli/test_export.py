@@ -41,8 +41,7 @@ def test_each_folder_has_the_rule_and_the_options(
     setting = "probabilistic" if temperature else "greedy"
     rule = ENGINES[to].rules[setting]
     assert (document["k"], document["law"], document["setting"]) == (3, rule, setting)
-    readme = found["README.md"].read_text()
-    assert RULES[rule] in readme and RULES[rule] in ended.out
+    assert RULES[rule] in found["README.md"].read_text() and RULES[rule] in ended.out
     for name, path in found.items():
         text = path.read_text() if path.is_file() else ""
         assert not any(word in text for word in LOSSY), name
@@ -52,13 +51,9 @@ def test_each_folder_has_the_rule_and_the_options(
     request, values = json.loads(found["request.json"].read_text()), _values(found["serve.sh"])
     if to == "vllm":
         assert values["--max-model-len"] == "1024" and values["--speculative-config"] == "$(cat speculative.json)"
-        assert json.loads(found["speculative.json"].read_text()) == {
-            "method": "draft_model",
-            "model": "draft",
-            "num_speculative_tokens": 3,
-            "draft_sample_method": setting,
-            "rejection_sample_method": "standard",
-        }
+        own = json.loads(found["speculative.json"].read_text())
+        assert (own["method"], own["num_speculative_tokens"]) == ("draft_model", 3)
+        assert (own["draft_sample_method"], own["rejection_sample_method"]) == (setting, "standard")
         assert [request[key] for key in ("temperature", "top_k", "repetition_penalty")] == [temperature, 7, 1.25]
     else:
         assert values["--spec-draft-n-max"] == "3" and values["--spec-draft-sampling"] == setting

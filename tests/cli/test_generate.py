@@ -55,8 +55,6 @@ def test_the_document(outrider: Outrider) -> None:
     assert completion.logprobs is not None
     for got, want in zip(row["logprobs"], completion.logprobs, strict=True):
         assert got["logprob"] == pytest.approx(want.logprob, abs=1e-4)
-        assert [i for i, _ in got["top"]] == [i for i, _ in want.top]
-    assert not document["is_interrupted"] and document["tokens_per_s"] > 0
     options, origin = document["options"], document["provenance"]
     assert (options["target"], options["draft"], options["num_draft_tokens"]) == ("fable", "auto", 4)
     assert (origin["argv"], origin["draft"]) == (arguments, "fable-draft")  # auto's choice

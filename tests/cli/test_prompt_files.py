@@ -13,7 +13,6 @@ from outrider.offline.prompt_row import PromptLine
 from pairs import embedded
 
 OPTIONS = ("-n", 3, "--seed", 20, "--dtype", "float64")
-ROWS: list[Any] = [{"prompt": "Once", "id": 7, "seed": 4}, {"id": "b", "prompt": "The\n[fox]", "category": "x"}]
 
 
 def read(path: Path, text: str) -> list[PromptLine]:
@@ -28,8 +27,9 @@ def jsonl(*rows: Any) -> str:
 
 def test_an_array_has_the_rows_of_json_lines(tmp_path: Path) -> None:
     """And an item may be a text alone. Blank lines and a byte order mark are no prompts."""
-    array = read(tmp_path / "array", "\ufeff\n" + json.dumps([*ROWS, "A hen"], indent=2))
-    lines = read(tmp_path / "lines", "\ufeff\n" + jsonl(*ROWS, {"prompt": "A hen"}).replace("\n", "\n\n"))
+    rows: list[Any] = [{"prompt": "Once", "id": 7, "seed": 4}, {"id": "b", "prompt": "The\n[fox]", "category": "x"}]
+    array = read(tmp_path / "array", "\ufeff\n" + json.dumps([*rows, "A hen"], indent=2))
+    lines = read(tmp_path / "lines", "\ufeff\n" + jsonl(*rows, {"prompt": "A hen"}).replace("\n", "\n\n"))
     assert [(one.prompt, one.labels, one.options) for one in array] == [
         (one.prompt, one.labels, one.options) for one in lines
     ]
@@ -39,7 +39,7 @@ def test_an_array_has_the_rows_of_json_lines(tmp_path: Path) -> None:
 def test_plain_lines_are_prompts(tmp_path: Path) -> None:
     """Some begin with a bracket. Lines end at LF or CRLF, not at the other characters that Python takes for line ends,
     which JSON may hold as they are. Fields of other projects are left alone."""
-    for text in ("[INST] Hello [/INST]", "[1] A source.", "[1, 2, and 3]", f"[{'9' * 5000}]"):
+    for text in ("[INST] Hello [/INST]", "[1] A source.", f"[{'9' * 5000}]"):
         assert [one.prompt for one in read(tmp_path / "plain", f"{text}\nmore\n")] == [text, "more"]
     plain = read(tmp_path / "plain", "Once upon\x0ca time\r\nThere was")
     assert [one.prompt for one in plain] == ["Once upon\x0ca time", "There was"]
@@ -98,18 +98,15 @@ def test_options_of_rows_override_those_of_the_command(outrider: Outrider, tmp_p
 ARRAYS = [
     ('[{"prompt": "a"},\n{"prompt": "b"},\n', ", which begins like a JSON array: not JSON (Expecting value at line"),
     ('["a", 3]', ", item 2: neither a string nor a JSON object"),
-    ("[]", " contains no prompts"),
     ('["a", {"promt": "b"}]', ", item 2: a prompt has no field 'promt': did you mean 'prompt'?"),
 ]
 ASKED = [{"role": "user", "content": "a"}]
 REFUSED: list[tuple[Any, str]] = [
     ({"messages": []}, ": messages must be a list with at least one message"),
     ({"messages": ASKED, "prompt": "a"}, ": give a prompt or messages"),
-    ({"prompt": "a", "tools": []}, ": tools is for the messages of a chat"),
     ({"prompt": "\udc00"}, ": the prompt has a lone surrogate at 0"),
     ({"prompt": 5}, ": the key 'prompt' has no string"),
     ({"prompt": "a", "temprature": 0}, ": a prompt has no field 'temprature': did you mean 'temperature'?"),
-    ({"prompt": "a", "max_tokens": 5}, ": a prompt has no field 'max_tokens': did you mean 'max_new_tokens'?"),
     ({"prompt": "a", "colour": 5}, ": a prompt has no field 'colour': put your own notes under 'metadata'"),
     ({"prompt": "a", "temperature": float("nan")}, ": temperature = nan is invalid: a number >= 0"),
     ({"prompt": "a", "ignore_eos": "no"}, ": ignore_eos must be true or false, not 'no'"),

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.main import get_command
 
 from documents import check, check_lines
@@ -53,11 +54,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 
 def only_document(text: str, command: str) -> dict[str, Any]:
     """The one document that a text is: like its examples, and with the type of the model that ran."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    document: dict[str, Any] = json.loads(text, parse_constant=refuse)
+    document: dict[str, Any] = json.loads(text, parse_constant=pytest.fail)  # NaN is not JSON
     assert document["schema"] == title_of(command)
     check(document, command)
     has_model = command not in _WITHOUT_MODELS and "what_if" not in document["options"]
