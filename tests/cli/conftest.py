@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,21 +16,13 @@ from commands import Ended, Outrider, check_written
 from outrider.cli.app import main
 from outrider.models.loading import load_checkpoint
 
-
-@pytest.fixture(scope="session")
-def checkpoints() -> Any:
-    """Every model is read once; the commands of a session share what is read, not what is made of it."""
-    return cache(load_checkpoint)
-
-
-@pytest.fixture(scope="session")
-def parsers() -> Any:
-    """The commands and their options are made from the functions' signatures once; that takes longer than parsing."""
-    return cache(typer.main.get_command)
+# Every model is read once; the commands of a session share what is read, not what is made of it. The commands and their
+# options are made from the functions' signatures once; that takes longer than parsing.
+_checkpoints, _parsers = cache(load_checkpoint), cache(typer.main.get_command)
 
 
 @pytest.fixture(autouse=True)
-def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: Any, parsers: Any) -> Iterator[None]:
+def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No network, no files of the one who runs the tests, and all as it was at the end."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
     for name in ("TRANSFORMERS_VERBOSITY", "HF_HUB_VERBOSITY"):
@@ -39,8 +30,8 @@ def surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoints: A
     monkeypatch.setenv("TQDM_DISABLE", "1")
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist's processes have it
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(outrider.api, "load_checkpoint", checkpoints)
-    monkeypatch.setattr(typer.main, "get_command", parsers)
+    monkeypatch.setattr(outrider.api, "load_checkpoint", _checkpoints)
+    monkeypatch.setattr(typer.main, "get_command", _parsers)
     monkeypatch.setattr("outrider.cli.shared.progress.FIRST_S", 1e6)  # what is told of slow work depends on the machine
     monkeypatch.setattr("outrider.cli.commands.chat._SMALL_CHAT", "qwen3-8b")  # it may be installed, or not
     num_threads = torch.get_num_threads()

@@ -1,18 +1,13 @@
 """``outrider certify``."""
 
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from commands import Outrider, only_document
 from outrider.certify import controls
 from outrider.certify import run as certify
-from outrider.cli.commands import certify as command
-from outrider.errors import OptionError
 
 
 @pytest.fixture(autouse=True)
@@ -39,13 +34,10 @@ def test_a_certificate_is_the_same_once_more(
     assert "300 tokens in" in ended.out and "caught" in ended.out and "MISSED" not in ended.out
     first = only_document(file.read_text(), "certify")
     text = page.read_text(encoding="utf-8")
-    for shown in (text, ended.out):
-        assert "CERTIFIED (a correct system fails 1 run in 1,000)" in shown
-    assert "outrider certify --prompts" in text
+    assert "CERTIFIED (a correct system fails 1 run in 1,000)" in ended.out and "CERTIFIED (a correct" in text
     assert "<script" not in text and "href" not in text and "src=" not in text
     assert first["verdict"] == "passed" and len(first["weights"]["target"]) == len(first["weights"]["draft"]) == 64
     assert first["options"]["num_tokens"] == first["statistical"]["num_tokens"] == 300
-    assert first["options"]["num_draft_tokens"] == "auto"
     again = only_document(outrider("certify", "--prompts", prompts, *options, "--json", "-").out, "certify")
     assert {key for key, value in again.items() if value != first[key]} <= {"provenance"}
 
@@ -73,44 +65,3 @@ def test_a_wrong_loop_is_not_certified(outrider: Outrider, prompts: Path, monkey
     assert "differs from token" in ended.err and ": bug" in ended.err
     document = only_document(ended.out, "certify")
     assert document["statistical"]["wanted"] == 0.2 and 200 <= document["options"]["num_tokens"] < 1000
-
-
-def test_at_temperature_zero_greedy_texts_are_compared(outrider: Outrider, prompts: Path) -> None:
-    ended = outrider("certify", "--prompts", prompts, "-t", 0, "-n", 24, "--json", "-")
-    assert ended.code == 0
-    document = only_document(ended.out, "certify")
-    assert document["statistical"] is None and document["verdict"] == "passed"
-    (greedy,) = document["greedy"]
-    assert (greedy["num_texts"], greedy["num_tokens"], greedy["differences"]) == (2, 48, [])
-    assert "no randomness" in ended.err and "Same bytes as plain decoding: promised" in ended.err
-    assert re.search(r"\n greedy +2 +48 +0 +ok ", ended.err)
-
-
-def test_bad_options_are_refused_and_progress_tells_of_the_checks(
-    outrider: Outrider, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The checks come before the sample is counted."""
-    for arguments, message in (
-        (("--budget", "long"), "like 90s or 5m"),
-        (("--budget", "5m", "--num-tokens", 500), "give one of"),
-        (("--num-tokens", 5), ">= 200"),
-        (("--draft", "none"), "nothing to certify"),
-        (("--regex", "("), "regex = '('"),
-        (("-t", 0, "--detect-tv", 0.1, "--prompts", prompts), "leave it out"),
-    ):
-        assert message in outrider("certify", *arguments).error
-    running: list[str] = []
-
-    @contextmanager
-    def progress(what: str, *_: Any) -> Iterator[Callable[[int], None]]:
-        running.append(what)
-        yield lambda num_steps: None
-        running.pop()
-
-    def check(*_: Any) -> None:
-        raise OptionError("running", running[-1], "stop here")
-
-    monkeypatch.setattr(command, "progress", progress)
-    monkeypatch.setattr(certify, "run_checks", check)
-    error = outrider("certify", "--prompts", prompts, "--num-tokens", 300, "-n", 4).error
-    assert "checking the rule, and greedy texts against plain decoding" in error

@@ -15,21 +15,11 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture(scope="module")
-def written() -> list[str]:
-    """The file of ``samples``, once it has been made."""
-    return []
-
-
 @pytest.fixture
-def samples(outrider: Outrider, prompts: Path, tmp_path: Path, written: list[str]) -> Path:
+def samples(outrider: Outrider, prompts: Path, tmp_path: Path) -> Path:
     """What ``generate`` writes: text, token ids and options."""
     path = tmp_path / "samples"
-    if not written:
-        ended = outrider("generate", "--prompts", prompts, "--output", path, "-t", 0.8, "-n", 40, "--seed", 1)
-        assert ended.code == 0
-        written.append(path.read_text())
-    path.write_text(written[0])
+    assert outrider("generate", "--prompts", prompts, "--output", path, "-t", 0.8, "-n", 40, "--seed", 1).code == 0
     return path
 
 
@@ -43,27 +33,18 @@ def _write(path: Path, rows: list[dict]) -> Path:
 
 
 def test_what_generate_writes_is_consistent(outrider: Outrider, samples: Path, tmp_path: Path) -> None:
-    page = tmp_path / "page.html"
     ended = outrider("certify-samples", "fable", samples, "--draft", "fable-draft", "--json", "-")
     assert ended.code == 0, ended
     document = only_document(ended.out, "certify-samples")
-    assert document["shared_options"]["temperature"] == 0.8 and document["options"]["temperature"] == 1
-    assert document["verdict"] == "passed" and not document["is_text"] and document["greedy"] == []
+    assert document["shared_options"]["temperature"] == 0.8 and document["verdict"] == "passed"
     assert document["statistical"]["num_texts"] == 8 and document["statistical"]["places"] == []
     assert "CONSISTENT (a correct system fails" in ended.err and "towards the draft" in ended.err
-    twice = _write(tmp_path / "twice", _lines(samples) + _lines(samples)[:3])
-    assert "Repeated samples: 3" in outrider("certify-samples", "fable", twice).out
-    # The same ids, said to be of another temperature; and options that lines have of their own.
+    # The same ids, said to be of another temperature.
     rows = [{key: row[key] for key in ("prompt", "token_ids")} for row in _lines(samples)]
-    mixed = [row | {"options": {"top_p": 1, "temperature": 0.8}} if i % 2 else row for i, row in enumerate(rows)]
-    ended = outrider("certify-samples", "fable", _write(tmp_path / "mixed", mixed), "-t", 0.9, "--json", "-")
-    shared = only_document(ended.out, "certify-samples")["shared_options"]
-    assert shared["top_p"] == 1 and "temperature" not in shared
     others = _write(tmp_path / "others", rows)
     assert outrider("certify-samples", "fable", others, "-t", 0.8).code == 0
-    ended = outrider("certify-samples", "fable", others, "-t", 2, "--html", page)
+    ended = outrider("certify-samples", "fable", others, "-t", 2)
     assert ended.code == 1 and "NOT CONSISTENT" in ended.out and "towards a sharper distribution" in ended.out
-    assert "NOT CONSISTENT" in page.read_text(encoding="utf-8")
 
 
 def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, tmp_path: Path) -> None:
@@ -74,7 +55,7 @@ def test_greedy_texts_and_texts_without_ids(outrider: Outrider, prompts: Path, t
     ended = outrider("certify-samples", "fable", _write(path, rows), "--json", "-", *wide)
     document = only_document(ended.out, "certify-samples")
     assert ended.code == 0 and document["statistical"] is None and document["greedy"][0]["num_texts"] == 9
-    assert "for 9 samples" in " ".join(ended.err.split()) and document["greedy"][0]["differences"] == []
+    assert document["greedy"][0]["differences"] == []
     rows[4]["text"] = " and" * 5
     ended = outrider("certify-samples", "fable", _write(path, rows), *wide)
     assert ended.code == 1 and "line 5 differs from token 0 on" in ended.out and ": bug" in ended.out
@@ -86,15 +67,9 @@ def test_bad_files_are_refused_with_their_line(outrider: Outrider, tmp_path: Pat
     for rows, message in (
         ([good], "two samples"),
         ([good, {"prompt": "The king"}], "line 2: give 'token_ids'"),
-        ([good | {"prompt_ids": ["a"]}], "line 1: give 'prompt_ids'"),
-        ([{"prompt_ids": [1], "text": "a"}], "line 1: 'text' needs 'prompt'"),
         ([good, good | {"options": {"temp": 1}}], "line 2: unknown option 'temp'"),
-        ([good | {"options": [1]}], "line 1: the options [1] are not"),
-        ([good | {"options": {"logit_bias": {"4": 1}}}], "line 1: logit_bias must be a list"),
-        ([good, good | {"options": {"top_p": 2}}], "line 2: top_p = 2 is invalid"),
         ([good | {"token_ids": [10**6]}, good], "line 1: a token id outside"),
         ([good | {"token_ids": [3] * 2000}, good], "line 1: 2002 tokens"),
-        ([good, good | {"options": {"logit_bias": ["1000000=1"]}}], "logit_bias = 1000000"),
         ([{"prompt": "a", "token_ids": [3], "settings": {"chat": True}}], "give 'prompt_ids'"),
         ([{"prompt": "The", "text": "\ud800"}], "line 1: the prompt has a lone surrogate"),
         ([good | {"settings": {"regex": "[a-z]+"}}], "line 1: samples with a regex cannot be tested"),

@@ -1,6 +1,5 @@
 """``outrider chat``: as a filter of lines, and in a terminal."""
 
-import io
 import os
 import pty
 import re
@@ -13,27 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from commands import Outrider
 from outrider.cli.commands import chat
-from outrider.cli.commands.chat import Conversation
 from outrider.cli.shared.terminal import Writer
-from outrider.errors import DeviceError, NumericsError, OptionError, SessionError
 from outrider.records import Chunk
-from outrider.text.chat import Chat, ChatOptions
 from pairs import embedded, random_llama, save, word_tokenizer
 
-PROMPT_END = "{% if add_generation_prompt %}assistant: {% endif %}"
-TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + PROMPT_END
-LIMIT_S = 300.0  # until a test that hangs is given up
 LONG = "Once upon a time there was a king who had a daughter, and she was the fairest of them all"
 
 
 def _instruct(folder: Path) -> Path:
     """A model with a template that reads all messages, and the words of roles as unknown ones."""
     tokenizer = word_tokenizer()
-    tokenizer.chat_template = TEMPLATE
+    end = "{% if add_generation_prompt %}assistant: {% endif %}"
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}" + end
     return save(folder, random_llama(context_len=128), tokenizer)
 
 
@@ -44,8 +37,7 @@ def test_lines_are_continued(outrider: Outrider) -> None:
     second = embedded().generate("The king" + first, seed=4, max_new_tokens=6)[0].text
     third = embedded().generate("The king", seed=5, max_new_tokens=6)[0].text
     assert (ended.code, ended.out) == (0, f"{first}\n{second}\n{third}\n")
-    numbers = r"6 tokens, [\d.]+ tokens/s, tau [\d.]+ tokens/round, (\d+) of (\d+) prompt tokens cached, -n 6"
-    assert len(re.findall(numbers, ended.err)) == len(ended.err.splitlines()) == 3
+    assert len(re.findall(r"6 tokens, .* of \d+ prompt tokens cached", ended.err)) == len(ended.err.splitlines()) == 3
 
 
 def test_a_chat_has_a_history_and_a_system_message(outrider: Outrider, tmp_path: Path) -> None:
@@ -59,90 +51,35 @@ def test_a_chat_has_a_history_and_a_system_message(outrider: Outrider, tmp_path:
     assert [num_cached for num_cached, _ in counts] == [0, counts[0][1] - 1 + 4, 0]
     assert "there is no command /what" in ended.err and ended.err.count(chat._HELP) == 2
     assert len(ended.out.splitlines()) == 3
-
-
-def test_mistakes_end_a_filter(outrider: Outrider, tmp_path: Path) -> None:
+    assert "shorten it" in outrider("chat", folder, "none", "--generation-config", "none", stdin=b"w1 " * 130).error
     assert "has no chat template" in outrider("chat", "--system", "Be kind.").error
     assert "is not UTF-8" in outrider("chat", stdin=b"\xff\n").error
-    assert "no chat template" in outrider("chat", stdin=b"/system Be kind.\n").error
-    folder = _instruct(tmp_path / "model")
-    assert "shorten it" in outrider("chat", folder, "none", "--generation-config", "none", stdin=b"w1 " * 130).error
 
 
 def test_a_model_for_chats_that_states_no_sampling(outrider: Outrider, tmp_path: Path) -> None:
-    """It gets the options of other programs' chats, but those given; a line says which, and how to do without. Options
-    that a checkpoint states win; plain text of a base model is sampled as it is."""
+    """It gets the options of other programs' chats; a line says which. Options that a checkpoint states win."""
     folder, asked = _instruct(tmp_path / "model"), ("--seed", 1, "-n", 2)
     said = {"stdin": b"w1 w2\n"}
     ended = outrider("chat", folder, "none", *asked, **said)
     lines = ended.err.splitlines()
     assert lines[0] == "sampling: temperature 0.8, top-k 40, top-p 0.95, min-p 0.05, since model states none"
-    assert ended.code == 0 and lines[1] == "change it: -t 0.5 and the like; do without: --generation-config none"
-    ended = outrider("chat", folder, "none", *asked, "-t", 1, "--top-p", 1, **said)
+    assert ended.code == 0
+    ended = outrider("chat", folder, "none", *asked, "-t", 1, "--top-p", 1, **said)  # those given stand
     assert ended.err.startswith("sampling: top-k 40, min-p 0.05, since")
-    for more in (("--generation-config", "none"), ("-t", 0)):
-        assert "sampling" not in outrider("chat", folder, "none", *asked, *more, **said).err
+    assert "sampling" not in outrider("chat", folder, "none", *asked, "--generation-config", "none", **said).err
     (folder / "generation_config.json").write_text('{"temperature": 1.0}')
     assert "sampling" not in outrider("chat", folder, "none", *asked, **said).err
 
 
-def test_a_chat_begins_with_a_model_that_chats(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If it is here, and no other is named."""
-    targets: list[str] = []
-    monkeypatch.setattr("outrider.models.pairs.is_local", lambda spec: True)
-    monkeypatch.setattr(chat.PairOptions, "load", lambda self: targets.append(self.target) or embedded().plain())
-    monkeypatch.setattr(chat, "over_checkpoint", lambda sampling, *_: sampling)
-    for words in ((), ("fable",), ("--target", "fable"), ("--draft", "none")):
-        outrider("chat", *words)
-    assert targets == [chat._SMALL_CHAT, "fable", "fable", "fable"]
-
-
-def test_errors_do_not_end_a_chat_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next message is answered, with the history."""
-    said: list[str] = []
-    decoder, session, calls = embedded(), embedded().session(), []
-    stream = session.stream
-
-    def failing(prompt: Any, **options: Any) -> Any:
-        calls.append(prompt)
-        if 1 < len(calls) < 5:
-            raise (NumericsError, DeviceError, SessionError)[len(calls) - 2]("no more")
-        return stream(prompt, **options)
-
-    monkeypatch.setattr(session, "stream", failing)
-    monkeypatch.setattr(chat, "_say", said.append)
-    monkeypatch.setattr(chat, "_lines_of", lambda _: iter(["The king"] * 5))
-    screen = type("Screen", (io.StringIO,), {"isatty": lambda self: True})()
-    chat._talk(Conversation("m", None), decoder, session, {"seed": 1, "max_new_tokens": 4}, Console(file=screen))
-    assert ["error: no more" in one for one in said] == [False, True, True, True, False]
-    assert calls[1] == calls[4] and len(calls[0]) < len(calls[1])
-
-
-def test_conversations() -> None:
-    talk = Conversation("m", ChatOptions(system="S"), [("A", "B")])
-    user = [{"role": "user", "content": "A"}, {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]
-    assert talk.prompt("C") == Chat(user, ChatOptions(system="S")) and talk.prompt(" ") is None
-    talk.set_system("")
-    talk.turns.clear()
-    assert talk.prompt("C") == Chat(user[2:], ChatOptions())
-    text = Conversation("m", None)
-    assert text.prompt("") is None
-    text.turns.append(("A", " B"))
-    assert (text.prompt("C"), text.prompt("")) == ("A B\nC", "A B")
-    with pytest.raises(OptionError, match="m has no chat template"):
-        text.set_system("S")
-
-
-@pytest.mark.parametrize("num_presses", [1, 2])
-def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPatch, num_presses: int) -> None:
-    """And keeps its text so far, with its cache; pressed twice, it does not wait for the round."""
+def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And keeps its text so far, with its cache."""
     write, num_written = Writer.write_chunk, 0
 
     def pressed(writer: Writer, chunk: Chunk, styles: Any) -> None:
         nonlocal num_written
         write(writer, chunk, styles)
         num_written += 1
-        for _ in range(num_presses if num_written == 2 else 0):
+        if num_written == 2:
             signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(Writer, "write_chunk", pressed)
@@ -156,23 +93,6 @@ def test_ctrl_c_stops_an_answer(outrider: Outrider, monkeypatch: pytest.MonkeyPa
     assert cut and whole.startswith(cut) and int(second[1]) > 0
 
 
-def test_ctrl_c_at_the_prompt_ends_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    master, slave = pty.openpty()
-    typed = iter([KeyboardInterrupt(), "a text", EOFError()])
-
-    def typing(prompt: str) -> str:
-        if isinstance(found := next(typed), BaseException):
-            raise found
-        return found
-
-    with open(slave) as stream:
-        monkeypatch.setattr("sys.stdin", stream)
-        monkeypatch.setattr("builtins.input", typing)
-        assert list(chat._lines_of(Console(file=stream))) == ["a text"]
-    os.close(master)
-    assert "Ctrl-D or /quit ends the chat" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_in_a_terminal() -> None:
     """Loading is told in a line that is removed. Accepted tokens are underlined, a pasted text is one message, Ctrl-D
@@ -180,13 +100,12 @@ def test_in_a_terminal() -> None:
     master, slave = pty.openpty()
     command = [sys.executable, "-m", "outrider", "chat", "fable", "fable-draft", "--seed", "1", "-n", "20", "-k", "4"]
     environment = {**os.environ, "TERM": "xterm", "INPUTRC": os.devnull}
-    streams = {"stdin": slave, "stdout": slave, "stderr": slave}
     seen = ""
 
     def until(pattern: str) -> re.Match[str]:
         """Wait for a pattern in the new text."""
         nonlocal seen
-        end_s = time.monotonic() + LIMIT_S
+        end_s = time.monotonic() + 300  # until a test that hangs is given up
         while (match := re.search(pattern, seen)) is None:
             assert time.monotonic() < end_s, seen
             if select.select([master], [], [], 0.1)[0]:
@@ -194,7 +113,9 @@ def test_in_a_terminal() -> None:
         seen = seen[match.end() :]
         return match
 
-    with subprocess.Popen(command, **streams, env=environment, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+    ) as process:
         os.close(slave)
         try:
             text = until(r"(?s).*fable with fable-draft \(/help\).*a base model, which continues your text")[0]
@@ -205,7 +126,7 @@ def test_in_a_terminal() -> None:
             assert int(until(r"0 of (\d+) prompt tokens cached")[1]) > 7
             until("> ")
             os.write(master, b"\x04")
-            assert process.wait(LIMIT_S) == 0
+            assert process.wait(300) == 0
         finally:
             process.kill()
             os.close(master)

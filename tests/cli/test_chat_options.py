@@ -36,9 +36,11 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.mark.parametrize("command", [("generate", "-n", 2), ("plan", "-n", 4, "-k", 1)])
 def test_prompts_become_chats(outrider: Outrider, tmp_path: Path, written: list[str], command: tuple[Any, ...]) -> None:
-    """Texts by ``--chat``, which other options imply; messages without it; and a row's own options stand."""
+    """Texts by ``--chat``, which other options imply; messages, whose contents may be parts, without it; and a row's
+    own options stand."""
     prompts = tmp_path / "prompts.jsonl"
-    continued = ROW | {"continue_final_message": True}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Hello"}]}, ROW["messages"][1]]
+    continued = {"messages": parts, "continue_final_message": True}
     own = {**ROW, "tools": [{"type": "function"}], "chat_template_kwargs": {"think": False}}
     prompts.write_text("".join(json.dumps(row) + "\n" for row in ({"prompt": "The fox"}, continued, own)))
     ended = outrider(*command, "--prompts", prompts, *SYSTEM, *KWARGS, "--json", tmp_path / "out.json")
@@ -50,33 +52,14 @@ def test_prompts_become_chats(outrider: Outrider, tmp_path: Path, written: list[
         "system: Be brief user: Hello assistant: A hen 1 no:",
     }
     if command[0] == "generate":
-        (_, _, row) = only_document((tmp_path / "out.json").read_text(), "generate")["completions"]
-        assert row.items() >= own.items()
+        (_, other, row) = only_document((tmp_path / "out.json").read_text(), "generate")["completions"]
+        assert row.items() >= own.items() and other["messages"] == ROW["messages"]
 
 
-@pytest.mark.parametrize("command", [("generate",), ("compare", "--num-runs", 1, "--target", "fable")])
-def test_a_model_for_chats_is_pointed_out(outrider: Outrider, written: list[str], command: tuple[Any, ...]) -> None:
-    """Once, where it is given plain text. Text from a template is not plain."""
-    words = *command, "Hello", "-n", 1
-    hint = "fable has a chat template, but continues plain text here: add --chat to ask it as a user\n"
-    assert outrider(*words).err.count(hint) == 1 and written == []
-    assert hint not in outrider(*words, "--chat").err and set(written) == {"user: Hello no:"}
-    end = embedded().tokenizer.eos_token
-    assert hint not in outrider("generate", f"The fox{end}A hen", "-n", 1).err
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "row", "message"),
-    [
-        ('{"thought": 1}', None, "does not read 'thought', but think"),
-        ("{}", {**ROW, "chat_template_kwargs": {"x": 1}}, "line 1: chat_template_kwargs = {'x': 1} is invalid"),
-        ("{}", {"messages": [{"role": "system", "content": "a"}]}, "line 1: system = 'Be brief' is invalid"),
-    ],
-)
-def test_options_that_the_template_does_not_read(
-    outrider: Outrider, written: list[str], tmp_path: Path, kwargs: str, row: dict[str, Any] | None, message: str
-) -> None:
+def test_options_that_the_template_does_not_read(outrider: Outrider, written: list[str], tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    prompt = ("Hello",) if row is None else ("--prompts", path)
-    assert message in outrider("generate", *prompt, *SYSTEM, "--chat-template-kwargs", kwargs).error
+    path.write_text(json.dumps({**ROW, "chat_template_kwargs": {"x": 1}}) + "\n")
+    message = "line 1: chat_template_kwargs = {'x': 1} is invalid"
+    assert message in outrider("generate", "--prompts", path, *SYSTEM).error
+    words = "Hello", *SYSTEM, "--chat-template-kwargs", '{"thought": 1}'
+    assert "does not read 'thought', but think" in outrider("generate", *words).error

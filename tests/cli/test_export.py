@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from block_heads import add_tensors, write_block
+from block_heads import write_block
 from commands import Outrider, only_document
 from heads import write_eagle3
 from outrider.export.engines import ENGINES, RULES
@@ -29,8 +28,7 @@ def _values(script: Path) -> dict[str, str]:
     return {a: b for a, b in zip(words, words[1:], strict=False) if a.startswith("-")}
 
 
-@pytest.mark.parametrize("to", ENGINES)
-@pytest.mark.parametrize("temperature", [0.8, 0.0])
+@pytest.mark.parametrize(("to", "temperature"), [("vllm", 0.8), ("vllm", 0.0), ("llama.cpp", 0.8)])
 def test_each_folder_has_the_rule_and_the_options(
     outrider: Outrider, tmp_path: Path, to: str, temperature: float
 ) -> None:
@@ -43,10 +41,7 @@ def test_each_folder_has_the_rule_and_the_options(
     setting = "probabilistic" if temperature else "greedy"
     rule = ENGINES[to].rules[setting]
     assert (document["k"], document["law"], document["setting"]) == (3, rule, setting)
-    readme = found["README.md"].read_text()
-    assert RULES[rule] in readme and RULES[rule] in ended.out
-    draft = "fable-draft" if temperature else "fable-draft:greedy"
-    assert f"K = 3. `outrider replay LOG --draft {draft} --acceptance rejection` predicts tau" in readme
+    assert RULES[rule] in found["README.md"].read_text() and RULES[rule] in ended.out
     for name, path in found.items():
         text = path.read_text() if path.is_file() else ""
         assert not any(word in text for word in LOSSY), name
@@ -56,30 +51,20 @@ def test_each_folder_has_the_rule_and_the_options(
     request, values = json.loads(found["request.json"].read_text()), _values(found["serve.sh"])
     if to == "vllm":
         assert values["--max-model-len"] == "1024" and values["--speculative-config"] == "$(cat speculative.json)"
-        assert json.loads(found["speculative.json"].read_text()) == {
-            "method": "draft_model",
-            "model": "draft",
-            "num_speculative_tokens": 3,
-            "draft_sample_method": setting,
-            "rejection_sample_method": "standard",
-        }
+        own = json.loads(found["speculative.json"].read_text())
+        assert (own["method"], own["num_speculative_tokens"]) == ("draft_model", 3)
+        assert (own["draft_sample_method"], own["rejection_sample_method"]) == (setting, "standard")
         assert [request[key] for key in ("temperature", "top_k", "repetition_penalty")] == [temperature, 7, 1.25]
     else:
         assert values["--spec-draft-n-max"] == "3" and values["--spec-draft-sampling"] == setting
         assert values["--samplers"] == "penalties;temperature;top_k;top_p;min_p"
         names = ("--temp", "--top-k", "--top-p", "--min-p", "--repeat-penalty", "--repeat-last-n", "-c")
         assert [values[name] for name in names] == [f"{temperature:g}", "7", "1", "0", "1.25", "1024", "1024"]
-        lines = found["convert.sh"].read_text().splitlines()
-        assert lines[2:] == [
-            f"python convert_hf_to_gguf.py {zoo(name).resolve()} --outfile {one}.gguf"
-            for name, one in (("fable", "target"), ("fable-draft", "draft"))
-        ]
 
 
 def test_only_links_are_replaced(outrider: Outrider, tmp_path: Path) -> None:
-    for num in ((), ("-k", 7)):
-        ended = outrider("export", "--to", "vllm", "--output", tmp_path, "--json", "-", *num)
-        assert only_document(ended.out, "export")["k"] == (7 if num else 4)
+    for _ in range(2):
+        assert outrider("export", "--to", "vllm", "--output", tmp_path).code == 0
     assert (tmp_path / "target").resolve() == zoo("fable") and (tmp_path / "draft").resolve() == zoo("fable-draft")
     (tmp_path / "draft").unlink()
     (tmp_path / "draft").mkdir()
@@ -91,7 +76,7 @@ def test_heads_are_linked_or_converted_with_their_target(outrider: Outrider, tmp
     target = save(tmp_path / "T", model)
     write_eagle3(tmp_path / "eagle3", model, token_ids=[3, 5, 8, 13])
     write_block(tmp_path / "dflash", model, layout="speculators")
-    for to, kind in (("vllm", "eagle3"), ("vllm", "dflash"), ("llama.cpp", "eagle3")):
+    for to, kind in (("vllm", "dflash"), ("llama.cpp", "eagle3")):
         head, output = tmp_path / kind, tmp_path / f"{to} {kind}"
         ended = outrider("export", "--to", to, "--target", target, "--draft", head, "--output", output)
         assert (ended.code, ended.err) == (0, "")
@@ -106,16 +91,12 @@ def test_heads_are_linked_or_converted_with_their_target(outrider: Outrider, tmp
 
     def error(to: str, *more: object, **head: Any) -> str:
         write_block(tmp_path / "dflash", model, **{"layout": "speculators"} | head)
-        if head == {}:
-            add_tensors(tmp_path / "dflash", {"markov_head.markov_w1.weight": torch.zeros(97, 2)} if not more else {})
         pair = "--target", target, "--draft", tmp_path / "dflash"
         return outrider("export", "--to", to, *pair, "--output", tmp_path / "none", *more).error
 
     assert "takes eagle3 heads, too" in error("llama.cpp", "-k", 2)
     assert "drafts at most 4 tokens" in error("vllm", "-k", 5)
-    assert "is a DSpark head" in error("vllm")
     assert "is a DFlash 2 head" in error("vllm", layout="zlab", is_second=True)
-    assert "samples from its anchor" in error("vllm", sample_from_anchor=True)
     assert not (tmp_path / "none").exists()
 
 
@@ -125,26 +106,6 @@ def test_pairs_that_an_engine_cannot_serve_are_refused(outrider: Outrider, tmp_p
     pair = "export", "--to", "vllm", "--output", tmp_path / "out", "--target", target, "--draft"
     short = save(tmp_path / "short", random_llama(context_len=64), tokenizer)
     assert "takes 64 tokens: set --context 64" in outrider(*pair, short).error
-    assert "takes 256 tokens" in outrider(*pair, short, "--context", 512).error
-    wide = save(tmp_path / "wide", random_llama(100, context_len=256), tokenizer)
-    assert "vocab_size of 97" in outrider(*pair, wide).error
     other = save(tmp_path / "other", random_llama(context_len=256), word_tokenizer(word="v{}"))
     assert "have different tokenizers" in outrider(*pair, other).error
-    assert not (tmp_path / "out").exists()
-    assert outrider(*pair, short, "--context", 64).code == 0
-    assert _values(tmp_path / "out" / "serve.sh")["--max-model-len"] == "64"
-
-
-def test_bad_options_are_refused(outrider: Outrider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def error(to: str, *more: object) -> str:
-        return outrider("export", "--to", to, "--output", tmp_path / "out", *more).error
-
-    assert error("mlx").endswith("choose one of vllm, llama.cpp")
-    assert "has the flags of SGLang" in error("sglang")
-    assert "one number, or auto" in error("vllm", "-k", "1,2")
-    assert "name a draft model" in error("vllm", "--draft", "ngram")
-    assert "as stored" in error("vllm", "--target", "fable:int8", "--draft", "fable-draft")
-    assert "vLLM 0.33.0 cannot do this exactly" in error("vllm", "--min-p", 0.1)
-    monkeypatch.setattr("outrider.cli.commands.export.is_one_of_several", lambda: True)
-    assert "leave out torchrun" in error("vllm")
     assert not (tmp_path / "out").exists()

@@ -1,6 +1,8 @@
-"""The blocks of code of all pages are run, or at least parsed, as pages.py says.
+"""The blocks of code of all pages are run (with ``-m slow``), or at least parsed.
 
-Commands of ``outrider`` run in this process; curl and clients in Python get a real server.
+Those after a comment, which readers do not see, ``<!-- not run: REASON -->`` are only parsed. A block of ``text`` right
+after one that is run shows its output: every line of it was written, in this order. Numbers stand for any number, since
+most depend on the machine. Commands of ``outrider`` run in this process; curl and clients get a real server.
 """
 
 import ast
@@ -11,19 +13,19 @@ import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
 
-import outrider
 from commands import Outrider, command_of
-from pages import PAGES, ROOT, Block, blocks_of, missing_line, without_fences
+from outrider.api import load
+from pages import PAGES, ROOT
 from serve.servers import running
 
 ADDRESS = "http://127.0.0.1:8000"
-WITH_BLOCKS = [page for page in PAGES if any(block.is_run for block in blocks_of(page))]
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
 SHELL = {"cat", "curl", "echo", "ls"}  # run by a shell
 ONLY_READ = {"pip", "git", "python3", ".", "cd", "pytest"}  # of installations
@@ -34,6 +36,43 @@ FILES = {
     "animal.lark": 'start: " " ("fox" | "hen")\n',
     "story.txt": "The king saw the queen and the queen saw the king.\n" * 100,
 }
+
+
+FENCE = re.compile(r"^(?:<!-- ([^\n]*?) -->\n\n?)?```([^\n]*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A block of code: its line and language, its text, the comment before it, and the output that the page shows."""
+
+    line: int
+    language: str
+    code: str
+    mark: str = ""
+    output: str | None = None
+
+    @property
+    def is_run(self) -> bool:
+        return self.language in ("bash", "python") and not self.mark.startswith("not run: ")
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found, blocks = list(FENCE.finditer(text)), []
+    for match, after in zip(found, [*found, None][1:], strict=True):
+        is_shown = after and after[2] == "text" and not text[match.end() : after.start()].strip()
+        line = text.count("\n", 0, match.start()) + 1
+        blocks.append(Block(line, match[2], match[3], match[1] or "", after[3] if after and is_shown else None))
+    return blocks
+
+
+def missing_line(shown: str, written: str) -> str | None:
+    """The first line of ``shown`` that ``written`` does not have after the lines before it."""
+
+    def plain(line: str) -> str:
+        return " ".join(re.sub(r"[-+±]?\d[\d,]*(?:\.\d+)?(?:e-\d+)?", "0", line).split())
+
+    lines = iter([plain(line) for line in written.splitlines()])
+    return next((line for line in shown.splitlines() if plain(line) and plain(line) not in lines), None)
 
 
 def commands_of(code: str) -> list[list[str]]:
@@ -61,20 +100,10 @@ def commands_of(code: str) -> list[list[str]]:
     return [command for command in commands if command]
 
 
-def arguments_of(command: list[str]) -> list[str] | None:
-    """The arguments of ``outrider`` in a command, whatever starts it, or None."""
-    if "-m" in command and command[command.index("-m") + 1] == "outrider":
-        return command[command.index("-m") + 2 :]
-    for i, word in enumerate(command):
-        if word == "outrider":
-            return command[i + 1 :]
-    return None
-
-
-def check_options(arguments: list[str]) -> None:
+def check_options(rest: list[str]) -> None:
     """Every option of a command exists, and has a value where it needs one."""
     command = command_of("")
-    context, rest = command.make_context("outrider", [], resilient_parsing=True), arguments
+    context = command.make_context("outrider", [], resilient_parsing=True)
     while hasattr(command, "commands") and rest and not rest[0].startswith("-"):
         command = command.commands[rest[0]]
         context, rest = type(context)(command, info_name=rest[0], parent=context), rest[1:]
@@ -85,67 +114,56 @@ def check(block: Block) -> None:
     """A block can be parsed."""
     if block.language == "bash":
         for command in commands_of(block.code):
-            arguments = arguments_of(command)
-            if arguments is not None:
-                check_options(arguments)
+            if "outrider" in command:  # whatever starts it
+                check_options(command[command.index("outrider") + 1 :])
             for extras in re.findall(r"\[([a-z,]+)\]", " ".join(command)) if "pip" in command else ():
                 assert set(extras.split(",")) <= set(EXTRAS), command
-    parsers: dict[str, Callable[[str], object]] = {
-        "python": ast.parse,
-        "toml": tomllib.loads,
-        "json": json.loads,
-        "yaml": yaml.safe_load,
-    }
-    parsers.get(block.language, str)(block.code)
+    {"python": ast.parse, "toml": tomllib.loads, "json": json.loads, "yaml": yaml.safe_load}.get(block.language, str)(
+        block.code
+    )
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_can_be_parsed(page: Path) -> None:
     for block in blocks_of(page):
-        assert block.language in ("bash", "python", "toml", "json", "yaml", "text"), f"{page}:{block.line}"
         assert not block.mark or block.mark.startswith("not run: "), f"{page}:{block.line}"
         try:
             check(block)
         except Exception as error:
             raise AssertionError(f"{page}:{block.line}: {error}") from error
-    hidden = re.search(r"^ {4}(outrider|pip|curl|torchrun|python) .*", without_fences(page), re.MULTILINE)
-    assert hidden is None, f"{page}: a command outside of a fence: {hidden[0]}"
-
-
-def test_mistakes_are_found() -> None:
-    """The control."""
-    with pytest.raises(Exception, match="--draff"):
-        check(Block(1, "bash", "A=1 outrider compare --draff x | cat\n", "", None))
-    with pytest.raises(KeyError, match="comprae"):
-        check(Block(1, "bash", "torchrun --nproc-per-node 4 -m outrider comprae\n", "", None))
-    with pytest.raises(AssertionError):
-        check(Block(1, "bash", "pip install '.[serv]' && outrider compare\n", "", None))
-    code = "outrider compare \\\n  -k 3,5 > f.txt  # 'a comment\noutrider eval multiplication\n"
-    check(Block(1, "bash", code, "", None))
-    assert missing_line("a  1\nb", "x\na 27.5\ny\nb") is None
-    assert missing_line("a\nb", "b\na") == "b"
 
 
 @pytest.fixture
-def address(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], str]]:
+def url() -> Iterator[Callable[[], str]]:
     """Starts a server of the embedded pair when it is first asked for."""
     with ExitStack() as stack:
-        found: list[str] = []
 
-        def url() -> str:
-            if not found:
-                decoder = outrider.load("fable", "fable-draft")
-                found.append(stack.enter_context(running(decoder, names=("fable",))).url)
-            return found[0]
+        @cache
+        def started() -> str:
+            return stack.enter_context(running(load("fable", "fable-draft"), names=("fable",))).url
 
-        yield url
+        yield started
 
 
-def run_blocks(
-    page: Path, blocks: list[Block], run: Outrider, url: Callable[[], str], capsys: pytest.CaptureFixture[str]
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if any(one.is_run for one in blocks_of(page))], ids=lambda page: page.name
+)
+def test_blocks_run(
+    page: Path,
+    outrider: Outrider,
+    url: Callable[[], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """In a folder with the files that commands name."""
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
     names: dict[str, Any] = {}
-    for block in blocks:
+    for block in filter(lambda one: one.is_run, blocks_of(page)):
         code = block.code.replace(ADDRESS, url()) if ADDRESS in block.code else block.code
         written = ""
         if block.language == "python":
@@ -155,7 +173,7 @@ def run_blocks(
         else:
             for command in commands_of(code):
                 if command[0] == "outrider" and command[1] != "serve":  # the server of ``url`` takes its place
-                    ended = run(*command[1:])
+                    ended = outrider(*command[1:])
                     assert ended.code == 0, (page, block.line, command, ended)
                     written += ended.out + ended.err
                 elif command[0] in SHELL:
@@ -167,22 +185,3 @@ def run_blocks(
         if block.output is not None:
             missing = missing_line(block.output, written)
             assert missing is None, f"{page}:{block.line}: not written: {missing!r}, but:\n{written}"
-
-
-@pytest.fixture
-def page_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The working folder of a page, with the files that its commands name."""
-    for name, text in FILES.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("page_folder")
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_blocks_run(
-    page: Path, outrider: Outrider, address: Callable[[], str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_blocks(page, [block for block in blocks_of(page) if block.is_run], outrider, address, capsys)

@@ -23,16 +23,6 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_without_ray_the_extra_is_named(
-    outrider: Outrider, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "ray", None)
-    output = tmp_path / "out.jsonl"
-    message = outrider("generate", "--prompts", prompts, "--output", output, "--ray", "local").error
-    assert message == "this needs ray: pip install '.[ray]' in a clone of Outrider"
-    assert not output.exists()
-
-
 def test_errors_go_from_one_process_to_another() -> None:
     own = {"OptionError": ("--top-p", 7, "0 < top_p <= 1"), "MissingExtra": ("ray", "ray")}
     for name in outrider.errors.__all__:
@@ -45,8 +35,7 @@ def test_errors_go_from_one_process_to_another() -> None:
 
 
 def on_ray(prompts: Path, output: Path, *more: object) -> tuple[int, str]:
-    """Exit code and standard error of the command on Ray, in a process of its own: Ray starts threads and handles
-    signals."""
+    """Exit code and standard error of the command in a process of its own: Ray starts threads and handles signals."""
     pytest.importorskip("ray", reason="needs the extra 'ray'")
     if (os.cpu_count() or 1) < 2:
         pytest.skip("two workers need two cores")
@@ -61,34 +50,19 @@ def test_two_workers_write_what_one_process_writes(outrider: Outrider, prompts: 
     output, document, alone = (tmp_path / name for name in ("out.jsonl", "out.json", "alone.jsonl"))
     code, message = on_ray(prompts, output, "--json", document)
     assert code == 0, message
-    assert message.count("\n") == 1 and "(fable with fable-draft, K = 4, block, same" in message
     assert outrider("generate", "--prompts", prompts, "--output", alone, *OPTIONS).code == 0
     whole = sorted(alone.read_text().splitlines())
     assert sorted(output.read_text().splitlines()) == whole
     summary = only_document(document.read_text(), "generate")
     num_tokens = sum(len(json.loads(line)["token_ids"]) for line in whole)
     assert summary["stats"]["num_generated_tokens"] == num_tokens
-    assert summary["provenance"]["argv"][:2] == ["generate", "--prompts"]
     assert summary["provenance"]["dtype"] == "float64"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        ((), "{prompts}, line 61: the prompt has "),
-        (("--target", "fabel"), "no model is called 'fabel': did you mean 'fable'?"),
-        (("--ray", "auto"), "--ray = 'auto' is invalid: "),
-        (("--ray-workers", "99999"), "--ray-workers = 99999 is invalid: the cluster has room for "),
-    ],
-)
-def test_errors_are_one_line(prompts: Path, tmp_path: Path, more: tuple[str, ...], reason: str) -> None:
-    """Those that a worker finds, too."""
-    output = tmp_path / "out.jsonl"
+def test_an_error_that_a_worker_finds_is_one_line(prompts: Path, tmp_path: Path) -> None:
     with prompts.open("a") as stream:
         stream.write("word " * 2000 + "\n")
-    code, message = on_ray(prompts, output, *more)
-    assert code == 2
-    assert message.startswith("error: ") and message.count("\n") == 1
-    assert reason.format(prompts=prompts) in message
-    assert not output.exists()
+    code, message = on_ray(prompts, tmp_path / "out.jsonl")
+    assert code == 2 and message.startswith("error: ") and message.count("\n") == 1
+    assert f"{prompts}, line 61: the prompt has " in message and not (tmp_path / "out.jsonl").exists()

@@ -4,18 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from commands import Outrider, only_document, rows_of
 from outrider.measure.log import Log
-from pairs import embedded, random_llama, save
+from pairs import embedded
 
-PROMPTS = [
-    {"prompt": "Once upon a time", "category": "tale"},
-    {"turns": ["8 * 12 = ", "and then?"], "category": "sum"},
-    {"prompt": "the cat and the dog and the cat and the"},
-]
 TEXTS = ["Once upon a time", "8 * 12 = ", "the cat and the dog and the cat and the"]
+PROMPTS = [
+    {"prompt": TEXTS[0], "category": "tale"},
+    {"turns": [TEXTS[1], "and then?"], "category": "sum"},
+    {"prompt": TEXTS[2]},
+]
 GREEDY = ("-t", 0, "-n", 12, "--dtype", "float64")
 
 
@@ -39,26 +38,19 @@ def test_replayed_greedy_rounds_are_those_of_generate(outrider: Outrider, prompt
     assert [one.token_ids for one in Log.open(log).records] == [
         one.token_ids for one in embedded("float64").plain().generate(TEXTS, temperature=0.0, max_new_tokens=12)
     ]
-    names = ("--draft", "fable-draft", "--draft", "ngram")
-    ended = outrider(
-        "replay", log, *names, "-k", "1,3", "--acceptance", "block", "--dtype", "float64",
-        "--json", tmp_path / "replay.json", "--html", tmp_path / "tau.html", "--per-prompt",
-    )  # fmt: skip
-    assert ended.code == 0 and "<svg" in (tmp_path / "tau.html").read_text(encoding="utf-8")
+    names = ("--draft", "fable-draft", "--draft", "ngram", "-k", "1,3", "--acceptance", "block", "--dtype", "float64")
+    ended = outrider("replay", log, *names, "--json", tmp_path / "replay.json", "--per-prompt")
+    assert ended.code == 0
     document = only_document((tmp_path / "replay.json").read_text(), "replay")
     assert len(document["arms"]) == 4
     for arm in document["arms"]:
         options = ("-k", arm["k"], "--acceptance", "block", "--batch-size", 3, *GREEDY)
         generated = record(outrider, prompts, *options, name=f"{arm['draft']}-{arm['k']}", draft=arm["draft"])
-        document = only_document(outrider("replay", generated, "--per-prompt", "--json", "-").out, "analyze")
-        (got,) = document["arms"]
+        (got,) = only_document(outrider("replay", generated, "--per-prompt", "--json", "-").out, "analyze")["arms"]
         assert (got["draft"], got["k"]) == (arm["draft"], arm["k"])
         assert got["tau"] == pytest.approx(arm["tau"])
         assert arm["stats"]["num_rounds"] == pytest.approx(got["stats"]["num_rounds"])
         assert [one["category"] for one in got["categories"]] == ["sum", "tale"]
-    lines = [line for line in ended.out.splitlines() if line.split()[1:2] in (["all"], ["sum"], ["tale"])]
-    assert len(lines) == 12
-    assert "fable-draft" in ended.out and "tau, 95%" in ended.out
 
 
 def test_a_sampled_log_needs_probabilities_and_for_gumbel_the_target(outrider: Outrider, prompts: Path) -> None:
@@ -79,40 +71,28 @@ def test_a_sampled_log_needs_probabilities_and_for_gumbel_the_target(outrider: O
     assert a == b != c
 
 
-def test_printed_tensors_are_read_like_the_log_and_counts_of_rounds_too(
+def test_printed_tensors_outputs_with_a_draft_and_counts_of_rounds(
     outrider: Outrider, prompts: Path, tmp_path: Path
 ) -> None:
+    """All are read like the log; rows that failed are left out."""
     tensors, counts = tmp_path / "target.txt", tmp_path / "rounds.txt"
     log = record(outrider, prompts, *GREEDY, "--ignore-eos")
+    generated = record(outrider, prompts, "-k", 3, *GREEDY, "--ignore-eos", name="generated", draft="fable-draft")
     tensors.write_text("".join(f"tensor([{list(one.token_ids)}])\n" for one in Log.open(log).records))
     tokens = "--format", "tensors", "--prompts", prompts, "--tokenizer-of", "fable"
     arms = []
-    for where in ((log,), (tensors, *tokens, "--draft", "fable-draft")):
+    for where in ((log,), (generated,), (tensors, *tokens, "--draft", "fable-draft")):
         ended = outrider("replay", *where, "--dtype", "float64", "-k", "1-2", "--json", "-")
         arms.append(only_document(ended.out, "replay")["arms"])
-    assert arms[0] == arms[1]
+    assert arms[0] == arms[1] == arms[2]
     assert "assumes greedy outputs" in ended.err
     counts.write_text("[3]\n[5]\n[6]\n[1]\n[4]\n[6]\n")
     ended = outrider("replay", counts, "--per-prompt", "--tokens-per-prompt", 6, "-k", 2, "--json", "-")
     (arm,) = only_document(ended.out, "analyze")["arms"]
     assert arm["tau"]["value"] == 2.0 and arm["num_prompts"] == 2
     assert "the ends of prompts are guessed" in outrider("replay", counts, "--per-prompt").out
-    for text, message in (
-        ("[[1, 2]]", "has 1 outputs, but"),
-        ("[[1, 2], [1, 2], [1, 999999]]", "output 2: empty, or with ids unknown to fable"),
-    ):
-        tensors.write_text(f"{torch.tensor(json.loads(text))}\n")
-        assert message in outrider("replay", tensors, *tokens).error
-
-
-def test_outputs_with_a_draft_are_logs_too_without_rows_that_failed(outrider: Outrider, prompts: Path) -> None:
-    log = record(outrider, prompts, *GREEDY, "--probs")
-    generated = record(outrider, prompts, "-k", 3, "--probs", *GREEDY, name="generated", draft="fable-draft")
-    arms = [
-        only_document(outrider("replay", path, "-k", 2, "--dtype", "float64", "--json", "-").out, "replay")["arms"]
-        for path in (log, generated)
-    ]
-    assert arms[0] == arms[1]
+    tensors.write_text("tensor([[1, 2], [1, 2], [1, 999999]])\n")
+    assert "output 2: empty, or with ids unknown to fable" in outrider("replay", tensors, *tokens).error
     rows = rows_of(generated.read_text())
     rows[1] |= {"finish_reason": "error", "token_ids": []}
     generated.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -124,25 +104,15 @@ def test_bad_input_is_refused_in_one_line_and_changes_no_file(
 ) -> None:
     log = record(outrider, prompts, "-t", 0, "-n", 2)
     before = [file.read_bytes() for file in (prompts, log)]
-    (tmp_path / "text").write_text("once\n")
-    model = save(tmp_path / "model", random_llama())
-    cases = [
+    for arguments, message in (
         ((log, "--target", "fable-draft", "--draft", "ngram"), "recorded from fable"),
-        ((log, "--draft", model), "have different tokenizers; choose a draft of the same family"),
         ((prompts, "--per-prompt", "--json", prompts), "choose another file"),
-        ((tmp_path / "nowhere",), "cannot read"),
         ((prompts,), "create one with outrider generate --output"),
-        ((log, "--draft", "none"), "name a draft to replay"),
+        ((prompts, "--per-prompt"), "not a line of generate --output"),
         ((log, "--draft", "auto"), "give the log's target (--target)"),
         ((log, "-k", "auto"), "numbers, like 1-8"),
-        ((log, "--format", "xml"), "choose outrider or tensors"),
-        ((log, "--format", "tensors"), "tensors need --prompts and --tokenizer-of"),
-        ((tmp_path / "text", "--per-prompt"), "not a line of generate --output"),
-        ((log, "--tokens-per-prompt", 0), "--tokens-per-prompt = 0"),
         ((log, "--tokens-per-prompt", 9), "it needs --per-prompt and a file of counts"),
         ((prompts, "--per-prompt", "--draft", "ngram"), "is invalid: a file of rounds"),
-        ((prompts, "--per-prompt", "-k", "1-2"), "one number: that of the file"),
-    ]
-    for arguments, message in cases:
+    ):
         assert message in outrider("replay", *arguments).error
     assert [file.read_bytes() for file in (prompts, log)] == before

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from outrider.evals.multiplication import MAX_ANSWER_TOKENS, SheetScore, is_product, mcnemar, problems, prompt_of, score
+from outrider.evals.multiplication import SheetScore, is_product, mcnemar, problems, prompt_of, score
 from outrider.records import Stats, Timing
 from pairs import embedded
 
@@ -13,37 +13,21 @@ def test_the_first_line_is_the_product_and_nothing_else() -> None:
     assert prompt_of(6, 17) == "8 * 12 = 96\n25 * 4 = 100\n37 * 85 = 3145\n6 * 17 = "
     assert all(is_product(6, 17, text) for text in ("102", "102\n25 * 4", " 102 \r\n"))
     assert not any(is_product(6, 17, text) for text in ("1024", "", "\n102", "102.", "0102"))
-
-
-def test_problems_are_the_same_for_the_same_seed() -> None:
-    """A shorter sheet is the beginning of a longer one. Both ends occur among 2000 draws of 99 numbers (they would not
-    with a chance of 1e-8)."""
-    sheet = problems(300, seed=4)
-    assert sheet != problems(300, seed=5)
-    assert problems(10, seed=4) == sheet[:10]
-    factors = [factor for pair in problems(1000, seed=0) for factor in pair]
-    assert (min(factors), max(factors), len(set(factors))) == (1, 99, 99)
+    sheet = problems(300, seed=4)  # a shorter sheet is the beginning of a longer one
+    assert sheet != problems(300, seed=5) and problems(10, seed=4) == sheet[:10]
 
 
 def test_a_score_depends_neither_on_the_batch_nor_on_the_draft() -> None:
-    """At temperature 0 in float64: the answers to the letter; and the first lines of the text generated alone. When
-    sampled, row i has seed + i."""
+    """At temperature 0 in float64: the answers to the letter. When sampled, row i has seed + i."""
     decoder, sheet = embedded("float64"), problems(9, seed=1)
-    counted: list[int] = []
-    together = score(decoder, sheet, batch_size=8, seed=0, on_solved=counted.append, temperature=0.0)
+    together = score(decoder, sheet, batch_size=8, seed=0, temperature=0.0)
     plain = score(decoder.plain(), sheet, batch_size=1, seed=0, temperature=0.0)
-    assert counted == [1] * 9
     assert together.answers == plain.answers and together.is_solved == plain.is_solved
     assert plain.stats.num_draft_tokens == 0 < together.stats.num_draft_tokens
     sampled = score(decoder.plain(), sheet[:3], batch_size=2, seed=40)
     for i, factors in enumerate(sheet[:3]):
         options: dict[str, Any] = {"stop": "\n", "max_new_tokens": 8, "seed": 40 + i}
         assert sampled.answers[i] == decoder.plain().generate(prompt_of(*factors), **options)[0].text
-
-
-def test_the_budget_holds_the_largest_product() -> None:
-    """99 * 99 = 9801 and the end of the line, in the tokens of the embedded pair."""
-    assert max(len(embedded().encode(f"{number}\n")) for number in range(1000, 9802, 7)) <= MAX_ANSWER_TOKENS
 
 
 def test_scores_are_compared_problem_by_problem() -> None:

@@ -1,12 +1,10 @@
 """The page with a recorded race in it. (The events: tests/serve.)"""
 
 import base64
-import copy
 import hashlib
 import json
 import re
 
-from documents import examples
 from outrider.race.page import HEADERS, recorded_page
 
 
@@ -25,12 +23,3 @@ def test_a_recorded_page_allows_its_own_script_and_style_alone() -> None:
     assert "default-src 'none'" in policy and "connect-src" not in policy and "unsafe" not in policy
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert "unsafe" not in HEADERS["content-security-policy"]
-
-
-def test_measurements_and_their_origin_stand_below() -> None:
-    document = copy.deepcopy(examples()["compare"][0])
-    document["provenance"]["argv"] = ["compare", "a <b>"]
-    page = recorded_page([], document)
-    for words in ("<td>plain</td>", "outrider compare &#x27;a &lt;b&gt;&#x27;", "<dt>torch</dt><dd>2.13.0+cpu</dd>"):
-        assert words in page
-    assert "<dt>models</dt>" not in page  # not given

@@ -1,19 +1,15 @@
 """``/v1/race``: plain and speculative decoding side by side, in events."""
 
 import json
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import LIMIT_S, Running, running, wait_until, words
+from servers import Running, running, wait_until, words
 
 from outrider.api import load
 from outrider.decoder import Decoder
-from outrider.serve import admission
-from outrider.serve.race import Race
 from pairs import broken_model, embedded, word_tokenizer
 
 PROMPT = "Once upon a time there was a"
@@ -49,9 +45,9 @@ def ids_of(events: list[dict[str, Any]], arm: int) -> list[int]:
     return [token["id"] for event in events[1:-1] if event["arm"] == arm for token in event["tokens"]]
 
 
-@pytest.mark.parametrize("acceptance", ["rejection", "gumbel"])
-def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running, acceptance: str) -> None:
+def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running) -> None:
     """And its last event counts what the others tell; the arm that is behind is stepped."""
+    acceptance = "rejection"
     events = race(server, acceptance=acceptance, num_draft_tokens=3, temperature=0.8)
     start, *rounds, end = events
     assert (start["type"], {one["type"] for one in rounds}, end["type"]) == ("start", {"round"}, "end")
@@ -65,20 +61,16 @@ def test_a_race_is_of_the_texts_of_the_library(decoder: Decoder, server: Running
         assert "".join(token["text"] for event in own for token in event["tokens"]) == alone.text
         assert [token["origin"] for event in own for token in event["tokens"]] == list(alone.origins)
         assert end["arms"][which]["stats"] == alone.stats.to_json()
-        assert own[-1]["seconds"] == pytest.approx(end["arms"][which]["time_s"]["total"])
         assert [event["finish_reason"] for event in own] == [None] * (len(own) - 1) + [alone.finish_reason]
-    assert (ids_of(events, 0) == ids_of(events, 1)) == (acceptance == "gumbel")
     clocks = [0.0, 0.0]
     for event in rounds:
         which = event["arm"]
         assert clocks[which] <= clocks[1 - which]
         clocks[which] = float("inf") if event["finish_reason"] else event["seconds"]
 
-
-def test_rejected_drafts_are_told_with_p_and_q(server: Running) -> None:
-    """Those accepted are the tokens themselves, and a rejected one has p < q."""
+    # Drafts are told with p and q: those accepted are the tokens themselves, and a rejected one has p < q.
     num_rejected = 0
-    for event in race(server, acceptance="rejection")[1:-1]:
+    for event in rounds:
         accepted = [(token["id"], token["text"]) for token in event["tokens"] if token["origin"] == "accepted"]
         assert [(one["id"], one["text"]) for one in event["drafted"][: len(accepted)]] == accepted
         assert all(0 <= one["p"] <= 1 and 0 < one["q"] <= 1 for one in event["drafted"])
@@ -87,38 +79,6 @@ def test_rejected_drafts_are_told_with_p_and_q(server: Running) -> None:
             assert first["p"] < first["q"] and first["id"] != event["tokens"][-1]["id"]
             num_rejected += 1
     assert num_rejected > 1
-
-
-def test_what_may_be_chosen(server: Running) -> None:
-    """Drafts that need no model, under gumbel with the same text; a seed is drawn where none is given."""
-    with server.http() as http:
-        found = http.get("/v1/race/choices").json()
-    assert found == {
-        "target": "toy",
-        "drafts": ["fable-draft", "ngram", "suffix", "none"],
-        "acceptances": ["rejection", "block", "gumbel"],
-        "acceptance": "block",
-        "num_draft_tokens": 4,
-        "most_draft_tokens": 16,
-        "max_model_len": 256,
-    }
-    seeds = set()
-    for drafter in ("suffix", "none"):
-        fields = {"drafter": drafter, "acceptance": "gumbel", "num_draft_tokens": 7, "max_tokens": 16, "seed": None}
-        events = race(server, **fields)
-        seeds.add(events[0]["seed"])
-        assert events[0]["arms"][1]["draft"] == (None if drafter == "none" else drafter)
-        assert ids_of(events, 0) == ids_of(events, 1)
-    assert len(seeds) == 2 and 0 <= min(seeds) and max(seeds) < 2**32
-
-
-def test_a_race_changes_no_text_beside_it(decoder: Decoder, server: Running) -> None:
-    (alone,) = decoder.generate(PROMPT, seed=1, max_new_tokens=20)
-    body = {"prompt": PROMPT, "seed": 1, "max_tokens": 20}
-    with ThreadPoolExecutor() as pool, server.http() as http:
-        beside = pool.submit(race, server, max_tokens=32)
-        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == alone.text
-    assert beside.result()[-1]["type"] == "end"
 
 
 def test_a_race_that_is_left_ends() -> None:
@@ -133,27 +93,6 @@ def test_a_race_that_is_left_ends() -> None:
             assert server.num_open == 1
         wait_until(lambda: server.num_open == 0)
         assert race(server, prompt="w1")[-1]["type"] == "end"
-
-
-def test_a_race_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a model is slow: comments come, which clients ignore."""
-    monkeypatch.setattr(admission, "_KEEP_ALIVE_S", 0.05)
-    may_end = threading.Event()
-
-    def slow(self: Race) -> Iterator[dict[str, Any]]:
-        yield {"type": "start"}
-        assert may_end.wait(LIMIT_S)
-        yield {"type": "end"}
-
-    monkeypatch.setattr(Race, "events", slow)
-    with running(words()) as server, server.http() as http:
-        with http.stream("POST", "/v1/race", json={"prompt": "w1"}) as response:
-            lines = response.iter_lines()
-            begun = ['data: {"type": "start"}', "", ": keep-alive", "", ": keep-alive"]
-            assert [next(lines) for _ in range(5)] == begun
-            may_end.set()
-            told = [line for line in lines if line.startswith("data:")]
-            assert told == ['data: {"type": "end"}', "data: [DONE]"]
 
 
 def test_a_model_that_fails_ends_the_race_alone(tmp_path: Path) -> None:

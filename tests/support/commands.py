@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.main import get_command
 
 from documents import check, check_lines
@@ -14,7 +15,6 @@ from outrider.cli.app import app
 from outrider.cli.shared.output import title_of
 
 _WITHOUT_MODELS = "models", "analyze", "export"
-_LINES = {"generate": "generate-output"}  # of --output
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,7 @@ def rows_of(text: str) -> list[dict[str, Any]]:
 
 def only_document(text: str, command: str) -> dict[str, Any]:
     """The one document that a text is: like its examples, and with the type of the model that ran."""
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is not JSON")
-
-    document: dict[str, Any] = json.loads(text, parse_constant=refuse)
+    document: dict[str, Any] = json.loads(text, parse_constant=pytest.fail)  # NaN is not JSON
     assert document["schema"] == title_of(command)
     check(document, command)
     has_model = command not in _WITHOUT_MODELS and "what_if" not in document["options"]
@@ -67,23 +63,11 @@ def only_document(text: str, command: str) -> dict[str, Any]:
 
 
 def check_written(words: Sequence[str], out: str) -> None:
-    """Hold what a command wrote against the examples.
-
-    Args:
-        words: of the command line.
-        out: standard output.
-    """
+    """Hold what a command wrote, to files and to standard output, against the examples."""
     values = dict(zip(words, words[1:], strict=False))
-    if target := values.get("--json"):
-        text = out if target == "-" else _text_of(target)
-        if text is not None:
-            document = json.loads(text)
-            check(document, document["schema"].split("/")[1])
-    if output := values.get("--output"):
-        if words[0] in _LINES:
-            check_lines(_text_of(output) or "", _LINES[words[0]])
-
-
-def _text_of(file: str) -> str | None:
-    """None of devices and pipes."""
-    return Path(file).read_text(encoding="utf-8") if Path(file).is_file() else None
+    target, output = values.get("--json"), values.get("--output")
+    if target == "-" or (target and Path(target).is_file()):  # devices and pipes are not read
+        document = json.loads(out if target == "-" else Path(target).read_text(encoding="utf-8"))
+        check(document, document["schema"].split("/")[1])
+    if words[0] == "generate" and output and Path(output).is_file():
+        check_lines(Path(output).read_text(encoding="utf-8"), "generate-output")

@@ -30,18 +30,13 @@ def launched(*arguments: object, size: int = 2) -> Iterator[subprocess.Popen[str
 
 def ranks_of(launcher: subprocess.Popen[str]) -> dict[str, int]:
     """The process numbers by rank, as Linux tells them."""
-    with suppress(FileNotFoundError):  # it has ended
-        children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-        return {rank: int(pid) for pid in children if (rank := _rank(pid)) is not None}
-    return {}
-
-
-def _rank(pid: str) -> str | None:
-    with suppress(FileNotFoundError, ProcessLookupError):
-        for entry in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
-            if entry.startswith("RANK="):
-                return entry.removeprefix("RANK=")
-    return None
+    ranks: dict[str, int] = {}
+    with suppress(FileNotFoundError, ProcessLookupError):  # one has ended
+        for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split():
+            for entry in Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0"):
+                if entry.startswith("RANK="):
+                    ranks[entry.removeprefix("RANK=")] = int(pid)
+    return ranks
 
 
 def said_by_loading(*names: str) -> str:

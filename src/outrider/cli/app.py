@@ -67,7 +67,7 @@ compare model.gguf -t 0
 compare {_PAIR} -k 2-6
 latency -k 1-4
 latency {_PAIR}
-models {_PAIR}
+models --target qwen3-8b
 plan {_PAIR}
 plan --what-if alpha=0.8,c=0.05
 replay log.jsonl --draft ngram --draft suffix -k 1-8
