@@ -14,15 +14,13 @@ from pairs import embedded, random_llama, word_tokenizer
 
 def test_the_fingerprint_changes_with_a_weight() -> None:
     tokenizer = word_tokenizer()
-    one, same, other = random_llama(), random_llama(), random_llama()
-    with torch.no_grad():
-        other.model.layers[0].mlp.up_proj.weight += 1e-6
-    prints = [fingerprint_of(load(model, "ngram", tokenizer=tokenizer)) for model in (one, same, other)]
+    models = [random_llama() for _ in range(3)]
+    models[2].model.layers[0].mlp.up_proj.weight.data += 1e-6
+    prints = [fingerprint_of(load(model, "ngram", tokenizer=tokenizer)) for model in models]
     assert prints[0] == prints[1] != prints[2]
 
 
 def test_images_are_promised_nothing() -> None:
-    """The model's own code reads them."""
     decoder = embedded()
     assert same_bytes_of(decoder) == "promised"
     assert same_bytes_of(replace(decoder, processor=object())) == "promised, but for images"

@@ -1,5 +1,5 @@
-"""Requests whose reading costs much more than their bytes: each thing is read once, bounded, and not for clients that
-have left; long answers are written in pieces."""
+"""Requests whose reading costs much more than their bytes are bounded, and not read for clients that have left; long
+answers are written in pieces."""
 
 import json
 import socket
@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from servers import LIMIT_S, Running, as_sent, running, wait_until
 
-from outrider.requests import hooks
 from outrider.serve import body as reader
 from outrider.serve.answers import json_text
 from outrider.serve.http_errors import Refusal
 from outrider.serve.prepare import Preparer
-from outrider.text import structure
 from pairs import embedded
 
 
@@ -23,28 +21,6 @@ from pairs import embedded
 def server() -> Iterator[Running]:
     with running(embedded(), context_len=128, num_slots=2) as one:
         yield one
-
-
-def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> list[Any]:
-    """The calls of a function."""
-    calls, inner = list[Any](), getattr(owner, name)
-
-    def outer(*given: Any, **more: Any) -> Any:
-        calls.append(given)
-        return inner(*given, **more)
-
-    monkeypatch.setattr(owner, name, outer)
-    return calls
-
-
-def test_options_are_read_once_for_all_rows(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    words, grammars = (counted(monkeypatch, *pair) for pair in ((hooks, "_word_ids"), (structure, "_grammar")))
-    with server.http() as http:
-        for options in ({"bad_words": ["hen", [5, 6]]}, {"guided_choice": ["hen", "fox"]}):
-            words.clear(), grammars.clear()
-            body = {"prompt": ["A", "B", "C"], "n": 4, "max_tokens": 2, **options}
-            assert len(http.post("/v1/completions", json=body).raise_for_status().json()["choices"]) == 12
-            assert (len(words), len(grammars)) == (1, int("guided_choice" in options))
 
 
 def test_nothing_is_read_for_clients_that_have_left(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +55,6 @@ def test_a_body_of_many_parts_is_refused_before_it_is_built(monkeypatch: pytest.
     many = 300_000
     for body in (
         "{" + ",".join(f'"f{i}":0' for i in range(many)) + "}",
-        '{"prompt": [' + ",".join(["[]"] * many) + "]}",
         '{"prompt": "\\"", "a": [' + ",".join(["{}"] * many) + "]}",
         '{"a": "' + '\\"' * 100_000 + '", "b": ' + "[" * many,
     ):
@@ -91,7 +66,7 @@ def test_long_answers_are_written_in_pieces(server: Running, monkeypatch: pytest
     """Of no more than some hundred items: the encoder holds the interpreter."""
     value = {"a": [], "b": {}, "c": [{"d": [[i, {"e": None}] for i in range(n)]} for n in (0, 1, 250)], "ü": "\u2028"}
     for options in ({}, {"ensure_ascii": False, "separators": (",", ":")}):
-        assert json_text(value, **options) == json.dumps(value, **options)  # type: ignore[arg-type]
+        assert json_text(value, **options) == json.dumps(value, **options)
     longest, encode = [0], json.JSONEncoder.encode
 
     def watched(self: json.JSONEncoder, given: Any) -> str:
@@ -103,9 +78,4 @@ def test_long_answers_are_written_in_pieces(server: Running, monkeypatch: pytest
     body = json.dumps({"prompt": [[7] * 120] * 8, "max_tokens": 1, "echo": True, "logprobs": 9, "prompt_logprobs": 20})
     with server.http() as http:
         sent = {"content": body, "headers": {"content-type": "application/json"}}
-        assert len(http.post("/v1/completions", **sent).raise_for_status().content) > 6 * longest[0]  # type: ignore[arg-type]
-    longest[0] = 0
-    choices = [{"logprobs": {"content": [{"token": "a"}] * 100}} for _ in range(150)]
-    assert len(json_text({"choices": choices})) > 100 * longest[0]
-    with pytest.raises(AssertionError):
-        json_text({1: "a"})
+        assert len(http.post("/v1/completions", **sent).raise_for_status().content) > 6 * longest[0]

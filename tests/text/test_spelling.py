@@ -22,9 +22,7 @@ def _with_specials(names: Sequence[str], *, begins: bool = False) -> PreTrainedT
 
 
 def _spelling(target: PreTrainedTokenizerFast, draft: PreTrainedTokenizerFast) -> Spelling:
-    found = spelling_of(target, draft, len(target), len(draft))
-    assert found is not None
-    return found
+    return spelling_of(target, draft, len(target), len(draft))
 
 
 def test_tokens_are_equal_if_their_bytes_are() -> None:
