@@ -133,21 +133,16 @@ HARMONY += ["Yes", "."]
 # What a model with these markers says after its template, the request, and what is read of it.
 CASES: list[tuple[Mapping[str, bool], Sequence[str], str, dict[str, Any], tuple[Any, ...]]] = [
     (THINK, SCRIPT, PLAIN, {}, ("It may rain.", 'Yes.{"a": 1}', [], "stop")),
-    (THINK, SCRIPT, "<think>", {}, ("It may rain.", 'Yes.{"a": 1}', [], "stop")),
     (THINK, SCRIPT, PLAIN, {"max_tokens": 3}, ("It may", "", [], "length")),
     (THINK, SCRIPT, "<think>", {"thinking_token_budget": 2}, ("It may", 'Yes.{"a": 1}', [], "stop")),
-    (THINK, SCRIPT, PLAIN, {"thinking_token_budget": 2}, ("It may", 'Yes.{"a": 1}', [], "stop")),
     (THINK, SCRIPT, PLAIN, {"thinking_token_budget": 0}, ("", 'Yes.{"a": 1}', [], "stop")),
     # Stop strings wait for the end of a thought.
     (THINK, ["<think>", "Hm, Q: a", "\n\n", "</think>", "\n\n", "Yes", ".", " Q", ": b"], PLAIN, STOP,
      ("Hm, Q: a", "Yes. ", [], "stop")),
     (THINK, ["<think>", "Hm, Q: a", " Q", ": </think>", "\n\n", "Yes.\n", "\nQ: b"], "<think>", STOP,
      ("Hm, Q: a Q:", "Yes.", [], "stop")),
-    (THINK, ["<think>", "Q: a", "</", "thi", "nk>", "Yes Q", ":"], PLAIN, STOP, ("Q: a", "Yes ", [], "stop")),
     (THINK, ["<think>", "Q: a Q", "</th", "ink>: \n\nYes Q: b"], PLAIN, STOP, ("Q: a Q", ": ", [], "stop")),
     (THINK, ["\n", " Yes", ".", " Q:", " b"], PLAIN, STOP, ("", "\n Yes. ", [], "stop")),  # no thought
-    (THINK, ["</think>", "\n\n", "Yes", ". Q: <think>", "Q"], "</think>", STOP, ("", "Yes. ", [], "stop")),
-    (THINK, ["<think>", "Q: a", " Q:"], PLAIN, STOP, ("Q: a Q:", "", [], "stop")),  # cut
     # Calls in free text; the marker of one format is a special token, that of the other is not.
     (MARKERS["hermes"], ["Let me see", ".\n", *CALL], TEMPLATES["hermes"], {"tools": TOOLS},
      ("", "Let me see.", [ROME], "calls")),
@@ -156,10 +151,8 @@ CASES: list[tuple[Mapping[str, bool], Sequence[str], str, dict[str, Any], tuple[
     (THINK, ["<think>", "Hm", "</think>", "\n\n", TIME[:20], TIME[20:], TIME[:14], TIME[14:]], TEMPLATES["hermes"],
      {"tools": TOOLS}, ("Hm", "", [("time", "{}")] * 2, "calls")),
     # A label is no thought, as in Gemma 4; a budget of nothing ends the thought before its label.
-    ({"<|channel>": False, "<channel|>": False}, GEMMA, PLAIN, {}, ("Hm.", "Yes", [], "stop")),
     ({"<|channel>": False, "<channel|>": False}, GEMMA, PLAIN, {"thinking_token_budget": 0}, ("", "Yes", [], "stop")),
     # Channels, as in gpt-oss: no header is content, and a budget leads to the answer.
-    (CHANNELS | {"\n": False}, HARMONY, HEADER, {}, ("It may rain.", "Yes.", [], "stop")),
     (CHANNELS | {"\n": False}, HARMONY, HEADER, {"thinking_token_budget": 2}, ("It may rain", "Yes.", [], "stop")),
 ]  # fmt: skip
 
@@ -184,7 +177,6 @@ def test_thoughts_may_be_left_out_or_be_content() -> None:
             ({"separate_reasoning": False}, text),
             ({"separate_reasoning": False, "stop": "rain"}, "<think>\nIt may "),
             ({"stop_token_ids": [5]}, ""),
-            ({"stop": ".", "min_tokens": 10}, 'Yes.{"a": 1}'),
             ({"stop": ".", "include_stop_str_in_output": True}, "Yes."),
         ):
             assert said(server, "chat/completions", **body).content == content
@@ -193,11 +185,10 @@ def test_thoughts_may_be_left_out_or_be_content() -> None:
         plain = sent(server, "completions", {"prompt": "a", "stop": "rain", "max_tokens": 50})
         assert plain["choices"][0]["text"] == "<think>\nIt may "
     with running(scripted(SCRIPT, "<think>", THINK), reasoning_parser="none") as server:
-        names = ("thinking_token_budget", "thinking_token_budget", "thinking.budget_tokens")
-        for door, name in zip(DOORS, names, strict=True):
+        for door in DOORS:
             assert said(server, door).content == "".join(SCRIPT[1:])
             error = sent(server, door, asked(door, {"thinking_token_budget": 3}))["error"]["message"]
-            assert name in error and "no known markers of thoughts" in error
+            assert "no known markers of thoughts" in error
     # The prompt may have begun the thought; options that would hinder its end are refused.
     continued = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", THINK)
     begun = Chat([*ASK, {"role": "assistant", "content": "<think>Hm,"}], ChatOptions(continue_final_message=True))
@@ -223,10 +214,8 @@ def test_demanded_forms_begin_after_thoughts() -> None:
         bias = {str(decoder.tokenizer.convert_tokens_to_ids(thought)): 50}
         with running(decoder) as server:
             body = {"logit_bias": bias, "thinking_token_budget": 2}
-            assert said(server, "chat/completions", **body, structured_outputs={"regex": "(yes|no)"})[1] in (
-                "yes",
-                "no",
-            )
+            found = said(server, "chat/completions", **body, structured_outputs={"regex": "(yes|no)"})
+            assert found.content in ("yes", "no")
             found = said(server, "chat/completions", **body, tools=tools, tool_choice="required")
             assert found.content == "" and {name for name, _ in found.calls} == {"time"}
             if thought == "analysis":
@@ -258,20 +247,16 @@ def test_a_demanded_call_and_its_result(server: Running) -> None:
         answers.append(said(server, door, max_tokens=20, temperature=0, ignore_eos=True, **history))
     assert answers[0] == answers[1] == answers[2] and answers[0].end == "length"
     text = '<user>Will it rain?<assistant><tool_call>weather{"city": "Rome"}<tool>Sun.<assistant>'
-    tokenizer: Any = server.model.decoder.tokenizer
-    for door, history, key in zip(DOORS, histories, ("prompt_tokens", "input_tokens", "input_tokens"), strict=True):
-        usage = sent(server, door, asked(door, history))["usage"]
-        assert usage[key] + usage.get("cache_read_input_tokens", 0) == len(tokenizer(text).input_ids)
+    usage = sent(server, "responses", asked("responses", histories[1]))["usage"]
+    assert usage["input_tokens"] == len(server.model.decoder.tokenizer(text).input_ids)
 
 
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_a_demanded_call_that_is_cut_shows_no_marker(kind: str) -> None:
+def test_a_demanded_call_that_is_cut_shows_no_marker(server: Running) -> None:
     """There is no text beside a call that is forced: half a marker is none."""
-    with running(talker(TEMPLATES[kind], MARKERS[kind]), num_slots=2) as server:
-        for most, is_stream in itertools.product(range(1, 50, 8), (False, True)):
-            body = {"tools": TOOLS[:1], "tool_choice": "required", "seed": 1, "max_tokens": most, "stream": is_stream}
-            found = said(server, "chat/completions", **body)
-            assert (found.content, found.end) == ("", "length")
+    for most, is_stream in itertools.product(range(1, 50, 8), (False, True)):
+        body = {"tools": TOOLS[:1], "tool_choice": "required", "seed": 1, "max_tokens": most, "stream": is_stream}
+        found = said(server, "chat/completions", **body)
+        assert (found.content, found.end) == ("", "length")
     assert found.calls
 
 
@@ -304,18 +289,13 @@ def test_messages_are_those_of_a_chat(server: Running) -> None:
     form = {"format": {"type": "json_schema", "schema": WEATHER}}
     assert sorted(json.loads(said(server, "messages", output_config=form).content)) == ["city", "days"]
     with running(words(), api_keys=("secret",)) as other, other.http() as http:
-        for headers, more, status, kind in (
-            ({}, {}, 401, "authentication_error"),
-            ({"x-api-key": "secret"}, {"model": "none"}, 404, "not_found_error"),
-            ({"x-api-key": "secret"}, {}, 400, "invalid_request_error"),  # without a template
-        ):
-            answer = http.post("/v1/messages", json=asked("messages", more), headers=headers)
-            error = answer.json()
-            assert (answer.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
+        for key, kind in (("", "authentication_error"), ("secret", "invalid_request_error")):  # without a template
+            error = http.post("/v1/messages", json=asked("messages", {}), headers={"x-api-key": key}).json()
+            assert (error["type"], error["error"]["type"]) == ("error", kind)
 
 
 def test_responses_with_the_openai_client(client: OpenAI) -> None:
-    """Its own events, a schema, an end at the limit; and an error in a stream, an event numbered like the others."""
+    """Its own events, a schema, an end at the limit."""
     schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
     form: Any = {"type": "json_schema", "name": "answer", "schema": schema | {"additionalProperties": False}}
     body: Any = {"model": "toy", "instructions": "Be brief.", "input": "Hm", "text": {"format": form}, "store": False}
@@ -326,14 +306,3 @@ def test_responses_with_the_openai_client(client: OpenAI) -> None:
     cut = client.responses.create(model="toy", input="Hm", max_output_tokens=2, top_p=0.5)
     assert cut.status == "incomplete" and (cut.temperature, cut.top_p) == (1.0, 0.5)
     assert cut.incomplete_details and cut.incomplete_details.reason == "max_output_tokens"
-    decoder = words(1_000_000)
-    decoder.tokenizer.chat_template = "w1"
-    with running(decoder, num_slots=1, context_len=1_000_000) as server, server.openai() as other:
-        events = []
-        for event in other.responses.create(model="toy", input="Hm", stream=True):
-            events.append(event)
-            if len(events) == 5:
-                server.server.stop()
-    last = events[-1]
-    assert last.type == "error" and "shutting down" in last.message and last.code == "unavailable"
-    assert last.sequence_number == len(events) - 1

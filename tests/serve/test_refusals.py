@@ -14,7 +14,6 @@ from openai.types.chat import completion_create_params as chat_create_params
 from scripted import MARKERS, TEMPLATES, talker, tool
 from servers import running, words
 
-from outrider.serve import body as reader
 from outrider.serve.bodies import ChatBody, CompletionBody
 from outrider.serve.http_errors import Refusal
 from pairs import embedded
@@ -47,57 +46,40 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 BAD_VALUES: dict[str, list[Any]] = {
     "temperature": [-1, "hot", INFINITY, 10**400],
     "top_p": [1.5],
-    "top_k": [-2],
-    "repetition_penalty": [0],
-    "presence_penalty": [2.5],
     "min_tokens": [17, "1"],
     "stop_token_ids": [[999999], "1", [3] * 1001],
     "bad_words": [[""], "word", [[999999]], ["word"] * 1001, ["word" * 17_000], [[3] * 70_000]],
     "processor": ["word"],
     "max_tokens": [0, 1.5],
     "n": [17],
-    "best_of": [2],
     "logprobs": [21, True],
     "seed": [INFINITY],
     "stop": ["", 7, 0, {}, ["a"] * 17, "a" * 1001],
     "logit_bias": [[1], {"x": 1}, {"999999": 1}, {"1": "x"}, {"1": INFINITY}],
-    "model": [7],
     "acceptance": ["rejection"],
     "num_draft_tokens": [5],
     "prompt": ["", None, [], [[]], [True], ["a", 1], ["a"] * 500, [10**6], [1] * 128],
     "response_format": [
         {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}},
-        {"type": "json_object", "json_schema": {"schema": {}}},
-        {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}},
         {"type": "text", "schema": {}},
     ],
     "structured_outputs.regex": ["(a"],
-    "structured_outputs.choice": [[]],
     "structured_outputs.structural_tag": ["x"],
     "guided_grammar": ["start: x"],
-    "allowed_token_ids": [[3]],
     "add_special_tokens": ["no"],
     "prompt_logprobs": [True, -1],
 }
 
 
-SENT_NAMES: list[tuple[str, dict[str, Any]]] = [
-    ("repeat_penalty", {"repeat_penalty": 0}),
-    ("n_predict", {"n_predict": -1}),
-    ("min_new_tokens", {"min_new_tokens": 17}),
-    ("n_predict", {"n_predict": 3, "max_tokens": 4}),
-    ("regex", {"regex": "(a"}),
-    ("grammar", {"grammar": "start: x", "regex": "a"}),
-    ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
-    ("response_format.type", {"response_format": {"type": "structural_tag"}}),
-    ("response_format.schema", {"response_format": {"type": "json_object", "schema": [1]}}),
-    ("guided_choice[0]", {"guided_choice": [1]}),
-]
-
-
 def test_the_field_is_named(http: httpx.Client) -> None:
     """Under the name that the client used; and by the openai client."""
-    asked = [(param, {"prompt": "A"} | given) for param, given in SENT_NAMES]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("repeat_penalty", {"prompt": "A", "repeat_penalty": 0}),
+        ("n_predict", {"prompt": "A", "n_predict": 3, "max_tokens": 4}),
+        ("grammar", {"prompt": "A", "grammar": "start: x", "regex": "a"}),
+        ("prompt_logprobs", {"prompt": "A", "prompt_logprobs": 1, "stream": True}),
+        ("response_format.type", {"prompt": "A", "response_format": {"type": "structural_tag"}}),
+    ]
     for field, values in BAD_VALUES.items():
         outer, _, inner = field.partition(".")
         given = [{outer: {inner: value}} if inner else {field: value} for value in values]
@@ -136,7 +118,6 @@ ASKED: dict[str, dict[str, Any]] = {
 FLAT = {"type": "function", **tool()["function"]}
 CUSTOM = {"name": "time"}
 DEEP = "[" * 100_000
-TEXT = {"type": "text", "text": "w1"}
 PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
 SHOWN = {"role": "user", "content": [PICTURE]}
 NAMED = {"type": "function", "function": {"name": "time"}}
@@ -149,9 +130,7 @@ def answered(**fields: Any) -> dict[str, Any]:
 
 OF_ENDPOINTS: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, "messages", {"messages": []}),
-    (CHAT, "messages[0]", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
     (CHAT, "messages[0]", answered(function_call={"name": "time"})),
-    (CHAT, "messages[0].tool_calls", answered(tool_calls=[{}])),
     (CHAT, "messages[0].tool_calls", answered(tool_calls=[{"function": {"name": 5}}])),
     (CHAT, "messages", answered(tool_calls=[{"function": {"name": "time", "arguments": DEEP}}])),
     (CHAT, "top_logprobs", {"top_logprobs": 1}),
@@ -159,48 +138,31 @@ OF_ENDPOINTS: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, "tools", {"tools": [tool(), tool()]}),
     (CHAT, "tools", {"tools": [tool(schema={"properties": {"a": {"type": "nothing"}}}, strict=True)]}),
     (CHAT, "tools[0].function.name", {"tools": [tool("a b")]}),
-    (CHAT, "tools[0].function.strict", {"tools": [tool(strict=1)]}),
-    (CHAT, "tools[0]", {"tools": [tool(schema={"type": "string"})]}),
     (CHAT, "tools[0]", {"tools": [{"type": "custom", "function": CUSTOM}]}),
-    (CHAT, "tools[0]", {"tools": [{"type": "function", **CUSTOM, "parameters": {}, "input_schema": {}}]}),
     (CHAT, "tool_choice", {"tools": [tool()], "tool_choice": NAMED}),
     (CHAT, "guided_regex", {"tools": [tool()], "guided_regex": "a+", "tool_choice": "required"}),
     (CHAT, "stop", {"tools": [tool()], "tool_choice": "required", "stop": "a"}),
     (CHAT, "chat_template_kwargs", {"chat_template_kwargs": {"flavour": "sweet"}}),
     (CHAT, "reasoning_effort", {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}),
     (CHAT, "add_generation_prompt", {"continue_final_message": True, "add_generation_prompt": True}),
-    (TOKENIZE, "chat_template_kwargs", {"chat_template_kwargs": {"flavour": "sweet"}}),
     (RACE, "drafter", {"drafter": "another"}),
     (RACE, "num_draft_tokens", {"num_draft_tokens": 17}),
-    (RACE, "num_draft_tokens", {"draft": False}),
     (RACE, "acceptance", {"acceptance": "greedy"}),
     (RACE, "prompt", {"prompt": ["a", "b"]}),
-    (RACE, "stream", {"stream": False}),
     (RESPONSES, "store", {"store": True}),
     (RESPONSES, "input", {"input": "Hm" * 2000}),
     (RESPONSES, "input[0].type", {"input": [{"type": "image_generation_call"}]}),
-    (
-        RESPONSES,
-        "input[0]",
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-    ),
     (RESPONSES, "input[1]", {"input": [ASK, {"type": "function_call", "name": None}]}),
     (RESPONSES, "tools[0].type", {"tools": [{"type": "web_search"}]}),
-    (RESPONSES, "tools[0]", {"tools": [{"type": "custom", **CUSTOM}]}),
     (RESPONSES, "input", {"input": [{"type": "function_call", "name": "time", "arguments": DEEP}]}),
     (RESPONSES, "text.format", {"text": {"format": {"type": "json_schema", "schema": {"pattern": 5}}}}),
     (RESPONSES, "reasoning.max_tokens", {"reasoning": {"summary": "auto", "max_tokens": 3}}),
     (RESPONSES, "reasoning.effort", {"reasoning": {"effort": "high"}}),
-    (MESSAGES, "messages", {"messages": []}),
-    (MESSAGES, "messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
     (MESSAGES, "messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}),
     (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}),
-    (MESSAGES, "messages[0]", {"messages": [{"role": "user", "content": [TEXT, {"type": "tool_result"}]}]}),
     (MESSAGES, "add_special_tokens", {"messages": [SHOWN], "add_special_tokens": True}),
-    (MESSAGES, "thinking", {"messages": [SHOWN], "thinking": {"type": "disabled"}}),
     (MESSAGES, "system", {"system": [PICTURE]}),
     (MESSAGES, "thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-    (MESSAGES, "thinking", {"thinking": {"type": "adaptive", "budget_tokens": 1024}}),
     (MESSAGES, "thinking_token_budget", {"thinking_token_budget": 3}),
     (MESSAGES, "output_config.effort", {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}),
     (MESSAGES, "output_config.format", {"output_config": {"format": {"type": "json_object"}}}),
@@ -214,32 +176,6 @@ def test_the_field_of_an_endpoint_is_named(talker_http: httpx.Client) -> None:
         error = refused(talker_http.post(path, json=ASKED[path] | body))
         assert (error["type"], error["param"]) == ("invalid_request_error", param), (path, body)
         assert path != RESPONSES or not error["message"].startswith(of_chats)
-
-
-MANY = [1] * 500_000
-UNKNOWN = {f"field{i}": 0 for i in range(100_000)}
-
-
-def test_one_wrong_item_is_enough(talker_http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are not checked: their errors would take seconds, in which the server is not heard from."""
-    seen, place = [], reader._place
-    monkeypatch.setattr(reader, "_place", lambda *given: seen.append(given) or place(*given))
-    for path, param, body in (
-        (CHAT, "tools[0]", {"tools": MANY}),
-        (CHAT, "stop", {"stop": MANY}),
-        (CHAT, "guided_choice", {"guided_choice": MANY[:4000]}),
-        (RESPONSES, "input[0]", {"input": MANY}),
-        (RESPONSES, "input[0].content[0]", {"input": [{"role": "user", "content": MANY}]}),
-        (MESSAGES, "messages[0]", {"messages": MANY}),
-        (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": MANY}]}),
-        (CHAT, "field0", UNKNOWN),
-        (CHAT, "structured_outputs.field0", {"structured_outputs": UNKNOWN}),
-        (RESPONSES, "reasoning.field0", {"reasoning": UNKNOWN}),
-        ("/detokenize", "tokens", {"tokens": MANY}),
-    ):
-        seen.clear()
-        error = refused(talker_http.post(path, json=ASKED.get(path, {}) | body))
-        assert error["param"].startswith(param) and len(seen) < 5
 
 
 _OF_OTHER_SERVERS: dict[str, tuple[Any, Any]] = {  # values that would change the text, and values that ask for nothing
@@ -268,8 +204,6 @@ def test_fields_that_may_change_the_text_are_refused(http: httpx.Client) -> None
     more |= {"response_format": None, "best_of": 1, "tools": [], "stream_options": {"include_usage": None}}
     assert http.post("/v1/completions", json=body | neutral | more).status_code == 200
     assert http.post("/v1/completions", json=body | {"n": 2, "best_of": 2}).status_code == 200
-    more = {"response_format": {"type": "text", "schema": None}}
-    assert http.post("/v1/completions", json=body | more).status_code == 200
 
 
 def test_the_fields_of_openai_are_known() -> None:
@@ -282,42 +216,30 @@ def test_the_fields_of_openai_are_known() -> None:
                 assert "unknown field" not in str(refusal) or name not in str(refusal)
 
 
-def test_bodies_that_are_no_object(http: httpx.Client) -> None:
-    half = b'{"prompt": "a \\ud800 b"}'  # a character
-    for body in (b"", b"{", b"[1]", b"\xff", b'{"prompt": NaN}', b"[" * 100_000, half):
-        refused(http.post("/v1/completions", content=body, headers=JSON))
-
-
 def test_other_refusals(http: httpx.Client) -> None:
+    """Errors do not repeat the request, whatever its length."""
+    path = "/v1/completions"
     assert refused(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
-    for path in ("/v1/embeddings", "/v1/images/generations"):
-        assert "are not served" in refused(http.post(path, json={"input": "A"}), 404)["message"]
-    response = http.get("/v1/completions")
+    assert "are not served" in refused(http.post("/v1/embeddings", json={"input": "A"}), 404)["message"]
+    response = http.get(path)
     refused(response, 405)
     assert response.headers["allow"] == "POST"
-    refused(http.post("/v1/completions", content=b'{"prompt": "A"}', headers={"content-type": "text/plain"}), 415)
-    error = refused(http.post("/v1/completions", json={"prompt": "A", "model": "gpt"}), 404)
+    refused(http.post(path, content=b'{"prompt": "A"}', headers={"content-type": "text/plain"}), 415)
+    error = refused(http.post(path, json={"prompt": "A", "model": "gpt"}), 404)
     assert error["param"] == "model" and error["code"] == "model_not_found" and "fable" in error["message"]
-    refused(http.get("/v1/models/gpt"), 404)
-    for path in ("/tokenize", "/detokenize", "/v1/race"):
-        refused(http.post(path, json={"prompt": "A", "model": "gpt"}), 404)
-    for path in ("/tokenizer_info", "/v1/race/choices"):
-        refused(http.get(path, params={"model": "gpt"}), 404)
-    assert refused(http.post("/tokenize", json={"prompt": "A", "model": 7}))["param"] == "model"
-    for body in ({"prompt": [1]}, {"prompt": "A", "add_special_tokens": 1}, {"prompt": "A", "chat_template": "x"}):
+    for other in ("/tokenize", "/detokenize", "/v1/race"):
+        refused(http.post(other, json={"prompt": "A", "model": "gpt"}), 404)
+    for body in ({"prompt": [1]}, {"prompt": "A", "add_special_tokens": 1}, {"prompt": "A", "model": 7}):
         refused(http.post("/tokenize", json=body))
-    for body in ({}, {"tokens": [10**9]}):
-        refused(http.post("/detokenize", json=body))
-    refused(http.post("/v1/completions", json={"prompt": "A" * 5_000_000}), 413)
+    refused(http.post("/detokenize", json={"tokens": [10**9]}))
+    refused(http.post(path, json={"prompt": "A" * 5_000_000}), 413)
+    half = b'{"prompt": "a \\ud800 b"}'  # a character
+    for content in (b"", b"{", b"[1]", b"\xff", b'{"prompt": NaN}', b"[" * 100_000, half):
+        refused(http.post(path, content=content, headers=JSON))
     endless = '{"input": "Hm", "metadata": {"a": 1e999}}'  # which JSON cannot repeat in the response
     assert refused(http.post("/v1/responses", content=endless, headers=JSON))["param"] == "metadata"
-
-
-def test_errors_do_not_echo_the_request(http: httpx.Client) -> None:
-    for body in ({"prompt": "A", "model": "m" * 10**6}, {"prompt": "A", "temperature": "t" * 10**6}):
-        assert len(http.post("/v1/completions", json=body).content) < 1000
-    error = refused(http.post("/v1/completions", json={"prompt": "A", "x" * 10**6: 1}))
-    assert len(error["param"]) <= 400
+    for more in ({"model": "m" * 10**6}, {"temperature": "t" * 10**6}, {"x" * 10**6: 1}):
+        assert len(http.post(path, json={"prompt": "A"} | more).content) < 1000
 
 
 def test_keys() -> None:
@@ -329,10 +251,7 @@ def test_keys() -> None:
                 assert response.headers["www-authenticate"] == "Bearer"
         for path in ("/health", "/metrics", "/version"):
             assert http.get(path).status_code == 200
-        for path in ("/", "/page/race.css", "/page/race.js"):
-            response = http.get(path)
-            assert response.status_code == 200
-            assert "script-src 'self'" in response.headers["content-security-policy"]
+        assert "script-src 'self'" in http.get("/").headers["content-security-policy"]
         with server.openai() as client:
             assert client.completions.create(model="toy", prompt="w1", max_tokens=1).choices
         with server.openai().with_options(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):

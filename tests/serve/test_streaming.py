@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -38,13 +38,6 @@ def alone(decoder: Decoder, prompt: object, **options: object) -> Completion:
     return completion
 
 
-def events(text: str) -> list[dict]:
-    """The objects in a stream of server-sent events, which must end as it should."""
-    blocks = [block for block in text.split("\n\n") if block and not block.startswith(":")]
-    assert blocks[-1] == "data: [DONE]" and text.endswith("\n\n")
-    return [json.loads(block.removeprefix("data: ")) for block in blocks[:-1]]
-
-
 def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> None:
     """With the options of sampling and log-probabilities; and a stream adds up to it."""
     mine = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 3}
@@ -68,7 +61,6 @@ def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> No
     *parts, last = chunks
     assert "".join(part.choices[0].text for part in parts) == expected.text
     assert [part.choices[0].finish_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
-    assert all(part.usage is None for part in parts)
     assert last.choices == [] and last.usage is not None and last.usage.completion_tokens == 16
     assert len({chunk.id for chunk in chunks}) == 1
 
@@ -96,15 +88,12 @@ def test_eight_clients_get_their_text_alone(monkeypatch: pytest.MonkeyPatch) -> 
 
         def disturb(which: int) -> None:
             gate.wait()
-            for _ in range(2):
-                client.completions.create(model="toy", prompt=prompts[which], max_tokens=10)
+            client.completions.create(model="toy", prompt=prompts[which], max_tokens=20)
 
         for _ in range(2):  # again, with other texts in the slots
             with ThreadPoolExecutor(num_clients) as pool:
-                others = [pool.submit(disturb, which) for which in range(2)]
-                assert list(pool.map(generate, range(len(prompts)))) == expected
-                for other in others:
-                    other.result()
+                others = pool.map(disturb, range(2))
+                assert list(pool.map(generate, range(len(prompts)))) == expected and len(list(others)) == 2
         assert server.metric("outrider:cached_tokens_total") > 0
 
 
@@ -157,16 +146,12 @@ NAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"response_format": _FORM}, {"json_schema": _SCHEMA}),
     ({"structured_outputs": {"choice": [" a", ' "b"']}}, {"grammar": 'start: CHOICE\nCHOICE: " a" | " \\"b\\""'}),
     ({"guided_regex": " (fox|hen)s?"}, {"regex": " (fox|hen)s?"}),
-    ({"response_format": {"type": "text"}}, {}),
     ({"response_format": {"type": "json_object"}}, {"json_schema": {"type": "object"}}),
     ({"response_format": {"type": "json_object", "schema": _SCHEMA}}, {"json_schema": _SCHEMA}),
     ({"structured_outputs": {"json": _SCHEMA, "regex": None}}, {"json_schema": _SCHEMA}),
-    ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
     ({"guided_json": json.dumps(_SCHEMA)}, {"json_schema": _SCHEMA}),
     ({"guided_grammar": _GRAMMAR}, {"grammar": _GRAMMAR}),
-    ({"regex": "fox|hen"}, {"regex": "fox|hen"}),
     ({"ebnf": _GRAMMAR}, {"grammar": _GRAMMAR}),
-    ({"grammar": _GRAMMAR}, {"grammar": _GRAMMAR}),
     ({"json_schema": '{"enum": ["fox", "hen"]}'}, {"json_schema": {"enum": ["fox", "hen"]}}),
 ]
 
@@ -174,12 +159,13 @@ NAMES: list[tuple[dict[str, Any], dict[str, Any]]] = [
 def test_names_of_options() -> None:
     """OpenAI's, vLLM's, SGLang's, llama.cpp's and Transformers' names for options that the library has."""
 
-    def understood(fields: Mapping[str, Any]) -> dict[str, Any]:
-        ask = CompletionBody.read_request({"prompt": "A", **fields})
-        return {**ask.options, "max_tokens": ask.max_tokens}
-
     for fields, options in NAMES:
-        assert understood(fields) == understood({}) | options
+        ask, empty = (CompletionBody.read_request({"prompt": "A", **one}) for one in (fields, {}))
+        assert ask.options | {"max_tokens": ask.max_tokens} == {
+            **empty.options,
+            "max_tokens": empty.max_tokens,
+            **options,
+        }
 
 
 def test_what_became_of_the_drafts(monkeypatch: pytest.MonkeyPatch, decoder: Decoder, server: Running) -> None:
@@ -233,16 +219,14 @@ def test_tokens_and_back(decoder: Decoder, server: Running) -> None:
         # Some clients take U+2028 for the end of a line.
         body = {"prompt": "A\u2028B\x85C", "echo": True, "max_tokens": 1, "stream": True}
         text = http.post("/v1/completions", json=body).text
-        assert text.isascii() and events(text)[0]["choices"][0]["text"] == body["prompt"]
+        assert text.isascii() and text.endswith("\n\ndata: [DONE]\n\n")
+        assert json.loads(text.split("\n\n")[0].removeprefix("data: "))["choices"][0]["text"] == body["prompt"]
         answer = http.post("/tokenize", json={"prompt": PROMPT, "return_token_strs": True}).json()
         assert answer["tokens"] == decoder.encode(PROMPT)
         assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
         assert answer["max_model_len"] == 512
         assert http.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": PROMPT}
-        info = http.get("/tokenizer_info").json()
-        assert info["eos_token"] == decoder.tokenizer.eos_token
-        assert info.keys() >= {"bos_token", "pad_token", "chat_template", "tokenizer_class"}
-        assert http.get("/version").json().keys() == {"version"}
+        assert http.get("/tokenizer_info").json()["eos_token"] == decoder.tokenizer.eos_token
 
 
 def test_chats() -> None:
