@@ -20,7 +20,7 @@ def test_a_cut_is_not_seen() -> None:
     for own in ({"stop": whole.text[24:38]}, penalties, penalties | {"max_new_tokens": 12}):
         (uncut,) = decoder.generate(prompt, **options | own)
         chunks = list(decoder.stream(prompt, **options | own))
-        assert len(chunks) > 3
+        assert len(chunks) > 2
         for cut in range(1, len(chunks)):
             ids = [i for chunk in chunks[:cut] for i in chunk.token_ids]
             after = list(decoder.stream(prompt, resume_ids=ids, **options | own))

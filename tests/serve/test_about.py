@@ -2,12 +2,7 @@
 
 from dataclasses import replace
 
-import torch
-
 from outrider.api import load
-from outrider.certify import divergence
-from outrider.records import MediaPrompt
-from outrider.runtime.execution import OF_IMAGES
 from outrider.serve.about import fingerprint_of, same_bytes_of
 from pairs import embedded, random_llama, word_tokenizer
 
@@ -24,7 +19,3 @@ def test_images_are_promised_nothing() -> None:
     decoder = embedded()
     assert same_bytes_of(decoder) == "promised"
     assert same_bytes_of(replace(decoder, processor=object())) == "promised, but for images"
-    request = decoder.request("The king", {"temperature": 0.0}).request
-    assert divergence._promise(decoder.target, [request]) == "promised"
-    media = MediaPrompt(torch.zeros(1, 1, 1), None, 0, {}, {})
-    assert divergence._promise(decoder.target, [request, replace(request, media=media)]) == OF_IMAGES

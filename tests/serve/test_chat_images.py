@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 from servers import running
 from transformers.image_utils import load_image
@@ -125,14 +124,6 @@ def test_images_that_cannot_be_read_are_refused(
         decoder.encode(chat(small))
     with pytest.raises(PromptError, match="this model reads no images .*: leave them out"):
         outrider.load(random_llama()).generate([chat(small)])
-
-
-def test_a_processor_without_pixels_is_refused(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Images in another form would be dropped."""
-    processor = type(decoder.processor)
-    monkeypatch.setattr(processor, "__call__", lambda *_, **__: {"input_ids": torch.tensor([[1]]), "patches": 1})
-    with pytest.raises(PromptError, match="no 'pixel_values' for images, but input_ids, patches"):
-        decoder.generate([chat(part(picture(1)))])
 
 
 def test_the_server_takes_images_in_the_request(

@@ -11,26 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
-from scripted import MARKERS, TEMPLATES, talker, tool
-from servers import running, words
+from scripted import tool
+from servers import Running, running, words
 
 from outrider.serve.bodies import ChatBody, CompletionBody
 from outrider.serve.http_errors import Refusal
 from pairs import embedded
 
-INFINITY = float("inf")
 JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
     with running(embedded(), context_len=128, names=("fable",)) as one, one.http() as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def talker_http() -> Iterator[httpx.Client]:
-    with running(talker(TEMPLATES["hermes"], MARKERS["hermes"]), num_slots=1) as one, one.http() as client:
         yield client
 
 
@@ -44,29 +37,22 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 BAD_VALUES: dict[str, list[Any]] = {
-    "temperature": [-1, "hot", INFINITY, 10**400],
+    "temperature": [-1, "hot", float("inf"), 10**400],
     "top_p": [1.5],
     "min_tokens": [17, "1"],
     "stop_token_ids": [[999999], "1", [3] * 1001],
     "bad_words": [[""], "word", [[999999]], ["word"] * 1001, ["word" * 17_000], [[3] * 70_000]],
-    "processor": ["word"],
     "max_tokens": [0, 1.5],
-    "n": [17],
     "logprobs": [21, True],
-    "seed": [INFINITY],
+    "seed": [float("inf")],
     "stop": ["", 7, 0, {}, ["a"] * 17, "a" * 1001],
-    "logit_bias": [[1], {"x": 1}, {"999999": 1}, {"1": "x"}, {"1": INFINITY}],
+    "logit_bias": [[1], {"x": 1}, {"999999": 1}, {"1": "x"}, {"1": float("inf")}],
     "acceptance": ["rejection"],
     "num_draft_tokens": [5],
     "prompt": ["", None, [], [[]], [True], ["a", 1], ["a"] * 500, [10**6], [1] * 128],
-    "response_format": [
-        {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}},
-        {"type": "text", "schema": {}},
-    ],
+    "response_format": [{"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}],
     "structured_outputs.regex": ["(a"],
-    "structured_outputs.structural_tag": ["x"],
     "guided_grammar": ["start: x"],
-    "add_special_tokens": ["no"],
     "prompt_logprobs": [True, -1],
 }
 
@@ -78,7 +64,6 @@ def test_the_field_is_named(http: httpx.Client) -> None:
         ("n_predict", {"prompt": "A", "n_predict": 3, "max_tokens": 4}),
         ("grammar", {"prompt": "A", "grammar": "start: x", "regex": "a"}),
         ("prompt_logprobs", {"prompt": "A", "prompt_logprobs": 1, "stream": True}),
-        ("response_format.type", {"prompt": "A", "response_format": {"type": "structural_tag"}}),
     ]
     for field, values in BAD_VALUES.items():
         outer, _, inner = field.partition(".")
@@ -104,42 +89,24 @@ def test_a_grammar_that_comes_to_its_limits_is_a_mistake_of_the_client(http: htt
     assert "all constrain the output" in error["message"]
 
 
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-TOKENIZE, RACE = "/tokenize", "/v1/race"
+CHAT, RESPONSES, MESSAGES, RACE = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/race"
 ASK = {"role": "user", "content": "w1"}
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "w1", "max_tokens": 2},
     CHAT: {"messages": [ASK], "max_tokens": 2},
     RESPONSES: {"input": "w1", "max_output_tokens": 2},
     MESSAGES: {"messages": [ASK], "max_tokens": 2},
-    TOKENIZE: {"messages": [ASK]},
+    "/tokenize": {"messages": [ASK]},
     RACE: {"prompt": "w1", "max_tokens": 2, "drafter": "ngram"},
 }
-FLAT = {"type": "function", **tool()["function"]}
-CUSTOM = {"name": "time"}
-DEEP = "[" * 100_000
-PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-SHOWN = {"role": "user", "content": [PICTURE]}
-NAMED = {"type": "function", "function": {"name": "time"}}
-
-
-def answered(**fields: Any) -> dict[str, Any]:
-    """A chat that the assistant has begun."""
-    return {"messages": [{"role": "assistant", "content": None, **fields}]}
-
-
+DEEP = {"name": "time", "arguments": "[" * 100_000}
 OF_ENDPOINTS: list[tuple[str, str, dict[str, Any]]] = [
-    (CHAT, "messages", {"messages": []}),
-    (CHAT, "messages[0]", answered(function_call={"name": "time"})),
-    (CHAT, "messages[0].tool_calls", answered(tool_calls=[{"function": {"name": 5}}])),
-    (CHAT, "messages", answered(tool_calls=[{"function": {"name": "time", "arguments": DEEP}}])),
+    (CHAT, "messages", {"messages": [{"role": "assistant", "tool_calls": [{"function": DEEP}]}]}),
     (CHAT, "top_logprobs", {"top_logprobs": 1}),
     (CHAT, "echo", {"echo": True}),
     (CHAT, "tools", {"tools": [tool(), tool()]}),
     (CHAT, "tools", {"tools": [tool(schema={"properties": {"a": {"type": "nothing"}}}, strict=True)]}),
-    (CHAT, "tools[0].function.name", {"tools": [tool("a b")]}),
-    (CHAT, "tools[0]", {"tools": [{"type": "custom", "function": CUSTOM}]}),
-    (CHAT, "tool_choice", {"tools": [tool()], "tool_choice": NAMED}),
+    (CHAT, "tool_choice", {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "time"}}}),
     (CHAT, "guided_regex", {"tools": [tool()], "guided_regex": "a+", "tool_choice": "required"}),
     (CHAT, "stop", {"tools": [tool()], "tool_choice": "required", "stop": "a"}),
     (CHAT, "chat_template_kwargs", {"chat_template_kwargs": {"flavour": "sweet"}}),
@@ -147,63 +114,53 @@ OF_ENDPOINTS: list[tuple[str, str, dict[str, Any]]] = [
     (CHAT, "add_generation_prompt", {"continue_final_message": True, "add_generation_prompt": True}),
     (RACE, "drafter", {"drafter": "another"}),
     (RACE, "num_draft_tokens", {"num_draft_tokens": 17}),
-    (RACE, "acceptance", {"acceptance": "greedy"}),
     (RACE, "prompt", {"prompt": ["a", "b"]}),
     (RESPONSES, "store", {"store": True}),
     (RESPONSES, "input", {"input": "Hm" * 2000}),
-    (RESPONSES, "input[0].type", {"input": [{"type": "image_generation_call"}]}),
-    (RESPONSES, "input[1]", {"input": [ASK, {"type": "function_call", "name": None}]}),
     (RESPONSES, "tools[0].type", {"tools": [{"type": "web_search"}]}),
-    (RESPONSES, "input", {"input": [{"type": "function_call", "name": "time", "arguments": DEEP}]}),
+    (RESPONSES, "input", {"input": [{"type": "function_call"} | DEEP]}),
     (RESPONSES, "text.format", {"text": {"format": {"type": "json_schema", "schema": {"pattern": 5}}}}),
-    (RESPONSES, "reasoning.max_tokens", {"reasoning": {"summary": "auto", "max_tokens": 3}}),
     (RESPONSES, "reasoning.effort", {"reasoning": {"effort": "high"}}),
-    (MESSAGES, "messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}),
     (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}),
-    (MESSAGES, "add_special_tokens", {"messages": [SHOWN], "add_special_tokens": True}),
-    (MESSAGES, "system", {"system": [PICTURE]}),
+    (MESSAGES, "system", {"system": [{"type": "image", "source": {"type": "url", "url": "https://a.b/c"}}]}),
     (MESSAGES, "thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-    (MESSAGES, "thinking_token_budget", {"thinking_token_budget": 3}),
     (MESSAGES, "output_config.effort", {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}),
     (MESSAGES, "output_config.format", {"output_config": {"format": {"type": "json_object"}}}),
 ]
 
 
-def test_the_field_of_an_endpoint_is_named(talker_http: httpx.Client) -> None:
+def test_the_field_of_an_endpoint_is_named(server: Running) -> None:
     """As it is called there, in the message too."""
     of_chats = ("messages", "max_completion_tokens", "response_format", "reasoning_effort", "chat_template_kwargs")
-    for path, param, body in OF_ENDPOINTS:
-        error = refused(talker_http.post(path, json=ASKED[path] | body))
-        assert (error["type"], error["param"]) == ("invalid_request_error", param), (path, body)
-        assert path != RESPONSES or not error["message"].startswith(of_chats)
-
-
-_OF_OTHER_SERVERS: dict[str, tuple[Any, Any]] = {  # values that would change the text, and values that ask for nothing
-    "typical_p": (0.9, 1.0),
-    "xtc_probability": (0.1, 0.0),
-    "suppress_tokens": ([5], []),
-    "lora_request": ({"lora_name": "x"}, None),
-    "enable_thinking": (False, None),
-    "repeat_last_n": (64, -1),
-    "do_sample": (False, True),
-    "suffix": ("end", ""),
-    "thinking_token_budget": (0, -1),
-    "samplers": ([], None),
-    "flavour": ("sweet", None),
-    "messages": ([{"role": "user", "content": "x"}], None),
-}
+    with server.http() as http:
+        for path, param, body in OF_ENDPOINTS:
+            error = refused(http.post(path, json=ASKED[path] | body))
+            assert (error["type"], error["param"]) == ("invalid_request_error", param), (path, body)
+            assert path != RESPONSES or not error["message"].startswith(of_chats)
 
 
 def test_fields_that_may_change_the_text_are_refused(http: httpx.Client) -> None:
     """Others are without effect."""
-    body = {"prompt": "A", "max_tokens": 1}
-    for field, (changes, _) in _OF_OTHER_SERVERS.items():
+    body, neutral = {"prompt": "A", "max_tokens": 1}, {}
+    for field, changes, idle in (
+        ("typical_p", 0.9, 1.0),
+        ("xtc_probability", 0.1, 0.0),
+        ("suppress_tokens", [5], []),
+        ("lora_request", {"lora_name": "x"}, None),
+        ("enable_thinking", False, None),
+        ("repeat_last_n", 64, -1),
+        ("do_sample", False, True),
+        ("suffix", "end", ""),
+        ("thinking_token_budget", 0, -1),
+        ("samplers", [], None),
+        ("flavour", "sweet", None),
+        ("messages", [{"role": "user", "content": "x"}], None),
+    ):
         assert refused(http.post("/v1/completions", json=body | {field: changes}))["param"] == field
-    neutral = {field: value for field, (_, value) in _OF_OTHER_SERVERS.items()}
-    more = {"user": "me", "metadata": {"a": "b"}, "store": True, "cache_prompt": True, "priority": -3}
-    more |= {"response_format": None, "best_of": 1, "tools": [], "stream_options": {"include_usage": None}}
-    assert http.post("/v1/completions", json=body | neutral | more).status_code == 200
-    assert http.post("/v1/completions", json=body | {"n": 2, "best_of": 2}).status_code == 200
+        neutral[field] = idle
+    neutral |= {"user": "me", "metadata": {"a": "b"}, "store": True, "cache_prompt": True, "priority": -3}
+    neutral |= {"response_format": None, "best_of": 1, "tools": [], "stream_options": {"include_usage": None}}
+    assert http.post("/v1/completions", json=body | neutral).status_code == 200
 
 
 def test_the_fields_of_openai_are_known() -> None:
@@ -246,9 +203,7 @@ def test_keys() -> None:
     with running(words(), api_keys=("secret",), names=("toy",)) as server, server.http() as http:
         for path in ("/v1/models", "/v1/completions", "/tokenize", "/v1/race/choices", "/page/other.js"):
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
-                response = http.get(path, headers=headers)
-                assert refused(response, 401)["code"] == "invalid_api_key"
-                assert response.headers["www-authenticate"] == "Bearer"
+                assert refused(http.get(path, headers=headers), 401)["code"] == "invalid_api_key"
         for path in ("/health", "/metrics", "/version"):
             assert http.get(path).status_code == 200
         assert "script-src 'self'" in http.get("/").headers["content-security-policy"]
@@ -271,39 +226,31 @@ def test_other_names_of_this_machine(http: httpx.Client) -> None:
         assert not any(name.startswith("access-control") for name in response.headers)
 
 
-_NAMES = st.sampled_from(
-    "prompt messages model max_tokens temperature top_p top_k min_p n stop seed logit_bias logprobs top_logprobs echo "
-    "stream stream_options draft num_draft_tokens acceptance tools suffix response_format user input system text "
-    "reasoning instructions tool_choice thinking".split()
-)
-_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-_BODIES = st.dictionaries(_NAMES | st.text(max_size=5), _VALUES, max_size=6)
-
-
 def test_any_body_is_answered() -> None:
     """Never by a fault of ours, and the server is as good as before."""
-    decoder, seen = words(context_len=40), set()
+    decoder = words(context_len=40)
     decoder.tokenizer.chat_template = "w1"
+    names = (
+        "prompt messages model max_tokens temperature top_p top_k n stop seed logit_bias logprobs top_logprobs echo "
+        "stream stream_options draft num_draft_tokens tools response_format input system text reasoning instructions "
+        "tool_choice thinking"
+    )
+    leaves = st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | st.text(max_size=8)
+    lists = st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    )
+    bodies = st.dictionaries(st.sampled_from(names.split()), lists, max_size=6)
     with running(decoder) as server, server.http() as http:
 
         @settings(max_examples=200)
-        @given(st.sampled_from([*ASKED]), st.booleans(), _BODIES | st.binary(max_size=30))
+        @given(st.sampled_from([*ASKED]), st.booleans(), bodies | st.binary(max_size=30))
         def check(path: str, has_prompt: bool, body: dict[str, Any] | bytes) -> None:
             sent = json.dumps((ASKED[path] if has_prompt else {}) | body) if isinstance(body, dict) else body
             response = http.post(path, content=sent, headers=JSON)
-            assert response.status_code in (200, 400, 404), (body, response.text)
             if response.status_code != 200:
-                refused(response, response.status_code)
-            seen.add(response.status_code)
+                refused(response, 404 if response.status_code == 404 else 400)
 
+        check()
         for path, body in ASKED.items():
             assert http.post(path, json=body).status_code == 200
-        check()
-        assert seen >= {200, 400}
-        assert http.get("/health").status_code == 200
-        assert server.num_open == 0
-        assert server.metric("outrider:num_free_slots") == 4
+        assert server.num_open == 0 and server.metric("outrider:num_free_slots") == 4

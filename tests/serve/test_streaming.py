@@ -45,8 +45,8 @@ def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> No
     asked: dict[str, Any] = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 16, **named}
     asked |= {"logit_bias": {"11": -4.0, "12": 3.0}, "extra_body": mine, "logprobs": 2}
     answer = client.completions.create(**asked)
-    bias = {11: -4.0, 12: 3.0}
-    expected = alone(decoder, PROMPT, seed=3, max_new_tokens=16, logit_bias=bias, logprobs=2, **mine, **named)
+    more = {"seed": 3, "max_new_tokens": 16, "logit_bias": {11: -4.0, 12: 3.0}, "logprobs": 2}
+    expected = alone(decoder, PROMPT, **more, **mine, **named)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (expected.text, "length")
     assert choice.logprobs.token_logprobs == pytest.approx([one.logprob for one in expected.logprobs])
@@ -117,13 +117,13 @@ def test_without_a_seed_the_answer_tells_which(decoder: Decoder, server: Running
     """-1 is none, as in vLLM and llama.cpp."""
     seeds = set()
     with server.http() as http:
-        for given in ({}, {"seed": -1}, {"seed": -1}):
+        for given in ({}, {"seed": -1}):
             body = {"prompt": PROMPT, "max_tokens": 12, **given}
             (choice,) = http.post("/v1/completions", json=body).json()["choices"]
             assert choice["text"] == alone(decoder, PROMPT, seed=choice["seed"], max_new_tokens=12).text
             assert choice["seed"] < 2**53  # what JavaScript can read
             seeds.add(choice["seed"])
-    assert len(seeds) == 3
+    assert len(seeds) == 2
 
 
 _SCHEMA = {
@@ -168,9 +168,8 @@ def test_names_of_options() -> None:
         }
 
 
-def test_what_became_of_the_drafts(monkeypatch: pytest.MonkeyPatch, decoder: Decoder, server: Running) -> None:
-    """vLLM's names, as AIPerf checks them; and its counters, as its benchmark reads them. K is that of the request, the
-    constant one of a text with a seed under ``auto``, or the most that ``auto`` may choose."""
+def test_what_became_of_the_drafts(decoder: Decoder, server: Running) -> None:
+    """vLLM's names, as AIPerf checks them; and its counters, as its benchmark reads them."""
     name = "vllm:spec_decode_num_{}_tokens_total"
     before = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
     with server.http() as http:
@@ -185,13 +184,6 @@ def test_what_became_of_the_drafts(monkeypatch: pytest.MonkeyPatch, decoder: Dec
     after = [server.metric(name.format(kind)) for kind in ("draft", "accepted")]
     added = [b - a for a, b in zip(before, after, strict=True)]
     assert added == [stats.num_draft_tokens, stats.num_accepted_draft_tokens]
-    # It would follow the times of rounds.
-    monkeypatch.setattr("outrider.decoding.schedule.Estimates.choose", lambda self, rows, num_rows: (8, 4))
-    body = {"prompt": PROMPT, "max_tokens": 24, "ignore_eos": True}
-    with running(replace(decoder, num_draft_tokens="auto")) as other, other.http() as http:
-        for own, k in (({"num_draft_tokens": 2}, 2), ({"seed": 3}, 4), ({}, 8)):
-            found = http.post("/v1/completions", json=body | own).json()["metrics"]["speculative_decoding"]
-            assert found["num_spec_tokens"] == len(found["acceptance_histogram"]) - 1 == k
 
 
 def test_a_request_may_do_without_the_draft(decoder: Decoder, server: Running) -> None:
@@ -207,8 +199,7 @@ def test_a_request_may_do_without_the_draft(decoder: Decoder, server: Running) -
 def test_models(client: OpenAI, server: Running) -> None:
     cards = client.models.list().data
     assert [card.id for card in cards] == ["fable", "another-name"]
-    assert all(card.max_model_len == server.model.capacity == 512 for card in cards)
-    assert client.models.retrieve("another-name").root == "fable"
+    assert {card.max_model_len for card in cards} == {512}
     assert {card.same_bytes for card in cards} == {server.model.decoder.target.execution.same_bytes}
     answer = client.completions.create(model="another-name", prompt="A", max_tokens=1)
     assert answer.model == "another-name"
@@ -243,9 +234,8 @@ def test_chats() -> None:
     with running(decoder) as server, server.openai() as client:
         whole = client.chat.completions.create(**asked).choices
         first, *streamed = [chunk.choices[0] for chunk in client.chat.completions.create(**asked, stream=True)]
-        longest: dict[str, Any] = {"model": "toy", "messages": messages[1:], "extra_body": {"ignore_eos": True}}
-        usage = client.chat.completions.create(**longest).usage  # as long as there is room
-        assert usage is not None and usage.total_tokens == server.model.capacity
+        longest = client.chat.completions.create(model="toy", messages=parts, extra_body={"ignore_eos": True})
+        assert longest.usage.total_tokens == server.model.capacity  # as long as there is room
     assert first.delta.role == whole[0].message.role == "assistant" and first.delta.content == ""
     said = [choice.delta.content or "" for choice in streamed]
     for texts, choices in (([whole[0].message.content], whole), (said, streamed)):

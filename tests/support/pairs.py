@@ -39,7 +39,6 @@ def embedded(dtype: str = "float32", acceptance: str = DEFAULT_ACCEPTANCE) -> De
     return replace(_loaded(dtype), acceptance=acceptance)
 
 
-@cache
 def depend_on_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the native engine's results depend on the number of columns, as they must not: a verify forward prefers a
     token."""

@@ -1,6 +1,5 @@
 """When a row ends: at the very token, with nothing of a stop string ever shown."""
 
-import itertools
 from collections.abc import Sequence
 
 from hypothesis import given, settings
@@ -114,23 +113,6 @@ def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: lis
         assert (reason, shown) == (None, text[: len(text) - held])
     row.finish()
     assert shown + "".join(piece for _, piece in row.take()) == "".join(pieces)
-
-
-CHANNELS = Thinking(
-    "<|channel|>analysis<|message|>", "<|end|>", (5, 6, 8), 7, "", "<|start|>assistant", "<|channel|>final<|message|>"
-)
-
-
-def test_stop_strings_lie_in_one_message() -> None:
-    """However its text comes: neither headers nor thoughts join the content around them."""
-    for thought, size in itertools.product(("", f"{CHANNELS.turn}{CHANNELS.begin}Hm{CHANNELS.end}"), (1, 2, 7, 200)):
-        said = f"<|channel|>commentary<|message|>x a<|end|>{thought}{CHANNELS.turn}{CHANNELS.answer}b z a"
-        for ending, expected in (("", None), ("b c", "stop")):
-            text = said + ending
-            pieces = [text[at : at + size] for at in range(0, len(text), size)]
-            row = RowText(Pieces(pieces), (), ["ab"], thoughts=ThoughtSplitter(CHANNELS, "before"))
-            reason = next(filter(None, map(row.push, range(len(pieces)))), None)
-            assert (reason, "".join(piece for _, piece in row.take())) == (expected, said[:-1])
 
 
 def test_the_end_of_a_row() -> None:

@@ -8,8 +8,6 @@ import pytest
 from tokenizers import AddedToken
 
 from outrider.errors import OptionError
-from outrider.options import Sampling
-from outrider.requests.hooks import constraint_of
 from outrider.text.thinking import Stage, Thinking, Thoughts, thinking_of
 from pairs import byte_level_tokenizer
 
@@ -131,27 +129,6 @@ def test_channels_may_be_thoughts() -> None:
     ids = tokenizer(text).input_ids
     expected = len(tokenizer("HmHm, no").input_ids)
     assert [thinking.num_thoughts(tokenizer, stage, ids) for stage in ("before", "after")] == [expected] * 2
-
-
-@pytest.mark.parametrize(
-    ("prompt", "forced"),
-    [
-        ("Once", ""),
-        ("<|start|>assistant<|channel|>final<|message|>", ""),
-        ("<|start|>assistant<|channel|>", "final<|message|>"),
-        ("<|start|>assistant", "<|channel|>final<|message|>"),
-        ("<|start|>user<|message|>Hi<|end|>", "<|start|>assistant<|channel|>final<|message|>"),
-    ],
-)
-def test_a_prompt_tells_which_header_is_left(prompt: str, forced: str) -> None:
-    """Before a constraint, where no chat's template has written the prompt; thoughts have no budget left."""
-    tokenizer, _ = harmony()
-    ids, sampling = tokenizer(prompt, add_special_tokens=False).input_ids, Sampling(thinking_budget=0, regex="yes")
-    constraint: Any = constraint_of(sampling, tokenizer, len(tokenizer), frozenset([0]), ids)
-    num_forced = len(tokenizer(forced, add_special_tokens=False).input_ids)
-    for number, token_id in enumerate(tokenizer(f"{forced}yes", add_special_tokens=False).input_ids):
-        assert allowed(constraint) == [token_id] or number >= num_forced
-        assert constraint.push(token_id)
 
 
 @pytest.mark.parametrize("has_inner", [False, True])
