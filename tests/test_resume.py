@@ -29,8 +29,7 @@ def test_a_cut_is_not_seen() -> None:
 
 
 def test_a_cut_within_a_character() -> None:
-    """Each character is several tokens; cut after every token. The characters that were complete before the cut, and
-    the text after it, are the whole text."""
+    """The characters that were complete before the cut, and the text after it, are the whole text."""
     tokenizer = byte_level_tokenizer()
     decoder = load(random_llama(len(tokenizer)), tokenizer=tokenizer, acceptance="gumbel")
     prompt, letters = tokenizer("a").input_ids, tokenizer("🐉 é 你好").input_ids

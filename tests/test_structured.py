@@ -139,7 +139,6 @@ def _nothing_is_known() -> None:
 
 
 def test_each_limit_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the verdict is remembered, as is that on a grammar within the limits."""
     monkeypatch.setattr(structure, "_MOST_CHECK_S", 600)  # beyond any test
     assert _can_be_read(_QUICK)
     for name, limit, other in (("_MOST_CPU_S", 1, "_MOST_MEMORY"), ("_MOST_MEMORY", 2**26, "_MOST_CPU_S")):

@@ -12,10 +12,9 @@ from outrider.decoding.engine import Engine
 from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import NumericsError, OptionError, SessionError
 from outrider.records import Chunk
-from outrider.requests.engine_loop import EngineLoop
 from outrider.runtime.lm import LM
 from pairs import random_llama
-from toys import llama_pair, random_table, table_lm
+from toys import llama_pair
 
 LIMIT_S = 60.0  # until a test that hangs is given up
 
@@ -80,25 +79,3 @@ def test_errors(monkeypatch: pytest.MonkeyPatch) -> None:
             await session.generate([[1]])
 
     asyncio.run(all_errors())
-
-
-def test_a_thread_that_fails_ends_all_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that it had not taken too; later ones are refused."""
-    decoder = Decoder(table_lm(random_table(50, 0), context_len=200_000), None, frozenset(), NO_DRAFTER)
-
-    def failing(*_: Any) -> None:
-        raise RuntimeError("no more")
-
-    async def ended() -> None:
-        async with decoder.async_session() as session:
-            streams = [session.stream([1], max_new_tokens=100_000) for _ in range(2)]
-            await anext(streams[0])
-            monkeypatch.setattr(EngineLoop, "submit", failing)
-            for stream, match in zip(streams[::-1], ("thread of the session has failed", "closed before"), strict=True):
-                with pytest.raises(SessionError, match=match):
-                    while True:
-                        await anext(stream)
-            with pytest.raises(SessionError, match="open another"):
-                await session.generate([[1]])
-
-    asyncio.run(asyncio.wait_for(ended(), LIMIT_S))

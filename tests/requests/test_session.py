@@ -107,7 +107,6 @@ def test_a_capacity_is_a_limit() -> None:
 
 
 def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a row, and of the engine."""
     model = random_llama(tie_word_embeddings=False)
     model.get_input_embeddings().weight[77] = torch.nan
     decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NO_DRAFTER)

@@ -23,8 +23,6 @@ LIMIT_S = 60.0  # until a test that hangs is given up
 
 @dataclass
 class Running:
-    """A server that is ready."""
-
     server: Server
     listener: socket.socket
     url: str
@@ -87,14 +85,12 @@ def wait_until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
 
 
 def as_sent(value: object, path: str = "/v1/completions", *headers: str) -> bytes:
-    """A request as it goes over the wire."""
     body = json.dumps(value).encode()
     head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
 def is_free(server: Running) -> bool:
-    """Whether both slots are free and no request waits."""
     return server.metric("outrider:num_free_slots") == 2 and server.num_open == 0
 
 

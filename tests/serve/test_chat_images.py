@@ -47,7 +47,6 @@ def chat(*parts: dict[str, Any]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Decoder]:
-    """From a folder, with its processor."""
     folder = tmp_path_factory.mktemp("llava")
     save(folder, multimodal("llava"), word_tokenizer())
     llava_processor().save_pretrained(folder)

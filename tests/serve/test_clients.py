@@ -25,7 +25,6 @@ def cached(http: httpx.Client, key: str, words: Sequence[str], **more: Any) -> i
 
 
 def test_the_count_of_cached_tokens_confirms_no_guess() -> None:
-    """Of another's text: it is the same for a right guess and for a wrong one."""
     with running(words(), api_keys=("alice", "bob")) as one, one.http() as http:
         assert [cached(http, "alice", SECRET) for _ in range(2)] == [0, 29]
         assert cached(http, "bob", SECRET[:20]) == cached(http, "bob", [*SECRET[:18], "w1", "w1"]) - 18 == 0
@@ -36,7 +35,6 @@ def test_the_count_of_cached_tokens_confirms_no_guess() -> None:
 
 
 def test_a_shared_prompt() -> None:
-    """As text, and as system message."""
     decoder, shared = words(), " ".join(SECRET[:20])
     decoder.tokenizer.chat_template = "{% for m in messages %}w7 {{ m.content }} {% endfor %}"
     with running(decoder, api_keys=("alice", "bob"), shared_prompts=(shared,)) as one, one.http() as http:
@@ -101,7 +99,6 @@ def test_who_sends_by_drips_is_left(sent: bytes, monkeypatch: pytest.MonkeyPatch
 
 
 def test_who_reads_nothing_is_left_and_who_waits_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answers of those who are left count no more."""
     monkeypatch.setattr(server, "_STALL_S", 0.3)
     with running(words()) as one, one.http() as http:
         monkeypatch.setattr(Preparer, "detokenize", lambda self, sent: time.sleep(1.5) or {"prompt": "late"})

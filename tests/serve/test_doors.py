@@ -168,8 +168,7 @@ def test_every_door_says_the_same(case: Any) -> None:
 
 
 def test_thoughts_may_be_left_out_or_be_content() -> None:
-    """Whoever reads none stops in them; stop tokens do not wait. Their tokens are counted. Without markers they are
-    content, and have no budget."""
+    """Without markers they are content, and have no budget."""
     decoder, text = scripted(SCRIPT, PLAIN, THINK), "".join(SCRIPT)
     with running(decoder) as server:
         for door in DOORS:
@@ -177,7 +176,6 @@ def test_thoughts_may_be_left_out_or_be_content() -> None:
         for body, content in (
             ({"separate_reasoning": False}, text),
             ({"separate_reasoning": False, "stop": "rain"}, "<think>\nIt may "),
-            ({"stop_token_ids": [5]}, ""),
             ({"stop": ".", "include_stop_str_in_output": True}, "Yes."),
         ):
             assert said(server, "chat/completions", **body).content == content
@@ -193,17 +191,12 @@ def test_thoughts_may_be_left_out_or_be_content() -> None:
     begun = Chat([*ASK, {"role": "assistant", "content": "<think>Hm,"}], ChatOptions(continue_final_message=True))
     (completion,) = continued.generate([begun], thinking_budget=2)
     assert completion.text == "".join([*SCRIPT[1:3], *SCRIPT[5:]])
-    for options, message in (
-        ({"logit_bias": {6: -math.inf}}, "forbids </think>"),
-        ({"min_tokens": 5, "stop_token_ids": [6]}, "stop token"),
-        ({"bad_words": [[6]]}, "bad_words"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            decoder.generate("a", thinking_budget=1, **options)  # type: ignore[arg-type]
+    for options in ({"logit_bias": {6: -math.inf}}, {"bad_words": [[6]]}):
+        with pytest.raises(OptionError, match=next(iter(options))):
+            decoder.generate("a", thinking_budget=1, **options)
 
 
 def test_demanded_forms_begin_after_thoughts() -> None:
-    """Of calls and of text, also after the header of a channel's answer."""
     template = TEMPLATES["hermes"].replace("<tool_call>", "<|channel|>commentary") + "<|start|>assistant"
     tools = [tool("time", NOTHING, strict=True)]
     for decoder, thought in (
@@ -267,7 +260,6 @@ def test_unknown_formats_are_refused() -> None:
 
 
 def test_messages_are_those_of_a_chat(server: Running) -> None:
-    """System, the tokens that are counted, a schema, errors."""
     parts = [{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief"}]
     found = sent(server, "messages", asked("messages", {"system": parts, "max_tokens": 20, "seed": 1}))
     chat = [{"role": "system", "content": "Be brief"}, *ASK]
@@ -275,8 +267,6 @@ def test_messages_are_those_of_a_chat(server: Running) -> None:
     assert found["content"][0]["text"] == same["choices"][0]["message"]["content"]
     counted = sent(server, "messages/count_tokens", {"system": parts, "messages": ASK})
     assert counted == {"input_tokens": same["usage"]["prompt_tokens"]}
-    long = [{"role": "user", "content": "Rome? " * 1000}]  # more than the context
-    assert sent(server, "messages/count_tokens", {"messages": long})["input_tokens"] > 5000
     form = {"format": {"type": "json_schema", "schema": WEATHER}}
     assert sorted(json.loads(said(server, "messages", output_config=form).content)) == ["city", "days"]
     with running(words(), api_keys=("secret",)) as other, other.http() as http:
@@ -286,7 +276,6 @@ def test_messages_are_those_of_a_chat(server: Running) -> None:
 
 
 def test_responses_with_the_openai_client(client: OpenAI) -> None:
-    """Its own events, a schema, an end at the limit."""
     schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
     form: Any = {"type": "json_schema", "name": "answer", "schema": schema | {"additionalProperties": False}}
     body: Any = {"model": "toy", "instructions": "Be brief.", "input": "Hm", "text": {"format": form}, "store": False}

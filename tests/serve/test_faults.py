@@ -38,8 +38,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Running]:
 
 
 def test_clients_that_leave_free_their_slots(server: Running, caplog: pytest.LogCaptureFixture) -> None:
-    """Of streams: many, since a client may leave at the very moment at which there is something to send; of whole
-    answers; and in the middle of a request, which is no fault of ours, and not logged as one."""
+    """Of streams: many, since a client may leave when there is something to send; of whole answers; and in the middle
+    of a request, which is not logged as a fault of ours."""
     with server.openai() as client:
         for _ in range(10):
             stream = client.completions.create(model="toy", **LONG, n=2, stream=True)
@@ -75,7 +75,6 @@ def test_a_full_queue(server: Running) -> None:
 
 
 def test_a_slow_reader_stops_nobody(server: Running) -> None:
-    """It reads nothing of its long answer."""
     with socket.socket() as slow:
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         # Else megabytes fit between the two, which a busy machine does not generate in the time of a test.
@@ -123,7 +122,6 @@ def test_what_runs_when_the_server_ends_hears_of_it(server: Running) -> None:
 
 
 def test_a_text_that_fails_alone(tmp_path: Path) -> None:
-    """NaN for one prompt, and none for the others."""
     word_tokenizer().save_pretrained(broken_model(tmp_path))
     with running(load(tmp_path, device="cpu")) as server, server.openai() as client:
         with pytest.raises(openai.InternalServerError, match="the model toy gave NaN"):
@@ -188,7 +186,6 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
 
 
 def test_a_request_that_lacks_memory() -> None:
-    """It is told to come again, and the server goes on."""
     decoder = words(1000)
     whole = decoder.target.model.forward
 

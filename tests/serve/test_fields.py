@@ -74,7 +74,6 @@ def test_tokens_that_the_tokenizer_adds() -> None:
 
 
 def test_options_of_the_template() -> None:
-    """In a request, and where its tokens are counted."""
     tokenizer = word_tokenizer()
     tokenizer.chat_template = (
         "{% for message in messages %}{{ message.content }} {% endfor %}{% for one in documents or [] %}w7 {% endfor %}"

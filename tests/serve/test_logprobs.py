@@ -107,7 +107,6 @@ def test_texts_and_places() -> None:
 
 
 def test_places_beyond_a_stop_string() -> None:
-    """They are at the end of the text."""
     with running(saying(spaced(), ["▁upon", "▁a", "▁time", "s", "."])) as server:
         (choice,) = asked(server, "completions", {"stop": ["n a times"], "logprobs": 0})
     assert choice["text"] == " upo" and choice["logprobs"]["text_offset"] == [0, 4, 4, 4]
@@ -143,7 +142,6 @@ CALL = ["<tool_call>", '{"name": "weather", ', '"arguments": {"city"', ': "Rome"
 
 
 def test_tokens_of_content_alone() -> None:
-    """Neither thoughts nor calls, nor their markers."""
     for script, expected in (
         (["<think>", "Hm", "</think>", "\n", "\nYes", " and", "\n", *CALL], ["\nYes", " and"]),
         (["<think>", "Hm", "</think>", *CALL, "\n", "So", "."], ["\n", "So", "."]),

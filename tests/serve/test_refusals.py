@@ -140,7 +140,6 @@ def test_the_field_of_an_endpoint_is_named(server: Running) -> None:
 
 
 def test_fields_that_may_change_the_text_are_refused(http: httpx.Client) -> None:
-    """Others are without effect."""
     body, neutral = {"prompt": "A", "max_tokens": 1}, {}
     for field, changes, idle in (
         ("typical_p", 0.9, 1.0),

@@ -38,14 +38,12 @@ def test_nothing_is_read_for_clients_that_have_left(server: Running, monkeypatch
 
 
 def test_long_answers_are_written_as_json_is() -> None:
-    """Although in pieces."""
     value = {"a": [], "b": {}, "c": [{"d": [[i, {"e": None}] for i in range(n)]} for n in (0, 1, 250)], "ü": "\u2028"}
     for options in ({}, {"ensure_ascii": False, "separators": (",", ":")}):
         assert json_text(value, **options) == json.dumps(value, **options)
 
 
 def test_a_body_of_many_parts_is_refused_before_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those in strings are no parts."""
     texts = {"prompt": '[{"a": 1}, \\' * 100_000 + "[[["}
     assert reader.parse_json(json.dumps(texts).encode()) == texts
     monkeypatch.setattr(reader, "from_json", None)

@@ -26,7 +26,6 @@ def server() -> Iterator[Running]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_known() -> None:
-    """From tests before."""
     structure._can_be_read.cache_clear()
 
 
@@ -55,7 +54,6 @@ def without_end(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_ordinary_requests_do_not_wait_for_slow_constraints(server: Running, without_end: None) -> None:
-    """Nor do the constraints of others wait for those of one client."""
     others = {"authorization": "Bearer other"}
     with contextlib.ExitStack() as stack, server.http() as http:
         for _ in range(3):
@@ -72,7 +70,6 @@ def test_ordinary_requests_do_not_wait_for_slow_constraints(server: Running, wit
 
 
 def test_a_machine_that_is_too_busy(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Is no fault of the client, and not remembered."""
     body = ORDINARY | {"guided_regex": " [a-c]+"}
     with server.http() as http:
         with monkeypatch.context() as patch:

@@ -39,7 +39,6 @@ def alone(decoder: Decoder, prompt: object, **options: object) -> Completion:
 
 
 def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> None:
-    """With the options of sampling and log-probabilities; and a stream adds up to it."""
     mine = {"top_k": 20, "min_p": 0.01, "repetition_penalty": 1.2, "min_tokens": 3}
     named = {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     asked: dict[str, Any] = {"model": "fable", "prompt": PROMPT, "seed": 3, "max_tokens": 16, **named}
@@ -55,7 +54,6 @@ def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> No
         assert top[token] == pytest.approx(one.logprob) and max(top.values()) == pytest.approx(one.top[0][1])
     assert answer.usage is not None and answer.usage.completion_tokens == 16
     assert answer.usage.prompt_tokens == len(decoder.encode(PROMPT))
-    assert answer.system_fingerprint.startswith("outrider-")
     assert "fable+fable-draft-float64-block-k4" in answer.system_fingerprint
     chunks = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     *parts, last = chunks
@@ -66,8 +64,8 @@ def test_the_text_is_that_of_the_library(decoder: Decoder, client: OpenAI) -> No
 
 
 def test_eight_clients_get_their_text_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than slots, so that rows join and leave; prompts with common prefixes, which are reused; half of them
-    streamed; others without a seed between them, whose K changes with the load."""
+    """More rows than slots, so that rows join and leave; prompts with common prefixes, which are reused; others without
+    a seed between them, whose K changes with the load."""
     monkeypatch.setattr("outrider.decoding.schedule.Estimates.choose", lambda self, rows, num_rows: (6 // num_rows, 2))
     decoder = replace(embedded("float64"), num_draft_tokens="auto")
     stem = "Once upon a time there was a king who had three sons, and the youngest of them was called"
@@ -114,7 +112,6 @@ def test_several_prompts_and_choices(decoder: Decoder, client: OpenAI) -> None:
 
 
 def test_without_a_seed_the_answer_tells_which(decoder: Decoder, server: Running) -> None:
-    """-1 is none, as in vLLM and llama.cpp."""
     seeds = set()
     with server.http() as http:
         for given in ({}, {"seed": -1}):

@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from outrider.decoder import Decoder
@@ -74,7 +72,6 @@ NOT_READ: list[tuple[dict[str, Any], str]] = [
 
 
 def test_what_is_no_chat_and_what_no_template_reads_is_refused() -> None:
-    """Rather than written as Python shows it, or dropped."""
     for messages, message in NO_CHATS:
         with pytest.raises(PromptError, match=message):
             Chat(messages)
@@ -92,20 +89,15 @@ def test_what_is_no_chat_and_what_no_template_reads_is_refused() -> None:
 
 def test_an_assistant_may_refuse_or_say_nothing() -> None:
     """As in OpenAI's chats. Templates know no refusals: these are text."""
-    answers: list[tuple[dict[str, Any], str]] = [
-        ({}, ""),
+    for answer, want in (
         ({"content": None, "refusal": None, "tool_calls": []}, ""),
-        ({"content": [{"type": "refusal", "refusal": "w5"}]}, "w5"),
         ({"content": "w4 ", "refusal": "w5", "tool_calls": [TOOL]}, "w4 w5"),
-    ]
-    for answer, want in answers:
+    ):
         chat = Chat([USER, {"role": "assistant", **answer}])
         assert chat_text(with_template(OF_STRINGS), chat) == f"[user] w1 [assistant] {want} "
-        assert Chat(chat.messages) == chat
 
 
 def test_options_reach_the_template() -> None:
-    """So do calls of tools and their results; a template may be chosen by its name."""
 
     assert written(WITH_TOOLS, "w1") == "w9 [user] w1 [assistant]"
     assert written(WITH_TOOLS, "w1", add_generation_prompt=False) == "w9 [user] w1 "
@@ -176,12 +168,9 @@ _TEMPLATES = {
 
 
 def _tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
-    words = ["user", "assistant", "Hi", *(f"w{i}" for i in range(30))]
-    backend = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}, unk_token="w0"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="w0")
-    specials = ["<|im_start|>", "<|im_end|>", "<eos>", "<|im_end|>s"]
-    tokenizer.add_special_tokens({"additional_special_tokens": specials})
+    tokenizer = word_tokenizer()
+    tokenizer.add_special_tokens({"eos_token": "<eos>", "bos_token": "<|im_start|>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>", "<|im_end|>s"]})
     tokenizer.chat_template = template
     return tokenizer
 
@@ -196,13 +185,19 @@ def test_the_end_that_a_template_writes() -> None:
 def test_chats_end_there_and_other_texts_do_not() -> None:
     tokenizer = _tokenizer(_CHATML)
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
-    decoder = Decoder(as_lm(tiny_llama()), tokenizer, frozenset([eos]), ngram_drafter(), turn_ids=frozenset([end]))
+    decoder = Decoder(
+        as_lm(tiny_llama(vocab_size=len(tokenizer))),
+        tokenizer,
+        frozenset([eos]),
+        ngram_drafter(),
+        turn_ids=frozenset([end]),
+    )
     options: dict[str, Any] = {"logit_bias": {end: 100.0}, "max_new_tokens": 4, "num_draft_tokens": 3}
-    chat = [{"role": "user", "content": "Hi"}]
+    chat = [USER]
     for prompt in (chat, Chat(chat), decoder.encode(chat), tokenizer.apply_chat_template(chat, tokenize=False)):
         (output,) = decoder.generate([prompt], **options)
         assert (output.finish_reason, output.token_ids) == ("eos", (end,))
-    for prompt, own in ((chat, {"ignore_eos": True}), ("Hi w1", {})):
+    for prompt, own in ((chat, {"ignore_eos": True}), ("w3 w1", {})):
         (output,) = decoder.generate([prompt], **own, **options)
         assert (output.finish_reason, output.token_ids) == ("length", (end,) * 4)
     text = ends_text("m", tokenizer, [eos], [end])

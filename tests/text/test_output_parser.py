@@ -85,7 +85,6 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 def test_parts_of_a_text() -> None:
-    """In one piece, character by character, and in pieces; arguments of any depth."""
     for name, text, content, calls in CASES:
         for size in (1, 2, 5, 13, 50, len(text)):
             assert parsed(name, [text[at : at + size] for at in range(0, len(text), size)]) == (content, calls)

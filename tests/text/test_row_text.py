@@ -29,7 +29,6 @@ Shown = tuple[list[str], str, FinishReason | None, int, list[tuple[int, str]]]
 
 
 def play(pieces: Sequence[str], stop: Sequence[str] = (), *, rest: str = "", end: int | None = None) -> Shown:
-    """Push the tokens until the row ends; ``end`` is the index of an end token."""
     row = RowText(Pieces(pieces, rest), () if end is None else {end}, stop)
     steps, owners, reason, count = list[str](), list[tuple[int, str]](), None, 0
     for count in range(1, len(pieces) + 1):
@@ -116,8 +115,7 @@ def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: lis
 
 
 def test_the_end_of_a_row() -> None:
-    """Nothing after a stop string is shown, neither the rest of its token nor what the detokenizer still holds. At an
-    end token, what was held back as a possible stop string is text after all; half a character comes with the end."""
+    """Nothing after a stop string is shown. At an end token, what was held back is text after all."""
     assert play(["a", "STOP and go on"], ["STOP"], rest="?")[1:3] == ("a", "stop")
     assert play(["a", "\n", "never", "shown"], ["\n\n"], end=2)[1:4] == ("a\n", "eos", 3)
     assert play(["a", ""], ["ab"], rest="\ufffd")[1::3] == ("a\ufffd", [(0, "a"), (1, "\ufffd")])

@@ -41,7 +41,6 @@ def test_tokens_are_equal_if_their_bytes_are() -> None:
 
 @pytest.mark.parametrize("is_metaspace", [False, True])
 def test_a_spelling_has_the_text_of_its_token(is_metaspace: bool) -> None:
-    """Where it is not cut: the last tokens are kept."""
     target = embedded_tokenizer()
     draft = metaspace_tokenizer() if is_metaspace else byte_level_tokenizer(["th", "he", "in"])
     spelling, num_whole = _spelling(target, draft), 0

@@ -26,7 +26,6 @@ def decoded(tokenizer: Any, ids: list[int]) -> str:
 
 
 def random_ids(min_size: int) -> st.SearchStrategy[list[int]]:
-    """Loads no model before a test runs."""
     return st.deferred(lambda: st.lists(st.integers(0, len(embedded_tokenizer()) - 1), min_size=min_size, max_size=24))
 
 
@@ -40,8 +39,7 @@ def test_pieces_join_to_the_full_text(prompt_ids: list[int], ids: list[int]) -> 
 
 @pytest.mark.parametrize("make", [embedded_tokenizer, metaspace_tokenizer])
 def test_every_single_byte_of_a_character_is_awaited(make: Any) -> None:
-    """The last byte brings the character, the others nothing; the end brings half a one. A leading space that a decoder
-    drops from a text is dropped from the prompt, not from what is generated."""
+    """The end brings half a one. A leading space that a decoder drops is dropped from the prompt alone."""
     tokenizer = make()
     ids, once = tokenizer(MANY_BYTES, add_special_tokens=False).input_ids, tokenizer("Once").input_ids
     pieces = pieces_of(tokenizer, ids, once)
@@ -69,7 +67,6 @@ def test_no_token_makes_decoding_quadratic(kind: str, monkeypatch: pytest.Monkey
 
 
 def test_different_tokens_are_named() -> None:
-    """So are tokens that one side lacks."""
     target, draft = word_tokenizer(), word_tokenizer()
     check_same_tokens(target, draft, "large", "small")
     target.add_tokens(["<tool>", "<end>"])
