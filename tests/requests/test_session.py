@@ -1,6 +1,8 @@
 """Sessions: engine and prefixes stay between calls, streams come and go, and the output is the decoder's own."""
 
+import asyncio
 import gc
+import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,6 +29,14 @@ PROMPT = [7, 3, 9, 4, 5, 1, 2, 8] * 3
 def _decoder(**options: Any) -> Decoder:
     target, drafter = llama_pair()
     return Decoder(target, None, frozenset(), drafter, **options)
+
+
+def _broken() -> tuple[Decoder, dict[str, Any]]:
+    """With a NaN at token 77, and options by which no text has it."""
+    model = random_llama(tie_word_embeddings=False)
+    model.get_input_embeddings().weight.data[77] = torch.nan
+    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NO_DRAFTER)
+    return decoder, {"seed": 4, "max_new_tokens": 8, "logit_bias": {77: -1e9}}
 
 
 def _ids(stream: Iterable[Chunk]) -> tuple[int, ...]:
@@ -107,10 +117,7 @@ def test_a_capacity_is_a_limit() -> None:
 
 
 def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = random_llama(tie_word_embeddings=False)
-    model.get_input_embeddings().weight[77] = torch.nan
-    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NO_DRAFTER)
-    options: dict[str, Any] = {"seed": 4, "max_new_tokens": 8, "logit_bias": {77: -1e9}}
+    decoder, options = _broken()
     want = _ids(decoder.stream([1, 2], **options))
     with decoder.session() as session:
         with pytest.raises(NumericsError, match="prompt 1: .* position 1"):
@@ -170,3 +177,59 @@ def test_copies_are_those_of_their_own_calls(is_hybrid: bool, monkeypatch: pytes
         done = session.generate(prompts, n=3, seed=5, **options)
     assert [one.token_ids for one in done] == alone and [one.seed for one in done] == [5, 6, 7, 8, 9, 10]
     assert sum(fed) == 2 * (len(PROMPT) - 1)
+
+
+# In tasks of an event loop
+
+
+def test_tasks_share_a_session() -> None:
+    """As many as there are slots, and more; one is cancelled, and the others do not notice."""
+    decoder, prompts = _decoder(), [[*PROMPT, i] for i in range(6)]
+    alone = [decoder.generate([one], seed=i, max_new_tokens=12)[0].token_ids for i, one in enumerate(prompts)]
+
+    async def all_tasks() -> list[tuple[int, ...]]:
+        async with decoder.async_session(slots=2) as session:
+
+            async def one(i: int) -> tuple[int, ...]:
+                stream = session.stream(prompts[i], seed=i, max_new_tokens=12)
+                return tuple([token_id async for chunk in stream for token_id in chunk.token_ids])
+
+            cancelled = asyncio.create_task(session.generate([prompts[0]], max_new_tokens=200))
+            tasks = [asyncio.create_task(one(i)) for i in range(6)]
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            return await asyncio.gather(*tasks)
+
+    assert asyncio.run(all_tasks()) == alone
+
+
+def test_errors_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of options, of a row, of the engine, and of a session that is closed. None of them ends the session."""
+    decoder, options = _broken()
+
+    async def all_errors() -> None:
+        session = decoder.async_session()
+        with pytest.raises(SessionError, match="async with"):
+            await session.generate([[1]])
+        async with session:
+            with pytest.raises(SessionError, match="open already"):
+                await session.__aenter__()
+            with pytest.raises(OptionError, match="temperature"):
+                await session.generate([[1]], temperature=-1)
+            with pytest.raises(NumericsError, match="prompt 1"):
+                await session.generate([[1], [77]], **options)
+            with monkeypatch.context() as patch:
+                patch.setattr(Engine, "step", Mock(side_effect=RuntimeError))
+                with pytest.raises(SessionError, match="RuntimeError"):
+                    await session.generate([[1]], **options)
+            with pytest.raises(SessionError, match="SystemExit"):  # a thread that ends with it says nothing
+                await asyncio.wait_for(session.generate([[1]], **options, processor=sys.exit), 60.0)
+            assert await session.generate([[1]], **options) == decoder.generate([[1]], **options)
+            stream = session.stream([1], **options)
+            chunks: list[Chunk] = [await anext(stream)]
+        with pytest.raises(SessionError, match="closed before"):
+            chunks += [chunk async for chunk in stream]
+        with pytest.raises(SessionError, match="closed: open another"):
+            await session.generate([[1]])
+
+    asyncio.run(all_errors())

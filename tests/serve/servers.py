@@ -90,6 +90,17 @@ def as_sent(value: object, path: str = "/v1/completions", *headers: str) -> byte
     return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
+def unread(one: Running, sent: bytes) -> socket.socket:
+    """A connection whose answer is not read."""
+    connection = socket.socket()
+    one.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else megabytes fit between the two
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(LIMIT_S)
+    connection.connect(one.listener.getsockname())
+    connection.sendall(sent)
+    return connection
+
+
 def is_free(server: Running) -> bool:
     return server.metric("outrider:num_free_slots") == 2 and server.num_open == 0
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from servers import LIMIT_S, Running, as_sent, running, wait_until, words
+from servers import LIMIT_S, as_sent, running, unread, wait_until, words
 
 from outrider.serve import admission, server
 from outrider.serve.prepare import Preparer
@@ -41,17 +41,6 @@ def test_a_shared_prompt() -> None:
         assert [cached(http, key, SECRET) for key in ("alice", "bob")] == [0, 20]
         messages = [{"role": "system", "content": shared}, {"role": "user", "content": " ".join(SECRET)}]
         assert [cached(http, key, (), messages=messages) for key in ("alice", "bob")] == [0, 22]
-
-
-def unread(one: Running, sent: bytes) -> socket.socket:
-    """A connection whose answer is not read."""
-    connection = socket.socket()
-    one.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else megabytes fit between the two
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(LIMIT_S)
-    connection.connect(one.listener.getsockname())
-    connection.sendall(sent)
-    return connection
 
 
 def test_unread_answers_count_until_they_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Clients take turns, and none may have all there is."""
 
-import asyncio
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import openai
@@ -10,7 +8,7 @@ from servers import running, wait_until, words
 
 from outrider.decoding.fair_queue import FairQueue
 from outrider.serve import admission
-from outrider.serve.admission import Admission, FairThreads
+from outrider.serve.admission import Admission
 
 
 @pytest.mark.parametrize(
@@ -32,27 +30,6 @@ def test_clients_take_turns_by_priority(priorities: dict[str, int], is_across: b
     assert turns.remove(lambda name: name in ("d1", "d2")) == 2
     assert len(turns) == len(expected) and sorted(turns) == sorted(expected)
     assert [turns.pop()[1] for _ in expected] == expected and turns.pop() is None
-
-
-def test_a_client_never_has_all_threads() -> None:
-    """While one client's work lasts, that of another is done; those who were cancelled are left out."""
-
-    async def check() -> None:
-        pool, may_end = FairThreads(2, "test"), threading.Event()
-        try:
-            slow = [asyncio.ensure_future(pool.run(may_end.wait, "a")) for _ in range(4)]
-            await asyncio.sleep(0)
-            slow.pop().cancel()
-            assert await pool.run(lambda: "b", "b") == "b"
-            with pytest.raises(ValueError, match="of its own"):
-                await pool.run(lambda: int("of its own"), "b")
-            may_end.set()
-            assert await asyncio.gather(*slow) == [True] * 3
-        finally:
-            may_end.set()
-            pool.close()
-
-    asyncio.run(check())
 
 
 LONG = {"prompt": "w1", "max_tokens": 900_000, "seed": 1}

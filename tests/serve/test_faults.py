@@ -2,7 +2,7 @@
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import wraps
@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 import torch
-from servers import LIMIT_S, Running, as_sent, is_free, loading, running, wait_until, words
+from servers import LIMIT_S, Running, as_sent, is_free, loading, running, unread, wait_until, words
 from torch import Tensor
 
 from outrider.api import load
@@ -75,12 +75,7 @@ def test_a_full_queue(server: Running) -> None:
 
 
 def test_a_slow_reader_stops_nobody(server: Running) -> None:
-    with socket.socket() as slow:
-        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        # Else megabytes fit between the two, which a busy machine does not generate in the time of a test.
-        server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        slow.connect(server.listener.getsockname())
-        slow.sendall(as_sent(LONG | {"stream": True, "logprobs": 20}))
+    with unread(server, as_sent(LONG | {"stream": True, "logprobs": 20})):
         wait_until(lambda: server.metric("outrider:generation_tokens_total") > 200)  # more than the buffers hold
         with server.openai() as client:
             answer = client.completions.create(model="toy", prompt="w2", max_tokens=100)
@@ -155,27 +150,29 @@ def test_before_a_server_is_ready() -> None:
         Server(("toy",), fail, ServerOptions(), listener).run()
 
 
+def before_each_forward(decoder: Decoder, check: Callable[[Tensor], object]) -> None:
+    whole = decoder.target.model.forward
+
+    @wraps(whole)  # whose signature tells how it calls its cache
+    def forward(input_ids: Tensor, *arguments: object, **more: object) -> object:
+        check(input_ids)
+        return whole(input_ids, *arguments, **more)
+
+    decoder.target.model.forward = forward
+
+
 class Panic(BaseException):
     """As Rust's, which PyO3 raises, is no ``Exception``."""
 
 
 def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
     """Clients are told, and so is whoever started the server."""
-    decoder, is_broken = words(), threading.Event()
-    whole = decoder.target.model.forward
-
-    @wraps(whole)  # whose signature tells how it calls its cache
-    def forward(*arguments: object, **more: object) -> object:
-        if is_broken.is_set():
-            raise Panic("the device is gone")
-        return whole(*arguments, **more)
-
-    decoder.target.model.forward = forward
+    decoder = words()
     with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
         server = Server(("toy",), loading(decoder), ServerOptions(), listener)
         ended = pool.submit(server.run)
         wait_until(lambda: server.model.admission.state == "ready")
-        is_broken.set()
+        before_each_forward(decoder, Mock(side_effect=Panic("the device is gone")))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/v1/completions"
         response = httpx.post(url, json={"prompt": "w1"}, timeout=LIMIT_S)
         with pytest.raises(Panic, match="the device is gone"):
@@ -187,21 +184,11 @@ def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) 
 
 def test_a_request_that_lacks_memory() -> None:
     decoder = words(1000)
-    whole = decoder.target.model.forward
-
-    @wraps(whole)
-    def forward(input_ids: Tensor, *arguments: object, **more: object) -> object:
-        if input_ids.shape[1] > 100:
-            torch.empty(2**60, dtype=torch.uint8)
-        return whole(input_ids, *arguments, **more)
-
-    decoder.target.model.forward = forward
+    before_each_forward(decoder, lambda ids: torch.empty(2**60 * (ids.shape[1] > 100), dtype=torch.uint8))
     with running(decoder, context_len=1000) as server, server.http() as http:
         for num_words, status in ((3, 200), (300, 503), (4, 200)):
-            prompt = " ".join(["w1"] * num_words)
-            response = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 3})
-            assert response.status_code == status, response.text
-        assert http.get("/health").status_code == 200
+            body = {"prompt": "w1 " * num_words, "max_tokens": 3}
+            assert http.post("/v1/completions", json=body).status_code == status
 
 
 STREAMED = {"stream": True, "stream_options": {"include_usage": True}}

@@ -185,13 +185,8 @@ def test_the_end_that_a_template_writes() -> None:
 def test_chats_end_there_and_other_texts_do_not() -> None:
     tokenizer = _tokenizer(_CHATML)
     end, eos = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<eos>"])
-    decoder = Decoder(
-        as_lm(tiny_llama(vocab_size=len(tokenizer))),
-        tokenizer,
-        frozenset([eos]),
-        ngram_drafter(),
-        turn_ids=frozenset([end]),
-    )
+    lm = as_lm(tiny_llama(vocab_size=len(tokenizer)))
+    decoder = Decoder(lm, tokenizer, frozenset([eos]), ngram_drafter(), turn_ids=frozenset([end]))
     options: dict[str, Any] = {"logit_bias": {end: 100.0}, "max_new_tokens": 4, "num_draft_tokens": 3}
     chat = [USER]
     for prompt in (chat, Chat(chat), decoder.encode(chat), tokenizer.apply_chat_template(chat, tokenize=False)):
