@@ -95,7 +95,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_constraints_that_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line of moderate length; so are models that cannot, and a package that is missing is named."""
     for options, message in REFUSED:
         with pytest.raises(OptionError, match=message) as caught:
             embedded().generate(PROMPT, **options)
@@ -113,8 +112,7 @@ _AMBIGUOUS = 'start: a\na: a a | /[a-z ]/ | ""'
 _HEAVY = 'start: "A" | "B" a\na: a a | /[a-z ]/ | ""'
 
 
-def test_a_drafts_fault_ends_no_text() -> None:
-    """A draft that is rejected reaches a limit of the grammar. The text is plain decoding's."""
+def test_a_drafts_fault_ends_no_text() -> None:  # a rejected draft reaches a limit of the grammar
     prompt = "A\nB" + "the king and the queen went out of the " * 9 + "\n"
     decoder = load("fable", "ngram", num_draft_tokens=400)
     (one,) = decoder.generate(prompt, grammar=_HEAVY, temperature=0.0, max_new_tokens=100)

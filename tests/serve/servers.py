@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER
-from outrider.serve.served_model import LoadDecoder, ServedModel, ServerOptions
+from outrider.serve.served_model import ServedModel, ServerOptions
 from outrider.serve.server import Server, listen
 from pairs import word_tokenizer
 from toys import random_table, table_lm
@@ -60,7 +60,7 @@ def running(decoder: Decoder, names: Sequence[str] = ("toy",), **options: object
     is_ready = threading.Event()
     chosen = ServerOptions(**{"num_slots": 4, "shutdown_timeout_s": 0.0, **options})
     with listen("127.0.0.1", 0) as listener:
-        server = Server(names, loading(decoder), chosen, listener, lambda model: is_ready.set())
+        server = Server(names, lambda: decoder, chosen, listener, lambda model: is_ready.set())
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -71,10 +71,6 @@ def running(decoder: Decoder, names: Sequence[str] = ("toy",), **options: object
             server.stop()
             thread.join(LIMIT_S)
             assert not thread.is_alive()
-
-
-def loading(decoder: Decoder) -> LoadDecoder:
-    return lambda: decoder
 
 
 def wait_until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:

@@ -1,5 +1,4 @@
-"""``outrider certify-samples --server``: a right server passes, one that samples from the draft is found, and a job
-that was cut off goes on."""
+"""``outrider certify-samples --server``."""
 
 import json
 from collections.abc import Iterator
@@ -38,7 +37,6 @@ def wrong() -> Iterator[Running]:
 
 
 def _run(file: Path, *words: object) -> tuple[int, str, Any]:
-    """Exit code, output and document of ``certify-samples``. Raises what the command raises."""
     page = file.with_suffix(".json")
     command = ["certify-samples", "fable", file, *words, "--json", page, "--threads", 1]
     ended = CliRunner().invoke(app, list(map(str, command)))

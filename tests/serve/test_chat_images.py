@@ -61,7 +61,6 @@ def generated(decoder: Decoder, image: Image.Image) -> list[int]:
 
 
 def test_an_image_in_every_form(decoder: Decoder, tmp_path: Path) -> None:
-    """Also in chats of a decoder and of sessions, where options of the template are refused."""
     image, path = picture(40), tmp_path / "image.png"
     image.save(path)
     url = {"type": "image_url", "image_url": {"url": url_of(path.read_bytes())}}
@@ -81,7 +80,6 @@ def test_an_image_in_every_form(decoder: Decoder, tmp_path: Path) -> None:
 
 
 def exif() -> bytes:
-    """Of a camera that was held upright."""
     return b"Exif\0\0II*\0" + struct.pack("<IHHHIII", 8, 1, 0x112, 3, 1, 6, 0)
 
 

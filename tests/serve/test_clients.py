@@ -16,7 +16,6 @@ SECRET = [f"w{i}" for i in range(10, 40)]
 
 
 def cached(http: httpx.Client, key: str, words: Sequence[str], **more: Any) -> int:
-    """Tokens of a prompt that the answer to this key calls cached."""
     path = "/v1/chat/completions" if more else "/v1/completions"
     body = {"max_tokens": 1} | (more or {"prompt": " ".join(words)})
     response = http.post(path, json=body, headers={"authorization": f"Bearer {key}"})

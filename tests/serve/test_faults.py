@@ -15,7 +15,7 @@ import httpx
 import openai
 import pytest
 import torch
-from servers import LIMIT_S, Running, as_sent, is_free, loading, running, unread, wait_until, words
+from servers import LIMIT_S, Running, as_sent, is_free, running, unread, wait_until, words
 from torch import Tensor
 
 from outrider.api import load
@@ -59,7 +59,6 @@ def test_clients_that_leave_free_their_slots(server: Running, caplog: pytest.Log
 
 
 def test_a_full_queue(server: Running) -> None:
-    """Two slots, and one more may wait; it leaves like the others."""
     with server.http() as http:
         assert http.post("/v1/completions", json=LONG | {"n": 4}).status_code == 400  # there is never room for so many
         with ExitStack() as streams:
@@ -166,10 +165,9 @@ class Panic(BaseException):
 
 
 def test_an_engine_that_fails_ends_the_server(caplog: pytest.LogCaptureFixture) -> None:
-    """Clients are told, and so is whoever started the server."""
     decoder = words()
     with listen("127.0.0.1", 0) as listener, ThreadPoolExecutor(1) as pool:
-        server = Server(("toy",), loading(decoder), ServerOptions(), listener)
+        server = Server(("toy",), lambda: decoder, ServerOptions(), listener)
         ended = pool.submit(server.run)
         wait_until(lambda: server.model.admission.state == "ready")
         before_each_forward(decoder, Mock(side_effect=Panic("the device is gone")))

@@ -25,7 +25,6 @@ def http() -> Iterator[httpx.Client]:
 
 
 def test_prompts_are_scored(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the raw logits, whatever the options; beside the scores of an echo, and alone. Too many are refused."""
     scores = random_table(50, 0).log_softmax(dim=-1)
     body: dict[str, Any] = {"prompt": "w1 w2", "max_tokens": 0, "echo": True, "prompt_logprobs": 1}
     (choice,) = http.post("/v1/completions", json=body).json()["choices"]

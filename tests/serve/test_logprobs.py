@@ -22,7 +22,6 @@ CHAT: Any = [{"role": "user", "content": "Once"}]
 
 
 def spaced() -> Any:
-    """Like Llama 2's tokenizer, which drops the first space of a text."""
     pieces = metaspace_tokenizer().convert_ids_to_tokens(range(len(metaspace_tokenizer())))
     tokenizer = Tokenizer(Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
@@ -33,7 +32,6 @@ def spaced() -> Any:
 
 
 def saying(tokenizer: Any, tokens: Sequence[str]) -> Decoder:
-    """It says these tokens after any other, and so does its draft."""
     ids = tokenizer.convert_tokens_to_ids([*tokens, "<end>"])
     assert len(set(ids)) == len(ids) and None not in ids
     table = random_table(len(tokenizer), 0)

@@ -24,7 +24,6 @@ def http() -> Iterator[httpx.Client]:
 
 
 def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error object of a response with this status."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -194,7 +193,6 @@ def test_keys() -> None:
 
 
 def test_other_names_of_this_machine(http: httpx.Client) -> None:
-    """Those that a page of another site may have made up."""
     for host in ("example.org", "example.org:8000", "localhost.example.org", "10.0.0.1", "[", "[::1", "@", ""):
         error = refused(http.get("/v1/models", headers={"host": host}), 403)
         assert error["type"] == "permission_error" and "--api-key" in error["message"]
@@ -207,7 +205,6 @@ def test_other_names_of_this_machine(http: httpx.Client) -> None:
 
 
 def test_any_body_is_answered() -> None:
-    """Never by a fault of ours, and the server is as good as before."""
     decoder = words(context_len=40)
     decoder.tokenizer.chat_template = "w1"
     names = (

@@ -66,7 +66,6 @@ def test_other_mappings_are_refused() -> None:
 
 
 def test_padding_without_a_mask_is_refused_or_warned_of() -> None:
-    """In an array of ids; in a list each token is meant. A warning where it may be an end."""
     decoder = decoder_of()
     ids = decoder.tokenizer(TEXTS, padding=True).input_ids
     for form in (torch.as_tensor, np.asarray):

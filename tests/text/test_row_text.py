@@ -43,7 +43,6 @@ def play(pieces: Sequence[str], stop: Sequence[str] = (), *, rest: str = "", end
 
 
 def ends_at(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first of the stop strings in a text begins."""
     found = [at for at in map(text.find, stop) if at >= 0]
     return min(found, default=None)
 
