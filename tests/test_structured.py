@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +11,8 @@ from llguidance import LLMatcher, grammar_from
 
 from outrider.api import load
 from outrider.errors import ConstraintNotRead, MissingExtra, NumericsError, OptionError
-from outrider.options import Sampling
 from outrider.text import structure
-from outrider.text.structure import _can_be_read, structure_of
+from outrider.text.structure import _can_be_read
 from pairs import embedded, random_llama, word_tokenizer
 
 PROMPT = "Once upon a time there was a"
@@ -30,7 +28,7 @@ SCHEMA: dict[str, Any] = {
 }
 GRAMMAR = 'start: " " animal (" and a " animal)?\nanimal: "fox" | "hen" | "king"'
 REGEX = r" [a-z]{2,9}( [a-z]{1,9}){0,3}\."
-_PATTERNS = [f".*a{i}.*b{i}.*" for i in range(30)]
+_SLOW_SCHEMA = {"type": "string", "allOf": [{"pattern": f".*a{i}.*b{i}.*"} for i in range(30)]}
 
 
 def test_every_text_matches() -> None:
@@ -83,34 +81,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "(a"}, r"regex = '\(a' is invalid: .*unclosed group"),
     ({"json_schema": {"type": "foo"}}, "json_schema = .* is invalid: Invalid type: foo"),
     ({"json_schema": {"not": {}}}, "Unimplemented keys"),
-    ({"grammar": "start: x"}, 'grammar = .* unknown name: "x"'),
     ({"regex": "a[^\\s\\S]"}, "regex = .* is invalid: no text matches it"),
-    ({"grammar": "start: start"}, "grammar = .* is invalid: no text matches it"),
-    ({"regex": ""}, "regex = '' is invalid: a string that is not empty"),
     ({"regex": "a", "grammar": "b"}, "grammar = 'b' is invalid: give it or regex, not both"),
     ({"regex": "a", "ignore_eos": True}, "ignore_eos = True is invalid: with regex the output ends when"),
     ({"regex": "a", "min_tokens": 2}, "min_tokens = 2 is invalid: with regex"),
     ({"regex": "a", "logit_bias": {5: -float("inf")}}, "logit_bias = -inf .* it may forbid what regex requires"),
-    ({"json_schema": ["a"]}, "a list needs one value for each of the 1 prompts|a JSON schema, which is an object"),
-    (
-        {"json_schema": {"type": "string", "allOf": [{"pattern": one} for one in _PATTERNS]}},
-        "too much time or memory",
-    ),
-    (
-        {"grammar": "start: T\nT: " + " & ".join(f"/{one}/" for one in _PATTERNS)},
-        "more than 5 operators &",
-    ),
+    ({"json_schema": _SLOW_SCHEMA}, "too much time or memory"),
+    ({"grammar": "start: T\nT: " + " & ".join(["/a/"] * 30)}, "more than 5 operators &"),
     ({"grammar": "start: a\na[max_tokens=3]: /.*/"}, "max_tokens of a rule is not supported"),
-    ({"grammar": "start: a\na[capture, temperature=0.5]: /a+/"}, "temperature of a rule is not supported"),
-    ({"regex": "a" * 300_000}, "it has 300000 bytes, the limit is 262144"),
     ({"json_schema": {"anyOf": [{"pattern": "a"}] * 1001}}, "it has 1001 patterns, the limit is 1000"),
     ({"regex": "\ud800"}, "surrogates not allowed"),
-    ({"json_schema": {"enum": {1}}}, "not JSON serializable"),
 ]
 
 
 def test_constraints_that_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one line of moderate length; so are models that cannot, and a package that is missing is named."""
     for options, message in REFUSED:
         with pytest.raises(OptionError, match=message) as caught:
             embedded().generate(PROMPT, **options)
@@ -128,15 +112,12 @@ _AMBIGUOUS = 'start: a\na: a a | /[a-z ]/ | ""'
 _HEAVY = 'start: "A" | "B" a\na: a a | /[a-z ]/ | ""'
 
 
-def test_a_drafts_fault_ends_no_text() -> None:
-    """A draft that is rejected reaches a limit of the grammar. The text is plain decoding's."""
+def test_a_drafts_fault_ends_no_text() -> None:  # a rejected draft reaches a limit of the grammar
     prompt = "A\nB" + "the king and the queen went out of the " * 9 + "\n"
     decoder = load("fable", "ngram", num_draft_tokens=400)
-    for options in ({"temperature": 0.0}, {"temperature": 0.0, "max_new_tokens": 1}):
-        (one,) = decoder.generate(prompt, grammar=_HEAVY, **{"max_new_tokens": 100, **options})
-        (plain,) = decoder.plain().generate(prompt, grammar=_HEAVY, **{"max_new_tokens": 100, **options})
-        assert (one.text, one.token_ids) == (plain.text, plain.token_ids) == ("A", plain.token_ids)
-        assert one.stats.num_draft_tokens > 100 or options.get("max_new_tokens") == 1
+    (one,) = decoder.generate(prompt, grammar=_HEAVY, temperature=0.0, max_new_tokens=100)
+    (plain,) = decoder.plain().generate(prompt, grammar=_HEAVY, temperature=0.0, max_new_tokens=100)
+    assert (one.text, one.token_ids) == ("A", plain.token_ids) and one.stats.num_draft_tokens > 100
     # The target's own ends its text alone.
     sampled = {"max_new_tokens": 100, "seed": 1, "logit_bias": dict.fromkeys(embedded().eos_ids, -1e6)}
     rows = dict(embedded().complete([(PROMPT, {"grammar": _AMBIGUOUS}), PROMPT], **sampled))
@@ -144,36 +125,9 @@ def test_a_drafts_fault_ends_no_text() -> None:
     assert len(rows[1].token_ids) == 100  # type: ignore[union-attr]
 
 
-def test_a_failed_matcher_is_rolled_back() -> None:
-    """It fails at the same place again, and only there: not before, and not on another way."""
-    decoder = embedded()
-    sampling = Sampling(grammar=_HEAVY)
-    one, fresh = (structure_of(sampling, decoder.tokenizer, 8192, decoder.eos_ids) for _ in range(2))
-    assert one is not None and fresh is not None
-    first, *rest = decoder.tokenizer.encode("B" + "the king went out of " * 20, add_special_tokens=False)
-    path = [first]
-    one.push(first), fresh.push(first)
-    for token_id in rest:
-        one.push(token_id)
-        path.append(token_id)
-        one.effect()
-        if one.error is not None:
-            break
-    assert "Too many items" in str(one.error) and not one.push(rest[0]) and one.effect() is None
-    for num_popped in (1, len(path) - 2):
-        one.pop(num_popped)
-        assert one.error is None and one.effect() is not None
-    assert (one.effect() == fresh.effect()).all()
-    assert all(map(one.push, path[1:])), "the place itself may be reached"
-    assert "Too many items" in str(one.error) and not one.push(rest[0])
-
-
 # Constraints are read first by a process with limits.
 
-_LONG_S = 600  # beyond any test
-_SLOW = LLMatcher.grammar_from_json_schema(
-    json.dumps({"type": "string", "allOf": [{"pattern": one} for one in _PATTERNS]})
-)
+_SLOW = LLMatcher.grammar_from_json_schema(json.dumps(_SLOW_SCHEMA))
 _QUICK = grammar_from("regex", "\u00e9")
 
 
@@ -183,8 +137,7 @@ def _nothing_is_known() -> None:
 
 
 def test_each_limit_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the verdict is remembered, as is that on a grammar within the limits."""
-    monkeypatch.setattr(structure, "_MOST_CHECK_S", _LONG_S)
+    monkeypatch.setattr(structure, "_MOST_CHECK_S", 600)  # beyond any test
     assert _can_be_read(_QUICK)
     for name, limit, other in (("_MOST_CPU_S", 1, "_MOST_MEMORY"), ("_MOST_MEMORY", 2**26, "_MOST_CPU_S")):
         _can_be_read.cache_clear()
@@ -197,20 +150,16 @@ def test_each_limit_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fault_of_the_machine_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a system has no limits, as Windows, or refuses that of memory, as macOS, grammars can be read all the same,
-    whatever the encoding of the terminal."""
-    for place, name, value in (
-        (structure, "_MOST_CHECK_S", 0.0),  # as where the processor time does not pass
-        (structure, "_PROGRAM", "import nothing_of_this_name"),
-        # As by a lack of memory.
-        (structure, "_PROGRAM", "import os; print(1, flush=True); os.kill(os.getpid(), 9)"),
-        (structure, "sys", SimpleNamespace(executable="/no/such/program")),
+    """Where a system has no limits, as Windows, or refuses that of memory, as macOS, grammars can be read all the
+    same."""
+    for name, value in (
+        ("_MOST_CHECK_S", 0.0),  # as where the processor time does not pass
+        ("_PROGRAM", "import os; print(1, flush=True); os.kill(os.getpid(), 9)"),  # as by a lack of memory
     ):
         with monkeypatch.context() as patch, pytest.raises(ConstraintNotRead):
-            patch.setattr(place, name, value)
+            patch.setattr(structure, name, value)
             _can_be_read(_QUICK)
     assert _can_be_read(_QUICK)
-    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
     refused = "import resource; resource.setrlimit = lambda *_: int('current limit')"
     for system in ("sys.modules['resource'] = None", refused):
         _can_be_read.cache_clear()

@@ -1,9 +1,12 @@
 """Sessions: engine and prefixes stay between calls, streams come and go, and the output is the decoder's own."""
 
+import asyncio
 import gc
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,59 +15,50 @@ from hybrids import hybrid, hybrid_lm
 from outrider import decoder as decoder_module
 from outrider.decoder import Decoder
 from outrider.decoding.engine import Engine
-from outrider.drafters.base import NO_DRAFTER, Drafter
+from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.lookups import ngram_drafter
-from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError, OptionError, SessionError
-from outrider.records import Chunk, RowRound, Timing
-from outrider.requests.engine_loop import RequestState
+from outrider.records import Chunk
 from outrider.runtime.lm import LM
 from pairs import random_llama
-from toys import llama_pair, perturbed
+from toys import llama_pair
 
 PROMPT = [7, 3, 9, 4, 5, 1, 2, 8] * 3
 
 
-def _decoder(drafter: Drafter | None = None, **options: Any) -> Decoder:
-    target, own = llama_pair()
-    return Decoder(target, None, frozenset(), own if drafter is None else drafter, **options)
+def _decoder(**options: Any) -> Decoder:
+    target, drafter = llama_pair()
+    return Decoder(target, None, frozenset(), drafter, **options)
 
 
-def _hybrid() -> Decoder:
-    model = hybrid("lfm2")
-    draft = model_drafter(hybrid_lm(perturbed(model, 0.03), "draft"))
-    return Decoder(hybrid_lm(model), None, frozenset(), draft)
+def _broken() -> tuple[Decoder, dict[str, Any]]:
+    """With a NaN at token 77, and options by which no text has it."""
+    model = random_llama(tie_word_embeddings=False)
+    model.get_input_embeddings().weight.data[77] = torch.nan
+    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NO_DRAFTER)
+    return decoder, {"seed": 4, "max_new_tokens": 8, "logit_bias": {77: -1e9}}
 
 
-def _ids(stream: Iterator[Chunk]) -> tuple[int, ...]:
+def _ids(stream: Iterable[Chunk]) -> tuple[int, ...]:
     return tuple(i for chunk in stream for i in chunk.token_ids)
-
-
-def _conversation(decoder: Decoder, **options: Any) -> int:
-    """Turns of a conversation, in a session and alone. Returns how many tokens were found in the cache."""
-    prompt, num_cached = list(PROMPT), 0
-    with decoder.session(slots=2) as session:
-        for turn in range(3):
-            (alone,) = decoder.generate([prompt], seed=turn, max_new_tokens=9, **options)
-            (one,) = session.generate([prompt], seed=turn, max_new_tokens=9, **options)
-            assert one.token_ids == alone.token_ids and one.stats == alone.stats
-            assert one.text == alone.text and one.num_prompt_tokens == len(prompt)
-            num_cached += one.num_cached_tokens
-            prompt += [*one.token_ids, 5, turn]
-    return num_cached
 
 
 @pytest.mark.each_execution
 def test_the_output_is_the_decoders_own() -> None:
-    """With a prefix in the cache or without."""
+    """Turns of a conversation, in a session and alone: with a prefix in the cache or without."""
     decoder = _decoder(acceptance="block", num_draft_tokens=4)
-    least = sum(len(PROMPT) + 11 * turn for turn in range(2))
-    assert _conversation(decoder, temperature=0.7, top_k=20, repetition_penalty=1.1) >= least
-    assert _conversation(_decoder(ngram_drafter())) > 0
+    prompt, options = list(PROMPT), {"max_new_tokens": 9, "temperature": 0.7, "top_k": 20, "repetition_penalty": 1.1}
+    with decoder.session(slots=2) as session:
+        for turn in range(3):
+            (alone,) = decoder.generate([prompt], seed=turn, **options)
+            (one,) = session.generate([prompt], seed=turn, **options)
+            assert one.token_ids == alone.token_ids and one.stats == alone.stats
+            assert one.text == alone.text and one.num_prompt_tokens == len(prompt)
+            assert one.num_cached_tokens >= (len(prompt) - 11) * (turn > 0)
+            prompt += [*one.token_ids, 5, turn]
 
 
 def test_streams_join_and_leave() -> None:
-    """More than there are slots, advanced in turn; one is dropped."""
     decoder = _decoder()
     prompts = [[*PROMPT[i:], i] for i in range(4)]
     alone = [_ids(decoder.stream(one, seed=i, max_new_tokens=14)) for i, one in enumerate(prompts)]
@@ -81,50 +75,32 @@ def test_streams_join_and_leave() -> None:
             got[i] += _ids(streams[i - 1])
         assert got[1:] == alone[1:] and got[0] == alone[0][: len(got[0])]
         assert [_ids(session.stream(prompts[0], seed=0, max_new_tokens=14))] == alone[:1]
-        many = session.stream_many(prompts, seed=0, max_new_tokens=14, reports_drafts=True)
-        rows: list[list[Chunk]] = [[] for _ in prompts]
-        for chunk in many:
-            rows[chunk.row].append(chunk)
-        assert list(map(_ids, rows)) == alone and all(chunk.drafted is not None for row in rows for chunk in row)
+        many = list(session.stream_many(prompts, seed=0, max_new_tokens=14, reports_drafts=True))
+        assert [_ids(chunk for chunk in many if chunk.row == i) for i in range(4)] == alone
+        assert all(chunk.drafted is not None for chunk in many)
         with ThreadPoolExecutor(4) as pool:  # threads take turns
             got = list(pool.map(lambda i: _ids(session.stream(prompts[i], seed=i, max_new_tokens=14)), range(4)))
         assert got == alone
 
 
-@pytest.fixture
-def sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Capacities of the engines that are made, the least of which is small."""
+def test_the_cache_grows_when_no_row_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A longer sequence waits, those behind it too, and no chunk is lost."""
     monkeypatch.setattr(decoder_module, "_LEAST_SESSION_CAPACITY", 48)
-    found: list[int] = []
-    make = Decoder.engine
+    decoder, sizes, make = _decoder(), list[int](), Decoder.engine
 
     def noted(decoder: Decoder, num_slots: int, capacity: int, **options: Any) -> Engine:
-        found.append(capacity)
+        sizes.append(capacity)
         return make(decoder, num_slots, capacity, **options)
 
     monkeypatch.setattr(Decoder, "engine", noted)
-    return found
-
-
-def test_the_cache_grows_when_no_row_is_running(sizes: list[int]) -> None:
-    """A longer sequence waits, those behind it too, and no chunk is lost."""
-    decoder = _decoder()
     lengths = [20, 40, 8]
     with decoder.session(slots=2) as session:
         streams = [session.stream(PROMPT, seed=i, max_new_tokens=n) for i, n in enumerate(lengths)]
-        first = [next(streams[0]).token_ids]
-        others = [_ids(streams[2]), _ids(streams[1])]
+        first = next(streams[0]).token_ids
+        third, second = _ids(streams[2]), _ids(streams[1])
         assert sizes == [48, 96]
-        got = [first[0] + _ids(streams[0]), others[1], others[0]]
-    alone = [_ids(decoder.stream(PROMPT, seed=i, max_new_tokens=n)) for i, n in enumerate(lengths)]
-    assert got == alone
-
-
-def _raising(error: type[BaseException]) -> Callable[[Engine], None]:
-    def step(engine: Engine) -> None:
-        raise error
-
-    return step
+        got = [first + _ids(streams[0]), second, third]
+    assert got == [_ids(decoder.stream(PROMPT, seed=i, max_new_tokens=n)) for i, n in enumerate(lengths)]
 
 
 def test_a_capacity_is_a_limit() -> None:
@@ -132,19 +108,14 @@ def test_a_capacity_is_a_limit() -> None:
     with decoder.session(capacity=40) as session:
         with pytest.raises(OptionError, match="makes it 41 tokens, but the session has room for 40"):
             session.generate([PROMPT], max_new_tokens=17)
-        (one,) = session.generate([PROMPT], seed=1, max_new_tokens=16)
-    assert one.token_ids == decoder.generate([PROMPT], seed=1, max_new_tokens=16)[0].token_ids
-    for options in ({"slots": 0}, {"slots": True}, {"capacity": 1}, {"capacity": 257}, {"acceptance": "all"}):
+        assert len(session.generate([PROMPT], max_new_tokens=16)[0].token_ids) == 16
+    for options in ({"slots": 0}, {"capacity": 257}, {"acceptance": "all"}):
         with pytest.raises(OptionError, match=next(iter(options))):
             decoder.session(**options)
 
 
 def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a row, and of the engine."""
-    model = random_llama(tie_word_embeddings=False)
-    model.get_input_embeddings().weight[77] = torch.nan
-    decoder = Decoder(LM(model, name="m", vocab_size=97, context_len=64), None, frozenset(), NO_DRAFTER)
-    options: dict[str, Any] = {"seed": 4, "max_new_tokens": 8, "logit_bias": {77: -1e9}}
+    decoder, options = _broken()
     want = _ids(decoder.stream([1, 2], **options))
     with decoder.session() as session:
         with pytest.raises(NumericsError, match="prompt 1: .* position 1"):
@@ -156,7 +127,7 @@ def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> Non
         other = session.stream([3], **options)
         next(other)
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(Engine, "step", _raising(KeyboardInterrupt))
+            patch.setattr(Engine, "step", Mock(side_effect=KeyboardInterrupt))
             session.generate([[1, 2]], **options)
         with pytest.raises(SessionError, match=r"has stopped \(KeyboardInterrupt\): start again"):
             list(other)
@@ -169,50 +140,30 @@ def test_errors_leave_the_session_usable(monkeypatch: pytest.MonkeyPatch) -> Non
         session.stream([1])
 
 
-def test_no_chunk_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one cannot be made, streams that would miss one end too."""
-    with _decoder().session() as session:
-        other, one = (session.stream(PROMPT, seed=seed, max_new_tokens=30) for seed in (1, 2))
-        next(other)
-        next(one)
-
-        def failing(state: RequestState, row: RowRound, timing: Timing) -> Chunk:
-            raise ValueError("no text")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(RequestState, "chunk", failing)
-            with pytest.raises(ValueError, match="no text"):
-                list(one)
-        with pytest.raises(SessionError, match=r"has stopped \(ValueError\): start again"):
-            list(other)
-
-
 def test_a_hook_cannot_use_its_own_session() -> None:
     """It would wait for itself. Another session serves it, and the first one stays usable."""
     decoder = _decoder()
     with decoder.session() as session, decoder.session() as other:
         open_stream = session.stream(PROMPT, seed=1, max_new_tokens=30)
         next(open_stream)
-        uses: tuple[Callable[[], Any], ...] = (lambda: next(open_stream), session.close)
+        uses: tuple[Any, ...] = (lambda ids: next(open_stream), lambda ids: session.close())
         for use in uses:
             with pytest.raises(NumericsError, match="a hook cannot use the session that calls it"):
-                session.generate([PROMPT], max_new_tokens=2, processor=lambda ids, use=use: use())
+                session.generate([PROMPT], max_new_tokens=2, processor=use)
             open_stream = session.stream(PROMPT, seed=1, max_new_tokens=30)
             next(open_stream)
         alone = decoder.generate([PROMPT], seed=1, max_new_tokens=3)[0].token_ids
-
-        def hook(ids: list[int]) -> None:
-            other.generate([[1]], max_new_tokens=1)
-
+        hook = lambda ids: other.generate([[1]], max_new_tokens=1) and None  # noqa: E731
         assert session.generate([PROMPT], seed=1, max_new_tokens=3, processor=hook)[0].token_ids == alone
 
 
-@pytest.mark.parametrize("make", [_decoder, _hybrid], ids=["llama", "lfm2"])
-def test_copies_are_those_of_their_own_calls(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_copies_are_those_of_their_own_calls(is_hybrid: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Completion i takes seed + i; the prompt is fed once."""
-    decoder, fed, prefill = make(), list[int](), LM.prefill
+    target, fed, prefill = hybrid_lm(hybrid("lfm2")), list[int](), LM.prefill
+    decoder = Decoder(target, None, frozenset(), ngram_drafter()) if is_hybrid else _decoder()
 
-    def counted(self: LM, ids: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, *rest: Any, **more: Any) -> Any:
+    def counted(self: LM, ids: Any, starts: torch.Tensor, ends: torch.Tensor, *rest: Any, **more: Any) -> Any:
         fed.extend([int((ends - starts).sum())] if self.name == "target" else [])
         return prefill(self, ids, starts, ends, *rest, **more)
 
@@ -224,3 +175,58 @@ def test_copies_are_those_of_their_own_calls(make: Any, monkeypatch: pytest.Monk
         done = session.generate(prompts, n=3, seed=5, **options)
     assert [one.token_ids for one in done] == alone and [one.seed for one in done] == [5, 6, 7, 8, 9, 10]
     assert sum(fed) == 2 * (len(PROMPT) - 1)
+
+
+# In tasks of an event loop
+
+
+def test_tasks_share_a_session() -> None:
+    decoder, prompts = _decoder(), [[*PROMPT, i] for i in range(6)]
+    alone = [decoder.generate([one], seed=i, max_new_tokens=12)[0].token_ids for i, one in enumerate(prompts)]
+
+    async def all_tasks() -> list[tuple[int, ...]]:
+        async with decoder.async_session(slots=2) as session:
+
+            async def one(i: int) -> tuple[int, ...]:
+                stream = session.stream(prompts[i], seed=i, max_new_tokens=12)
+                return tuple([token_id async for chunk in stream for token_id in chunk.token_ids])
+
+            cancelled = asyncio.create_task(session.generate([prompts[0]], max_new_tokens=200))
+            tasks = [asyncio.create_task(one(i)) for i in range(6)]
+            await asyncio.sleep(0)
+            cancelled.cancel()
+            return await asyncio.gather(*tasks)
+
+    assert asyncio.run(all_tasks()) == alone
+
+
+def test_errors_of_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of options, of a row, of the engine, and of a session that is closed. None of them ends the session."""
+    decoder, options = _broken()
+
+    async def all_errors() -> None:
+        session = decoder.async_session()
+        with pytest.raises(SessionError, match="async with"):
+            await session.generate([[1]])
+        async with session:
+            with pytest.raises(SessionError, match="open already"):
+                await session.__aenter__()
+            with pytest.raises(OptionError, match="temperature"):
+                await session.generate([[1]], temperature=-1)
+            with pytest.raises(NumericsError, match="prompt 1"):
+                await session.generate([[1], [77]], **options)
+            with monkeypatch.context() as patch:
+                patch.setattr(Engine, "step", Mock(side_effect=RuntimeError))
+                with pytest.raises(SessionError, match="RuntimeError"):
+                    await session.generate([[1]], **options)
+            with pytest.raises(SessionError, match="SystemExit"):  # a thread that ends with it says nothing
+                await asyncio.wait_for(session.generate([[1]], **options, processor=sys.exit), 60.0)
+            assert await session.generate([[1]], **options) == decoder.generate([[1]], **options)
+            stream = session.stream([1], **options)
+            chunks: list[Chunk] = [await anext(stream)]
+        with pytest.raises(SessionError, match="closed before"):
+            chunks += [chunk async for chunk in stream]
+        with pytest.raises(SessionError, match="closed: open another"):
+            await session.generate([[1]])
+
+    asyncio.run(all_errors())

@@ -38,12 +38,8 @@ def tool(name: str = "weather", schema: Mapping[str, Any] = WEATHER, **more: Any
 
 
 def scripted(script: Sequence[str], template: str, markers: Mapping[str, bool], *, has_draft: bool = False) -> Decoder:
-    """It says the script after any prompt, a token for each piece.
-
-    Args:
-        markers: tokens of their own, special or not.
-        has_draft: a draft knows the script, and proposes up to 8 tokens of it.
-    """
+    """It says the script after any prompt, a token for each piece. Markers are tokens of their own, special or not.
+    A draft knows the script, and proposes up to 8 tokens of it."""
     vocab = {"<start>": 0} | {f"{piece}§{i}§": i for i, piece in enumerate(script, 1)} | {"<end>": len(script) + 1}
     for i, piece in enumerate(script, 1):
         if piece in markers:

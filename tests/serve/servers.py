@@ -13,7 +13,7 @@ from openai import OpenAI
 
 from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER
-from outrider.serve.served_model import LoadDecoder, ServedModel, ServerOptions
+from outrider.serve.served_model import ServedModel, ServerOptions
 from outrider.serve.server import Server, listen
 from pairs import word_tokenizer
 from toys import random_table, table_lm
@@ -23,8 +23,6 @@ LIMIT_S = 60.0  # until a test that hangs is given up
 
 @dataclass
 class Running:
-    """A server that is ready."""
-
     server: Server
     listener: socket.socket
     url: str
@@ -62,7 +60,7 @@ def running(decoder: Decoder, names: Sequence[str] = ("toy",), **options: object
     is_ready = threading.Event()
     chosen = ServerOptions(**{"num_slots": 4, "shutdown_timeout_s": 0.0, **options})
     with listen("127.0.0.1", 0) as listener:
-        server = Server(names, loading(decoder), chosen, listener, lambda model: is_ready.set())
+        server = Server(names, lambda: decoder, chosen, listener, lambda model: is_ready.set())
         thread = threading.Thread(target=server.run)
         thread.start()
         try:
@@ -75,10 +73,6 @@ def running(decoder: Decoder, names: Sequence[str] = ("toy",), **options: object
             assert not thread.is_alive()
 
 
-def loading(decoder: Decoder) -> LoadDecoder:
-    return lambda: decoder
-
-
 def wait_until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
     end_s = time.monotonic() + LIMIT_S
     while not condition():
@@ -87,14 +81,23 @@ def wait_until(condition: Callable[[], bool], pause_s: float = 0.01) -> None:
 
 
 def as_sent(value: object, path: str = "/v1/completions", *headers: str) -> bytes:
-    """A request as it goes over the wire."""
     body = json.dumps(value).encode()
     head = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json", *headers]
     return "\r\n".join([*head, f"Content-Length: {len(body)}", "", ""]).encode() + body
 
 
+def unread(one: Running, sent: bytes) -> socket.socket:
+    """A connection whose answer is not read."""
+    connection = socket.socket()
+    one.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # else megabytes fit between the two
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(LIMIT_S)
+    connection.connect(one.listener.getsockname())
+    connection.sendall(sent)
+    return connection
+
+
 def is_free(server: Running) -> bool:
-    """Whether both slots are free and no request waits."""
     return server.metric("outrider:num_free_slots") == 2 and server.num_open == 0
 
 

@@ -1,5 +1,4 @@
-"""``outrider certify-samples --server``: a right server passes, one that samples from the draft is found, and a job
-that was cut off goes on."""
+"""``outrider certify-samples --server``."""
 
 import json
 from collections.abc import Iterator
@@ -12,9 +11,8 @@ from servers import Running, running
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
-from outrider.decoder import Decoder
 from outrider.drafters.base import NO_DRAFTER
-from outrider.errors import FileError, OptionError
+from outrider.errors import FileError
 from pairs import embedded
 
 
@@ -33,13 +31,12 @@ def right() -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def wrong() -> Iterator[Running]:
-    decoder: Decoder = embedded()
+    decoder = embedded()
     with running(replace(decoder, target=decoder.drafter.models[0], drafter=NO_DRAFTER)) as one:
         yield one
 
 
 def _run(file: Path, *words: object) -> tuple[int, str, Any]:
-    """Exit code, output and document of ``certify-samples``. Raises what the command raises."""
     page = file.with_suffix(".json")
     command = ["certify-samples", "fable", file, *words, "--json", page, "--threads", 1]
     ended = CliRunner().invoke(app, list(map(str, command)))
@@ -96,14 +93,3 @@ def test_greedy_texts_of_two_servers(right: Running, wrong: Running, prompts: Pa
     assert code == 0 and "THE SAME BYTES" in out and document["greedy"][0]["num_texts"] == 6
     code, out, _ = _run(tmp_path / "b.jsonl", "--server", wrong.url, "--plain-server", right.url, *more)
     assert code == 1 and "NOT THE SAME BYTES" in out and ": bug" in out
-
-
-def test_options_of_servers_are_checked(tmp_path: Path) -> None:
-    nowhere = "--server", "http://127.0.0.1:9"
-    for words, message in (
-        (("--num-texts", 7), "give it with --server"),
-        ((*nowhere, "--engine", "mine"), "choose one of auto, outrider, vllm"),
-        (nowhere, "no server answers there"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            _run(tmp_path / "s.jsonl", *words)

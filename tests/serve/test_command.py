@@ -1,7 +1,6 @@
 """``outrider serve`` as a process."""
 
 import json
-import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +10,6 @@ import httpx
 import pytest
 from servers import LIMIT_S
 
-from outrider.serve.server import room_for_connections
 from pairs import random_llama, save, word_tokenizer
 
 
@@ -54,13 +52,3 @@ def test_the_command(tmp_path: Path) -> None:
                     http.get("/v1/models")
         finally:
             process.kill()
-
-
-def test_connections_are_fewer_than_files(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    limits = [(256, 256)]
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits[-1])
-    monkeypatch.setattr(resource, "setrlimit", lambda kind, given: limits.append(given))
-    assert room_for_connections(1024) == 128 and "ulimit" in caplog.text
-    limits.append((256, resource.RLIM_INFINITY))
-    assert room_for_connections(1024) == 1024
-    assert limits[-1] == (1152, resource.RLIM_INFINITY)

@@ -83,19 +83,20 @@ def of_chat(found: Any) -> Said:
 def of_response(found: Any) -> Said:
     response = found[-1]["response"] if isinstance(found, list) else found
     items = response["output"]
-    texts = {kind: "".join(one["content"][0]["text"] for one in items if one["type"] == kind)
-             for kind in ("reasoning", "message")}  # fmt: skip
+    thoughts, content = (
+        "".join(one["content"][0]["text"] for one in items if one["type"] == kind) for kind in ("reasoning", "message")
+    )
     calls = [(one["name"], one["arguments"]) for one in items if one["type"] == "function_call"]
     if isinstance(found, list):
         assert [event["sequence_number"] for event in found] == list(range(len(found)))
-        kinds = {"response.reasoning_text.delta": texts["reasoning"], "response.output_text.delta": texts["message"]}
-        kinds["response.function_call_arguments.delta"] = "".join(arguments for _, arguments in calls)
-        for kind, text in kinds.items():
-            assert "".join(event["delta"] for event in found if event["type"] == kind) == text
+        whole = {"reasoning_text": thoughts, "output_text": content}
+        whole["function_call_arguments"] = "".join(arguments for _, arguments in calls)
+        for kind, text in whole.items():
+            assert "".join(one["delta"] for one in found if one["type"] == f"response.{kind}.delta") == text
         for kind in ("added", "done"):
             assert sum(one["type"] == f"response.output_item.{kind}" for one in found) == len(items)
     end = "length" if response["status"] == "incomplete" else "calls" if calls else "stop"
-    return Said(texts["reasoning"], texts["message"], calls, end)
+    return Said(thoughts, content, calls, end)
 
 
 def of_message(found: Any) -> Said:
@@ -133,21 +134,14 @@ HARMONY += ["Yes", "."]
 # What a model with these markers says after its template, the request, and what is read of it.
 CASES: list[tuple[Mapping[str, bool], Sequence[str], str, dict[str, Any], tuple[Any, ...]]] = [
     (THINK, SCRIPT, PLAIN, {}, ("It may rain.", 'Yes.{"a": 1}', [], "stop")),
-    (THINK, SCRIPT, "<think>", {}, ("It may rain.", 'Yes.{"a": 1}', [], "stop")),
     (THINK, SCRIPT, PLAIN, {"max_tokens": 3}, ("It may", "", [], "length")),
     (THINK, SCRIPT, "<think>", {"thinking_token_budget": 2}, ("It may", 'Yes.{"a": 1}', [], "stop")),
-    (THINK, SCRIPT, PLAIN, {"thinking_token_budget": 2}, ("It may", 'Yes.{"a": 1}', [], "stop")),
     (THINK, SCRIPT, PLAIN, {"thinking_token_budget": 0}, ("", 'Yes.{"a": 1}', [], "stop")),
     # Stop strings wait for the end of a thought.
     (THINK, ["<think>", "Hm, Q: a", "\n\n", "</think>", "\n\n", "Yes", ".", " Q", ": b"], PLAIN, STOP,
      ("Hm, Q: a", "Yes. ", [], "stop")),
     (THINK, ["<think>", "Hm, Q: a", " Q", ": </think>", "\n\n", "Yes.\n", "\nQ: b"], "<think>", STOP,
      ("Hm, Q: a Q:", "Yes.", [], "stop")),
-    (THINK, ["<think>", "Q: a", "</", "thi", "nk>", "Yes Q", ":"], PLAIN, STOP, ("Q: a", "Yes ", [], "stop")),
-    (THINK, ["<think>", "Q: a Q", "</th", "ink>: \n\nYes Q: b"], PLAIN, STOP, ("Q: a Q", ": ", [], "stop")),
-    (THINK, ["\n", " Yes", ".", " Q:", " b"], PLAIN, STOP, ("", "\n Yes. ", [], "stop")),  # no thought
-    (THINK, ["</think>", "\n\n", "Yes", ". Q: <think>", "Q"], "</think>", STOP, ("", "Yes. ", [], "stop")),
-    (THINK, ["<think>", "Q: a", " Q:"], PLAIN, STOP, ("Q: a Q:", "", [], "stop")),  # cut
     # Calls in free text; the marker of one format is a special token, that of the other is not.
     (MARKERS["hermes"], ["Let me see", ".\n", *CALL], TEMPLATES["hermes"], {"tools": TOOLS},
      ("", "Let me see.", [ROME], "calls")),
@@ -156,10 +150,8 @@ CASES: list[tuple[Mapping[str, bool], Sequence[str], str, dict[str, Any], tuple[
     (THINK, ["<think>", "Hm", "</think>", "\n\n", TIME[:20], TIME[20:], TIME[:14], TIME[14:]], TEMPLATES["hermes"],
      {"tools": TOOLS}, ("Hm", "", [("time", "{}")] * 2, "calls")),
     # A label is no thought, as in Gemma 4; a budget of nothing ends the thought before its label.
-    ({"<|channel>": False, "<channel|>": False}, GEMMA, PLAIN, {}, ("Hm.", "Yes", [], "stop")),
     ({"<|channel>": False, "<channel|>": False}, GEMMA, PLAIN, {"thinking_token_budget": 0}, ("", "Yes", [], "stop")),
     # Channels, as in gpt-oss: no header is content, and a budget leads to the answer.
-    (CHANNELS | {"\n": False}, HARMONY, HEADER, {}, ("It may rain.", "Yes.", [], "stop")),
     (CHANNELS | {"\n": False}, HARMONY, HEADER, {"thinking_token_budget": 2}, ("It may rain", "Yes.", [], "stop")),
 ]  # fmt: skip
 
@@ -174,8 +166,7 @@ def test_every_door_says_the_same(case: Any) -> None:
 
 
 def test_thoughts_may_be_left_out_or_be_content() -> None:
-    """Whoever reads none stops in them; stop tokens do not wait. Their tokens are counted. Without markers they are
-    content, and have no budget."""
+    """Without markers they are content, and have no budget."""
     decoder, text = scripted(SCRIPT, PLAIN, THINK), "".join(SCRIPT)
     with running(decoder) as server:
         for door in DOORS:
@@ -183,37 +174,27 @@ def test_thoughts_may_be_left_out_or_be_content() -> None:
         for body, content in (
             ({"separate_reasoning": False}, text),
             ({"separate_reasoning": False, "stop": "rain"}, "<think>\nIt may "),
-            ({"stop_token_ids": [5]}, ""),
-            ({"stop": ".", "min_tokens": 10}, 'Yes.{"a": 1}'),
             ({"stop": ".", "include_stop_str_in_output": True}, "Yes."),
         ):
             assert said(server, "chat/completions", **body).content == content
         usage = sent(server, "chat/completions", asked("chat/completions", {}))["usage"]
         assert usage["completion_tokens_details"] == {"reasoning_tokens": 4}
-        plain = sent(server, "completions", {"prompt": "a", "stop": "rain", "max_tokens": 50})
-        assert plain["choices"][0]["text"] == "<think>\nIt may "
     with running(scripted(SCRIPT, "<think>", THINK), reasoning_parser="none") as server:
-        names = ("thinking_token_budget", "thinking_token_budget", "thinking.budget_tokens")
-        for door, name in zip(DOORS, names, strict=True):
+        for door in DOORS:
             assert said(server, door).content == "".join(SCRIPT[1:])
             error = sent(server, door, asked(door, {"thinking_token_budget": 3}))["error"]["message"]
-            assert name in error and "no known markers of thoughts" in error
+            assert "no known markers of thoughts" in error
     # The prompt may have begun the thought; options that would hinder its end are refused.
     continued = scripted(SCRIPT[1:], "{{ messages[0].content }}{{ messages[1].content }}", THINK)
     begun = Chat([*ASK, {"role": "assistant", "content": "<think>Hm,"}], ChatOptions(continue_final_message=True))
     (completion,) = continued.generate([begun], thinking_budget=2)
     assert completion.text == "".join([*SCRIPT[1:3], *SCRIPT[5:]])
-    for options, message in (
-        ({"logit_bias": {6: -math.inf}}, "forbids </think>"),
-        ({"min_tokens": 5, "stop_token_ids": [6]}, "stop token"),
-        ({"bad_words": [[6]]}, "bad_words"),
-    ):
-        with pytest.raises(OptionError, match=message):
-            decoder.generate("a", thinking_budget=1, **options)  # type: ignore[arg-type]
+    for options in ({"logit_bias": {6: -math.inf}}, {"bad_words": [[6]]}):
+        with pytest.raises(OptionError, match=next(iter(options))):
+            decoder.generate("a", thinking_budget=1, **options)
 
 
 def test_demanded_forms_begin_after_thoughts() -> None:
-    """Of calls and of text, also after the header of a channel's answer."""
     template = TEMPLATES["hermes"].replace("<tool_call>", "<|channel|>commentary") + "<|start|>assistant"
     tools = [tool("time", NOTHING, strict=True)]
     for decoder, thought in (
@@ -223,15 +204,10 @@ def test_demanded_forms_begin_after_thoughts() -> None:
         bias = {str(decoder.tokenizer.convert_tokens_to_ids(thought)): 50}
         with running(decoder) as server:
             body = {"logit_bias": bias, "thinking_token_budget": 2}
-            assert said(server, "chat/completions", **body, structured_outputs={"regex": "(yes|no)"})[1] in (
-                "yes",
-                "no",
-            )
+            found = said(server, "chat/completions", **body, structured_outputs={"regex": "(yes|no)"})
+            assert found.content in ("yes", "no")
             found = said(server, "chat/completions", **body, tools=tools, tool_choice="required")
             assert found.content == "" and {name for name, _ in found.calls} == {"time"}
-            if thought == "analysis":
-                error = sent(server, "chat/completions", asked("chat/completions", {"tools": tools}))["error"]
-                assert "make tool_choice required" in error["message"]
 
 
 def test_a_demanded_call_and_its_result(server: Running) -> None:
@@ -258,21 +234,13 @@ def test_a_demanded_call_and_its_result(server: Running) -> None:
         answers.append(said(server, door, max_tokens=20, temperature=0, ignore_eos=True, **history))
     assert answers[0] == answers[1] == answers[2] and answers[0].end == "length"
     text = '<user>Will it rain?<assistant><tool_call>weather{"city": "Rome"}<tool>Sun.<assistant>'
-    tokenizer: Any = server.model.decoder.tokenizer
-    for door, history, key in zip(DOORS, histories, ("prompt_tokens", "input_tokens", "input_tokens"), strict=True):
-        usage = sent(server, door, asked(door, history))["usage"]
-        assert usage[key] + usage.get("cache_read_input_tokens", 0) == len(tokenizer(text).input_ids)
-
-
-@pytest.mark.parametrize("kind", TEMPLATES)
-def test_a_demanded_call_that_is_cut_shows_no_marker(kind: str) -> None:
-    """There is no text beside a call that is forced: half a marker is none."""
-    with running(talker(TEMPLATES[kind], MARKERS[kind]), num_slots=2) as server:
-        for most, is_stream in itertools.product(range(1, 50, 8), (False, True)):
-            body = {"tools": TOOLS[:1], "tool_choice": "required", "seed": 1, "max_tokens": most, "stream": is_stream}
-            found = said(server, "chat/completions", **body)
-            assert (found.content, found.end) == ("", "length")
-    assert found.calls
+    usage = sent(server, "responses", asked("responses", histories[1]))["usage"]
+    assert usage["input_tokens"] == len(server.model.decoder.tokenizer(text).input_ids)
+    for most, is_stream in itertools.product(range(1, 50, 8), (False, True)):  # half a marker is no text
+        body = {"tools": TOOLS[:1], "tool_choice": "required", "seed": 1, "max_tokens": most, "stream": is_stream}
+        one = said(server, "chat/completions", **body)
+        assert (one.content, one.end) == ("", "length")
+    assert one.calls
 
 
 def test_unknown_formats_are_refused() -> None:
@@ -286,36 +254,25 @@ def test_unknown_formats_are_refused() -> None:
     with running(scripted(script, TEMPLATES["hermes"], MARKERS["hermes"])) as server:
         for more in ({"tools": []}, {"tools": TOOLS, "tool_choice": "none"}):
             assert said(server, "chat/completions", **more) == ("", "".join(script), [], "stop")
-        assert said(server, "chat/completions", tools=TOOLS, stop='"Ro')[2:] == ([("weather", '{"city": ')], "stop")
 
 
 def test_messages_are_those_of_a_chat(server: Running) -> None:
-    """System, the tokens that are counted, a schema, errors."""
     parts = [{"type": "text", "text": "Be ", "cache_control": {"type": "ephemeral"}}, {"type": "text", "text": "brief"}]
     found = sent(server, "messages", asked("messages", {"system": parts, "max_tokens": 20, "seed": 1}))
     chat = [{"role": "system", "content": "Be brief"}, *ASK]
-    body = {"messages": chat, "max_tokens": 20, "seed": 1}
-    same = sent(server, "chat/completions", body)
+    same = sent(server, "chat/completions", {"messages": chat, "max_tokens": 20, "seed": 1})
     assert found["content"][0]["text"] == same["choices"][0]["message"]["content"]
     counted = sent(server, "messages/count_tokens", {"system": parts, "messages": ASK})
     assert counted == {"input_tokens": same["usage"]["prompt_tokens"]}
-    long = [{"role": "user", "content": "Rome? " * 1000}]  # more than the context
-    assert sent(server, "messages/count_tokens", {"messages": long})["input_tokens"] > 5000
     form = {"format": {"type": "json_schema", "schema": WEATHER}}
     assert sorted(json.loads(said(server, "messages", output_config=form).content)) == ["city", "days"]
     with running(words(), api_keys=("secret",)) as other, other.http() as http:
-        for headers, more, status, kind in (
-            ({}, {}, 401, "authentication_error"),
-            ({"x-api-key": "secret"}, {"model": "none"}, 404, "not_found_error"),
-            ({"x-api-key": "secret"}, {}, 400, "invalid_request_error"),  # without a template
-        ):
-            answer = http.post("/v1/messages", json=asked("messages", more), headers=headers)
-            error = answer.json()
-            assert (answer.status_code, error["type"], error["error"]["type"]) == (status, "error", kind)
+        for key, kind in (("", "authentication_error"), ("secret", "invalid_request_error")):  # without a template
+            error = http.post("/v1/messages", json=asked("messages", {}), headers={"x-api-key": key}).json()
+            assert (error["type"], error["error"]["type"]) == ("error", kind)
 
 
 def test_responses_with_the_openai_client(client: OpenAI) -> None:
-    """Its own events, a schema, an end at the limit; and an error in a stream, an event numbered like the others."""
     schema = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"]}
     form: Any = {"type": "json_schema", "name": "answer", "schema": schema | {"additionalProperties": False}}
     body: Any = {"model": "toy", "instructions": "Be brief.", "input": "Hm", "text": {"format": form}, "store": False}
@@ -326,14 +283,3 @@ def test_responses_with_the_openai_client(client: OpenAI) -> None:
     cut = client.responses.create(model="toy", input="Hm", max_output_tokens=2, top_p=0.5)
     assert cut.status == "incomplete" and (cut.temperature, cut.top_p) == (1.0, 0.5)
     assert cut.incomplete_details and cut.incomplete_details.reason == "max_output_tokens"
-    decoder = words(1_000_000)
-    decoder.tokenizer.chat_template = "w1"
-    with running(decoder, num_slots=1, context_len=1_000_000) as server, server.openai() as other:
-        events = []
-        for event in other.responses.create(model="toy", input="Hm", stream=True):
-            events.append(event)
-            if len(events) == 5:
-                server.server.stop()
-    last = events[-1]
-    assert last.type == "error" and "shutting down" in last.message and last.code == "unavailable"
-    assert last.sequence_number == len(events) - 1

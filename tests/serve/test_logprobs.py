@@ -16,15 +16,13 @@ from outrider.drafters.model import model_drafter
 from pairs import metaspace_tokenizer
 from toys import random_table, table_lm
 
-KS = (0, 1, 2, 8)
 SMILE = "🙂"
 PARTS = [r"bytes:\xf0", r"bytes:\x9f", r"bytes:\x99", r"bytes:\x82"]
 CHAT: Any = [{"role": "user", "content": "Once"}]
 
 
 def spaced() -> Any:
-    """Like Llama 2's tokenizer, which drops the first space of a text."""
-    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁Once", "▁upon", "▁a", "▁time", "s", "▁", "."]
+    pieces = metaspace_tokenizer().convert_ids_to_tokens(range(len(metaspace_tokenizer())))
     tokenizer = Tokenizer(Unigram([(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = metaspace_tokenizer().backend_tokenizer.decoder
@@ -34,7 +32,6 @@ def spaced() -> Any:
 
 
 def saying(tokenizer: Any, tokens: Sequence[str]) -> Decoder:
-    """It says these tokens after any other, and so does its draft."""
     ids = tokenizer.convert_tokens_to_ids([*tokens, "<end>"])
     assert len(set(ids)) == len(ids) and None not in ids
     table = random_table(len(tokenizer), 0)
@@ -52,30 +49,21 @@ def asked(server: Running, path: str, body: Mapping[str, Any]) -> list[dict[str,
     body = {"model": "toy", "temperature": 0, "prompt": None if chat else "Once"} | dict(body)
     with server.http() as http:
         whole = http.post(f"/v1/{path}", json=body).json()["choices"]
-        for k in KS:
-            own = body | {"num_draft_tokens": k}
-            assert shown_of(http.post(f"/v1/{path}", json=own).json()["choices"]) == shown_of(whole)
-            lines = http.post(f"/v1/{path}", json=own | {"stream": True}).text.split("\n\n")
+        for k in (0, 1, 2, 8):
+            lines = http.post(f"/v1/{path}", json=body | {"num_draft_tokens": k, "stream": True}).text.split("\n\n")
             parts = [json.loads(line[6:])["choices"][0] for line in lines if line.startswith("data: {")]
             for choice in whole:
                 of_choice = [part for part in parts if part["index"] == choice["index"]]
-                logprobs = [part["logprobs"] for part in of_choice if part["logprobs"] is not None]
                 for name, values in choice["logprobs"].items():
-                    if values is not None:
-                        assert [item for one in logprobs for item in one[name]] == values
-                if not chat:
-                    shown = ""
-                    for part in of_choice:  # tokens come with their text
-                        shown += part["text"]
-                        if part["finish_reason"] is None:
-                            assert all(at < len(shown) for at in part["logprobs"]["text_offset"])
-                    assert shown == choice["text"]
+                    found = [item for part in of_choice if part["logprobs"] for item in part["logprobs"][name] or ()]
+                    assert found == (values or [])
+                shown = ""
+                for part in () if chat else of_choice:  # tokens come with their text
+                    shown += part["text"]
+                    at_end = part["finish_reason"] is not None
+                    assert at_end or all(at < len(shown) for at in part["logprobs"]["text_offset"])
+                assert chat or shown == choice["text"]
     return whole
-
-
-def shown_of(choices: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Without seeds and numbers of calls, which are random."""
-    return [(one.get("text") or one["message"]["content"], one["logprobs"], one["finish_reason"]) for one in choices]
 
 
 def sliced(choice: Mapping[str, Any]) -> list[str]:
@@ -85,60 +73,53 @@ def sliced(choice: Mapping[str, Any]) -> list[str]:
 
 
 def test_texts_and_places() -> None:
-    """A character is at the place of its tokens; the end is after the text."""
+    """A character is at the place of its tokens; the end is after the text, and is no content of a chat."""
     tokens = ["▁upon", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "▁a", "s", "▁time", "."]
     texts = [" upon", *PARTS, " a", "s", " time", ".", "<end>"]
     slices = [" upon", "", "", "", SMILE, " a", "s", " time", ".", ""]
     with running(saying(spaced(), tokens)) as server:
-        for echo, as_ids in ((False, False), (False, True), (True, False)):
+        ids = server.model.decoder.tokenizer.convert_tokens_to_ids([*tokens, "<end>"])
+        for echo, as_ids in ((False, True), (True, False)):
             body = {"echo": echo, "n": 2, "logprobs": 20, "return_tokens_as_token_ids": as_ids}
             for choice in asked(server, "completions", body):
-                found = choice["logprobs"]
-                own = found["tokens"][echo:]
+                own, values, tops = (
+                    choice["logprobs"][name][echo:] for name in ("tokens", "token_logprobs", "top_logprobs")
+                )
                 assert choice["text"] == "Once" * echo + f" upon{SMILE} as time."
                 assert sliced(choice) == ["Once"] * echo + slices
-                if as_ids:
-                    assert own == [f"token_id:{i}" for i in server.model.decoder.tokenizer.convert_tokens_to_ids(
-                        [*tokens, "<end>"])]  # fmt: skip
-                else:
-                    assert own == texts and (not echo or found["tokens"][0] == "Once")
-                for token, value, top in zip(own, *(found[name][echo:] for name in ("token_logprobs", "top_logprobs")),
-                                             strict=True):  # fmt: skip
+                assert own == ([f"token_id:{i}" for i in ids] if as_ids else texts)
+                for token, value, top in zip(own, values, tops, strict=True):
                     assert top[token] == value and len(top) == 20
-
-
-def test_places_beyond_a_stop_string() -> None:
-    """They are at the end of the text."""
-    with running(saying(spaced(), ["▁upon", "▁a", "▁time", "s", "."])) as server:
-        for includes, text, places in ((False, " upo", [0, 4, 4, 4]), (True, " upon a times", [0, 5, 7, 12])):
-            body = {"stop": ["n a times"], "logprobs": 0, "include_stop_str_in_output": includes}
-            (choice,) = asked(server, "completions", body)
-            assert choice["text"] == text and choice["logprobs"]["text_offset"] == places
-            assert choice["logprobs"]["tokens"] == [" upon", " a", " time", "s"]
-
-
-def test_a_text_that_ends_within_a_character() -> None:
-    with running(saying(spaced(), ["▁upon", "<0xF0>", "<0x9F>"])) as server:
-        for echo in (False, True):
+        for echo in (False, True):  # within a character
             (choice,) = asked(server, "completions", {"echo": echo, "logprobs": 0, "max_tokens": 3})
             assert choice["text"] == "Once" * echo + " upon\ufffd\ufffd"
             assert choice["logprobs"]["tokens"][echo:] == [" upon", *PARTS[:2]]
             assert sliced(choice) == ["Once"] * echo + [" upon", "", "\ufffd\ufffd"]
+        (choice,) = asked(server, "chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 3})
+        content = choice["logprobs"]["content"]
+        assert [one["token"] for one in content] == texts[:-1]
+        assert bytes(itertools.chain(*(one["bytes"] for one in content))).decode() == f" upon{SMILE} as time."
+        for one in content:
+            assert len(one["top_logprobs"]) == 3
+            assert {key: one[key] for key in ("token", "logprob", "bytes")} == one["top_logprobs"][0]
 
 
-ECHO = [
-    (f"Once a{SMILE}s.", ["Once", " a", *PARTS, "s", "."]),
-    ("<s> Once a", ["<s>", " Once", " a"]),
-    ("Once <s> a", ["Once", " ", "<s>", " a"]),
-    ("Once<end>", ["Once", "<end>"]),
-]
+def test_places_beyond_a_stop_string() -> None:
+    with running(saying(spaced(), ["▁upon", "▁a", "▁time", "s", "."])) as server:
+        (choice,) = asked(server, "completions", {"stop": ["n a times"], "logprobs": 0})
+    assert choice["text"] == " upo" and choice["logprobs"]["text_offset"] == [0, 4, 4, 4]
+    assert choice["logprobs"]["tokens"] == [" upon", " a", " time", "s"]
 
 
 def test_an_echo() -> None:
     """Of texts and of ids; special tokens are where they are written, and nowhere if they were added."""
     tokenizer = spaced()
     with running(saying(tokenizer, ["▁upon", "▁time"])) as server:
-        for prompt, expected in ECHO:
+        for prompt, expected in (
+            (f"Once a{SMILE}s.", ["Once", " a", *PARTS, "s", "."]),
+            ("<s> Once a", ["<s>", " Once", " a"]),
+            ("Once <s> a", ["Once", " ", "<s>", " a"]),
+        ):
             ids = tokenizer(prompt, add_special_tokens=False).input_ids
             for given in (prompt, ids, [tokenizer.bos_token_id, *ids]):
                 (choice,) = asked(server, "completions", {"prompt": given, "echo": True, "logprobs": 1})
@@ -152,44 +133,19 @@ def test_an_echo() -> None:
                 assert [one.strip() for one in of_prompt] == [one.strip() for one in expected]
                 for token, part in zip(found["tokens"], sliced(choice), strict=True):
                     assert part in (token, "", SMILE)
-        choices = asked(server, "completions", {"prompt": ["Once", "Once a"], "n": 2, "echo": True, "logprobs": 1})
-        places = [choice["logprobs"]["text_offset"] for choice in choices]
-        assert places == [[0, 4, 9, 14]] * 2 + [[0, 4, 6, 11, 16]] * 2
-
-
-def test_tokens_of_a_chat() -> None:
-    """Parts of a character have their bytes; the end is no content."""
-    tokens = ["▁upon", "<0xF0>", "<0x9F>", "<0x99>", "<0x82>", "▁a"]
-    with running(saying(spaced(), tokens)) as server:
-        (choice,) = asked(server, "chat/completions", {"messages": CHAT, "logprobs": True, "top_logprobs": 3})
-        content = choice["logprobs"]["content"]
-        assert [one["token"] for one in content] == [" upon", *PARTS, " a"]
-        assert bytes(itertools.chain(*(one["bytes"] for one in content))).decode() == f" upon{SMILE} a"
-        for one in content:
-            assert len(one["top_logprobs"]) == 3
-            assert {key: one[key] for key in ("token", "logprob", "bytes")} == one["top_logprobs"][0]
-        as_ids = {"messages": CHAT, "logprobs": True, "return_tokens_as_token_ids": True}
-        (choice,) = asked(server, "chat/completions", as_ids)
-        assert [one["bytes"] for one in choice["logprobs"]["content"]] == [one["bytes"] for one in content]
 
 
 THINK = {"<think>": False, "</think>": False}
 CALL = ["<tool_call>", '{"name": "weather", ', '"arguments": {"city"', ': "Rome"}}', "</tool_call>"]
 
 
-CONTENT = [
-    (["<think>", "Yes", ".", "</think>", "\n\n", "Yes", "."], ["Yes", "."]),
-    (["<think>", "Hm", "</think>", "\n", "\nYes", " and", "\n", *CALL], ["\nYes", " and"]),
-    (["<think>", "Hm", "</think>", *CALL, "\n", "So", "."], ["\n", "So", "."]),
-    (["Yes", "\n", "<tool", "_call", " or so"], ["Yes", "\n", "<tool", "_call", " or so"]),
-    (["Yes", "\n", "<tool_call>", "no"], ["Yes", "\n", "<tool_call>", "no"]),
-    (["<think>", "Hm"], []),
-]
-
-
 def test_tokens_of_content_alone() -> None:
-    """Neither thoughts nor calls, nor their markers."""
-    for script, expected in CONTENT:
+    for script, expected in (
+        (["<think>", "Hm", "</think>", "\n", "\nYes", " and", "\n", *CALL], ["\nYes", " and"]),
+        (["<think>", "Hm", "</think>", *CALL, "\n", "So", "."], ["\n", "So", "."]),
+        (["Yes", "\n", "<tool", "_call", " or so"], ["Yes", "\n", "<tool", "_call", " or so"]),
+        (["Yes", "\n", "<tool_call>", "no"], ["Yes", "\n", "<tool_call>", "no"]),
+    ):
         with running(scripted(script, TEMPLATES["hermes"], MARKERS["hermes"] | THINK, has_draft=True)) as server:
             body = {"messages": CHAT, "logprobs": True, "tools": [tool()]}
             (choice,) = asked(server, "chat/completions", body)

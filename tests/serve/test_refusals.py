@@ -9,17 +9,11 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types import completion_create_params
-from openai.types.chat import completion_create_params as chat_create_params
-from scripted import MARKERS, TEMPLATES, talker, tool
-from servers import running, words
+from scripted import tool
+from servers import Running, running, words
 
-from outrider.serve import body as reader
-from outrider.serve.bodies import ChatBody, CompletionBody
-from outrider.serve.http_errors import Refusal
 from pairs import embedded
 
-INFINITY = float("inf")
 JSON = {"content-type": "application/json"}
 
 
@@ -29,14 +23,7 @@ def http() -> Iterator[httpx.Client]:
         yield client
 
 
-@pytest.fixture(scope="module")
-def talker_http() -> Iterator[httpx.Client]:
-    with running(talker(TEMPLATES["hermes"], MARKERS["hermes"]), num_slots=1) as one, one.http() as client:
-        yield client
-
-
 def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
-    """The error object of a response with this status."""
     assert response.status_code == status, response.text
     error: dict[str, Any] = response.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
@@ -45,59 +32,34 @@ def refused(response: httpx.Response, status: int = 400) -> dict[str, Any]:
 
 
 BAD_VALUES: dict[str, list[Any]] = {
-    "temperature": [-1, "hot", INFINITY, 10**400],
+    "temperature": [-1, "hot", float("inf"), 10**400],
     "top_p": [1.5],
-    "top_k": [-2],
-    "repetition_penalty": [0],
-    "presence_penalty": [2.5],
     "min_tokens": [17, "1"],
     "stop_token_ids": [[999999], "1", [3] * 1001],
     "bad_words": [[""], "word", [[999999]], ["word"] * 1001, ["word" * 17_000], [[3] * 70_000]],
-    "processor": ["word"],
     "max_tokens": [0, 1.5],
-    "n": [17],
-    "best_of": [2],
     "logprobs": [21, True],
-    "seed": [INFINITY],
+    "seed": [float("inf")],
     "stop": ["", 7, 0, {}, ["a"] * 17, "a" * 1001],
-    "logit_bias": [[1], {"x": 1}, {"999999": 1}, {"1": "x"}, {"1": INFINITY}],
-    "model": [7],
+    "logit_bias": [[1], {"x": 1}, {"999999": 1}, {"1": "x"}, {"1": float("inf")}],
     "acceptance": ["rejection"],
     "num_draft_tokens": [5],
     "prompt": ["", None, [], [[]], [True], ["a", 1], ["a"] * 500, [10**6], [1] * 128],
-    "response_format": [
-        {"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}},
-        {"type": "json_object", "json_schema": {"schema": {}}},
-        {"type": "json_schema", "json_schema": {"schema": {}}, "schema": {}},
-        {"type": "text", "schema": {}},
-    ],
+    "response_format": [{"type": "json_schema", "json_schema": {"schema": {"type": "foo"}}}],
     "structured_outputs.regex": ["(a"],
-    "structured_outputs.choice": [[]],
-    "structured_outputs.structural_tag": ["x"],
     "guided_grammar": ["start: x"],
-    "allowed_token_ids": [[3]],
-    "add_special_tokens": ["no"],
     "prompt_logprobs": [True, -1],
 }
 
 
-SENT_NAMES: list[tuple[str, dict[str, Any]]] = [
-    ("repeat_penalty", {"repeat_penalty": 0}),
-    ("n_predict", {"n_predict": -1}),
-    ("min_new_tokens", {"min_new_tokens": 17}),
-    ("n_predict", {"n_predict": 3, "max_tokens": 4}),
-    ("regex", {"regex": "(a"}),
-    ("grammar", {"grammar": "start: x", "regex": "a"}),
-    ("prompt_logprobs", {"prompt_logprobs": 1, "stream": True}),
-    ("response_format.type", {"response_format": {"type": "structural_tag"}}),
-    ("response_format.schema", {"response_format": {"type": "json_object", "schema": [1]}}),
-    ("guided_choice[0]", {"guided_choice": [1]}),
-]
-
-
 def test_the_field_is_named(http: httpx.Client) -> None:
     """Under the name that the client used; and by the openai client."""
-    asked = [(param, {"prompt": "A"} | given) for param, given in SENT_NAMES]
+    asked: list[tuple[str, dict[str, Any]]] = [
+        ("repeat_penalty", {"prompt": "A", "repeat_penalty": 0}),
+        ("n_predict", {"prompt": "A", "n_predict": 3, "max_tokens": 4}),
+        ("grammar", {"prompt": "A", "grammar": "start: x", "regex": "a"}),
+        ("prompt_logprobs", {"prompt": "A", "prompt_logprobs": 1, "stream": True}),
+    ]
     for field, values in BAD_VALUES.items():
         outer, _, inner = field.partition(".")
         given = [{outer: {inner: value}} if inner else {field: value} for value in values]
@@ -109,230 +71,121 @@ def test_the_field_is_named(http: httpx.Client) -> None:
 
 
 def test_a_grammar_that_comes_to_its_limits_is_a_mistake_of_the_client(http: httpx.Client) -> None:
-    """Although it shows only while the text is generated. One constraint may come under an older and a newer name."""
+    """Although it shows only while the text is generated."""
     ambiguous = 'start: a\na: a a | /[a-z ]/ | ""'
     bias = {str(token_id): -1e6 for token_id in embedded().eos_ids}
     body = {"prompt": "A", "seed": 1, "max_tokens": 100, "guided_grammar": ambiguous, "logit_bias": bias}
     error = refused(http.post("/v1/completions", json=body))
     assert error["param"] == "guided_grammar" and "Too many items" in error["message"]
-    body = {"prompt": "A", "guided_grammar": 'start: "hen"', "structured_outputs": {"grammar": 'start: "hen"'}}
-    answer = http.post("/v1/completions", json=body | {"guided_decoding_backend": "guidance"}).raise_for_status().json()
-    assert answer["choices"][0]["text"] == "hen"
-    error = refused(http.post("/v1/completions", json=body | {"guided_grammar": 'start: "fox"'}))
+    both = {"prompt": "A", "guided_grammar": 'start: "hen"', "structured_outputs": {"grammar": 'start: "hen"'}}
+    assert http.post("/v1/completions", json=both).json()["choices"][0]["text"] == "hen"
+    error = refused(http.post("/v1/completions", json=both | {"guided_grammar": 'start: "fox"'}))
     assert "all constrain the output" in error["message"]
 
 
-CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
-TOKENIZE, RACE = "/tokenize", "/v1/race"
+CHAT, RESPONSES, MESSAGES, RACE = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/race"
 ASK = {"role": "user", "content": "w1"}
 ASKED: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "w1", "max_tokens": 2},
     CHAT: {"messages": [ASK], "max_tokens": 2},
     RESPONSES: {"input": "w1", "max_output_tokens": 2},
     MESSAGES: {"messages": [ASK], "max_tokens": 2},
-    TOKENIZE: {"messages": [ASK]},
+    "/tokenize": {"messages": [ASK]},
     RACE: {"prompt": "w1", "max_tokens": 2, "drafter": "ngram"},
 }
-FLAT = {"type": "function", **tool()["function"]}
-CUSTOM = {"name": "time"}
-DEEP = "[" * 100_000
-TEXT = {"type": "text", "text": "w1"}
-PICTURE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
-SHOWN = {"role": "user", "content": [PICTURE]}
-NAMED = {"type": "function", "function": {"name": "time"}}
-
-
-def answered(**fields: Any) -> dict[str, Any]:
-    """A chat that the assistant has begun."""
-    return {"messages": [{"role": "assistant", "content": None, **fields}]}
-
-
+DEEP = {"name": "time", "arguments": "[" * 100_000}
 OF_ENDPOINTS: list[tuple[str, str, dict[str, Any]]] = [
-    (CHAT, "messages", {"messages": []}),
-    (CHAT, "messages[0]", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    (CHAT, "messages[0]", answered(function_call={"name": "time"})),
-    (CHAT, "messages[0].tool_calls", answered(tool_calls=[{}])),
-    (CHAT, "messages[0].tool_calls", answered(tool_calls=[{"function": {"name": 5}}])),
-    (CHAT, "messages", answered(tool_calls=[{"function": {"name": "time", "arguments": DEEP}}])),
-    (CHAT, "top_logprobs", {"top_logprobs": 1}),
+    (CHAT, "messages", {"messages": [{"role": "assistant", "tool_calls": [{"function": DEEP}]}]}),
     (CHAT, "echo", {"echo": True}),
     (CHAT, "tools", {"tools": [tool(), tool()]}),
     (CHAT, "tools", {"tools": [tool(schema={"properties": {"a": {"type": "nothing"}}}, strict=True)]}),
-    (CHAT, "tools[0].function.name", {"tools": [tool("a b")]}),
-    (CHAT, "tools[0].function.strict", {"tools": [tool(strict=1)]}),
-    (CHAT, "tools[0]", {"tools": [tool(schema={"type": "string"})]}),
-    (CHAT, "tools[0]", {"tools": [{"type": "custom", "function": CUSTOM}]}),
-    (CHAT, "tools[0]", {"tools": [{"type": "function", **CUSTOM, "parameters": {}, "input_schema": {}}]}),
-    (CHAT, "tool_choice", {"tools": [tool()], "tool_choice": NAMED}),
+    (CHAT, "tool_choice", {"tools": [tool()], "tool_choice": {"type": "function", "function": {"name": "time"}}}),
     (CHAT, "guided_regex", {"tools": [tool()], "guided_regex": "a+", "tool_choice": "required"}),
     (CHAT, "stop", {"tools": [tool()], "tool_choice": "required", "stop": "a"}),
     (CHAT, "chat_template_kwargs", {"chat_template_kwargs": {"flavour": "sweet"}}),
     (CHAT, "reasoning_effort", {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}),
     (CHAT, "add_generation_prompt", {"continue_final_message": True, "add_generation_prompt": True}),
-    (TOKENIZE, "chat_template_kwargs", {"chat_template_kwargs": {"flavour": "sweet"}}),
     (RACE, "drafter", {"drafter": "another"}),
-    (RACE, "num_draft_tokens", {"num_draft_tokens": 17}),
-    (RACE, "num_draft_tokens", {"draft": False}),
-    (RACE, "acceptance", {"acceptance": "greedy"}),
-    (RACE, "prompt", {"prompt": ["a", "b"]}),
-    (RACE, "stream", {"stream": False}),
     (RESPONSES, "store", {"store": True}),
     (RESPONSES, "input", {"input": "Hm" * 2000}),
-    (RESPONSES, "input[0].type", {"input": [{"type": "image_generation_call"}]}),
-    (
-        RESPONSES,
-        "input[0]",
-        {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-    ),
-    (RESPONSES, "input[1]", {"input": [ASK, {"type": "function_call", "name": None}]}),
-    (RESPONSES, "tools[0].type", {"tools": [{"type": "web_search"}]}),
-    (RESPONSES, "tools[0]", {"tools": [{"type": "custom", **CUSTOM}]}),
-    (RESPONSES, "input", {"input": [{"type": "function_call", "name": "time", "arguments": DEEP}]}),
+    (RESPONSES, "input", {"input": [{"type": "function_call"} | DEEP]}),
     (RESPONSES, "text.format", {"text": {"format": {"type": "json_schema", "schema": {"pattern": 5}}}}),
-    (RESPONSES, "reasoning.max_tokens", {"reasoning": {"summary": "auto", "max_tokens": 3}}),
     (RESPONSES, "reasoning.effort", {"reasoning": {"effort": "high"}}),
-    (MESSAGES, "messages", {"messages": []}),
-    (MESSAGES, "messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
-    (MESSAGES, "messages[0].content[0].type", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}),
     (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}),
-    (MESSAGES, "messages[0]", {"messages": [{"role": "user", "content": [TEXT, {"type": "tool_result"}]}]}),
-    (MESSAGES, "add_special_tokens", {"messages": [SHOWN], "add_special_tokens": True}),
-    (MESSAGES, "thinking", {"messages": [SHOWN], "thinking": {"type": "disabled"}}),
-    (MESSAGES, "system", {"system": [PICTURE]}),
+    (MESSAGES, "system", {"system": [{"type": "image", "source": {"type": "url", "url": "https://a.b/c"}}]}),
     (MESSAGES, "thinking.budget_tokens", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-    (MESSAGES, "thinking", {"thinking": {"type": "adaptive", "budget_tokens": 1024}}),
-    (MESSAGES, "thinking_token_budget", {"thinking_token_budget": 3}),
     (MESSAGES, "output_config.effort", {"thinking": {"type": "disabled"}, "output_config": {"effort": "high"}}),
     (MESSAGES, "output_config.format", {"output_config": {"format": {"type": "json_object"}}}),
 ]
 
 
-def test_the_field_of_an_endpoint_is_named(talker_http: httpx.Client) -> None:
+def test_the_field_of_an_endpoint_is_named(server: Running) -> None:
     """As it is called there, in the message too."""
     of_chats = ("messages", "max_completion_tokens", "response_format", "reasoning_effort", "chat_template_kwargs")
-    for path, param, body in OF_ENDPOINTS:
-        error = refused(talker_http.post(path, json=ASKED[path] | body))
-        assert (error["type"], error["param"]) == ("invalid_request_error", param), (path, body)
-        assert path != RESPONSES or not error["message"].startswith(of_chats)
-
-
-MANY = [1] * 500_000
-UNKNOWN = {f"field{i}": 0 for i in range(100_000)}
-
-
-def test_one_wrong_item_is_enough(talker_http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are not checked: their errors would take seconds, in which the server is not heard from."""
-    seen, place = [], reader._place
-    monkeypatch.setattr(reader, "_place", lambda *given: seen.append(given) or place(*given))
-    for path, param, body in (
-        (CHAT, "tools[0]", {"tools": MANY}),
-        (CHAT, "stop", {"stop": MANY}),
-        (CHAT, "guided_choice", {"guided_choice": MANY[:4000]}),
-        (RESPONSES, "input[0]", {"input": MANY}),
-        (RESPONSES, "input[0].content[0]", {"input": [{"role": "user", "content": MANY}]}),
-        (MESSAGES, "messages[0]", {"messages": MANY}),
-        (MESSAGES, "messages[0].content[0]", {"messages": [{"role": "user", "content": MANY}]}),
-        (CHAT, "field0", UNKNOWN),
-        (CHAT, "structured_outputs.field0", {"structured_outputs": UNKNOWN}),
-        (RESPONSES, "reasoning.field0", {"reasoning": UNKNOWN}),
-        ("/detokenize", "tokens", {"tokens": MANY}),
-    ):
-        seen.clear()
-        error = refused(talker_http.post(path, json=ASKED.get(path, {}) | body))
-        assert error["param"].startswith(param) and len(seen) < 5
-
-
-_OF_OTHER_SERVERS: dict[str, tuple[Any, Any]] = {  # values that would change the text, and values that ask for nothing
-    "typical_p": (0.9, 1.0),
-    "xtc_probability": (0.1, 0.0),
-    "suppress_tokens": ([5], []),
-    "lora_request": ({"lora_name": "x"}, None),
-    "enable_thinking": (False, None),
-    "repeat_last_n": (64, -1),
-    "do_sample": (False, True),
-    "suffix": ("end", ""),
-    "thinking_token_budget": (0, -1),
-    "samplers": ([], None),
-    "flavour": ("sweet", None),
-    "messages": ([{"role": "user", "content": "x"}], None),
-}
+    with server.http() as http:
+        for path, param, body in OF_ENDPOINTS:
+            error = refused(http.post(path, json=ASKED[path] | body))
+            assert (error["type"], error["param"]) == ("invalid_request_error", param), (path, body)
+            assert path != RESPONSES or not error["message"].startswith(of_chats)
 
 
 def test_fields_that_may_change_the_text_are_refused(http: httpx.Client) -> None:
-    """Others are without effect."""
-    body = {"prompt": "A", "max_tokens": 1}
-    for field, (changes, _) in _OF_OTHER_SERVERS.items():
+    body, neutral = {"prompt": "A", "max_tokens": 1}, {}
+    for field, changes, idle in (
+        ("typical_p", 0.9, 1.0),
+        ("xtc_probability", 0.1, 0.0),
+        ("suppress_tokens", [5], []),
+        ("lora_request", {"lora_name": "x"}, None),
+        ("enable_thinking", False, None),
+        ("repeat_last_n", 64, -1),
+        ("do_sample", False, True),
+        ("suffix", "end", ""),
+        ("thinking_token_budget", 0, -1),
+        ("samplers", [], None),
+        ("flavour", "sweet", None),
+        ("messages", [{"role": "user", "content": "x"}], None),
+    ):
         assert refused(http.post("/v1/completions", json=body | {field: changes}))["param"] == field
-    neutral = {field: value for field, (_, value) in _OF_OTHER_SERVERS.items()}
-    more = {"user": "me", "metadata": {"a": "b"}, "store": True, "cache_prompt": True, "priority": -3}
-    more |= {"response_format": None, "best_of": 1, "tools": [], "stream_options": {"include_usage": None}}
-    assert http.post("/v1/completions", json=body | neutral | more).status_code == 200
-    assert http.post("/v1/completions", json=body | {"n": 2, "best_of": 2}).status_code == 200
-    more = {"response_format": {"type": "text", "schema": None}}
-    assert http.post("/v1/completions", json=body | more).status_code == 200
-
-
-def test_the_fields_of_openai_are_known() -> None:
-    """Each is served, refused with a reason of its own, or without effect."""
-    for body, types in ((CompletionBody, completion_create_params), (ChatBody, chat_create_params)):
-        for name in types.CompletionCreateParamsBase.__annotations__:
-            try:
-                body.read({"prompt": "A", "messages": []} | {name: "some value"})
-            except Refusal as refusal:
-                assert "unknown field" not in str(refusal) or name not in str(refusal)
-
-
-def test_bodies_that_are_no_object(http: httpx.Client) -> None:
-    half = b'{"prompt": "a \\ud800 b"}'  # a character
-    for body in (b"", b"{", b"[1]", b"\xff", b'{"prompt": NaN}', b"[" * 100_000, half):
-        refused(http.post("/v1/completions", content=body, headers=JSON))
+        neutral[field] = idle
+    neutral |= {"user": "me", "metadata": {"a": "b"}, "store": True, "cache_prompt": True, "priority": -3}
+    neutral |= {"response_format": None, "best_of": 1, "tools": [], "stream_options": {"include_usage": None}}
+    assert http.post("/v1/completions", json=body | neutral).status_code == 200
 
 
 def test_other_refusals(http: httpx.Client) -> None:
+    """Errors do not repeat the request, whatever its length."""
+    path = "/v1/completions"
     assert refused(http.get("/v1/nothing"), 404)["type"] == "NotFoundError"
-    for path in ("/v1/embeddings", "/v1/images/generations"):
-        assert "are not served" in refused(http.post(path, json={"input": "A"}), 404)["message"]
-    response = http.get("/v1/completions")
+    assert "are not served" in refused(http.post("/v1/embeddings", json={"input": "A"}), 404)["message"]
+    response = http.get(path)
     refused(response, 405)
     assert response.headers["allow"] == "POST"
-    refused(http.post("/v1/completions", content=b'{"prompt": "A"}', headers={"content-type": "text/plain"}), 415)
-    error = refused(http.post("/v1/completions", json={"prompt": "A", "model": "gpt"}), 404)
+    refused(http.post(path, content=b'{"prompt": "A"}', headers={"content-type": "text/plain"}), 415)
+    error = refused(http.post(path, json={"prompt": "A", "model": "gpt"}), 404)
     assert error["param"] == "model" and error["code"] == "model_not_found" and "fable" in error["message"]
-    refused(http.get("/v1/models/gpt"), 404)
-    for path in ("/tokenize", "/detokenize", "/v1/race"):
-        refused(http.post(path, json={"prompt": "A", "model": "gpt"}), 404)
-    for path in ("/tokenizer_info", "/v1/race/choices"):
-        refused(http.get(path, params={"model": "gpt"}), 404)
-    assert refused(http.post("/tokenize", json={"prompt": "A", "model": 7}))["param"] == "model"
-    for body in ({"prompt": [1]}, {"prompt": "A", "add_special_tokens": 1}, {"prompt": "A", "chat_template": "x"}):
+    for other in ("/tokenize", "/detokenize", "/v1/race"):
+        refused(http.post(other, json={"prompt": "A", "model": "gpt"}), 404)
+    for body in ({"prompt": [1]}, {"prompt": "A", "add_special_tokens": 1}, {"prompt": "A", "model": 7}):
         refused(http.post("/tokenize", json=body))
-    for body in ({}, {"tokens": [10**9]}):
-        refused(http.post("/detokenize", json=body))
-    refused(http.post("/v1/completions", json={"prompt": "A" * 5_000_000}), 413)
+    refused(http.post("/detokenize", json={"tokens": [10**9]}))
+    refused(http.post(path, json={"prompt": "A" * 5_000_000}), 413)
+    half = b'{"prompt": "a \\ud800 b"}'  # a character
+    for content in (b"", b"{", b"[1]", b"\xff", b'{"prompt": NaN}', b"[" * 100_000, half):
+        refused(http.post(path, content=content, headers=JSON))
     endless = '{"input": "Hm", "metadata": {"a": 1e999}}'  # which JSON cannot repeat in the response
     assert refused(http.post("/v1/responses", content=endless, headers=JSON))["param"] == "metadata"
-
-
-def test_errors_do_not_echo_the_request(http: httpx.Client) -> None:
-    for body in ({"prompt": "A", "model": "m" * 10**6}, {"prompt": "A", "temperature": "t" * 10**6}):
-        assert len(http.post("/v1/completions", json=body).content) < 1000
-    error = refused(http.post("/v1/completions", json={"prompt": "A", "x" * 10**6: 1}))
-    assert len(error["param"]) <= 400
+    for more in ({"model": "m" * 10**6}, {"temperature": "t" * 10**6}, {"x" * 10**6: 1}):
+        assert len(http.post(path, json={"prompt": "A"} | more).content) < 1000
 
 
 def test_keys() -> None:
     with running(words(), api_keys=("secret",), names=("toy",)) as server, server.http() as http:
         for path in ("/v1/models", "/v1/completions", "/tokenize", "/v1/race/choices", "/page/other.js"):
             for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "Basic secret"}):
-                response = http.get(path, headers=headers)
-                assert refused(response, 401)["code"] == "invalid_api_key"
-                assert response.headers["www-authenticate"] == "Bearer"
+                assert refused(http.get(path, headers=headers), 401)["code"] == "invalid_api_key"
         for path in ("/health", "/metrics", "/version"):
             assert http.get(path).status_code == 200
-        for path in ("/", "/page/race.css", "/page/race.js"):
-            response = http.get(path)
-            assert response.status_code == 200
-            assert "script-src 'self'" in response.headers["content-security-policy"]
+        assert "script-src 'self'" in http.get("/").headers["content-security-policy"]
         with server.openai() as client:
             assert client.completions.create(model="toy", prompt="w1", max_tokens=1).choices
         with server.openai().with_options(api_key="wrong") as client, pytest.raises(openai.AuthenticationError):
@@ -340,7 +193,6 @@ def test_keys() -> None:
 
 
 def test_other_names_of_this_machine(http: httpx.Client) -> None:
-    """Those that a page of another site may have made up."""
     for host in ("example.org", "example.org:8000", "localhost.example.org", "10.0.0.1", "[", "[::1", "@", ""):
         error = refused(http.get("/v1/models", headers={"host": host}), 403)
         assert error["type"] == "permission_error" and "--api-key" in error["message"]
@@ -352,39 +204,30 @@ def test_other_names_of_this_machine(http: httpx.Client) -> None:
         assert not any(name.startswith("access-control") for name in response.headers)
 
 
-_NAMES = st.sampled_from(
-    "prompt messages model max_tokens temperature top_p top_k min_p n stop seed logit_bias logprobs top_logprobs echo "
-    "stream stream_options draft num_draft_tokens acceptance tools suffix response_format user input system text "
-    "reasoning instructions tool_choice thinking".split()
-)
-_VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-_BODIES = st.dictionaries(_NAMES | st.text(max_size=5), _VALUES, max_size=6)
-
-
 def test_any_body_is_answered() -> None:
-    """Never by a fault of ours, and the server is as good as before."""
-    decoder, seen = words(context_len=40), set()
+    decoder = words(context_len=40)
     decoder.tokenizer.chat_template = "w1"
+    names = (
+        "prompt messages model max_tokens temperature top_p top_k n stop seed logit_bias logprobs top_logprobs echo "
+        "stream stream_options draft num_draft_tokens tools response_format input system text reasoning instructions "
+        "tool_choice thinking"
+    )
+    leaves = st.none() | st.booleans() | st.integers() | st.floats(-1e9, 1e9) | st.text(max_size=8)
+    lists = st.recursive(
+        leaves, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    )
+    bodies = st.dictionaries(st.sampled_from(names.split()), lists, max_size=6)
     with running(decoder) as server, server.http() as http:
 
         @settings(max_examples=200)
-        @given(st.sampled_from([*ASKED]), st.booleans(), _BODIES | st.binary(max_size=30))
+        @given(st.sampled_from([*ASKED]), st.booleans(), bodies | st.binary(max_size=30))
         def check(path: str, has_prompt: bool, body: dict[str, Any] | bytes) -> None:
             sent = json.dumps((ASKED[path] if has_prompt else {}) | body) if isinstance(body, dict) else body
             response = http.post(path, content=sent, headers=JSON)
-            assert response.status_code in (200, 400, 404), (body, response.text)
             if response.status_code != 200:
-                refused(response, response.status_code)
-            seen.add(response.status_code)
+                refused(response, 404 if response.status_code == 404 else 400)
 
+        check()
         for path, body in ASKED.items():
             assert http.post(path, json=body).status_code == 200
-        check()
-        assert seen >= {200, 400}
-        assert http.get("/health").status_code == 200
-        assert server.num_open == 0
-        assert server.metric("outrider:num_free_slots") == 4
+        assert server.num_open == 0 and server.metric("outrider:num_free_slots") == 4

@@ -45,13 +45,8 @@ def letters_tokenizer(pieces: Sequence[str]) -> PreTrainedTokenizerFast:
 def masked_law(
     table: torch.Tensor, last: int, pieces: Sequence[str], language: Iterable[str], num_tokens: int, temperature: float
 ) -> Law:
-    """The law of the first tokens of a Markov chain that may say only beginnings of these texts, each token drawn from
-    what they leave of its own distribution. A text that has ended is not continued.
-
-    Args:
-        last: token of the prompt.
-        language: a finite one. (Found by trying, and not by automata.)
-    """
+    """The law of the first tokens of a Markov chain that may say only beginnings of these texts, after the token
+    ``last``, each token drawn from what they leave of its own distribution. A text that has ended is not continued."""
     texts, end = set(language), len(pieces) - 1
     beginnings = {text[:n] for text in texts for n in range(len(text) + 1)}
     law: Law = {(): 1.0}

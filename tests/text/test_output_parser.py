@@ -4,8 +4,6 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from outrider.text.output_parser import CallParser, OutputParser, Piece, ThoughtSplitter
 from outrider.text.thinking import Stage, Thinking
@@ -28,25 +26,31 @@ def parts(pieces: list[Piece]) -> tuple[str, list[tuple[str, str]]]:
     return content, [(name, arguments) for name, arguments in calls]
 
 
-def fed_to(parser: OutputParser, chunks: list[str]) -> list[tuple[Piece, str, bool]]:
-    """Pieces of an output, each with the text at its place, and whether it came with the end."""
-    found, text = [], ""
-    for i, chunk in enumerate([*chunks, ""]):
-        text += chunk
-        for piece in parser.feed(chunk, is_end=i == len(chunks)):
-            end = len(text) - piece.num_after
-            found.append((piece, text[end - len(piece.text) : end], i == len(chunks)))
-    return found
-
-
 def parsed(name: str, chunks: list[str]) -> tuple[str, list[tuple[str, str]]]:
     parser = CallParser(TOOL_FORMATS[name], NAMES)
     pieces = [piece for chunk in chunks for piece in parser.feed(chunk)]
     return parts([*pieces, *parser.feed("", is_end=True)])
 
 
+def split(
+    thinking: Thinking, stage: Stage, calls: CallParser, chunks: list[str]
+) -> tuple[str, str, list[tuple[str, str]]]:
+    """Thoughts, content and calls; each piece of content is at its place."""
+    parser, found, text = OutputParser(ThoughtSplitter(thinking, stage), calls), list[Piece](), ""
+    for i, chunk in enumerate([*chunks, ""]):
+        text, is_end = text + chunk, i == len(chunks)
+        for piece in parser.feed(chunk, is_end=is_end):
+            end = len(text) - piece.num_after
+            assert piece.kind != "content" or is_end or text[end - len(piece.text) : end] == piece.text
+            found.append(piece)
+    return "".join(piece.text for piece in found if piece.kind == "reasoning"), *parts(found)
+
+
 HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {ROME}}}\n</tool_call>'
 SUN, NOW, ONE = ("weather", ROME), ("time", "{}"), ("time", '{"a": 1}')
+LLAMA = '<|python_tag|>{"type": "function", "name": "time", "parameters": {}}; {"name": "weather", "parameters": {}}'
+MISTRAL = '[TOOL_CALLS][{"name": "time", "arguments": {}, "id": "VvvODy9mT"}, {"name": "time", "arguments": {"a": 1}'
+LIST = f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}, {{"name": "time", "arguments": {{}}}}]'
 CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", "Just text with <tool and a < b.\n", "Just text with <tool and a < b.\n", []),
     ("hermes", HERMES_CALL, "", [SUN]),
@@ -60,48 +64,18 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", '<tool_call>{"name": "time", "arguments": {"a": ]</tool_call>', "", [("time", '{"a": ]')]),
     ("hermes", '<tool_call>{"name": "time", "arguments": {"a": 1', "", [("time", '{"a": 1')]),
     ("hermes", "The tag <tool_call> is one.", "The tag <tool_call> is one.", []),
-    ("hermes", "The tag <tool_call>", "The tag <tool_call>", []),
-    ("hermes", '<tool_call>{"nam', '<tool_call>{"nam', []),
     ("hermes", f"<tool_call>no</tool_call>{HERMES_CALL}", "<tool_call>no</tool_call>", [SUN]),
     ("llama3_json", f'\n{{"name": "weather", "parameters": {ROME}}}', "", [SUN]),
-    (
-        "llama3_json",
-        '<|python_tag|>{"type": "function", "name": "time", "parameters": {}}; {"name": "weather", "parameters": {}}',
-        "",
-        [NOW, ("weather", "{}")],
-    ),
+    ("llama3_json", LLAMA, "", [NOW, ("weather", "{}")]),
     ("llama3_json", '{"name": "Bob", "parameters": 3}', '{"name": "Bob", "parameters": 3}', []),
-    ("llama3_json", '{"answer": 3}', '{"answer": 3}', []),
-    ("llama3_json", '  {"name"', '  {"name"', []),
-    ("llama3_json", 'See {"name": "time"}', 'See {"name": "time"}', []),
     ("llama3_json", '<|python_tag|>print("a")', '<|python_tag|>print("a")', []),
-    ("llama3_json", "   ", "   ", []),
-    (
-        "mistral",
-        f'[TOOL_CALLS] [{{"name": "weather", "arguments": {ROME}}}, {{"name": "time", "arguments": {{}}}}]',
-        "",
-        [SUN, NOW],
-    ),
+    ("mistral", LIST, "", [SUN, NOW]),
     ("mistral", f"Yes.[TOOL_CALLS]weather[CALL_ID]abc[ARGS]{ROME}[TOOL_CALLS]time{{}}", "Yes.", [SUN, NOW]),
-    (
-        "mistral",
-        '[TOOL_CALLS][{"name": "time", "arguments": {}, "id": "VvvODy9mT"}, {"name": "time", "arguments": {"a": 1}',
-        "",
-        [NOW, ONE],
-    ),
+    ("mistral", MISTRAL, "", [NOW, ONE]),
     ("mistral", "[TOOL_CALLS", "[TOOL_CALLS", []),
-    ("mistral", "[TOOL_CALLS]nothing", "[TOOL_CALLS]nothing", []),
     ("hermes", '<tool_call>{"name": "time"}\n]Now, <b>.', "Now, <b>.", [NOW]),
-    (
-        "hermes",
-        '<tool_call>{"name": "time", "arguments": }</tool_call>',
-        '<tool_call>{"name": "time", "arguments": }</tool_call>',
-        [],
-    ),
-    ("llama3_json", '\u00a0{"name": "time"}', '\u00a0{"name": "time"}', []),
     ("mistral", "[TOOL_CALLS]time[ARGS]", "", [NOW]),
     ("mistral", "[TOOL_CALLS]is a marker {of calls}.", "[TOOL_CALLS]is a marker {of calls}.", []),
-    ("mistral", "[TOOL_CALLS][1]", "[TOOL_CALLS][1]", []),
     ("openai", f" to=functions.weather <|constrain|>json<|message|>{ROME}", "", [SUN]),
     ("openai", f" to=functions.weather<|channel|>commentary json<|message|>{ROME}", "", [SUN]),
     ("openai", "Write to=functions.other {}", "Write to=functions.other {}", []),
@@ -109,26 +83,15 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 def test_parts_of_a_text() -> None:
-    """In one piece, and character by character; arguments of any depth."""
     for name, text, content, calls in CASES:
-        assert parsed(name, [text]) == parsed(name, list(text)) == (content, calls)
+        for size in (1, 2, 5, 13, 50, len(text)):
+            assert parsed(name, [text[at : at + size] for at in range(0, len(text), size)]) == (content, calls)
     deep = f'{{"a": {"[" * 20_000}{"]" * 20_000}}}'
-    assert parsed("hermes", [f'<tool_call>{{"name": "time", "arguments": {deep}}}</tool_call>']) == (
-        "",
-        [("time", deep)],
-    )
+    text = f'<tool_call>{{"name": "time", "arguments": {deep}}}</tool_call>'
+    assert parsed("hermes", [text]) == ("", [("time", deep)])
     text = f'<tool_call>{{"arguments": {deep}, "name": "time"}}</tool_call>'
     is_read = sys.version_info >= (3, 14)  # whose JSON may have any depth
     assert parsed("hermes", [text]) == (("", [("time", deep)]) if is_read else (text, []))
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.sampled_from(CASES), st.lists(st.integers(0, 200), max_size=6))
-def test_any_cuts_give_the_same_parts(case: Any, cuts: list[int]) -> None:
-    name, text, content, calls = case
-    at = sorted({0, len(text), *(min(cut, len(text)) for cut in cuts)})
-    chunks = [text[a:b] for a, b in zip(at, at[1:], strict=False)]
-    assert parsed(name, chunks) == (content, calls)
 
 
 MARKERS = Thinking("<think>", "</think>", (90,), 91)
@@ -138,28 +101,18 @@ CALL = '<tool_call>\n{"name": "time"}\n</tool_call>'
 @pytest.mark.parametrize(
     ("stage", "text", "expected"),
     [
-        ("in", "Hm, <b>.\n</think>\n\nYes.\n", ("Hm, <b>.", "Yes.\n", "")),
-        ("in", "Hm", ("Hm", "", "")),
-        ("in", "\n\n</think>\n", ("", "", "")),
-        ("before", "<think>\nHm.\n\nWell.</think>Yes. </think>", ("Hm.\n\nWell.", "Yes. </think>", "")),
-        ("before", "\n <think>Hm", ("Hm", "", "")),
-        ("before", " Yes.", ("", " Yes.", "")),
-        ("before", " <thi", ("", " <thi", "")),
-        ("after", "\n\nYes <think>.", ("", "Yes <think>.", "")),
-        ("in", f"Hm {CALL}</think>\n\n{CALL}", (f"Hm {CALL}", "", "time")),
-        ("in", f"Hm</think>Yes \n{CALL} \nand <tool_call>no", ("Hm", "Yes \nand <tool_call>no", "time")),
+        ("in", "Hm, <b>.\n</think>\n\nYes.\n", ("Hm, <b>.", "Yes.\n", [])),
+        ("in", "Hm", ("Hm", "", [])),
+        ("before", "<think>\nHm.\n\nWell.</think>Yes. </think>", ("Hm.\n\nWell.", "Yes. </think>", [])),
+        ("before", " Yes.", ("", " Yes.", [])),
+        ("in", f"Hm {CALL}</think>\n\n{CALL}", (f"Hm {CALL}", "", [NOW])),
+        ("in", f"Hm</think>Yes \n{CALL} \nand <tool_call>no", ("Hm", "Yes \nand <tool_call>no", [NOW])),
     ],
 )
-def test_thoughts_and_what_follows(stage: Stage, text: str, expected: tuple[str, str, str]) -> None:
+def test_thoughts_and_what_follows(stage: Stage, text: str, expected: tuple[str, str, Any]) -> None:
     for chunks in ([text], list(text), [text[:9], text[9:]]):
-        parser = OutputParser(ThoughtSplitter(MARKERS, stage), CallParser(TOOL_FORMATS["hermes"], ["time"]))
-        found_at = fed_to(parser, chunks)
-        for piece, there, _ in found_at:
-            assert piece.kind != "content" or there == piece.text
-        pieces = [piece for piece, *_ in found_at]
-        kinds = ("reasoning", "content", "call")
-        found = tuple("".join(piece.text for piece in pieces if piece.kind == kind) for kind in kinds)
-        assert found[0] == expected[0] and found[2] == expected[2] and found[1].strip() == expected[1].strip()
+        thoughts, content, calls = split(MARKERS, stage, CallParser(TOOL_FORMATS["hermes"], ["time"]), chunks)
+        assert (thoughts, content.strip(), calls) == (expected[0], expected[1].strip(), expected[2])
 
 
 HARMONY = Thinking(
@@ -175,10 +128,7 @@ CALLED = ("weather", ARGUMENTS)
     [
         (f"{THOUGHT}{TURN}<|channel|>final<|message|>Yes.\n", ("Hm, 1 < 2.", "Yes.\n", ())),
         ("<|channel|>final<|message|>A <b>.", ("", "A <b>.", ())),
-        ("<|channel|>analysis<|message|>Hm", ("Hm", "", ())),
-        (f"{THOUGHT}{TURN}<|chan", ("Hm, 1 < 2.", "<|chan", ())),
-        *((f"{THOUGHT}{cut}", ("Hm, 1 < 2.", "", ())) for cut in ("<|start|>", "<|start|>ass", f"{TURN}<|channel|>")),
-        ("<|channel|>", ("", "", ())),
+        (f"{THOUGHT}<|start|>ass", ("Hm, 1 < 2.", "", ())),
         ("<|channel|>final<|message|>Yes.<|end|><|start|>", ("", "Yes.", ())),
         (
             f"{THOUGHT}{TURN}<|channel|>commentary<|message|>Let me see.<|end|>{TURN}{THOUGHT}{TURN}<|channel|>final"
@@ -205,11 +155,5 @@ CALLED = ("weather", ARGUMENTS)
 def test_channels_are_thoughts_content_and_calls(text: str, expected: tuple[str, str, tuple[str, ...]]) -> None:
     """The layouts of openai/harmony's ``docs/format.md`` and of llama.cpp's ``tests/test-chat.cpp`` (GPT-OSS)."""
     for chunks in ([text], list(text), [text[:9], text[9:31], text[31:]]):
-        parser = OutputParser(ThoughtSplitter(HARMONY, "before"), CallParser(TOOL_FORMATS["openai"], NAMES))
-        found_at = fed_to(parser, chunks)
-        for piece, there, is_last in found_at:
-            assert piece.kind != "content" or is_last or there == piece.text
-        pieces = [piece for piece, *_ in found_at]
-        content, calls = parts(pieces)
-        thoughts = "".join(piece.text for piece in pieces if piece.kind == "reasoning")
+        thoughts, content, calls = split(HARMONY, "before", CallParser(TOOL_FORMATS["openai"], NAMES), chunks)
         assert (thoughts, content, *calls[:1]) == (*expected[:2], *filter(None, expected[2:]))

@@ -1,9 +1,7 @@
 """When a row ends: at the very token, with nothing of a stop string ever shown."""
 
-import itertools
 from collections.abc import Sequence
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,18 +12,12 @@ from outrider.text.thinking import Stage, Thinking
 from outrider.text.tokenizer import Detokenizer
 from pairs import byte_level_tokenizer
 
-EOS = 99
-
 
 class Pieces:
     """A detokenizer by table: token i has text i; what was not asked for comes with the flush."""
 
     def __init__(self, pieces: Sequence[str], rest: str = "") -> None:
-        self.pieces = pieces
-        self.rest = rest
-
-    def push(self, token_id: int) -> str:
-        return self.pieces[token_id]
+        self.push, self.rest = pieces.__getitem__, rest
 
     def flush(self) -> str:
         rest, self.rest = self.rest, ""
@@ -37,8 +29,7 @@ Shown = tuple[list[str], str, FinishReason | None, int, list[tuple[int, str]]]
 
 
 def play(pieces: Sequence[str], stop: Sequence[str] = (), *, rest: str = "", end: int | None = None) -> Shown:
-    """Push the tokens until the row ends; ``end`` is the index of an end token."""
-    row = RowText(Pieces(pieces, rest), () if end is None else {end}, stop)  # type: ignore[arg-type]
+    row = RowText(Pieces(pieces, rest), () if end is None else {end}, stop)
     steps, owners, reason, count = list[str](), list[tuple[int, str]](), None, 0
     for count in range(1, len(pieces) + 1):
         if (reason := row.push(count - 1)) is not None:
@@ -52,7 +43,6 @@ def play(pieces: Sequence[str], stop: Sequence[str] = (), *, rest: str = "", end
 
 
 def ends_at(text: str, stop: Sequence[str]) -> int | None:
-    """Where the first of the stop strings in a text begins."""
     found = [at for at in map(text.find, stop) if at >= 0]
     return min(found, default=None)
 
@@ -63,30 +53,6 @@ def held_back(text: str, stop: Sequence[str]) -> int:
     return max(n for n in range(len(text) + 1) if text[len(text) - n :] in beginnings)
 
 
-@given(st.lists(st.text("ab.", max_size=3), max_size=12), st.integers(0, 6), st.booleans())
-def test_stop_strings_that_are_complete_too_early_are_text(
-    pieces: list[str], min_tokens: int, includes_stop: bool
-) -> None:
-    """One that begins early and is complete later ends the row."""
-    row = RowText(Pieces(pieces), (), ["ab"], min_tokens=min_tokens, includes_stop=includes_stop)  # type: ignore[arg-type]
-    reasons, text = [], ""
-    for token_id in range(len(pieces)):
-        reasons.append(row.push(token_id))
-        text += "".join(piece for _, piece in row.take())
-        if reasons[-1] is not None:
-            break
-    else:
-        row.finish()
-        text += "".join(piece for _, piece in row.take())
-    lengths = list(itertools.accumulate(map(len, pieces)))
-    begins = [at for at in range(sum(map(len, pieces))) if "".join(pieces)[at : at + 2] == "ab"]
-    ends = [(at, next(n for n, length in enumerate(lengths, start=1) if length >= at + 2)) for at in begins]
-    at, num_tokens = next(((at, n) for at, n in ends if n > min_tokens), (None, len(pieces)))
-    end = at if at is None or not includes_stop else at + 2
-    assert len(reasons) == num_tokens and text == "".join(pieces)[:end]
-    assert reasons == [None] * num_tokens if at is None else reasons[-1] == "stop"
-
-
 TEXTS = st.lists(st.text("ab.", max_size=3), max_size=12)
 STOPS = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3)
 
@@ -94,9 +60,8 @@ STOPS = st.lists(st.text("ab.", min_size=1, max_size=4), max_size=3)
 @settings(max_examples=300)
 @given(pieces=TEXTS, stop=STOPS)
 def test_every_row_ends_as_a_search_of_its_text_says(pieces: list[str], stop: list[str]) -> None:
-    """The row ends with the first token that makes a stop string whole, and its text ends where that one begins. All is
-    shown that cannot become a stop string, and no more: a stream does not lag without need. Text keeps the token that
-    it came with, however long it was held back; also the end of a text, cut off at a stop string."""
+    """With the first token that makes a stop string whole; its text ends where that one begins. All is shown at once
+    that cannot become a stop string. Text keeps the token that it came with."""
     steps, shown, reason, num_tokens, owners = play(pieces, stop)
     for count, step in enumerate(steps, start=1):
         text = "".join(pieces[:count])
@@ -130,7 +95,7 @@ def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: lis
         splitter = ThoughtSplitter(MARKERS, stage, is_continued=is_continued)
         return splitter, "".join(piece.text for piece in splitter.feed(text) if piece.kind == "content")
 
-    row = RowText(Pieces(pieces), (), stop, thoughts=split("")[0])  # type: ignore[arg-type]
+    row = RowText(Pieces(pieces), (), stop, thoughts=split("")[0])
     shown = ""
     for count in range(1, len(pieces) + 1):
         reason = row.push(count - 1)
@@ -148,50 +113,23 @@ def test_stop_strings_wait_for_the_end_of_a_thought(pieces: list[str], stop: lis
     assert shown + "".join(piece for _, piece in row.take()) == "".join(pieces)
 
 
-CHANNELS = Thinking(
-    "<|channel|>analysis<|message|>", "<|end|>", (5, 6, 8), 7, "", "<|start|>assistant", "<|channel|>final<|message|>"
-)
-
-
-@pytest.mark.parametrize("thought", ["", f"{CHANNELS.turn}{CHANNELS.begin}Hm{CHANNELS.end}"])
-def test_stop_strings_lie_in_one_message(thought: str) -> None:
-    """However its text comes: neither headers nor thoughts join the content around them."""
-    said = f"<|channel|>commentary<|message|>x a<|end|>{thought}{CHANNELS.turn}{CHANNELS.answer}b z a"
-    for size in (1, 2, 7, 200):
-        for ending, expected in (("", None), ("b c", "stop")):
-            text = said + ending
-            pieces = [text[at : at + size] for at in range(0, len(text), size)]
-            row = RowText(Pieces(pieces), (), ["ab"], thoughts=ThoughtSplitter(CHANNELS, "before"))  # type: ignore[arg-type]
-            reason = next(filter(None, map(row.push, range(len(pieces)))), None)
-            shown = "".join(piece for _, piece in row.take())
-            assert (reason, shown) == (expected, said[:-1])
-    row = RowText(Pieces([f"x ab{CHANNELS.end}y"]), (), ["ab"], thoughts=ThoughtSplitter(CHANNELS, "after"))  # type: ignore[arg-type]
-    assert row.push(0) == "stop" and "".join(piece for _, piece in row.take()) == "x "
-
-
 def test_the_end_of_a_row() -> None:
-    """Nothing after a stop string is shown, neither the rest of its token nor what the detokenizer still holds. At an
-    end token, what was held back as a possible stop string is text after all; half a character comes with the end."""
+    """Nothing after a stop string is shown. At an end token, what was held back is text after all."""
     assert play(["a", "STOP and go on"], ["STOP"], rest="?")[1:3] == ("a", "stop")
     assert play(["a", "\n", "never", "shown"], ["\n\n"], end=2)[1:4] == ("a\n", "eos", 3)
     assert play(["a", ""], ["ab"], rest="\ufffd")[1::3] == ("a\ufffd", [(0, "a"), (1, "\ufffd")])
-    row = RowText(Pieces(["a", "b", "c"]), {2}, (), stop_ids={1, 2})  # type: ignore[arg-type]
+    row = RowText(Pieces(["a", "b", "c"]), {2}, (), stop_ids={1, 2})
     assert [row.push(i) for i in (0, 1, 2)] == [None, "stop", "eos"] and row.stop_reason == 1
-    row = RowText(Pieces(["ab", "x", "b"]), (), ["b", "abc"], min_tokens=1)  # type: ignore[arg-type]
-    assert [row.push(i) for i in range(3)] == [
-        None,
-        None,
-        "stop",
-    ] and row.stop_reason == "b"  # one came too early
-    row = RowText(None, {EOS}, ())
-    assert [row.push(i) for i in (1, 2, EOS)] == [None, None, "eos"]
-    row.finish()
-    assert row.take() == []
+    row = RowText(Pieces(["ab", "x", "b"]), (), ["b", "abc"], min_tokens=1)
+    reasons = [row.push(i) for i in range(3)]
+    assert reasons == [None, None, "stop"] and row.stop_reason == "b"  # one came too early
+    assert "".join(piece for _, piece in row.take()) == "abx"
+    row = RowText(None, {9}, ())
+    assert [row.push(i) for i in (1, 9)] == [None, "eos"] and row.take() == []
 
 
 def test_a_stop_string_before_half_a_character_ends_the_row_at_once() -> None:
-    """A token may hold a whole stop string and the first byte of a character after it (GPT-2 has one of a space and
-    F0). The row ends with that token, not with the one that completes the character: never one token too many."""
+    """With the token that holds both (GPT-2 has one of a space and F0), and not with the one after it."""
     tokenizer = byte_level_tokenizer(["!\u00f0"])  # the byte F0, with which emoji begin, is written \u00f0
     ids = tokenizer("go!🙂", add_special_tokens=False).input_ids
     assert tokenizer.decode(ids[2:3]).startswith("!") and len(ids) == 6

@@ -8,8 +8,6 @@ import pytest
 from tokenizers import AddedToken
 
 from outrider.errors import OptionError
-from outrider.options import Sampling
-from outrider.requests.hooks import constraint_of
 from outrider.text.thinking import Stage, Thinking, Thoughts, thinking_of
 from pairs import byte_level_tokenizer
 
@@ -21,11 +19,9 @@ def test_the_prompt_tells_where_the_output_begins() -> None:
     assert thinking_of(tokenizer, "auto") is None
     with pytest.raises(OptionError, match="the tokenizer has no tokens <think> and </think>"):
         thinking_of(tokenizer, "think")
-    with pytest.raises(OptionError, match="choose auto, none, think or mistral or gemma4 or harmony"):
-        thinking_of(tokenizer, "deepseek")
     tokenizer.add_tokens([AddedToken("<think>", special=False), AddedToken("</think>", special=False)])
-    thinking = thinking_of(tokenizer, "auto")
-    assert thinking is not None and thinking_of(tokenizer, "none") is None
+    thinking: Any = thinking_of(tokenizer, "auto")
+    assert thinking_of(tokenizer, "none") is None
     for text, stage in [("<think>\n", "in"), ("<think>\n\n</think>\n\n", "after"), ("a <think> b\n", "before")]:
         assert thinking.stage_of(tokenizer, tokenizer(text).input_ids) == stage
     for text, stage in [("a <think> b" * 20, "in"), ("<think> a </think> b", "before"), ("a", "before")]:  # no chats
@@ -34,7 +30,7 @@ def test_the_prompt_tells_where_the_output_begins() -> None:
     tokenizer = byte_level_tokenizer()
     tokenizer.add_tokens([AddedToken("<|channel>", special=False), AddedToken("<channel|>", special=False)])
     thinking = thinking_of(tokenizer, "auto")
-    assert thinking is not None and (thinking.begin, thinking.label) == ("<|channel>", "thought")
+    assert (thinking.begin, thinking.label) == ("<|channel>", "thought")
     thought = "<|channel>thought\n"
     for text, stage in [(thought, "in"), (f"{thought}<channel|>", "after"), ("<|channel>final\n", "before"),
                         (f"{thought}Hm", "before")]:  # fmt: skip
@@ -42,8 +38,6 @@ def test_the_prompt_tells_where_the_output_begins() -> None:
 
 
 class Once:
-    """Allows 1, 2, 3 in turn."""
-
     error = None
 
     def __init__(self, size: int = 100) -> None:
@@ -62,6 +56,11 @@ class Once:
         del self.past[len(self.past) - num_tokens :]
 
 
+def allowed(constraint: Any) -> list[int]:
+    found: list[int] = np.flatnonzero(constraint.effect()).tolist()
+    return found
+
+
 @pytest.mark.parametrize("stage", ["before", "in", "after"])
 def test_constraints_begin_after_thoughts(stage: Stage) -> None:
     text = {"before": [90, 7, 3, 91], "in": [7, 90, 91], "after": []}[stage] + [1, 2, 3]
@@ -71,28 +70,24 @@ def test_constraints_begin_after_thoughts(stage: Stage) -> None:
         while at < len(text):  # as drafts go: forward, back, and forward again
             ahead = text[at : at + num_back]
             for token_id in ahead:
-                mask = constraint.effect()
-                assert mask is None or (isinstance(mask, np.ndarray) and mask[token_id])
-                assert constraint.push(token_id)
+                mask: Any = constraint.effect()
+                assert (mask is None or mask[token_id]) and constraint.push(token_id)
             constraint.pop(len(ahead))
             assert constraint.push(text[at])
             at += 1
         assert inner.past == [1, 2, 3]
     other = Thoughts(Once(), MARKERS, "before", 100, frozenset([99]))
-    mask = other.effect()
-    assert isinstance(mask, np.ndarray) and np.flatnonzero(mask).tolist() == [1, 90]
+    assert allowed(other) == [1, 90]
     assert not other.push(2) and other.push(1) and not other.push(90)
     thoughts = Thoughts(Once(), MARKERS, "in", 100, frozenset([99]))
-    mask = thoughts.effect()
-    assert isinstance(mask, np.ndarray) and np.flatnonzero(~mask).tolist() == [99]
-    assert not thoughts.push(99) and thoughts.push(98) and thoughts.push(91) and thoughts.push(1)
+    assert allowed(thoughts) == [*range(99)] and not thoughts.push(99) and all(map(thoughts.push, [98, 91, 1]))
 
 
 @pytest.mark.parametrize("stage", ["before", "in"])
 @pytest.mark.parametrize("budget", [0, 1, 3])
 @pytest.mark.parametrize("has_inner", [False, True])
 def test_thoughts_end_at_their_budget(stage: Stage, budget: int, has_inner: bool) -> None:
-    """However far drafts went ahead before; 8 is white space, and comes before the marker alone."""
+    """8 is white space, and comes before the marker alone."""
     text = ([90] if has_inner else [8, 8, 90])[: 9 if stage == "before" else 0] + [7, 8, 6, 5, 91][:budget] + [91, 1]
     for num_back in range(1, 6):
         inner = Once() if has_inner else None
@@ -100,74 +95,34 @@ def test_thoughts_end_at_their_budget(stage: Stage, budget: int, has_inner: bool
         for at, token_id in enumerate(text):
             num_ahead = sum(map(constraint.push, text[at : at + num_back]))
             constraint.pop(num_ahead)
-            is_forced = text[at:] == [91, 1]
-            mask = constraint.effect()
-            if is_forced:
-                assert isinstance(mask, np.ndarray) and np.flatnonzero(mask).tolist() == [91]
-                assert not constraint.push(7)
+            if text[at:] == [91, 1]:
+                assert allowed(constraint) == [91] and not constraint.push(7)
             elif not has_inner:
-                assert mask is None
+                assert constraint.effect() is None
             assert constraint.push(token_id)
         if not has_inner:  # later thoughts are text
             assert all(map(constraint.push, [90, 7, 7, 7, 7])) and constraint.effect() is None
 
 
-HARMONY = {"<|channel|>": True, "<|message|>": True, "<|end|>": True, "<|start|>": True, "assistant": False}
-
-
-def harmony() -> tuple[Any, Thinking]:
+def harmony() -> tuple[Any, Any]:
     tokenizer = byte_level_tokenizer()
-    tokens = HARMONY | dict.fromkeys(("analysis", "final"), False)
-    tokenizer.add_tokens([AddedToken(token, special=special) for token, special in tokens.items()])
-    thinking = thinking_of(tokenizer, "auto")
-    assert thinking is not None
-    return tokenizer, thinking
+    names = ("<|channel|>", "<|message|>", "<|end|>", "<|start|>", "assistant", "analysis", "final")
+    tokenizer.add_tokens([AddedToken(name, special=name.startswith("<")) for name in names])
+    return tokenizer, thinking_of(tokenizer, "auto")
 
 
 def test_channels_may_be_thoughts() -> None:
-    """As in gpt-oss: the same marker begins the answer."""
     tokenizer, thinking = harmony()
     turn, thought = "<|start|>assistant", "<|channel|>analysis<|message|>"
-    for text, stage in [
-        (f"<|start|>user<|message|>Hi<|end|>{turn}", "before"),
-        (f"<|end|>{turn}{thought}", "in"),
-        (f"<|end|>{turn}<|channel|>final<|message|>", "after"),
-        (f"{thought}Hm", "before"),
-    ]:
+    answer = "<|channel|>final<|message|>"
+    for text, stage in [(turn, "before"), (f"{turn}{thought}", "in"), (f"<|end|>{turn}{answer}", "after")]:
         assert thinking.stage_of(tokenizer, tokenizer(text).input_ids) == stage
-    for text, stage in [(f"{thought}Hm", "in"), (f"{thought}Hm<|end|>{turn}<|channel|>final<|message|>", "after")]:
+    for text, stage in [(f"{thought}Hm", "in"), (f"{thought}Hm<|end|>{turn}{answer}", "after")]:
         assert thinking.stage_of(tokenizer, tokenizer(text).input_ids, None) == stage
-    text = f"{thought}Hm<|end|>{turn}<|channel|>final<|message|>Yes<|end|>{turn}{thought}Hm, no"
+    text = f"{thought}Hm<|end|>{turn}{answer}Yes<|end|>{turn}{thought}Hm, no"
     ids = tokenizer(text).input_ids
     expected = len(tokenizer("HmHm, no").input_ids)
     assert [thinking.num_thoughts(tokenizer, stage, ids) for stage in ("before", "after")] == [expected] * 2
-
-
-@pytest.mark.parametrize(
-    ("prompt", "forced"),
-    [
-        ("Once", ""),
-        ("<|start|>user<|message|>Hi<|end|><|start|>assistant<|channel|>final<|message|>It is", ""),
-        ("<|start|>assistant<|channel|>final<|message|>", ""),
-        ("<|start|>assistant<|channel|>", "final<|message|>"),
-        ("<|start|>assistant", "<|channel|>final<|message|>"),
-        ("<|start|>user<|message|>Hi<|end|>", "<|start|>assistant<|channel|>final<|message|>"),
-    ],
-)
-def test_a_prompt_tells_which_header_is_left(prompt: str, forced: str) -> None:
-    """Before a constraint, where no chat's template has written the prompt; thoughts have no budget left."""
-    tokenizer, _ = harmony()
-    ids, sampling = tokenizer(prompt, add_special_tokens=False).input_ids, Sampling(thinking_budget=0, regex="yes")
-    vocab_size, shown = len(tokenizer), []
-    constraint = constraint_of(sampling, tokenizer, vocab_size, frozenset([0]), ids)
-    assert constraint is not None
-    for token_id in tokenizer(f"{forced}yes", add_special_tokens=False).input_ids:
-        mask = constraint.effect()
-        assert isinstance(mask, np.ndarray)
-        shown.append((np.flatnonzero(mask).tolist(), token_id))
-        assert constraint.push(token_id)
-    num_forced = len(tokenizer(forced, add_special_tokens=False).input_ids)
-    assert all(allowed == [token_id] for allowed, token_id in shown[:num_forced])
 
 
 @pytest.mark.parametrize("has_inner", [False, True])
@@ -176,36 +131,27 @@ def test_channels_have_one_budget(has_inner: bool) -> None:
     tokenizer, thinking = harmony()
     begin, turn, answer, size = thinking.begin_ids, thinking.turn_ids, thinking.answer_ids, len(tokenizer)
     constraint = Thoughts(Once(size) if has_inner else None, thinking, "before", size, frozenset([2]), 4, head=turn)
-    end, text = (
-        thinking.end_id,
-        [*begin, 7, 8, thinking.end_id, *turn, *begin, 9, 10, thinking.end_id, *turn, *answer, 1],
-    )
+    end = thinking.end_id
+    text = [*begin, 7, 8, end, *turn, *begin, 9, 10, end, *turn, *answer, 1]
     for num_back in range(1, 9):
         for at, token_id in enumerate(text):
             num_ahead = sum(map(constraint.push, text[at : at + num_back]))
             assert num_ahead == len(text[at : at + num_back])
             constraint.pop(num_ahead)
-            mask = constraint.effect()
-            assert mask is None or (isinstance(mask, np.ndarray) and mask[token_id])
+            mask: Any = constraint.effect()
+            assert mask is None or mask[token_id]
             if text[at:] == [end, *turn, *answer, 1]:  # spent
-                assert np.flatnonzero(mask).tolist() == [end]
+                assert allowed(constraint) == [end]
             if text[at:] == [*answer[1:], 1]:
-                assert not constraint.push(begin[1])
-                assert isinstance(mask, np.ndarray) and not mask[begin[1]]
+                assert not constraint.push(begin[1]) and not mask[begin[1]]
             if has_inner and text[at:] in ([*turn, *answer, 1], [*answer, 1], [*answer[1:], 1]):
-                assert np.flatnonzero(mask).tolist() == [token_id]
+                assert allowed(constraint) == [token_id]
             assert constraint.push(token_id)
         assert not (has_inner and constraint.push(5))
         constraint.pop(len(text))
     if has_inner:  # at the beginning
-        assert np.flatnonzero(constraint.effect()).tolist() == [begin[0]]
-        assert constraint.push(begin[0]) and np.flatnonzero(constraint.effect()).tolist() == sorted(
-            [begin[1], answer[1]]
-        )
-    # The prompt has written the header of the answer; a later message may be thoughts.
-    continued = Thoughts(None, thinking, "after", size, frozenset([2]), 2)
-    assert all(map(continued.push, [5, thinking.end_id, *turn, *begin, 7, 8])) and not continued.push(9)
-    assert continued.push(thinking.end_id)
+        assert allowed(constraint) == [begin[0]] and constraint.push(begin[0])
+        assert allowed(constraint) == sorted([begin[1], answer[1]])
     # Calls of tools have headers of their own.
     calls = Thoughts(Once(size), replace(thinking, answer_ids=()), "before", size, frozenset([2]), 0, head=turn)
-    assert np.flatnonzero(calls.effect()).tolist() == [1] and not calls.push(begin[0]) and calls.push(1)
+    assert allowed(calls) == [1] and not calls.push(begin[0]) and calls.push(1)

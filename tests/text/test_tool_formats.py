@@ -84,7 +84,6 @@ TEMPLATES: list[tuple[str | None, list[str], str | None]] = [
     ("{{ tools }}[TOOL_CALLS]", ["[ARGS]"], "mistral"),
     ("{{ tools }}" + '{"name": x, "parameters": y}', ["<|python_tag|>"], "llama3_json"),
     ("{{ tools }}" + '{"name": x, "parameters": y}', [], None),
-    ("{{ messages }}", [], None),
     (None, [], None),
 ]
 
