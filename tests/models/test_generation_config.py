@@ -9,7 +9,7 @@ import pytest
 
 import outrider
 from gguf_models import CASES, write_case
-from outrider.errors import FileError, OptionError
+from outrider.errors import FileError
 from outrider.models.registry import ModelSpec, resolve
 from outrider.models.sampling_defaults import StatedSampling, stated_sampling
 from outrider.options import Sampling
@@ -27,7 +27,6 @@ def spec_of(path: Path, document: Any) -> ModelSpec:
 
 
 def test_only_what_the_file_states_counts(tmp_path: Path) -> None:
-    """And differs from our own defaults. Transformers would add others."""
     assert stated_sampling(spec_of(tmp_path, STATED)).defaults == TAKEN
     assert stated_sampling(spec_of(tmp_path, STATED), "none") == StatedSampling()
     assert stated_sampling(spec_of(tmp_path, {"temperature": None, "do_sample": True})) == StatedSampling()
@@ -35,15 +34,12 @@ def test_only_what_the_file_states_counts(tmp_path: Path) -> None:
     for document, message in (
         ({"temperature": -1}, "temperature = -1 is invalid: .*; --generation-config none does without it"),
         ({"top_k": "many"}, "top_k = 'many' is invalid"),
-        ([1], "generation_config.json: .*has no attribute"),
     ):
         with pytest.raises(FileError, match=message):
             stated_sampling(spec_of(tmp_path, document))
 
 
 def test_what_a_gguf_file_states(tmp_path: Path) -> None:
-    """In float32, under llama.cpp's names. A file that is not there states nothing here."""
-
     def stated_in(name: str, **stated: Any) -> StatedSampling:
         keys = {f"general.sampling.{key}": value for key, value in stated.items()}
         return stated_sampling(resolve(str(write_case(tmp_path / name, CASES["llama"], keys=keys))))
@@ -57,14 +53,11 @@ def test_what_a_gguf_file_states(tmp_path: Path) -> None:
         "sampling as others.gguf states: temperature 0.7, repetition-penalty 1.5; "
         "not honoured: mirostat, penalty_last_n, xtc_probability (--generation-config none does without)"
     )
-    assert others.text("others.gguf", {}).startswith("sampling that others.gguf states is not honoured: mirostat, ")
     assert stated_in("off.gguf", mirostat=0, xtc_probability=0.0, penalty_last_n=64) == StatedSampling()
     strange = stated_in("strange.gguf", **{"\x1b[2J" + 99 * "x": 1}).text("strange.gguf", {})
     assert "\x1b" not in strange and len(strange) < 150
-    for value in ("0.7", float("nan")):
-        with pytest.raises(FileError, match="temperature = .* is invalid"):
-            stated_in("wrong.gguf", temp=value)
-    assert stated_sampling(replace(spec_of(tmp_path, STATED), gguf="x.gguf")) == StatedSampling()
+    with pytest.raises(FileError, match="temperature = .* is invalid"):
+        stated_in("wrong.gguf", temp=float("nan"))
 
 
 def test_the_library_takes_them_where_nothing_else_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,5 +78,3 @@ def test_the_library_takes_them_where_nothing_else_is_said(tmp_path: Path, caplo
     assert decoder.request([5], {"top_k": 0}).request.sampling.top_k == 0
     assert decoder.request([5], {}).request.sampling.temperature == 0.4
     assert fingerprint_of(decoder) != fingerprint_of(replace(decoder, sampling_defaults={}))
-    with pytest.raises(OptionError, match="generation_config = 'vllm' is invalid"):
-        outrider.load(folder, generation_config="vllm")

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -32,7 +31,6 @@ from outrider.drafters.heads import head_drafter
 from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
-from outrider.models.heads import loading
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
@@ -139,31 +137,6 @@ def test_an_mtp_layer_drafts_what_llama_drafts(name: str, tmp_path: Path) -> Non
         assert all(torch.equal(one.models[0].model.state_dict()[key], value) for one in others), key
 
 
-def test_an_mtp_layer_is_read_like_a_layer_of_its_target(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of GLM, whose MTP llama.cpp does not run; of several layers the first, with a line."""
-    decoder = outrider.load(write_mtp_case("glm4moe", tmp_path, num_layers=2, is_copy=True))
-    (head,) = load_drafter(decoder, "mtp").models
-    assert head.native is not None and "of 2 MTP layers the first drafts all tokens" in caplog.text
-    own, expected = head.model.layers[0].state_dict(), decoder.target.model.model.layers[-1].state_dict()
-    assert own.keys() == expected.keys() and all(torch.equal(own[key], expected[key]) for key in own)
-
-
-def test_experts_of_an_mtp_layer_stay_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoder = outrider.load(write_mtp_case("MTP, experts", tmp_path, np.float16))
-    wide = load_drafter(decoder, "mtp").models[0]
-    monkeypatch.setattr(loading, "digits_beside", lambda target: 2)
-    monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
-    head = load_drafter(decoder, "mtp").models[0]
-    own, expected = head.model.state_dict(), wide.model.state_dict()
-    narrow = {key: one for key, one in own.items() if isinstance(one, NarrowWeight)}
-    assert {key for key, one in narrow.items() if one.experts is not None} == {
-        f"layers.0.mlp.experts.{part}_proj" for part in ("gate_up", "down")
-    }
-    for key, one in narrow.items():
-        assert torch.equal(one.wide(), expected[key]), key
-    _assert_close(_drafts(decoder, head), _drafts(decoder, wide), 1e-5)
-
-
 def test_an_assistant_drafts_what_llama_drafts(tmp_path: Path) -> None:
     """And the same weights as from the folder. Its window is not reached: llama.cpp's has two tokens fewer than that of
     Transformers."""
@@ -186,12 +159,9 @@ def test_an_assistant_that_is_not_known_is_refused(tmp_path: Path) -> None:
     decoder = outrider.load(target)
     with pytest.raises(UnsupportedModel, match="is a Gemma 4 assistant, which works only together with its base model"):
         outrider.load(file)
-    sizes = ("attention__key_length_swa", "attention__value_length_swa", "rope__dimension_count_swa")
     changes: tuple[tuple[dict[str, Any], str], ...] = (
         ({"attention__shared_kv_layers": 2}, "attention.shared_kv_layers = 2"),
         ({"embedding_length_out": 48}, r"nextn.pre_projection.weight has the shape \[40, 96\]"),
-        (dict.fromkeys(sizes, 2**24), "blk.0.attn_q.weight has the shape"),
-        ({"attention__clamp_kqv": 8.0}, "attention.clamp_kqv = 8.0"),
     )
     for keys, told in changes:
         _, changed = write_assistant_pair(tmp_path, **keys)
@@ -225,14 +195,9 @@ def test_matrices_stay_in_blocks(name: str, tmp_path: Path, monkeypatch: pytest.
     assert head.native is not None or name == "DFlash 2"
     for key in wide:
         assert torch.equal(own[key].wide() if key in own else head.model.state_dict()[key], wide[key]), key
-    plain = load_head(resolve(str(tmp_path / "head")), decoder.target)
-    found, expected = (_drafts(decoder, one)[0] for one in (head, plain))  # the next ones depend on its token
-    if name != "DFlash 2":  # of which rounding changes the candidates
-        assert (found - expected).abs().mean() < 0.1 * expected.std()
 
 
 def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
-    """Sizes are compared before anything is made that is as long as the keys state."""
     target, _, _ = write_pair("DFlash 2", tmp_path)
     decoder = outrider.load(target)
     with pytest.raises(UnsupportedModel, match="has no MTP layers: choose another draft"):
@@ -249,9 +214,6 @@ def test_what_is_not_known_is_refused(tmp_path: Path) -> None:
     ones = torch.ones(1).numpy()
     assert "a tensor blk.0.attn_sinks.weight, for" in refusal(UnsupportedModel, added={"blk.0.attn_sinks.weight": ones})
     assert "states dflash.attention.value_scale" in refusal(UnsupportedModel, keys={"attention.value_scale": 2.0})
-    assert "selector_hidden.weight has the shape" in refusal(ModelCorrupt, keys={"selector_rank": 7})
-    assert "blk.0.attn_conv_proj.weight has the shape" in refusal(ModelCorrupt, keys={"conv_group_size": 16})
-    assert "fc.weight has the shape" in refusal(ModelCorrupt, keys={"target_layers": [1, 2]})
     assert "too few tensors" in refusal(ModelCorrupt, keys={"block_count": 2**24})
     assert "states no dflash.target_layers" in refusal(ModelCorrupt, keys={"target_layers": None})
     assert "is a DSpark head, which is not run" in refusal(UnsupportedModel, added={"markov_w1.weight": ones})

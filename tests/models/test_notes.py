@@ -2,8 +2,6 @@
 
 import pickle
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +20,13 @@ from outrider.models.weights import weights_checksum
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.stand_in import StandIn
-from outrider.serve.about import sample_of
 from pairs import random_llama, save
 
 _IDS = torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(0))
 
 
 @torch.inference_mode()
-def _logits(native: NativeForward) -> Tensor:
+def _native_logits(native: NativeForward) -> Tensor:
     num_rows, length = _IDS.shape
     cache = SlotCache.empty(native.layer_shapes, num_rows, length)
     return native(_IDS, torch.arange(length).expand(num_rows, length), cache, length).logits
@@ -41,7 +38,6 @@ def _text(decoder: Decoder) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "gguf"])
 def test_the_second_start_has_a_stand_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same model in every respect. Another file, or a model that is loaded otherwise, has other notes."""
     if name == "bfloat16":  # so that matrices stay in their type
         monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
         monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
@@ -55,14 +51,11 @@ def test_the_second_start_has_a_stand_in(name: str, tmp_path: Path, monkeypatch:
     assert not isinstance(theirs.weights, StandIn) and isinstance(ours.weights, StandIn)
     assert _text(first) == _text(second)
     assert weights_checksum(ours.weights) == weights_checksum(theirs.weights)
-    assert sample_of(ours.weights) == sample_of(theirs.weights)
     assert (ours.context_len, ours.vocab_size, first.eos_ids) == (theirs.context_len, theirs.vocab_size, second.eos_ids)
     assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
-    assert "original" not in vars(ours.weights)  # nothing so far has asked for it
     models: list[Any] = [ours.model, theirs.model]
     built, whole = ({**model.config.to_dict(), "_name_or_path": ""} for model in models)
     assert type(models[0]) is type(models[1]) and built == whole
-    assert models[0].generation_config.eos_token_id == models[1].generation_config.eos_token_id
     with torch.inference_mode():
         assert torch.equal(*(model(_IDS % 40).logits for model in models))
     assert not isinstance(outrider.load(file, execution="eager").target.weights, StandIn)
@@ -79,18 +72,4 @@ def test_notes_hold_what_the_engine_needs(family: str, name: str) -> None:
     notes = pickle.loads(pickle.dumps(notes_about(model, None)))
     stand_in = notes.stand_in(lambda: model)
     stand_in.fill({name: model.state_dict()[name] for name in notes.shapes})
-    assert torch.equal(_logits(NativeForward(stand_in)), _logits(NativeForward(model)))
-
-
-def test_the_second_start_imports_no_modelling_code() -> None:
-    """The first is that of this process. The second, a user's own, prints nothing else."""
-    outrider.load("fable", "suffix").generate(["Once upon a time"], max_new_tokens=4)
-    program = """if True:
-        import sys
-        import outrider
-        decoder = outrider.load("fable", "suffix")
-        decoder.generate(["Once upon a time"], max_new_tokens=4)
-        print(sum(name.startswith(("transformers.models.llama", "torch.distributed.tensor")) for name in sys.modules))
-    """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert (ended.stdout.strip(), ended.stderr) == ("0", "")
+    assert torch.equal(_native_logits(NativeForward(stand_in)), _native_logits(NativeForward(model)))

@@ -144,7 +144,6 @@ def test_any_forwards(make: Callable[[], PreTrainedModel], dtype: torch.dtype, t
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_greedy_text_of_a_published_file(name: str) -> None:
-    """With drafts from the text itself."""
     greedy: dict[str, Any] = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
     plain, drafted = outrider.load(FILES[name]), outrider.load(FILES[name], "suffix")
     prompts = [*PROMPTS[:3], "1, 2, 3, 1, 2, 3, 1, 2,"]

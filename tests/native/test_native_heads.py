@@ -7,12 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from block_heads import write_block
 from heads import write_eagle3, write_mtp
 from native_cases import VOCAB, random_model
 from outrider.drafters import chains
-from outrider.drafters.head_states import BlockSession, feed_blocks
-from outrider.drafters.heads import head_drafter
 from outrider.models.executions import beside
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.loading import Checkpoint, build_lm
@@ -28,18 +25,6 @@ _EAGLE3: dict[str, dict[str, Any]] = {
     "normed features": {"norm_before_fc": True, "layout": "safeailab"},
     "a short context": {"context_len": 4, "num_layers": 2},
     "a window": {"window": 4, "num_layers": 2},
-}
-
-
-_WINDOW = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
-_BLOCKS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "a short context": {"layers": {"max_position_embeddings": 5}},
-    "its own tokens, few": {"layout": "speculators", "token_ids": [*range(1, 90, 3)]},
-    "windows": {"layers": _WINDOW, "input_embedding_scale": 3.0, "output_multiplier": 0.5},
-    "a long window": {"layers": _WINDOW | {"sliding_window": 7}, "block_size": 9, "is_causal": False},
-    "before the anchor": {"layout": "speculators", "layers": _WINDOW},
-    "from the anchor": {"layout": "speculators", "sample_from_anchor": True, "final_logit_softcapping": 5.0},
 }
 
 
@@ -87,14 +72,6 @@ def test_eagle3(case: str, tmp_path: Path) -> None:
     _check(load_head(spec, target, allow_pickle=True), target)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "granite"])
-def test_eagle3_for_targets_of_other_families(family: str, tmp_path: Path) -> None:
-    """The head is a Llama's; the embedding is the target's, with what it multiplies."""
-    target = _target(family, **({"head_dim": 12} if family == "gemma3_text" else {}))
-    write_eagle3(tmp_path, target.model, has_embedding=False)
-    _check(load_head(ModelSpec(name="head", path=tmp_path), target), target)
-
-
 @pytest.mark.parametrize(("family", "layout"), [("llama", "deepseek"), ("qwen3", "qwen"), ("glm4", "deepseek")])
 def test_mtp(family: str, layout: str, tmp_path: Path) -> None:
     fields = {"tie_word_embeddings": False}
@@ -102,53 +79,3 @@ def test_mtp(family: str, layout: str, tmp_path: Path) -> None:
     target = _target(family, **fields)
     target.model.config._name_or_path = str(tmp_path)
     _check(load_mtp_of(target), target)
-
-
-@torch.inference_mode()
-def _block_results(head: LM, context: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
-    """Logits and outputs of blocks over contexts, in rows that draft."""
-    session = head_drafter(head).open(len(lengths), 64, torch.device("cpu"), 4)
-    assert isinstance(session, BlockSession)
-    places = torch.arange(context.shape[1]).expand(len(lengths), -1)
-    counts = torch.tensor(lengths)
-    session._keep(session._cache, context, torch.where(places < counts[:, None] - 1, places, -1))
-    last_ids, num_drafted = (
-        torch.arange(5, 5 + len(lengths))[:, None].expand(-1, 2),
-        torch.tensor([2, 0, 3])[: len(lengths)],
-    )
-    k = head.model.most_drafted
-    logits, outputs = feed_blocks(head, 64, k, session._cache, last_ids, counts, num_drafted)
-    return logits[num_drafted > 0], outputs[num_drafted > 0]
-
-
-@pytest.mark.parametrize("case", _BLOCKS)
-def test_blocks(case: str, tmp_path: Path) -> None:
-    """Of rows with contexts of different lengths, one of which does not draft; and of the first row alone."""
-    target = _target("llama")
-    write_block(tmp_path, target.model, **_BLOCKS[case])
-    head = load_head(ModelSpec(name="head", path=tmp_path), target)
-    native = beside(head, target)
-    assert native.native is not None and head.native is None
-    context = torch.randn(3, 30, 3 * 48, generator=torch.Generator().manual_seed(0))
-    found, expected = (_block_results(one, context, [30, 12, 3]) for one in (native, head))
-    for mine, its in zip(found, expected, strict=True):
-        assert (mine - its).abs().max() < 1e-4 * its.std() and its.std() > 0.05
-    alone = _block_results(native, context[:1], [30])
-    assert all(torch.equal(mine[:1], other) for mine, other in zip(found, alone, strict=True))
-
-
-def test_many_blocks_at_once(tmp_path: Path) -> None:
-    """More slots than the engine takes at once: each block stays whole."""
-    target = _target("llama")
-    write_block(tmp_path, target.model, block_size=50)
-    head = load_head(ModelSpec(name="head", path=tmp_path), target)
-    context = torch.randn(3, 9, 3 * 48, generator=torch.Generator().manual_seed(0))
-    found, expected = (_block_results(one, context, [9, 5, 7])[1] for one in (beside(head, target), head))
-    assert (found - expected).abs().max() < 1e-4 * expected.std()
-
-
-def test_what_the_engine_does_not_know_runs_eagerly(tmp_path: Path) -> None:
-    target = _target("llama")
-    for name, options in (("convolutions", {"is_second": True}), ("long", {"block_size": 200})):
-        write_block(tmp_path / name, target.model, **options)
-        assert beside(load_head(ModelSpec(name="head", path=tmp_path / name), target), target).native is None

@@ -7,14 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from native_cases import CASES, random_model
-from outrider.errors import DeviceError
 from outrider.kernels.build import compiler
-from outrider.native.engine import NativeForward
-from outrider.runtime import cache as slot_cache
-from outrider.runtime.cache import SlotCache
+from outrider.native.team import Team
 
 # Memory of C++, of which all allocations fail from the given number on.
 _FAILING = """
@@ -52,20 +47,6 @@ def test_each_allocation_that_fails(tmp_path: Path) -> None:
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
 
 
-@torch.inference_mode()
-def test_memory_does_not_grow_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a forward needs is part of what a cache needs, and is the same for few tokens and many."""
-    native = NativeForward(random_model("llama", CASES["llama"]["llama with biases, tied"]))
-    scratch = sum(shape.scratch_bytes for shape in native.layer_shapes)
-    assert 100_000 < scratch < 10_000_000
-    needed = sum(shape.bytes_per_token * 65 for shape in native.layer_shapes)
-    monkeypatch.setattr(slot_cache, "available_bytes", lambda _: needed + scratch)
-    SlotCache.allocate(native.layer_shapes, 1, 64)
-    monkeypatch.setattr(slot_cache, "available_bytes", lambda _: needed + scratch - 1)
-    with pytest.raises(DeviceError, match="a cache for 1 rows of 64 tokens"):
-        SlotCache.allocate(native.layer_shapes, 1, 64)
-
-
 _PROGRAM = """
 import os
 import torch
@@ -93,3 +74,33 @@ def test_a_child_uses_one_thread() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "forked from one with threads" in done.stderr and "'spawn'" in done.stderr
+
+
+_QUIET, _BESIDE = {2: 1.0, 1: 1.7}, {2: 30.0, 1: 1.8}  # seconds by the number of threads; beside a neighbour
+
+
+def _run(team: Team, seconds: dict[int, float], num_forwards: int, num_threads: int = 2) -> list[int]:
+    """Sizes of the team in forwards that take so long with so many threads."""
+    sizes = []
+    for _ in range(num_forwards):
+        size = team.size(num_threads)
+        team.learn("step", size, num_threads, seconds[size])
+        sizes.append(size)
+    return sizes
+
+
+def test_a_quiet_machine_keeps_all_threads() -> None:
+    team = Team()
+    assert _run(team, _QUIET, 500) == [2, 2, 2, 1, 1, 1] + [2] * 494
+    _run(team, {2: 9.0}, 1)
+    assert set(_run(team, _QUIET, 10)) == {2}
+
+
+def test_a_neighbour_costs_a_thread_until_it_is_gone() -> None:
+    """With it, at most one forward in twenty has two threads; without, one with 64 forwards all have."""
+    team = Team()
+    _run(team, _QUIET, 100)
+    beside = _run(team, _BESIDE, 4000)
+    assert beside[:3] == [2, 2, 2] and beside[3:60] == [1] * 57
+    assert beside.count(2) < 4000 // 20
+    assert _run(team, _QUIET, 5000)[-1000:] == [2] * 1000

@@ -3,7 +3,6 @@
 The loop's own tests run with this execution too (see conftest.py).
 """
 
-import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from hybrids import hybrid, hybrid_lm
-from outrider.decoding.engine import decode
 from outrider.drafters.model import model_drafter
 from outrider.errors import ExecutionError
 from outrider.models.executions import choose_execution
@@ -20,7 +18,7 @@ from outrider.records import Request
 from outrider.runtime.cache import SlotCache
 from outrider.runtime.cuda_graphs import CapturedExecution
 from outrider.runtime.lm import LM, _advance_step
-from outrider.sampling.rules import REJECTION, RULES, Rule
+from outrider.sampling.rules import RULES, Rule
 from toys import as_lm, perturbed, tiny_llama, tokens
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 3], [9]]
@@ -71,7 +69,6 @@ def test_a_step_that_cannot_be_captured_is_tried_once_and_leaves_states_alone() 
 
 
 def test_steps_that_cannot_be_captured_run_eagerly_unless_asked_for(caplog: pytest.LogCaptureFixture) -> None:
-    """Once each, and it is told once. Others are captured."""
     lm = as_lm(tiny_llama())
     lm.execution = CapturedExecution(is_required=False)
 
@@ -107,21 +104,3 @@ def test_recorded_steps_say_what_eager_ones_say(options: dict[str, Any], rule: R
     for _ in range(2):
         assert tokens(fast, fast_drafter, requests, rule, 2) == want
     assert not options or model.model.rotary_emb.rope_type == "dynamic"
-
-
-@pytest.mark.gpu
-def test_the_host_waits_for_nothing_but_reports() -> None:
-    """Three rows of a batch of four, after the first steps of each kind were recorded."""
-    target, drafter = (choose_execution(as_lm(tiny_llama(seed).to("cuda"))) for seed in (0, 1))
-    requests = [Request(ids, Sampling(seed=i, max_new_tokens=60)) for i, ids in enumerate(PROMPTS)]
-    requests.append(Request([5], Sampling(max_new_tokens=1, seed=3)))
-    rounds = decode(target, model_drafter(drafter), requests, REJECTION, num_draft_tokens=2)
-    for _ in range(3):
-        next(rounds)
-    try:
-        with warnings.catch_warnings(action="ignore"):  # it is called a prototype
-            torch.cuda.set_sync_debug_mode("error")
-        for _ in range(8):
-            next(rounds)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -176,8 +176,7 @@ FILES = {
     ),
     "gemma3": Case("gemma3_text", "gemma3", _GEMMA3 | {"num_hidden_layers": 7}),
     "gemma3, linear": Case(
-        *("gemma3_text", "gemma3"),
-        _GEMMA3 | _ropes(_LINEAR) | {"num_hidden_layers": 7, "final_logit_softcapping": 2.0},
+        *("gemma3_text", "gemma3"), _GEMMA3 | _ropes(_LINEAR) | {"num_hidden_layers": 7, "final_logit_softcapping": 2.0}
     ),
     "gemma3, other layers": Case(
         *("gemma3_text", "gemma3", _GEMMA3 | _layers("full", "sliding", "sliding", "full")),
@@ -323,7 +322,7 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         | {"hidden_act": "gelu_new"},
     },
     "mistral": {
-        "a window": {"sliding_window": 7} | _WIDE | _TIED | _MIXED,  # layers that it does not read
+        "a window": {"sliding_window": 7} | _WIDE | _TIED | _MIXED  # layers that it does not read
     },
     "qwen2": {
         "windows": _SLIDING | _TIED | {"max_window_layers": 1},
@@ -398,11 +397,11 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         "a window": {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 0.1, "sliding_window": 7}
         | _WIDE
         | _rope(_LINEAR)
-        | {"norm_type": "layer_norm", "mlp_type": "default"},
+        | {"norm_type": "layer_norm", "mlp_type": "default"}
     },
     "gpt2": {
         "unscaled scores": {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "layer_norm_epsilon": 0.1}
-        | {"n_inner": 72, "activation_function": "gelu"},
+        | {"n_inner": 72, "activation_function": "gelu"}
     },
     "olmo3": {"biases": {"sliding_window": 7, "attention_bias": True, "layer_types": None} | _ropes(_LINEAR) | _TIED},
     "exaone4": {
@@ -444,7 +443,7 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         "no correction, biases": _LFM2
         | _LFM2_MOE
         | {"use_expert_bias": False, "norm_topk_prob": False, "conv_bias": True, "routed_scaling_factor": 1.7}
-        | _UNTIED,
+        | _UNTIED
     },
     "gpt_oss": {
         "a long window, yarn": _GPT_OSS | _MIXED | _CUT_YARN | {"sliding_window": 260, "attention_bias": False},
@@ -455,6 +454,6 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         | _GEMMA4_MOE
         | _layers("sliding", "full", "full")
         | {"use_bidirectional_attention": "vision", "vocab_size_per_layer_input": 120, "hidden_activation": "silu"}
-        | {"hidden_size_per_layer_input": 28, "attention_bias": True},
+        | {"hidden_size_per_layer_input": 28, "attention_bias": True}
     },
 }
