@@ -1,6 +1,5 @@
 """Pairs of all kinds behind the public door: padded vocabularies, objects in memory, chats, broken weights."""
 
-import copy
 import math
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 
 import outrider
 from outrider.errors import NumericsError, OptionError, PromptError, TokenizerMismatch, UnsupportedModel
-from outrider.options import Sampling
 from pairs import NUM_WORDS, embedded, random_llama, word_tokenizer
 from toys import perturbed
 
@@ -64,21 +62,6 @@ def test_models_in_memory_with_a_tokenizer() -> None:
         silent.generate("w1 w2")
     with pytest.raises(OptionError, match="stop strings need a tokenizer"):
         silent.generate([[1, 2, 3]], stop="w1")
-
-
-def test_chats_use_the_template() -> None:
-    tokenizer = copy.deepcopy(embedded().tokenizer)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}:"
-    chatty = outrider.load(embedded().target.model, tokenizer=tokenizer)
-    options: dict[str, Any] = {"seed": 1, "max_new_tokens": 8}
-    (chat,) = chatty.generate([[{"role": "user", "content": "Tell me a tale"}]], **options)
-    (text,) = embedded().plain().generate("Tell me a tale:", **options)
-    assert (chat.token_ids, chat.num_prompt_tokens) == (text.token_ids, text.num_prompt_tokens)
-    assert chatty.chat("a tale", Sampling(seed=1, max_new_tokens=8), system="Tell me ").token_ids == text.token_ids
-    chunks = list(chatty.stream_chat([{"role": "user", "content": "Tell me a tale"}], **options))
-    assert "".join(chunk.text for chunk in chunks) == text.text
-    with pytest.raises(OptionError, match="does not read 'enable_thinking'"):
-        chatty.chat("Tell me a tale", chat_template_kwargs={"enable_thinking": False})
 
 
 def test_pairs_that_do_not_fit_are_refused(tmp_path: Path) -> None:

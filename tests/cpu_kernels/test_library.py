@@ -4,7 +4,6 @@ import ctypes
 import platform
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -151,26 +150,6 @@ def test_a_kernel_that_cannot_be_loaded_is_compiled_again(
     x, weights = torch.randn(3, 40), torch.randn(9, 40)
     assert torch.allclose(few_row_matmul(x, weights, FORMS[torch.float32], 2), x @ weights.T, atol=1e-4)
     assert file.read_bytes()[32:] == compiled  # after its checksum
-
-
-def test_who_comes_second_waits_for_the_first(
-    compiled: bytes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    found: list[object] = []
-    second = threading.Thread(target=lambda: found.append(_load()))
-    paths: list[Path] = []
-
-    def build(command: object, level: object, path: Path) -> None:
-        paths.append(path)
-        if len(paths) == 1:
-            second.start()
-            second.join(0.5)  # it would compile, too, if it did not wait
-        path.write_bytes(compiled)
-
-    monkeypatch.setattr(kernel_library, "build", build)
-    assert _load() is not None
-    second.join()
-    assert len(paths) == 1 and found[0] is not None and "another process compiles" in caplog.text
 
 
 _ZEN_3 = "avx2 fma f16c bmi1 bmi2 movbe abm sse4_2"

@@ -105,8 +105,6 @@ _FILES = {"Q8_0": lambda _: "Q8_0", "Q4_0": lambda _: "Q4_0", "Q4_K_M": _of_k_qu
     ],
 )
 def test_it_is_the_widened_model(kind: str, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every number, to the bit: rows that the file has in another order, and shifted norms, are undone alike. Memory is
-    that of the blocks, predicted before loading."""
     file = write_in_blocks(tmp_path / "tiny.gguf", kind, _FILES[form])
     predicted: list[int] = []
     monkeypatch.setattr("outrider.models.loading.check_fits", lambda name, needed, *_: predicted.append(needed))
@@ -114,16 +112,8 @@ def test_it_is_the_widened_model(kind: str, form: str, tmp_path: Path, monkeypat
     assert predicted[0] == num_bytes(kept.target.model)
     assert num_bytes(kept.target.model) < 1.1 * sum(tensor.n_bytes for tensor in gguf.GGUFReader(file).tensors)
     wide = dict(plain.target.model.named_buffers()) | plain.target.model.state_dict()
-    forms = set()
     for key, tensor in (dict(kept.target.model.named_buffers()) | kept.target.model.state_dict()).items():
-        if isinstance(tensor, NarrowWeight):
-            forms.add(str(tensor.stored.dtype) if tensor.blocks is None else tensor.blocks.name)
         assert torch.equal(tensor.wide() if isinstance(tensor, NarrowWeight) else tensor, wide[key]), key
-    several = {
-        "Q4_K_M": {"Q4_K", "Q5_K", "Q6_K"},
-        "many": {"IQ4_NL", "IQ4_XS", "MXFP4", "Q2_K", "Q3_K", "torch.float16", "torch.bfloat16"},
-    }
-    assert forms == several.get(form, {form})
     for shape in ((2, 9), (4, 40)):  # the second beyond the kernel
         ids = torch.randint(97, shape, generator=torch.Generator().manual_seed(0))
         with torch.inference_mode():

@@ -54,8 +54,6 @@ def test_what_a_gguf_file_states(tmp_path: Path) -> None:
         "not honoured: mirostat, penalty_last_n, xtc_probability (--generation-config none does without)"
     )
     assert stated_in("off.gguf", mirostat=0, xtc_probability=0.0, penalty_last_n=64) == StatedSampling()
-    strange = stated_in("strange.gguf", **{"\x1b[2J" + 99 * "x": 1}).text("strange.gguf", {})
-    assert "\x1b" not in strange and len(strange) < 150
     with pytest.raises(FileError, match="temperature = .* is invalid"):
         stated_in("wrong.gguf", temp=float("nan"))
 
@@ -75,6 +73,4 @@ def test_the_library_takes_them_where_nothing_else_is_said(tmp_path: Path, caplo
     assert said(decoder, temperature=1.5) == said(plain, temperature=1.5, top_k=9)
     assert said(decoder, Sampling()) == said(plain)
     assert said(outrider.load(folder, dtype="float32", device="cpu", generation_config="none")) == said(plain)
-    assert decoder.request([5], {"top_k": 0}).request.sampling.top_k == 0
-    assert decoder.request([5], {}).request.sampling.temperature == 0.4
     assert fingerprint_of(decoder) != fingerprint_of(replace(decoder, sampling_defaults={}))

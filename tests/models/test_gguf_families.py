@@ -16,7 +16,7 @@ from torch import nn
 
 import outrider
 from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, Case, many_forms, random_case, write_case, write_in_blocks
-from outrider.errors import ModelCorrupt, ModelError, ModelNotFound, OutriderError, UnsupportedModel
+from outrider.errors import ModelError, ModelNotFound, OutriderError, UnsupportedModel
 from outrider.models.gguf.families import FAMILIES
 from outrider.models.gguf.file import GgufFile
 from outrider.models.loading import load_checkpoint
@@ -127,16 +127,9 @@ def test_a_file_that_would_be_another_model_is_refused(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"expert_count": 0, "expert_used_count": 0, "rope__scaling__type": "linear", "rope__scaling__factor": 0.0},
-        {"attention__causal": True, "rope__scaling__type": "none", "rope__scaling__finetuned": False},
-        {"attention__head_count_kv": [2, 2], "feed_forward_length": [56, 56], "attention__sliding_window": 0}
-        | {"attention__layer_norm_epsilon": 0.5, "tensor_data_layout": "as published"},
-    ],
-)
-def test_keys_without_effect(keys: dict[str, Any], tmp_path: Path) -> None:
+def test_keys_without_effect(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"expert_count": 0, "rope__scaling__type": "linear", "rope__scaling__factor": 0.0}
+    keys |= {"attention__causal": True, "attention__head_count_kv": [2, 2], "attention__sliding_window": 0}
     case = CASES["llama"]
     model = random_case(case)
     loaded = outrider.load(write_case(tmp_path / "tiny.gguf", case, model, **keys)).target.model
@@ -210,36 +203,18 @@ def test_shards_are_one_file(tmp_path: Path) -> None:
         GgufFile.open(shards[0])
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
-        (lambda data: data[:4] + (1).to_bytes(4, "little") + data[8:], "of version 1"),
-        (lambda data: data[:8] + (2**63).to_bytes(8, "little") + data[16:], "entries"),
-        (lambda data: data.replace("hé".encode(), b"h\xff\xff"), "not UTF-8"),
-        (lambda data: data[:-200], "cut: .* lies beyond its end"),
-        (lambda data: b"", "does not begin|cut or damaged"),
-        (None, "for big-endian machines"),
-    ],
-)
-def test_damage_is_refused(change: Any, told: str, tmp_path: Path) -> None:
-    file = _write(tmp_path / "tiny.gguf", gguf.GGUFEndian.LITTLE if change else gguf.GGUFEndian.BIG)
-    file.write_bytes(change(file.read_bytes()) if change else file.read_bytes())
-    with pytest.raises(ModelCorrupt, match=told) as refused:
-        GgufFile.open(file).metadata["tokenizer.ggml.tokens"]
-    assert "\n" not in str(refused.value)
-
-
 def test_no_header_crashes(tmp_path: Path) -> None:
     content = _write(tmp_path / "tiny.gguf").read_bytes()
     draw, end = random.Random(0), content.rindex(b"c") + 60
     headers = [content[:size] for size in range(0, end, 7)]
+    headers.append(_write(tmp_path / "big.gguf", gguf.GGUFEndian.BIG).read_bytes())
     for _ in range(600):
         changed = bytearray(content)
         for _ in range(draw.choice((1, 1, 2, 8))):
             at = draw.randrange(4, end)
             changed[at : at + draw.choice((1, 8))] = draw.randbytes(1) * draw.choice((1, 8))
         headers.append(bytes(changed))
+    num_refused = 0
     for number, header in enumerate(headers):
         file = tmp_path / f"{number}.gguf"
         file.write_bytes(header)
@@ -249,5 +224,7 @@ def test_no_header_crashes(tmp_path: Path) -> None:
             assert all(tensor.raw().shape == tensor.stored_shape for tensor in found.tensors.values())
         except OutriderError as refused:
             assert re.fullmatch(r"[^\n]+", str(refused))
+            num_refused += 1
         finally:
             file.unlink()
+    assert num_refused > 100

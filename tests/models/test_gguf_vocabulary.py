@@ -41,15 +41,6 @@ def test_tokens_are_those_of_llama(case: str) -> None:
         assert tokenizer(text).input_ids == want, text
 
 
-@pytest.mark.oracle
-@pytest.mark.parametrize("case", _CASES)
-def test_llama_gives_the_golden_tokens(case: str) -> None:
-    pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
-    from golden.make_llama import tokens_of
-
-    assert tokens_of(_CASES[case]) == _want(case)
-
-
 def test_all_ids_are_texts_again() -> None:
     for case in ("splitter smollm", "gemma4", "scores", "scores, without a space"):
         tokenizer = gguf_tokenizer(_CASES[case], case)

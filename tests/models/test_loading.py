@@ -73,25 +73,22 @@ def test_a_folder_is_loaded_in_the_dtype_that_is_asked_for(folder: Path, tmp_pat
     models = tmp_path / "models.toml"
     models.write_text(f'[models.mine]\npath = "{folder}"\ndtype = "float64"\ndevice = "cpu"\n')
     assert outrider.load("mine", models_file=models).target.dtype == torch.float64
-    assert outrider.load("mine", models_file=models).target.name == "mine"
     assert outrider.load("mine", models_file=models, dtype="float16").target.dtype == torch.float16
     tf.GenerationConfig(eos_token_id=[5, 7]).save_pretrained(folder)  # as of Llama 3, whose config.json lacks one
     assert outrider.load(folder).eos_ids == {5, 7}
 
 
 def test_auto_takes_the_best_device_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    has = {"cuda": False, "mps": False}
+    has = {"cuda": False}
     with pytest.raises(DeviceError, match="there is no device 'tpu' here: choose auto, cpu"):
         pick_device("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has["cuda"])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has["mps"])
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert pick_device("auto") == torch.device("cpu")
-    has["mps"] = True
-    assert pick_device("auto") == pick_device("mps") == torch.device("mps")
     has["cuda"] = True
     assert (pick_device("auto"), pick_device("cuda:1")) == (torch.device("cuda"), torch.device("cuda:1"))
-    with pytest.raises(DeviceError, match="'cuda:2' here: choose auto, cpu, cuda, cuda:0, cuda:1, mps"):
+    with pytest.raises(DeviceError, match="'cuda:2' here: choose auto, cpu, cuda, cuda:0, cuda:1"):
         pick_device("cuda:2")
 
 
@@ -264,17 +261,12 @@ def test_a_configuration_with_a_number_that_no_model_has(
 
 
 def test_numbers_that_mean_unset() -> None:
-    unset = {"yarn_ext_factor": -1.0, "extrapolation_factor": -1.0, "image_hidden_layer": -1, "vit_layers": [-2, -9]}
-    check_counts("the model", unset | {"vision_feature_select_layers": [-1]})
-    for field in ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "block_count", "expert_used_count"):
-        with pytest.raises(ModelCorrupt, match=f"states {field} = -1,"):
-            check_counts("the model", {field: -1})
+    check_counts("the model", {"yarn_ext_factor": -1.0, "image_hidden_layer": -1, "vit_layers": [-2, -9]})
 
 
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("[...] DefaultCPUAllocator: can't allocate memory")])
-def test_memory_that_is_lacking_while_a_model_is_built(error: Exception) -> None:
+def test_memory_that_is_lacking_while_a_model_is_built() -> None:
     with pytest.raises(DeviceError, match="not enough memory"), building("the model cannot be run"):
-        raise error
+        raise RuntimeError("[...] DefaultCPUAllocator: can't allocate memory")
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -290,11 +282,8 @@ def test_text_from_a_folder_is_that_of_generate(name: str, tmp_path: Path) -> No
     for draft in ("none", folder):
         done = outrider.load(folder, draft).generate(prompts, temperature=0, max_new_tokens=8, ignore_eos=True)
         assert [list(one.token_ids) for one in done] == want
-    decoder = outrider.load(random_llama(), folder)  # without a tokenizer in common
-    assert len(decoder.generate([[1, 2, 3]], max_new_tokens=8, ignore_eos=True)[0].token_ids) == 8
 
 
-@pytest.mark.parametrize(("name", "want"), [("auto", "eager"), ("native", "native")])
 def test_a_model_in_memory(name: str, want: str) -> None:
     decoder = outrider.load(tiny_llama().float(), "ngram", execution=name)
     lm = decoder.target
@@ -383,9 +372,6 @@ def test_targets_and_drafts(tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": dict.fromkeys(random_llama().state_dict(), "pytorch_model-1.bin")}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     assert refused(lambda: outrider.load(folder)).startswith(pickle_refusal(folder, "pytorch_model.bin.index.json"))
-    assert outrider.load(folder, allow_pickle=True).target.name == str(folder)
-    (plain / "pytorch_model.bin").write_bytes(b"not a pickle")
-    assert outrider.load(plain).target.name == str(plain)
     # Nor can a configuration name one in place of the weights that are there. (Transformers takes no other such name.)
     torch.save(load_file(plain / MODEL), plain / "adapter_model.bin")
     config = json.loads((plain / "config.json").read_text())

@@ -1,30 +1,25 @@
 """The result of a token depends on the tokens before it alone, to the bit. So a text is the same bytes with and without
 a draft, alone and among others.
 
-In test_any_forwards differ: tokens in a forward (K, and K that changes in a text), pieces of a prompt, tokens that go
-through the layers together, parts of the softmax (256 places), sliding windows; other rows, their number, lengths,
-texts and padding, and so tokens with the same expert; the slot, the size of the cache, a prefix of another slot, a row
-that moves; rejected tokens and anchors of states; threads; form and arithmetic of weights, type of the cache. Joins,
-leaves, cancellations, drafts, rules and options differ in tests/decoding/test_joining.py; rows of a product, and the
-order of its sums, in tests/cpu_kernels; a published file and a server in benchmarks/same_bytes.py and soak.py.
+In test_any_forwards differ: tokens in a forward, pieces of a prompt, parts of the softmax, windows; other rows, their
+texts and padding; slots, prefixes of other slots; rejected tokens and anchors of states; threads; form and arithmetic
+of weights, type of the cache. Joins, leaves and drafts differ in tests/decoding/test_joining.py; rows of a product in
+tests/cpu_kernels.
 """
 
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import outrider
 from native_cases import CASES, VOCAB, random_model
 from native_weights import model_in
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import STRIDE, SlotCache
-from real_files import FILES, NAMES, PROMPTS
 
 _IN_BLOCKS = {"in_proj_qkv": "Q4_1", "in_proj_z": "Q8_0", "_proj": "Q4_0", "embed_tokens": "Q8_0"}
 _WHOLE_BLOCKS = CASES["qwen3_5_text"]["a state for each"] | {"linear_num_key_heads": 2, "linear_value_head_dim": 24}
@@ -139,15 +134,3 @@ def test_any_forwards(make: Callable[[], PreTrainedModel], dtype: torch.dtype, t
             assert bool((anchors <= torch.tensor(done)).all())
             assert not has_states or bool(((begins - anchors < STRIDE) | ~is_fed).all())
     assert num_forwards > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_greedy_text_of_a_published_file(name: str) -> None:
-    greedy: dict[str, Any] = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
-    plain, drafted = outrider.load(FILES[name]), outrider.load(FILES[name], "suffix")
-    prompts = [*PROMPTS[:3], "1, 2, 3, 1, 2, 3, 1, 2,"]
-    texts = [one.generate(prompts, **greedy) for one in (plain, drafted)]
-    assert [one.token_ids for one in texts[0]] == [one.token_ids for one in texts[1]]
-    assert [one.text for one in texts[0]] == [one.text for one in texts[1]]
-    assert any(one.stats.num_accepted_draft_tokens for one in texts[1])

@@ -50,16 +50,15 @@ def _lm(model: PreTrainedModel, *, is_native: bool = False) -> LM:
 
 
 @pytest.mark.parametrize(("family", "name", "tolerance"), [*((*kind, 1e-5) for kind in _KINDS), *_BROKEN])
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 @torch.inference_mode()
-def test_broken_tokens(family: str, name: str, tolerance: float, bad: float) -> None:
+def test_broken_tokens(family: str, name: str, tolerance: float) -> None:
     """Logits are NaN from there on, as those of the model's own code, in that row alone; what replaces the token finds
     the cache as if nothing had been there."""
     model = random_model(family, CASES[family][name])
     ids, clean = drawn(2, 9), drawn(2, 9)
     ids[0, 6] = 0
     clean[0, 6:] = drawn(1, 3, seed=1)
-    model.get_input_embeddings().weight[0, 5] = bad
+    model.get_input_embeddings().weight[0, 5] = torch.inf if name == "plain" else torch.nan
     if model.get_output_embeddings().weight is model.get_input_embeddings().weight:
         model.get_output_embeddings().weight = nn.Parameter(torch.randn(VOCAB, 40), requires_grad=False)
         model.config.tie_word_embeddings = False
@@ -77,11 +76,6 @@ def test_broken_tokens(family: str, name: str, tolerance: float, bad: float) -> 
     assert all(bool(store.isfinite().all()) for store in cache.storage)
     is_nan = found[1][0].isnan()
     assert is_nan[0, 2:].all() and not is_nan[0, :2].any() and not is_nan[1].any() and not found[1][1].isnan().any()
-    lm = _lm(model, is_native=True)
-    cache = SlotCache.empty(lm.layer_shapes, 2, 20)
-    lm.forward(clean[:, :4], places[:, :4], cache, 20)
-    lm.forward(clean[:, 4:6], places[:, 4:6], cache, 20)
-    assert torch.equal(lm.forward(clean[:, 6:], places[:, 6:], cache, 20), found[1][1])
 
 
 @torch.inference_mode()
@@ -127,8 +121,7 @@ def test_positions_that_are_not_places() -> None:
 
 @torch.inference_mode()
 def test_arguments_that_the_library_would_misread() -> None:
-    """Typed errors, before anything is written, also without assertions: before, memory of others was read or written.
-    Ids and places may be out of range; and nothing but padding is fed."""
+    """Typed errors, before anything is written: else memory of others would be read or written."""
     native = NativeForward(random_model("gpt2", {}, max_position_embeddings=30))
     ids, places = drawn(2, 4), torch.arange(4).expand(2, 4).clone()
     cache, longer = (SlotCache.empty(native.layer_shapes, 2, capacity) for capacity in (20, 40))
@@ -138,14 +131,12 @@ def test_arguments_that_the_library_would_misread() -> None:
         with pytest.raises(IndexError, match="a token id or a position is out of range"):
             native(bad_ids, bad_places, where, 20)
         assert not any(store.any() for store in where.storage)
-    halves = [replace(shape, dtype=torch.float16) for shape in native.layer_shapes]
     wider = [replace(shape, key_dim=16) for shape in native.layer_shapes]
     more = torch.zeros(3, 4, dtype=torch.long)
     for wrong in (
         (ids.int(), places, cache),
         (ids, places[:, :2], cache),
         (more, more, cache),
-        (ids, places, SlotCache.empty(halves, 2, 20)),
         (ids, places, SlotCache.empty(wider, 2, 20)),
         (ids, places, SlotCache.empty(native.layer_shapes[:1], 2, 20)),
     ):
@@ -153,41 +144,20 @@ def test_arguments_that_the_library_would_misread() -> None:
             native(*wrong, 20)
     with pytest.raises(TypeError, match="states for a head"):
         native(ids, places, cache, 20, states=torch.zeros(2, 4, native.width))
-    with pytest.raises(TypeError, match="no more logits than columns"):
-        native(ids, places, cache, 20, num_logits=5)
     places[1, 3] = 19
     native(ids, places, cache, 20)
-    for family in ("llama", "qwen3_5_text", "lfm2"):
-        native = NativeForward(random_model(family, CASES[family]["plain"]))
-        cache = SlotCache.empty(native.layer_shapes, 2, 20)
-        found = native(drawn(2, 3), torch.full((2, 3), -1), cache, 20, features=(0, 3), keeps_finite=True)
-        assert found.features is not None and found.broken is not None
-        assert not any(one.any() for one in (found.logits, found.features, found.broken, *cache.storage))
+    padded = native(ids, torch.full((2, 4), -1), cache, 20, keeps_finite=True)
+    assert not padded.logits.any()
 
 
 # What is refused
-
-
-def _with_order(model: PreTrainedModel) -> None:
-    rows, order = torch.zeros(40, 18, dtype=torch.uint8), torch.arange(32, dtype=torch.int32)
-    model.model.layers[1].mlp.down_proj.weight = _parameter(NarrowWeight.of_blocks(rows, BLOCK_FORMS[2], order))
-
-
-class _Wrapped(nn.Module):
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.base_layer = layer
-
-
-class _Subclass(Tensor):
-    pass
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
 
-def _with_weight(change: Callable[[Tensor], Tensor]) -> Callable[[PreTrainedModel], None]:
+def _weight(change: Callable[[Tensor], Tensor]) -> Callable[[PreTrainedModel], None]:
     def changed(model: PreTrainedModel) -> None:
         layer = model.get_submodule(_Q)
         layer.weight = _parameter(change(layer.weight.detach()))
@@ -195,23 +165,21 @@ def _with_weight(change: Callable[[Tensor], Tensor]) -> Callable[[PreTrainedMode
     return changed
 
 
+def _with_order(model: PreTrainedModel) -> None:
+    rows, order = torch.zeros(40, 18, dtype=torch.uint8), torch.arange(32, dtype=torch.int32)
+    model.model.layers[1].mlp.down_proj.weight = _parameter(NarrowWeight.of_blocks(rows, BLOCK_FORMS[2], order))
+
+
 _Q = "model.layers.1.self_attn.q_proj"
 _REFUSED: dict[str, tuple[Callable[[PreTrainedModel], Any], str]] = {
     "a parameter more": (lambda model: model.model.register_parameter("more", _parameter(torch.ones(3))), "model.more"),
     "a parameter less": (lambda model: setattr(model.config, "attention_bias", True), "it has no .*q_proj.bias"),
     "columns in another order": (_with_order, "down_proj.weight has rows or columns in another order"),
-    "a wrapped layer": (lambda model: model.set_submodule(_Q, _Wrapped(nn.Linear(2, 2))), f"it has no {_Q}.weight"),
-    "another kind of tensor": (_with_weight(lambda one: one.as_subclass(_Subclass)), "weight is stored as _Subclass"),
     "float64": (lambda model: model.double(), "torch.float64"),
-    "bfloat16": (lambda model: model.bfloat16(), "norm.weight is Parameter .* of torch.bfloat16"),
     "another device": (lambda model: model.to("meta"), "on meta"),
-    "transposed": (_with_weight(lambda one: one.t().contiguous().t()), f"{_Q}.weight is stored as"),
-    "fewer rows": (_with_weight(lambda one: one[:-1]), "queries, keys and values has the size 79, not 80"),
-    "fewer columns": (_with_weight(lambda one: one[:, 1:].contiguous()), f"{_Q}.weight has the size 39, not 40"),
-    "a longer norm": (
-        lambda model: setattr(model.model.norm, "weight", _parameter(torch.ones(41))),
-        "norm.weight is .*41",
-    ),
+    "transposed": (_weight(lambda one: one.t().contiguous().t()), f"{_Q}.weight is stored as"),
+    "fewer rows": (_weight(lambda one: one[:-1]), "queries, keys and values has the size 79, not 80"),
+    "fewer columns": (_weight(lambda one: one[:, 1:].contiguous()), f"{_Q}.weight has the size 39, not 40"),
 }
 
 
@@ -246,9 +214,6 @@ def test_a_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, cap
     assert "the native engine gives other logits than the model's own code: llama" in record.message
     with pytest.raises(OptionError, match="the native engine gives other logits"):
         choose_execution(_lm(model), "native")
-    lm.num_shares = 2  # of a model that several processes share
-    with pytest.raises(OptionError, match="in 2 shares"):
-        choose_execution(lm, "native")
 
 
 def model_of(family: str) -> PreTrainedModel:
@@ -280,30 +245,6 @@ def test_a_long_text_that_may_be_rejected() -> None:
             native(ids[:, :2], torch.tensor([[first, first + 2]]), cache, CONTEXT)
         assert all(map(torch.equal, before, cache.storage))
         assert torch.equal(native(ids[:, first:], places[:, first:], cache, CONTEXT).logits[0], want[first:])
-
-
-@torch.inference_mode()
-def test_slots() -> None:
-    lm, ids = native_lm(model_of("qwen3_5_text")), drawn(3, 60)
-    want = torch.stack([steps(lm.native, row) for row in ids])
-    cache = lm.new_cache(3, 100)
-    ends, positions = torch.tensor([41, 0, 30]), torch.arange(60).expand(3, -1)
-    lm.prefill(ids, torch.zeros_like(ends), ends, cache, latest=0, num_columns=41)
-    assert cache.anchors.tolist() == ends.tolist()
-    assert [cache.take_over(0, n) for n in (40, 41, 50)] == [0, 41, 50]
-    cache.copy(0, 1, 41)
-    for slot in (0, 1):
-        logits = lm.forward(ids[:1, 41:], positions[:1, 41:], cache.rows(slot, slot + 1), 100)
-        assert torch.equal(logits[0], want[0, 41:])
-    for store in cache.storage[cache.num_token_stores : -1]:
-        store[2] = torch.nan
-    cache.erase(2)
-    cache.copy(0, 0, 0)
-    assert cache.anchors.tolist() == [0, 60, 0]
-    cache.copy(2, 1, 0)
-    starts = torch.zeros(3, dtype=torch.long)
-    lm.prefill(ids, starts, starts + 20, cache, latest=0, num_columns=20)
-    assert torch.equal(lm.forward(ids[:, 20:], positions[:, 20:], cache, 100), want[:, 20:])
 
 
 @pytest.mark.parametrize(("family", "most"), [("qwen3_5_text", WINDOW - 3 - STRIDE), ("lfm2", WINDOW - 3)])
@@ -404,7 +345,7 @@ _WITH_FACTORS = {"in_proj": "Q4_K", "out_proj": "int8", "o_proj": "bfloat16", "g
         ("llama", _MIXED, _NARROW, 2, (1e-3, 1e-3)),
         *(
             ("qwen3_moe", {"gate_up_proj": form, "down_proj": form}, _EXPERTS, 0, (2e-4, 3e-6))
-            for form in ("float32, kept", "bfloat16", "Q4_K", "Q8_0")
+            for form in ("bfloat16", "Q4_K")
         ),
         ("gpt_oss", _ALTERNATING, {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16}, 0, (2e-4, 3e-6)),
         ("nemotron_h", _LATENT_FORMS, _LATENT, 0, (2e-4, 3e-6)),

@@ -397,11 +397,7 @@ _WIDE_DELTA_NET = {"layer_types": ["linear_attention", "full_attention"], "linea
 }
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _OF_KINDS: dict[str, tuple[str, Fields, Fields]] = {
-    "gemma2": (
-        "gemma2",
-        {},
-        dict.fromkeys(("attention.sliding_window", *_CAPS)),
-    ),  # as llama.cpp has where none is stated
+    "gemma2": ("gemma2", {}, dict.fromkeys(("attention.sliding_window", *_CAPS))),  # as llama.cpp has if none is stated
     "gemma3": ("gemma3_text", {}, dict.fromkeys(("attention.sliding_window", "rope.freq_base_swa"))),
     "qwen3moe": ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}, {}),
     "qwen35": (
