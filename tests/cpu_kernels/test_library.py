@@ -57,11 +57,13 @@ def test_an_installed_library_needs_no_compiler(
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert _load() is not None
     assert not caplog.text
+
+
+def test_an_installed_library_that_cannot_be_loaded_is_compiled_anew(caplog: pytest.LogCaptureFixture) -> None:
+    kernel_build.INSTALLED.mkdir()
     installed_path(levels_here()[0]).write_bytes(b"no library")
-    with pytest.raises(AssertionError, match="it is there already"):  # a new one would be compiled
-        monkeypatch.delenv("CXX")
-        _load()
-    assert "cannot be loaded" in caplog.text
+    caplog.set_level("INFO")
+    assert _load() is not None and "cannot be loaded" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -109,17 +111,9 @@ _of_linux = pytest.mark.skipif(sys.platform == "darwin", reason="macOS has one O
 
 
 @_of_linux
-@pytest.mark.parametrize(
-    "code",
-    [
-        # As in code by Clang beside GCC's OpenMP: all threads have the number 0.
-        'extern "C" int omp_get_thread_num() { return 0; }',
-        # Of LLVM's, which PyTorch for Linux does not have.
-        'extern "C" int __kmpc_no_such(); int called = __kmpc_no_such();',
-    ],
-)
-def test_another_openmp_is_refused(code: str, tmp_path: Path) -> None:
-    (tmp_path / "another.cpp").write_text(code)
+def test_another_openmp_is_refused(tmp_path: Path) -> None:
+    """As in code by Clang beside GCC's OpenMP: all threads have the number 0."""
+    (tmp_path / "another.cpp").write_text('extern "C" int omp_get_thread_num() { return 0; }')
     (threads,) = (path for path in SOURCES if path.name == "threads.cpp")
     flags = ["-shared", "-fPIC", "-fopenmp", "-Wl,-Bsymbolic", "-o", str(tmp_path / "threads.so")]
     subprocess.run([*compiler(), str(threads), str(tmp_path / "another.cpp"), *flags], check=True)

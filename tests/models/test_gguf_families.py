@@ -101,7 +101,6 @@ _HUGE = {f"{key}": 2**24 for key in ("attention__key_length", "attention__value_
         # Values that would be another model
         ("llama", {"rope__scaling__type": "longrope"}, "lacks rope_factors_short.weight, of 6 numbers"),
         ("llama", {"rope__dimension_count": 6}, "states llama.rope.dimension_count = 6"),
-        ("llama", {"attention__sliding_window": 64}, "states llama.attention.sliding_window = 64"),
         ("llama", {"attention__head_count_kv": [2, 4]}, r"states llama.attention.head_count_kv = \[2, 4\]"),
         ("llama", {"logit_scale": 2.0}, "states llama.logit_scale"),
         ("llama", _YARN | {"rope__scaling__yarn_attn_factor": 0.5}, "states llama.rope.scaling.yarn_attn_factor = 0.5"),
@@ -113,9 +112,7 @@ _HUGE = {f"{key}": 2**24 for key in ("attention__key_length", "attention__value_
         ("llama", {"block_count": 3}, "lacks 9 of the model's weights, model.layers.2."),
         ("llama", {"block_count": 2**24}, "states 16777216 layers, and has 21 tensors"),
         ("gemma4", {"attention__shared_kv_layers": 2**24}, "that the last 16777216 of them read keys"),
-        ("qwen35", {"nextn_predict_layers": 4}, "states 0 layers, and has"),
         ("glm4moe", {"expert_group_count": 2}, r"4 experts in 2 groups, 0 of them used \(glm4moe.expert_group_count, "),
-        ("glm4moe", {"expert_group_count": 4, "expert_group_used_count": 2}, "4 experts in 4 groups, 2 of them used"),
         ("llama", {"keys": {"tokenizer.ggml.tokens": [*map(str, range(99))]}}, "has 99 tokens, but embeddings of 48"),
     ],
 )
@@ -146,9 +143,6 @@ def test_a_file_of_ollama(tmp_path: Path) -> None:
     decoder = outrider.load(write_case(tmp_path / "sha256-0123", with_images, model, keys=keys, **more))
     assert decoder.eos_ids == {2, 5}
     torch.testing.assert_close(_logits(decoder.target.model), _logits(model), rtol=0.0, atol=1e-4)
-    other = write_case(tmp_path / "tiny.gguf", replace(CASES["llama"], architecture="minicpm"))
-    with pytest.raises(UnsupportedModel, match="GGUF files of the architecture 'minicpm' are not read: llama, "):
-        outrider.load(other)
 
 
 _LISTS: dict[str, list[Any]] = {

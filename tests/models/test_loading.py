@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,21 +13,23 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import outrider
 from ggml_blocks import block_bytes
-from gguf_models import CASES, write_case
+from gguf_models import CASES as FILES
+from gguf_models import write_case
 from heads import mtp_pair, write_eagle3, write_mtp
 from hybrids import hybrid
 from launch import said_by_loading
 from multimodal import KINDS, multimodal
-from native_cases import CASES as FOLDERS
-from native_cases import VOCAB
+from native_cases import CASES, VOCAB
 from native_cases import random_model as native_model
 from outrider.api import load
+from outrider.decoder import Decoder
 from outrider.errors import (
     DeviceError,
+    FileError,
     ModelCorrupt,
     ModelError,
     ModelNotFound,
@@ -36,14 +39,22 @@ from outrider.errors import (
 )
 from outrider.kernels.blocks import BLOCK_FORMS
 from outrider.kernels.narrow_weight import NarrowWeight
+from outrider.models import cpu_weights
 from outrider.models.executions import choose_execution
 from outrider.models.heads.loading import load_head, load_mtp_of
 from outrider.models.kinds import building, check_counts
 from outrider.models.loading import context_len
+from outrider.models.notes import notes_about
 from outrider.models.placement import pick_device
-from outrider.models.registry import resolve
+from outrider.models.registry import ModelSpec, resolve
+from outrider.models.sampling_defaults import StatedSampling, stated_sampling
 from outrider.models.weights import weights_checksum
-from pairs import NUM_WORDS, random_llama, save, word_tokenizer
+from outrider.native.engine import NativeForward
+from outrider.options import Sampling
+from outrider.runtime.cache import SlotCache
+from outrider.runtime.stand_in import StandIn
+from outrider.serve.about import fingerprint_of
+from pairs import NUM_WORDS, embedded, random_llama, save, stating, word_tokenizer
 from toys import as_lm, random_model, tiny_llama
 
 
@@ -227,7 +238,7 @@ def test_nothing_is_printed(names: tuple[str, str]) -> None:
 
 
 def _folder(folder: Path, family: str, name: str, **fields: Any) -> Path:
-    native_model(family, FOLDERS[family][name]).save_pretrained(folder)
+    native_model(family, CASES[family][name]).save_pretrained(folder)
     word_tokenizer(VOCAB).save_pretrained(folder)
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | fields))
@@ -236,11 +247,11 @@ def _folder(folder: Path, family: str, name: str, **fields: Any) -> Path:
 
 @pytest.mark.parametrize("name", ["gemma4, experts", "nemotron_h_moe, latent, groups"])
 def test_a_file_of_which_no_expert_is_chosen(name: str, tmp_path: Path) -> None:
-    decoder = load(write_case(tmp_path / "model.gguf", CASES[name], expert_used_count=0), device="cpu")
+    decoder = load(write_case(tmp_path / "model.gguf", FILES[name], expert_used_count=0), device="cpu")
     assert decoder.target.native is None
     decoder.generate("AB", max_new_tokens=2)
     with pytest.raises(ModelCorrupt, match="states expert_used_count = -1, which no model has"):
-        load(write_case(tmp_path / "other.gguf", CASES[name], expert_used_count=-1), device="cpu")
+        load(write_case(tmp_path / "other.gguf", FILES[name], expert_used_count=-1), device="cpu")
 
 
 @pytest.mark.parametrize(
@@ -284,7 +295,8 @@ def test_text_from_a_folder_is_that_of_generate(name: str, tmp_path: Path) -> No
         assert [list(one.token_ids) for one in done] == want
 
 
-def test_a_model_in_memory(name: str, want: str) -> None:
+@pytest.mark.parametrize(("name", "want"), [("auto", "eager"), ("native", "native")])
+def test_a_model_in_memory_runs_eagerly_unless_asked(name: str, want: str) -> None:
     decoder = outrider.load(tiny_llama().float(), "ngram", execution=name)
     lm = decoder.target
     assert lm.execution.name == want and (lm.native is None) == (want == "eager")
@@ -324,28 +336,21 @@ def test_on_a_cuda_device(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_execution(lm, "captured")
 
 
-MODEL, PICKLED = "model.safetensors", "pytorch_model.bin"
-IDS = torch.tensor([[1, 2, 3, 5, 8]])
+PICKLED = "pytorch_model.bin"
 
 
-def pickle(folder: Path, *, more: Any = None) -> Path:
+def pickled(folder: Path, *, more: Any = None) -> Path:
     """Put a pickled file in the place of one in safetensors."""
-    tensors = load_file(folder / MODEL)
-    (folder / MODEL).unlink()
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
     torch.save(tensors if more is None else {**tensors, "more": more}, folder / PICKLED)
     return folder
 
 
-def pickle_refusal(location: Path, file: str = "pytorch_model.bin") -> str:
-    return (
-        f"the weights of {location} are in {file}, a pickle, which may run code: take them in safetensors; or, if you "
-    )
-
-
-def refused(load: Callable[[], Any]) -> str:
+def refuses(load: Callable[[], Any], location: Path, file: str = PICKLED) -> bool:
     with pytest.raises(UnsupportedModel) as error:
         load()
-    return str(error.value)
+    return str(error.value).startswith(f"the weights of {location} are in {file}, a pickle, which may run code: take")
 
 
 class Trap:
@@ -360,30 +365,28 @@ class Trap:
 
 def test_targets_and_drafts(tmp_path: Path) -> None:
     plain = save(tmp_path / "plain", random_llama())
-    folder = pickle(save(tmp_path / "pickled", random_llama()))
-    assert refused(lambda: outrider.load(folder)).startswith(pickle_refusal(folder))
-    assert refused(lambda: outrider.load(plain, folder)).startswith(pickle_refusal(folder))
-    with torch.no_grad():
-        want = random_llama()(IDS).logits
-        for allowed in (outrider.load(folder, allow_pickle=True), outrider.load(plain, folder, allow_pickle=True)):
-            for lm in (allowed.target, *allowed.drafter.models):
-                torch.testing.assert_close(lm.model(IDS).logits, want.to(lm.dtype), rtol=1e-4, atol=1e-4)
+    folder = pickled(save(tmp_path / "pickled", random_llama()))
+    assert refuses(lambda: outrider.load(folder), folder)
+    assert refuses(lambda: outrider.load(plain, folder), folder)
+    for allowed in (outrider.load(folder, allow_pickle=True), outrider.load(plain, folder, allow_pickle=True)):
+        for lm in (allowed.target, *allowed.drafter.models):
+            assert torch.equal(lm.model.model.norm.weight, random_llama().model.norm.weight.to(lm.dtype))
     (folder / PICKLED).rename(folder / "pytorch_model-1.bin")
     index = {"metadata": {}, "weight_map": dict.fromkeys(random_llama().state_dict(), "pytorch_model-1.bin")}
     (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    assert refused(lambda: outrider.load(folder)).startswith(pickle_refusal(folder, "pytorch_model.bin.index.json"))
+    assert refuses(lambda: outrider.load(folder), folder, "pytorch_model.bin.index.json")
     # Nor can a configuration name one in place of the weights that are there. (Transformers takes no other such name.)
-    torch.save(load_file(plain / MODEL), plain / "adapter_model.bin")
+    torch.save(load_file(plain / "model.safetensors"), plain / "adapter_model.bin")
     config = json.loads((plain / "config.json").read_text())
     (plain / "config.json").write_text(json.dumps(config | {"transformers_weights": "adapter_model.bin"}))
-    assert refused(lambda: outrider.load(plain)).startswith(pickle_refusal(plain, "adapter_model.bin"))
+    assert refuses(lambda: outrider.load(plain), plain, "adapter_model.bin")
 
 
 def test_mtp_layers(tmp_path: Path) -> None:
     target, drafter = mtp_pair(hybrid("qwen3_5_text"), "qwen")
     write_mtp(tmp_path, target.model, layout="qwen")
-    target.model.config._name_or_path = str(pickle(tmp_path))
-    assert refused(lambda: load_mtp_of(target)).startswith(pickle_refusal(tmp_path))
+    target.model.config._name_or_path = str(pickled(tmp_path))
+    assert refuses(lambda: load_mtp_of(target), tmp_path)
     found, want = load_mtp_of(target, allow_pickle=True).model.state_dict(), drafter.models[0].model.state_dict()
     assert all(torch.equal(found[name], want[name]) for name in want)
 
@@ -396,7 +399,7 @@ def test_allowed_pickles_run_no_code(tmp_path: Path, is_head: bool) -> None:
     if is_head:
         write_eagle3(tmp_path / "head", target.target.model, layout="specforge")
         folder = tmp_path / "head"
-    pickle(folder, more=Trap(trap))
+    pickled(folder, more=Trap(trap))
     with pytest.raises(ModelCorrupt):
         if is_head:
             load_head(resolve(str(folder)), target.target, allow_pickle=True)
@@ -405,3 +408,116 @@ def test_allowed_pickles_run_no_code(tmp_path: Path, is_head: bool) -> None:
     assert not trap.exists()
     torch.load(folder / "pytorch_model.bin", weights_only=False)["more"].close()
     assert trap.exists()
+
+
+STATED = {"temperature": 0.4, "top_k": 9, "top_p": 1.0, "eos_token_id": 0, "do_sample": False, "max_new_tokens": 3}
+TAKEN = {"temperature": 0.4, "top_k": 9}
+OPTIONS: dict[str, Any] = {"seed": 1, "max_new_tokens": 6}
+
+
+def spec_of(path: Path, document: Any) -> ModelSpec:
+    (path / "generation_config.json").write_text(json.dumps(document))
+    return ModelSpec("toy", path=path)
+
+
+def test_only_what_the_file_states_counts(tmp_path: Path) -> None:
+    assert stated_sampling(spec_of(tmp_path, STATED)).defaults == TAKEN
+    assert stated_sampling(spec_of(tmp_path, STATED), "none") == StatedSampling()
+    assert stated_sampling(spec_of(tmp_path, {"temperature": None, "do_sample": True})) == StatedSampling()
+    assert stated_sampling(resolve("fable")).defaults == embedded().sampling_defaults == {}
+    for document, message in (
+        ({"temperature": -1}, "temperature = -1 is invalid: .*; --generation-config none does without it"),
+        ({"top_k": "many"}, "top_k = 'many' is invalid"),
+    ):
+        with pytest.raises(FileError, match=message):
+            stated_sampling(spec_of(tmp_path, document))
+
+
+def test_what_a_gguf_file_states(tmp_path: Path) -> None:
+    def stated_in(name: str, **stated: Any) -> StatedSampling:
+        keys = {f"general.sampling.{key}": value for key, value in stated.items()}
+        return stated_sampling(resolve(str(write_case(tmp_path / name, FILES["llama"], keys=keys))))
+
+    found = stated_in("model.gguf", temp=0.7, top_p=0.95, top_k=20, penalty_repeat=1.0)
+    assert found.defaults == {"temperature": 0.7, "top_p": 0.95, "top_k": 20} and not found.others
+    assert found.options.keys() == {"temperature", "top_p", "top_k", "repetition_penalty"}
+    assert stated_in("greedy.gguf", temp=-1.0).options == {"temperature": 0.0}
+    others = stated_in("others.gguf", temp=0.7, xtc_probability=0.5, mirostat=2, penalty_last_n=64, penalty_repeat=1.5)
+    assert others.text("others.gguf", others.defaults) == (
+        "sampling as others.gguf states: temperature 0.7, repetition-penalty 1.5; "
+        "not honoured: mirostat, penalty_last_n, xtc_probability (--generation-config none does without)"
+    )
+    assert stated_in("off.gguf", mirostat=0, xtc_probability=0.0, penalty_last_n=64) == StatedSampling()
+    with pytest.raises(FileError, match="temperature = .* is invalid"):
+        stated_in("wrong.gguf", temp=float("nan"))
+
+
+def test_the_library_takes_them_where_nothing_else_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = stating(tmp_path / "fable", STATED)
+    with caplog.at_level("INFO", "outrider.sampling"):  # which the server shows
+        decoder = outrider.load(folder, dtype="float32", device="cpu")
+    assert decoder.sampling_defaults == TAKEN and "states: temperature 0.4, top-k 9 (" in caplog.text
+    plain, prompts = embedded().plain(), ["Once upon a time", "The king"]
+
+    def said(decoder: Any, *arguments: Any, **options: Any) -> list[tuple[int, ...]]:
+        done = decoder.generate(prompts, *arguments, **OPTIONS | options)
+        return [one.token_ids for one in done]
+
+    assert said(decoder) == said(plain, **TAKEN) != said(plain)
+    assert said(decoder, temperature=1.5) == said(plain, temperature=1.5, top_k=9)
+    assert said(decoder, Sampling()) == said(plain)
+    assert said(outrider.load(folder, dtype="float32", device="cpu", generation_config="none")) == said(plain)
+    assert fingerprint_of(decoder) != fingerprint_of(replace(decoder, sampling_defaults={}))
+
+
+_IDS = torch.randint(VOCAB, (2, 30), generator=torch.Generator().manual_seed(0))
+
+
+@torch.inference_mode()
+def _native_logits(native: NativeForward) -> Tensor:
+    num_rows, length = _IDS.shape
+    cache = SlotCache.empty(native.layer_shapes, num_rows, length)
+    return native(_IDS, torch.arange(length).expand(num_rows, length), cache, length).logits
+
+
+def _text(decoder: Decoder) -> tuple[int, ...]:
+    return tuple(decoder.generate([[5, 6, 7]], temperature=0, max_new_tokens=12, ignore_eos=True)[0].token_ids)
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "gguf"])
+def test_the_second_start_has_a_stand_in(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name == "bfloat16":  # so that matrices stay in their type
+        monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
+        monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)
+    file = tmp_path / "a"
+    if name == "gguf":
+        write_case(file, next(case for key, case in FILES.items() if key.startswith("gemma3")))
+    else:
+        save(file, random_llama(tie_word_embeddings=name == "bfloat16").to(getattr(torch, name)))
+    first, second = outrider.load(file), outrider.load(file)
+    ours, theirs = second.target, first.target
+    assert not isinstance(theirs.weights, StandIn) and isinstance(ours.weights, StandIn)
+    assert _text(first) == _text(second)
+    assert weights_checksum(ours.weights) == weights_checksum(theirs.weights)
+    assert (ours.context_len, ours.vocab_size, first.eos_ids) == (theirs.context_len, theirs.vocab_size, second.eos_ids)
+    assert second.tokenizer.get_vocab() == first.tokenizer.get_vocab()
+    models: list[Any] = [ours.model, theirs.model]
+    built, whole = ({**model.config.to_dict(), "_name_or_path": ""} for model in models)
+    assert type(models[0]) is type(models[1]) and built == whole
+    with torch.inference_mode():
+        assert torch.equal(*(model(_IDS % 40).logits for model in models))
+    assert not isinstance(outrider.load(file, execution="eager").target.weights, StandIn)
+    if name == "float32":  # another file has other notes
+        shutil.rmtree(file)
+        save(file, random_llama(seed=1))
+        assert not isinstance(outrider.load(file).target.weights, StandIn)
+
+
+@pytest.mark.parametrize(("family", "name"), [(family, name) for family, cases in CASES.items() for name in cases])
+def test_notes_hold_what_the_engine_needs(family: str, name: str) -> None:
+    """The stand-in for a model gives its logits, to the bit, whatever its configuration states."""
+    model = native_model(family, CASES[family][name])
+    notes = pickle.loads(pickle.dumps(notes_about(model, None)))
+    stand_in = notes.stand_in(lambda: model)
+    stand_in.fill({name: model.state_dict()[name] for name in notes.shapes})
+    assert torch.equal(_native_logits(NativeForward(stand_in)), _native_logits(NativeForward(model)))

@@ -19,7 +19,6 @@ from outrider.errors import MissingExtra, OptionError, UnsupportedModel
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
-from outrider.models.memory import weights_bytes
 from outrider.models.quantize import rounded_to_groups, widened_groups
 from outrider.models.registry import QUANTIZATIONS
 from outrider.models.weights import num_bytes, quantized_share, weights_checksum, widened_weights
@@ -35,52 +34,37 @@ def tokens(decoder: outrider.Decoder, **options: Any) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_quantized_target(quantization: str) -> None:
-    """It speaks for itself: it is another target than the one in float32; with a draft, its greedy text is its own
-    plain text. A model with plain weights in place of quantized ones gives its logits. Its bytes are predicted."""
+    """With a draft, its greedy text is its own plain text; its widened weights give its logits."""
     plain = outrider.load(f"fable:{quantization}")
     model = plain.target.model
     assert plain.target.name == f"fable:{quantization}" and plain.target.dtype == torch.float32
     assert quantized_share(model) > 0.8
-    config = transformers.AutoConfig.from_pretrained(zoo("fable"))
-    with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # bitsandbytes stores the scales of nf4 in 2 or 4 bytes, by the kernels that this processor has.
-    about = pytest.approx(num_bytes(model), rel=0.04 if quantization == "nf4" else 1e-9)
-    assert weights_bytes(skeleton, quantization) == about
     pair = outrider.load("fable", "fable-draft", quantization=quantization)
-    assert pair.target.name == plain.target.name
     text, alone = (tokens(decoder, temperature=0) for decoder in (pair, plain))
     if quantization != "8bit":  # which rounds activations, so that one last bit may become a step of a scale
         assert text == alone
-    # After a forward, in which bitsandbytes rearranges the weights of nf4.
-    assert weights_checksum(pair.target.model) == weights_checksum(model)
-    assert weights_checksum(model) != weights_checksum(embedded().target.model)
+    assert weights_checksum(pair.target.model) == weights_checksum(model) != weights_checksum(embedded().target.model)
     wide = transformers.AutoModelForCausalLM.from_pretrained(zoo("fable"), dtype=torch.float32)
     wide.load_state_dict(widened_weights(model), strict=False)
     ids = torch.arange(12)[None]
     with torch.inference_mode():
         want, got = model(input_ids=ids).logits, wide(input_ids=ids).logits
-    # LLM.int8() rounds activations as well.
-    tolerance = 0.05 if quantization == "8bit" else 0.02
+    tolerance = 0.05 if quantization == "8bit" else 0.02  # LLM.int8() rounds activations as well
     assert (got - want).norm() < tolerance * (want - want.mean(-1, keepdim=True)).norm()
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, random_llama())
     config = json.loads((folder / "config.json").read_text())
-    mlx = config | {"quantization": {"group_size": 64, "bits": 4}}
-    (folder / "config.json").write_text(json.dumps(mlx))
-    for pair in ((folder,), ("fable", folder)):
-        with pytest.raises(UnsupportedModel, match="is quantized for MLX: take a GGUF file of the model"):
-            outrider.load(*pair)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 4}}))
+    with pytest.raises(UnsupportedModel, match="is quantized for MLX: take a GGUF file of the model"):
+        outrider.load(folder)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(OptionError, match="quantized with gptq already"):
         outrider.load(folder, quantization="int8")
     monkeypatch.setattr("outrider.models.quantize.find_spec", lambda _: None)
-    for method, packages in (("gptq", "gptqmodel and optimum"), ("awq", "gptqmodel"), ("compressed-tensors", "comp")):
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
-        with pytest.raises(MissingExtra, match=f"a GGUF file needs no package, needs {packages}"):
-            outrider.load(folder)
+    with pytest.raises(MissingExtra, match="a GGUF file needs no package, needs gptqmodel and optimum"):
+        outrider.load(folder)
     with pytest.raises(MissingExtra, match=r"quantization nf4 needs bitsandbytes: pip install '\.\[quantize\]'"):
         outrider.load("fable:nf4")
     monkeypatch.undo()

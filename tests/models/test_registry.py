@@ -8,16 +8,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import outrider
 from outrider.errors import DeviceError, FileError, ModelNotFound, OptionError
-from outrider.models.memory import BYTES_PER_NUMBER, sizes_of
+from outrider.models.memory import sizes_of
 from outrider.models.pairs import drafts_of
 from outrider.models.placement import device_map_of, max_memory_of
 from outrider.models.registry import ModelSpec, Placement, known_models, resolve, user_file
-from pairs import random_llama, save
-from toys import random_model
+from pairs import random_llama
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +66,7 @@ def test_the_user_s_file_is_read(config_home: Path, tmp_path: Path, monkeypatch:
 BAD = [
     ("models.a.path = ", "cannot read the model file"),
     ("[model.a]\nhub = 'x/y'\n", "expected tables [models.NAME] and nothing else, found model"),
-    ("[models.a]\npath = 'x'\nfile = 'y.gguf'\n", "models.a.file is the GGUF file of a package: give gguf = ..."),
     ("[models.a]\nhub = 'x/y'\nname = 'b'\n", "models.a: unknown key 'name'; known are path, hub, package, file"),
-    ("[models.a]\nhub = 3\n", "models.a.hub = 3 should be of type str"),
     ("[models.a]\nhub = 'x/y'\nnum_params = 0\n", "models.a.num_params = 0 should be at least 1"),
     ("[models.a]\nhub = 'x/y'\nstore = 'wide'\n", "models.a: store = 'wide' is invalid: choose one of auto, plain"),
     (b"[models.\xe4]\nhub = 'x/y'\n", ""),
@@ -93,7 +89,6 @@ def test_files_that_are_not_understood_are_refused(tmp_path: Path, text: str | b
     ("name", "message"),
     [
         ("fabel", "no model is called 'fabel': did you mean 'fable'"),
-        ("xyzzy", "'outrider models' lists the known names"),
         ("~/nowhere", "there is no folder ~/nowhere"),
         ("fable:int9", "no model is called 'fable:int9'"),
         ("fable:int8:nf4", "ends in two quantizations"),
@@ -120,10 +115,8 @@ def test_folders_and_hub_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (spec.hub, spec.path, spec.source, spec.location) == ("org/model", None, "hub", "org/model")
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_a_folder_has_the_sizes_of_its_model(tmp_path: Path, kind: str) -> None:
-    gpt2 = GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=56)
-    model = random_llama() if kind == "llama" else random_model(GPT2LMHeadModel, gpt2, 0)
+def test_a_folder_has_the_sizes_of_its_model(tmp_path: Path) -> None:
+    model = random_llama()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     for name in ("model.fp16", "consolidated"):
@@ -131,16 +124,11 @@ def test_a_folder_has_the_sizes_of_its_model(tmp_path: Path, kind: str) -> None:
     sizes = sizes_of(ModelSpec(name="tiny", path=tmp_path))
     assert sizes is not None and sizes.context_len == model.config.max_position_embeddings
     assert sizes.num_params == sum(p.numel() for p in model.parameters())
-    for dtype, num_bytes in BYTES_PER_NUMBER.items():
-        assert sizes.weights_bytes(dtype) == num_bytes * sizes.num_params
-        assert getattr(torch, dtype).itemsize == num_bytes
-
-
-def test_sizes_of_a_damaged_folder_are_none_rather_than_zero(tmp_path: Path) -> None:
-    folder = save(tmp_path, random_llama())
-    for content in (b"\x00\x01", b""):
-        (folder / "model.safetensors").write_bytes(content)
-        assert sizes_of(ModelSpec(name="tiny", path=folder)) is None
+    assert sizes.weights_bytes("bfloat16") == 2 * sizes.num_params
+    (tmp_path / "model.safetensors.index.json").unlink()
+    for file in tmp_path.glob("*.safetensors"):
+        file.write_bytes(b"\x00\x01")
+    assert sizes_of(ModelSpec(name="tiny", path=tmp_path)) is None  # rather than 0
 
 
 def test_drafts_are_heads_and_smaller_models_of_the_family() -> None:
@@ -173,7 +161,6 @@ def test_a_name_s_own_choices_yield() -> None:
 
 def test_device_maps(tmp_path: Path) -> None:
     assert device_map_of(Placement()) is None and device_map_of(Placement(device_map="none")) is None
-    assert device_map_of(Placement(device_map="balanced")) == "balanced"
     file = tmp_path / "map.json"
     file.write_text(json.dumps({"model": 7}))
     with pytest.raises(DeviceError, match="there is no device 'cuda:7'"):
@@ -208,11 +195,8 @@ def test_options_are_checked(option: str, value: Any, remedy: str) -> None:
 def test_a_model_is_loaded_by_a_map(tmp_path: Path) -> None:
     file = tmp_path / "map.json"
     file.write_text(json.dumps({"model": "cpu", "lm_head": "cpu"}))
-    options = {"seed": 1, "max_new_tokens": 6}
-    want = outrider.load("fable", "fable-draft", device="cpu").generate("Once", **options)
-    for device_map in (str(file), "auto"):
-        pair = outrider.load("fable", "fable-draft", device="cpu", device_map=device_map)
-        assert pair.generate("Once", **options)[0].token_ids == want[0].token_ids
+    pairs = [outrider.load("fable", device="cpu", device_map=one) for one in ("none", str(file), "auto")]
+    assert len({pair.generate("Once", seed=1, max_new_tokens=6)[0].token_ids for pair in pairs}) == 1
 
 
 def test_a_map_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

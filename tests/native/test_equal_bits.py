@@ -17,16 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from native_cases import CASES, VOCAB, random_model
-from native_weights import model_in
+from native_weights import OF_SEVERAL, model_in
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import STRIDE, SlotCache
-
-_IN_BLOCKS = {"in_proj_qkv": "Q4_1", "in_proj_z": "Q8_0", "_proj": "Q4_0", "embed_tokens": "Q8_0"}
-_WHOLE_BLOCKS = CASES["qwen3_5_text"]["a state for each"] | {"linear_num_key_heads": 2, "linear_value_head_dim": 24}
-_MIXED = {"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}
-_IN_LATENT = {"latent_proj": "Q8_0", "mixer.experts.up_proj": "Q4_0", "mixer.experts.down_proj": "Q5_1"}
-_LATENT = CASES["nemotron_h"]["wide latent experts in groups"] | {"moe_latent_size": 64, "moe_intermediate_size": 32}
-_EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 def _of(family: str, name: str) -> Callable[[], PreTrainedModel]:
@@ -34,14 +27,16 @@ def _of(family: str, name: str) -> Callable[[], PreTrainedModel]:
 
 
 _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3_5_text, blocks and 8 bits": lambda: model_in(_IN_BLOCKS, 1, "qwen3_5_text", _WHOLE_BLOCKS),
+    **{
+        f"{family}, blocks and 8 bits": lambda family=family: model_in(
+            OF_SEVERAL[family][0], 1, family, OF_SEVERAL[family][1]
+        )
+        for family in OF_SEVERAL
+    },
     "llama, bfloat16": lambda: model_in("bfloat16"),
     "llama, int8": lambda: model_in("int8"),
-    "qwen3_moe, blocks and 8 bits": lambda: model_in(_MIXED | {"gate_up_proj": "Q4_K"}, 1, "qwen3_moe", **_EXPERTS),
-    "nemotron_h, blocks and 8 bits": lambda: model_in(_IN_LATENT, 1, "nemotron_h", _LATENT),
-    "llama, blocks": lambda: model_in(_MIXED, 0),
-    "llama, blocks and 8 bits": lambda: model_in(_MIXED, 1),
-    "llama, blocks and 15 bits": lambda: model_in(_MIXED, 2),
+    "llama, blocks": lambda: model_in(OF_SEVERAL["llama"][0], 0),
+    "llama, blocks and 15 bits": lambda: model_in(OF_SEVERAL["llama"][0], 2),
 }
 _TYPES = (torch.float32, torch.bfloat16)  # of caches
 _OFTEN = ("wide values", "low caps", "a window", "biases, untied")

@@ -1,5 +1,4 @@
-"""Memory that cannot be allocated: an error of the step, never the end of the process; and what a forward needs. And
-processes that are forked from one whose threads have run."""
+"""Memory that cannot be allocated: an error of the step, never the end of the process; and threads, after forks too."""
 
 import os
 import subprocess
