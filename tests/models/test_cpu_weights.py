@@ -57,8 +57,6 @@ def test_a_checkpoint_in_bfloat16(name: str, tmp_path: Path, monkeypatch: pytest
     with torch.inference_mode():
         logits, want = kept.target.model(ids).logits, plain.target.model(ids).logits
     torch.testing.assert_close(logits, want, rtol=0.0, atol=1e-4 * float(want.abs().amax()))
-    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 12}
-    assert kept.generate("w1 w2 w3", **options)[0].text == plain.generate("w1 w2 w3", **options)[0].text
 
 
 def test_numbers_that_bfloat16_does_not_have_are_not_rounded(tmp_path: Path) -> None:

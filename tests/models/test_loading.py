@@ -271,11 +271,8 @@ def test_a_configuration_with_a_number_that_no_model_has(
     assert "\n" not in str(found.value)
 
 
-def test_numbers_that_mean_unset() -> None:
+def test_memory_that_is_lacking_while_a_model_is_built_and_numbers_that_mean_unset() -> None:
     check_counts("the model", {"yarn_ext_factor": -1.0, "image_hidden_layer": -1, "vit_layers": [-2, -9]})
-
-
-def test_memory_that_is_lacking_while_a_model_is_built() -> None:
     with pytest.raises(DeviceError, match="not enough memory"), building("the model cannot be run"):
         raise RuntimeError("[...] DefaultCPUAllocator: can't allocate memory")
 
@@ -317,9 +314,7 @@ def test_a_model_from_files_runs_natively(tmp_path: Path, caplog: pytest.LogCapt
     with caplog.at_level("INFO"):
         assert outrider.load(folder).target.execution.name == "eager"
     assert "runs eagerly: its plan does not know attention_chunk_size=3" in caplog.text
-    with pytest.raises(
-        OptionError, match="execution = 'native' is invalid: .* its plan does not know attention_chunk_size=3"
-    ):
+    with pytest.raises(OptionError, match="its plan does not know attention_chunk_size=3"):
         outrider.load(folder, execution="native")
 
 
@@ -425,12 +420,8 @@ def test_only_what_the_file_states_counts(tmp_path: Path) -> None:
     assert stated_sampling(spec_of(tmp_path, STATED), "none") == StatedSampling()
     assert stated_sampling(spec_of(tmp_path, {"temperature": None, "do_sample": True})) == StatedSampling()
     assert stated_sampling(resolve("fable")).defaults == embedded().sampling_defaults == {}
-    for document, message in (
-        ({"temperature": -1}, "temperature = -1 is invalid: .*; --generation-config none does without it"),
-        ({"top_k": "many"}, "top_k = 'many' is invalid"),
-    ):
-        with pytest.raises(FileError, match=message):
-            stated_sampling(spec_of(tmp_path, document))
+    with pytest.raises(FileError, match="temperature = -1 is invalid: .*; --generation-config none does without it"):
+        stated_sampling(spec_of(tmp_path, {"temperature": -1}))
 
 
 def test_what_a_gguf_file_states(tmp_path: Path) -> None:

@@ -132,15 +132,13 @@ def test_a_folder_has_the_sizes_of_its_model(tmp_path: Path) -> None:
 
 
 def test_drafts_are_heads_and_smaller_models_of_the_family() -> None:
-    """A chat model drafts for chat models alone. A target is known by its hub id, too."""
+    """A chat model drafts for chat models alone."""
 
     def names_for(target: str) -> list[str]:
         return [draft.name for draft in drafts_of(resolve(target), known_models())]
 
-    assert names_for("fable") == ["fable-draft"]
     assert names_for("llama-3.1-8b-instruct") == ["llama-3.1-8b-eagle3", "llama-3.2-1b-instruct"]
     assert names_for("qwen3-8b") == ["qwen3-8b-dflash", "qwen3-8b-eagle3", "qwen3-0.6b", "qwen3-1.7b"]
-    assert names_for("fable-draft") == names_for("mistral-7b-v0.3") == []
     for target in known_models().values():
         for draft in drafts_of(target, known_models()):
             assert draft.head_of is not None or draft.is_chat == target.is_chat
@@ -155,8 +153,8 @@ def test_a_name_s_own_choices_yield() -> None:
     assert Placement(device_map="none").over(spec).max_memory is None
     of_draft = Placement(quantization="nf4").inheriting(Placement("cuda:1", "float16", allow_pickle=True))
     assert of_draft == Placement("cuda:1", "float16", "nf4", allow_pickle=True)
-    for own, of_target, want in (("auto", "eager", "eager"), ("auto", "captured", "auto"), ("eager", "auto", "eager")):
-        assert Placement(execution=own).inheriting(Placement(execution=of_target)).execution == want
+    assert Placement(execution="auto").inheriting(Placement(execution="eager")).execution == "eager"
+    assert Placement(execution="auto").inheriting(Placement(execution="captured")).execution == "auto"
 
 
 def test_device_maps(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
-"""Every family that the native engine knows gives what Transformers' modelling code gives, in every variation of its
-configuration. The oracle is one forward of that code over whole sequences, without a cache. And bounds of the
-numbers of a plan: each is checked before the C++ code reads it."""
+"""Every family that the native engine knows gives what one forward of Transformers' modelling code gives, in every
+variation of its configuration. And bounds of the numbers of a plan: each is checked before the C++ code reads it."""
 
 import math
 from collections.abc import Callable

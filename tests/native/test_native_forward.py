@@ -1,6 +1,5 @@
-"""The native forward beside the model's own code on the same slot cache: broken tokens, narrow caches, shifted
-positions; what is refused; and what happens if the two differ. Recurrent and convolutional layers, whose states are
-never cropped. Every form of weights, in each of the three arithmetics. (Texts: tests/decoding/test_joining.py.)"""
+"""The native forward beside the model's own code on the same slot cache; what is refused; and what happens if the two
+differ. Every form of weights, in each of the three arithmetics. (Texts: tests/decoding/test_joining.py.)"""
 
 import copy
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from outrider.models.executions import choose_execution
 from outrider.native import engine
 from outrider.native.engine import NativeForward
 from outrider.native.families import plan_of
-from outrider.native.plan import MatrixPlan, NotPlanned, Plan
+from outrider.native.plan import MatrixPlan, NotPlanned
 from outrider.native.weights import Weights
 from outrider.runtime.cache import STRIDE, SlotCache
 from outrider.runtime.cache_shapes import WINDOW
@@ -150,9 +149,6 @@ def test_arguments_that_the_library_would_misread() -> None:
     assert not padded.logits.any()
 
 
-# What is refused
-
-
 def _parameter(tensor: Tensor) -> nn.Parameter:
     return nn.Parameter(tensor, requires_grad=False)
 
@@ -193,25 +189,17 @@ def test_modules_without_a_plan(name: str) -> None:
         NativeForward(model)
 
 
-# What differs
-
-
 @pytest.mark.usefixtures("each_is_probed")
 def test_a_forward_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """The model's own code runs in its place, with a warning."""
     model = random_model("llama", {})
     assert choose_execution(_lm(model)).execution.name == "native" and not caplog.records
 
-    def wrong(config: Any) -> Plan:
-        plan = plan_of(config)
-        return replace(plan, logit_scale=1.1 * plan.logit_scale)
-
-    monkeypatch.setattr(engine, "plan_of", wrong)
+    plan = plan_of(model.config)
+    monkeypatch.setattr(engine, "plan_of", lambda _: replace(plan, logit_scale=1.1 * plan.logit_scale))
     lm = choose_execution(_lm(model))
     assert lm.execution.name == "eager" and lm.native is None
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert "the native engine gives other logits than the model's own code: llama" in record.message
+    assert "the native engine gives other logits than the model's own code: llama" in caplog.text
     with pytest.raises(OptionError, match="the native engine gives other logits"):
         choose_execution(_lm(model), "native")
 
@@ -238,6 +226,7 @@ def test_a_long_text_that_may_be_rejected() -> None:
         assert torch.equal(got.logits[0], want[:199])
         first = 199 if is_prompt else 199 - WINDOW + 3
         assert cache.anchors.tolist() == [first]
+        assert [cache.take_over(0, number) for number in (first - 1, first)] == [0, first]
         before = [store.clone() for store in cache.storage]
         with pytest.raises(IndexError, match="a position is out of range"):
             native(ids[:, first - 1 :], places[:, first - 1 :], cache, CONTEXT)

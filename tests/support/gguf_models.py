@@ -356,8 +356,7 @@ def _mamba_as_stored(leaf: list[str], tensor: Tensor, config: Any) -> Tensor:
     if leaf[1] in ("ssm_a", "ssm_d"):
         return (-tensor.exp() if leaf[1] == "ssm_a" else tensor)[:, None]
     if leaf[0] == "ssm_norm":
-        num_groups = config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups
-        return tensor.reshape(num_groups, -1)
+        return tensor.reshape(config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups, -1)
     return tensor.squeeze(1) if leaf == ["ssm_conv1d", "weight"] else tensor
 
 
