@@ -318,26 +318,15 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
     "mistral": {
         "a window": {"sliding_window": 7} | _WIDE | _TIED | _MIXED  # layers that it does not read
     },
-    "qwen2": {
-        "windows": _SLIDING | _TIED | {"max_window_layers": 1},
-    },
+    "qwen2": {"windows": _SLIDING | _TIED | {"max_window_layers": 1}},
     "qwen3": {"windows": _SLIDING | {"max_window_layers": 2, "attention_bias": True, "rms_norm_eps": 0.1}},
-    "smollm3": {
-        "no ropes": _SLIDING | _MIXED | _BIASES | _UNTIED | {"no_rope_layers": [0, 0, 1]},
-    },
-    "olmo2": {"biases, tied": {"attention_bias": True, "rms_norm_eps": 0.1} | _TIED | _rope(_LINEAR)},
-    "granite": {"biases, tied": {"attention_multiplier": 0.5, "residual_multiplier": 1.2} | _BIASES | _TIED},
+    "smollm3": {"no ropes": _SLIDING | _MIXED | _BIASES | _UNTIED | {"no_rope_layers": [0, 0, 1]}},
     "phi3": {
-        "a window": {"sliding_window": 7, "full_attn_mod": 1, "interpolate_factor": 1} | _MIXED,  # it reads no layers
+        "a window": {"sliding_window": 7, "full_attn_mod": 1, "interpolate_factor": 1} | _MIXED  # it reads no layers
     },
-    "glm4": {"turned": _WIDE | _TIED | _rope(partial_rotary_factor=1.0) | {"attention_bias": False}},
-    "gemma": {
-        "untied, biases": _UNTIED | {"head_dim": 10, "attention_bias": True, "hidden_act": "relu"},
-    },
+    "gemma": {"untied, biases": _UNTIED | {"head_dim": 10, "attention_bias": True, "hidden_act": "relu"}},
     "gemma2": {"low caps": _GEMMA2_MIXED | {"attn_logit_softcapping": 1.5, "final_logit_softcapping": 2.0}},
-    "gemma3_text": {
-        "biases": _GEMMA2_MIXED | _ropes(_LINEAR) | {"attention_bias": True},
-    },
+    "gemma3_text": {"biases": _GEMMA2_MIXED | _ropes(_LINEAR) | {"attention_bias": True}},
     "qwen3_5_text": {
         "a state for each": _RECURRENT | _UNTIED | {"attention_bias": True},
         "wide values": _RECURRENT
@@ -369,7 +358,7 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         "wide latent experts in groups": _NEMOTRON_EXPERTS | _LATENT | {"moe_latent_size": 48},
     },
     "lfm2": {
-        "biases, untied": _LFM2 | _UNTIED | {"conv_bias": True, "norm_eps": 0.1, "block_auto_adjust_ff_dim": False},
+        "biases, untied": _LFM2 | _UNTIED | {"conv_bias": True, "norm_eps": 0.1, "block_auto_adjust_ff_dim": False}
     },
     "starcoder2": {
         "a window": {"use_bias": False, "hidden_act": "gelu", "norm_epsilon": 0.1, "sliding_window": 7}
@@ -381,33 +370,24 @@ VARIATIONS: dict[str, dict[str, Fields]] = {
         "unscaled scores": {"scale_attn_weights": False, "reorder_and_upcast_attn": True, "layer_norm_epsilon": 0.1}
         | {"n_inner": 72, "activation_function": "gelu"}
     },
-    "olmo3": {"biases": {"sliding_window": 7, "attention_bias": True, "layer_types": None} | _ropes(_LINEAR) | _TIED},
-    "exaone4": {
-        "plain": {"sliding_window": 7, "sliding_window_pattern": 2},
-    },
+    "exaone4": {"plain": {"sliding_window": 7, "sliding_window_pattern": 2}},
     "ernie4_5": {"plain": _HEAD_DIM | {"use_bias": True} | _UNTIED},
     "cohere2": {
         "plain": {"sliding_window": 7, "logit_scale": 0.5, "attention_bias": True, "layer_norm_eps": 0.1} | _MIXED
     },
     "ministral3": {"a window": {"sliding_window": 7} | _HEAD_DIM | _TIED | _rope(_YARN, llama_4_scaling_beta=0.1)},
     "olmoe": {"plain": _MOE | {"num_experts_per_tok": 3, "norm_topk_prob": True, "attention_bias": True}},
-    "ernie4_5_moe": {
-        "plain": _ERNIE | {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_norm_min": 1e-9},
-    },
+    "ernie4_5_moe": {"plain": _ERNIE | {"moe_layer_start_index": 0, "moe_layer_end_index": 1, "moe_norm_min": 1e-9}},
     "qwen3_moe": {
-        "dense layers": _EXPERTS | {"mlp_only_layers": [0], "num_experts_per_tok": 1, "attention_bias": True},
+        "dense layers": _EXPERTS | {"mlp_only_layers": [0], "num_experts_per_tok": 1, "attention_bias": True}
     },
-    "qwen2_moe": {
-        "plain": _EXPERTS | _SHARED | _SLIDING | {"decoder_sparse_step": 2},
-    },
+    "qwen2_moe": {"plain": _EXPERTS | _SHARED | _SLIDING | {"decoder_sparse_step": 2}},
     "mixtral": {"plain": {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7} | _WIDE},
     "granitemoe": {
         "plain": _MULTIPLIERS
         | {"logits_scaling": 2.5, "num_local_experts": 5, "num_experts_per_tok": 1, "attention_bias": True}
     },
-    "glm4_moe": {
-        "groups": _GROUPS,
-    },
+    "glm4_moe": {"groups": _GROUPS},
     "qwen3_5_moe_text": {
         "tied, biases": _RECURRENT | _EXPERTS | _SHARED | _TIED | {"attention_bias": True, "num_experts_per_tok": 1}
     },
