@@ -208,11 +208,6 @@ def test_gradients_pass_through_it() -> None:
     layer = nn.Linear(9, 12, bias=False).requires_grad_(False)
     state = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
     layer.weight = nn.Parameter(weight, requires_grad=False)
-    for write in (
-        lambda: weight.zero_(),
-        lambda: torch.add(weight, 1, out=weight),
-        lambda: layer.load_state_dict(state),
-    ):
+    for write in (lambda: weight.zero_(), lambda: layer.load_state_dict(state)):
         with pytest.raises(RuntimeError, match="is read-only"):
             write()
-    assert torch.equal(torch.zeros(12, 9).add_(weight), plain)  # it is read

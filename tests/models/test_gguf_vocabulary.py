@@ -198,11 +198,3 @@ def test_bos_is_as_transformers_reads_it(tmp_path: Path, adds: bool | None) -> N
     assert tokenizer("a").input_ids == by_class("a").input_ids
     assert by_class.tokenize("x</s>a") == ["▁", "x", "</s>", "a"]
     assert tokenizer.tokenize("x</s>a") == ["▁", "x", "</s>", "▁a"]
-
-
-def test_other_files_of_a_tokenizer(tmp_path: Path) -> None:
-    spec, file = _saved(tmp_path, _backend("smollm"), "llama", "GPT2Tokenizer"), tmp_path / "tokenizer.json"
-    document = json.loads(file.read_text())
-    file.write_text(json.dumps(document | {"pre_tokenizer": {"type": "ByMagic"}}))
-    with pytest.raises(ModelCorrupt, match=f"the tokenizer of {tmp_path} cannot be loaded"):
-        load_tokenizer(spec)
