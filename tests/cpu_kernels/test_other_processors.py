@@ -69,7 +69,6 @@ def test_nothing_is_out_of_bounds(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("level", _COMMANDS)
 def test_the_kernels_by_other_compilers(level: str, tmp_path: Path) -> None:
-    """Their results depend neither on the compiler nor on the processor it tunes for."""
     commands = _COMMANDS[level]
     if (missing := _missing(level, commands[0])) is not None:
         pytest.skip(missing)

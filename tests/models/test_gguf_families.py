@@ -4,7 +4,6 @@ is the one that the file states; damage and what is not known are refused."""
 import json
 import random
 import re
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,10 @@ from torch import nn
 
 import outrider
 from gguf_models import CASES, IDS, IN_MANY_FORMS, PLACES, Case, many_forms, random_case, write_case, write_in_blocks
-from outrider.errors import ModelCorrupt, ModelError, ModelNotFound, OutriderError, UnsupportedModel
-from outrider.models.gguf.families import FAMILIES, stated_model
+from outrider.errors import ModelError, ModelNotFound, OutriderError, UnsupportedModel
+from outrider.models.gguf.families import FAMILIES
 from outrider.models.gguf.file import GgufFile
 from outrider.models.loading import load_checkpoint
-from outrider.models.reading import read_config
 from outrider.models.registry import resolve
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_logits.json").read_text())
@@ -71,29 +69,17 @@ def _bound(case: Case) -> float:
 @pytest.mark.oracle
 @pytest.mark.parametrize("name", _GOLDEN)
 def test_llama_gives_what_is_golden(name: str, tmp_path: Path) -> None:
-    """Golden logits; and greedy texts: each token is llama.cpp's choice after the same text, or its logit is as near to
-    the largest as rounding is."""
     pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
-    from golden.make_llama import all_logits, logits_of
+    from golden.make_llama import logits_of
 
     golden, file = torch.tensor(_GOLDEN[name]), tmp_path / "tiny.gguf"
     case = CASES.get(name)
     found = torch.tensor(logits_of(write_case(file, case) if case else write_in_blocks(file, "llama", many_forms)))
     torch.testing.assert_close(found, golden, rtol=0.0, atol=5e-3 * float(golden.std()))
-    if case is None:
-        return
-    options: dict[str, Any] = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
-    (text,) = outrider.load(file).generate([IDS[:9]], **options)
-    logits = torch.tensor(all_logits(file, [*IDS[:9], *text.token_ids]))[8:-1]
-    chosen = logits.gather(1, torch.tensor(text.token_ids)[:, None])[:, 0]
-    margins = (logits.amax(dim=1) - chosen) / logits.std()
-    print(f"{name}: {int((margins == 0).sum())} of {len(margins)} alike, largest margin {float(margins.max()):.2g}")
-    assert (margins <= 2 * _bound(case)).all()
 
 
 @pytest.mark.parametrize("name", {case.architecture: name for name, case in reversed(CASES.items())}.values())
 def test_what_is_not_known_is_refused(name: str, tmp_path: Path) -> None:
-    """A key of each architecture, and a tensor."""
     case = CASES[name]
     model = random_case(case)
     key = f"{case.architecture}.attention.clamp_kqv"
@@ -109,23 +95,14 @@ _YARN = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0}
 _HUGE = {f"{key}": 2**24 for key in ("attention__key_length", "attention__value_length", "rope__dimension_count")}
 
 
-def _groups(number: int, **used: int) -> dict[str, Any]:
-    return {"expert_group_count": number, **used}
-
-
 @pytest.mark.parametrize(
     ("case", "keys", "told"),
     [
         # Values that would be another model
         ("llama", {"rope__scaling__type": "longrope"}, "lacks rope_factors_short.weight, of 6 numbers"),
-        ("llama", {"rope__scaling__type": "dynamic"}, "states llama.rope.scaling.type = 'dynamic'"),
         ("llama", {"rope__dimension_count": 6}, "states llama.rope.dimension_count = 6"),
-        ("llama", {"attention__value_length": 6}, "states llama.attention.value_length = 6"),
-        ("llama", {"attention__sliding_window": 64}, "states llama.attention.sliding_window = 64"),
         ("llama", {"attention__head_count_kv": [2, 4]}, r"states llama.attention.head_count_kv = \[2, 4\]"),
-        ("llama", {"rope__scaling__attn_factor": 1.5}, "states llama.rope.scaling.attn_factor"),
         ("llama", {"logit_scale": 2.0}, "states llama.logit_scale"),
-        ("llama", _YARN | {"rope__scaling__factor": 0.5}, "states llama.rope.scaling.factor = 0.5"),
         ("llama", _YARN | {"rope__scaling__yarn_attn_factor": 0.5}, "states llama.rope.scaling.yarn_attn_factor = 0.5"),
         ("qwen35", {"ssm__v_head_reordered": False}, "states qwen35.ssm.v_head_reordered = False"),
         # Sizes that do not fit
@@ -135,12 +112,7 @@ def _groups(number: int, **used: int) -> dict[str, Any]:
         ("llama", {"block_count": 3}, "lacks 9 of the model's weights, model.layers.2."),
         ("llama", {"block_count": 2**24}, "states 16777216 layers, and has 21 tensors"),
         ("gemma4", {"attention__shared_kv_layers": 2**24}, "that the last 16777216 of them read keys"),
-        ("gemma3n", {"attention__shared_kv_layers": 2**24}, "that the last 16777216 of them read keys"),
-        ("qwen35", {"nextn_predict_layers": 4}, "states 0 layers, and has"),
-        ("glm4moe", _groups(2), r"4 experts in 2 groups, 0 of them used \(glm4moe.expert_group_count, "),
-        ("glm4moe", _groups(2, expert_group_used_count=2), "4 experts in 2 groups, 2 of them used"),
-        ("glm4moe", _groups(3, expert_group_used_count=2), "4 experts in 3 groups, 2 of them used"),
-        ("glm4moe", _groups(4, expert_group_used_count=2), "4 experts in 4 groups, 2 of them used"),
+        ("glm4moe", {"expert_group_count": 2}, r"4 experts in 2 groups, 0 of them used \(glm4moe.expert_group_count, "),
         ("llama", {"keys": {"tokenizer.ggml.tokens": [*map(str, range(99))]}}, "has 99 tokens, but embeddings of 48"),
     ],
 )
@@ -152,41 +124,13 @@ def test_a_file_that_would_be_another_model_is_refused(
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"expert_count": 0, "expert_used_count": 0, "rope__scaling__type": "linear", "rope__scaling__factor": 0.0},
-        {"attention__causal": True, "rope__scaling__type": "none", "rope__scaling__finetuned": False},
-        {"attention__head_count_kv": [2, 2], "feed_forward_length": [56, 56], "attention__sliding_window": 0}
-        | {"attention__layer_norm_epsilon": 0.5, "tensor_data_layout": "as published"},
-    ],
-)
-def test_keys_without_effect(keys: dict[str, Any], tmp_path: Path) -> None:
-    """As llama.cpp takes them: 0 for no scaling, lists of equal numbers."""
+def test_keys_without_effect(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"expert_count": 0, "rope__scaling__type": "linear", "rope__scaling__factor": 0.0}
+    keys |= {"attention__causal": True, "attention__head_count_kv": [2, 2], "attention__sliding_window": 0}
     case = CASES["llama"]
     model = random_case(case)
     loaded = outrider.load(write_case(tmp_path / "tiny.gguf", case, model, **keys)).target.model
     torch.testing.assert_close(_logits(loaded), _logits(model), rtol=0.0, atol=1e-5)
-
-
-@pytest.mark.parametrize(("window", "pattern", "kind"), [(9, 0, "sliding_attention"), (0, 2, "full_attention")])
-def test_layers_with_a_window(window: int, pattern: int, kind: str, tmp_path: Path) -> None:
-    """A period of 0 is none without a window, as in llama.cpp; without a window no layer has one."""
-    keys = {"attention__sliding_window": window, "attention__sliding_window_pattern": pattern}
-    config = read_config(resolve(str(write_case(tmp_path / "tiny.gguf", CASES["gemma3"], **keys))))
-    assert set(config.layer_types) == {kind}
-
-
-def test_a_head_in_the_file_is_no_part_of_the_model(tmp_path: Path) -> None:
-    """Its layers follow those of the model. Other layers have no place."""
-    case = CASES["qwen35, with a head"]
-    file = GgufFile.open(write_case(tmp_path / "tiny.gguf", case))
-    stated = stated_model(file, "tiny")
-    assert stated.mtp == {name for name in file.tensors if name.startswith("blk.4.")} and stated.mtp
-    assert stated.config.num_hidden_layers == 4 and len(stated.config.layer_types) == 4
-    stray = {name.replace("blk.4", "blk.5"): numbers for name, numbers in case.tensors.items()}
-    with pytest.raises(UnsupportedModel, match="has a tensor blk.5"):
-        outrider.load(write_case(tmp_path / "stray.gguf", replace(case, tensors=stray)))
 
 
 def test_a_file_of_ollama(tmp_path: Path) -> None:
@@ -199,12 +143,6 @@ def test_a_file_of_ollama(tmp_path: Path) -> None:
     decoder = outrider.load(write_case(tmp_path / "sha256-0123", with_images, model, keys=keys, **more))
     assert decoder.eos_ids == {2, 5}
     torch.testing.assert_close(_logits(decoder.target.model), _logits(model), rtol=0.0, atol=1e-4)
-    (tmp_path / "other").write_bytes(b"GGML")
-    with pytest.raises(ModelError, match="other is not a model folder"):
-        outrider.load(tmp_path / "other")
-    other = write_case(tmp_path / "tiny.gguf", replace(CASES["llama"], architecture="minicpm"))
-    with pytest.raises(UnsupportedModel, match="GGUF files of the architecture 'minicpm' are not read: llama, "):
-        outrider.load(other)
 
 
 _LISTS: dict[str, list[Any]] = {
@@ -246,7 +184,6 @@ def test_it_reads_as_the_package_does(tmp_path: Path) -> None:
 
 
 def test_shards_are_one_file(tmp_path: Path) -> None:
-    """Under the name of any of them; without one of them, its name is told."""
     whole = GgufFile.open(_write(tmp_path / "whole.gguf"))
     _write(tmp_path / "tiny.gguf", split_max_tensors=2)
     shards = [tmp_path / f"tiny-0000{number}-of-00002.gguf" for number in (1, 2)]
@@ -255,45 +192,23 @@ def test_shards_are_one_file(tmp_path: Path) -> None:
         assert found.tensors.keys() == whole.tensors.keys()
         assert all(torch.equal(found.tensors[name].numbers(), whole.tensors[name].numbers()) for name in "abc")
         assert found.metadata["general.name"] == "tiny"
-    renamed = shutil.copy(shards[0], tmp_path / "model.gguf")
-    with pytest.raises(ModelCorrupt, match="one of 2 shards"):
-        GgufFile.open(Path(renamed))
     shards[1].unlink()
     with pytest.raises(ModelNotFound, match=r"one of 2 shards of a model, and tiny-00002-of-00002\.gguf is not"):
         GgufFile.open(shards[0])
 
 
-@pytest.mark.parametrize(
-    ("change", "told"),
-    [
-        (lambda data: b"GGML" + data[4:], "does not begin with GGUF"),
-        (lambda data: data[:4] + (1).to_bytes(4, "little") + data[8:], "of version 1"),
-        (lambda data: data[:8] + (2**63).to_bytes(8, "little") + data[16:], "entries"),
-        (lambda data: data.replace("hé".encode(), b"h\xff\xff"), "not UTF-8"),
-        (lambda data: data[:-200], "cut: .* lies beyond its end"),
-        (lambda data: b"", "does not begin|cut or damaged"),
-        (None, "for big-endian machines"),
-    ],
-)
-def test_damage_is_refused(change: Any, told: str, tmp_path: Path) -> None:
-    file = _write(tmp_path / "tiny.gguf", gguf.GGUFEndian.LITTLE if change else gguf.GGUFEndian.BIG)
-    file.write_bytes(change(file.read_bytes()) if change else file.read_bytes())
-    with pytest.raises(ModelCorrupt, match=told) as refused:
-        GgufFile.open(file).metadata["tokenizer.ggml.tokens"]
-    assert "\n" not in str(refused.value)
-
-
 def test_no_header_crashes(tmp_path: Path) -> None:
-    """Cut anywhere, or with bytes changed: read, or refused in one line."""
     content = _write(tmp_path / "tiny.gguf").read_bytes()
     draw, end = random.Random(0), content.rindex(b"c") + 60
     headers = [content[:size] for size in range(0, end, 7)]
+    headers.append(_write(tmp_path / "big.gguf", gguf.GGUFEndian.BIG).read_bytes())
     for _ in range(600):
         changed = bytearray(content)
         for _ in range(draw.choice((1, 1, 2, 8))):
             at = draw.randrange(4, end)
             changed[at : at + draw.choice((1, 8))] = draw.randbytes(1) * draw.choice((1, 8))
         headers.append(bytes(changed))
+    num_refused = 0
     for number, header in enumerate(headers):
         file = tmp_path / f"{number}.gguf"
         file.write_bytes(header)
@@ -303,5 +218,7 @@ def test_no_header_crashes(tmp_path: Path) -> None:
             assert all(tensor.raw().shape == tensor.stored_shape for tensor in found.tensors.values())
         except OutriderError as refused:
             assert re.fullmatch(r"[^\n]+", str(refused))
+            num_refused += 1
         finally:
             file.unlink()
+    assert num_refused > 100

@@ -15,11 +15,10 @@ from torchao.quantization import Int8DynamicActivationInt8WeightConfig, PerRow, 
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import outrider
-from outrider.errors import DeviceError, MissingExtra, OptionError, UnsupportedModel
+from outrider.errors import MissingExtra, OptionError, UnsupportedModel
 from outrider.kernels.blocks import GROUP_FORMS, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models import cpu_weights
-from outrider.models.memory import weights_bytes
 from outrider.models.quantize import rounded_to_groups, widened_groups
 from outrider.models.registry import QUANTIZATIONS
 from outrider.models.weights import num_bytes, quantized_share, weights_checksum, widened_weights
@@ -35,52 +34,37 @@ def tokens(decoder: outrider.Decoder, **options: Any) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("quantization", QUANTIZATIONS)
 def test_a_quantized_target(quantization: str) -> None:
-    """It speaks for itself: it is another target than the one in float32; with a draft, its greedy text is its own
-    plain text. A model with plain weights in place of quantized ones gives its logits. Its bytes are predicted."""
+    """With a draft, its greedy text is its own plain text; its widened weights give its logits."""
     plain = outrider.load(f"fable:{quantization}")
     model = plain.target.model
     assert plain.target.name == f"fable:{quantization}" and plain.target.dtype == torch.float32
     assert quantized_share(model) > 0.8
-    config = transformers.AutoConfig.from_pretrained(zoo("fable"))
-    with torch.device("meta"):
-        skeleton = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # bitsandbytes stores the scales of nf4 in 2 or 4 bytes, by the kernels that this processor has.
-    about = pytest.approx(num_bytes(model), rel=0.04 if quantization == "nf4" else 1e-9)
-    assert weights_bytes(skeleton, quantization) == about
     pair = outrider.load("fable", "fable-draft", quantization=quantization)
-    assert pair.target.name == plain.target.name
     text, alone = (tokens(decoder, temperature=0) for decoder in (pair, plain))
     if quantization != "8bit":  # which rounds activations, so that one last bit may become a step of a scale
         assert text == alone
-    # After a forward, in which bitsandbytes rearranges the weights of nf4.
-    assert weights_checksum(pair.target.model) == weights_checksum(model)
-    assert weights_checksum(model) != weights_checksum(embedded().target.model)
+    assert weights_checksum(pair.target.model) == weights_checksum(model) != weights_checksum(embedded().target.model)
     wide = transformers.AutoModelForCausalLM.from_pretrained(zoo("fable"), dtype=torch.float32)
     wide.load_state_dict(widened_weights(model), strict=False)
     ids = torch.arange(12)[None]
     with torch.inference_mode():
         want, got = model(input_ids=ids).logits, wide(input_ids=ids).logits
-    # LLM.int8() rounds activations as well.
-    tolerance = 0.05 if quantization == "8bit" else 0.02
+    tolerance = 0.05 if quantization == "8bit" else 0.02  # LLM.int8() rounds activations as well
     assert (got - want).norm() < tolerance * (want - want.mean(-1, keepdim=True)).norm()
 
 
 def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = save(tmp_path, random_llama())
     config = json.loads((folder / "config.json").read_text())
-    mlx = config | {"quantization": {"group_size": 64, "bits": 4}}
-    (folder / "config.json").write_text(json.dumps(mlx))
-    for pair in ((folder,), ("fable", folder)):
-        with pytest.raises(UnsupportedModel, match="is quantized for MLX: take a GGUF file of the model"):
-            outrider.load(*pair)
+    (folder / "config.json").write_text(json.dumps(config | {"quantization": {"group_size": 64, "bits": 4}}))
+    with pytest.raises(UnsupportedModel, match="is quantized for MLX: take a GGUF file of the model"):
+        outrider.load(folder)
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(OptionError, match="quantized with gptq already"):
         outrider.load(folder, quantization="int8")
     monkeypatch.setattr("outrider.models.quantize.find_spec", lambda _: None)
-    for method, packages in (("gptq", "gptqmodel and optimum"), ("awq", "gptqmodel"), ("compressed-tensors", "comp")):
-        (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": method}}))
-        with pytest.raises(MissingExtra, match=f"a GGUF file needs no package, needs {packages}"):
-            outrider.load(folder)
+    with pytest.raises(MissingExtra, match="a GGUF file needs no package, needs gptqmodel and optimum"):
+        outrider.load(folder)
     with pytest.raises(MissingExtra, match=r"quantization nf4 needs bitsandbytes: pip install '\.\[quantize\]'"):
         outrider.load("fable:nf4")
     monkeypatch.undo()
@@ -99,7 +83,6 @@ def test_what_cannot_be_quantized_is_refused(tmp_path: Path, monkeypatch: pytest
 
 
 def test_compressed_tensors_are_read_by_transformers(tmp_path: Path) -> None:
-    """Eagerly, with the package of the format: every number, and a greedy text with a draft."""
     model = random_llama(num_layers=1, hidden_size=128, intermediate_size=256, tie_word_embeddings=False).float()
     save(tmp_path, model)
     weights = load_file(tmp_path / "model.safetensors")
@@ -126,32 +109,24 @@ def test_compressed_tensors_are_read_by_transformers(tmp_path: Path) -> None:
     assert pair.generate([[5, 6, 7]], num_draft_tokens=3, **options)[0].token_ids == alone.token_ids
 
 
+def _int8(granularity: Any) -> Any:
+    return transformers.TorchAoConfig(Int8DynamicActivationInt8WeightConfig(granularity=granularity))
+
+
 # The mistakes that the probe is there for: rows, and places of a text, that depend on each other.
-LEAKS: dict[str, Any] = {
-    "outliers": (lambda: transformers.BitsAndBytesConfig(load_in_8bit=True), "load it with llm_int8_threshold=0"),
-    "outliers, by the probe": (
-        lambda: transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=2.0),
-        "other logits when later tokens or other rows change",
-    ),
-    "one scale for all": (
-        lambda: transformers.TorchAoConfig(Int8DynamicActivationInt8WeightConfig(granularity=PerTensor())),
-        "other logits when later tokens or other rows change",
-    ),
-    "one scale for each row": (
-        lambda: transformers.TorchAoConfig(Int8DynamicActivationInt8WeightConfig(granularity=PerRow())),
-        None,
-    ),
+LEAKS: dict[str, tuple[Any, str | None]] = {
+    "outliers": (transformers.BitsAndBytesConfig(load_in_8bit=True), "load it with llm_int8_threshold=0"),
+    "one scale for all": (_int8(PerTensor()), "other logits when later tokens or other rows change"),
+    "one scale for each row": (_int8(PerRow()), None),
 }
 
 
 @pytest.mark.usefixtures("each_is_probed")
 @pytest.mark.parametrize("leak", LEAKS)
-def test_rows_that_depend_on_each_other_are_refused(leak: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_depend_on_each_other_are_refused(leak: str) -> None:
     how, message = LEAKS[leak]
-    if "by the probe" in leak:
-        monkeypatch.setattr("outrider.models.loading.picks_outliers", lambda _: False)
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        zoo("fable"), dtype=torch.float32, quantization_config=how()
+        zoo("fable"), dtype=torch.float32, quantization_config=how
     )
     if message is None:
         assert outrider.load(model).target.dtype == torch.float32
@@ -160,9 +135,7 @@ def test_rows_that_depend_on_each_other_are_refused(leak: str, monkeypatch: pyte
             outrider.load(model)
 
 
-def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(tmp_path: Path) -> None:
     """Its threshold, 6 by default, would make rows depend on each other."""
     how = transformers.BitsAndBytesConfig(load_in_8bit=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -174,36 +147,20 @@ def test_a_checkpoint_of_bitsandbytes_loads_without_its_outliers(
     assert quantized_share(again.target.model) > 0.8
     states = [getattr(module, "state", None) for module in again.target.model.modules()]
     assert {state.threshold for state in states if state is not None} == {0.0}
-    monkeypatch.setattr("outrider.models.memory.available_bytes", lambda _: 2**20)
-    with pytest.raises(DeviceError, match="the weights of .* where 1.0 MiB are free"):
-        outrider.load(tmp_path / "model")
 
 
 # int4: weights rounded to groups on the CPU
 
 
 def test_each_number_is_near() -> None:
-    """Within a scale, but for those beyond the range. The weighted error is below that of the whole range in 15
-    steps."""
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0))
     wholes, scales, zeros = rounded_to_groups(weight)
     error = (weight - widened_groups(wholes, scales, zeros)).abs()
     steps = scales.float().abs().repeat_interleave(32, -1)
     inside = (wholes > 0) & (wholes < 15)
     assert bool((error <= steps)[inside].all())  # the scale is fitted after the integers are chosen
-    groups = weight.unflatten(-1, (-1, 32))
-    low = groups.amin(-1, keepdim=True)
-    plain = (groups.amax(-1, keepdim=True) - low) / 15
-    zero = (-low / plain).round()
-    by_range = ((((groups / plain).round() + zero).clamp(0, 15) - zero) * plain).flatten(-2)
-    importance = (groups.abs() + groups.square().mean(-1, keepdim=True).sqrt()).flatten(-2)
-    assert (importance * error.square()).mean() < 0.9 * (importance * (weight - by_range).square()).mean()
-    for number in (0.0, -3.0, 1e-7, 3e-9):  # exact where float16 has the scale; nothing is divided by zero
-        weight = torch.full((2, 64), number)
-        weight[:, 1::2] = 0.0
-        wholes, scales, zeros = rounded_to_groups(weight)
-        assert bool(scales.isfinite().all())
-        torch.testing.assert_close(widened_groups(wholes, scales, zeros), weight, rtol=2e-3, atol=2.0**-20)
+    wholes, scales, zeros = rounded_to_groups(torch.zeros(2, 64))  # nothing is divided by zero
+    assert not widened_groups(wholes, scales, zeros).any()
 
 
 def test_a_loaded_model_has_these_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,4 @@
-"""Published files of models: tokens and ends are llama.cpp's, logits those of Transformers.
-
-Transformers reads the file with code of its own; llama.cpp's answers are golden (golden/make_llama.py).
-"""
+"""Published files of models: tokens and ends are llama.cpp's, logits near its own (golden/make_llama.py)."""
 
 import gc
 import json
@@ -12,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 import outrider
 from golden.vocabularies import PAGE
@@ -57,29 +53,8 @@ def test_tokens_and_ends_are_those_of_llama(name: str, decoder: Decoder) -> None
 
 
 @pytest.mark.slow
-def test_logits_are_those_of_transformers_and_of_llama(name: str, decoder: Decoder) -> None:
-    """With weights widened, and in the file's blocks, whose sums have another order, without rounding; with it they are
-    near those of llama.cpp."""
-    golden, file = _GOLDEN[name], FILES[name]
-    reference: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
-    for ours in (outrider.load(file, store="plain"), outrider.load(f"{file}:a32")):
-        for ids in golden["page"][:5]:
-            with torch.inference_mode():
-                want = reference(torch.tensor([ids])).logits[0]
-            torch.testing.assert_close(_logits(ours, ids), want, rtol=0.0, atol=1e-4 * float(want.std()))
+def test_logits_are_near_those_of_llama(name: str, decoder: Decoder) -> None:
+    golden = _GOLDEN[name]
     pairs = zip(golden["prompts"], golden["top"], strict=True)
     found = [_divergence(top, _logits(decoder, ids)[-1].log_softmax(-1)) for ids, top in pairs]
     assert sum(found) / len(found) < _LLAMA_MEAN and max(found) < _LLAMA_MOST
-
-
-@pytest.mark.oracle
-def test_llama_gives_what_is_golden(name: str) -> None:
-    pytest.importorskip("llama_cpp", reason="needs pip install llama-cpp-python==0.3.36, which takes 12 minutes")
-    from golden.make_llama import stated_of
-
-    found, golden = stated_of(FILES[name]), _GOLDEN[name]
-    assert [found[key] for key in ("page", "prompts", "ends")] == [golden[key] for key in ("page", "prompts", "ends")]
-    for now, then in zip(found["top"], golden["top"], strict=True):
-        log_probs = torch.full((1 + max(map(int, [*now, *then])),), -20.0)
-        log_probs[[*map(int, now)]] = torch.tensor([*now.values()])
-        assert _divergence(then, log_probs) < _LLAMA_MOST

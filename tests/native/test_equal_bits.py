@@ -1,37 +1,25 @@
 """The result of a token depends on the tokens before it alone, to the bit. So a text is the same bytes with and without
 a draft, alone and among others.
 
-In test_any_forwards differ: tokens in a forward (K, and K that changes in a text), pieces of a prompt, tokens that go
-through the layers together, parts of the softmax (256 places), sliding windows; other rows, their number, lengths,
-texts and padding, and so tokens with the same expert; the slot, the size of the cache, a prefix of another slot, a row
-that moves; rejected tokens and anchors of states; threads; form and arithmetic of weights, type of the cache. Joins,
-leaves, cancellations, drafts, rules and options differ in tests/decoding/test_joining.py; rows of a product, and the
-order of its sums, in tests/cpu_kernels; a published file and a server in benchmarks/same_bytes.py and soak.py.
+In test_any_forwards differ: tokens in a forward, pieces of a prompt, parts of the softmax, windows; other rows, their
+texts and padding; slots, prefixes of other slots; rejected tokens and anchors of states; threads; form and arithmetic
+of weights, type of the cache. Joins, leaves and drafts differ in tests/decoding/test_joining.py; rows of a product in
+tests/cpu_kernels.
 """
 
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-import outrider
 from native_cases import CASES, VOCAB, random_model
-from native_weights import model_in
+from native_weights import OF_SEVERAL, model_in
 from outrider.native.engine import NativeForward
 from outrider.runtime.cache import STRIDE, SlotCache
-from real_files import FILES, NAMES, PROMPTS
-
-_IN_BLOCKS = {"in_proj_qkv": "Q4_1", "in_proj_z": "Q8_0", "_proj": "Q4_0", "embed_tokens": "Q8_0"}
-_WHOLE_BLOCKS = CASES["qwen3_5_text"]["a state for each"] | {"linear_num_key_heads": 2, "linear_value_head_dim": 24}
-_MIXED = {"gate_proj": "Q4_1", "proj": "Q4_0", "down_proj": "Q6_K", "embed_tokens": "Q8_0"}
-_IN_LATENT = {"latent_proj": "Q8_0", "mixer.experts.up_proj": "Q4_0", "mixer.experts.down_proj": "Q5_1"}
-_LATENT = CASES["nemotron_h"]["wide latent experts in groups"] | {"moe_latent_size": 64, "moe_intermediate_size": 32}
-_EXPERTS = {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2}
 
 
 def _of(family: str, name: str) -> Callable[[], PreTrainedModel]:
@@ -39,14 +27,16 @@ def _of(family: str, name: str) -> Callable[[], PreTrainedModel]:
 
 
 _MODELS: dict[str, Callable[[], PreTrainedModel]] = {
-    "qwen3_5_text, blocks and 8 bits": lambda: model_in(_IN_BLOCKS, 1, "qwen3_5_text", _WHOLE_BLOCKS),
+    **{
+        f"{family}, blocks and 8 bits": lambda family=family: model_in(
+            OF_SEVERAL[family][0], 1, family, OF_SEVERAL[family][1]
+        )
+        for family in OF_SEVERAL
+    },
     "llama, bfloat16": lambda: model_in("bfloat16"),
     "llama, int8": lambda: model_in("int8"),
-    "qwen3_moe, blocks and 8 bits": lambda: model_in(_MIXED | {"gate_up_proj": "Q4_K"}, 1, "qwen3_moe", **_EXPERTS),
-    "nemotron_h, blocks and 8 bits": lambda: model_in(_IN_LATENT, 1, "nemotron_h", _LATENT),
-    "llama, blocks": lambda: model_in(_MIXED, 0),
-    "llama, blocks and 8 bits": lambda: model_in(_MIXED, 1),
-    "llama, blocks and 15 bits": lambda: model_in(_MIXED, 2),
+    "llama, blocks": lambda: model_in(OF_SEVERAL["llama"][0], 0),
+    "llama, blocks and 15 bits": lambda: model_in(OF_SEVERAL["llama"][0], 2),
 }
 _TYPES = (torch.float32, torch.bfloat16)  # of caches
 _OFTEN = ("wide values", "low caps", "a window", "biases, untied")
@@ -139,16 +129,3 @@ def test_any_forwards(make: Callable[[], PreTrainedModel], dtype: torch.dtype, t
             assert bool((anchors <= torch.tensor(done)).all())
             assert not has_states or bool(((begins - anchors < STRIDE) | ~is_fed).all())
     assert num_forwards > 20
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
-def test_a_greedy_text_of_a_published_file(name: str) -> None:
-    """With drafts from the text itself."""
-    greedy: dict[str, Any] = {"temperature": 0, "max_new_tokens": 60, "ignore_eos": True}
-    plain, drafted = outrider.load(FILES[name]), outrider.load(FILES[name], "suffix")
-    prompts = [*PROMPTS[:3], "1, 2, 3, 1, 2, 3, 1, 2,"]
-    texts = [one.generate(prompts, **greedy) for one in (plain, drafted)]
-    assert [one.token_ids for one in texts[0]] == [one.token_ids for one in texts[1]]
-    assert [one.text for one in texts[0]] == [one.text for one in texts[1]]
-    assert any(one.stats.num_accepted_draft_tokens for one in texts[1])

@@ -1,5 +1,4 @@
-"""Memory that cannot be allocated: an error of the step, never the end of the process; and what a forward needs. And
-processes that are forked from one whose threads have run."""
+"""Memory that cannot be allocated: an error of the step, never the end of the process; and threads, after forks too."""
 
 import os
 import subprocess
@@ -7,14 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
-from native_cases import CASES, random_model
-from outrider.errors import DeviceError
 from outrider.kernels.build import compiler
-from outrider.native.engine import NativeForward
-from outrider.runtime import cache as slot_cache
-from outrider.runtime.cache import SlotCache
+from outrider.native.team import Team
 
 # Memory of C++, of which all allocations fail from the given number on.
 _FAILING = """
@@ -52,20 +46,6 @@ def test_each_allocation_that_fails(tmp_path: Path) -> None:
     assert done.returncode == 0, (done.returncode, done.stderr[-3000:])
 
 
-@torch.inference_mode()
-def test_memory_does_not_grow_with_the_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a forward needs is part of what a cache needs, and is the same for few tokens and many."""
-    native = NativeForward(random_model("llama", CASES["llama"]["llama with biases, tied"]))
-    scratch = sum(shape.scratch_bytes for shape in native.layer_shapes)
-    assert 100_000 < scratch < 10_000_000
-    needed = sum(shape.bytes_per_token * 65 for shape in native.layer_shapes)
-    monkeypatch.setattr(slot_cache, "available_bytes", lambda _: needed + scratch)
-    SlotCache.allocate(native.layer_shapes, 1, 64)
-    monkeypatch.setattr(slot_cache, "available_bytes", lambda _: needed + scratch - 1)
-    with pytest.raises(DeviceError, match="a cache for 1 rows of 64 tokens"):
-        SlotCache.allocate(native.layer_shapes, 1, 64)
-
-
 _PROGRAM = """
 import os
 import torch
@@ -93,3 +73,11 @@ def test_a_child_uses_one_thread() -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "forked from one with threads" in done.stderr and "'spawn'" in done.stderr
+
+
+def test_a_neighbour_costs_a_thread_until_it_is_gone() -> None:
+    team, sizes = Team(), list[int]()
+    for step in range(9000):
+        sizes.append(team.size(2))
+        team.learn("step", sizes[-1], 2, {2: 30.0 if 1000 < step < 4000 else 1.0, 1: 1.8}[sizes[-1]])
+    assert sizes[100:1000].count(2) > 850 and sizes[2000:4000].count(1) > 1900 and set(sizes[-500:]) == {2}

@@ -356,8 +356,7 @@ def _mamba_as_stored(leaf: list[str], tensor: Tensor, config: Any) -> Tensor:
     if leaf[1] in ("ssm_a", "ssm_d"):
         return (-tensor.exp() if leaf[1] == "ssm_a" else tensor)[:, None]
     if leaf[0] == "ssm_norm":
-        num_groups = config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups
-        return tensor.reshape(num_groups, -1)
+        return tensor.reshape(config.n_groups if config.model_type == "nemotron_h" else config.mamba_n_groups, -1)
     return tensor.squeeze(1) if leaf == ["ssm_conv1d", "weight"] else tensor
 
 
@@ -397,11 +396,7 @@ _WIDE_DELTA_NET = {"layer_types": ["linear_attention", "full_attention"], "linea
 }
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _OF_KINDS: dict[str, tuple[str, Fields, Fields]] = {
-    "gemma2": (
-        "gemma2",
-        {},
-        dict.fromkeys(("attention.sliding_window", *_CAPS)),
-    ),  # as llama.cpp has where none is stated
+    "gemma2": ("gemma2", {}, dict.fromkeys(("attention.sliding_window", *_CAPS))),  # as llama.cpp has if none is stated
     "gemma3": ("gemma3_text", {}, dict.fromkeys(("attention.sliding_window", "rope.freq_base_swa"))),
     "qwen3moe": ("qwen3_moe", {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 256}, {}),
     "qwen35": (

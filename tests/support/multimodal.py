@@ -13,7 +13,7 @@ from pairs import NUM_WORDS, word_tokenizer
 IMAGE = 90
 """Token in whose places an image stands."""
 SIDE = 16
-"""Pixels of an image in most kinds."""
+"""Pixels of an image."""
 _TEXT = {
     "vocab_size": NUM_WORDS,
     "hidden_size": 32,
@@ -81,14 +81,10 @@ def _config(name: str) -> Any:
                 "eoi_token_index": IMAGE + 2,
             }
             return tf.Gemma3Config(text_config=text, vision_config=vision, **image, **more)
-        case "mistral3":
-            vision = tf.PixtralVisionConfig(**_VISION, head_dim=8)
-            text = tf.MistralConfig(**_TEXT)
-            return tf.Mistral3Config(text_config=text, vision_config=vision, spatial_merge_size=2, **image)
     raise ValueError(name)
 
 
-KINDS = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3", "mistral3")
+KINDS = ("llava", "qwen2_5_vl", "qwen3_vl", "gemma3")
 
 
 def multimodal(name: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
@@ -107,13 +103,10 @@ def with_image(name: str, before: Sequence[int], after: Sequence[int], seed: int
     """A processor's output for a prompt with one image, of a colour with noise."""
     generator = torch.Generator().manual_seed(seed)
     num_tokens, more = 4, {}
-    side = 2 * SIDE if name == "mistral3" else SIDE
-    pixels = 2 * torch.randn(1, 3, 1, 1, generator=generator) + torch.rand(1, 3, side, side, generator=generator)
+    pixels = 2 * torch.randn(1, 3, 1, 1, generator=generator) + torch.rand(1, 3, SIDE, SIDE, generator=generator)
     if name.startswith("qwen"):  # wider than high: it has fewer places than tokens
         pixels = torch.rand(4 * 6, 3 * 2 * 8 * 8, generator=generator)
         num_tokens, more = 6, {"image_grid_thw": torch.tensor([[1, 4, 6]])}
-    elif name == "mistral3":
-        more = {"image_sizes": torch.tensor([[side, side]])}
     ids = torch.tensor([[*before, *[IMAGE] * num_tokens, *after]])
     if name.startswith("qwen"):
         more["mm_token_type_ids"] = (ids == IMAGE).long()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ggml_blocks import block_bytes, numbers_of
-from native_cases import random_model
+from native_cases import CASES, random_model
 from outrider.kernels.blocks import BLOCK_FORMS, GROUP_FORMS, BlockForm, in_groups
 from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.cpu_weights import expert_layouts
@@ -19,6 +19,33 @@ BLOCKS = _GGUF | _GROUPS
 PLAIN = ("float32", "float32, kept", "bfloat16", "int8")
 # Widths are whole blocks of all forms.
 _SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+
+# Of several forms, and float32 where a row is no whole number of groups (in the outputs of a Llama's
+# attention and MLP, whose widths are 144 and 80). Rows of gpt-oss's experts are kept in parts.
+_MIXED = {"q_proj": "Q4_K", "k_proj": "Q6_K", "v_proj": "bfloat16", "gate_proj": "Q8_0", "up_proj": "Q5_1"}
+_NARROW = {"head_dim": 36, "intermediate_size": 80, "attention_bias": True, "tie_word_embeddings": False}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 256, "num_experts": 3}
+_LATENT = {"fc1_latent_proj": "Q4_K", "fc2_latent_proj": "Q8_0", "experts.up_proj": "Q5_0", "down_proj": "bfloat16"}
+_FACTORS = {"in_proj": "Q4_K", "out_proj": "int8", "o_proj": "bfloat16", "gate_proj": "Q8_0", "down_proj": "int8"}
+_DELTA_NET = {"in_proj_qkv": "Q4_1", "in_proj_z": "Q8_0", "_proj": "Q4_0", "embed_tokens": "Q8_0"}
+# By family: forms, and fields of the configuration.
+OF_SEVERAL: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
+    "llama": (_MIXED | {"embed_tokens": "Q4_0", "lm_head": "int8"}, _NARROW),
+    "qwen3_moe": ({"gate_up_proj": "Q4_K", "down_proj": "bfloat16", "o_proj": "Q4_0"}, _EXPERTS),
+    "gpt_oss": (
+        {"gate_up_proj": "Q4_K", "down_proj": "bfloat16"},
+        {"num_local_experts": 3, "num_experts_per_tok": 2, "head_dim": 16},
+    ),
+    "nemotron_h": (
+        _LATENT,
+        CASES["nemotron_h"]["wide latent experts in groups"] | {"moe_latent_size": 64, "moe_intermediate_size": 32},
+    ),
+    "falcon_h1": (_FACTORS, CASES["falcon_h1"]["plain"] | {"mamba_d_ssm": 64}),
+    "qwen3_5_text": (
+        _DELTA_NET,
+        CASES["qwen3_5_text"]["a state for each"] | {"linear_num_key_heads": 2, "linear_value_head_dim": 24},
+    ),
+}
 
 
 def stored_matrix(weight: Tensor, form: str, num_digits: int, seed: int) -> Tensor:

@@ -51,7 +51,8 @@ def main(folder: Path) -> None:
         "drawn_seed": shared.generate(PROMPTS[0], max_new_tokens=4)[0].seed,
         "certificate": _certificate(shared),
         "learned": _learned(shared),
-        "first": _first(ranks),
+        # The first process's value, its error, and all values
+        "first": [ranks.lead(_rank, ())[0], _error(lambda: ranks.lead(_fail, ())), ranks.lead(_rank, ())],
         "quantized": _quantized(folder, names),
         "refused": _refused(folder, names),
         "parted": _parted(shared, ranks),
@@ -123,12 +124,6 @@ def _learned(decoder: Decoder) -> dict[str, Any]:
     assert decoder.pair_state is not None
     loads = decoder.pair_state.estimates(RULES["block"])._loads
     return {"seconds": {2**size: load.seconds(2**size, 0) for (size, _), load in loads.items()}}
-
-
-def _first(ranks: Ranks) -> list[Any]:
-    """The first process's value, its error, and all values."""
-    values = ranks.lead(_rank, ())
-    return [values[0], _error(lambda: ranks.lead(_fail, ())), values]
 
 
 def _rank() -> int:

@@ -110,7 +110,7 @@ def load_checkpoint(
         if notes is not None and stand_in is not None:
             return Checkpoint(name, stand_in, load_tokenizer(spec, notes.tokenizer), None, placed.execution, noted_in)
     config = read_config(spec)
-    with reading(spec, f"model on {job.device}", config):
+    with reading(spec, "model", config):
         num_bytes, load = _loader(job, config)
         check_fits(name, num_bytes, job.device, job.device_map, job.limits)
         model = load()
@@ -215,7 +215,7 @@ def _skeleton(job: _Job, config: Any) -> Any:
 
 
 def _load_share(job: _Job, config: Any) -> Any:
-    with reading(job.spec, f"model on {job.device}", config):
+    with reading(job.spec, "model", config):
         return _load_by_transformers(job, config, _skeleton(job, config))
 
 

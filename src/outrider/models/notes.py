@@ -165,7 +165,7 @@ def reopen(spec: ModelSpec, placed: Placement, notes: Notes) -> StandIn | None:
     DeviceError."""
     check_fits(spec.name, notes.num_bytes, torch.device("cpu"))
     model = notes.stand_in(lambda: _without_weights(spec))
-    with reading(spec, "model on cpu"):
+    with reading(spec, "model"):
         weights = _weights(spec, placed, notes, model)
         if weights is None:
             return None
