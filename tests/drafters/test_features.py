@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrids import hybrid, hybrid_lm
-from outrider.decoding.engine import Engine, decode
+from outrider.decoding.engine import Engine
 from outrider.decoding.schedule import ConstantSchedule
 from outrider.drafters.base import Drafter, Rows, empty_draft
 from outrider.records import Draft
@@ -26,21 +26,9 @@ PROMPTS = [(5, 6, 7, 5, 6, 7, 5), (1,), (2, 3) * 5]
 class RepeatingSession(FeatureSession):
     """Drafts the last token, twice."""
 
-    spread = 0  # most tokens by which the host's bound of the lengths was above the longest
-
     def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        self.spread = max(self.spread, rows.longest - int(rows.lengths.amax()))
         ids = rows.last_ids[:, 1:].expand(-1, k)
         return Draft(ids, None, rows.num_wanted.clamp_max(2)) if k else empty_draft(rows)
-
-
-def _drafter(target: LM, sessions: list[RepeatingSession], *, reads_on_host: bool = False) -> Drafter:
-    def opens(models: Sequence[LM], num_slots: int, capacity: int, *_: Any) -> RepeatingSession:
-        sessions.append(RepeatingSession(len(FEATURES) * models[0].model.config.hidden_size, num_slots, capacity))
-        return sessions[-1]
-
-    options: Any = {"is_one_hot": True, "most_drafted": 2, "features": FEATURES, "reads_on_host": reads_on_host}
-    return Drafter("repeating", opens, (target,), **options)
 
 
 def _expected(target: LM, token_ids: tuple[int, ...]) -> Tensor:
@@ -59,9 +47,15 @@ def test_features_are_those_of_one_forward(k: int, family: str) -> None:
     join later, in chunks, and find their beginning in a cache. Recurrences compute in float32."""
     target = llama_pair()[0] if family == "llama" else hybrid_lm(hybrid(family))
     sessions: list[RepeatingSession] = []
+
+    def opens(models: Sequence[LM], num_slots: int, capacity: int, *_: Any) -> RepeatingSession:
+        sessions.append(RepeatingSession(len(FEATURES) * models[0].model.config.hidden_size, num_slots, capacity))
+        return sessions[-1]
+
+    drafter = Drafter("repeating", opens, (target,), is_one_hot=True, most_drafted=2, features=FEATURES)
     shared = tuple(range(20, 42))
     options: Any = {"num_slots": 2, "capacity": 64, "schedule": ConstantSchedule(k), "prefill_chunk": 8}
-    engine = Engine(target, _drafter(target, sessions), REJECTION, **options)
+    engine = Engine(target, drafter, REJECTION, **options)
     texts, num_cached = {}, 0
     for index, ids in enumerate([*PROMPTS, shared, (*shared, 3, 4, 5)]):
         engine.submit(request(ids, seed=index, max_new_tokens=16))
@@ -75,15 +69,3 @@ def test_features_are_those_of_one_forward(k: int, family: str) -> None:
                 errors = [(states[: len(expected)] - expected).abs().max() for states in sessions[0].states]
                 assert min(errors) < (1e-9 if family == "llama" else 1e-4), row.row
     assert num_cached >= 16 or target.has_states  # states are seldom at a prefix
-
-
-def test_no_round_is_started_ahead_for_a_drafter_that_reads_on_the_host() -> None:
-    """What it sees is all there is: the bound of the lengths is the longest."""
-    target, _ = llama_pair()
-    target.execution.lookahead = 2
-    sessions: list[RepeatingSession] = []
-    for reads_on_host in (False, True):
-        requests = [request(ids, seed=10 + i, max_new_tokens=16) for i, ids in enumerate(PROMPTS)]
-        drafter = _drafter(target, sessions, reads_on_host=reads_on_host)
-        list(decode(target, drafter, requests, REJECTION, num_draft_tokens=2))
-    assert sessions[1].spread == 0 < sessions[0].spread

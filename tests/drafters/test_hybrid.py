@@ -8,14 +8,13 @@ import pytest
 
 from contract import check_state
 from outrider.api import load, load_drafter
-from outrider.cli.shared.pair_options import PairOptions
-from outrider.drafters.base import Drafter, Rows
+from outrider.drafters.base import Rows
 from outrider.drafters.hybrid import HybridSession, hybrid_drafter
 from outrider.drafters.lookups import suffix_drafter
 from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import OptionError
 from outrider.measure.log import Header
-from outrider.measure.replay import load_draft, replay
+from outrider.measure.replay import replay
 from outrider.records import Draft
 from outrider.sampling.probs import full
 from outrider.sampling.rules import REJECTION
@@ -23,10 +22,6 @@ from toys import as_lm, llama_pair, request, run, tiny_llama
 
 PROMPTS = [[1, 2, 3, 4] * 3, [7, 8, 9], [5] * 8, [10, 3, 10, 2]]
 V = 60  # tokens of the pair
-
-
-def _hybrid(other: Drafter, *, rival: float = 0.4, vocab_size: int = V, **options: Any) -> Drafter:
-    return hybrid_drafter(suffix_drafter(**options), other, vocab_size, rival)
 
 
 @pytest.mark.parametrize("rival", [0.0, 0.4, 1.0])
@@ -50,7 +45,8 @@ def test_the_rival_decides_and_the_form_does_not_depend_on_who_drafts(
         return draft
 
     monkeypatch.setattr(HybridSession, "propose", note)
-    run(target, _hybrid(model, rival=rival), [request(ids, max_new_tokens=9) for ids in PROMPTS], REJECTION, 3)
+    drafter = hybrid_drafter(suffix_drafter(), model, V, rival)
+    run(target, drafter, [request(ids, max_new_tokens=9) for ids in PROMPTS], REJECTION, 3)
     assert shares <= {rival == 0.0} or rival == 0.4
 
 
@@ -62,13 +58,9 @@ def test_a_model_that_misses_the_tokens_of_the_suffix_is_detected(monkeypatch: p
         ([3, 1, 2, 0], [1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 1, 0, 2]),
         ([0, 2], [0, 2, 0, 2, 0, 2, 0, 1, 3, 2, 1]),
     ]
-    drafter = _hybrid(model, vocab_size=4)
+    drafter = hybrid_drafter(suffix_drafter(), model, 4, 0.4)
     check_state(target, drafter, sequences, 3)
-
-    def note_none(self: ModelSession, rows: Rows) -> None:
-        self._gaps = [0] * len(self._gaps)
-
-    monkeypatch.setattr(ModelSession, "_note", note_none)
+    monkeypatch.setattr(ModelSession, "_note", lambda self, rows: setattr(self, "_gaps", [0] * len(self._gaps)))
     with pytest.raises(AssertionError, match="q is off by|is drafted, not"):
         check_state(target, drafter, sequences, 3)
 
@@ -78,22 +70,16 @@ def test_by_name(tmp_path: Path) -> None:
     path = tmp_path / "corpus.txt"
     path.write_text("The old king lived in a castle by the sea.")
     decoder = load("fable", "suffix+fable-draft", device="cpu", num_draft_tokens=4)
-    assert decoder.drafter.name == "suffix+fable-draft" and not decoder.drafter.is_one_hot
     drafter = load_drafter(decoder, "suffix+fable-draft", corpus=[path])
     assert re.fullmatch("suffix[+][0-9a-f]{8}[+]fable-draft", drafter.name)
-    assert drafter.lm is None and drafter.reads_on_host
-    pair = PairOptions(draft=["suffix+fable-draft"], corpus=[path])
-    assert pair.load_draft(decoder, pair.single_draft).name == drafter.name
     options: dict[str, Any] = {"regex": "(the (king|queen) and ){12}", "temperature": 0.0, "max_new_tokens": 40}
     prompts = ["the king and the queen and the cat and the king and the queen and ", "Once upon a time "]
     got, want = decoder.generate(prompts, **options), decoder.plain().generate(prompts, **options)
     assert [one.token_ids for one in got] == [one.token_ids for one in want]
     assert all(one.stats.num_accepted_draft_tokens > 10 for one in got)
-    for name in ("suffix+", "suffix+ngram", "suffix+suffix", "suffix+none", "suffix+suffix+fable-draft"):
+    for name in ("suffix+", "suffix+ngram", "suffix+suffix+fable-draft"):
         with pytest.raises(OptionError, match="give the name of a model after 'suffix[+]'"):
             load_drafter(decoder, name)
     header = Header.of(decoder, {}, has_probs=False)  # a log does not tell its drafts
-    with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
-        load_draft("suffix+fable-draft", header)
     with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
         next(replay([], header, decoder.drafter, "block", [2]))

@@ -92,8 +92,9 @@ def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return request.param
 
 
-def test_the_index_equals_a_search_over_all_substrings(most: int) -> None:
-    """After each of the pieces in which a text is read."""
+def test_index_and_corpus_equal_a_search_over_all_substrings(most: int) -> None:
+    """The index after each of the pieces in which a text is read. In a corpus nothing follows the end of a sequence,
+    nor does a suffix begin in the one before."""
     rng = random.Random(0)
     for _ in range(200):
         (text,), index = _texts(rng, 1), SuffixIndex()
@@ -102,21 +103,10 @@ def test_the_index_equals_a_search_over_all_substrings(most: int) -> None:
             read = text[: index.num_tokens]
             assert list(islice(index.continuation(), 8)) == list(islice(_continuation(read, most), 8)), read
             assert index.last_ids == read[-most:]
-
-
-def test_the_corpus_equals_a_search_over_all_substrings(most: int) -> None:
-    """Nothing follows the end of a sequence, nor does a suffix begin in the one before."""
-    rng = random.Random(1)
     for _ in range(300):
         text, *texts = _texts(rng, rng.randint(2, 5))
         found = Corpus(texts).continuation(text[-most:])
         assert list(islice(found, 8)) == list(islice(_continuation_in(texts, text, most), 8)), (texts, text)
-
-
-def test_of_many_places_some_are_counted() -> None:
-    """Three of four times the 7 is followed by 1."""
-    [*first, last] = islice(Corpus([[7, 1, 7, 1, 7, 2, 7, 1] * 500]).continuation([7]), 1)
-    assert not first and last[0] == 1 and last[2] == 16 and 8 < last[1] <= 16
 
 
 def test_drafts_end_where_they_are_unlikely_and_the_score_decides(most: int) -> None:
@@ -137,20 +127,6 @@ def test_drafts_end_where_they_are_unlikely_and_the_score_decides(most: int) -> 
                 assert draft == (other if other[0] > own[0] else own)[1]
 
 
-def test_the_index_is_linear() -> None:
-    """Also in a text of words and in one with many squares: its states, and the copies of their transitions."""
-    rng = random.Random(3)
-    words = [[rng.randrange(30) for _ in range(rng.randint(1, 6))] for _ in range(20)]
-    fibonacci = [[0], [0, 1]]
-    while len(fibonacci[-1]) < 4000:
-        fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    for text in ([token for _ in range(4000) for token in rng.choice(words)][:4000], fibonacci[-1][:4000]):
-        index = SuffixIndex()
-        index.extend(text)
-        assert len(index._next) <= 2 * len(text) and sum(map(len, index._next)) < 3 * len(text)
-        assert len(index._suffixes) <= corpus_module.MAX_MATCH + 1
-
-
 def test_ngram_drafts_as_many_tokens_as_are_wanted() -> None:
     """However improbable they are, wherever the last token occurred before."""
     text = Text([3, 1, 3, 2, 3, 1, 4, 0, 3, 0], 9)
@@ -158,14 +134,6 @@ def test_ngram_drafts_as_many_tokens_as_are_wanted() -> None:
         [[ids]] = proposals(drafter, [text], [[4]])
         assert ids == [1, 4, 0, 3][:num]
     assert proposals(ngram_drafter(), [Text([3, 1, 4, 0], 3)], [[4]]) == [[[]]]
-
-
-# Files
-
-
-def _written(path: Path, *lines: Any) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
 
 
 @pytest.mark.parametrize(
@@ -177,54 +145,43 @@ def _written(path: Path, *lines: Any) -> Path:
         # As ``outrider generate --output`` writes them.
         ([{"prompt": "w1 ", "prompt_ids": [9], "token_ids": [800], "text": "w3 w4", "seed": 1}], [[1, 3, 4]]),
         (["", {"prompt": "w1", "finish_reason": "error"}, {"prompt": "w2"}], [[2]]),
-    ],
-)
-def test_forms_of_files(tmp_path: Path, lines: list[Any], ids: list[list[int]]) -> None:
-    corpus = read_corpus([_written(tmp_path / "corpus", *lines)], word_tokenizer(), 97)
-    assert corpus.digest == Corpus(ids).digest
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], "contains no text"),
         ([" ", ""], "contains no text"),
-        ([{"text": " "}], "contains no text"),
         ([{"text": "w1"}, "no JSON"], "line 2: not JSON"),
-        (['{"text": "w1"}', "[1]"], "line 2: not a JSON object"),
         ([{"question": "w1"}], "line 1: give strings"),
         ([{"token_ids": [97]}], "line 1: not token ids of the target (0 to 96)"),
         ([{"token_ids": "w1"}], "line 1: not token ids of the target"),
-        (["w1 w2"], "text needs the target's tokenizer"),
     ],
 )
-def test_errors_name_the_file(tmp_path: Path, lines: list[Any], message: str) -> None:
-    path = _written(tmp_path / "corpus.jsonl", *lines)
-    with pytest.raises(FileError) as error:
-        read_corpus([path], None if "tokenizer" in message else word_tokenizer(), 97)
-    assert message in str(error.value) and str(path) in str(error.value)
+def test_forms_of_files(tmp_path: Path, lines: list[Any], ids: list[list[int]] | str) -> None:
+    """Token ids, or the error, which names the file."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    if isinstance(ids, list):
+        assert read_corpus([path], word_tokenizer(), 97).digest == Corpus(ids).digest
+        return
+    with pytest.raises(FileError, match=re.escape(ids)) as error:
+        read_corpus([path], word_tokenizer(), 97)
+    assert str(path) in str(error.value)
 
 
 def test_by_name(tmp_path: Path) -> None:
     """In the library, for a log, and on the command line."""
-    path = _written(tmp_path / "a.txt", "Once upon a time there was a king.")
+    path = tmp_path / "a.txt"
+    path.write_text("Once upon a time there was a king.")
     decoder = load("fable", "suffix", device="cpu", corpus=[path])
-    drafter = decoder.drafter
-    assert re.fullmatch("suffix[+][0-9a-f]{8}", drafter.name) and load_drafter(decoder, "suffix").name == "suffix"
+    name = decoder.drafter.name
+    assert re.fullmatch("suffix[+][0-9a-f]{8}", name) and load_drafter(decoder, "suffix").name == "suffix"
     (chunk, *_) = decoder.stream("Once upon a time", temperature=0.0, max_new_tokens=8, reports_drafts=True)
     assert chunk.drafted and decoder.tokenizer.decode(chunk.drafted[0].token_id) == " there"
-    of_log = load_draft("suffix", Header.of(decoder, {}, has_probs=False), corpus=[path])
-    assert of_log.name == drafter.name
+    assert load_draft("suffix", Header.of(decoder, {}, has_probs=False), corpus=[path]).name == name
     pair = PairOptions(draft=["ngram", "suffix"], corpus=[path])
-    assert [pair.load_draft(decoder, name).name for name in pair.draft_names] == ["ngram", drafter.name]
+    assert [pair.load_draft(decoder, one).name for one in pair.draft_names] == ["ngram", name]
     assert options_json(pair, {})["corpus"] == [str(path)]
-    assert options_json(PairOptions(draft=["suffix"]), {})["corpus"] is None
-    for name, files, message in (
+    for draft, files, message in (
         ("ngram", [path], "only the draft 'suffix' reads one"),
-        ("suffix", str(path), "give a list of files"),
         ("suffix", [tmp_path / "none.txt"], "cannot read .*none.txt: No such file"),
     ):
         with pytest.raises((OptionError, FileError), match=message):
-            load_drafter(decoder, name, corpus=files)
+            load_drafter(decoder, draft, corpus=files)
     with pytest.raises(OptionError, match="--corpus = .*: only the draft 'suffix' reads one"):
         _ = PairOptions(draft=["ngram"], corpus=[path]).draft_names

@@ -54,19 +54,16 @@ def test_unknown_tokens_have_no_probability(caplog: pytest.LogCaptureFixture) ->
     torch.testing.assert_close(logits[..., known], want[..., known])
 
 
-def test_only_unknown_tokens_are_allowed(caplog: pytest.LogCaptureFixture) -> None:
+def test_only_unknown_tokens_are_allowed() -> None:
     """Any of them is drafted then, with equal q; also where they are masked token by token."""
     decoder = _pair("gumbel")
-    caplog.clear()
     bias = {i: -float("inf") for i in range(99) if i not in UNKNOWN}
     for options in ({"logit_bias": bias, "max_new_tokens": 12, "ignore_eos": True}, {"regex": "(w7|tool|end){8}"}):
         given: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_new_tokens": 20, **options}
         got, plain = (one.generate([PROMPT, "w1", "w2"], **given) for one in (decoder, decoder.plain()))
         assert [one.token_ids for one in got] == [one.token_ids for one in plain]
         assert any({*one.token_ids} & {*UNKNOWN} for one in got)
-        assert "regex" in options or {*got[0].token_ids} <= {*UNKNOWN}
         assert sum(one.stats.num_accepted_draft_tokens for one in got) > 0
-    assert not caplog.messages
 
 
 def test_numbers_of_tokens_tell_without_tokenizers(caplog: pytest.LogCaptureFixture) -> None:
