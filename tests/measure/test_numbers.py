@@ -8,7 +8,6 @@ from scipy import stats
 
 from outrider.decoding.schedule import expected_tokens
 from outrider.measure.intervals import bounded_mean, mean_std, paired_ratio, wald, wilson
-from outrider.measure.tables import interval_text
 from outrider.measure.tau import counts_json, predict, stats_of, tau_interval
 from outrider.records import Interval, Stats
 
@@ -55,21 +54,6 @@ def test_means_and_paired_ratios_by_hand() -> None:
     assert ends(interval) == pytest.approx((2 ** (1 - half), 2 ** (1 + half)), rel=1e-6)
     alone = paired_ratio([3.0], [2.0])
     assert alone.to_json() == {"value": pytest.approx(1.5), "low": None, "high": None, "level": 0.95}
-    texts = [interval_text(one) for one in (None, Interval(1.308, 1.254, 1.377), Interval(1.3, None, None))]
-    assert texts == ["-", "1.31 \\[1.25, 1.38]", "1.30"]
-
-
-def test_an_interval_of_bounded_members_stays_within_the_bounds() -> None:
-    """All at one bound, where the groups are no different: there it is Wilson's, with the t quantile; and groups that
-    differ as much as they can."""
-    members = [10, 30]
-    q = float(stats.t.ppf(0.975, 1)) ** 2 / 40
-    assert ends(bounded_mean([50, 150], members, (1.0, 5.0))) == pytest.approx((5.0 - 4 * q / (1 + q), 5.0))
-    assert ends(bounded_mean(members, members, (1.0, 5.0))) == pytest.approx((1.0, 1.0 + 4 * q / (1 + q)))
-    low, high = ends(bounded_mean([10, 150], members, (1.0, 5.0)))
-    assert 1.0 <= low < 4.0 < high <= 5.0
-    assert ends(bounded_mean(members, members, (1.0, 1.0))) == (1.0, 1.0)
-    assert bounded_mean([50], [10], (1.0, 5.0)) == Interval(5.0, None, None)
 
 
 def test_the_interval_of_bounded_members_covers_the_truth_near_a_bound() -> None:
@@ -103,12 +87,10 @@ def test_counts_by_position_by_hand() -> None:
     assert counts_json([]) == {"tau": None, "stats": Stats().to_json(), "positions": []}
 
 
-@pytest.mark.parametrize("accepted", [(0, 0, 0), (2, 2, 2), (2, 2, 0)], ids=str)
-def test_tau_stays_within_1_and_k_plus_1(accepted: tuple[int, ...]) -> None:
-    """Three prompts of four rounds; also where no draft is accepted, or every one. The last drafts one token."""
-    prompts = [stats_of([(2, n)] * 4, 0, 0) for n in accepted]
-    for counts in (prompts, [*prompts, stats_of([(1, 0)], 0, 0)]):
-        low, high = ends(tau_interval(counts))
+def test_tau_stays_within_1_and_k_plus_1() -> None:
+    """Three prompts of four rounds; also where no draft is accepted, or every one."""
+    for accepted in ((0, 0, 0), (2, 2, 2), (2, 2, 0)):
+        low, high = ends(tau_interval([stats_of([(2, n)] * 4, 0, 0) for n in accepted]))
         assert 1.0 <= low < high <= 3.0
     assert tau_interval([Stats()]) is None
     assert tau_interval([stats_of([(0, 0)] * 4, 0, 0)] * 2) == Interval(1.0, 1.0, 1.0)

@@ -22,26 +22,11 @@ from outrider.records import Round, Stats, Timing
 from outrider.sampling.rules import RULES
 from toys import random_table, table_lm, table_pair
 
-COSTS = Costs(
-    num_rows=2,
-    context=64,
-    prefill_s=0.1,
-    plain=RoundCost(0.010, 0.0, 0.009),
-    rounds={
-        ("cheap", 1): RoundCost(0.012, 0.001, 0.010),
-        ("cheap", 3): RoundCost(0.020, 0.004, 0.015),
-        ("dear", 1): RoundCost(0.040, 0.028, 0.010),
-    },
-)
 
-
-def test_every_k_has_a_cost_also_of_a_look_up_and_with_hardly_any_context() -> None:
-    """A look-up finds nothing in random text; its rounds are measured all the same."""
-    target, drafter = table_pair(5)
+def test_every_k_has_a_cost_with_hardly_any_context() -> None:
     short = table_lm(random_table(5, 0), context_len=4)
-    for lm, one in ((target, drafter), (target, ngram_drafter()), (short, model_drafter(short))):
-        costs = measure_round_costs(lm, one, RULES["rejection"])
-        assert list(costs) == list(lm.execution.favoured_k) and min(costs.values()) > 0
+    costs = measure_round_costs(short, model_drafter(short), RULES["rejection"])
+    assert list(costs) == list(short.execution.favoured_k) and min(costs.values()) > 0
 
 
 def test_the_round_after_a_prefill_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,10 +48,21 @@ def test_costs_of_every_draft_and_k() -> None:
     assert len(steps) == NUM_STEPS and (costs.num_rows, costs.context) == (3, 20)
     assert set(costs.rounds) == {("draft", 1), ("draft", 2), ("ngram", 1)}
     cost = costs.rounds["draft", 2]
-    assert costs.draft_step_s("draft") == cost.draft_s / 2
     assert 0 < cost.draft_s < cost.round_s and 0 < cost.verify_s < cost.round_s and costs.prefill_s > 0
-    assert set(costs.target_s()) == {1, 2, 3}
     assert list(costs.lookup_s) == ["ngram"] and costs.lookup_s["ngram"] == costs.rounds["ngram", 1].draft_s > 0
+
+
+COSTS = Costs(
+    num_rows=2,
+    context=64,
+    prefill_s=0.1,
+    plain=RoundCost(0.010, 0.0, 0.009),
+    rounds={
+        ("cheap", 1): RoundCost(0.012, 0.001, 0.010),
+        ("cheap", 3): RoundCost(0.020, 0.004, 0.015),
+        ("dear", 1): RoundCost(0.040, 0.028, 0.010),
+    },
+)
 
 
 def test_choices_by_hand() -> None:
