@@ -10,16 +10,15 @@ from outrider.certify.divergence import Divergence, GreedyReport, explain
 from outrider.drafters.base import NO_DRAFTER
 from outrider.options import Sampling
 from outrider.sampling.rules import GUMBEL
-from reference import hf_probs
 from toys import as_lm, llama_pair, request, table_lm, tiny_llama, tokens
 
 PROMPT = [3, 1, 4, 1, 5]
 GREEDY = Sampling(temperature=0.0)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.8, seed=3)], ids=str)
-def test_another_token_is_a_fault(sampling: Sampling) -> None:
+def test_another_token_is_a_fault() -> None:
     """In float64, where there are no near-ties."""
+    sampling = Sampling(temperature=0.8, seed=3)
     target, _ = llama_pair()
     one = request(PROMPT, seed=3, temperature=sampling.temperature, max_new_tokens=12)
     (text,) = tokens(target, NO_DRAFTER, [one], GUMBEL, 0)
@@ -33,28 +32,15 @@ def test_another_token_is_a_fault(sampling: Sampling) -> None:
     assert ended == Divergence(0, 9, text[9], None, None, None, "bug")
 
 
-def test_the_margin_is_that_of_the_scores() -> None:
-    """With a penalty, against Hugging Face's processor in the reference."""
-    target, _ = llama_pair()
-    warm = Sampling(repetition_penalty=1.4)
-    p = hf_probs(target.model(torch.tensor([PROMPT])).logits[0, -1], PROMPT, warm)
-    best, second = p.topk(2).indices.tolist()
-    found = explain(target, 0, PROMPT, [best], [second], Sampling(temperature=0.0, repetition_penalty=1.4), 3)
-    assert found is not None and found.margin == pytest.approx(float(p[best].log() - p[second].log()), abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("margin", "wobble", "k", "verdict"),
     [
-        (2e-7, 0.0, 4, "numerics"),
         (1e-4, 3e-5, 4, "numerics"),
         (1e-4, 0.0, 4, "bug"),
-        (1e-3, 3e-5, 4, "bug"),
         # Another system: blocks of the target say nothing about it. With weights in integers its activations may have 8
         # bits.
         (0.4, 0.0, "integers", "numerics"),
         (0.4, 0.0, "floats", "bug"),
-        (0.8, 0.0, "integers", "bug"),
     ],
 )
 def test_near_ties_fall_by_rounding(margin: float, wobble: float, k: Any, verdict: str) -> None:
