@@ -60,7 +60,7 @@ def test_eagle3_computes_what_speculators_computes(variant: str, tmp_path: Path)
         assert expected.std() > 0.1
 
 
-@pytest.mark.parametrize("limits", [{"context_len": 5}, {"window": 5}, {"context_len": 5, "window": 7}])
+@pytest.mark.parametrize("limits", [{"context_len": 5}, {"context_len": 5, "window": 7}])
 def test_a_head_sees_as_many_tokens_as_its_context(limits: dict[str, int], tmp_path: Path) -> None:
     """Of a target with a longer one, or as its window; one layer, so that earlier tokens have no other way."""
     target = as_lm(tiny_llama(num_layers=4))
@@ -75,55 +75,40 @@ def test_a_head_sees_as_many_tokens_as_its_context(limits: dict[str, int], tmp_p
         assert bool((_logits(head, changed, ids, 9, 2) == seen).all()) == (place < 4), place
 
 
-@pytest.mark.parametrize("layout", ["specforge", "safeailab"])
-def test_all_layouts_of_eagle3_are_the_same_head(layout: str, tmp_path: Path) -> None:
+def test_all_layouts_of_eagle3_are_the_same_head(tmp_path: Path) -> None:
+    """Which shares the embedding with its target, if it is equal. Old files of speculators leave a key out and mean
+    what vLLM does; others that leave it out mean the opposite."""
     target = as_lm(tiny_llama(num_layers=6))
     features = torch.randn(1, 12, 96, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    ids = torch.arange(12)[None]
-    heads = []
-    for name in ("speculators", layout):
-        write_eagle3(tmp_path / name, target.model, layout=name, token_ids=[3, 5, 8])
-        assert is_head(_spec(tmp_path / name))
-        heads.append(load_head(_spec(tmp_path / name), target, allow_pickle=layout == "safeailab"))
-    first, second = (_logits(head, features, ids, 6, 3) for head in heads)
-    assert torch.equal(first, second)
+    heads = {}
+    for layout in ("speculators", "specforge", "safeailab"):
+        folder = tmp_path / layout
+        write_eagle3(folder, target.model, layout=layout, token_ids=[3, 5, 8])
+        assert is_head(_spec(folder))
+        heads[layout] = load_head(_spec(folder), target, allow_pickle=True)
+    first, *others = (_logits(head, features, torch.arange(12)[None], 6, 3) for head in heads.values())
+    assert all(torch.equal(first, other) for other in others)
     assert (first[0, [3, 5, 8]] > -100).all() and (first[0] > -100).sum() == 3
-    assert heads[1].model.features == ((2, 3, 3) if layout == "safeailab" else LAYERS)
-
-
-def test_old_files_of_speculators_add_the_normed_state(tmp_path: Path) -> None:
-    """They leave a key out and mean what vLLM does; others that leave it out mean the opposite."""
-    target = as_lm(tiny_llama(num_layers=4))
-    for layout, expected in (("speculators", True), ("specforge", False)):
-        write_eagle3(tmp_path, target.model, layout=layout)
-        file = tmp_path / "config.json"
-        stated = json.loads(file.read_text())
+    assert heads["specforge"].model.features == LAYERS and heads["safeailab"].model.features == (2, 3, 3)
+    embedding = target.model.get_input_embeddings().weight
+    for layout, has_embedding in (("speculators", True), ("specforge", False)):
+        folder = tmp_path / layout
+        write_eagle3(folder, target.model, layout=layout, has_embedding=has_embedding)
+        stated = json.loads((folder / "config.json").read_text())
         stated.pop("norm_before_residual", None)
-        file.write_text(json.dumps(stated))
-        assert load_head(_spec(tmp_path), target).model.norm_before_residual is expected
+        (folder / "config.json").write_text(json.dumps(stated))
+        module = load_head(_spec(folder), target).model
+        assert module.norm_before_residual == (layout == "speculators")
+        assert (module.embed_tokens.weight is embedding) != has_embedding
 
 
-def test_a_head_shares_what_it_has_in_common_with_its_target(tmp_path: Path) -> None:
-    target = as_lm(tiny_llama(num_layers=4))
-    model: Any = target.model
-    embedding = model.get_input_embeddings().weight
-    write_eagle3(tmp_path, model)
-    assert load_head(_spec(tmp_path), target).model.embed_tokens.weight is not embedding
-    path = tmp_path / "model.safetensors"
-    save_file({**load_file(path), "embed_tokens.weight": embedding}, path)
-    assert load_head(_spec(tmp_path), target).model.embed_tokens.weight is embedding
-    write_eagle3(tmp_path, model, has_embedding=False)
-    assert load_head(_spec(tmp_path), target).model.embed_tokens.weight is embedding
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
-def test_mtp_computes_what_transformers_computes(family: str, tmp_path: Path) -> None:
+def test_mtp_computes_what_transformers_computes(tmp_path: Path) -> None:
     layers = pytest.importorskip("transformers.modeling_layers")
     if not hasattr(getattr(layers, "MtpModel", None), "forward_layer"):
         pytest.skip("this version of Transformers runs no MTP layer alone")
     from transformers.cache_utils import MtpCache
 
-    target, drafter = mtp_pair(hybrid(family), "deepseek")
+    target, drafter = mtp_pair(hybrid("deepseek_v3"), "deepseek")
     model: Any = target.model
     write_mtp(tmp_path, model, layout="deepseek")
     model.config.num_mtp_layers, model.config.dtype = 1, model.dtype
@@ -147,10 +132,10 @@ def test_mtp_computes_what_transformers_computes(family: str, tmp_path: Path) ->
         assert torch.allclose(found, expected[anchor - 1], rtol=0, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("size", [(16, 16), (1, 32)])
-def test_an_mtp_layer_in_eight_bits_is_widened(size: tuple[int, int], tmp_path: Path) -> None:
+def test_an_mtp_layer_in_eight_bits_is_widened(tmp_path: Path) -> None:
     """As FP8 checkpoints of Qwen have it: e4m3, and a scale for each block of a matrix, the last one of which may be
-    smaller; or for each row. The target is widened by Transformers."""
+    smaller. The target is widened by Transformers."""
+    size = 16, 16
     target, _ = mtp_pair(hybrid("qwen3_5_text"), "qwen")
     write_mtp(tmp_path, target.model, layout="qwen")
     path, file = tmp_path / "model.safetensors", tmp_path / "config.json"
@@ -172,23 +157,20 @@ def test_an_mtp_layer_in_eight_bits_is_widened(size: tuple[int, int], tmp_path: 
         assert torch.equal(head.model.state_dict()[name], value.to(target.dtype)), name
 
 
-_WHOLE = ["layers.0.self_attn.o_proj.weight", "fc.weight"]
-
-
 @pytest.mark.parametrize(
     ("changes", "tensors", "message"),
     [
         ({}, {"layers.0.attention_conv.base_kernel": torch.ones(3)}, "1 weights that do not belong"),
-        ({}, {_WHOLE[0]: None}, "lacks 1 weights of the head, layers.0.self_attn.o_proj.weight"),
-        ({}, {_WHOLE[1]: None}, "in a layout that is not known"),
+        (
+            {},
+            {"layers.0.self_attn.o_proj.weight": None},
+            "lacks 1 weights of the head, layers.0.self_attn.o_proj.weight",
+        ),
         ({}, {"mask_hidden": torch.zeros(1, 1, 96)}, "is a P-EAGLE head, which is not run here: take an EAGLE-3"),
-        ({}, {"lm_head.weight": torch.zeros(50, 32)}, "logits for 50 tokens, and no d2t"),
         ({}, {"fc.weight": torch.zeros(32, 144)}, "is for another target: it reads 144 numbers"),
         ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, r"it reads layers \(1, 2, 9\) of 4"),
-        ({}, {"d2t": torch.full((60,), 1000)}, "its d2t does not name tokens"),
         ({}, {"d2t": torch.full((60,), -50)}, "its d2t does not name tokens"),
         ({"model_type": "unheard-of"}, {}, "no head can be built of head .KeyError"),
-        ({"layer_types": ["chunked_attention"]}, {}, "of the types chunked_attention, with the window None"),
     ],
 )
 def test_heads_that_do_not_fit_are_refused_in_one_line(
@@ -200,7 +182,7 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
     kept = {name: one for name, one in {**load_file(path), **tensors}.items() if one is not None}
     save_file(kept, path)
     stated = json.loads(file.read_text())
-    own = stated["transformer_layer_config"] if changes.keys() & {"model_type", "layer_types"} else stated
+    own = stated["transformer_layer_config"] if "model_type" in changes else stated
     own.update(changes)
     file.write_text(json.dumps(stated))
     with pytest.raises((ModelCorrupt, UnsupportedModel), match=message) as caught:
@@ -214,35 +196,21 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(
 def test_auto_is_the_first_draft_that_there_is(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """MTP layers of the checkpoint; a known draft on this machine; look-ups."""
     write_mtp(save(tmp_path, random_llama()), random_llama(), layout="qwen")
-    (tmp_path / "models.toml").write_text(
-        '[models.far]\nhub = "org/far"\nhead_of = "near"\n[models.near]\npath = "."\n'
-    )
     with caplog.at_level("INFO", "outrider.draft"):
         assert load(tmp_path, "auto").drafter.name == f"{tmp_path}:mtp"
         assert load("fable", "auto").drafter.name == "fable-draft"
         assert load(tiny_llama(), "auto").drafter.name == "suffix"
         without = {name: one for name, one in load_file(tmp_path / "model.safetensors").items() if "mtp" not in name}
         save_file(without, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        loaded = load("near", "auto", models_file=tmp_path / "models.toml")
-        assert loaded.drafter.name == "suffix"  # its head is not here
-    said = [
-        " ".join(record.message.replace(",", "").split()[:2])
-        for record in caplog.records
-        if record.name == "outrider.draft"
-    ]
-    assert said == ["draft: mtp", "draft: fable-draft", "draft: suffix", "draft: suffix"]
+        models = tmp_path / "models.toml"
+        models.write_text('[models.far]\nhub = "org/far"\nhead_of = "near"\n[models.near]\npath = "."\n')
+        assert load("near", "auto", models_file=models).drafter.name == "suffix"  # its head is not here
+    told = [record.message for record in caplog.records if record.name == "outrider.draft"]
+    assert [one.replace(",", "").split()[1] for one in told] == ["mtp", "fable-draft", "suffix", "suffix"]
     int8 = Placement(quantization="int8")
     assert load("fable", "auto", draft_placement=int8).drafter.name.startswith("fable-draft")
     with pytest.raises(OptionError, match="takes no options"):
         load("fable", "auto:greedy")
-
-
-def test_a_target_without_mtp_layers_is_refused(tmp_path: Path) -> None:
-    model = hybrid("glm4_moe")
-    model.save_pretrained(tmp_path)
-    model.config._name_or_path, model.config.num_nextn_predict_layers = str(tmp_path), 1
-    with pytest.raises(UnsupportedModel, match="no MTP layers, although its configuration states num_nextn"):
-        load(model, "mtp")
     with pytest.raises(UnsupportedModel, match="was not loaded from files"):
         load(tiny_llama(), "mtp")
 
@@ -252,9 +220,7 @@ def test_options_that_a_draft_does_not_take_are_refused(tmp_path: Path) -> None:
     write_eagle3(tmp_path, decoder.target.model)
     for draft, changes, message in (
         ("suffix:min-prob=0.3", {}, "'suffix' takes no options"),
-        ("ngram:greedy", {}, "'ngram' takes no options"),
         (str(tmp_path), {"placement": Placement(quantization="int8")}, "a head has the device and the type"),
-        (str(tmp_path), {"placement": Placement(dtype="float32")}, "a head has the device and the type"),
         (str(tmp_path), {"tokenizer": object()}, "has its own, or none"),
     ):
         with pytest.raises(OptionError, match=message):
