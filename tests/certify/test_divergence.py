@@ -30,6 +30,13 @@ def test_another_token_is_a_fault() -> None:
     assert found.verdict == "bug" and found.margin is not None and found.margin > 0 and found.gap < 1e-12
     ended = explain(target, 0, PROMPT, text, text[:9], sampling, 4)
     assert ended == Divergence(0, 9, text[9], None, None, None, "bug")
+    for promise, verdicts, is_ok in (
+        ("promised", ["numerics"], False),  # rounding excuses no broken promise
+        ("not promised (eager)", ["numerics"], True),
+        ("not promised (eager)", ["numerics", "bug"], False),
+    ):
+        differences = [Divergence(0, 3, 7, 8, 1e-7, 1e-6, verdict) for verdict in verdicts]
+        assert GreedyReport(2, 40, differences, False, promise).is_ok == is_ok
 
 
 @pytest.mark.parametrize(
@@ -88,14 +95,3 @@ def test_at_the_edge_of_a_filter_rounding_decides(distance: float, verdict: str)
     sampling = Sampling(temperature=1.0, top_k=2, seed=3)
     found = explain(as_lm(model), 0, PROMPT, [first], [third], sampling, 4)
     assert found is not None and found.verdict == verdict, found
-
-
-def test_rounding_excuses_no_broken_promise() -> None:
-    for promise, verdicts, is_ok in (
-        ("promised", [], True),
-        ("promised", ["numerics"], False),
-        ("not promised (eager)", ["numerics"], True),
-        ("not promised (eager)", ["numerics", "bug"], False),
-    ):
-        differences = [Divergence(0, 3, 7, 8, 1e-7, 1e-6, verdict) for verdict in verdicts]
-        assert GreedyReport(2, 40, differences, False, promise).is_ok == is_ok

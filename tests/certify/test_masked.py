@@ -9,7 +9,6 @@ import torch
 from languages import Remainders
 from outrider.certify.controls import ACCEPT_ALL
 from outrider.certify.design import Design
-from outrider.certify.divergence import explain
 from outrider.certify.exact import check_exactly
 from outrider.certify.observed import GeneratedText, ObservedTokens, UnenforcedConstraint, observe
 from outrider.drafters.base import Drafter, Rows, altered_drafter
@@ -73,20 +72,3 @@ def test_a_right_loop_passes_and_a_mistake_alarms() -> None:
         assert is_wrong or not tested["is_forbidden"].any()
     observed = _observed(ngram_drafter(), ACCEPT_ALL, 0, 100, Sampling())
     assert observed["is_forbidden"].any() and len(observed) == 100 * LENGTH
-
-
-def test_greedy_texts_under_a_constraint() -> None:
-    """A forbidden token where texts part is a fault, however near it is."""
-    sampling = Sampling(temperature=0.0, max_new_tokens=LENGTH)
-    one = replace(request((1, 2)), sampling=replace(sampling, seed=0), constraint=_new())
-    [output] = run(TARGET, DRAFTER, [one], REJECTION, 4)
-    [plain] = run(TARGET, DRAFTER, [replace(one, constraint=_new())], REJECTION, 0)
-    assert output.token_ids == plain.token_ids
-    at, walk = 3, _new()
-    assert all(map(walk.push, plain.token_ids[:at]))
-    forbidden = [token_id for token_id, is_allowed in enumerate(walk.effect()) if not is_allowed]
-    for token_id, has_margin in [(forbidden[0], False), ((plain.token_ids[at] + 3) % 6, True)]:
-        other = [*plain.token_ids[:at], token_id]
-        found = explain(TARGET, 0, (1, 2), plain.token_ids, other, sampling, 4, constraint=_new())
-        assert found is not None and found.position == at and found.verdict == "bug"
-        assert (found.margin is not None) == has_margin

@@ -58,15 +58,15 @@ def alpha_of(folder: Path) -> float:
     return measure_alpha(lms[0], model_drafter(lms[1]), HELD_OUT).value
 
 
-def test_the_draft_comes_nearer(tmp_path: Path) -> None:
+def test_the_draft_comes_nearer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By losses in parts of two rows."""
+    monkeypatch.setattr(train, "_LOSS_NUMBERS", 2 * 97)
     checks = run(tmp_path, num_steps=40, loss="lk", save_s=1e9)
     assert len(checks) == 21 and [check.step for check in checks[:3]] == [0, 2, 4]
     best = max(check.alphas[0].value for check in checks)
     assert best > checks[0].alphas[0].value + 0.05
     assert checks[0].loss is None and checks[1].loss is not None and checks[-1].tokens_per_s > 0
     assert alpha_of(tmp_path) == pytest.approx(best, abs=1e-5)
-    rates = [train._rate(spent) for spent in (0.0, 0.01, 0.02, 0.3, 0.4, 0.7, 1.0)]
-    assert rates == pytest.approx([0.05, 0.55, 1.0, 1.0, 1.0, 0.5, 0.0])
 
 
 def check_finished(output: Path, checks: list[Check], **how: Any) -> None:
@@ -123,23 +123,6 @@ def test_a_run_goes_on_with_more_steps_and_refuses_a_damaged_checkpoint(tmp_path
     checkpoint.write_bytes(checkpoint.read_bytes()[:-99])
     with pytest.raises(FileError, match="remove it to start again"):
         run(tmp_path, num_steps=6)
-
-
-def test_a_loss_in_parts_is_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Value and gradient, whatever the size of the parts."""
-    generator = torch.Generator().manual_seed(0)
-    target_logits, start = torch.randn(2, 3, 7, 11, dtype=torch.float64, generator=generator)
-    found = []
-    for numbers in (2**26, 3 * 11 * 2, 1):
-        monkeypatch.setattr(train, "_LOSS_NUMBERS", numbers)
-        logits = start.clone().requires_grad_()
-        value = train._mean(train.LOSSES["kl"], target_logits, logits)
-        value.backward()
-        assert logits.grad is not None
-        found.append((value.detach(), logits.grad))
-    for value, grad in found[1:]:
-        torch.testing.assert_close(value, found[0][0])
-        torch.testing.assert_close(grad, found[0][1])
 
 
 def test_it_ends_early_and_keeps_the_best(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

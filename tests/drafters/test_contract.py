@@ -47,15 +47,15 @@ def _target(num_layers: int = 2) -> LM:
     return as_lm(tiny_llama(vocab_size=FEW, num_layers=num_layers))
 
 
-def _model(*, mask_id: int | None = None, context_len: int = 256, **options: Any) -> Pair:
+def _model(context_len: int = 256, **options: Any) -> Pair:
     draft = as_lm(tiny_llama(1, vocab_size=FEW), "draft", context_len)
-    return _target(), model_drafter(draft, mask_id=mask_id, options=DraftOptions(**options))
+    return _target(), model_drafter(draft, options=DraftOptions(**options))
 
 
-def _parallel(**options: Any) -> Pair:
+def _parallel() -> Pair:
     """The mask token is not of the vocabulary."""
     lm = as_lm(tiny_llama(1, vocab_size=FEW + 1), "draft").with_vocabulary(FEW, ())
-    return _target(), model_drafter(lm, mask_id=FEW, options=DraftOptions(**options))
+    return _target(), model_drafter(lm, mask_id=FEW)
 
 
 def _other_tokens() -> Pair:
@@ -86,9 +86,9 @@ def _hybrid(pair: Pair, corpus: Sequence[int]) -> Pair:
     return target, hybrid_drafter(_suffix([corpus]), other, FEW, rival_acceptance=0.3)
 
 
-def _translated(**options: Any) -> Pair:
+def _translated() -> Pair:
     """The draft has the tokens 0 and 2 under other ids, and spells the others in several."""
-    return _target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft", **options), _SPELLING)
+    return _target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft"), _SPELLING)
 
 
 def _block(**options: Any) -> Pair:

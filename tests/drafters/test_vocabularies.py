@@ -37,43 +37,32 @@ def _pair(acceptance: str = "block", draft_tokens: Sequence[str] = DRAFT_TOKENS,
 
 
 def test_unknown_tokens_have_no_probability(caplog: pytest.LogCaptureFixture) -> None:
-    """All others have the logits of the model."""
+    """All others have the logits of the model. Numbers of tokens tell without tokenizers; tokens beyond the target's do
+    not matter."""
     with caplog.at_level(logging.WARNING):
         (lm,) = _pair().drafter.models
-    assert caplog.messages == [
-        f"the draft {lm.name} does not know 3 of the 99 tokens of {lm.name}, and never drafts them (id 95 is 'w95' / "
-        "'other', id 97 is 'tool' / 'end', id 98 is 'end' / 'nothing')"
-    ]
+    assert "does not know 3 of the 99 tokens of" in caplog.text and "id 97 is 'tool' / 'end'" in caplog.text
     ids = torch.tensor([[1, 2, 3]])
     with torch.inference_mode():
         logits = lm.forward(ids, torch.arange(3)[None], lm.new_cache(1, 16), 16)
         want = lm.model(ids).logits
-    assert logits.shape == (1, 3, 99)
     assert [i for i, q in enumerate(logits.softmax(dim=-1)[0, -1].tolist()) if q == 0] == [*UNKNOWN]
     known = [i for i in range(97) if i != 95]
     torch.testing.assert_close(logits[..., known], want[..., known])
+    assert outrider.load(random_llama(99), random_llama(97)).drafter.models[0].unknown_ids == (97, 98)
+    tokenizers = {"tokenizer": _tokenizer(TARGET_TOKENS), "draft_tokenizer": _tokenizer([*TARGET_TOKENS, "more"])}
+    assert outrider.load(random_llama(99), random_llama(100), **tokenizers).drafter.models[0].unknown_ids == ()
+    with pytest.raises(TokenizerMismatch, match="5 of 99 tokens differ .id 0 is 'w0' / 'other0'"):
+        _pair(draft_tokens=[token if i >= 5 else f"other{i}" for i, token in enumerate(TARGET_TOKENS)])
 
 
 def test_only_unknown_tokens_are_allowed() -> None:
     """Any of them is drafted then, with equal q; also where they are masked token by token."""
     decoder = _pair("gumbel")
     bias = {i: -float("inf") for i in range(99) if i not in UNKNOWN}
-    for options in ({"logit_bias": bias, "max_new_tokens": 12, "ignore_eos": True}, {"regex": "(w7|tool|end){8}"}):
+    for options in ({"logit_bias": bias, "ignore_eos": True}, {"regex": "(w7|tool|end){8}"}):
         given: dict[str, Any] = {"temperature": 1.0, "seed": 4, "max_new_tokens": 20, **options}
         got, plain = (one.generate([PROMPT, "w1", "w2"], **given) for one in (decoder, decoder.plain()))
         assert [one.token_ids for one in got] == [one.token_ids for one in plain]
         assert any({*one.token_ids} & {*UNKNOWN} for one in got)
         assert sum(one.stats.num_accepted_draft_tokens for one in got) > 0
-
-
-def test_numbers_of_tokens_tell_without_tokenizers(caplog: pytest.LogCaptureFixture) -> None:
-    """Tokens beyond the target's do not matter."""
-    (lm,) = outrider.load(random_llama(99), random_llama(97)).drafter.models
-    assert lm.unknown_ids == (97, 98) and "(it has logits for 97)" in caplog.text
-    caplog.clear()
-    tokenizers = {"tokenizer": _tokenizer(TARGET_TOKENS), "draft_tokenizer": _tokenizer([*TARGET_TOKENS, "more"])}
-    decoder = outrider.load(random_llama(99), random_llama(100), **tokenizers)
-    assert not caplog.messages and decoder.drafter.models[0].unknown_ids == ()
-    five_percent = [token if i >= 5 else f"other{i}" for i, token in enumerate(TARGET_TOKENS)]
-    with pytest.raises(TokenizerMismatch, match="5 of 99 tokens differ .id 0 is 'w0' / 'other0'"):
-        _pair(draft_tokens=five_percent)

@@ -66,7 +66,6 @@ def test_a_log_is_read_in_the_order_of_the_prompts_with_every_option(tmp_path: P
     [
         (lambda row: row.pop("model"), "line 2 is not of a log: create one with outrider generate --output"),
         (lambda row: row["settings"].update(temperature=0.6), "line 2 has other settings than the lines before"),
-        (lambda row: row["model"].update(eos_ids=[5, 9]), "or ends at other tokens, as chats do"),
         (lambda row: row["settings"].update(regex="a+"), r"the output of a constraint \(regex\)"),
         (lambda row: row.update(token_ids=[V]), "line 2 is damaged"),
         (lambda row: row.update(probs=[0.1, 0.2, float("nan")]), "line 2 is damaged"),
@@ -128,9 +127,7 @@ def test_rounds_from_origins_are_those_of_the_loop(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"stats": {"acceptance_histogram": [0, 1], "drafted_histogram": [0, 2]}}, "line 2: not a line of generate"),
-        ({"stats": {"acceptance_histogram": [0, 1], "drafted_histogram": None}}, "line 2: not a line of generate"),
         ({"origins": ["accepted", "bonus", "drafted"]}, "line 2: not a line of generate"),
-        ({"origins": ["bonus"]}, "line 2: not a line of generate"),
         ({"settings": None}, "line 2: not a line of generate"),
         ({}, "line 2: duplicates prompt 0: give each run by itself"),
     ],

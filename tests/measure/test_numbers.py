@@ -39,21 +39,16 @@ def test_proportions_are_those_published() -> None:
         assert wald(successes, trials).value == wilson(successes, trials).value == successes / trials
         assert ends(wald(successes, trials)) == pytest.approx(simple, abs=5.1e-5)
         assert ends(wilson(successes, trials)) == pytest.approx(score, abs=5.1e-5)
-    # z = 1.6449 at 90%: 0.5 -+ 1.6449 * sqrt(0.25 / 100)
-    assert ends(wald(50, 100, level=0.9)) == pytest.approx((0.41776, 0.58224), abs=1e-5)
     low, high = ends(wilson(1, 1))  # where Wald claims certainty, Wilson does not
     assert ends(wald(1, 1)) == (1, 1) and 0.0 <= low < 0.7 and high == 1.0
 
 
 def test_means_and_paired_ratios_by_hand() -> None:
     assert mean_std([2, 4, 4, 4, 5, 5, 7, 9]) == (5.0, pytest.approx(math.sqrt(32 / 7)))
-    assert mean_std([3.5]) == (3.5, None)
     # Ratios 1, 2, 4: the logarithms are 0, 1, 2 times ln 2, with mean 1, deviation 1, and t(0.975, 2) = 4.302653.
     interval, half = paired_ratio([1.0, 6.0, 20.0], [1.0, 3.0, 5.0]), 4.302653 / math.sqrt(3)
     assert interval.value == pytest.approx(2.0)
     assert ends(interval) == pytest.approx((2 ** (1 - half), 2 ** (1 + half)), rel=1e-6)
-    alone = paired_ratio([3.0], [2.0])
-    assert alone.to_json() == {"value": pytest.approx(1.5), "low": None, "high": None, "level": 0.95}
 
 
 def test_the_interval_of_bounded_members_covers_the_truth_near_a_bound() -> None:

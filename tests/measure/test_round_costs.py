@@ -81,10 +81,6 @@ def test_choices_by_hand() -> None:
     assert first.if_agreeing == pytest.approx(0.090 / (3 * 0.020))  # four tokens a round: three rounds
     assert second.tau.value == pytest.approx(9 / 6) and second.speed_up.value == pytest.approx(0.090 / (6 * 0.012))
     assert third.speed_up.value == pytest.approx(0.5)
-    # The geometric mean of the texts, in which twice as fast and half as fast are even.
-    texts = [Stats(12, (0.0, 5.0), (0.0, 5.0)), Stats(6, (10.0,), (0.0, 10.0))]
-    (one,) = choices(COSTS, {("cheap", 1): texts})
-    assert one.speed_up.value == pytest.approx(1.0) and one.tokens_per_s == pytest.approx(2 * 18 / 0.18)
     # A look-up that finds nothing in ten rounds: the plain round, and the looking.
     costs = replace(COSTS, rounds={("ngram", 4): RoundCost(0.013, 0.002, 0.010)}, lookup_s={"ngram": 0.002})
     (one,) = choices(costs, {("ngram", 4): [Stats(10, (10.0,), (10.0,))]})

@@ -1,7 +1,6 @@
 """Drafters whose q is known in rounds only: it depends on where the round began, or on the target's hidden states."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +14,6 @@ from outrider.sampling.rules import Rule
 from toys import table_lm
 
 HEAD_FEATURES = (1, 2)  # of a target with two layers: the input of the second, and the last hidden state
-
-
-def in_rounds(drafter: Drafter) -> Drafter:
-    """A draft model that does not tell its ``lm``."""
-    return replace(drafter, is_lm=False)
 
 
 def _drawn(rows: Rows, k: int, rule: Rule, noise: Any, logits_at: Callable[[int, Tensor], Tensor]) -> Draft:
