@@ -19,7 +19,6 @@ from outrider.certify.evidence import (
     Finding,
     Increments,
     detectable,
-    detectable_reuse,
     holm,
     log_mgfs,
     mean_wealth,
@@ -107,45 +106,6 @@ def test_what_is_said_to_be_detectable_is_detected() -> None:
     needed = tokens_needed(null.increments("score", 0), null.drift(0), least, level)
     assert needed == pytest.approx(num_tokens, rel=0.05)
     assert tokens_to_alarm(1.0, 500, level) > tokens_to_alarm(0.01, 500, level) > 2 * 500
-
-
-class Ranks:
-    """Products of the centred ranks of each token and the one before, in many runs, each token with a law of its own; a
-    share of the tokens is drawn with the uniform number of the token before."""
-
-    def __init__(self, seed: int, num_runs: int, num_tokens: int, reused: float) -> None:
-        rng = np.random.default_rng(seed)
-        laws = rng.dirichlet([0.5] * VOCAB, size=(num_runs, num_tokens))
-        uniforms = rng.random((num_runs, num_tokens))
-        for j in range(1, num_tokens):
-            again = rng.random(num_runs) < reused
-            uniforms[again, j] = uniforms[again, j - 1]
-        edges = laws.cumsum(axis=2)
-        ranks = edges - laws / 2 - 0.5
-        drawn = (uniforms[..., None] > edges[..., :-1]).sum(axis=2)
-        values = np.take_along_axis(ranks, drawn[..., None], axis=2)[..., 0]
-        moments = np.stack([(laws * ranks**power).sum(axis=2) for power in (2, 3, 4)])
-        lows, highs = -ranks.min(axis=2), ranks.max(axis=2)
-        self.products = [
-            Increments(values[run], moments[:, run], lows[run], highs[run])[1:].scaled(values[run, :-1])
-            for run in range(num_runs)
-        ]
-        self.reused = 12 * float((moments[0, 0, 1:] * moments[0, 0, :-1]).sum())  # sum if all shared their numbers
-
-
-def test_reuse_that_is_said_to_be_detectable_is_detected() -> None:
-    """400 runs of 600 tokens, as above; with a third of that share, not half of them."""
-    level, num_tokens = 1e-4, 600
-    null = Ranks(9, 1, num_tokens, 0.0)
-    bet = Bet.for_sample(null.products[0], num_tokens, level)
-    share = detectable_reuse(null.products[0], bet, level, null.reused)
-    assert share is not None and 0.1 < share < 0.5
-    found = {}
-    for part in (1.0, 0.3):
-        products = Ranks(9, 400, num_tokens, part * share).products
-        found[part] = sum(p_value(bet.log_wealth(one)) <= level for one in products)
-    assert found[1.0] >= 379
-    assert found[0.3] < 200
 
 
 def test_holm() -> None:

@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from outrider.certify.design import pairs_by_test, products_of
-from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, GeneratedText, draft_rows, observe
-from outrider.drafters.base import NO_DRAFTER
+from outrider.certify.observed import MAX_RATIO, MAX_SURPRISE, GeneratedText, observe
 from outrider.drafters.model import model_drafter
-from outrider.measure.along import force_drafts
-from outrider.measure.teacher_forcing import Text
 from outrider.options import Sampling
 from outrider.sampling.probs import Settings, to_probs
-from round_drafters import head, two_tables
-from toys import llama_pair, random_table, table_lm, table_pair
+from round_drafters import two_tables
+from toys import random_table, table_lm, table_pair
 
 # Rounds: (4 1 5) (0) (2), (2 2) (3), (1 1), and in the first slot after the first sequence (5) (3 3).
 TEXTS = [
@@ -82,26 +79,6 @@ def test_q_is_that_of_the_place_in_the_round() -> None:
             for last, place in zip(before, text.places, strict=False):
                 want.append(float((p[last] - q[0 < place < k][last]).abs().sum()) / 2)
         np.testing.assert_allclose(seen.drift.distances, want, rtol=0, atol=1e-12)
-
-
-def test_q_of_a_head_is_its_own() -> None:
-    """By forcing, in whatever chunks p comes; p is that of teacher forcing."""
-    target, _ = llama_pair()
-    drafter = head(target)
-    texts = [Text((*(i % 60 for i in range(5, 200)),), 130), Text((1, 2, 3, 4), 1), Text((7, 7), 1)]
-    want = {}
-    for one in force_drafts(target, drafter, texts, [Sampling(max_new_tokens=200)] * len(texts), 1):
-        for row, place, q in zip(one.rows.tolist(), one.places.tolist(), one.q[:, 0], strict=True):
-            want[row, place] = q
-    taken = [0] * len(texts)
-    both = (draft_rows(target, one, Sampling(), texts) for one in (drafter, NO_DRAFTER))
-    for (chunk, p, q), (_, p_alone, _) in zip(*both, strict=True):
-        assert torch.equal(p, p_alone)
-        for i, row in enumerate(chunk.rows.tolist()):
-            torch.testing.assert_close(q[i], want.pop((row, taken[row])), rtol=0, atol=1e-9)
-            taken[row] += 1
-        assert float((p - q).abs().sum(-1).mean()) > 0.1
-    assert not want
 
 
 TAIL = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04]).log().to(torch.bfloat16)

@@ -14,13 +14,11 @@ from outrider.distill.data import Mixture
 from outrider.distill.heads import HeadStudent, new_eagle3
 from outrider.distill.student import ModelStudent, Student, new_draft
 from outrider.distill.train import Check, Recipe, check_same_run, distil
-from outrider.drafters.base import Drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import FileError, OptionError
 from outrider.measure.along import measure_alpha
 from outrider.measure.teacher_forcing import Text
 from outrider.models.loading import Checkpoint, build_lm
-from outrider.runtime.lm import LM
 from pairs import random_llama, word_tokenizer
 
 WRITTEN = torch.randint(97, (40, 24), generator=torch.Generator().manual_seed(0))
@@ -94,24 +92,6 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     assert [(c.step, c.loss, c.alphas) for c in resumed] == [(c.step, c.loss, c.alphas) for c in whole]
     models = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "cut")]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[0])
-
-
-def test_the_draft_that_is_judged_is_the_one_that_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit, in float32: its weights are rounded to those of the file, and nothing else is."""
-    judged: list[LM] = []
-    as_stored = ModelStudent.as_stored
-
-    def spy(self: ModelStudent, name: str, dtype: torch.dtype) -> Drafter:
-        drafter = as_stored(self, name, dtype)
-        judged.append(drafter.lm)
-        return drafter
-
-    monkeypatch.setattr(ModelStudent, "as_stored", spy)
-    run(tmp_path, num_steps=1, save_dtype=torch.bfloat16)
-    ids = torch.arange(40)[None]
-    from_file = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    with torch.inference_mode():
-        assert torch.equal(judged[-1].model(ids).logits, from_file(ids).logits)
 
 
 def test_a_run_goes_on_with_more_steps_and_refuses_a_damaged_checkpoint(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from contract import check_no_look_ahead, check_state
 from heads import eagle3_drafter, mtp_pair
 from hybrids import V, hybrid, hybrid_lm
 from outrider.certify.exact import check_exactly
-from outrider.decoding.scheduler import SlotAssignment, Slots
 from outrider.drafters import head_states
 from outrider.drafters.base import NO_DRAFTER, Drafter, Rows, altered_drafter
 from outrider.drafters.chains import ChainSession
@@ -187,18 +186,6 @@ def test_a_round_follows_the_targets_law(name: str) -> None:
     for rule in RULES.values():
         report = check_exactly(*PAIRS[name](), Sampling(temperature=0.8, top_p=0.9), rule, texts)
         assert report.is_ok, report
-
-
-@pytest.mark.parametrize("name", ["model", "short context", "eagle3", "assistant", "dflash", "translated", "suffix"])
-def test_a_shared_prefix_changes_no_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sequence that has ended, in its slot and in another one, and of one that is running."""
-    found, place = list[SlotAssignment](), Slots.place
-    monkeypatch.setattr(Slots, "place", lambda self, row: found.append(place(self, row)) or found[-1])
-    random = torch.randint(FEW, (44,), generator=torch.Generator().manual_seed(4)).tolist()
-    shared, rests = random[:20], [random[20 + 6 * i :][:6] for i in range(4)]
-    sequences = [([*shared[: 20 - i], (shared[19 - i] + i) % FEW], rest) for i, rest in enumerate(rests)]
-    check_state(*PAIRS[name](), sequences, K)
-    assert sum(one.num_shared > 0 for one in found) >= 3
 
 
 def _blocks_of_a_hybrid() -> Pair:

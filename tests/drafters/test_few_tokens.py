@@ -15,8 +15,6 @@ from hybrids import V, hybrid
 from outrider.api import load, load_drafter
 from outrider.drafters.draft_options import DraftOptions, split_name, with_vocab
 from outrider.errors import FileError, OptionError, UnsupportedModel
-from outrider.kernels.blocks import BLOCK_FORMS
-from outrider.kernels.narrow_weight import NarrowWeight
 from outrider.models.few_tokens import with_few_tokens
 from outrider.runtime.lm import LM
 from outrider.runtime.stand_in import StandIn
@@ -67,22 +65,6 @@ def test_a_stand_in_and_its_original(tmp_path: Path, monkeypatch: pytest.MonkeyP
         _check(few, whole, chosen)
         few.native = whole.native = None
         _check(few, whole, chosen)
-
-
-def test_rows_in_blocks() -> None:
-    """In the file's own blocks, so that no number changes."""
-    form = next(one for one in BLOCK_FORMS.values() if one.name == "Q4_1")
-    model: Any = tiny_llama(vocab_size=70, hidden_size=256, num_attention_heads=4)
-    shape = (70, 256 // form.num_numbers, form.num_bytes)
-    rows = torch.randint(256, shape, generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    rows[..., :2] = torch.ones(1).half().view(torch.uint8)
-    rows[..., 2:4] = rows[..., :2]
-    weight = NarrowWeight.of_blocks(rows.view(70, -1), form)
-    model.float().lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
-    whole, chosen = LM(model, name="draft", vocab_size=70, context_len=64), torch.tensor([0, 1, 5, 17, 40, 41, 69])
-    few: Any = with_few_tokens(whole, chosen)
-    _check(few, whole, chosen)
-    assert few.model.lm_head.weight.blocks == form
 
 
 def test_the_most_frequent_tokens(tmp_path: Path) -> None:

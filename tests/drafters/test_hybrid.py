@@ -8,46 +8,13 @@ import pytest
 
 from contract import check_state
 from outrider.api import load, load_drafter
-from outrider.drafters.base import Rows
-from outrider.drafters.hybrid import HybridSession, hybrid_drafter
+from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import suffix_drafter
 from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import OptionError
 from outrider.measure.log import Header
 from outrider.measure.replay import replay
-from outrider.records import Draft
-from outrider.sampling.probs import full
-from outrider.sampling.rules import REJECTION
-from toys import as_lm, llama_pair, request, run, tiny_llama
-
-PROMPTS = [[1, 2, 3, 4] * 3, [7, 8, 9], [5] * 8, [10, 3, 10, 2]]
-V = 60  # tokens of the pair
-
-
-@pytest.mark.parametrize("rival", [0.0, 0.4, 1.0])
-def test_the_rival_decides_and_the_form_does_not_depend_on_who_drafts(
-    rival: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a rival that always agrees the suffix never drafts, and with one that never does it always drafts. q is
-    one-hot in rows of the suffix; each form would be a program of its own."""
-    target, model = llama_pair()
-    propose, shares = HybridSession.propose, set[bool]()
-
-    def note(self: HybridSession, rows: Rows, *others: Any) -> Draft:
-        draft = propose(self, rows, *others)
-        if draft.ids.shape[1]:
-            assert draft.probs is not None and draft.probs.shape == (*draft.ids.shape, V)
-            assert draft.is_finite is not None
-        for b, (ids, num) in enumerate(zip(self._found, rows.most_wanted, strict=True)):
-            shares.update([bool(ids)] if num and b == 2 and int(rows.lengths[b]) == len(PROMPTS[2]) else [])
-            num_drafted = int(draft.num_drafted[b])
-            assert not ids or bool((full(draft.probs)[b, range(num_drafted), draft.ids[b, :num_drafted]] == 1).all())
-        return draft
-
-    monkeypatch.setattr(HybridSession, "propose", note)
-    drafter = hybrid_drafter(suffix_drafter(), model, V, rival)
-    run(target, drafter, [request(ids, max_new_tokens=9) for ids in PROMPTS], REJECTION, 3)
-    assert shares <= {rival == 0.0} or rival == 0.4
+from toys import as_lm, tiny_llama
 
 
 def test_a_model_that_misses_the_tokens_of_the_suffix_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,13 +12,11 @@ from contract import check_state, lead
 from hybrids import V, hybrid, hybrid_lm
 from outrider.api import load_drafter
 from outrider.drafters.base import Rows
-from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.records import Draft
-from outrider.sampling.rules import BLOCK
 from pairs import embedded, random_llama, save, word_tokenizer
-from toys import as_lm, perturbed, request, run, table_pair, tiny_llama
+from toys import as_lm, perturbed, tiny_llama
 
 MASK = 59
 
@@ -40,30 +38,6 @@ def test_a_target_drafts_for_itself() -> None:
     for name in wrong:
         with pytest.raises(OptionError, match="window|min-prob is a probability between 0 and 1"):
             load_drafter(decoder, name)
-
-
-@pytest.mark.each_execution
-def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure() -> None:
-    """By the probabilities of the model, whatever the temperature. Row by row in a Markov chain, whose every round is
-    known from the accepted tokens and the token that was drafted last."""
-    target, drafter = table_pair(8)
-    probs = drafter.models[0].model.table.softmax(-1).amax(-1)
-    min_prob = float(probs.quantile(0.4))
-    is_sure = (probs >= min_prob).tolist()
-    options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.3, "top_k": 3}
-    requests = [replace(request((i,), seed=i, **options), reports_drafts=True) for i in range(8)]
-    outputs = run(target, model_drafter(drafter.models[0], DraftOptions(min_prob=min_prob)), requests, BLOCK, 4)
-    numbers = set()
-    for output, one in zip(outputs, requests, strict=True):
-        text = list(one.prompt_ids)
-        for row in output.rounds[:-2]:
-            ids = [token.token_id for token in row.drafted or ()]
-            before = [text[-1], *ids]
-            assert all(is_sure[token_id] for token_id in before[: len(ids)])
-            assert len(ids) == 4 or not is_sure[before[len(ids)]]
-            numbers.add(len(ids))
-            text += row.token_ids
-    assert numbers >= {0, 1, 2}
 
 
 def test_q_is_that_of_an_uncached_forward() -> None:

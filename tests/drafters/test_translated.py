@@ -10,15 +10,10 @@ import torch
 from tokenizers import Tokenizer
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from contract import check_state
 from outrider.api import load
 from outrider.decoder import Decoder
-from outrider.drafters.translated import translated_drafter
 from outrider.errors import TokenizerMismatch
-from outrider.sampling.rules import REJECTION
-from outrider.text.spelling import Spelling
 from pairs import byte_level_tokenizer, embedded, random_llama, zoo
-from toys import as_lm, request, run, tiny_llama
 
 PROMPTS = ["Once upon a time", "The old king, who was very tired,", "12 * 3 = ", "A"]
 
@@ -59,20 +54,6 @@ def test_the_text_is_that_of_plain_decoding(caplog: pytest.LogCaptureFixture) ->
         got, want = decoder.generate(PROMPTS, **options), decoder.plain().generate(PROMPTS, **options)
         assert [one.token_ids for one in got] == [one.token_ids for one in want]
         assert sum(one.stats.num_accepted_draft_tokens for one in got) > 20
-
-
-def test_a_long_spelling_ends_drafting() -> None:
-    """From its place on, and not in a sequence that shares the tokens before it."""
-    spelled = tuple((1, 2, 3, 4, 5, 6, 7, 8) if i == 9 else (i % 5,) for i in range(10))
-    spelling = Spelling((*range(5), *[-1] * 5), spelled)
-    drafter = translated_drafter(as_lm(tiny_llama(1, vocab_size=10), "draft"), spelling)
-    target = as_lm(tiny_llama(vocab_size=10))
-    long = [1, 2, 3, 4, *[9] * 20, 1]
-    requests = [request(prompt, max_new_tokens=12) for prompt in (long, [1, 2, 3, 4, 5])]
-    outputs = run(target, drafter, requests, REJECTION, 2)
-    assert outputs[0].stats.num_draft_tokens == 0 < outputs[1].stats.num_draft_tokens
-    rest = [1, 2, 3, 4, 1, 0, 2, 1]
-    check_state(target, drafter, [(long, rest), (long[:4], rest), (rest, [9] * 20 + rest)], 2)
 
 
 def test_too_few_tokens_in_common_are_refused() -> None:

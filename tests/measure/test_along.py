@@ -13,7 +13,6 @@ from native_cases import CASES, CONTEXT, VOCAB, random_model
 from outrider.certify.divergence import explain
 from outrider.decoding.engine import decode
 from outrider.drafters.base import NO_DRAFTER
-from outrider.drafters.lookups import ngram_drafter
 from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError, PromptError
 from outrider.measure import teacher_forcing
@@ -104,16 +103,6 @@ def test_drafts_end_as_in_the_loop() -> None:
     assert needs_forcing(drafter, [text])
     long = along(drafter, [text], Sampling(), K, target=target)
     assert [int(one.num_drafted) for one in long] == [3, 3, 2, 1, 3]  # then a window of the last tokens
-
-
-def test_a_look_up_is_asked_at_every_place() -> None:
-    """Without a target: up to the first other token, the end of the text, and the limit."""
-    text = Text((1, 2, 3, 1, 2, 3, 1, 2, 4), 4)
-    (one,) = along(ngram_drafter(), [text], Sampling(), 2, limits=[5])
-    assert one.q is None and one.p is None and one.places.tolist() == [0, 1, 2, 3, 4]
-    assert one.num_drafted.tolist() == [2, 2, 2, 1, 0]
-    assert one.drafted_ids[:4, 0].tolist() == [2, 3, 1, 2]
-    assert one.is_scored.tolist() == [[True] * 2] * 3 + [[True, False], [False] * 2]
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.5, top_p=0.8)])

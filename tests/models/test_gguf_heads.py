@@ -1,6 +1,7 @@
 """Heads in GGUF files draft what llama.cpp drafts with the same files, and what the same heads draft from folders."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from gguf_heads import (
     HEADS,
     IDS,
     MTP,
-    NUM_STEPS,
     PREFIX,
     write_assistant_pair,
     write_gguf_head,
@@ -23,9 +23,7 @@ from gguf_heads import (
     write_pair,
 )
 from outrider.api import load_drafter
-from outrider.decoder import Decoder
-from outrider.drafters import chains
-from outrider.drafters.head_states import BlockSession, feed_blocks
+from outrider.drafters.base import Drafter
 from outrider.drafters.heads import head_drafter
 from outrider.errors import ModelCorrupt, ModelError, UnsupportedModel
 from outrider.kernels.narrow_weight import NarrowWeight
@@ -34,72 +32,36 @@ from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
 from outrider.runtime.lm import LM
 from outrider.runtime.stand_in import StandIn
-from outrider.runtime.vocabulary import spread
 
 _GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "gguf_heads.json").read_text())
-_SHARE = 1e-4  # of the spread of logits
 
 
-def _features(decoder: Decoder, layers: tuple[int, ...]) -> Tensor:
-    """Inputs of layers for all tokens before the drafts but the last. [1, T, F]"""
-    model: Any = decoder.target.model
-    found: dict[int, Tensor] = {}
-    for i in layers:  # as outputs of the layers before: after the last one, Transformers tells normed states
-        layer = model.get_decoder().layers[i - 1]
-        layer.register_forward_hook(lambda _, given, output, i=i: found.update({i: output}))
-    model(torch.tensor([IDS[: PREFIX - 1]]))
-    return torch.cat([found[i] for i in layers], dim=-1)
+def _q(target: LM, head: LM | Drafter, tokens: Sequence[int]) -> Tensor:
+    """q of drafts along tokens after the prefix. [K, V]"""
+    drafter = head_drafter(head) if isinstance(head, LM) else head
+    _, ids, q = lead(target, drafter, [(IDS[:PREFIX], tokens)], len(tokens), temperature=1.0).drafts[0, PREFIX]
+    assert ids == [*tokens] and q is not None
+    return q.float()
 
 
-@torch.inference_mode()
-def _drafts(decoder: Decoder, head: LM) -> list[Tensor]:
-    """What ``make_gguf_heads`` tells of a head."""
-    module: Any = head.model
-    features, last = _features(decoder, module.features), torch.tensor([IDS[PREFIX - 2 : PREFIX]])
-    if module.block_size:
-        session = head_drafter(head).open(1, 64, torch.device("cpu"), 4)
-        assert isinstance(session, BlockSession)
-        session._keep(session._cache, features, torch.arange(PREFIX - 1)[None])
-        counts = torch.tensor([[PREFIX], [1]])
-        logits, outputs = feed_blocks(head, 64, module.most_drafted, session._cache, last, *counts)
-        found, before = [], last[0, -1:]
-        for i in range(module.most_drafted):  # along the most probable tokens, if the token before corrects them
-            here = logits[:, i]
-            if module.candidate_selector is not None:
-                here = module.candidate_selector(here, outputs[:, i], before)
-            found.append(spread(here, module.token_ids, head.vocab_size)[0])
-            before = found[-1].argmax(keepdim=True)
-        return found
-    cache, positions = head.new_cache(1, 64), torch.arange(PREFIX - 1)[None]
-    chains.keep_states(head, cache, features, positions)
-    tokens, states, found = torch.tensor([IDS[1:PREFIX]]), chains.stored_states(cache, positions), []
-    for step in range(NUM_STEPS):
-        logits, states = chains.feed_entries(head, 64, 1, cache, tokens, states, positions)
-        found.append(spread(logits[0, -1], head.token_ids, head.vocab_size))
-        tokens, states, positions = torch.tensor([[IDS[PREFIX + step]]]), states[:, -1:], positions[:, -1:] + 1
-    return found
-
-
-def _golden(name: str, head: LM) -> list[Tensor]:
-    rows, module = torch.tensor(_GOLDEN[name]), head.model
+def _golden(name: str, module: Any = None) -> tuple[list[int], Tensor]:
+    """Tokens, and q along them."""
+    rows = torch.tensor(_GOLDEN[name])
     if (selector := getattr(module, "candidate_selector", None)) is None:
-        return [*rows[getattr(module, "num_before", 0) :]]
-    found, before, num = [], 0, selector.num_candidates
+        rows = rows[getattr(module, "num_before", 0) :]
+        return IDS[PREFIX:][: len(rows)], rows.softmax(dim=-1)
+    found, tokens, before, num = [], [], 0, selector.num_candidates
     for row in rows[1:]:  # candidates, and their scores after each of the candidates of the slot before
         scores = row[num:].view(num, num)[before]
-        found.append(torch.full((head.vocab_size,), -1e9).scatter(0, row[:num].long(), scores))
+        found.append(torch.full((48,), -1e9).scatter(0, row[:num].long(), scores).softmax(dim=-1))
         before = int(scores.argmax())
-    return found
+        tokens.append(int(row[before]))
+    return tokens, torch.stack(found)
 
 
-def _assert_close(found: list[Tensor], expected: list[Tensor], share: float = _SHARE) -> None:
-    assert len(found) == len(expected) > 2
-    for mine, its in zip(found, expected, strict=True):
-        is_drafted = its > -1000
-        assert torch.equal(mine > -1000, is_drafted)
-        spread = float(its[is_drafted].std())
-        assert spread > 0.1
-        torch.testing.assert_close(mine[is_drafted], its[is_drafted], rtol=0.0, atol=share * spread)
+def _assert_close(found: Tensor, expected: Tensor, atol: float = 2e-4) -> None:
+    assert expected.amax() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0.0, atol=atol)
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -111,9 +73,10 @@ def test_it_drafts_what_llama_drafts(name: str, tmp_path: Path) -> None:
     (head,) = drafter.models
     assert drafter.name == str(file) and (head.native is None) == (name == "DFlash 2")
     plain, folder = (load_head(resolve(str(one)), decoder.target) for one in (file, tmp_path / "head"))
+    tokens, golden = _golden(name, head.model)
     for one in (head, plain):
-        _assert_close(_drafts(decoder, one), _golden(name, one))
-    _assert_close(_drafts(decoder, plain), _drafts(decoder, folder), 1e-5)
+        _assert_close(_q(decoder.target, one, tokens), golden)
+    _assert_close(_q(decoder.target, plain, tokens), _q(decoder.target, folder, tokens), 1e-5)
 
 
 @pytest.mark.parametrize("name", MTP)
@@ -123,7 +86,8 @@ def test_an_mtp_layer_drafts_what_llama_drafts(name: str, tmp_path: Path) -> Non
     decoder, again = (outrider.load(file) for _ in range(2))
     assert isinstance(again.target.weights, StandIn) and not isinstance(decoder.target.weights, StandIn)
     (head,) = load_drafter(decoder, "mtp").models
-    _assert_close(_drafts(decoder, head), _golden(name, head))
+    tokens, golden = _golden(name)
+    _assert_close(_q(decoder.target, head, tokens), golden)
     other = load_drafter(again, "mtp").models[0].model.state_dict()
     assert all(torch.equal(other[key], value) for key, value in head.model.state_dict().items())
 
@@ -138,11 +102,8 @@ def test_an_assistant_drafts_what_llama_drafts(tmp_path: Path) -> None:
     folder = load_head(resolve(str(tmp_path / "head")), decoder.target)
     own, expected = head.model.state_dict(), folder.model.state_dict()
     assert own.keys() == expected.keys() and all(torch.equal(own[key], expected[key]) for key in own)
-    led = lead(decoder.target, drafter, [(IDS[:PREFIX], IDS[PREFIX : PREFIX + NUM_STEPS])], NUM_STEPS, temperature=1.0)
-    _, _, q = led.drafts[0, PREFIX]
-    golden = torch.tensor(_GOLDEN[ASSISTANT]).softmax(dim=-1)
-    assert q is not None and q.shape == golden.shape and golden.amax() > 0.2
-    torch.testing.assert_close(q.float(), golden, rtol=0.0, atol=2e-3)  # its GELU is a table of float16
+    tokens, golden = _golden(ASSISTANT)
+    _assert_close(_q(decoder.target, drafter, tokens), golden, 2e-3)  # its GELU is a table of float16
     for keys, told in (
         ({"attention__shared_kv_layers": 2}, "attention.shared_kv_layers = 2"),
         ({"embedding_length_out": 48}, r"nextn.pre_projection.weight has the shape \[40, 96\]"),
@@ -179,7 +140,7 @@ def test_matrices_stay_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for key in wide:
         assert torch.equal(own[key].wide() if key in own else head.model.state_dict()[key], wide[key]), key
     plain = load_head(resolve(str(tmp_path / "head")), decoder.target)
-    found, expected = (_drafts(decoder, one)[0] for one in (head, plain))  # the next ones depend on its token
+    found, expected = (_q(decoder.target, one, IDS[PREFIX : PREFIX + 2]) for one in (head, plain))
     assert (found - expected).abs().mean() < 0.1 * expected.std()
 
 
