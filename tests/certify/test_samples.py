@@ -6,14 +6,7 @@ import pytest
 from scipy import stats
 
 from outrider.certify.controls import ARGMAX_DRAFTS, REUSED
-from outrider.certify.samples import (
-    SampledText,
-    check_samples,
-    judge,
-    judge_greedily,
-    level_of_kept,
-    num_repeats,
-)
+from outrider.certify.samples import SampledText, check_samples, judge, judge_greedily, level_of_kept, num_repeats
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.errors import PromptError
 from outrider.options import Sampling

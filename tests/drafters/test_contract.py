@@ -247,10 +247,7 @@ def _depend_on_width(rows: Rows, k: int, draft: Draft) -> Draft:
 
 def test_mistakes_within_a_round_are_detected() -> None:
     target, drafter = table_pair(FEW)
-    for mistake, message in (
-        (_cut_at_unlikely, "depends on later tokens"),
-        (_report_flatter, "drawn from another q"),
-    ):
+    for mistake, message in ((_cut_at_unlikely, "depends on later tokens"), (_report_flatter, "drawn from another q")):
         with pytest.raises(AssertionError, match=message):
             check_no_look_ahead(target, altered_drafter(drafter, "wrong", mistake), (3, 1, 2), FEW, K)
     with pytest.raises(AssertionError, match="q is off by"):

@@ -10,18 +10,22 @@ from typing import Any
 
 import pytest
 
+from contract import check_state
 from outrider.api import load, load_drafter
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.drafters import corpus as corpus_module
 from outrider.drafters import lookups as suffix_module
 from outrider.drafters.corpus import Corpus, read_corpus
+from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixIndex, ngram_drafter, suffix_drafter
+from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import FileError, OptionError
 from outrider.measure.along import proposals
 from outrider.measure.log import Header
-from outrider.measure.replay import load_draft
+from outrider.measure.replay import load_draft, replay
 from outrider.measure.teacher_forcing import Text
 from pairs import word_tokenizer
+from toys import as_lm, tiny_llama
 
 Step = tuple[int, int, int, int]  # token, how often it followed, how often any did, length of what they followed
 
@@ -68,16 +72,6 @@ def _continuation_in(corpus: Sequence[Sequence[int]], text: Sequence[int], most:
         part.append(token)
 
 
-def _likely(steps: Iterator[Step], k: int, min_prob: float) -> tuple[float, list[int]]:
-    score, prob, ids = 0.0, 1.0, []
-    for token, count, num_followed, length in islice(steps, k):
-        prob *= count / (num_followed + 2 / length)
-        if prob < min_prob:
-            break
-        score, ids = score + prob, [*ids, token]
-    return score, ids
-
-
 def _texts(rng: random.Random, num: int) -> list[list[int]]:
     size = rng.randint(1, 4)
     return [[rng.randrange(size) for _ in range(rng.randint(1, 24))] for _ in range(num)]
@@ -107,24 +101,6 @@ def test_index_and_corpus_equal_a_search_over_all_substrings(most: int) -> None:
         text, *texts = _texts(rng, rng.randint(2, 5))
         found = Corpus(texts).continuation(text[-most:])
         assert list(islice(found, 8)) == list(islice(_continuation_in(texts, text, most), 8)), (texts, text)
-
-
-def test_drafts_end_where_they_are_unlikely_and_the_score_decides(most: int) -> None:
-    """Proposals at every place of several texts, from one session, against the slow twins."""
-    rng = random.Random(2)
-    for _ in range(40):
-        corpus, texts = _texts(rng, 3), [text for text in _texts(rng, 4) if len(text) > 1]
-        if not texts:
-            continue
-        k, min_prob = rng.randint(1, 6), rng.choice([0.05, 0.1, 0.4])
-        scored = [Text(text, rng.randint(1, len(text) - 1)) for text in texts]
-        wanted = [[rng.randint(0, k) for _ in one.ids[one.num_given :]] for one in scored]
-        drafter = suffix_drafter(Corpus(corpus), min_prob)
-        for text, nums, drafts in zip(scored, wanted, proposals(drafter, scored, wanted), strict=True):
-            for place, (num, draft) in enumerate(zip(nums, drafts, strict=True), start=text.num_given):
-                own = _likely(_continuation(text.ids[:place], most), num, min_prob)
-                other = _likely(_continuation_in(corpus, text.ids[:place], most), num, min_prob)
-                assert draft == (other if other[0] > own[0] else own)[1]
 
 
 def test_ngram_drafts_as_many_tokens_as_are_wanted() -> None:
@@ -185,3 +161,38 @@ def test_by_name(tmp_path: Path) -> None:
             load_drafter(decoder, draft, corpus=files)
     with pytest.raises(OptionError, match="--corpus = .*: only the draft 'suffix' reads one"):
         _ = PairOptions(draft=["ngram"], corpus=[path]).draft_names
+
+
+def test_a_model_that_misses_the_tokens_of_the_suffix_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the contract: a round without drafts of the model commits more than one token here."""
+    target = as_lm(tiny_llama(vocab_size=4))
+    model = model_drafter(as_lm(tiny_llama(1, vocab_size=4), "draft"))
+    sequences = [
+        ([3, 1, 2, 0], [1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 1, 0, 2]),
+        ([0, 2], [0, 2, 0, 2, 0, 2, 0, 1, 3, 2, 1]),
+    ]
+    drafter = hybrid_drafter(suffix_drafter(), model, 4, 0.4)
+    check_state(target, drafter, sequences, 3)
+    monkeypatch.setattr(ModelSession, "_note", lambda self, rows: setattr(self, "_gaps", [0] * len(self._gaps)))
+    with pytest.raises(AssertionError, match="q is off by|is drafted, not"):
+        check_state(target, drafter, sequences, 3)
+
+
+def test_a_hybrid_by_name(tmp_path: Path) -> None:
+    """The model's drafts are masked by constraints; a forbidden token of the suffix is rejected."""
+    path = tmp_path / "corpus.txt"
+    path.write_text("The old king lived in a castle by the sea.")
+    decoder = load("fable", "suffix+fable-draft", device="cpu", num_draft_tokens=4)
+    drafter = load_drafter(decoder, "suffix+fable-draft", corpus=[path])
+    assert re.fullmatch("suffix[+][0-9a-f]{8}[+]fable-draft", drafter.name)
+    options: dict[str, Any] = {"regex": "(the (king|queen) and ){12}", "temperature": 0.0, "max_new_tokens": 40}
+    prompts = ["the king and the queen and the cat and the king and the queen and ", "Once upon a time "]
+    got, want = decoder.generate(prompts, **options), decoder.plain().generate(prompts, **options)
+    assert [one.token_ids for one in got] == [one.token_ids for one in want]
+    assert all(one.stats.num_accepted_draft_tokens > 10 for one in got)
+    for name in ("suffix+", "suffix+ngram", "suffix+suffix+fable-draft"):
+        with pytest.raises(OptionError, match="give the name of a model after 'suffix[+]'"):
+            load_drafter(decoder, name)
+    header = Header.of(decoder, {}, has_probs=False)  # a log does not tell its drafts
+    with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
+        next(replay([], header, decoder.drafter, "block", [2]))

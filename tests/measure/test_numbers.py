@@ -1,15 +1,20 @@
 """Means, ratios, proportions, tau and closed forms, against published numbers, hand-computed ones, and simulation."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from outrider.decoding.schedule import expected_tokens
+from outrider.measure import round_costs
 from outrider.measure.intervals import bounded_mean, mean_std, paired_ratio, wald, wilson
+from outrider.measure.round_costs import CostArm, Costs, RoundCost, choices, time_rounds
 from outrider.measure.tau import counts_json, predict, stats_of
-from outrider.records import Interval, Stats
+from outrider.records import Interval, Round, Stats, Timing
+from outrider.sampling.rules import RULES
+from toys import table_pair
 
 # Newcombe 1998, Statistics in Medicine 17:857, table I: the simple asymptotic (1) and the score method (3).
 NEWCOMBE = [
@@ -93,3 +98,48 @@ def test_the_closed_forms_are_those_published() -> None:
     assert (one.tau, one.speed_up, one.operations) == (5.0, 2.0, pytest.approx(1.08))
     assert expected_tokens([0.9, 0.5, 0.8])[-1] == pytest.approx(1 + 0.9 + 0.45 + 0.36)
     assert expected_tokens([]) == [1.0]
+
+
+def test_the_round_after_a_prefill_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is the only one. What the prefill took is kept all the same. (The times are made up.)"""
+    timings = [Timing(8.0, 0.5, 0.5, 9.5), *[Timing(0.0, 0.25, 0.5, 1.0)] * 9]
+    arm = CostArm(*table_pair(5), 2)
+    for num_rounds, wanted in ((10, [Timing(8.0, 0.25, 0.5, 9.0), *timings[2:5]]), (1, timings[:1])):
+        rounds = [Round((), timing) for timing in timings[:num_rounds]]
+        monkeypatch.setattr(round_costs, "decode", lambda *_, rounds=rounds, **__: iter(rounds))
+        assert time_rounds([arm], RULES["rejection"], num_rows=1, length=4, num_passes=1) == [wanted]
+
+
+COSTS = Costs(
+    num_rows=2,
+    context=64,
+    prefill_s=0.1,
+    plain=RoundCost(0.010, 0.0, 0.009),
+    rounds={
+        ("cheap", 1): RoundCost(0.012, 0.001, 0.010),
+        ("cheap", 3): RoundCost(0.020, 0.004, 0.015),
+        ("dear", 1): RoundCost(0.040, 0.028, 0.010),
+    },
+)
+
+
+def test_choices_by_hand() -> None:
+    """Texts of nine tokens. A round of "cheap" with two drafted tokens was not timed: it lies between."""
+    cut = Stats(9, (2.0, 3.0), (0.0, 5.0), num_truncated_rounds=1.0)
+    short = Stats(9, (1.0, 0.0, 1.0, 1.0), (1.0, 0.0, 1.0, 1.0))
+    whole = Stats(9, (0.0, 4.5), (0.0, 4.5))
+    first, second, third = choices(
+        COSTS, {("cheap", 1): [cut] * 2, ("cheap", 3): [short] * 2, ("dear", 1): [whole] * 2}
+    )
+    assert [(one.draft, one.k) for one in (first, second, third)] == [("cheap", 3), ("cheap", 1), ("dear", 1)]
+    seconds = 0.010 + (0.012 + 0.020) / 2 + 0.020  # none drafted, two, three
+    assert first.speed_up.value == pytest.approx(0.090 / seconds) and first.tau.value == pytest.approx(3.0)
+    assert first.tokens_per_s == pytest.approx(2 * 9 / seconds) and first.round_ms == pytest.approx(20.0)
+    assert first.if_free == pytest.approx(0.090 / (seconds - (0.001 + 0.004) / 2 - 0.004))
+    assert first.if_agreeing == pytest.approx(0.090 / (3 * 0.020))  # four tokens a round: three rounds
+    assert second.tau.value == pytest.approx(9 / 6) and second.speed_up.value == pytest.approx(0.090 / (6 * 0.012))
+    assert third.speed_up.value == pytest.approx(0.5)
+    # A look-up that finds nothing in ten rounds: the plain round, and the looking.
+    costs = replace(COSTS, rounds={("ngram", 4): RoundCost(0.013, 0.002, 0.010)}, lookup_s={"ngram": 0.002})
+    (one,) = choices(costs, {("ngram", 4): [Stats(10, (10.0,), (10.0,))]})
+    assert one.speed_up.value == pytest.approx(0.010 / 0.012) and one.if_free == pytest.approx(1.0)
