@@ -16,7 +16,7 @@ from outrider.drafters.base import NO_DRAFTER
 from outrider.drafters.model import model_drafter
 from outrider.errors import NumericsError, PromptError
 from outrider.measure import teacher_forcing
-from outrider.measure.along import along, force_drafts, measure_alpha, needs_forcing, overlap
+from outrider.measure.along import force_drafts, measure_alpha, overlap
 from outrider.measure.teacher_forcing import Text, force
 from outrider.models.executions import choose_execution
 from outrider.options import Sampling
@@ -92,17 +92,6 @@ def test_p_and_q_are_those_of_teacher_forcing() -> None:
                     scored.add((row, place, offset))
     lengths = [len(text.ids) - text.num_given for text in TEXTS]
     assert len(scored) == sum(min(K, n - place) for n in lengths for place in range(n))
-
-
-def test_drafts_end_as_in_the_loop() -> None:
-    """Near the most tokens that a text may have, and where the draft's context ends."""
-    target, drafter = llama_pair(draft_context_len=8)
-    rounds = list(force_drafts(target, drafter, [Text((1, 2, 3, 4, 5, 6, 7), 3)], [Sampling(max_new_tokens=5)], K))
-    assert [(int(one.num_drafted), int(one.is_scored.sum())) for one in rounds] == [(n, n) for n in (3, 3, 2, 1)]
-    text = Text((1, 2, 3, 4, 5, 6, 7, 8, 9, 9), 5)
-    assert needs_forcing(drafter, [text])
-    long = along(drafter, [text], Sampling(), K, target=target)
-    assert [int(one.num_drafted) for one in long] == [3, 3, 2, 1, 3]  # then a window of the last tokens
 
 
 @pytest.mark.parametrize("sampling", [Sampling(temperature=0), Sampling(temperature=0.5, top_p=0.8)])
