@@ -207,26 +207,6 @@ def test_drafts_with_recurrences_are_a_function_of_the_sequence(make: Callable[[
     check_state(*make(), _sequences(V)[:2], K, atol=1e-4)
 
 
-def test_an_entry_of_another_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last entry of a shared prefix has the token after it, which differs in the new sequence."""
-    target = as_lm(tiny_llama(vocab_size=4, num_layers=4))
-    drafter = eagle3_drafter(target)
-    shared = [3, 1, 2, 0, 3, 1, 2, 0, 1, 1, 2, 3] * 2
-    sequences = [([*shared, first], [2, 0, 1, 3, 2, 1]) for first in (1, 2, 3)]
-    check_state(target, drafter, sequences, 3)
-    assign = ChainSession.assign
-
-    def stale(self: ChainSession, slot: int, source: int | None, num_tokens: int) -> None:
-        known = None if source is None else min(int(self._cached[source]), num_tokens)
-        assign(self, slot, source, num_tokens)
-        if known is not None:
-            self._cached[slot] = known
-
-    monkeypatch.setattr(ChainSession, "assign", stale)
-    with pytest.raises(AssertionError, match="is drafted, not|q is off by"):
-        check_state(target, drafter, sequences, 3)
-
-
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:
     """Looks at the token that it cuts."""
     assert draft.probs is not None
@@ -281,11 +261,24 @@ def _keeping_rejected_tokens(right: Any) -> Any:
     return wrong
 
 
+def _keeping_the_last_entry(right: Any) -> Any:
+    """Of a shared prefix, with the token after it, which differs in the new sequence."""
+
+    def wrong(self: Any, slot: int, source: int | None, num_tokens: int) -> None:
+        known = None if source is None else min(int(self._cached[source]), num_tokens)
+        right(self, slot, source, num_tokens)
+        if known is not None:
+            self._cached[slot] = known
+
+    return wrong
+
+
 @pytest.mark.parametrize(
     ("name", "session", "what", "wrong"),
     [
         ("dflash", head_states.BlockSession, "assign", None),
         ("dflash", head_states.BlockSession, "observe", _with_drafts_only),
+        ("eagle3", ChainSession, "assign", _keeping_the_last_entry),
         ("suffix", SuffixSession, "assign", None),
         ("translated", ModelSession, "forget", None),
         ("model", ModelSession, "assign", None),

@@ -127,7 +127,7 @@ def test_llama_drafts_what_is_golden(name: str, tmp_path: Path) -> None:
 def test_matrices_stay_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a target whose weights are as they are stored; else they are widened: to the same numbers."""
     target, _, _ = write_pair("EAGLE-3", tmp_path)
-    file, _ = write_gguf_head(tmp_path / "q8.gguf", tmp_path / "head", form_of=lambda _: "Q8_0")
+    file, _ = write_gguf_head(tmp_path / "q8.gguf", tmp_path / "head", form="Q8_0")
     wide = load_drafter(outrider.load(target, store="plain"), file).models[0].model.state_dict()
     monkeypatch.setattr(cpu_weights, "_LEAST_NUMBERS", 1)
     monkeypatch.setattr(cpu_weights, "_LEAST_IN_ALL", 1)

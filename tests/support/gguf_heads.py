@@ -122,14 +122,14 @@ def write_gguf_head(
     folder: Path,
     *,
     keys: dict[str, Any] | None = None,
-    form_of: Any = None,
+    form: str | None = None,
     added: dict[str, Any] | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Write the head of a folder. Returns the file, and the keys of its architecture.
 
     Args:
         keys: keys of the architecture that replace or follow those of the head; None to leave a key out.
-        form_of: from the name of a matrix to the name of its form of blocks; None for float32.
+        form: name of the matrices' form of blocks; None for float32.
         added: further tensors.
     """
     stated, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -159,15 +159,11 @@ def write_gguf_head(
         if is_eagle3 and name.endswith(("q_proj.weight", "k_proj.weight")):
             num_heads = own["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             numbers = numbers.view(num_heads, 2, -1, numbers.shape[1]).swapaxes(1, 2).reshape(numbers.shape)
-        new, form = (
-            _name(name),
-            None if form_of is None or numbers.ndim != 2 or numbers.shape[1] % 32 else form_of(_name(name)),
-        )
-        if form is None:
-            writer.add_tensor(new, np.ascontiguousarray(numbers.numpy()))
+        if form is None or numbers.ndim != 2 or numbers.shape[1] % 32:
+            writer.add_tensor(_name(name), np.ascontiguousarray(numbers.numpy()))
         else:
             kind = gguf.GGMLQuantizationType[form]
-            writer.add_tensor(new, gguf.quants.quantize(numbers.numpy(), kind), raw_dtype=kind)
+            writer.add_tensor(_name(name), gguf.quants.quantize(numbers.numpy(), kind), raw_dtype=kind)
     for name, numbers in (added or {}).items():
         writer.add_tensor(name, numbers)
     writer.write_header_to_file()
@@ -210,15 +206,12 @@ def _block_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     found = {
         "block_size": inner["block_size"],
         "target_layers": ids or inner["aux_hidden_state_layer_ids"],
-        "conv_kernel_size": inner.get("conv_kernel_size"),
-        "conv_group_size": inner.get("conv_group_size"),
-        "selector_rank": inner.get("selector_rank"),
-        "selector_top_k": inner.get("selector_top_k"),
         "logit_scale": inner.get("output_multiplier"),
-        "final_logit_softcapping": inner.get("final_logit_softcapping"),
         "embedding_scale": inner.get("input_embedding_scale"),
         "attention.causal": inner.get("is_causal"),
     }
+    same = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "final_logit_softcapping")
+    found |= {key: inner.get(key) for key in same}
     if own.get("use_sliding_window"):
         found["attention.sliding_window"] = own["sliding_window"]
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in own["layer_types"]]
