@@ -72,9 +72,8 @@ def test_numbers_used_in_two_rounds_show_in_two_rounds_alone() -> None:
         (REJECTION, REUSED.make_noise),
         (BLOCK, lambda seeds, starts, k, _: round_uniforms(seeds, torch.zeros_like(starts), k)),
     ):
-        report = check_exactly(
-            *table_pair(6), Sampling(), dataclasses.replace(rule, make_noise=make_noise), CONTEXTS[:1]
-        )
+        wrong = dataclasses.replace(rule, make_noise=make_noise)
+        report = check_exactly(*table_pair(6), Sampling(), wrong, CONTEXTS[:1])
         assert report.identity < 1e-14 and report.round_law < 1e-14
         assert report.two_rounds > 0.05 and not report.is_ok
 

@@ -28,13 +28,12 @@ def _written(
     *,
     rule: Rule = REJECTION,
     said: Sampling | None = None,
-    seed: int = 0,
     has_one_seed: bool = False,
 ) -> list[SampledText]:
     """Texts of our own loop, which end by chance, said to be sampled by other options perhaps."""
     requests = []
     for i in range(num_texts):
-        row = dataclasses.replace(sampling, seed=seed if has_one_seed else seed + i)
+        row = dataclasses.replace(sampling, seed=0 if has_one_seed else i)
         requests.append(Request(PROMPTS[i % 3], row, RowText(None, (END,), ())))
     return [
         SampledText(i, tuple(request.prompt_ids), text, said or sampling)

@@ -28,12 +28,7 @@ TARGET = random_llama().float()
 
 
 def run(
-    output: Path,
-    *,
-    kind: str = "model",
-    save_dtype: torch.dtype = torch.float32,
-    on_step: Callable[[float], None] = lambda spent: None,
-    **more: Any,
+    output: Path, *, kind: str = "model", on_step: Callable[[float], None] = lambda spent: None, **more: Any
 ) -> list[Check]:
     lm = build_lm(Checkpoint("target", TARGET, None), 97)
     student: Student
@@ -47,7 +42,7 @@ def run(
         Mixture(None, WRITTEN, 24, 1.0, 0),
         HELD_OUT,
         Recipe(**{"batch_size": 4, "learning_rate": 1e-2, "save_s": 0.0} | more),
-        save_dtype=save_dtype,
+        save_dtype=torch.float32,
         on_step=on_step,
     )
 

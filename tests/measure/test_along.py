@@ -45,7 +45,6 @@ def test_forced_logits_are_those_of_one_forward() -> None:
     lm = as_lm(tiny_llama())
     sampling = Sampling(repetition_penalty=1.5, presence_penalty=1.0, min_tokens=2, stop_token_ids=(1,))
     chunks = list(force(lm, LONG, [Settings.of([sampling], lm.vocab_size, CPU)]))
-    assert len(chunks) == 2
     for row, text in enumerate(LONG):
         want = lm.model(torch.tensor([text.ids])).logits[0, text.num_given - 1 : -1]
         got = torch.cat([chunk.logits[chunk.rows == row] for chunk in chunks])

@@ -45,8 +45,7 @@ def test_a_measurement_is_what_the_arm_generates_and_on_chunk_is_not_timed(monke
         ahead_s[0] += 3600
         seen.append(chunk)
 
-    peak_bytes = peak_memory_bytes(torch.device("cpu"))
-    assert peak_bytes is not None and peak_bytes > 2**24
+    assert (peak_memory_bytes(torch.device("cpu")) or 0) > 2**24
     (one,) = race([arm], case, OPTIONS, on_chunk)
     assert (one.arm, one.case, one.text, one.stats) == (arm, case, completion.text, completion.stats)
     assert ahead_s[0] >= 2 * 3600 > 3600 > one.timing.total_s

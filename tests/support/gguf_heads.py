@@ -137,8 +137,8 @@ def write_gguf_head(
     is_eagle3 = "layers.0.hidden_norm.weight" in tensors
     architecture = "eagle3" if is_eagle3 else "dflash"
     writer = gguf.GGUFWriter(file, architecture)
-    all_keys = _shared_keys(own) | (_eagle3_keys(stated, own) if is_eagle3 else _block_keys(stated, own))
-    all_keys = {key: value for key, value in (all_keys | (keys or {})).items() if value is not None}
+    all_keys = _keys(stated, own, is_eagle3=is_eagle3) | (keys or {})
+    all_keys = {key: value for key, value in all_keys.items() if value is not None}
     for key, value in all_keys.items():
         add_value(writer, f"{architecture}.{key}", value)
     writer.add_tokenizer_model("gpt2")
@@ -173,31 +173,24 @@ def write_gguf_head(
     return file, all_keys
 
 
-def _shared_keys(own: dict[str, Any]) -> dict[str, Any]:
-    theta = own.get("rope_theta") or own["rope_parameters"]["rope_theta"]
-    return {
+def _keys(stated: dict[str, Any], own: dict[str, Any], *, is_eagle3: bool) -> dict[str, Any]:
+    found = {
         "context_length": own["max_position_embeddings"],
         "embedding_length": own["hidden_size"],
         "block_count": own["num_hidden_layers"],
         "feed_forward_length": own["intermediate_size"],
         "attention.head_count": own["num_attention_heads"],
         "attention.head_count_kv": own["num_key_value_heads"],
-        "attention.key_length": own["head_dim"],
-        "attention.value_length": own["head_dim"],
         "attention.layer_norm_rms_epsilon": float(own["rms_norm_eps"]),
-        "rope.freq_base": float(theta),
-        "rope.dimension_count": own["head_dim"],
+        "rope.freq_base": float(own.get("rope_theta") or own["rope_parameters"]["rope_theta"]),
     }
-
-
-def _eagle3_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "vocab_size": own["vocab_size"],
-        "target_layers": stated["eagle_aux_hidden_state_layer_ids"],
-        "target_hidden_size": own["hidden_size"],
-        "norm_before_residual": stated.get("norm_before_residual", False),
-        "norm_before_fc": stated.get("norm_before_fc", False),
-    }
+    lengths = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    found |= dict.fromkeys(lengths, own["head_dim"])
+    if not is_eagle3:
+        return found | _block_keys(stated, own)
+    found |= {key: stated.get(key, False) for key in ("norm_before_residual", "norm_before_fc")}
+    found |= {"vocab_size": own["vocab_size"], "target_hidden_size": own["hidden_size"]}
+    return found | {"target_layers": stated["eagle_aux_hidden_state_layer_ids"]}
 
 
 def _block_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
