@@ -36,7 +36,7 @@ def test_right_rules_are_exact(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> N
         assert report.num_contexts == 2 and report.num_rows == 2 * (1 + 4 + 16)
     gaps = iter([1e-16, float("nan")])
     monkeypatch.setattr("outrider.certify.exact.round_gap", lambda *_: next(gaps))
-    assert not check_exactly(*table_pair(6), Sampling(), rule, CONTEXTS).is_ok
+    assert not check_exactly(*table_pair(6), Sampling(), REJECTION, CONTEXTS).is_ok
 
 
 def test_other_drafters_and_small_vocabularies_are_exact_too() -> None:

@@ -119,7 +119,6 @@ def test_config_follows_the_target() -> None:
     assert [kept_layers(6, n) for n in (1, 2, 3)] == [[0], [0, 5], [0, 2, 5]] and kept_layers(2, 4) == [0, 0, 1, 1]
     for config, shape, message in (
         (LlamaConfig(), (0, 64), "num_layers = 0"),
-        (LlamaConfig(), (1, 0), "hidden_size = 0"),
         (GPT2Config(n_embd=32, n_head=4), (1, 20), "a multiple of 8"),
     ):
         with pytest.raises(OptionError, match=message):

@@ -76,8 +76,6 @@ _DSPARK = "a DSpark head, which is not run here: take an EAGLE-3, DFlash or DFla
     ("changes", "tensors", "error", "message"),
     [
         ({}, {"refiner.weight": torch.zeros(2)}, ModelCorrupt, "1 weights that do not belong .* refiner.weight"),
-        ({"speculators_model_type": "xpress"}, {}, UnsupportedModel, "of the kind xpress, which is not known"),
-        ({"num_hidden_layers": 3}, {}, ModelCorrupt, "lacks 11 weights"),
         ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, {}, ModelCorrupt, "no mask token that .*: None"),
         ({"dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3}}, {}, ModelCorrupt, "for another target"),
         ({}, {"lm_head.weight": torch.zeros(50, 32)}, ModelCorrupt, "50 tokens, and no d2t"),

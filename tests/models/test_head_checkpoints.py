@@ -167,7 +167,6 @@ def test_an_mtp_layer_in_eight_bits_is_widened(tmp_path: Path) -> None:
         ),
         ({}, {"mask_hidden": torch.zeros(1, 1, 96)}, "is a P-EAGLE head, which is not run here: take an EAGLE-3"),
         ({}, {"fc.weight": torch.zeros(32, 144)}, "is for another target: it reads 144 numbers"),
-        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}, {}, r"it reads layers \(1, 2, 9\) of 4"),
         ({}, {"d2t": torch.full((60,), -50)}, "its d2t does not name tokens"),
         ({"model_type": "unheard-of"}, {}, "no head can be built of head .KeyError"),
     ],
