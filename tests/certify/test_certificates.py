@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from functools import cache
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from scipy import stats
 from hybrids import hybrid, hybrid_lm
 from outrider.certify import run as module
 from outrider.certify.certificate import Certificate
-from outrider.certify.controls import CONTROLS, Control
+from outrider.certify.controls import CONTROLS
 from outrider.certify.design import Design, num_tests
 from outrider.certify.evidence import detectable
 from outrider.certify.run import CertifyTask, TokenSample, certify, run_pilot
@@ -23,8 +23,7 @@ from outrider.drafters.model import model_drafter
 from outrider.errors import OptionError, PromptError
 from outrider.options import Sampling
 from outrider.runtime.lm import LM
-from outrider.sampling.rules import RULES
-from toys import as_lm, llama_pair, perturbed, random_table, table_lm, table_pair, tiny_llama
+from toys import as_lm, llama_pair, perturbed, table_pair, tiny_llama
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +33,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_NUM_CONTEXTS", 2)
 
 
+CONTROLS_BY_NAME = {control.name: control for control in CONTROLS}
 PROMPTS = [(1, 2), (3,), (4, 4, 4, 1)]
-ALL_CONTROLS = tuple(control.name for control in CONTROLS)
 
 
 def _job(
@@ -48,16 +47,14 @@ def _job(
     return CertifyTask(decoder, sampling, PROMPTS, level, batch_size, seed=7)
 
 
-def _controls(*names: str) -> list[Control]:
-    return [control for control in CONTROLS if control.name in names]
-
-
 def _certificate(job: CertifyTask, num_tokens: int, *controls: str, **options: Any) -> Certificate:
-    return certify(job, run_pilot(job), num_tokens, controls=_controls(*controls), **options)
+    return certify(job, run_pilot(job), num_tokens, controls=[CONTROLS_BY_NAME[name] for name in controls], **options)
 
 
-@pytest.mark.parametrize("controls", [("accept-all",), pytest.param(ALL_CONTROLS, marks=pytest.mark.slow)], ids=len)
-def test_a_real_model_is_certified(controls: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "controls", [("accept-all",), pytest.param(CONTROLS_BY_NAME, marks=pytest.mark.slow)], ids=["one control", "all"]
+)
+def test_a_real_model_is_certified(controls: Sequence[str]) -> None:
     """A tiny Llama whose texts end by chance, with penalties; all controls are caught. False alarm: 1e-6."""
     told: list[int] = []
     options = {"repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.25, "min_tokens": 3}
@@ -68,7 +65,6 @@ def test_a_real_model_is_certified(controls: tuple[str, ...]) -> None:
     statistical = certificate.statistical
     assert statistical is not None and len(statistical.tests) == num_tests(has_rounds=True) == 14
     assert statistical.detectable is not None and statistical.detectable < 0.1
-    assert statistical.num_texts > 2500 / 24 + 10, "texts end early"
     assert [report.has_noise for report in certificate.greedy] == [False, True]
     assert not any(report.differences for report in certificate.greedy)
 
@@ -89,43 +85,30 @@ def _design(job: CertifyTask, num_tokens: int, num_pilot: int = 256) -> Design:
     return Design.of(pilot, num_tokens, job.level, len(job.prompts))
 
 
-@cache
-def _llama_design() -> tuple[CertifyTask, Design]:
+def test_what_is_wrong_is_caught() -> None:
+    """By as many tokens as a certificate would have, or fewer; a cache that keeps rejected tokens is caught above.
+    Shared random numbers show in pairs of tokens alone: each token's own law is right on average over the text before
+    it, so that no other test alarms (level: 1e-6)."""
     job = _job(llama_pair())
-    return job, _design(job, 2500)
-
-
-@pytest.mark.parametrize("name", [name for name in ALL_CONTROLS if name not in ("rollback", "reused", "neighbour")])
-def test_what_is_wrong_is_caught(name: str) -> None:
-    """By as many tokens as a certificate would have, or fewer. The others are caught in tests of their own."""
-    job, design = _llama_design()
-    (control,) = _controls(name)
-    report, _ = module.run_control(job, design, control, 2500, lambda _: None)
-    assert report.is_caught, report
-
-
-@pytest.mark.parametrize(
-    ("name", "by", "others"),
-    [("reused", "rank-by-round-before", {"rank-by-distance"}), ("neighbour", "rank-by-sequence", set())],
-)
-def test_shared_random_numbers_show_in_pairs_of_tokens_alone(name: str, by: str, others: set[str]) -> None:
-    """Each token's own law is right on average over the text before it, so that no other test alarms. Level: 1e-6."""
-    job, design = _llama_design()
-    (control,) = _controls(name)
-    alarms = {test.name for test in design.tests(TokenSample(job, control).first(2500), 1e-6) if test.is_alarm}
-    assert by in alarms and alarms <= {by} | others
+    design = _design(job, 2500)
+    pairs = {"reused": ("rank-by-round-before", "rank-by-distance"), "neighbour": ("rank-by-sequence",)}
+    for name in CONTROLS_BY_NAME.keys() - {"rollback", *pairs}:
+        report, _ = module.run_control(job, design, CONTROLS_BY_NAME[name], 2500, lambda _: None)
+        assert report.is_caught, report
+    for name, tests in pairs.items():
+        sample = TokenSample(job, CONTROLS_BY_NAME[name]).first(2500)
+        alarms = {test.name for test in design.tests(sample, 1e-6) if test.is_alarm}
+        assert tests[0] in alarms and alarms <= {*tests}
 
 
 @pytest.mark.parametrize(
-    ("acceptance", "num_certificates", "num_tokens", "level"),
-    [("block", 40, 200, 0.05), *(pytest.param(name, 1000, 1000, 0.01, marks=pytest.mark.slow) for name in RULES)],
+    ("num_certificates", "num_tokens", "level"),
+    [(40, 200, 0.05), pytest.param(1000, 1000, 0.01, marks=pytest.mark.slow)],
 )
-def test_false_alarms_are_as_rare_as_stated(
-    acceptance: str, num_certificates: int, num_tokens: int, level: float
-) -> None:
+def test_false_alarms_are_as_rare_as_stated(num_certificates: int, num_tokens: int, level: float) -> None:
     """Certificates one after the other, of one long row of tokens. More alarms than the bound come with a probability
     under 1e-6."""
-    job = _job(table_pair(6), acceptance, level, batch_size=512, top_k=5)
+    job = _job(table_pair(6), "block", level, batch_size=512, top_k=5)
     design = _design(job, num_tokens, 1024)
     whole = TokenSample(job).first(num_certificates * num_tokens)
     found = 0
@@ -136,8 +119,8 @@ def test_false_alarms_are_as_rare_as_stated(
 
 
 def test_too_few_tokens_certify_nothing() -> None:
-    """A control is missed, and what was to be detectable is not; either leaves the certificate open, without an
-    alarm."""
+    """A control is missed, and what was to be detectable is not; either leaves the certificate open, without an alarm.
+    The size that is asked for suffices."""
     certificate = _certificate(_job(table_pair(6), level=1e-6), 200, "reseeded", wanted=0.001)
     statistical = certificate.statistical
     assert statistical is not None and not statistical.is_alarm and not statistical.is_enough
@@ -149,9 +132,6 @@ def test_too_few_tokens_certify_nothing() -> None:
     assert enough.is_enough and dataclasses.replace(certificate, statistical=enough).verdict == "inconclusive"
     assert dataclasses.replace(certificate, controls=()).verdict == "inconclusive"
     assert dataclasses.replace(certificate, statistical=enough, controls=()).verdict == "passed"
-
-
-def test_the_size_that_is_asked_for_suffices() -> None:
     job = _job(table_pair(6), batch_size=256)
     pilot = run_pilot(job)
     num_tokens = pilot.num_tokens_to_detect(0.03, job.level)
@@ -160,7 +140,6 @@ def test_the_size_that_is_asked_for_suffices() -> None:
     assert least is not None and 0.02 < least <= 0.03
     with pytest.raises(OptionError, match="no farther from the target than"):
         pilot.num_tokens_to_detect(0.9, job.level)
-    assert pilot.num_tokens_for(1e-9) == 200
 
 
 def test_nothing_is_left_to_chance_at_temperature_zero() -> None:
@@ -171,18 +150,9 @@ def test_nothing_is_left_to_chance_at_temperature_zero() -> None:
     assert certificate.verdict == "passed" and certificate.statistical is None and pilot.observed is None
     effective = {control.name for control in certificate.controls if control.excuse is None}
     assert effective == {"keep-all", "accept-all", "replace-last", "rollback"}
-    assert certificate.to_json()["statistical"] is None
-
-
-def test_look_ups_and_models_without_a_cache_excuse_some_controls() -> None:
-    target, _ = table_pair(6)
-    job = _job((target, ngram_drafter()))
-    excused = {control.name: excuse for control in CONTROLS if (excuse := module.excuse_of(job, control))}
-    assert excused.keys() == {"drop-unlikely", "argmax-drafts", "filtered-drafts", "rollback"}
-    assert "cache" in excused["rollback"]
-    job = _job(llama_pair(), batch_size=1)
-    single = dataclasses.replace(job, decoder=dataclasses.replace(job.decoder, num_draft_tokens=1))
-    assert {c.name for c in CONTROLS if module.excuse_of(single, c)} == {"keep-all", "neighbour"}
+    look_up = _job((table_pair(6)[0], ngram_drafter()))
+    excused = {control.name for control in CONTROLS if module.excuse_of(look_up, control)}
+    assert excused == {"drop-unlikely", "argmax-drafts", "filtered-drafts", "rollback"}
 
 
 def test_what_is_hardly_a_mistake_is_excused() -> None:
@@ -191,23 +161,6 @@ def test_what_is_hardly_a_mistake_is_excused() -> None:
     assert certificate.verdict == "passed"
     caught, excused = certificate.controls
     assert caught.excuse is None and excused.excuse is not None and "deviates by less than 0.2" in excused.excuse
-
-
-def test_what_never_comes_up_is_excused_at_temperature_zero() -> None:
-    """A draft that never agrees leaves no bonus to be forgotten. That says something from 922 tokens on."""
-    table = random_table(30, 0)
-    pair = table_lm(table), model_drafter(table_lm(-table, name="draft"))
-    job = _job(pair, temperature=0.0, max_new_tokens=40, ignore_eos=True, batch_size=24)
-    for num_prompts, is_enough in ((12, False), (24, True)):
-        prompts = [(i, i + 1) for i in range(num_prompts)]
-        job = dataclasses.replace(job, prompts=prompts)
-        certificate = _certificate(job, 1000, "accept-all", "replace-last")
-        kept, replaced = certificate.controls
-        assert kept.is_caught and not replaced.is_caught
-        assert (certificate.verdict == "passed") == is_enough == bool(replaced.excuse)
-        assert (certificate.verdict, certificate.num_tokens_needed) == (
-            ("passed", None) if is_enough else ("inconclusive", 922)
-        )
 
 
 def test_where_no_mistake_would_show_nothing_is_certified() -> None:

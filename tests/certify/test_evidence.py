@@ -19,7 +19,6 @@ from outrider.certify.evidence import (
     Finding,
     Increments,
     detectable,
-    detectable_reuse,
     holm,
     log_mgfs,
     mean_wealth,
@@ -80,8 +79,6 @@ def test_wealth_is_a_valid_p_value() -> None:
     p = np.array(list(map(p_value, logs)))
     for level in (0.001, 0.01, 0.1):
         assert (p <= level).sum() <= stats.binom.isf(1e-6, 2000, level)
-    wealths = np.exp(logs)
-    assert np.mean(wealths) < 1 + 6 * np.std(wealths) / math.sqrt(2000)
 
 
 def test_pits_are_uniform() -> None:
@@ -89,8 +86,6 @@ def test_pits_are_uniform() -> None:
     right, wrong = Judged(5, 1, 30_000), Judged(5, 1, 30_000, mixed=0.3)
     assert all(finding.p > 1e-6 for finding in pit_tests(right.columns["pits"][0]))
     assert all(finding.p < 1e-9 for finding in pit_tests(wrong.columns["pits"][0]))
-    pairs = np.stack((right.columns["pits"][0][:-1], right.columns["pits"][0][1:]))
-    assert abs(np.corrcoef(pairs)[0, 1]) < 5 / math.sqrt(30_000)
 
 
 def test_what_is_said_to_be_detectable_is_detected() -> None:
@@ -111,66 +106,6 @@ def test_what_is_said_to_be_detectable_is_detected() -> None:
     needed = tokens_needed(null.increments("score", 0), null.drift(0), least, level)
     assert needed == pytest.approx(num_tokens, rel=0.05)
     assert tokens_to_alarm(1.0, 500, level) > tokens_to_alarm(0.01, 500, level) > 2 * 500
-
-
-def test_what_cannot_be_detected() -> None:
-    still = Increments(np.zeros(3), np.zeros((3, 3)), np.zeros(3), np.zeros(3))
-    same = Drift(np.zeros(3), np.zeros(3), np.zeros(3))
-    bet = Bet.for_sample(still, 100, 0.01)
-    assert bet.log_wealth(still) == 0.0 and p_value(0.0) == 1.0
-    few = Judged(7, 1, 5)
-    for increments, drift, one, wanted in (
-        (still, same, bet, 0.1),
-        (few.increments("score", 0), few.drift(0), Bet.for_sample(few.increments("score", 0), 5, 1e-6), 1.0),
-    ):
-        assert detectable(increments, drift, one, 1e-6) is None
-        assert tokens_needed(increments, drift, wanted, 1e-6) is None
-
-
-class Ranks:
-    """Centred ranks of the tokens of many runs, each token with a law of its own; a share of them is drawn with the
-    uniform number of the token before."""
-
-    def __init__(self, seed: int, num_runs: int, num_tokens: int, reused: float) -> None:
-        rng = np.random.default_rng(seed)
-        laws = rng.dirichlet([0.5] * VOCAB, size=(num_runs, num_tokens))
-        uniforms = rng.random((num_runs, num_tokens))
-        for j in range(1, num_tokens):
-            again = rng.random(num_runs) < reused
-            uniforms[again, j] = uniforms[again, j - 1]
-        edges = laws.cumsum(axis=2)
-        ranks = edges - laws / 2 - 0.5
-        drawn = (uniforms[..., None] > edges[..., :-1]).sum(axis=2)
-        self.values = np.take_along_axis(ranks, drawn[..., None], axis=2)[..., 0]
-        self.moments = np.stack([(laws * ranks**power).sum(axis=2) for power in (2, 3, 4)])
-        self.lows, self.highs = -ranks.min(axis=2), ranks.max(axis=2)
-
-    def products(self, run: int) -> Increments:
-        """Products of each token but the first with the one before."""
-        own = Increments(self.values[run], self.moments[:, run], self.lows[run], self.highs[run])
-        return own[1:].scaled(self.values[run, :-1])
-
-    def reused(self, run: int) -> float:
-        """The mean sum of the products if all shared their numbers."""
-        variances = self.moments[0, run]
-        return 12 * float((variances[1:] * variances[:-1]).sum())
-
-
-def test_reuse_that_is_said_to_be_detectable_is_detected() -> None:
-    """400 runs of 600 tokens, as above; with a third of that share, not half of them."""
-    level, num_tokens = 1e-4, 600
-    null = Ranks(9, 1, num_tokens, 0.0)
-    bet = Bet.for_sample(null.products(0), num_tokens, level)
-    share = detectable_reuse(null.products(0), bet, level, null.reused(0))
-    assert share is not None and 0.1 < share < 0.5
-    found = {}
-    for part in (1.0, 0.3):
-        ranks = Ranks(9, 400, num_tokens, part * share)
-        found[part] = sum(p_value(bet.log_wealth(ranks.products(r))) <= level for r in range(400))
-    assert found[1.0] >= 379
-    assert found[0.3] < 200
-    few = Ranks(9, 1, 5, 0.0)
-    assert detectable_reuse(few.products(0), Bet.for_sample(few.products(0), 5, level), level, few.reused(0)) is None
 
 
 def test_holm() -> None:

@@ -9,7 +9,6 @@ import torch
 from languages import Remainders
 from outrider.certify.controls import ACCEPT_ALL
 from outrider.certify.design import Design
-from outrider.certify.divergence import explain
 from outrider.certify.exact import check_exactly
 from outrider.certify.observed import GeneratedText, ObservedTokens, UnenforcedConstraint, observe
 from outrider.drafters.base import Drafter, Rows, altered_drafter
@@ -33,24 +32,14 @@ def _new(prompt_ids: Sequence[int] = ()) -> Remainders:
 
 def _observed(drafter: Drafter, rule: Rule, first: int, num_texts: int, sampling: Sampling = OPTIONS) -> ObservedTokens:
     numbers = range(first, first + num_texts)
-    requests = [
-        replace(
-            request(PROMPTS[i % 3]),
-            sampling=replace(sampling, seed=i, max_new_tokens=LENGTH),
-            constraint=UnenforcedConstraint(_new()),
-        )
-        for i in numbers
-    ]
-    written = [
-        GeneratedText(
-            index=i,
-            prompt=i % 3,
-            prompt_ids=PROMPTS[i % 3],
-            token_ids=output.token_ids,
-            places=tuple(place for row in output.rounds for place in range(len(row.token_ids))),
-        )
-        for i, output in zip(numbers, run(TARGET, drafter, requests, rule, 4), strict=True)
-    ]
+    requests = []
+    for i in numbers:
+        row = replace(sampling, seed=i, max_new_tokens=LENGTH)
+        requests.append(replace(request(PROMPTS[i % 3]), sampling=row, constraint=UnenforcedConstraint(_new())))
+    written = []
+    for i, output in zip(numbers, run(TARGET, drafter, requests, rule, 4), strict=True):
+        places = tuple(place for row in output.rounds for place in range(len(row.token_ids)))
+        written.append(GeneratedText(i, i % 3, PROMPTS[i % 3], output.token_ids, places))
     return observe(TARGET, DRAFTER, sampling, written, seed=0, batch_size=num_texts, new_constraint=_new)
 
 
@@ -83,33 +72,3 @@ def test_a_right_loop_passes_and_a_mistake_alarms() -> None:
         assert is_wrong or not tested["is_forbidden"].any()
     observed = _observed(ngram_drafter(), ACCEPT_ALL, 0, 100, Sampling())
     assert observed["is_forbidden"].any() and len(observed) == 100 * LENGTH
-
-
-def test_a_constraint_that_is_not_enforced_can_be_led_back() -> None:
-    inner = _new()
-    constraint = UnenforcedConstraint(inner)
-    assert all(map(constraint.push, (2, 2, 5, 1))) and inner.ids == [2]  # the second leaves a remainder of 1
-    assert constraint.effect() is None
-    constraint.pop(2)
-    assert constraint.effect() is None
-    constraint.pop(1)
-    assert inner.ids == [2] and (constraint.effect() == inner.effect()).all()
-    constraint.pop(1)
-    assert inner.ids == [] and constraint.error is None
-
-
-def test_greedy_texts_under_a_constraint() -> None:
-    """A forbidden token where texts part is a fault, however near it is."""
-    sampling = Sampling(temperature=0.0, max_new_tokens=LENGTH)
-    one = replace(request((1, 2)), sampling=replace(sampling, seed=0), constraint=_new())
-    [output] = run(TARGET, DRAFTER, [one], REJECTION, 4)
-    [plain] = run(TARGET, DRAFTER, [replace(one, constraint=_new())], REJECTION, 0)
-    assert output.token_ids == plain.token_ids
-    at, walk = 3, _new()
-    assert all(map(walk.push, plain.token_ids[:at]))
-    forbidden = [token_id for token_id, is_allowed in enumerate(walk.effect()) if not is_allowed]
-    for token_id, has_margin in [(forbidden[0], False), ((plain.token_ids[at] + 3) % 6, True)]:
-        other = [*plain.token_ids[:at], token_id]
-        found = explain(TARGET, 0, (1, 2), plain.token_ids, other, sampling, 4, constraint=_new())
-        assert found is not None and found.position == at and found.verdict == "bug"
-        assert (found.margin is not None) == has_margin

@@ -6,15 +6,7 @@ import pytest
 from scipy import stats
 
 from outrider.certify.controls import ARGMAX_DRAFTS, REUSED
-from outrider.certify.samples import (
-    SampledText,
-    check_samples,
-    end_token,
-    judge,
-    judge_greedily,
-    level_of_kept,
-    num_repeats,
-)
+from outrider.certify.samples import SampledText, check_samples, judge, judge_greedily, level_of_kept, num_repeats
 from outrider.drafters.base import NO_DRAFTER, Drafter
 from outrider.errors import PromptError
 from outrider.options import Sampling
@@ -22,7 +14,7 @@ from outrider.records import Request
 from outrider.runtime.lm import LM
 from outrider.sampling.rules import BLOCK, REJECTION, Rule
 from outrider.text.row_text import RowText
-from toys import llama_pair, random_table, table_pair, tokens
+from toys import llama_pair, table_pair, tokens
 
 PROMPTS = [(1, 2), (3,), (4, 4, 4, 1)]
 END = 0
@@ -36,13 +28,12 @@ def _written(
     *,
     rule: Rule = REJECTION,
     said: Sampling | None = None,
-    seed: int = 0,
     has_one_seed: bool = False,
 ) -> list[SampledText]:
     """Texts of our own loop, which end by chance, said to be sampled by other options perhaps."""
     requests = []
     for i in range(num_texts):
-        row = dataclasses.replace(sampling, seed=seed if has_one_seed else seed + i)
+        row = dataclasses.replace(sampling, seed=0 if has_one_seed else i)
         requests.append(Request(PROMPTS[i % 3], row, RowText(None, (END,), ())))
     return [
         SampledText(i, tuple(request.prompt_ids), text, said or sampling)
@@ -63,11 +54,7 @@ def test_right_texts_pass_and_the_report_says_what_was_looked_at() -> None:
     (control,) = controls
     assert control.is_caught and control.p is not None and control.p < 1e-7
     assert report.num_texts == 108 and report.num_tokens == sum(len(one.token_ids) for one in samples[12:])
-    assert {test.name for test in report.tests} == {
-        "score", "likelihood", "rank", "pit-ks", "pit-chi2", "score-by-position", "score-by-prompt", "rank-by-distance",
-        "rank-by-sequence"
-    }  # fmt: skip
-    assert report.estimate is not None and abs(report.estimate) < 5 * report.estimate_std
+    assert len(report.tests) == 9
 
 
 def test_numbers_used_twice_alarm() -> None:
@@ -95,17 +82,6 @@ def test_a_deviation_is_measured() -> None:
         assert abs(report.estimate - wanted) < 5 * report.estimate_std < 0.25 * (1 - report.alpha)
 
 
-def test_without_a_draft_a_law_too_sharp_is_found_out() -> None:
-    """Texts of temperature 0.8 that are said to be of 1; the score leans to a sharper law."""
-    target, _ = table_pair(6)
-    options = Sampling(temperature=0.8, max_new_tokens=20)
-    wrong = _written(target, NO_DRAFTER, 600, options, said=Sampling())
-    report, _ = judge(target, NO_DRAFTER, wrong, level=1e-6, seed=1, batch_size=256)
-    score = report.tests[0]
-    assert score.is_alarm and score.statistic > 5 and report.surprise_excess < -0.05
-    assert not _is_alarm(target, NO_DRAFTER, _written(target, NO_DRAFTER, 600, options))
-
-
 def test_a_forbidden_token_is_seen_in_any_text() -> None:
     """Also in the first ones, by which the stakes are chosen."""
     target, drafter = table_pair(6)
@@ -120,13 +96,14 @@ def test_a_forbidden_token_is_seen_in_any_text() -> None:
 
 
 def test_each_text_is_held_against_its_own_options() -> None:
+    """With a draft and without one."""
     target, drafter = table_pair(6)
     hot, cold = Sampling(max_new_tokens=20), Sampling(temperature=0.6, top_k=3, max_new_tokens=20)
     texts = [_written(target, drafter, 200, options) for options in (hot, cold)]
     mixed = [one for pair in zip(*texts, strict=True) for one in pair]
-    assert not _is_alarm(target, drafter, mixed)
     swapped = [dataclasses.replace(one, sampling=cold if one.sampling is hot else hot) for one in mixed]
-    assert _is_alarm(target, drafter, swapped)
+    for one in (drafter, NO_DRAFTER):
+        assert not _is_alarm(target, one, mixed) and _is_alarm(target, one, swapped)
 
 
 def test_false_alarms_are_as_rare_as_stated_where_texts_end_by_chance() -> None:
@@ -150,21 +127,10 @@ def test_greedy_texts_are_held_against_plain_decoding() -> None:
     samples[3] = dataclasses.replace(samples[3], token_ids=(*ids[:-1], (ids[-1] + 1) % 60))
     (difference,) = judge_greedily(target, samples, 2).differences
     assert (difference.prompt, difference.position, difference.verdict) == (3, len(ids) - 1, "bug")
-
-
-@pytest.mark.parametrize(
-    ("prompt_ids", "token_ids", "message"),
-    [
-        ((), (3,), "line 0: there must be"),
-        ((1, 2), (), "line 0: there must be"),
-        ((1, 2), (6,), r"outside 0\.\.5"),
-        ((1, 2), (-1,), "outside"),
-        ((1, 2), (1,) * 40, "42 tokens, but at most 41 are possible here"),
-    ],
-)
-def test_what_cannot_be_judged(prompt_ids: tuple[int, ...], token_ids: tuple[int, ...], message: str) -> None:
-    with pytest.raises(PromptError, match=message):
-        check_samples([SampledText(0, prompt_ids, token_ids, Sampling())], 6, 41)
+    with pytest.raises(PromptError, match=r"outside 0\.\.5"):
+        check_samples([SampledText(0, (1, 2), (6,), Sampling())], 6, 41)
+    with pytest.raises(PromptError, match="42 tokens, but at most 41 are possible here"):
+        check_samples([SampledText(0, (1, 2), (1,) * 40, Sampling())], 6, 41)
 
 
 def test_texts_may_be_left_out_for_what_they_say_at_a_price() -> None:
@@ -179,19 +145,5 @@ def test_texts_may_be_left_out_for_what_they_say_at_a_price() -> None:
     wrong = _written(target, drafter, 600, Sampling(max_new_tokens=20), rule=ARGMAX_DRAFTS)
     kept = [one for i, one in enumerate(wrong) if i % 60]
     assert _is_alarm(target, drafter, kept, level_of_kept(1e-3, len(kept), len(wrong) - len(kept)))
-    # The level bounds the density: the expected number bounds it.
-    levels = [level_of_kept(1e-3, 1000, num) for num in (0, 1, 10, 100)]
-    assert levels[0] == 5e-4 and levels == sorted(levels, reverse=True)
-    for num, level in zip((1, 10, 100), levels[1:], strict=True):
-        assert level < 1e-3 * (1 - num / (1000 + num)) ** 1000
-
-
-def test_an_end_token_that_the_system_did_not_return() -> None:
-    """The only one; or one of several, as probable as the target has them."""
-    target, _ = table_pair(6)
-    one = SampledText(0, (1, 2), (3,), Sampling())
-    assert end_token(target, one, [4], 0) == 4
-    probs = random_table(6, 0, 1.5)[3].softmax(dim=-1)
-    drawn = [end_token(target, dataclasses.replace(one, line=line), [4, 5], 0) for line in range(400)]
-    share = float(probs[4] / (probs[4] + probs[5]))
-    assert stats.binomtest(drawn.count(4), 400, share).pvalue > 1e-6 and set(drawn) == {4, 5}
+    for num in (1, 10, 100):  # the level bounds the density: the expected number bounds it
+        assert level_of_kept(1e-3, 1000, num) < 1e-3 * (1 - num / (1000 + num)) ** 1000

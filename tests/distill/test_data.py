@@ -1,15 +1,15 @@
 """Training sequences: a function of the seed and the index, from two sources."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from tokenizers.processors import TemplateProcessing
 
-from outrider.distill.data import Mixture, beginning, generate_sequences, pack, read_sequences, text_tokens
+from outrider.distill.data import Mixture, generate_sequences, pack, read_sequences
 from outrider.errors import FileError, OptionError
 from outrider.measure.teacher_forcing import Text
-from pairs import embedded, embedded_tokenizer, word_tokenizer
+from pairs import embedded
 
 TEXT = torch.arange(1000)
 WRITTEN = 5000 + torch.arange(60).reshape(6, 10)
@@ -24,8 +24,9 @@ def test_a_mixture_is_a_function_of_seed_and_index() -> None:
     assert abs(int(is_written.sum()) - 500) <= 97
     assert bool((rows.diff(dim=1) == 1).all())  # pieces of either source, not of both
     assert {int(row[0]) for row in rows[is_written]} == {int(row[0]) for row in WRITTEN}
-    assert int(rows[~is_written].max()) > 900 and int(rows[~is_written].min()) < 100
     assert int(Mixture(None, WRITTEN, 10, 0.5, 0)[0][0]) >= 5000
+    ids = Mixture(TEXT, WRITTEN, 10, 0.0, 0, beginning=(7000,))[0]  # a tokenizer's token before every text
+    assert ids.shape == (10,) and ids[0] == 7000 and bool((ids[1:].diff() == 1).all())
     with pytest.raises(OptionError, match="only 5 tokens"):
         Mixture(TEXT[:5], WRITTEN, 10, 0.5, 0)
 
@@ -40,55 +41,29 @@ def test_outputs_are_packed() -> None:
     assert len(held) == 2 and all(len(text.ids) == 12 and text.num_given == 3 for text in held_out)
     left = sequences.flatten().tolist()
     rest = [text for text in texts if text.ids[0] not in held]
-    assert sum(len(text.ids) for text in rest) - 12 < len(left) and not {i // 100 for i in left} & {
-        i // 100 for i in held
-    }
-    breaks = [(one, other) for one, other in zip(left, left[1:], strict=False) if other != one + 1]
-    assert len(breaks) <= len(rest) and all(other % 100 == 0 for _, other in breaks)
-    for too_few in ([Text(range(11), 3)], [Text(range(30), 12)] * 9):
-        with pytest.raises(OptionError, match="too few or too short"):
-            pack(too_few, 12, seed=0)
-
-
-def test_texts_begin_as_the_tokenizer_has_it() -> None:
-    """With the token that it puts before every text, if it does."""
-    assert beginning(embedded_tokenizer()) == []
-    tokenizer = word_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="w5 $A w6", special_tokens=[("w5", 5), ("w6", 6)]
-    )
-    tokenizer.backend_tokenizer.add_tokens(["a"])
-    assert beginning(tokenizer) == [5]
-    mixture = Mixture(TEXT, WRITTEN, 10, 0.0, 0, beginning=(7000,))
-    ids = mixture[0]
-    assert ids.shape == (10,) and ids[0] == 7000 and bool((ids[1:].diff() == 1).all())
-
-
-def test_text_tokens(tmp_path: Path) -> None:
-    path = tmp_path / "text"
-    path.write_text("The king\nand the fox\n" * 1500)
-    tokenizer = embedded_tokenizer()
-    assert tokenizer.decode(text_tokens(tokenizer, path).tolist()) == path.read_text()
-    path.write_text(" \n")
-    with pytest.raises(FileError, match="no text"):
-        text_tokens(tokenizer, path)
+    assert sum(len(text.ids) for text in rest) - 12 < len(left)
+    assert not {i // 100 for i in left} & {i // 100 for i in held}
+    breaks = [other for one, other in zip(left, left[1:], strict=False) if other != one + 1]
+    assert len(breaks) <= len(rest) and all(other % 100 == 0 for other in breaks)
+    with pytest.raises(OptionError, match="too few or too short"):
+        pack([Text(range(11), 3)], 12, seed=0)
 
 
 def test_written_sequences_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     decoder = embedded().plain()
     text = torch.tensor(decoder.tokenizer("Once upon a time there was a king who had a horse. " * 4).input_ids)
 
+    def write(folder: Path, **share: Any) -> None:
+        generate_sequences(decoder, text, folder, num_sequences=4, length=24, seed=3, **share)
+
     def read(folder: Path) -> torch.Tensor:
         rest, held = read_sequences(folder, num_sequences=4, length=24)
         assert [text.num_given for text in held] == [12]
         return torch.cat((rest, torch.tensor([held[0].ids])))
 
-    def write(num: int) -> torch.Tensor:
-        generate_sequences(decoder, text, tmp_path, num_sequences=num, length=24, seed=3)
-        return read(tmp_path)
-
     monkeypatch.setattr("outrider.distill.data._FILE_SIZE", 2)
-    rows = write(4)
+    write(tmp_path)
+    rows = read(tmp_path)
     assert rows.shape == (4, 24)
     beginnings = {tuple(part.tolist()) for part in text.unfold(0, 12, 1)}
     assert all(tuple(row[:12].tolist()) in beginnings for row in rows)
@@ -97,11 +72,12 @@ def test_written_sequences_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     second.write_bytes(second.read_bytes()[:-9])  # as if it had been cut off
     with pytest.raises(FileError, match="written-0000002"):
         read_sequences(tmp_path, num_sequences=4, length=24)
-    assert torch.equal(write(4), rows)
+    write(tmp_path)
+    assert torch.equal(read(tmp_path), rows)
     assert first.stat().st_mtime_ns == before
     # Two processes write the same as one.
     for i in (1, 0):
-        generate_sequences(decoder, text, tmp_path / "two", num_sequences=4, length=24, seed=3, share=(i, 2))
+        write(tmp_path / "two", share=(i, 2))
         assert len(list((tmp_path / "two").iterdir())) == 2 - i
     assert torch.equal(read(tmp_path / "two"), rows)
     generate_sequences(decoder, None, tmp_path / "own", num_sequences=2, length=30, seed=0)  # without a text

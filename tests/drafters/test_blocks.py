@@ -18,7 +18,6 @@ from outrider.drafters.base import NO_DRAFTER
 from outrider.errors import ModelCorrupt, OptionError, UnsupportedModel
 from outrider.models.heads.loading import load_head
 from outrider.models.registry import resolve
-from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL
 from pairs import random_llama, word_tokenizer
 from toys import InTurn, as_lm, request, tiny_llama, tokens
@@ -55,14 +54,6 @@ def test_a_block_may_end_beyond_the_context(options: dict[str, Any]) -> None:
     assert tokens(target, drafter, requests, GUMBEL, InTurn(4, 4, 3, 0, 0, 1)) == plain
 
 
-def test_tokens_beyond_a_padded_vocabulary_are_no_candidates() -> None:
-    """They have an embedding, as mask tokens do."""
-    target = LM(tiny_llama(num_layers=4), name="target", vocab_size=40, context_len=256)
-    drafter = tiny_block_drafter(target, is_second=True, selector_top_k=40)
-    _, ids, q = lead(target, drafter, [((5, 6, 7), range(8))], 4).drafts[0, 3]
-    assert ids == [0, 1, 2, 3] and q is not None and q.shape == (4, 40) and q.min() > 0
-
-
 def test_a_folder_is_loaded_as_a_draft(tmp_path: Path) -> None:
     """Constraints mask its drafts one by one; options of models are refused."""
     model = random_llama(num_layers=4)
@@ -73,31 +64,23 @@ def test_a_folder_is_loaded_as_a_draft(tmp_path: Path) -> None:
     got, plain = (one.generate(["w1 w2", "w3"], **options) for one in (decoder, decoder.plain()))
     assert [one.token_ids for one in got] == [one.token_ids for one in plain]
     assert sum(one.stats.num_draft_tokens for one in got) > 10
-    for option in ("greedy", "min-prob=0.3", "min-confidence=0.4"):
-        with pytest.raises(OptionError, match="does not take it|no head here predicts acceptance"):
+    for option in ("greedy", "min-prob=0.3"):
+        with pytest.raises(OptionError, match="does not take it"):
             load_drafter(decoder, f"{tmp_path}:{option}")
 
 
-_RANK = {"markov_head.markov_w1.weight": torch.zeros(60, 3)}
-_CONV = "layers.0.attention_conv.strange"
+_DSPARK = "a DSpark head, which is not run here: take an EAGLE-3, DFlash or DFlash 2 head"
 
 
 @pytest.mark.parametrize(
     ("changes", "tensors", "error", "message"),
     [
         ({}, {"refiner.weight": torch.zeros(2)}, ModelCorrupt, "1 weights that do not belong .* refiner.weight"),
-        ({}, {_CONV: torch.zeros(2)}, ModelCorrupt, "lacks weights .* base_kernel"),
-        ({"speculators_model_type": "xpress"}, {}, UnsupportedModel, "of the kind xpress, which is not known"),
-        ({"selector_rank": 8}, {}, ModelCorrupt, r"no weights candidate_selector.\*"),
-        ({"num_hidden_layers": 3}, {}, ModelCorrupt, "lacks 11 weights"),
-        ({"layer_types": ["sliding_attention"] * 2}, {}, UnsupportedModel, "type sliding_attention with the window"),
         ({"dflash_config": {"target_layer_ids": [1, 2, 3]}}, {}, ModelCorrupt, "no mask token that .*: None"),
-        ({"dflash_config": {"target_layer_ids": [1, 2, 4], "mask_token_id": 3}}, {}, ModelCorrupt, "reads layers"),
         ({"dflash_config": {"target_layer_ids": [1, 2], "mask_token_id": 3}}, {}, ModelCorrupt, "for another target"),
         ({}, {"lm_head.weight": torch.zeros(50, 32)}, ModelCorrupt, "50 tokens, and no d2t"),
-        ({}, {"d2t": torch.zeros(60, dtype=torch.long)}, ModelCorrupt, "a d2t and no LM head of its own"),
         ({"architectures": ["Qwen3DSparkModel"]}, {}, UnsupportedModel, "is a DSpark draft, which is not run here"),
-        ({}, _RANK, UnsupportedModel, "a DSpark head, which is not run here: take an EAGLE-3, DFlash or DFlash 2 head"),
+        ({}, {"markov_head.markov_w1.weight": torch.zeros(60, 3)}, UnsupportedModel, _DSPARK),
         ({}, {"lilicorr.out_head.bias": torch.zeros(2)}, UnsupportedModel, "is a LiLiCorr head, which is not run here"),
     ],
 )
@@ -111,10 +94,3 @@ def test_others_are_refused(
     add_tensors(tmp_path, tensors)
     with pytest.raises(error, match=message):
         load_head(resolve(str(tmp_path), None), as_lm(model))
-
-
-def test_layers_are_spread_where_they_are_not_named(tmp_path: Path) -> None:
-    """As in the first checkpoints."""
-    model = tiny_llama(num_layers=8)
-    write_block(tmp_path, model, num_layers=3, dflash_config={"mask_token_id": 5})
-    assert load_head(resolve(str(tmp_path), None), as_lm(model)).model.features == (2, 4, 6)

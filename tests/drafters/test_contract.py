@@ -13,8 +13,6 @@ from contract import check_no_look_ahead, check_state
 from heads import eagle3_drafter, mtp_pair
 from hybrids import V, hybrid, hybrid_lm
 from outrider.certify.exact import check_exactly
-from outrider.decoding.batch import Row
-from outrider.decoding.scheduler import SlotAssignment, Slots
 from outrider.drafters import head_states
 from outrider.drafters.base import NO_DRAFTER, Drafter, Rows, altered_drafter
 from outrider.drafters.chains import ChainSession
@@ -33,7 +31,7 @@ from outrider.runtime.lm import LM
 from outrider.sampling.rules import GUMBEL, RULES
 from outrider.text.spelling import Spelling
 from round_drafters import head
-from toys import InTurn, as_lm, llama_pair, request, run, table_pair, tiny_llama, tokens
+from toys import InTurn, as_lm, request, run, table_pair, tiny_llama, tokens
 
 K = 3
 FEW = 4  # tokens, of which all drafts are forced
@@ -48,15 +46,15 @@ def _target(num_layers: int = 2) -> LM:
     return as_lm(tiny_llama(vocab_size=FEW, num_layers=num_layers))
 
 
-def _model(*, mask_id: int | None = None, context_len: int = 256, **options: Any) -> Pair:
+def _model(context_len: int = 256, **options: Any) -> Pair:
     draft = as_lm(tiny_llama(1, vocab_size=FEW), "draft", context_len)
-    return _target(), model_drafter(draft, mask_id=mask_id, options=DraftOptions(**options))
+    return _target(), model_drafter(draft, options=DraftOptions(**options))
 
 
-def _parallel(**options: Any) -> Pair:
+def _parallel() -> Pair:
     """The mask token is not of the vocabulary."""
     lm = as_lm(tiny_llama(1, vocab_size=FEW + 1), "draft").with_vocabulary(FEW, ())
-    return _target(), model_drafter(lm, mask_id=FEW, options=DraftOptions(**options))
+    return _target(), model_drafter(lm, mask_id=FEW)
 
 
 def _other_tokens() -> Pair:
@@ -87,9 +85,9 @@ def _hybrid(pair: Pair, corpus: Sequence[int]) -> Pair:
     return target, hybrid_drafter(_suffix([corpus]), other, FEW, rival_acceptance=0.3)
 
 
-def _translated(**options: Any) -> Pair:
+def _translated() -> Pair:
     """The draft has the tokens 0 and 2 under other ids, and spells the others in several."""
-    return _target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft", **options), _SPELLING)
+    return _target(), translated_drafter(as_lm(tiny_llama(1, vocab_size=5), "draft"), _SPELLING)
 
 
 def _block(**options: Any) -> Pair:
@@ -108,21 +106,13 @@ def _few(pair: Pair, ids: Sequence[int], make: Callable[[LM], Drafter]) -> Pair:
     return target, make(with_few_tokens(drafter.models[0], torch.tensor(ids)))
 
 
-def _few_translated() -> Pair:
-    """Of the tokens 0 and 2, which the draft has, the second one."""
-    lm = as_lm(tiny_llama(1, vocab_size=5), "draft").with_tokens(_SPELLING.equals)
-    return _target(), translated_drafter(with_few_tokens(lm, torch.tensor([1, 2])), _SPELLING)
-
-
 PAIRS: dict[str, Callable[[], Pair]] = {
     "model": _model,
     "greedy": lambda: _model(is_greedy=True),
     "parallel": _parallel,
     "other tokens": _other_tokens,
     "short context": lambda: _model(context_len=16),
-    "parallel, short context": lambda: _model(mask_id=2, context_len=16),
     "sure": lambda: _model(min_prob=0.5),
-    "parallel, sure": lambda: _parallel(min_prob=0.5),
     "eagle3": _eagle3,
     "eagle3, sure": lambda: _eagle3(min_prob=0.6),
     "assistant": lambda: assistant_pair(FEW),
@@ -132,20 +122,15 @@ PAIRS: dict[str, Callable[[], Pair]] = {
     "suffix": lambda: (_target(), _suffix([[3, 1, 2, 2, 0, 1], [0, 1, 2, 3, 3]])),
     "head": _head,
     "translated": _translated,
-    "translated, short context": lambda: _translated(context_len=24),
     "hybrid": lambda: _hybrid(_model(), CORPUS),
     "hybrid with a head": lambda: _hybrid(_eagle3(), CORPUS),
     "dflash": _block,
     "dflash2": lambda: _block(is_second=True, selector_top_k=3),
-    "dflash, from the anchor": lambda: _block(layout="speculators", sample_from_anchor=True),
     "self": _self,
     "eagle3, short context": lambda: _eagle3(context_len=6),
     "dflash, short context": lambda: _block(layers={"max_position_embeddings": 6}),
     "few tokens": lambda: _few(_model(), [1, 3], model_drafter),
-    "few tokens, other tokens": lambda: _few(_other_tokens(), [0, 1], model_drafter),
-    "few tokens, translated": _few_translated,
     "few tokens of a head": lambda: _few(_eagle3(), [1, 2, 3], head_drafter),
-    "few tokens, dflash2": lambda: _few(_block(is_second=True, selector_top_k=2), [0, 1, 3], head_drafter),
 }
 
 
@@ -162,13 +147,10 @@ def _sequences(vocab_size: int) -> list[tuple[list[int], list[int]]]:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_a_draft_does_not_look_ahead(name: str) -> None:
-    check_no_look_ahead(*PAIRS[name](), prompt=(3, 1, 2, 0, 1, 2), vocab_size=FEW, k=K)
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_a_draft_is_a_function_of_the_sequence(name: str) -> None:
-    check_state(*PAIRS[name](), _sequences(FEW), K)
+def test_a_draft_does_not_look_ahead_and_is_a_function_of_the_sequence(name: str) -> None:
+    pair = PAIRS[name]()
+    check_no_look_ahead(*pair, prompt=(3, 1, 2, 0, 1, 2), vocab_size=FEW, k=K)
+    check_state(*pair, _sequences(FEW), K)
 
 
 PROMPTS = [(2, 3, 2, 3, 2), (1,), (2, 3) * 5, (1, 0, 2)]
@@ -176,20 +158,7 @@ PROMPTS = [(2, 3, 2, 3, 2), (1,), (2, 3) * 5, (1, 0, 2)]
 
 @pytest.mark.each_execution
 @pytest.mark.parametrize(
-    "name",
-    [
-        "parallel",
-        "short context",
-        "eagle3",
-        "assistant",
-        "dflash2",
-        "suffix",
-        "hybrid",
-        "translated",
-        "hybrid with a head",
-        "self",
-        "eagle3, short context",
-    ],
+    "name", ["parallel", "short context", "eagle3", "assistant", "dflash2", "hybrid", "translated"]
 )
 def test_the_output_is_that_of_plain_decoding(name: str) -> None:
     """Greedy, and sampled under ``gumbel`` with all kinds of options; also where rounds are started ahead. Rows join,
@@ -219,79 +188,23 @@ def test_a_round_follows_the_targets_law(name: str) -> None:
         assert report.is_ok, report
 
 
-@pytest.mark.parametrize("name", ["model", "short context", "eagle3", "assistant", "dflash", "translated", "suffix"])
-def test_a_shared_prefix_changes_no_draft(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a sequence that has ended, in its slot and in another one, and of one that is running."""
-    num_shared: list[int] = []
-    place = Slots.place
-
-    def counted(self: Slots, row: Row) -> SlotAssignment:
-        found = place(self, row)
-        num_shared.append(found.num_shared)
-        return found
-
-    monkeypatch.setattr(Slots, "place", counted)
-    generator = torch.Generator().manual_seed(4)
-    shared = torch.randint(FEW, (20,), generator=generator).tolist()
-    sequences = [
-        ([*shared[: 20 - i], (shared[20 - i - 1] + i) % FEW], torch.randint(FEW, (6,), generator=generator).tolist())
-        for i in range(4)
-    ]
-    check_state(*PAIRS[name](), sequences, K)
-    assert sum(num > 0 for num in num_shared) >= 3
-
-
-def test_drafts_of_a_hybrid_are_a_function_of_the_sequence() -> None:
-    """Its recurrences compute in float32."""
-    target = as_lm(tiny_llama(vocab_size=V))
-    draft = hybrid_lm(hybrid("qwen3_5_text"), "draft")
-    check_state(target, model_drafter(draft), _sequences(V)[:2], K, atol=1e-4)
-    spelled = tuple((i,) if i % 3 else (i, 1, 2)[: 1 + i % 2 * 2] for i in range(V))
-    spelling = Spelling(tuple(i if i % 3 else -1 for i in range(V)), spelled)
-    check_state(target, translated_drafter(draft, spelling), _sequences(V)[:2], K, atol=1e-4)
-    draft.context_len = 12
-    check_state(target, model_drafter(draft, options=DraftOptions(min_prob=0.05)), _sequences(V)[:2], K, atol=1e-4)
-
-
-def test_blocks_of_a_hybrid_target_are_a_function_of_the_sequence() -> None:
+def _blocks_of_a_hybrid() -> Pair:
     target = hybrid_lm(hybrid("qwen3_5_text"))
-    check_state(target, tiny_block_drafter(target), _sequences(V)[:2], K, atol=1e-4)
+    return target, tiny_block_drafter(target)
 
 
-@pytest.mark.parametrize(("family", "layout"), [("qwen3_5_text", "qwen"), ("deepseek_v3", "deepseek")])
-def test_drafts_of_mtp_layers_are_a_function_of_the_sequence(family: str, layout: str) -> None:
-    """In float32, or with recurrences in float32."""
-    check_state(*mtp_pair(hybrid(family), layout), _sequences(V)[:3], K, atol=1e-4)
-
-
-def test_a_bias_may_forbid_all_tokens_of_the_head() -> None:
-    """Then it drafts others, which it does not know; other rows do not change."""
-    target, ids = as_lm(tiny_llama(num_layers=4)), [*range(0, 60, 5)]
-    drafter = eagle3_drafter(target, token_ids=ids)
-    bias = dict.fromkeys(ids, -torch.inf)
-    requests = [request((1, 2, 3), max_new_tokens=16, logit_bias=bias), request((4, 5, 6), max_new_tokens=16)]
-    plain = tokens(target, NO_DRAFTER, requests, GUMBEL, 0)
-    assert tokens(target, drafter, requests, GUMBEL, 3) == plain
-
-
-def test_an_entry_of_another_token_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last entry of a shared prefix has the token after it, which differs in the new sequence."""
-    target = as_lm(tiny_llama(vocab_size=4, num_layers=4))
-    drafter = eagle3_drafter(target)
-    shared = [3, 1, 2, 0, 3, 1, 2, 0, 1, 1, 2, 3] * 2
-    sequences = [([*shared, first], [2, 0, 1, 3, 2, 1]) for first in (1, 2, 3)]
-    check_state(target, drafter, sequences, 3)
-    assign = ChainSession.assign
-
-    def stale(self: ChainSession, slot: int, source: int | None, num_tokens: int) -> None:
-        known = None if source is None else min(int(self._cached[source]), num_tokens)
-        assign(self, slot, source, num_tokens)
-        if known is not None:
-            self._cached[slot] = known
-
-    monkeypatch.setattr(ChainSession, "assign", stale)
-    with pytest.raises(AssertionError, match="is drafted, not|q is off by"):
-        check_state(target, drafter, sequences, 3)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (as_lm(tiny_llama(vocab_size=V)), model_drafter(hybrid_lm(hybrid("qwen3_5_text"), "draft"))),
+        _blocks_of_a_hybrid,
+        lambda: mtp_pair(hybrid("qwen3_5_text"), "qwen"),
+        lambda: mtp_pair(hybrid("deepseek_v3"), "deepseek"),
+    ],
+)
+def test_drafts_with_recurrences_are_a_function_of_the_sequence(make: Callable[[], Pair]) -> None:
+    """Recurrences compute in float32."""
+    check_state(*make(), _sequences(V)[:2], K, atol=1e-4)
 
 
 def _cut_at_unlikely(rows: Rows, k: int, draft: Draft) -> Draft:
@@ -312,17 +225,11 @@ def _depend_on_width(rows: Rows, k: int, draft: Draft) -> Draft:
     return draft if draft.probs is None else replace(draft, probs=draft.probs.roll(draft.ids.shape[1], dims=-1))
 
 
-@pytest.mark.parametrize(
-    ("mistake", "message"), [(_cut_at_unlikely, "depends on later tokens"), (_report_flatter, "drawn from another q")]
-)
-def test_mistakes_within_a_round_are_detected(mistake: Any, message: str) -> None:
+def test_mistakes_within_a_round_are_detected() -> None:
     target, drafter = table_pair(FEW)
-    with pytest.raises(AssertionError, match=message):
-        check_no_look_ahead(target, altered_drafter(drafter, "wrong", mistake), (3, 1, 2), FEW, K)
-
-
-def test_a_q_that_depends_on_neighbours_is_detected() -> None:
-    target, drafter = _model()
+    for mistake, message in ((_cut_at_unlikely, "depends on later tokens"), (_report_flatter, "drawn from another q")):
+        with pytest.raises(AssertionError, match=message):
+            check_no_look_ahead(target, altered_drafter(drafter, "wrong", mistake), (3, 1, 2), FEW, K)
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, altered_drafter(drafter, "wrong", _depend_on_width), _sequences(FEW), K)
 
@@ -333,58 +240,56 @@ def test_a_block_as_wide_as_the_round_is_detected(monkeypatch: pytest.MonkeyPatc
     feed = head_states.feed_blocks
 
     def feed_wrong(head: LM, view_len: int, k: int, *arguments: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(head.model, "block_size", k + 1)
-            return feed(head, view_len, k, *arguments)
+        monkeypatch.setattr(head.model, "block_size", k + 1)
+        return feed(head, view_len, k, *arguments)
 
     monkeypatch.setattr(head_states, "feed_blocks", feed_wrong)
     with pytest.raises(AssertionError, match="q is off by"):
         check_state(target, drafter, _sequences(FEW), K)
 
 
+def _with_drafts_only(right: Any) -> Any:
+    return lambda self, tokens: right(self, tokens) if tokens.ids.shape[1] > 1 else None
+
+
+def _keeping_rejected_tokens(right: Any) -> Any:
+    def wrong(self: Any, rows: Rows, *others: Any) -> Draft:
+        draft: Draft = right(self, rows, *others)
+        self._cached[: len(rows)] += 1
+        return draft
+
+    return wrong
+
+
+def _keeping_the_last_entry(right: Any) -> Any:
+    """Of a shared prefix, with the token after it, which differs in the new sequence."""
+
+    def wrong(self: Any, slot: int, source: int | None, num_tokens: int) -> None:
+        known = None if source is None else min(int(self._cached[source]), num_tokens)
+        right(self, slot, source, num_tokens)
+        if known is not None:
+            self._cached[slot] = known
+
+    return wrong
+
+
 @pytest.mark.parametrize(
-    ("name", "session", "what"),
+    ("name", "session", "what", "wrong"),
     [
-        ("dflash", head_states.BlockSession, "assign"),
-        ("dflash", head_states.BlockSession, "observe"),
-        ("suffix", SuffixSession, "assign"),
-        ("translated", ModelSession, "forget"),
+        ("dflash", head_states.BlockSession, "assign", None),
+        ("dflash", head_states.BlockSession, "observe", _with_drafts_only),
+        ("eagle3", ChainSession, "assign", _keeping_the_last_entry),
+        ("suffix", SuffixSession, "assign", None),
+        ("translated", ModelSession, "forget", None),
+        ("model", ModelSession, "assign", None),
+        ("model", ModelSession, "catch_up", None),
+        ("model", ModelSession, "propose", _keeping_rejected_tokens),
     ],
 )
-def test_a_stale_context_is_detected(name: str, session: type, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a prefix hit or another sequence in the slot, or after rounds without drafts."""
-    method = getattr(session, what)
-
-    def wrong(self: Any, *arguments: Any) -> None:
-        if what == "observe" and arguments[0].ids.shape[1] > 1:
-            method(self, *arguments)
-
-    monkeypatch.setattr(session, what, wrong)
+def test_a_stale_context_is_detected(
+    name: str, session: type, what: str, wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a prefix hit or another sequence in the slot, after rounds without drafts, or after a rejection."""
+    monkeypatch.setattr(session, what, wrong(getattr(session, what)) if wrong else lambda *arguments: None)
     with pytest.raises((AssertionError, KeyError), match="is drafted, not|q is off by|^[0-9]+$"):
         check_state(*PAIRS[name](), _sequences(FEW), K)
-
-
-@pytest.mark.parametrize("what", ["prefix", "rejection", "plain rounds"])
-def test_a_stale_state_is_detected(what: str) -> None:
-    """A session that keeps what it had in a slot, or rejected tokens, or does not read what was generated meanwhile."""
-    target, drafter = llama_pair()
-
-    def open_wrong(*arguments: Any) -> Any:
-        session: Any = drafter.opens(*arguments)
-        if what == "prefix":
-            session.assign = lambda slot, source, num_tokens: None
-        elif what == "rejection":
-            propose = session.propose
-
-            def keep(rows: Rows, *others: Any) -> Draft:
-                draft: Draft = propose(rows, *others)
-                session._cached[: len(rows)] += 1
-                return draft
-
-            session.propose = keep
-        else:
-            session.catch_up = lambda rows: False
-        return session
-
-    with pytest.raises(AssertionError, match="is drafted, not|q is off by"):
-        check_state(target, replace(drafter, opens=open_wrong), _sequences(60), K)

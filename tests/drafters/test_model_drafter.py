@@ -12,30 +12,13 @@ from contract import check_state, lead
 from hybrids import V, hybrid, hybrid_lm
 from outrider.api import load_drafter
 from outrider.drafters.base import Rows
-from outrider.drafters.draft_options import DraftOptions
 from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import OptionError, UnsupportedModel
 from outrider.records import Draft
-from outrider.sampling.rules import BLOCK, REJECTION
 from pairs import embedded, random_llama, save, word_tokenizer
-from toys import as_lm, perturbed, request, run, table_pair, tiny_llama
+from toys import as_lm, perturbed, tiny_llama
 
 MASK = 59
-
-
-def test_greedy_drafts_are_the_likeliest_tokens() -> None:
-    """Each accepted one is what the draft would have said, and the first correction is not."""
-    target, drafter = table_pair(8)
-    best = drafter.models[0].model.table.argmax(-1).tolist()
-    greedy = model_drafter(drafter.models[0], DraftOptions(is_greedy=True))
-    [output] = run(target, greedy, [request([3], max_new_tokens=200)], REJECTION, 3)
-    last, num_accepted = 3, 0
-    for row in output.rounds:
-        for token, origin in zip(row.token_ids, row.origins, strict=True):
-            assert (token == best[last]) == (origin == "accepted") or origin == "bonus"
-            num_accepted += origin == "accepted"
-            last = token
-    assert num_accepted > 20
 
 
 def test_a_target_drafts_for_itself() -> None:
@@ -43,8 +26,6 @@ def test_a_target_drafts_for_itself() -> None:
     decoder = embedded(acceptance="gumbel")
     drafter = load_drafter(decoder, "self:window=32")
     assert drafter.name == "self:window=32" and drafter.models[0].weights is decoder.target.weights
-    assert decoder.target.context_len > drafter.models[0].context_len == 32
-    assert load_drafter(decoder, "self:vocab=900").name == "self:vocab=900:window=512"
     options: dict[str, Any] = {"max_new_tokens": 24, "seed": 5, "ignore_eos": True}
     shares = []
     for prompt in ("Once", "Once upon a time there was a king who had three sons. " * 6):
@@ -53,47 +34,10 @@ def test_a_target_drafts_for_itself() -> None:
         assert got.token_ids == want.token_ids
         shares.append(got.stats.draft_acceptance_rate)
     assert shares[0] == 1.0 > shares[1] > 0.3
-    for name in ("self:window=5", "self:window=0", "self:window=x", f"self:window={decoder.target.context_len}"):
-        with pytest.raises(OptionError, match="window"):
+    wrong = ("self:window=5", f"self:window={decoder.target.context_len}", "fable-draft:min-prob=1.5")
+    for name in wrong:
+        with pytest.raises(OptionError, match="window|min-prob is a probability between 0 and 1"):
             load_drafter(decoder, name)
-
-
-@pytest.mark.each_execution
-def test_a_draft_ends_before_the_first_token_of_which_it_is_unsure() -> None:
-    """By the probabilities of the model, whatever the temperature. Row by row in a Markov chain, whose every round is
-    known from the accepted tokens and the token that was drafted last."""
-    target, drafter = table_pair(8)
-    probs = drafter.models[0].model.table.softmax(-1).amax(-1)
-    min_prob = float(probs.quantile(0.4))
-    is_sure = (probs >= min_prob).tolist()
-    options: dict[str, Any] = {"max_new_tokens": 24, "temperature": 0.3, "top_k": 3}
-    requests = [replace(request((i,), seed=i, **options), reports_drafts=True) for i in range(8)]
-    outputs = run(target, model_drafter(drafter.models[0], DraftOptions(min_prob=min_prob)), requests, BLOCK, 4)
-    numbers = set()
-    for output, one in zip(outputs, requests, strict=True):
-        text = list(one.prompt_ids)
-        for row in output.rounds[:-2]:
-            ids = [token.token_id for token in row.drafted or ()]
-            before = [text[-1], *ids]
-            assert all(is_sure[token_id] for token_id in before[: len(ids)])
-            assert len(ids) == 4 or not is_sure[before[len(ids)]]
-            numbers.add(len(ids))
-            text += row.token_ids
-    assert numbers >= {0, 1, 2}
-
-
-def test_options_in_a_name() -> None:
-    decoder = embedded().plain()
-    for options, is_greedy in ((":greedy", True), (":min-prob=0.3", False), (":min-prob=0.25:greedy", True)):
-        drafter = load_drafter(decoder, f"fable-draft{options}")
-        assert drafter.name == f"fable-draft{options}" and drafter.is_one_hot == is_greedy
-        assert (drafter.lm is None) == ("min-prob" in options)
-    for wrong in ("0", "1", "1.5", "-1", "nan", "many", ""):
-        with pytest.raises(OptionError, match="min-prob is a probability between 0 and 1"):
-            load_drafter(decoder, f"fable-draft:min-prob={wrong}")
-
-
-# Mask tokens
 
 
 def test_q_is_that_of_an_uncached_forward() -> None:
@@ -115,11 +59,8 @@ def test_entries_of_mask_tokens_are_not_taken_for_committed_ones(monkeypatch: py
     """Nor do they advance states. (Recurrences compute in float32.) The control counts them."""
     target = as_lm(tiny_llama(vocab_size=V))
     drafter = model_drafter(hybrid_lm(hybrid("qwen3_5_text"), "draft"), mask_id=3)
-    generator = torch.Generator().manual_seed(3)
-    sequences = [
-        (torch.randint(V, (n,), generator=generator).tolist(), torch.randint(V, (12,), generator=generator).tolist())
-        for n in (1, 5)
-    ]
+    ids = torch.randint(V, (30,), generator=torch.Generator().manual_seed(3)).tolist()
+    sequences = [(ids[:1], ids[1:13]), (ids[13:18], ids[18:])]
     check_state(target, drafter, sequences, 3, atol=1e-4)
     propose = ModelSession.propose
 
@@ -134,21 +75,19 @@ def test_entries_of_mask_tokens_are_not_taken_for_committed_ones(monkeypatch: py
         check_state(target, drafter, sequences, 3)
 
 
-def _folder(path: Path, **keys: int) -> Path:
-    model = random_llama()
-    for key, value in keys.items():
-        setattr(model.config, key, value)
-    return save(path, model, word_tokenizer())
-
-
 def test_a_model_is_recognised_by_its_configuration(tmp_path: Path) -> None:
-    target = save(tmp_path / "target", random_llama(), word_tokenizer())
-    for i, (keys, is_parallel) in enumerate([({"pard_token": 90}, True), ({"ptd_token_id": 4}, True), ({}, False)]):
-        drafter = outrider.load(target, f"{_folder(tmp_path / str(i), **keys)}:greedy").drafter
-        assert drafter.is_one_hot
-        assert bool(drafter.favoured_k) == (drafter.lm is None) == is_parallel
-    decoder = outrider.load(target, tmp_path / "0", acceptance="gumbel")
+    def folder(name: str, **keys: int) -> Path:
+        model = random_llama()
+        for key, value in keys.items():
+            setattr(model.config, key, value)
+        return save(tmp_path / name, model, word_tokenizer())
+
+    target = folder("target")
+    for keys, is_parallel in (({"pard_token": 90}, True), ({"ptd_token_id": 4}, True), ({}, False)):
+        drafter = outrider.load(target, f"{folder('draft', **keys)}:greedy").drafter
+        assert drafter.is_one_hot and bool(drafter.favoured_k) == (drafter.lm is None) == is_parallel
+    decoder = outrider.load(target, folder("parallel", pard_token=90), acceptance="gumbel")
     (one,), (plain,) = (each.generate("w1 w2 w3", max_new_tokens=20, seed=1) for each in (decoder, decoder.plain()))
     assert one.text == plain.text and one.stats.num_draft_tokens > 0
     with pytest.raises(UnsupportedModel, match="states pard_token = 97, but has embeddings for 97 tokens"):
-        outrider.load(target, _folder(tmp_path / "wrong", pard_token=97))
+        outrider.load(target, folder("wrong", pard_token=97))

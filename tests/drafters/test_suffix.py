@@ -10,23 +10,24 @@ from typing import Any
 
 import pytest
 
+from contract import check_state
 from outrider.api import load, load_drafter
 from outrider.cli.shared.pair_options import PairOptions, options_json
 from outrider.drafters import corpus as corpus_module
 from outrider.drafters import lookups as suffix_module
 from outrider.drafters.corpus import Corpus, read_corpus
+from outrider.drafters.hybrid import hybrid_drafter
 from outrider.drafters.lookups import SuffixIndex, ngram_drafter, suffix_drafter
+from outrider.drafters.model import ModelSession, model_drafter
 from outrider.errors import FileError, OptionError
 from outrider.measure.along import proposals
 from outrider.measure.log import Header
-from outrider.measure.replay import load_draft
+from outrider.measure.replay import load_draft, replay
 from outrider.measure.teacher_forcing import Text
 from pairs import word_tokenizer
+from toys import as_lm, tiny_llama
 
 Step = tuple[int, int, int, int]  # token, how often it followed, how often any did, length of what they followed
-
-
-# Slow twins
 
 
 def _places_after(text: Sequence[int], part: Sequence[int]) -> list[int]:
@@ -68,16 +69,6 @@ def _continuation_in(corpus: Sequence[Sequence[int]], text: Sequence[int], most:
         part.append(token)
 
 
-def _likely(steps: Iterator[Step], k: int, min_prob: float) -> tuple[float, list[int]]:
-    score, prob, ids = 0.0, 1.0, []
-    for token, count, num_followed, length in islice(steps, k):
-        prob *= count / (num_followed + 2 / length)
-        if prob < min_prob:
-            break
-        score, ids = score + prob, [*ids, token]
-    return score, ids
-
-
 def _texts(rng: random.Random, num: int) -> list[list[int]]:
     size = rng.randint(1, 4)
     return [[rng.randrange(size) for _ in range(rng.randint(1, 24))] for _ in range(num)]
@@ -92,8 +83,9 @@ def most(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int
     return request.param
 
 
-def test_the_index_equals_a_search_over_all_substrings(most: int) -> None:
-    """After each of the pieces in which a text is read."""
+def test_index_and_corpus_equal_a_search_over_all_substrings(most: int) -> None:
+    """The index after each of the pieces in which a text is read. In a corpus nothing follows the end of a sequence,
+    nor does a suffix begin in the one before."""
     rng = random.Random(0)
     for _ in range(200):
         (text,), index = _texts(rng, 1), SuffixIndex()
@@ -102,53 +94,10 @@ def test_the_index_equals_a_search_over_all_substrings(most: int) -> None:
             read = text[: index.num_tokens]
             assert list(islice(index.continuation(), 8)) == list(islice(_continuation(read, most), 8)), read
             assert index.last_ids == read[-most:]
-
-
-def test_the_corpus_equals_a_search_over_all_substrings(most: int) -> None:
-    """Nothing follows the end of a sequence, nor does a suffix begin in the one before."""
-    rng = random.Random(1)
     for _ in range(300):
         text, *texts = _texts(rng, rng.randint(2, 5))
         found = Corpus(texts).continuation(text[-most:])
         assert list(islice(found, 8)) == list(islice(_continuation_in(texts, text, most), 8)), (texts, text)
-
-
-def test_of_many_places_some_are_counted() -> None:
-    """Three of four times the 7 is followed by 1."""
-    [*first, last] = islice(Corpus([[7, 1, 7, 1, 7, 2, 7, 1] * 500]).continuation([7]), 1)
-    assert not first and last[0] == 1 and last[2] == 16 and 8 < last[1] <= 16
-
-
-def test_drafts_end_where_they_are_unlikely_and_the_score_decides(most: int) -> None:
-    """Proposals at every place of several texts, from one session, against the slow twins."""
-    rng = random.Random(2)
-    for _ in range(40):
-        corpus, texts = _texts(rng, 3), [text for text in _texts(rng, 4) if len(text) > 1]
-        if not texts:
-            continue
-        k, min_prob = rng.randint(1, 6), rng.choice([0.05, 0.1, 0.4])
-        scored = [Text(text, rng.randint(1, len(text) - 1)) for text in texts]
-        wanted = [[rng.randint(0, k) for _ in one.ids[one.num_given :]] for one in scored]
-        drafter = suffix_drafter(Corpus(corpus), min_prob)
-        for text, nums, drafts in zip(scored, wanted, proposals(drafter, scored, wanted), strict=True):
-            for place, (num, draft) in enumerate(zip(nums, drafts, strict=True), start=text.num_given):
-                own = _likely(_continuation(text.ids[:place], most), num, min_prob)
-                other = _likely(_continuation_in(corpus, text.ids[:place], most), num, min_prob)
-                assert draft == (other if other[0] > own[0] else own)[1]
-
-
-def test_the_index_is_linear() -> None:
-    """Also in a text of words and in one with many squares: its states, and the copies of their transitions."""
-    rng = random.Random(3)
-    words = [[rng.randrange(30) for _ in range(rng.randint(1, 6))] for _ in range(20)]
-    fibonacci = [[0], [0, 1]]
-    while len(fibonacci[-1]) < 4000:
-        fibonacci.append(fibonacci[-1] + fibonacci[-2])
-    for text in ([token for _ in range(4000) for token in rng.choice(words)][:4000], fibonacci[-1][:4000]):
-        index = SuffixIndex()
-        index.extend(text)
-        assert len(index._next) <= 2 * len(text) and sum(map(len, index._next)) < 3 * len(text)
-        assert len(index._suffixes) <= corpus_module.MAX_MATCH + 1
 
 
 def test_ngram_drafts_as_many_tokens_as_are_wanted() -> None:
@@ -160,14 +109,6 @@ def test_ngram_drafts_as_many_tokens_as_are_wanted() -> None:
     assert proposals(ngram_drafter(), [Text([3, 1, 4, 0], 3)], [[4]]) == [[[]]]
 
 
-# Files
-
-
-def _written(path: Path, *lines: Any) -> Path:
-    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
-    return path
-
-
 @pytest.mark.parametrize(
     ("lines", "ids"),
     [
@@ -177,54 +118,76 @@ def _written(path: Path, *lines: Any) -> Path:
         # As ``outrider generate --output`` writes them.
         ([{"prompt": "w1 ", "prompt_ids": [9], "token_ids": [800], "text": "w3 w4", "seed": 1}], [[1, 3, 4]]),
         (["", {"prompt": "w1", "finish_reason": "error"}, {"prompt": "w2"}], [[2]]),
-    ],
-)
-def test_forms_of_files(tmp_path: Path, lines: list[Any], ids: list[list[int]]) -> None:
-    corpus = read_corpus([_written(tmp_path / "corpus", *lines)], word_tokenizer(), 97)
-    assert corpus.digest == Corpus(ids).digest
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ([], "contains no text"),
         ([" ", ""], "contains no text"),
-        ([{"text": " "}], "contains no text"),
         ([{"text": "w1"}, "no JSON"], "line 2: not JSON"),
-        (['{"text": "w1"}', "[1]"], "line 2: not a JSON object"),
-        ([{"question": "w1"}], "line 1: give strings"),
         ([{"token_ids": [97]}], "line 1: not token ids of the target (0 to 96)"),
-        ([{"token_ids": "w1"}], "line 1: not token ids of the target"),
-        (["w1 w2"], "text needs the target's tokenizer"),
     ],
 )
-def test_errors_name_the_file(tmp_path: Path, lines: list[Any], message: str) -> None:
-    path = _written(tmp_path / "corpus.jsonl", *lines)
-    with pytest.raises(FileError) as error:
-        read_corpus([path], None if "tokenizer" in message else word_tokenizer(), 97)
-    assert message in str(error.value) and str(path) in str(error.value)
+def test_forms_of_files(tmp_path: Path, lines: list[Any], ids: list[list[int]] | str) -> None:
+    """Token ids, or the error, which names the file."""
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    if isinstance(ids, list):
+        assert read_corpus([path], word_tokenizer(), 97).digest == Corpus(ids).digest
+        return
+    with pytest.raises(FileError, match=re.escape(ids)) as error:
+        read_corpus([path], word_tokenizer(), 97)
+    assert str(path) in str(error.value)
 
 
 def test_by_name(tmp_path: Path) -> None:
     """In the library, for a log, and on the command line."""
-    path = _written(tmp_path / "a.txt", "Once upon a time there was a king.")
+    path = tmp_path / "a.txt"
+    path.write_text("Once upon a time there was a king.")
     decoder = load("fable", "suffix", device="cpu", corpus=[path])
-    drafter = decoder.drafter
-    assert re.fullmatch("suffix[+][0-9a-f]{8}", drafter.name) and load_drafter(decoder, "suffix").name == "suffix"
+    name = decoder.drafter.name
+    assert re.fullmatch("suffix[+][0-9a-f]{8}", name) and load_drafter(decoder, "suffix").name == "suffix"
     (chunk, *_) = decoder.stream("Once upon a time", temperature=0.0, max_new_tokens=8, reports_drafts=True)
     assert chunk.drafted and decoder.tokenizer.decode(chunk.drafted[0].token_id) == " there"
-    of_log = load_draft("suffix", Header.of(decoder, {}, has_probs=False), corpus=[path])
-    assert of_log.name == drafter.name
+    assert load_draft("suffix", Header.of(decoder, {}, has_probs=False), corpus=[path]).name == name
     pair = PairOptions(draft=["ngram", "suffix"], corpus=[path])
-    assert [pair.load_draft(decoder, name).name for name in pair.draft_names] == ["ngram", drafter.name]
+    assert [pair.load_draft(decoder, one).name for one in pair.draft_names] == ["ngram", name]
     assert options_json(pair, {})["corpus"] == [str(path)]
-    assert options_json(PairOptions(draft=["suffix"]), {})["corpus"] is None
-    for name, files, message in (
+    for draft, files, message in (
         ("ngram", [path], "only the draft 'suffix' reads one"),
-        ("suffix", str(path), "give a list of files"),
         ("suffix", [tmp_path / "none.txt"], "cannot read .*none.txt: No such file"),
     ):
         with pytest.raises((OptionError, FileError), match=message):
-            load_drafter(decoder, name, corpus=files)
+            load_drafter(decoder, draft, corpus=files)
     with pytest.raises(OptionError, match="--corpus = .*: only the draft 'suffix' reads one"):
         _ = PairOptions(draft=["ngram"], corpus=[path]).draft_names
+
+
+def test_a_model_that_misses_the_tokens_of_the_suffix_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the contract: a round without drafts of the model commits more than one token here."""
+    target = as_lm(tiny_llama(vocab_size=4))
+    model = model_drafter(as_lm(tiny_llama(1, vocab_size=4), "draft"))
+    sequences = [
+        ([3, 1, 2, 0], [1, 2, 0, 1, 2, 0, 1, 2, 0, 3, 3, 1, 0, 2]),
+        ([0, 2], [0, 2, 0, 2, 0, 2, 0, 1, 3, 2, 1]),
+    ]
+    drafter = hybrid_drafter(suffix_drafter(), model, 4, 0.4)
+    check_state(target, drafter, sequences, 3)
+    monkeypatch.setattr(ModelSession, "_note", lambda self, rows: setattr(self, "_gaps", [0] * len(self._gaps)))
+    with pytest.raises(AssertionError, match="q is off by|is drafted, not"):
+        check_state(target, drafter, sequences, 3)
+
+
+def test_a_hybrid_by_name(tmp_path: Path) -> None:
+    """The model's drafts are masked by constraints; a forbidden token of the suffix is rejected."""
+    path = tmp_path / "corpus.txt"
+    path.write_text("The old king lived in a castle by the sea.")
+    decoder = load("fable", "suffix+fable-draft", device="cpu", num_draft_tokens=4)
+    drafter = load_drafter(decoder, "suffix+fable-draft", corpus=[path])
+    assert re.fullmatch("suffix[+][0-9a-f]{8}[+]fable-draft", drafter.name)
+    options: dict[str, Any] = {"regex": "(the (king|queen) and ){12}", "temperature": 0.0, "max_new_tokens": 40}
+    prompts = ["the king and the queen and the cat and the king and the queen and ", "Once upon a time "]
+    got, want = decoder.generate(prompts, **options), decoder.plain().generate(prompts, **options)
+    assert [one.token_ids for one in got] == [one.token_ids for one in want]
+    assert all(one.stats.num_accepted_draft_tokens > 10 for one in got)
+    for name in ("suffix+", "suffix+ngram", "suffix+suffix+fable-draft"):
+        with pytest.raises(OptionError, match="give the name of a model after 'suffix[+]'"):
+            load_drafter(decoder, name)
+    header = Header.of(decoder, {}, has_probs=False)  # a log does not tell its drafts
+    with pytest.raises(OptionError, match="its q is known in rounds with the target only"):
+        next(replay([], header, decoder.drafter, "block", [2]))

@@ -1,4 +1,4 @@
-"""Block heads whose logits were computed once by the packages that define their layouts (``make_blocks.py``)."""
+"""Heads whose logits were computed once by the packages that define their layouts (``make_heads.py``)."""
 
 from pathlib import Path
 from typing import Any
@@ -15,35 +15,25 @@ BLOCK_SIZE = 5
 NUM_TOKENS = 24
 KNOWN = [0, 1, 3, 5, 7, 8, 11, 14, 17, 19, 20, 22]
 
-_SLIDING = {
-    "layer_types": ["sliding_attention", "full_attention"],
-    "use_sliding_window": True,
-    "sliding_window": 4,
-}
 
+EAGLE3: dict[str, dict[str, bool]] = {
+    "plain": {},
+    "residual": {"norm_before_residual": True},
+    "eagle3.1": {"fc_norm": True, "norm_output": True},
+    "gpt-oss": {"norm_before_fc": True},
+}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 4}
+_SCALED = {"input_embedding_scale": 2.5, "output_multiplier": 0.6, "final_logit_softcapping": 4.0}
 CASES: dict[str, dict[str, Any]] = {
-    "speculators": {"layout": "speculators"},
     "speculators, few tokens": {"layout": "speculators", "token_ids": KNOWN},
     "speculators, sliding": {"layout": "speculators", "layers": _SLIDING},
-    "speculators, sliding both ways": {
-        "layout": "speculators",
-        "layers": _SLIDING,
-        "sliding_window_non_causal": True,
-    },
+    "speculators, sliding both ways": {"layout": "speculators", "layers": _SLIDING, "sliding_window_non_causal": True},
     "speculators, from the anchor": {"layout": "speculators", "sample_from_anchor": True},
     "zlab": {"layout": "zlab"},
-    "zlab, sliding": {"layout": "zlab", "layers": _SLIDING},
     "zlab, sliding both ways": {"layout": "zlab", "layers": _SLIDING, "is_causal": False},
-    "zlab, causal": {"layout": "zlab", "is_causal": True},
-    "zlab, scaled": {
-        "layout": "zlab",
-        "input_embedding_scale": 2.5,
-        "output_multiplier": 0.6,
-        "final_logit_softcapping": 4.0,
-    },
+    "zlab, causal and scaled": {"layout": "zlab", "is_causal": True} | _SCALED,
     "speculators, second": {"layout": "speculators", "is_second": True, "layers": _SLIDING},
     "zlab, second": {"layout": "zlab", "is_second": True},
-    "zlab, second, scaled": {"layout": "zlab", "is_second": True, "output_multiplier": 0.6, "is_causal": True},
 }
 
 

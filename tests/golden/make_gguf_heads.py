@@ -58,12 +58,6 @@ def _numbers(pointer: Any, *shape: int) -> Any:
     return np.ctypeslib.as_array(pointer, shape).copy()
 
 
-def _load_options() -> Any:
-    options = lib.llama_model_default_params()
-    options.load_mtp = True
-    return options
-
-
 class _Context:
     """A model and its context."""
 
@@ -76,7 +70,9 @@ class _Context:
         options.ctx_type = int(is_mtp)
         if other is not None and not is_mtp:
             options.ctx_other = other.context
-        self.model = other.model if is_mtp else lib.llama_model_load_from_file(str(file).encode(), _load_options())
+        loading = lib.llama_model_default_params()
+        loading.load_mtp = True
+        self.model = other.model if is_mtp else lib.llama_model_load_from_file(str(file).encode(), loading)
         self.context = lib.llama_init_from_model(self.model, options)
         assert self.context
         self.size = lib.llama_model_n_embd(self.model)

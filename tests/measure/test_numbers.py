@@ -1,16 +1,20 @@
 """Means, ratios, proportions, tau and closed forms, against published numbers, hand-computed ones, and simulation."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from outrider.decoding.schedule import expected_tokens
+from outrider.measure import round_costs
 from outrider.measure.intervals import bounded_mean, mean_std, paired_ratio, wald, wilson
-from outrider.measure.tables import interval_text
-from outrider.measure.tau import counts_json, predict, stats_of, tau_interval
-from outrider.records import Interval, Stats
+from outrider.measure.round_costs import CostArm, Costs, RoundCost, choices, time_rounds
+from outrider.measure.tau import counts_json, predict, stats_of
+from outrider.records import Interval, Round, Stats, Timing
+from outrider.sampling.rules import RULES
+from toys import table_pair
 
 # Newcombe 1998, Statistics in Medicine 17:857, table I: the simple asymptotic (1) and the score method (3).
 NEWCOMBE = [
@@ -40,36 +44,16 @@ def test_proportions_are_those_published() -> None:
         assert wald(successes, trials).value == wilson(successes, trials).value == successes / trials
         assert ends(wald(successes, trials)) == pytest.approx(simple, abs=5.1e-5)
         assert ends(wilson(successes, trials)) == pytest.approx(score, abs=5.1e-5)
-    # z = 1.6449 at 90%: 0.5 -+ 1.6449 * sqrt(0.25 / 100)
-    assert ends(wald(50, 100, level=0.9)) == pytest.approx((0.41776, 0.58224), abs=1e-5)
     low, high = ends(wilson(1, 1))  # where Wald claims certainty, Wilson does not
     assert ends(wald(1, 1)) == (1, 1) and 0.0 <= low < 0.7 and high == 1.0
 
 
 def test_means_and_paired_ratios_by_hand() -> None:
     assert mean_std([2, 4, 4, 4, 5, 5, 7, 9]) == (5.0, pytest.approx(math.sqrt(32 / 7)))
-    assert mean_std([3.5]) == (3.5, None)
     # Ratios 1, 2, 4: the logarithms are 0, 1, 2 times ln 2, with mean 1, deviation 1, and t(0.975, 2) = 4.302653.
     interval, half = paired_ratio([1.0, 6.0, 20.0], [1.0, 3.0, 5.0]), 4.302653 / math.sqrt(3)
     assert interval.value == pytest.approx(2.0)
     assert ends(interval) == pytest.approx((2 ** (1 - half), 2 ** (1 + half)), rel=1e-6)
-    alone = paired_ratio([3.0], [2.0])
-    assert alone.to_json() == {"value": pytest.approx(1.5), "low": None, "high": None, "level": 0.95}
-    texts = [interval_text(one) for one in (None, Interval(1.308, 1.254, 1.377), Interval(1.3, None, None))]
-    assert texts == ["-", "1.31 \\[1.25, 1.38]", "1.30"]
-
-
-def test_an_interval_of_bounded_members_stays_within_the_bounds() -> None:
-    """All at one bound, where the groups are no different: there it is Wilson's, with the t quantile; and groups that
-    differ as much as they can."""
-    members = [10, 30]
-    q = float(stats.t.ppf(0.975, 1)) ** 2 / 40
-    assert ends(bounded_mean([50, 150], members, (1.0, 5.0))) == pytest.approx((5.0 - 4 * q / (1 + q), 5.0))
-    assert ends(bounded_mean(members, members, (1.0, 5.0))) == pytest.approx((1.0, 1.0 + 4 * q / (1 + q)))
-    low, high = ends(bounded_mean([10, 150], members, (1.0, 5.0)))
-    assert 1.0 <= low < 4.0 < high <= 5.0
-    assert ends(bounded_mean(members, members, (1.0, 1.0))) == (1.0, 1.0)
-    assert bounded_mean([50], [10], (1.0, 5.0)) == Interval(5.0, None, None)
 
 
 def test_the_interval_of_bounded_members_covers_the_truth_near_a_bound() -> None:
@@ -103,17 +87,6 @@ def test_counts_by_position_by_hand() -> None:
     assert counts_json([]) == {"tau": None, "stats": Stats().to_json(), "positions": []}
 
 
-@pytest.mark.parametrize("accepted", [(0, 0, 0), (2, 2, 2), (2, 2, 0)], ids=str)
-def test_tau_stays_within_1_and_k_plus_1(accepted: tuple[int, ...]) -> None:
-    """Three prompts of four rounds; also where no draft is accepted, or every one. The last drafts one token."""
-    prompts = [stats_of([(2, n)] * 4, 0, 0) for n in accepted]
-    for counts in (prompts, [*prompts, stats_of([(1, 0)], 0, 0)]):
-        low, high = ends(tau_interval(counts))
-        assert 1.0 <= low < high <= 3.0
-    assert tau_interval([Stats()]) is None
-    assert tau_interval([stats_of([(0, 0)] * 4, 0, 0)] * 2) == Interval(1.0, 1.0, 1.0)
-
-
 def test_the_closed_forms_are_those_published() -> None:
     for alpha, gamma, c, operations, speed in LEVIATHAN:
         (one,) = predict([gamma], alpha=alpha, c=c, v=1.0, c_ops=c)
@@ -125,3 +98,48 @@ def test_the_closed_forms_are_those_published() -> None:
     assert (one.tau, one.speed_up, one.operations) == (5.0, 2.0, pytest.approx(1.08))
     assert expected_tokens([0.9, 0.5, 0.8])[-1] == pytest.approx(1 + 0.9 + 0.45 + 0.36)
     assert expected_tokens([]) == [1.0]
+
+
+def test_the_round_after_a_prefill_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is the only one. What the prefill took is kept all the same. (The times are made up.)"""
+    timings = [Timing(8.0, 0.5, 0.5, 9.5), *[Timing(0.0, 0.25, 0.5, 1.0)] * 9]
+    arm = CostArm(*table_pair(5), 2)
+    for num_rounds, wanted in ((10, [Timing(8.0, 0.25, 0.5, 9.0), *timings[2:5]]), (1, timings[:1])):
+        rounds = [Round((), timing) for timing in timings[:num_rounds]]
+        monkeypatch.setattr(round_costs, "decode", lambda *_, rounds=rounds, **__: iter(rounds))
+        assert time_rounds([arm], RULES["rejection"], num_rows=1, length=4, num_passes=1) == [wanted]
+
+
+COSTS = Costs(
+    num_rows=2,
+    context=64,
+    prefill_s=0.1,
+    plain=RoundCost(0.010, 0.0, 0.009),
+    rounds={
+        ("cheap", 1): RoundCost(0.012, 0.001, 0.010),
+        ("cheap", 3): RoundCost(0.020, 0.004, 0.015),
+        ("dear", 1): RoundCost(0.040, 0.028, 0.010),
+    },
+)
+
+
+def test_choices_by_hand() -> None:
+    """Texts of nine tokens. A round of "cheap" with two drafted tokens was not timed: it lies between."""
+    cut = Stats(9, (2.0, 3.0), (0.0, 5.0), num_truncated_rounds=1.0)
+    short = Stats(9, (1.0, 0.0, 1.0, 1.0), (1.0, 0.0, 1.0, 1.0))
+    whole = Stats(9, (0.0, 4.5), (0.0, 4.5))
+    first, second, third = choices(
+        COSTS, {("cheap", 1): [cut] * 2, ("cheap", 3): [short] * 2, ("dear", 1): [whole] * 2}
+    )
+    assert [(one.draft, one.k) for one in (first, second, third)] == [("cheap", 3), ("cheap", 1), ("dear", 1)]
+    seconds = 0.010 + (0.012 + 0.020) / 2 + 0.020  # none drafted, two, three
+    assert first.speed_up.value == pytest.approx(0.090 / seconds) and first.tau.value == pytest.approx(3.0)
+    assert first.tokens_per_s == pytest.approx(2 * 9 / seconds) and first.round_ms == pytest.approx(20.0)
+    assert first.if_free == pytest.approx(0.090 / (seconds - (0.001 + 0.004) / 2 - 0.004))
+    assert first.if_agreeing == pytest.approx(0.090 / (3 * 0.020))  # four tokens a round: three rounds
+    assert second.tau.value == pytest.approx(9 / 6) and second.speed_up.value == pytest.approx(0.090 / (6 * 0.012))
+    assert third.speed_up.value == pytest.approx(0.5)
+    # A look-up that finds nothing in ten rounds: the plain round, and the looking.
+    costs = replace(COSTS, rounds={("ngram", 4): RoundCost(0.013, 0.002, 0.010)}, lookup_s={"ngram": 0.002})
+    (one,) = choices(costs, {("ngram", 4): [Stats(10, (10.0,), (10.0,))]})
+    assert one.speed_up.value == pytest.approx(0.010 / 0.012) and one.if_free == pytest.approx(1.0)

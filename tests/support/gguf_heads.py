@@ -39,35 +39,24 @@ ASSISTANT = "assistant"
 # Its last two layers have both kinds of attention: those whose keys llama.cpp's assistants read.
 _OF_ASSISTANT = CASES["gemma4, keys are values"]
 MTP = {"MTP": "qwen35, with a head", "MTP, experts": "qwen35moe"}  # in the files of these cases
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "hidden_norm": "attn_norm_2",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
+
+
+_LAYER = {f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"} | {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "input_layernorm": "attn_norm",
+    "hidden_norm": "attn_norm_2",
     "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "attention_conv.base_kernel": "attn_conv_base",
-    "attention_conv.kernel_projection": "attn_conv_proj",
-    "mlp_conv.base_kernel": "ffn_conv_base",
-    "mlp_conv.kernel_projection": "ffn_conv_proj",
 }
-_OTHERS = {
-    "fc": "fc",
-    "norm": "output_norm",
-    "input_norm": "enc.output_norm",
-    "hidden_norm": "enc.output_norm",
-    "embed_tokens": "token_embd",
-    "lm_head": "output",
-    "candidate_selector.predecessor_codebook": "selector_predecessor.weight",
-    "candidate_selector.successor_codebook": "selector_successor.weight",
-    "candidate_selector.hidden_projection": "selector_hidden",
-}
+_LAYER |= {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+for _of, _short in (("attention_conv", "attn_conv"), ("mlp_conv", "ffn_conv")):
+    _LAYER |= {f"{_of}.base_kernel": f"{_short}_base", f"{_of}.kernel_projection": f"{_short}_proj"}
+_OTHERS = {"fc": "fc", "norm": "output_norm", "embed_tokens": "token_embd", "lm_head": "output"}
+_OTHERS |= dict.fromkeys(("input_norm", "hidden_norm"), "enc.output_norm")
+_SELECTOR = "candidate_selector"
+_OTHERS |= {f"{_SELECTOR}.{part}_codebook": f"selector_{part}.weight" for part in ("predecessor", "successor")}
+_OTHERS |= {f"{_SELECTOR}.hidden_projection": "selector_hidden"}
 
 
 def write_pair(name: str, folder: Path) -> tuple[Path, Path, dict[str, Any]]:
@@ -111,17 +100,9 @@ def write_assistant_pair(folder: Path, *, window: int = 64, **keys: Any) -> tupl
     return target, write_case(folder / "head.gguf", own, assistant, **keys)
 
 
-def write_mtp_case(
-    name: str, folder: Path, dtype: Any = np.float32, *, num_layers: int = 1, is_copy: bool = False
-) -> Path:
-    """Write a target with MTP layers of random numbers, as large as its last layer, its matrices of a type.
-
-    Args:
-        name: of ``MTP``, or of a case.
-        num_layers: that the file states; it has the first.
-        is_copy: the layer has the numbers of the last one.
-    """
-    case = CASES[MTP.get(name, name)]
+def write_mtp_case(name: str, folder: Path) -> Path:
+    """Write a target of ``MTP`` with an MTP layer of random numbers, as large as its last layer."""
+    case = CASES[MTP[name]]
     model = random_case(case)
     num = model.config.num_hidden_layers
     like = {key: value for key, value in model_tensors(model, case.architecture).items() if f"blk.{num - 1}." in key}
@@ -130,35 +111,10 @@ def write_mtp_case(
     shapes |= {f"blk.{num}.nextn.{part}.weight": (size,) for part in ("enorm", "hnorm", "shared_head_norm")}
     shapes[f"blk.{num}.nextn.eh_proj.weight"] = (size, 2 * size)
     tensors = frozen_tensors(shapes, 3, 0.3)
-    numbers = {key: one.numpy().astype(dtype if one.ndim > 1 else np.float32) for key, one in tensors.items()}
-    if is_copy:
-        numbers |= {
-            key.replace(f"blk.{num - 1}.", f"blk.{num}."): torch.as_tensor(one).numpy() for key, one in like.items()
-        }
-    keys = case.keys | {"block_count": num + num_layers, "nextn_predict_layers": num_layers}
+    numbers = {key: one.numpy().astype(np.float32) for key, one in tensors.items()}
+    keys = case.keys | {"block_count": num + 1, "nextn_predict_layers": 1}
     keys = {key: [*value, False] if key == "attention.recurrent_layers" else value for key, value in keys.items()}
     return write_case(folder / "target.gguf", replace(case, keys=keys, tensors=numbers), model)
-
-
-def only_mtp(file: Path, to: Path) -> Path:
-    """Write a file with the MTP layer of another one, and what is outside of layers, alone."""
-    reader = gguf.GGUFReader(file)
-    architecture = reader.fields["general.architecture"].contents()
-    writer = gguf.GGUFWriter(to, architecture)
-    num = reader.fields[f"{architecture}.block_count"].contents() - 1
-    for key, field in reader.fields.items():
-        if not key.startswith(("GGUF.", "general.")):
-            writer.add_key_value(
-                key, field.contents(), field.types[0], field.types[-1] if len(field.types) > 1 else None
-            )
-    for tensor in reader.tensors:
-        if not tensor.name.startswith("blk.") or tensor.name.startswith(f"blk.{num}."):
-            writer.add_tensor(tensor.name, tensor.data)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return to
 
 
 def write_gguf_head(
@@ -166,14 +122,14 @@ def write_gguf_head(
     folder: Path,
     *,
     keys: dict[str, Any] | None = None,
-    form_of: Any = None,
+    form: str | None = None,
     added: dict[str, Any] | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Write the head of a folder. Returns the file, and the keys of its architecture.
 
     Args:
         keys: keys of the architecture that replace or follow those of the head; None to leave a key out.
-        form_of: from the name of a matrix to the name of its form of blocks; None for float32.
+        form: name of the matrices' form of blocks; None for float32.
         added: further tensors.
     """
     stated, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -181,8 +137,8 @@ def write_gguf_head(
     is_eagle3 = "layers.0.hidden_norm.weight" in tensors
     architecture = "eagle3" if is_eagle3 else "dflash"
     writer = gguf.GGUFWriter(file, architecture)
-    all_keys = _shared_keys(own) | (_eagle3_keys(stated, own) if is_eagle3 else _block_keys(stated, own))
-    all_keys = {key: value for key, value in (all_keys | (keys or {})).items() if value is not None}
+    all_keys = _keys(stated, own, is_eagle3=is_eagle3) | (keys or {})
+    all_keys = {key: value for key, value in all_keys.items() if value is not None}
     for key, value in all_keys.items():
         add_value(writer, f"{architecture}.{key}", value)
     writer.add_tokenizer_model("gpt2")
@@ -203,15 +159,11 @@ def write_gguf_head(
         if is_eagle3 and name.endswith(("q_proj.weight", "k_proj.weight")):
             num_heads = own["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
             numbers = numbers.view(num_heads, 2, -1, numbers.shape[1]).swapaxes(1, 2).reshape(numbers.shape)
-        new, form = (
-            _name(name),
-            None if form_of is None or numbers.ndim != 2 or numbers.shape[1] % 32 else form_of(_name(name)),
-        )
-        if form is None:
-            writer.add_tensor(new, np.ascontiguousarray(numbers.numpy()))
+        if form is None or numbers.ndim != 2 or numbers.shape[1] % 32:
+            writer.add_tensor(_name(name), np.ascontiguousarray(numbers.numpy()))
         else:
             kind = gguf.GGMLQuantizationType[form]
-            writer.add_tensor(new, gguf.quants.quantize(numbers.numpy(), kind), raw_dtype=kind)
+            writer.add_tensor(_name(name), gguf.quants.quantize(numbers.numpy(), kind), raw_dtype=kind)
     for name, numbers in (added or {}).items():
         writer.add_tensor(name, numbers)
     writer.write_header_to_file()
@@ -221,31 +173,24 @@ def write_gguf_head(
     return file, all_keys
 
 
-def _shared_keys(own: dict[str, Any]) -> dict[str, Any]:
-    theta = own.get("rope_theta") or own["rope_parameters"]["rope_theta"]
-    return {
+def _keys(stated: dict[str, Any], own: dict[str, Any], *, is_eagle3: bool) -> dict[str, Any]:
+    found = {
         "context_length": own["max_position_embeddings"],
         "embedding_length": own["hidden_size"],
         "block_count": own["num_hidden_layers"],
         "feed_forward_length": own["intermediate_size"],
         "attention.head_count": own["num_attention_heads"],
         "attention.head_count_kv": own["num_key_value_heads"],
-        "attention.key_length": own["head_dim"],
-        "attention.value_length": own["head_dim"],
         "attention.layer_norm_rms_epsilon": float(own["rms_norm_eps"]),
-        "rope.freq_base": float(theta),
-        "rope.dimension_count": own["head_dim"],
+        "rope.freq_base": float(own.get("rope_theta") or own["rope_parameters"]["rope_theta"]),
     }
-
-
-def _eagle3_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "vocab_size": own["vocab_size"],
-        "target_layers": stated["eagle_aux_hidden_state_layer_ids"],
-        "target_hidden_size": own["hidden_size"],
-        "norm_before_residual": stated.get("norm_before_residual", False),
-        "norm_before_fc": stated.get("norm_before_fc", False),
-    }
+    lengths = ("attention.key_length", "attention.value_length", "rope.dimension_count")
+    found |= dict.fromkeys(lengths, own["head_dim"])
+    if not is_eagle3:
+        return found | _block_keys(stated, own)
+    found |= {key: stated.get(key, False) for key in ("norm_before_residual", "norm_before_fc")}
+    found |= {"vocab_size": own["vocab_size"], "target_hidden_size": own["hidden_size"]}
+    return found | {"target_layers": stated["eagle_aux_hidden_state_layer_ids"]}
 
 
 def _block_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -254,15 +199,12 @@ def _block_keys(stated: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     found = {
         "block_size": inner["block_size"],
         "target_layers": ids or inner["aux_hidden_state_layer_ids"],
-        "conv_kernel_size": inner.get("conv_kernel_size"),
-        "conv_group_size": inner.get("conv_group_size"),
-        "selector_rank": inner.get("selector_rank"),
-        "selector_top_k": inner.get("selector_top_k"),
         "logit_scale": inner.get("output_multiplier"),
-        "final_logit_softcapping": inner.get("final_logit_softcapping"),
         "embedding_scale": inner.get("input_embedding_scale"),
         "attention.causal": inner.get("is_causal"),
     }
+    same = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "final_logit_softcapping")
+    found |= {key: inner.get(key) for key in same}
     if own.get("use_sliding_window"):
         found["attention.sliding_window"] = own["sliding_window"]
         found["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in own["layer_types"]]

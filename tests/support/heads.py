@@ -103,24 +103,16 @@ def layer_shapes(
     Args:
         num_read: states that the first one reads, side by side.
     """
-    size, inner, head_dim = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.hidden_size // config.num_attention_heads,
-    )
+    size, inner = config.hidden_size, config.intermediate_size
+    head_dim = size // config.num_attention_heads
     narrow = config.num_key_value_heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     for i in range(num_layers):
         read = num_read * size if i == 0 else size
-        of_layer = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (size,)) | {
-            "self_attn.q_proj": (size, read),
-            "self_attn.k_proj": (narrow, read),
-            "self_attn.v_proj": (narrow, read),
-            "self_attn.o_proj": (size, size),
-            "mlp.gate_proj": (inner, size),
-            "mlp.up_proj": (inner, size),
-            "mlp.down_proj": (size, inner),
-        }
+        of_layer = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (size,))
+        of_layer |= {"self_attn.q_proj": (size, read), "self_attn.o_proj": (size, size), "mlp.down_proj": (size, inner)}
+        of_layer |= dict.fromkeys(("self_attn.k_proj", "self_attn.v_proj"), (narrow, read))
+        of_layer |= dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), (inner, size))
         if has_head_norms:
             of_layer |= dict.fromkeys(("self_attn.q_norm", "self_attn.k_norm"), (head_dim,))
         shapes |= {f"layers.{i}.{name}.weight": shape for name, shape in of_layer.items()}

@@ -1,7 +1,6 @@
 """Drafters whose q is known in rounds only: it depends on where the round began, or on the target's hidden states."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +14,6 @@ from outrider.sampling.rules import Rule
 from toys import table_lm
 
 HEAD_FEATURES = (1, 2)  # of a target with two layers: the input of the second, and the last hidden state
-
-
-def in_rounds(drafter: Drafter) -> Drafter:
-    """A draft model that does not tell its ``lm``."""
-    return replace(drafter, is_lm=False)
 
 
 def _drawn(rows: Rows, k: int, rule: Rule, noise: Any, logits_at: Callable[[int, Tensor], Tensor]) -> Draft:
@@ -76,12 +70,22 @@ def parallel(lm: LM) -> Drafter:
     return Drafter("parallel", _ParallelSession, (lm,))
 
 
-class FeatureSession(Session):
-    """Keeps the features of every position."""
+class _HeadSession(Session):
+    """A linear map of the target's hidden states at the beginning of the round, whose sign turns after the first token,
+    and of the last token.
 
-    def __init__(self, width: int, num_slots: int, capacity: int) -> None:
+    Args:
+        weights: [F + V, V]
+    """
+
+    def __init__(self, weights: Tensor, num_slots: int, capacity: int) -> None:
+        self.of_state, self.of_token = weights[: -weights.shape[1]], weights[-weights.shape[1] :]
         # The last place takes padding, and is read where there is no state yet.
-        self.states = torch.zeros(num_slots, capacity + 1, width, dtype=torch.float64)
+        self.states = torch.zeros(num_slots, capacity + 1, len(self.of_state), dtype=torch.float64)
+
+    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
+        state = self.states[torch.arange(len(rows)), rows.lengths - 2] @ self.of_state  # [B, V]
+        return _drawn(rows, k, rule, noise, lambda i, last: (state if i == 0 else -state) + self.of_token[last])
 
     def assign(self, slot: int, source: int | None, num_tokens: int) -> None:
         if source is None:
@@ -103,23 +107,6 @@ class FeatureSession(Session):
         places = torch.where(is_valid, committed.old_lengths[:, None] - 1 + columns, self.states.shape[1] - 1)
         self.states[torch.arange(num_rows)[:, None], places] = committed.features
         self.states[:, -1] = 0
-
-
-class _HeadSession(FeatureSession):
-    """A linear map of the target's hidden states at the beginning of the round, whose sign turns after the first token,
-    and of the last token.
-
-    Args:
-        weights: [F + V, V]
-    """
-
-    def __init__(self, weights: Tensor, num_slots: int, capacity: int) -> None:
-        self.of_state, self.of_token = weights[: -weights.shape[1]], weights[-weights.shape[1] :]
-        super().__init__(len(self.of_state), num_slots, capacity)
-
-    def propose(self, rows: Rows, k: int, rule: Rule, noise: Any) -> Draft:
-        state = self.states[torch.arange(len(rows)), rows.lengths - 2] @ self.of_state  # [B, V]
-        return _drawn(rows, k, rule, noise, lambda i, last: (state if i == 0 else -state) + self.of_token[last])
 
 
 def head(target: LM) -> Drafter:

@@ -1,63 +1,28 @@
-"""Computes the logits of block heads with the packages that define their layouts, and writes blocks.safetensors.
+"""Computes the logits of heads with the packages that define their layouts: eagle3.safetensors, blocks.safetensors.
 
-    PYTHONPATH=tests:tests/support python tests/golden/make_blocks.py SPECULATORS DFLASH
+    PYTHONPATH=tests:tests/support python tests/golden/make_heads.py SPECULATORS DFLASH
 
-The arguments are folders of unpacked sources: speculators 0.9.0 (its wheel) and dflash 0.1.0 (z-lab's; its sdist).
-None of them need be installed.
+The arguments are folders of unpacked wheels: speculators 0.9.0 and dflash 0.1.0 (z-lab's). Neither need be installed.
 """
 
-import importlib.abc
-import importlib.machinery
 import json
 import sys
 import tempfile
-import types
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from unittest.mock import MagicMock
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 
 import golden.blocks as blocks
+from heads import write_eagle3
+from toys import tiny_llama
 
 _NOTHING = -1e4  # logit of tokens that cannot be drawn
-
-
-class _Stub(types.ModuleType):
-    """A package that is imported and not needed."""
-
-    __path__: list[str] = []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (), {})
-
-
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    names = ("openai", "hs_connectors", "aiohttp", "mooncake")
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        is_named = name.split(".")[0] in self.names
-        return importlib.machinery.ModuleSpec(name, self, is_package=True) if is_named else None
-
-    def create_module(self, spec: Any) -> types.ModuleType:
-        return _Stub(spec.name)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        pass
-
-
-def _import_from(folders: Sequence[str]) -> None:
-    """Make the packages importable."""
-    sys.path[:0] = folders
-    sys.meta_path.append(_Finder())
-    known = metadata.version
-    metadata.version = lambda name: "0.9.0" if name == "speculators" else known(name)
 
 
 def _features(model: PreTrainedModel, layers: Sequence[int]) -> Tensor:
@@ -143,18 +108,70 @@ def _zlab(folder: Path, model: PreTrainedModel) -> Tensor:
     return torch.cat(found)
 
 
+def eagle3_tensors() -> dict[str, Tensor]:
+    """Features, tokens, and the logits of each variant along them [steps, L-1, D], by the training forward: step j
+    feeds the given tokens and, from step 1 on, the head's own outputs."""
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+
+    target = tiny_llama(num_layers=4)
+    vocab_size, size = target.config.vocab_size, target.config.hidden_size
+    generator = torch.Generator().manual_seed(7)
+    features = torch.randn(1, 24, 3 * size, generator=generator).half()
+    golden = {"features": features, "ids": torch.randint(vocab_size, (1, 24), generator=generator)}
+    for name, options in blocks.EAGLE3.items():
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            target.save_pretrained(folder / "target")
+            write_eagle3(folder / "head", target, token_ids=list(range(1, vocab_size, 2)), **options)
+            tensors = load_file(folder / "head" / "model.safetensors")
+            tensors = {key: one.half() if one.is_floating_point() else one for key, one in tensors.items()}
+            stated = json.loads((folder / "head" / "config.json").read_text())
+            layers = LlamaConfig.from_dict(stated.pop("transformer_layer_config"))
+            layers._attn_implementation = "eager"
+            known = ("norm_", "fc_norm", "draft_", "eagle_")
+            verifier = VerifierConfig(name_or_path=str(folder / "target"), architectures=["LlamaForCausalLM"])
+            how = SpeculatorsConfig(
+                algorithm="eagle3",
+                proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=3)],
+                default_proposal_method="greedy",
+                verifier=verifier,
+            )
+            own = {key: value for key, value in stated.items() if key.startswith(known)}
+            config = Eagle3SpeculatorConfig(transformer_layer_config=layers, speculators_config=how, **own)
+            model = Eagle3DraftModel(config).double().eval()
+            result = model.load_state_dict(tensors, strict=False)
+        assert not result.unexpected_keys and all("verifier" in key for key in result.missing_keys), result
+        found: list[Tensor] = []
+        model.lm_head.register_forward_hook(lambda module, args, output, found=found: found.append(output[0]))
+        model(
+            hidden_states=features[:, :-1].double(),
+            input_ids=golden["ids"][:, 1:],
+            document_ids=torch.zeros(1, 23, dtype=torch.long),
+            position_ids=torch.arange(1, 24)[None],
+            ttt_steps=4,
+        )
+        golden |= {f"head.{key}": value for key, value in tensors.items()}
+        golden[f"{name}.logits"] = torch.stack(found[:4]).float()
+    return golden
+
+
 @torch.inference_mode()
 def main() -> None:
-    _import_from(sys.argv[1:])
+    sys.path[:0] = sys.argv[1:]
+    unused = ("openai", "openai.types", "openai.types.chat", "openai.types.completion", "hs_connectors", "aiohttp")
+    sys.modules |= {name: MagicMock() for name in unused}
+    version = metadata.version
+    metadata.version = lambda name: "0.9.0" if name == "speculators" else version(name)
     makers = {"speculators": _speculators, "zlab": _zlab}
     model, found = blocks.target(), {}
     for name, case in blocks.CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             blocks.write(Path(folder), name, model)
-            values = makers[case["layout"]](Path(folder), model)
-        found[f"{name}: logits"] = values.float().contiguous()
-        print(f"{name}: {tuple(values.shape)}, up to {values.abs().max():.3g}")
+            found[f"{name}: logits"] = makers[case["layout"]](Path(folder), model).float().contiguous()
     save_file(found, blocks.FILE)
+    save_file(eagle3_tensors(), blocks.FILE.with_name("eagle3.safetensors"))
 
 
 if __name__ == "__main__":
