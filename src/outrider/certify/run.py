@@ -289,7 +289,6 @@ def run_checks(job: CertifyTask, pilot: Pilot) -> Checks:
 
 
 def _plain(job: CertifyTask) -> list[list[int]]:
-    """Output of plain decoding for all prompts."""
     requests = [job.request(index) for index in range(len(job.prompts))]
     return plain_texts(job.decoder.target, RULES[job.decoder.acceptance], requests, job.batch_size)
 

@@ -249,7 +249,6 @@ class Engine:
         self._scheduler.release(row)
 
     def _join(self) -> None:
-        """Give free slots to the rows whose turn it is."""
         while True:
             if self._slots.num_used == 0 and self._scheduler.has_waiting:
                 self._batch.reset_options()
@@ -276,7 +275,6 @@ class Engine:
         self._runner.assign(slot, source, num_tokens)
 
     def _move_down(self) -> None:
-        """Move a row that alone keeps the batch wider than necessary to a lower free slot."""
         height, num_used, round_rows = self._slots.height, self._slots.num_used, self._target.execution.round_rows
         others = max((row.slot + 1 for row in self._rows_with_slots() if row.slot + 1 < height), default=0)
         is_high = height > num_used and round_rows(max(others, num_used)) < round_rows(height)

@@ -71,7 +71,6 @@ def copies_for_host(rows: SlotRows, draft: Draft, result: VerifyResult, *, copy:
 
 
 def _to_host(tensor: Tensor, *, copy: bool = False) -> Tensor:
-    """Copy on the host, filled when the device has done the work queued before the copy."""
     if tensor.device.type == "cpu":
         return tensor.clone() if copy else tensor
     return tensor.to("cpu", non_blocking=tensor.is_cuda)
@@ -158,7 +157,6 @@ def failed(row: Row, error: OutriderError, num_cached: int = 0) -> RowRound:
 
 
 def _until_stop(row: Row, token_ids: list[int]) -> tuple[list[int], FinishReason | None]:
-    """The tokens up to the one that ends the row, if one does."""
     token_ids = token_ids[: row.limit - row.length]
     if row.request.stop is not None:
         for count, token_id in enumerate(token_ids, start=1):

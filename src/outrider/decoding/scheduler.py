@@ -178,7 +178,6 @@ class _Slot:
 
     @property
     def held(self) -> Sequence[int]:
-        """The tokens that are in the target's cache for certain."""
         if self.row is None:
             return self.token_ids
         row = self.row
@@ -260,7 +259,6 @@ class Slots:
         return True
 
     def _num_shared(self, row: Row, held: Sequence[int], client: str) -> int:
-        """The length of the prefix that a row may share with tokens of a client."""
         prompt = _shareable(row)
         num = _num_shared(prompt, held)
         if client == row.client:
@@ -313,5 +311,4 @@ def _shareable(row: Row) -> Sequence[int]:
 
 
 def _num_shared(a: Sequence[int], b: Sequence[int]) -> int:
-    """The length of the common prefix."""
     return sum(1 for _ in takewhile(bool, map(eq, a, b)))

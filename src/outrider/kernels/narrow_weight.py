@@ -198,7 +198,6 @@ def without_rounding(model: nn.Module) -> Iterator[None]:
 
 
 def _widen(argument: Any) -> Any:
-    """The argument of an operation with plain tensors, also in lists."""
     if isinstance(argument, list | tuple):
         return [_widen(one) for one in argument]
     return argument.wide() if isinstance(argument, NarrowWeight) else argument

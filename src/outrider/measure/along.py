@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,8 +39,7 @@ from outrider.sampling.rules import REJECTION, Rule
 _PLAIN = Sampling()
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
+class Places(NamedTuple):
     """M places of texts at which a round begins.
 
     Attributes:
@@ -226,8 +225,6 @@ def forcing_rule(
 
 
 class _End:
-    """Ends a row after some tokens."""
-
     def __init__(self, num_tokens: int) -> None:
         self._num_left = num_tokens
 

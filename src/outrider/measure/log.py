@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.decoder import Decoder
 from outrider.errors import FileError, OptionError, OutriderError
@@ -106,8 +106,7 @@ class Header:
         return cls(model["name"], Sampling(**options), probs, *sizes, whole_ids(model["eos_ids"]), model["tokenizer"])
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
+class Log(NamedTuple):
     """A log that was read.
 
     Attributes:

@@ -36,7 +36,7 @@ def with_few_tokens(lm: LM, token_ids: Tensor, quantization: str | None = None) 
     Raises:
         UnsupportedModel: rows of its LM head cannot be taken, or it knows none of these tokens.
     """
-    if lm.is_shared:
+    if lm.num_shares > 1:
         raise UnsupportedModel(f"{lm.name} is shared by {lm.num_shares} processes: leave out vocab=")
     rows = _rows_in_model(lm, token_ids) if lm.token_ids is None else _rows_among(lm.token_ids, token_ids)
     is_known = rows >= 0
@@ -72,7 +72,6 @@ def _rows_in_model(lm: LM, token_ids: Tensor) -> Tensor:
 
 
 def _token_weights(lm: LM) -> list[str]:
-    """First the matrix of the LM head."""
     weights = lm.weights
     if isinstance(weights, StandIn):
         head = weights.plan.head

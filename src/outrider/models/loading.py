@@ -163,7 +163,6 @@ class _Job:
 
     @property
     def is_native(self) -> bool:
-        """Whether the native engine may run the model with its own numbers."""
         is_eager = self.placed.execution == "eager" or self.quantization != "none" or not self.is_float32_on_cpu
         return not is_eager and has_kernel(replace(self.placed, store=None))
 
@@ -328,14 +327,19 @@ def build_lm(checkpoint: Checkpoint, num_tokens: int, unknown_ids: tuple[int, ..
         sizes: dict[str, Any] = {"vocab_size": min(width, num_tokens), "context_len": context_len(config)}
         options = {"name": checkpoint.name, **sizes}
         if (getattr(model, "tp_size", None) or 1) > 1:
-            lm: LM = current_ranks().lead(LM, (model,), options)
-            lm.look()
+            lm: LM = current_ranks().call(_shared_lm, (model,), options)
         else:
             lm = LM(model, **options)
         lm = choose_execution(lm, checkpoint.execution, is_known=is_known)
     if checkpoint.notes is not None and lm.native is not None and not is_known:
         write_notes(checkpoint.notes, model, checkpoint.tokenizer)
     return lm.with_vocabulary(num_tokens, unknown_ids) if unknown_ids else lm
+
+
+def _shared_lm(model: nn.Module, **options: Any) -> LM:
+    lm = LM(model, **options)
+    lm.layer_shapes, lm.mixers  # noqa: B018  # which run the model, here in all processes
+    return lm
 
 
 def context_len(config: Any) -> int:

@@ -150,7 +150,6 @@ def check_fits(
 def _room(
     device: torch.device, device_map: str | Mapping[str, str] | None, limits: Mapping[int | str, str] | None
 ) -> tuple[str, int | None]:
-    """Devices in words, and their free bytes."""
     import torch
 
     if device_map is None:

@@ -152,7 +152,6 @@ def as_stated(tokenizer: Any, location: str) -> Any:
 
 
 def _take(backend: Tokenizer, parts: Tokenizer, location: str) -> None:
-    """Give a tokenizer the parts that cut a text and join tokens, if it has others."""
     from tokenizers.models import BPE
 
     others = [part for part in _PARTS if _state(getattr(backend, part)) != _state(getattr(parts, part))]

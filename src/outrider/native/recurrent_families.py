@@ -143,7 +143,6 @@ def _mamba2(at: str, *, has_bias: bool, has_taps_bias: bool, **others: Any) -> R
 
 
 def _mamba2_of(config: Any, at: str, **others: Any) -> RecurrencePlan:
-    """Mamba-2 of a configuration with the usual names."""
     least, most = config.time_step_limit or (0.0, _INFINITE)
     if most != _INFINITE:
         raise NotPlanned(f"its plan does not know time_step_limit={config.time_step_limit}")

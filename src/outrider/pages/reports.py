@@ -63,7 +63,6 @@ def report_of(document: _Document) -> Report:
 
 
 def _map_names(value: Any, change: Callable[[str], str], key: str = "") -> Any:
-    """A document, or a part of it, with other names of models."""
     if isinstance(value, Mapping):
         return {name: _map_names(one, change, name) for name, one in value.items()}
     if isinstance(value, list):
@@ -250,7 +249,6 @@ def _arms_table(title: str, arms: Sequence[_Document]) -> Table:
 
 
 def _label(arm: _Document) -> str:
-    """Name of an arm, without K."""
     return str(arm["draft"] if arm["draft"] and arm["k"] else arm["name"])
 
 

@@ -65,7 +65,6 @@ def recorded_page(events: Sequence[Mapping[str, Any]], document: Mapping[str, An
 
 
 def _below(document: Mapping[str, Any]) -> str:
-    """Tables and lines of a document of compare, and how it was made."""
     tables, lines = report_of(document)
     origin = dict(document["provenance"])
     command = shlex.join(["outrider", *origin.pop("argv")])

@@ -14,8 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,8 +70,7 @@ class EagerExecution:
         return step(lm, *static, *arguments)
 
 
-@dataclass(frozen=True, slots=True)
-class NativeResults:
+class NativeResults(NamedTuple):
     """Results of a native forward."""
 
     logits: Tensor  # [B, N, V]

@@ -36,8 +36,6 @@ def takes_images(model: Any) -> bool:
 
 
 class _Reached(Exception):
-    """The text decoder was called."""
-
     def __init__(self, arguments: dict[str, Any]) -> None:
         self.arguments = arguments
 

@@ -60,7 +60,6 @@ class PrivateFolder:
             _LOG.warning("cannot cache %s: %s", self.path / name, error.strerror)
 
     def _is_trusted(self, path: Path, about: os.stat_result) -> bool:
-        """Whether nobody but this user and root can have written a file or folder."""
         is_trusted = about.st_uid in (os.geteuid(), 0) and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
         if not is_trusted:
             _LOG.warning("%s is not used: others may write to it, and what it holds would be run. Remove it", path)

@@ -108,7 +108,6 @@ def chat_inputs(processor: Any | None, messages: Sequence[Any], *, reads_files: 
 
 
 def _opened(value: Any, where: str, *, reads_files: bool) -> tuple[Any, int]:
-    """An image that is not decoded, and ``_num_pixels``."""
     from PIL import Image
 
     try:

@@ -190,7 +190,6 @@ class PairOptions:
 
 
 def _same(name: str) -> Any:
-    """A field of ``PairOptions``, for groups that share it."""
     (found,) = (one for one in fields(PairOptions) if one.name == name)
     return field(default=found.default, metadata=found.metadata)
 

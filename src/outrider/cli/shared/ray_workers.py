@@ -145,7 +145,6 @@ class RayWorkers:
         return about
 
     def _all(self, method: str, prompts: Prompts) -> Iterator[Any]:
-        """Hand prompts out in batches, and yield the results of each batch when the batch ends."""
         import ray
 
         # Each worker gets several batches, so that all end at about the same time.

@@ -83,7 +83,6 @@ class Writer:
                     self._word, self._word_len = [], 0
 
     def _move_word(self) -> None:
-        """Move the word at the end of the line to the next line."""
         word, length = self._word, self._word_len
         if length:
             self._put(f"\x1b[{length}D\x1b[K")
