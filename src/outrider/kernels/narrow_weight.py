@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +30,7 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _KEPT = (_aten.detach.default, _aten.alias.default, _aten.clone.default)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertLayout:
+class ExpertLayout(NamedTuple):
     """Matrices of experts in one tensor."""
 
     number: int  # E

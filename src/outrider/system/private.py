@@ -12,8 +12,8 @@ import logging
 import os
 import stat
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from outrider.system.files import write_whole
 
@@ -21,8 +21,7 @@ _LOG = logging.getLogger(__name__)
 _CHECKSUM_BYTES = 32  # of SHA-256
 
 
-@dataclass(frozen=True, slots=True)
-class PrivateFolder:
+class PrivateFolder(NamedTuple):
     """Folder of cached files: created with the first one, for this user alone; above ``most_bytes`` files are
     evicted."""
 

@@ -90,12 +90,6 @@ class Ranks:
         """Results of a function in all processes. Raises OutriderError: the first one of those raised."""
         return self.call(_gathered, (function, arguments))
 
-    def share(self, load: Callable[..., Any], *arguments: Any) -> Any:
-        """Load a share of a module in each process. Returns that of the first. Raises OutriderError."""
-        import torch
-
-        return self.call(_load_share, (torch.get_num_threads(), load, arguments))
-
     def follow(self, module: Any = None) -> None:
         """Make the calls of the first process until it ends. Raises DistError: it was killed, or has failed.
 
@@ -298,12 +292,3 @@ def _gathered(function: Callable[..., Any], arguments: tuple[Any, ...]) -> list[
     results: list[Any] = [None] * _ranks.size
     dist.all_gather_object(results, together(partial(function, *arguments)))
     return results
-
-
-def _load_share(num_threads: int, load: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    import torch
-
-    torch.set_num_threads(num_threads)  # an option of the first process
-    share = together(partial(load, *arguments))
-    _ranks.name(share)
-    return share
