@@ -81,7 +81,6 @@ class StatisticalReport:
 
     @property
     def is_enough(self) -> bool:
-        """Whether the tokens suffice for a verdict."""
         if self.detectable is None:
             return self.wanted is None and 1 - self.alpha < NEGLIGIBLE_TV
         return self.wanted is None or self.detectable <= self.wanted

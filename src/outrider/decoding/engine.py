@@ -137,7 +137,6 @@ class Engine:
 
     @property
     def waiting(self) -> list[int]:
-        """Indices of the requests without a slot."""
         return self._scheduler.waiting
 
     def step(self) -> Round | None:

@@ -84,7 +84,6 @@ class Logprobs(NamedTuple):
     top_ids: Tensor
 
     def of(self, b: int, num_tokens: int, num_top: int) -> tuple[TokenLogprob, ...]:
-        """Log-probabilities of the first tokens of one row."""
         rows = zip(*(values[b, :num_tokens].tolist() for values in self), strict=True)
         return tuple(TokenLogprob(one, tuple(zip(ids[:num_top], top[:num_top], strict=True))) for one, top, ids in rows)
 

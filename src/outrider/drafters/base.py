@@ -237,7 +237,6 @@ def q_sampling(drafter: Drafter, sampling: Sampling) -> Sampling:
 
 
 def empty_draft(rows: Rows) -> Draft:
-    """A draft without tokens."""
     return _empty_draft(len(rows), rows.ids.device)
 
 

@@ -145,7 +145,6 @@ class SuffixIndex:
         return self._lengths[self._last]
 
     def extend(self, ids: Sequence[int]) -> None:
-        """Append tokens to the sequence."""
         for token in ids:
             self._count(token)
             self._append(token)

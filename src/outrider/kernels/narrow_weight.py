@@ -115,7 +115,6 @@ class NarrowWeight(Tensor):
         return separate(self.stored, rows, self.blocks.number, self.shape[1], torch.get_num_threads())
 
     def wide(self) -> Tensor:
-        """Plain copy in the wider type."""
         if self.blocks is not None:
             wide = self._rows(torch.arange(len(self.stored), device=self.device))
         else:

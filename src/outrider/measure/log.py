@@ -194,7 +194,6 @@ def _record(where: str, row: Mapping[str, Any], header: Header) -> Record:
 
 
 def model_json(decoder: Decoder) -> dict[str, Any]:
-    """Fields about the target, for a line of a log."""
     return {
         "name": decoder.target.name,
         "vocab_size": decoder.target.vocab_size,

@@ -63,7 +63,6 @@ class CostArm(NamedTuple):
 
 
 def tokens_needed(most_k: int) -> int:
-    """The most tokens that the timed rounds may add to a row."""
     return (1 + _NUM_ROUNDS) * (most_k + 1)
 
 

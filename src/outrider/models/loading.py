@@ -63,7 +63,6 @@ class Checkpoint:
 
     @property
     def eos_ids(self) -> frozenset[int]:
-        """Tokens that end a sequence."""
         for owner in (getattr(self.model, "generation_config", None), self.model.config, self.tokenizer):
             ids = getattr(owner, "eos_token_id", None)
             if ids is not None:
@@ -333,7 +332,6 @@ def _shared_lm(model: nn.Module, **options: Any) -> LM:
 
 
 def context_len(config: Any) -> int:
-    """Maximum sequence length."""
     config = config.get_text_config(decoder=True)
     stated = getattr(config, "max_position_embeddings", None) or 0
     rope = getattr(config, "rope_parameters", None) or {}

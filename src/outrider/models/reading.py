@@ -258,7 +258,6 @@ def generation_config_of(spec: ModelSpec) -> Any | None:
 
 @contextlib.contextmanager
 def without_bars() -> Iterator[None]:
-    """Disable Transformers' progress bars."""
     from transformers.utils import logging as of_transformers
 
     had_bars = of_transformers.is_progress_bar_enabled()

@@ -34,7 +34,6 @@ _COMMON = frozenset(
 
 
 def has_plan(config: Any) -> bool:
-    """Whether there is a plan of a configuration."""
     try:
         plan_of(config)
     except NotPlanned:

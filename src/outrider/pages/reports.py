@@ -31,7 +31,6 @@ class Table:
     most_rows: int | None = None
 
     def html(self) -> str:
-        """The table as elements of a page."""
 
         def cells(kind: str, row: Sequence[str]) -> str:
             return "".join(

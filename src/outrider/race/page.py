@@ -84,6 +84,5 @@ def _hash(content: str) -> str:
 
 
 def read_file(name: str) -> tuple[str, str]:
-    """Media type and content of a file of the page."""
     content = (files("outrider.race") / "page" / name).read_text(encoding="utf-8")
     return _KINDS[name.rpartition(".")[2]], content

@@ -119,7 +119,6 @@ class SlotCache:
 
     @cached_property
     def state_layers(self) -> list[Any]:
-        """Layers with states that are kept at an anchor."""
         if not self.has_states:
             return []
         pairs = zip(self.shapes, self.argument.layers, strict=True)
@@ -165,7 +164,6 @@ class SlotCache:
 
     @in_all_processes
     def rows(self, begin: int, end: int | None) -> SlotCache:
-        """View of the slots begin <= slot < end."""
         views = [store[begin:end] for store in self.storage]
         return SlotCache(self.shapes, views, self.capacity, most_behind=self._most_behind)
 
@@ -176,7 +174,6 @@ class SlotCache:
         return self._heads[num_rows]
 
     def of_layers(self, layers: Sequence[int]) -> SlotCache:
-        """View of the keys and values of some layers."""
         pairs = zip(self.storage[::2], self.storage[1::2], strict=False)
         stores = [next(pairs) if shape.num_heads else () for shape in self.shapes]
         shapes = [replace(self.shapes[i], states=(), has_offset=False) for i in layers]

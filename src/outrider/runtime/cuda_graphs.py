@@ -64,7 +64,6 @@ class CapturedExecution(EagerExecution):
 
     @property
     def num_programs(self) -> int:
-        """Number of graphs."""
         return len(self._programs)
 
     def round_length(self, length: int) -> int:

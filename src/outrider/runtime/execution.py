@@ -57,7 +57,6 @@ class EagerExecution:
         return num_wanted
 
     def new_cache(self, shapes: Sequence[LayerShape], num_rows: int, capacity: int) -> SlotCache:
-        """Allocate an empty cache."""
         return SlotCache.allocate(shapes, num_rows, capacity)
 
     def turn(self) -> AbstractContextManager[Any]:

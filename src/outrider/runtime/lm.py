@@ -101,7 +101,6 @@ class LM:
 
     @cached_property
     def visibility(self) -> Visibility:
-        """Builds attention masks."""
         return Visibility.of(self.model)
 
     @cached_property
@@ -115,11 +114,9 @@ class LM:
         return lm
 
     def with_execution(self, execution: EagerExecution) -> LM:
-        """This model with another execution."""
         return self._with(execution=execution)
 
     def with_name(self, name: str) -> LM:
-        """This model under another name."""
         return self._with(name=name)
 
     def with_context(self, context_len: int) -> LM:
@@ -139,12 +136,10 @@ class LM:
         return self._with(vocab_size=len(own_ids), own_ids=own_ids)
 
     def uncaptured(self) -> LM:
-        """This model without CUDA graphs."""
         return self.with_execution(EagerExecution()) if self.execution.is_prepared else self
 
     @cached_property
     def layer_shapes(self) -> tuple[LayerShape, ...]:
-        """Cache shapes of each layer."""
         from outrider.runtime.cache_layers import layer_shapes  # which imports Transformers
 
         return layer_shapes(self.model, self.device)

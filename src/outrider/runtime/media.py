@@ -31,7 +31,6 @@ _READING = threading.Lock()  # one prompt at a time: modelling code may keep on 
 
 
 def takes_images(model: Any) -> bool:
-    """Whether it is a model of text and images."""
     return "image" in (getattr(model, "input_modalities", None) or ())
 
 

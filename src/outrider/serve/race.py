@@ -39,7 +39,6 @@ class Race(NamedTuple):
 
 
 def choices(preparer: Preparer) -> dict[str, Any]:
-    """Options of a race."""
     decoder = preparer.decoder
     return {
         "target": decoder.target.name,

@@ -134,13 +134,11 @@ class ServedModel:
         self.thread.start(self._run_on_thread, begin=begin_on_thread, fail=fail_on_thread)
 
     def drain(self) -> None:
-        """Accept no more requests."""
         if self.admission.state in ("loading", "ready"):
             self.admission.state = "draining"
 
     @property
     def load(self) -> Load:
-        """Load of the engine."""
         return self._engine.load if self._is_open else _NO_LOAD
 
     def reserve(self, client: str) -> AbstractContextManager[None]:

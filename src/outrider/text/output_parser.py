@@ -324,7 +324,6 @@ class CallReader:
         return num_read
 
     def take(self) -> list[Piece]:
-        """The new parts of the call."""
         pieces = []
         if self._name is not None and not self.has_begun:
             self.has_begun = True

@@ -78,7 +78,6 @@ class Spelling(NamedTuple):
 
     @property
     def num_equal(self) -> int:
-        """Tokens that both have."""
         return sum(i >= 0 for i in self.equals)
 
     def share_of(self, ids: Sequence[int]) -> float:

@@ -133,7 +133,6 @@ class RayWorkers:
         return self._first()[0]
 
     def origin(self) -> dict[str, Any]:
-        """Provenance of a worker, with this process's command."""
         return self._first()[1] | {"argv": sys.argv[1:]}
 
     def _first(self) -> tuple[str, dict[str, Any]]:

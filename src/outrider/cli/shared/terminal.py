@@ -42,12 +42,10 @@ class Writer:
         self._console.file.flush()
 
     def end(self) -> None:
-        """End the last line."""
         self._console.file.write("\n")
         self._console.file.flush()
 
     def write(self, text: str, style: str = "") -> None:
-        """Write a piece of text."""
         from rich.cells import cell_len
         from rich.control import strip_control_codes
 

@@ -60,7 +60,6 @@ class StoredTensor(NamedTuple):
         return np.memmap(self.file, np.uint8, "c", self.begin, self.stored_shape)
 
     def numbers(self) -> Tensor:
-        """The numbers, float32."""
         return torch.from_numpy(np.array(_numbers(self.raw(), self.kind), np.float32).reshape(self.shape))
 
 
@@ -248,7 +247,6 @@ def is_readable(kind: int) -> bool:
 
 
 def type_name(kind: int) -> str:
-    """ggml's name of a type."""
     from gguf import GGMLQuantizationType
 
     return GGMLQuantizationType(kind).name
